@@ -1,0 +1,90 @@
+# Two commands: `make train` watches a small language model learn, `make test` runs the tests.
+# Each makes what it needs first: .venv, torch, the compiled extension.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -q
+SOURCES := $(shell find csrc -type f 2>/dev/null)
+BUILT := $(VENV)/.extension-built
+
+.DEFAULT_GOAL := help
+.PHONY: help train train-ppo test install lint format types check bench bench-smoke clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
+	@echo "make train-ppo    the same by PPO"
+	@echo "make test         the tests (ARGS='-k gae' for some of them)"
+	@echo "make install      .venv with everything for development"
+	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all and the tests"
+	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps it)"
+	@echo "make bench-smoke  the benchmarks on tiny shapes: do they run?"
+	@echo "make clean        removes what was built, and .venv's record of it"
+
+train: $(VENV)/.installed-train $(BUILT)
+	$(PY) -m fastrl.train.grpo $(ARGS)
+
+train-ppo: $(VENV)/.installed-train $(BUILT)
+	$(PY) -m fastrl.train.ppo $(ARGS)
+
+test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
+	$(PY) -m pytest --doctest-modules fastrl tests $(ARGS)
+
+install: $(VENV)/.installed-dev $(BUILT)
+
+lint: $(VENV)/.installed-lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r $(VENV)/bin/clang-format --dry-run --Werror
+	git ls-files | xargs $(VENV)/bin/codespell
+
+format: $(VENV)/.installed-lint
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r $(VENV)/bin/clang-format -i
+
+types: $(VENV)/.installed-lint $(VENV)/.installed-train
+	$(PY) -m mypy
+
+check: lint types bench-smoke test
+
+bench: $(VENV)/.installed-bench $(BUILT)
+	$(PY) bench/compare.py $(ARGS)
+
+bench-smoke: $(VENV)/.installed-bench $(BUILT)
+	$(PY) bench/compare.py --smoke
+	$(PY) -m pytest bench --benchmark-disable -q --shapes=smoke
+
+clean:
+	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.installed-* $(BUILT)
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# --- what the targets above need; each stamp is made once, and again when what it depends on changes
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "fastrl needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	       "Choose another: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv"; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-torch: | $(PY)
+	@echo "installing $(TORCH) (once; this can take minutes)"
+	$(PIP) install 'setuptools>=77' wheel ninja packaging $(TORCH)
+	@touch $@
+
+# The package itself is installed in place; building the extension is the next rule's business.
+$(VENV)/.installed-%: pyproject.toml setup.py $(VENV)/.installed-torch
+	FASTRL_BUILD=none $(PIP) install --no-build-isolation -e '.[$*]'
+	@touch $@
+
+$(BUILT): setup.py $(SOURCES) $(VENV)/.installed-torch
+	$(PY) setup.py -q build_ext --inplace
+	@touch $@
