@@ -14,6 +14,7 @@ BUILT := $(VENV)/.extension-built
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo test install lint format types check bench bench-smoke clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
@@ -54,6 +55,7 @@ check: lint types bench-smoke test
 
 bench: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py $(ARGS)
+	$(PY) bench/memory.py
 
 bench-smoke: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py --smoke

@@ -1,0 +1,122 @@
+"""One timer for every benchmark: providers of the same work, interleaved in one run.
+
+Providers take turns in a new random order each round, so a machine that slows down slows all of
+them; every call gets the next of several input sets, so that none finds its input in the cache;
+and a ratio is the median over rounds of the two times of the same round.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+COPIES = ("floor", "clone")  # kinds that move the bytes and compute nothing
+Inputs = dict[str, Any]
+
+
+class Provider(NamedTuple):
+    name: str
+    kind: str  # "fastrl cpu", "fastrl reference", eager, compile, loop, floor, clone
+    run: Callable[[Inputs], Any]
+
+
+class Case(NamedTuple):
+    op: str
+    work: str  # what is computed, in a few words
+    shape: str
+    dtype: torch.dtype
+    bytes_moved: int  # the least that this work must read and write
+    inputs: Callable[[int], Inputs]  # from a seed
+    providers: list[Provider]
+    error: Callable[[Any, Inputs], float]  # distance of a provider's answer from float64
+
+    @property
+    def label(self) -> str:
+        return f"{self.op} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Timing(NamedTuple):
+    provider: str
+    kind: str
+    seconds: list[float]  # one per round; empty when the provider could not run
+    error: float
+    failure: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def quantiles(self) -> tuple[float, float]:
+        ordered = sorted(self.seconds)
+        return ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
+
+
+def ratio(other: Timing, ours: Timing) -> float:
+    """How many times longer `other` takes, paired by round."""
+    pairs = zip(other.seconds, ours.seconds, strict=True)
+    return statistics.median(slow / fast for slow, fast in pairs)
+
+
+def rotation(case: Case, sets: int) -> Iterator[Inputs]:
+    held = [case.inputs(seed) for seed in range(sets)]
+    while True:
+        yield from held
+
+
+def measure(case: Case, *, rounds: int, warmup: int, sets: int, seed: int = 0) -> list[Timing]:
+    """Checks every provider against float64, then times them all in turn."""
+    torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
+    inputs = rotation(case, sets)
+    first = next(inputs)
+    checked = [_check(case, provider, first) for provider in case.providers]
+    running = [
+        (provider, timing)
+        for provider, timing in zip(case.providers, checked, strict=True)
+        if not timing.failure
+    ]
+    for _ in range(warmup):
+        for provider, _timing in running:
+            provider.run(next(inputs))
+    order = random.Random(seed)
+    for _ in range(rounds):
+        for provider, timing in order.sample(running, len(running)):
+            timing.seconds.append(_timed(provider, next(inputs)))
+    return checked
+
+
+def pedantic(benchmark: Any, case: Case, provider: Provider) -> None:
+    """The same call under pytest-benchmark, which keeps its history; one provider at a time."""
+    inputs = rotation(case, sets=3)
+    error = _error(case, provider, next(inputs))
+    benchmark.group = f"{case.label}, {case.work}"
+    benchmark.extra_info.update(error=error, bytes_moved=case.bytes_moved)
+    benchmark.pedantic(
+        provider.run, setup=lambda: ((next(inputs),), {}), rounds=20, warmup_rounds=3
+    )
+
+
+def _check(case: Case, provider: Provider, inputs: Inputs) -> Timing:
+    try:
+        error = _error(case, provider, inputs)
+    except Exception as failure:  # a missing backend is a row of the table, not the end of the run
+        reason = str(failure).strip().splitlines() or [""]
+        return Timing(provider.name, provider.kind, [], float("nan"), f"{reason[0][:160]}")
+    return Timing(provider.name, provider.kind, [], error)
+
+
+def _error(case: Case, provider: Provider, inputs: Inputs) -> float:
+    answer = provider.run(inputs)
+    return float("nan") if provider.kind in COPIES else case.error(answer, inputs)
+
+
+def _timed(provider: Provider, inputs: Inputs) -> float:
+    start = time.perf_counter()
+    answer = provider.run(inputs)
+    seconds = time.perf_counter() - start
+    del answer  # kept until here: returning memory is not part of the work
+    return seconds
