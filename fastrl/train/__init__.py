@@ -1,0 +1,14 @@
+"""Training loops on the public functions: `fastrl.train.grpo` and `fastrl.train.ppo`.
+
+Both read top to bottom and need the ``train`` extra (transformers, matplotlib, tqdm), which the rest of fastrl
+does without.
+"""
+
+from importlib.util import find_spec
+
+for _package in ("transformers", "matplotlib", "tqdm"):
+    if find_spec(_package) is None:
+        raise ModuleNotFoundError(
+            f"fastrl.train needs {_package}; install it with: pip install 'fastrl-kernels[train]'",
+            name=_package,
+        )

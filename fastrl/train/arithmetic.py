@@ -1,0 +1,89 @@
+"""The task that needs no download: small sums asked in words and digits, answered in digits.
+
+``python -m fastrl.train.arithmetic --out DIR`` writes ``train.jsonl`` and ``held_out.jsonl``, one
+``{"prompt": ..., "answer": ...}`` a line. No prompt is in both; the same problem in another wording may be.
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+LARGEST = 9
+_WORDS = "zero one two three four five six seven eight nine".split()
+_PLUS = ("{a} + {b} =", "{a} plus {b} =", "what is {a} plus {b}?", "add {a} and {b}:")
+_MINUS = ("{a} - {b} =", "{a} minus {b} =", "what is {a} minus {b}?", "take {b} from {a}:")
+
+
+class Problem(NamedTuple):
+    """Two operands and whether they are added or subtracted; the answer is never negative."""
+
+    a: int
+    b: int
+    plus: bool
+
+    @property
+    def answer(self) -> int:
+        """The number that answers the problem."""
+        return self.a + self.b if self.plus else self.a - self.b
+
+    def phrasings(self) -> list[str]:
+        """Every way in which the problem is asked: each template, each operand in digits or as a word."""
+        templates = _PLUS if self.plus else _MINUS
+        return [
+            template.format(a=a, b=b)
+            for template in templates
+            for a in (str(self.a), _WORDS[self.a])
+            for b in (str(self.b), _WORDS[self.b])
+        ]
+
+
+def problems() -> list[Problem]:
+    """All problems with operands from 0 to ``LARGEST``, in a fixed order."""
+    numbers = range(LARGEST + 1)
+    sums = [Problem(a, b, True) for a in numbers for b in numbers]
+    return sums + [Problem(a, b, False) for a in numbers for b in numbers if b <= a]
+
+
+def split(seed: int, held_out: int = 256) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The records for training and those held out.
+
+    Args:
+        seed: Decides which prompts are held out and the order of both lists.
+        held_out: How many are held out.
+
+    Returns:
+        Two lists of ``{"prompt": ..., "answer": ...}`` that share no prompt.
+    """
+    records = [
+        {"prompt": prompt, "answer": str(problem.answer)}
+        for problem in problems()
+        for prompt in problem.phrasings()
+    ]
+    random.Random(seed).shuffle(records)
+    return records[held_out:], records[:held_out]
+
+
+def write(directory: Path, seed: int) -> tuple[Path, Path]:
+    """Write ``train.jsonl`` and ``held_out.jsonl`` into ``directory`` and return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = directory / "train.jsonl", directory / "held_out.jsonl"
+    for path, records in zip(paths, split(seed), strict=True):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return paths
+
+
+def main() -> None:
+    """Write the two files."""
+    parser = argparse.ArgumentParser(description="Write the arithmetic prompts as JSONL.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
+    parser.add_argument("--seed", type=int, default=0, help="decides the split and the order")
+    arguments = parser.parse_args()
+    train, test = write(arguments.out, arguments.seed)
+    sys.stdout.write(f"{train}\n{test}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""From arguments to a config, and from an error to one clear line."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from fastrl.train.config import RunConfig
+from fastrl.train.run_log import Summary
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
+    """Make a config from the command line; with ``--config FILE`` from its JSON, and the arguments on top.
+
+    Args:
+        kind: The dataclass to fill; its fields are the options.
+        arguments: What was typed; ``sys.argv`` if not given.
+
+    Raises:
+        ValueError: A value cannot be used, the file cannot be read, or it names a field that there is not.
+    """
+    parser = argparse.ArgumentParser(
+        description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="JSON of settings, such as an old run's config.json")
+    for f in fields(kind):
+        default = "" if f.default is None else f" (default: {f.default})"
+        shape = _shape(f.type)
+        flags = dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"])
+        parser.add_argument(*flags, dest=f.name, help=f.metadata["help"] + default, **shape)
+    typed = vars(parser.parse_args(arguments))
+    file = typed.pop("config", None)
+    return kind(**({} if file is None else _settings(kind, file)) | typed)
+
+
+def run(kind: type[Config], train: Callable[[Config], Summary]) -> None:
+    """Parse, train, and say how it ended: status 2 where the input was bad, 130 where it was interrupted."""
+    try:
+        summary = train(parse(kind))
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    sys.stdout.write(f"{summary}\n")
+    sys.exit(130 if summary.interrupted else 0)
+
+
+def _shape(kind: Any) -> dict[str, Any]:
+    """How argparse is to read a field of type ``kind``."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    (value, *_) = get_args(kind) or (kind,)
+    if type(None) not in get_args(kind):
+        return {"type": value, "metavar": value.__name__.upper()}
+    return {"type": lambda text: None if text in ("none", "null") else value(text), "metavar": value.__name__.upper()}
+
+
+def _settings(kind: type[RunConfig], file: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config: {file} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"config: {file} must hold an object")
+    unknown = settings.keys() - {f.name for f in fields(kind)}
+    if unknown:
+        raise ValueError(f"config: {file} has fields that {kind.__name__} has not: {', '.join(sorted(unknown))}")
+    return settings

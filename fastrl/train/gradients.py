@@ -1,0 +1,61 @@
+"""What surrounds the loss: log-probabilities without gradient, the denominator, the optimizer's step."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import token_logprobs
+from fastrl.train.config import RunConfig
+from fastrl.train.rollout import Rollout, completion_logits
+
+
+def autocast(config: RunConfig, model: Any) -> AbstractContextManager[Any]:
+    """The precision of forward and backward."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
+
+
+@torch.no_grad()
+def rollout_logprobs(model: Any, rollout: Rollout, config: RunConfig) -> Tensor:
+    """Log-probabilities [N, T] of the sampled tokens, a micro-batch at a time."""
+    parts = []
+    for rows in torch.arange(len(rollout.mask)).split(config.micro_batch):
+        batch = rollout.rows(rows)
+        with autocast(config, model):
+            logits = completion_logits(model, batch)
+        parts.append(
+            token_logprobs(logits, batch.token_ids, temperature=config.temperature, mask=batch.mask)
+        )
+    return torch.cat(parts)
+
+
+def minibatches(samples: int, config: RunConfig) -> Iterator[Tensor]:
+    """Row numbers for each optimizer step: every sample once per epoch, drawn without replacement."""
+    for _ in range(config.epochs):
+        yield from torch.randperm(samples).tensor_split(config.minibatches)
+
+
+def normalizer(mask: Tensor, aggregation: str) -> Tensor:
+    """The loss's denominator over all micro-batches of an optimizer step: tokens, or sequences that have any.
+
+    With it the sum of the micro-batches' gradients is the gradient of the whole.
+    """
+    counted = mask if aggregation == "token-mean" else mask.any(1)
+    return counted.sum().clamp(min=1)
+
+
+def apply(model: Any, optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> float:
+    """Clip the gradients, take the optimizer's step at the learning rate of ``step``, clear them.
+
+    Returns:
+        The norm of the gradients before clipping.
+    """
+    rate = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm)

@@ -1,0 +1,27 @@
+"""The losses' metrics, gathered over micro-batches on the device and read once a step."""
+
+import torch
+from torch import Tensor
+
+_MEANS = ("kl", "kl_old", "entropy", "ratio_mean", "clip_low", "clip_high", "clip_fraction", "zero_grad_fraction")
+
+
+class MetricMeans:
+    """Means over tokens of the losses' metrics, and the largest ratio."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Tensor] = []
+        self._seen: list[dict[str, Tensor]] = []
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        """Take in a micro-batch."""
+        self._seen.append({name: value.detach() for name, value in metrics.items()})
+        self._tokens.append(metrics["active_tokens"].detach().double())
+
+    def read(self) -> dict[str, float]:
+        """The means over all tokens seen."""
+        tokens = torch.stack(self._tokens)
+        share = tokens / tokens.sum().clamp(min=1)
+        values = {name: torch.stack([seen[name] for seen in self._seen]) for name in (*_MEANS, "ratio_max")}
+        means = {name: float((values[name].double() * share).sum()) for name in _MEANS}
+        return {**means, "ratio_max": float(values["ratio_max"].max())}

@@ -1,0 +1,89 @@
+"""The model and its tokenizer: any causal LM of `transformers`, or a small new one that needs no network."""
+
+import string
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+logging.disable_progress_bar()  # for a model that loads in a blink; the loops have their own
+
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per printable ASCII character, one that pads and one that ends."""
+    tokens = ["<pad>", "<eos>", *CHARACTERS]
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A new Llama of about a million parameters, its weights drawn from torch's generator."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def load(path: str | None, device: str) -> tuple[Any, Any]:
+    """The model, in float32, and its tokenizer.
+
+    Dropout is off for good (``eval``): with it, the probability of a sample at the time of the loss would not be that
+    at the time of sampling, and the ratio of the two would not begin at 1.
+
+    Args:
+        path: A directory or hub name; None for the small new model.
+        device: Where to put it; ``auto`` for a GPU where there is one.
+
+    Raises:
+        ValueError: There is no such model, or its tokenizer has no end token.
+    """
+    if path is None:
+        tokenizer = character_tokenizer()
+        model: Any = small_model(tokenizer)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model must be a causal LM with its tokenizer, got {path!r}: {error}") from error
+    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    if ends is None:
+        raise ValueError(f"model must come with an end token, got none in {path!r}")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    # Sampling defaults that a model brings along would change what it is sampled from.
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer

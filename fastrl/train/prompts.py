@@ -1,0 +1,87 @@
+"""Prompts: read from JSONL, and dealt out in an order that depends on the seed and the step alone."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+Record = dict[str, Any]
+
+
+class Prompt(NamedTuple):
+    """A record, and its prompt as the model reads it."""
+
+    record: Record
+    token_ids: list[int]
+
+
+def read_jsonl(path: str | Path) -> list[Record]:
+    """The records of a file, one JSON object with a ``"prompt"`` string a line; blank lines are passed over.
+
+    Raises:
+        ValueError: The file cannot be read, holds no record, or a line is wrong; says ``file:line``.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    records = [_record(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not records:
+        raise ValueError(f"{path} holds no prompts")
+    return records
+
+
+def _record(line: str, where: str) -> Record:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: must be an object, got {type(record).__name__}")
+    if not isinstance(record.get("prompt"), str) or not record["prompt"]:
+        raise ValueError(f'{where}: "prompt" must be a non-empty string, got {record.get("prompt")!r}')
+    return record
+
+
+def encode(records: list[Record], tokenizer: Any, *, chat_template: bool, max_tokens: int) -> list[Prompt]:
+    """Tokenize the prompts, each as a user's message if ``chat_template``.
+
+    Raises:
+        ValueError: A prompt is longer than ``max_tokens`` or holds what the tokenizer cannot write.
+    """
+    if chat_template and tokenizer.chat_template is None:
+        raise ValueError("chat_template: the tokenizer has none")
+    prompts = []
+    for record in records:
+        text = record["prompt"]
+        if chat_template:
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        try:
+            token_ids = tokenizer(text, add_special_tokens=not chat_template)["input_ids"]
+        except Exception as error:  # the tokenizers package raises nothing narrower
+            raise ValueError(f"prompt {text[:80]!r} cannot be tokenized: {error}") from error
+        if not 0 < len(token_ids) <= max_tokens:
+            raise ValueError(
+                f"max_prompt_tokens must cover every prompt, got {len(token_ids)} tokens in {text[:80]!r}"
+            )
+        prompts.append(Prompt(record, token_ids))
+    return prompts
+
+
+def deal(prompts: list[Prompt], *, count: int, step: int, seed: int) -> list[Prompt]:
+    """The ``count`` prompts of a step: every prompt once in random order, then again in another.
+
+    Nothing is remembered between calls, so a resumed run continues where it was.
+    """
+    n = len(prompts)
+    orders: dict[int, list[int]] = {}
+    chosen = []
+    for position in range(step * count, (step + 1) * count):
+        epoch, place = divmod(position, n)
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            orders[epoch] = torch.randperm(n, generator=generator).tolist()
+        chosen.append(prompts[orders[epoch][place]])
+    return chosen

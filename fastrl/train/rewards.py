@@ -1,0 +1,67 @@
+"""Rewards: found by name, called on strings, and checked before they are believed."""
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastrl.train.prompts import Record
+
+
+class RewardError(ValueError):
+    """A reward function that raised, or returned what cannot be trained on."""
+
+
+RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float]]
+
+
+def exact_match(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
+    """1 where the completion is the record's ``"answer"`` but for space around it, else 0."""
+    for prompt, record in zip(prompts, records, strict=True):
+        if not isinstance(record.get("answer"), str):
+            raise ValueError(f'"answer" must be a string, got {record.get("answer")!r} beside prompt {prompt!r}')
+    return [
+        float(completion.strip() == record["answer"].strip())
+        for completion, record in zip(completions, records, strict=True)
+    ]
+
+
+def import_reward(path: str) -> RewardFunction:
+    """The function at ``module:function``.
+
+    Raises:
+        ValueError: The module cannot be imported, or holds no such function.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises on import
+        raise ValueError(f"reward: importing {module_name} raised {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"reward: {module_name} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def score(function: RewardFunction, records: list[Record], completions: list[str]) -> Tensor:
+    """Call ``function`` on completions and the records that they answer.
+
+    Returns:
+        The rewards, float32 [N].
+
+    Raises:
+        RewardError: The function raised, returned the wrong count, or something that is no finite number.
+    """
+    prompts = [record["prompt"] for record in records]
+    try:
+        values = [float(value) for value in function(prompts, list(completions), records)]
+    except Exception as error:  # whatever a user's function raises
+        raise RewardError(f"reward: raised {type(error).__name__}: {error}") from error
+    if len(values) != len(completions):
+        raise RewardError(f"reward: must return {len(completions)} numbers, got {len(values)}")
+    for value, prompt, completion in zip(values, prompts, completions, strict=True):
+        if not math.isfinite(value):
+            raise RewardError(f"reward: must be finite, got {value} for {prompt!r} -> {completion!r}")
+    return torch.tensor(values, dtype=torch.float32)

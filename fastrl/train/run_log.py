@@ -1,0 +1,138 @@
+"""What a run leaves behind: ``config.json``, ``metrics.jsonl``, ``curves.png``, and a progress bar on the way."""
+
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from fastrl.train.config import RunConfig
+from fastrl.train.curves import draw
+
+Row = dict[str, float]
+_MAY_CHANGE = {"resume", "name", "out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
+_ON_BAR = ("reward", "kl", "entropy", "clip_fraction", "tokens_per_second", "held_out_reward")
+
+
+class Summary(NamedTuple):
+    """How a run ended."""
+
+    directory: Path
+    step: int
+    held_out: tuple[float, float] | None  # before the first step and last
+    interrupted: bool
+
+    def __str__(self) -> str:
+        """The lines to end with."""
+        lines = []
+        if self.interrupted:
+            lines.append(f"stopped after step {self.step}; continue with --resume --name {self.directory.name}")
+        if self.held_out is not None:
+            before, after = self.held_out
+            lines.append(f"held-out reward, greedy: {before:.3f} before, {after:.3f} after {self.step} steps")
+        return "\n".join([*lines, f"curves: {self.directory / 'curves.png'}"])
+
+
+class RunLog:
+    """The files of one run.
+
+    Args:
+        config: Says where; see `run_directory`.
+        loop: The loop's name, ``"grpo"`` or ``"ppo"``, which an unnamed run is called after.
+
+    Raises:
+        ValueError: The directory holds a run and ``config.resume`` is off, or it is on and there is none, or its
+            settings were other ones.
+    """
+
+    def __init__(self, config: RunConfig, loop: str) -> None:
+        self.config = config
+        self.directory = run_directory(config, loop)
+        self.checkpoints = self.directory / "checkpoints"
+        self.rows: list[Row] = []
+        self._bar: Any = None
+        self._check()
+
+    def begin(self, step: int) -> None:
+        """Write the settings, forget what was logged after ``step``, and show the bar."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.metrics.exists():
+            lines = self.metrics.read_text().splitlines()
+            self.rows = [row for row in map(_parse, lines) if row is not None and row["step"] <= step]
+        _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
+        _replace(self._settings, json.dumps(asdict(self.config), indent=2) + "\n")
+        self._bar = tqdm(total=self.config.steps, initial=step, desc=self.directory.name, unit="step")
+
+    @property
+    def metrics(self) -> Path:
+        """``metrics.jsonl``, a row a step."""
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def _settings(self) -> Path:
+        return self.directory / "config.json"
+
+    def write(self, row: Row) -> None:
+        """Append a row and move the bar."""
+        self.rows.append(row)
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self._bar.n = int(row["step"])
+        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in _ON_BAR if key in row})
+
+    def say(self, line: str) -> None:
+        """Print a line without breaking the bar."""
+        tqdm.write(line)
+
+    def finish(self) -> Path:
+        """Close the bar, draw the curves, and return where they lie."""
+        self._bar.close()
+        path = self.directory / "curves.png"
+        draw(self.rows, path)
+        return path
+
+    def summary(self, step: int, *, interrupted: bool) -> Summary:
+        """How the run ended, by what was logged."""
+        held_out = [row["held_out_reward"] for row in self.rows if "held_out_reward" in row]
+        ends = (held_out[0], held_out[-1]) if held_out else None
+        return Summary(self.directory, step, ends, interrupted)
+
+    def _check(self) -> None:
+        if not self._settings.exists():
+            if self.config.resume:
+                raise ValueError(f"resume: {self.directory} holds no run")
+            return
+        if not self.config.resume:
+            raise ValueError(
+                f"name: {self.directory} already holds a run; continue it with --resume or choose another --name"
+            )
+        before = json.loads(self._settings.read_text())
+        for key, value in asdict(self.config).items():
+            if key not in _MAY_CHANGE and before.get(key) != value:
+                raise ValueError(f"{key} must stay {before.get(key)!r} when a run is resumed, got {value!r}")
+
+
+def run_directory(config: RunConfig, loop: str) -> Path:
+    """``out_dir/name``; for a run without a name ``loop-N``, the next free N, or the last taken one to resume."""
+    root = Path(config.out_dir)
+    if config.name is not None:
+        return root / config.name
+    taken = [int(m[1]) for path in root.glob(f"{loop}-*") if (m := re.fullmatch(rf"{loop}-(\d+)", path.name))]
+    return root / f"{loop}-{max(taken, default=0) + (0 if config.resume and taken else 1)}"
+
+
+def _parse(line: str) -> Row | None:
+    """A row, or None for a line that an interruption cut short."""
+    try:
+        return json.loads(line)  # type: ignore[no-any-return]
+    except json.JSONDecodeError:
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)

@@ -1,0 +1,94 @@
+"""What both loops do before their first step: check everything, load everything, resume or warm start."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastrl.train import arithmetic, checkpoint, models
+from fastrl.train.config import RunConfig
+from fastrl.train.interrupt import Interrupt
+from fastrl.train.prompts import Prompt, encode, read_jsonl
+from fastrl.train.rewards import RewardFunction, import_reward, score
+from fastrl.train.rollout import generate
+from fastrl.train.run_log import RunLog
+from fastrl.train.warm_start import warm_start
+
+
+class Job(NamedTuple):
+    """Everything a loop works on."""
+
+    log: RunLog
+    model: Any
+    tokenizer: Any
+    train: list[Prompt]
+    held_out: list[Prompt]
+    reward: RewardFunction
+    resumed_from: Path | None
+
+
+def prepare(config: RunConfig, loop: str) -> Job:
+    """Check and load all that ``config`` names.
+
+    Raises:
+        ValueError: Anything about it that would stop the run later: a missing file, a malformed line, a prompt that is
+            too long, a reward function that is not there or returns the wrong thing.
+    """
+    log = RunLog(config, loop)
+    reward = import_reward(config.reward)
+    if config.train_file is None or config.held_out_file is None:
+        files: tuple[str | Path, str | Path] = arithmetic.write(log.directory / "data", config.seed)
+    else:
+        files = config.train_file, config.held_out_file
+    records = [read_jsonl(file) for file in files]
+    for some in records:
+        score(reward, some[:2], ["" for _ in some[:2]])  # a reward that cannot work fails here
+    resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
+    checkpoint.seed_all(config.seed)
+    model, tokenizer = models.load(str(resumed_from) if resumed_from else config.model, config.device)
+    train, held_out = (
+        encode(some, tokenizer, chat_template=config.chat_template, max_tokens=config.max_prompt_tokens)
+        for some in records
+    )
+    return Job(log, model, tokenizer, train, held_out, reward, resumed_from)
+
+
+def begin(job: Job, config: RunConfig, parts: Mapping[str, Any], interrupt: Interrupt) -> int:
+    """Restore the checkpoint that is resumed from, or warm start; returns how many steps are done."""
+    if job.resumed_from is not None:
+        step = checkpoint.restore(job.resumed_from, parts)
+        job.log.begin(step)
+        return step
+    job.log.begin(0)
+    for i, loss in enumerate(warm_start(job.model, job.tokenizer, job.train, config), 1):
+        if interrupt.requested:
+            break
+        if i % 50 == 0:
+            job.log.say(f"warm start: step {i}, loss {loss:.3f}")
+    return 0
+
+
+def reference_model(job: Job, config: RunConfig) -> Any:
+    """A frozen copy of the model as it is before the first step, kept with the run for when it is resumed."""
+    path = job.log.directory / "reference"
+    if job.resumed_from is None:
+        job.model.save_pretrained(path)
+        return copy.deepcopy(job.model).requires_grad_(False)
+    frozen = type(job.model).from_pretrained(path, dtype=torch.float32)
+    return frozen.to(job.model.device).eval().requires_grad_(False)
+
+
+def evaluate(job: Job, config: RunConfig) -> float:
+    """Mean reward of greedy completions of the held-out prompts; leaves the generators as they were."""
+    before = checkpoint.rng_state()
+    total = 0.0
+    for start in range(0, len(job.held_out), 256):
+        prompts = job.held_out[start : start + 256]
+        _, completions = generate(
+            job.model, job.tokenizer, prompts, max_new_tokens=config.max_new_tokens, temperature=None
+        )
+        total += float(score(job.reward, [prompt.record for prompt in prompts], completions).sum())
+    checkpoint.set_rng_state(before)
+    return total / len(job.held_out)
