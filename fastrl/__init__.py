@@ -1,0 +1,41 @@
+"""fastrl: fused losses, log-probabilities and advantages for reinforcement learning of LLMs."""
+
+from fastrl import native as _native  # noqa: F401  registers the operators
+from fastrl.backend import get_backend, set_backend
+from fastrl.objective import Objective, RolloutCorrection
+from fastrl.ops.gae import Gae, discounted_returns, gae
+from fastrl.ops.group_advantages import GroupAdvantages, group_advantages
+from fastrl.ops.kl_divergence import kl_divergence
+from fastrl.ops.logits_policy_loss import logits_policy_loss
+from fastrl.ops.masked import masked_mean, whiten
+from fastrl.ops.policy_loss import PolicyLoss, policy_loss
+from fastrl.ops.token_stats import TokenStats, token_logprobs, token_stats
+from fastrl.ops.token_weights import token_weights
+from fastrl.ops.value_loss import ValueLoss, value_loss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Gae",
+    "GroupAdvantages",
+    "Objective",
+    "PolicyLoss",
+    "RolloutCorrection",
+    "TokenStats",
+    "ValueLoss",
+    "__version__",
+    "discounted_returns",
+    "gae",
+    "get_backend",
+    "group_advantages",
+    "kl_divergence",
+    "logits_policy_loss",
+    "masked_mean",
+    "policy_loss",
+    "set_backend",
+    "token_logprobs",
+    "token_stats",
+    "token_weights",
+    "value_loss",
+    "whiten",
+]

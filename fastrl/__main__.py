@@ -1,0 +1,28 @@
+"""`python -m fastrl`: versions, and which backends are usable here and why the others are not."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import torch
+
+import fastrl
+from fastrl.backend import BACKENDS, get_backend, unavailable
+
+
+def report() -> str:
+    """Return the text that `python -m fastrl` shows."""
+    lines = [
+        f"fastrl {fastrl.__version__}, torch {torch.__version__}, "
+        f"python {platform.python_version()}, {platform.machine()}",
+        f"default backend: {get_backend()}",
+    ]
+    for name in BACKENDS[1:]:
+        reason = unavailable(name)
+        lines.append(f"  {name:<10} {'usable' if reason is None else f'not usable: {reason}'}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(report() + "\n")

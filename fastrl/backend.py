@@ -1,0 +1,108 @@
+"""Which backend runs a call: an explicit one is used or refused, `auto` takes the fastest able one.
+
+The environment variable `FASTRL_BACKEND` and `set_backend` change what `auto` means.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, cast, get_args
+
+import torch
+
+from fastrl import native
+from fastrl.checks import one_of
+
+Backend = Literal["auto", "reference", "cpu", "triton", "cuda"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+#: Fastest first, by device type. A device that is not listed uses the reference backend.
+_PREFERENCE = {"cpu": ("cpu", "reference")}
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_default: str = one_of("FASTRL_BACKEND", os.environ.get("FASTRL_BACKEND", "auto"), BACKENDS)
+
+
+def set_backend(backend: Backend) -> None:
+    """Choose the backend of every later call that does not name one itself.
+
+    Args:
+        backend: `"auto"` (the fastest that can do the call) or the name of a backend.
+
+    Raises:
+        ValueError: the name is unknown, or the backend is not usable on this machine.
+
+    Example:
+        >>> import fastrl
+        >>> fastrl.set_backend("reference")
+        >>> fastrl.set_backend("auto")
+    """
+    global _default
+    one_of("backend", backend, BACKENDS)
+    reason = unavailable(backend)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot be used: {reason}")
+    _default = backend
+
+
+def get_backend() -> Backend:
+    """Return the default backend: the last `set_backend`, else `FASTRL_BACKEND`, else `auto`.
+
+    Example:
+        >>> import fastrl
+        >>> fastrl.get_backend() in ("auto", "reference", "cpu", "triton", "cuda")
+        True
+    """
+    return cast("Backend", _default)
+
+
+def unavailable(backend: str) -> str | None:
+    """Return one sentence on why a backend cannot be used on this machine, or None."""
+    if backend == "cpu":
+        return native.missing
+    if backend in ("triton", "cuda"):
+        return f"this version of fastrl has no {backend} kernels yet"
+    return None
+
+
+def refusal(
+    backend: str, device: torch.device, dtype: torch.dtype, unable: str | None = None
+) -> str | None:
+    """Return why `backend` cannot do a call on these tensors, or None.
+
+    Args:
+        backend: a concrete backend, not `auto`.
+        device: where the tensors are.
+        dtype: the dtype of the tensor that decides the arithmetic.
+        unable: a reason why compiled kernels cannot do this very call.
+    """
+    if backend == "reference":
+        return None
+    reason = unavailable(backend)
+    if reason is not None:
+        return reason
+    if device.type != "cpu":
+        return f"it works on cpu tensors, these are on {device.type}"
+    if dtype not in _KERNEL_DTYPES:
+        return f"it takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    return unable
+
+
+def resolve(
+    backend: str, device: torch.device, dtype: torch.dtype, unable: str | None = None
+) -> str:
+    """Return the concrete backend for a call; the arguments are those of `refusal`.
+
+    Raises:
+        ValueError: the backend is unknown, or it was named and cannot do the call.
+    """
+    one_of("backend", backend, BACKENDS)
+    if backend == "auto":
+        backend = _default
+    if backend == "auto":
+        candidates = _PREFERENCE.get(device.type, ("reference",))
+        return next(name for name in candidates if refusal(name, device, dtype, unable) is None)
+    reason = refusal(backend, device, dtype, unable)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot do this call: {reason}")
+    return backend

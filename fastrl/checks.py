@@ -1,0 +1,127 @@
+"""Checks of arguments: each raises with the argument's name, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of the strings in `choices`."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    return value
+
+
+def number(
+    name: str, value: object, *, low: float | None = None, high: float | None = None
+) -> float:
+    """Return `value` as a float if it is a finite number with low <= value <= high."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    wanted = "finite"
+    wanted += "" if low is None else f" and >= {low:g}"
+    wanted += "" if high is None else f" and <= {high:g}"
+    inside = (low is None or value >= low) and (high is None or value <= high)
+    if not (math.isfinite(value) and inside):
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return float(value)
+
+
+def positive(name: str, value: object) -> float:
+    """Return `value` as a float if it is a finite number above 0."""
+    result = number(name, value)
+    if result <= 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+    return result
+
+
+def flag(name: str, value: object) -> bool:
+    """Return `value` if it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    return value
+
+
+def tensor(name: str, value: object) -> Tensor:
+    """Return `value` if it is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    return value
+
+
+def floating(name: str, value: object) -> Tensor:
+    """Return `value` if it is a real floating-point tensor."""
+    result = tensor(name, value)
+    if not result.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {result.dtype}")
+    return result
+
+
+def integer(name: str, value: object) -> Tensor:
+    """Return `value` if it is a tensor of integers."""
+    result = tensor(name, value)
+    if result.is_floating_point() or result.is_complex() or result.dtype == torch.bool:
+        raise TypeError(f"{name} must be a tensor of integers, got {result.dtype}")
+    return result
+
+
+def on_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
+    """Raise unless `value` lives where `like` does."""
+    if value.device != like.device:
+        raise ValueError(
+            f"{name} must be on {like.device} like {like_name}, got a tensor on {value.device}"
+        )
+
+
+def same_shape(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor:
+    """Return `value` if shape and device are those of `like`."""
+    if value.shape != like.shape:
+        raise ValueError(
+            f"{name} must have shape {tuple(like.shape)} like {like_name}, got {tuple(value.shape)}"
+        )
+    on_device(name, value, like, like_name)
+    return value
+
+
+def per_token(name: str, value: object) -> Tensor:
+    """Return `value` if it is a floating-point tensor `[B, T]` or `[N]`."""
+    result = floating(name, value)
+    if result.dim() not in (1, 2):
+        raise ValueError(f"{name} must have shape [B, T] or [N], got {tuple(result.shape)}")
+    return result
+
+
+def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
+    """Return a 0/1 mask of the shape of `like` as bool."""
+    result = tensor(name, value)
+    if result.is_complex():
+        raise TypeError(f"{name} must be bool, integer or float 0/1, got {result.dtype}")
+    return same_shape(name, result, like, like_name).to(torch.bool)
+
+
+def can_read(value: Tensor) -> bool:
+    """Say whether looking at the data costs nothing: on a CPU, and not while tracing."""
+    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def sequence_bounds(cu_seqlens: object, tokens: int, like: Tensor) -> Tensor:
+    """Return `cu_seqlens` as int32 `[S + 1]` if it cuts `tokens` packed tokens into sequences."""
+    result = integer("cu_seqlens", cu_seqlens)
+    on_device("cu_seqlens", result, like, "the per-token tensors")
+    if result.dim() != 1 or result.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(result.shape)}")
+    if can_read(result):
+        lengths = result.diff()
+        first, last = int(result[0]), int(result[-1])
+        if first != 0 or last != tokens or bool((lengths < 0).any()):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens {tokens}, "
+                f"got {result.tolist() if result.numel() <= 16 else f'{first} ... {last}'}"
+            )
+    return result.to(torch.int32)

@@ -1,0 +1,145 @@
+"""The registered operators: every `torch.library` schema and fake, once.
+
+Backends only implement what stands here. Per-token tensors are `[B, T]`, logits `[B, T, V]` with
+any batch strides and vocabulary stride 1; the public functions in `fastrl.ops` see to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: Order of the metrics vector that `policy_loss_fwd` returns.
+METRICS = (
+    "policy_loss",
+    "kl",
+    "kl_old",
+    "entropy",
+    "ratio_mean",
+    "ratio_max",
+    "ratio_min",
+    "clip_low",
+    "clip_high",
+    "clip_fraction",
+    "active_tokens",
+    "zero_grad_fraction",
+)
+
+_LOGITS = (
+    "Tensor token_ids, Tensor active, Tensor? temperatures, "
+    "float temperature, float logit_scale, float logit_softcap"
+)
+_OBJECTIVE = "int ratio, int kl_estimator, float[] coefficients"
+_STATS_BACKWARD = (
+    f"{_LOGITS}, Tensor row_max, Tensor log_sum, Tensor entropy, "
+    "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
+)
+_ONE_PASS = (
+    f"{_LOGITS}, Tensor advantages, Tensor weights, "
+    f"Tensor? old_logprobs, Tensor? ref_logprobs, {_OBJECTIVE}"
+)
+
+_SCHEMAS = {
+    "token_stats_fwd": (
+        f"(Tensor logits, {_LOGITS}, bool with_entropy, bool with_sum_sq_probs) -> "
+        "(Tensor logprobs, Tensor entropy, Tensor logsumexp, Tensor sum_sq_probs, "
+        "Tensor is_top1, Tensor row_max, Tensor log_sum)"
+    ),
+    "token_stats_bwd": f"(Tensor logits, {_STATS_BACKWARD}) -> Tensor",
+    "token_stats_bwd_": f"(Tensor(a!) logits, {_STATS_BACKWARD}) -> ()",
+    "logits_policy_loss_fwd": (
+        f"(Tensor logits, {_ONE_PASS}) -> (Tensor logprobs, Tensor entropy, Tensor grad_logits)"
+    ),
+    "logits_policy_loss_fwd_": (
+        f"(Tensor(a!) logits, {_ONE_PASS}) -> (Tensor logprobs, Tensor entropy)"
+    ),
+    "policy_loss_fwd": (
+        "(Tensor logprobs, Tensor advantages, Tensor mask, Tensor weights, Tensor? old_logprobs, "
+        "Tensor? ref_logprobs, Tensor? entropy, Tensor? cu_seqlens, bool sequence_level, "
+        f"{_OBJECTIVE}) -> (Tensor loss, Tensor slope, Tensor metrics)"
+    ),
+    "gae_fwd": (
+        "(Tensor rewards, Tensor values, Tensor? mask, Tensor? terminated, Tensor? truncated, "
+        "Tensor? bootstrap_values, Tensor? cu_seqlens, float gamma, float lam) -> "
+        "(Tensor advantages, Tensor returns)"
+    ),
+    "group_advantages_fwd": (
+        "(Tensor rewards, Tensor? group_ids, int group_size, int baseline, int scale, "
+        "float correction, float eps, int singleton) -> "
+        "(Tensor advantages, Tensor mean, Tensor std, Tensor informative)"
+    ),
+    # For the tests: the scalar objective of the C++ header, point by point in float64.
+    "objective_eval": (
+        "(Tensor logprobs, Tensor log_ratio, Tensor advantages, Tensor ref_minus_logprob, "
+        f"{_OBJECTIVE}) -> (Tensor loss, Tensor slope, Tensor clip, Tensor kl, Tensor kl_slope)"
+    ),
+}
+
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"fastrl::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _fake(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    def register(fake: Callable[..., object]) -> Callable[..., object]:
+        torch.library.register_fake(f"fastrl::{name}", fake)
+        return fake
+
+    return register
+
+
+def _per_token(like: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(like.shape, dtype=dtype) for dtype in dtypes)
+
+
+@_fake("token_stats_fwd")
+def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
+    f32 = torch.float32
+    return _per_token(token_ids, f32, f32, f32, f32, torch.bool, f32, f32)
+
+
+@_fake("token_stats_bwd")
+def _(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@_fake("token_stats_bwd_")
+def _(logits: Tensor, *_: object) -> None:
+    return None
+
+
+@_fake("logits_policy_loss_fwd")
+def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
+    stats = _per_token(token_ids, torch.float32, torch.float32)
+    return (*stats, logits.new_empty(logits.shape))
+
+
+@_fake("logits_policy_loss_fwd_")
+def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return _per_token(token_ids, torch.float32, torch.float32)
+
+
+@_fake("policy_loss_fwd")
+def _(logprobs: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        logprobs.new_empty(()),
+        logprobs.new_empty(logprobs.shape),
+        logprobs.new_empty((len(METRICS),)),
+    )
+
+
+@_fake("gae_fwd")
+def _(rewards: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)
+
+
+@_fake("group_advantages_fwd")
+def _(rewards: Tensor, *_: object) -> tuple[Tensor, ...]:
+    f32 = torch.float32
+    return _per_token(rewards, f32, f32, f32, torch.bool)
+
+
+@_fake("objective_eval")
+def _(logprobs: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return _per_token(logprobs, *([torch.float64] * 5))

@@ -1,0 +1,277 @@
+"""The loss family: an `Objective` picks a ratio, a level, a KL estimator and an aggregation.
+
+A loss of the literature is a row that picks from these lists; `PRESETS` holds the named ones.
+The scalar formulas stand in `fastrl/reference/objectives.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from fastrl.checks import number, one_of, positive
+
+Ratio = Literal["ppo_clip", "cispo", "sapo", "gmpo", "reinforce"]
+Level = Literal["token", "sequence"]
+KlEstimator = Literal["k1", "k2", "k3", "abs"]
+Aggregation = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+    "prompt-mean",
+]
+#: (logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token
+TokenLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+
+RATIOS: tuple[str, ...] = get_args(Ratio)
+LEVELS: tuple[str, ...] = get_args(Level)
+KL_ESTIMATORS: tuple[str, ...] = get_args(KlEstimator)
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutCorrection:
+    """A detached importance weight between the trainer and the engine that sampled.
+
+    The ratio is `exp(old_logprobs - rollout_logprobs)` of a token (`level="token"`), the product
+    over its sequence (`"sequence"`) or the geometric mean over it (`"geometric"`). `"truncate"`
+    holds it within `[low, high]` (truncated importance sampling), `"mask"` drops the tokens whose
+    ratio lies outside (IcePop; at sequence level masked importance sampling).
+
+    Attributes:
+        kind: `"truncate"` or `"mask"`.
+        level: `"token"`, `"sequence"` or `"geometric"`.
+        low: lower bound of the ratio, at least 0.
+        high: upper bound of the ratio, above `low`.
+
+    Raises:
+        ValueError: a field has no such value.
+
+    Example:
+        >>> from fastrl import Objective, RolloutCorrection
+        >>> objective = Objective(rollout_correction=RolloutCorrection(kind="mask", low=0.5))
+        >>> objective.rollout_correction.high
+        2.0
+    """
+
+    kind: Literal["truncate", "mask"] = "truncate"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        one_of("rollout_correction.kind", self.kind, ("truncate", "mask"))
+        one_of("rollout_correction.level", self.level, ("token", "sequence", "geometric"))
+        number("rollout_correction.low", self.low, low=0.0)
+        if positive("rollout_correction.high", self.high) <= self.low:
+            raise ValueError(
+                f"rollout_correction.high must be above low = {self.low}, got {self.high}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What the policy loss computes for a token, and how the tokens are added up.
+
+    With `log r = logprobs - old_logprobs` (or its mean over the sequence) and `A` the advantage:
+
+    | ratio | loss of a token `f` | gradient `df/dlogprob` |
+    | --- | --- | --- |
+    | `ppo_clip` | `-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`, for `A < 0` at most `-dual_clip A` | `-r A`, 0 where clipped |
+    | `cispo` | `-sg[clip(r, 1-clip_low, 1+clip_high)] A logprob` | `-clip(r) A` |
+    | `sapo` | `-4/tau sigmoid(tau (r - 1)) A`, `tau` by the sign of `A` | `-4 s (1-s) r A` |
+    | `gmpo` | `-A exp(mean over the sequence of the clipped log r)`, bounds on `log r` | through unclipped tokens |
+    | `reinforce` | `-A logprob` | `-A` |
+    | a function | `function(logprobs, old_logprobs, ref_logprobs, advantages)` | by autograd |
+
+    `|log r|` saturates at 80 (slope 0 beyond), so nothing overflows; `log_ratio_clamp` tightens it.
+
+    Attributes:
+        ratio: the row of the table, or a function of per-token tensors.
+        level: `"token"`, or `"sequence"` for one ratio per sequence (GSPO).
+        clip_low: distance of the lower bound from 1 (`gmpo`: from 0, on the log ratio).
+        clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio).
+        dual_clip: cap `c > 1` of the loss for negative advantages (dual-clip PPO), or None.
+        delta: cap above 1 of the unclipped ratio (INTELLECT-2), or None.
+        sapo_temperature_pos: `tau` for positive advantages.
+        sapo_temperature_neg: `tau` for the others.
+        kl_coef: weight `beta` of the KL to `ref_logprobs`.
+        kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`.
+        kl_clamp: bound of the estimate of a token, or None.
+        entropy_coef: weight of the entropy bonus.
+        log_ratio_clamp: bound of `|log r|`, or None.
+        aggregation: how tokens are weighed, as in `token_weights`.
+        length_norm: the constant length of `seq-mean-token-sum-norm`; None is the padded width T.
+        rollout_correction: importance weights against `rollout_logprobs`, or None.
+
+    Raises:
+        ValueError: a field has no such value, or would have no effect with this `ratio`.
+        TypeError: a field has a wrong type.
+
+    Example:
+        >>> from fastrl import Objective
+        >>> Objective(clip_high=0.28, kl_coef=0.04).aggregation
+        'token-mean'
+        >>> Objective.preset("gspo", kl_coef=0.01).level
+        'sequence'
+    """  # noqa: E501
+
+    ratio: Ratio | TokenLoss = "ppo_clip"
+    level: Level = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    delta: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    kl_clamp: float | None = None
+    entropy_coef: float = 0.0
+    log_ratio_clamp: float | None = None
+    aggregation: Aggregation = "token-mean"
+    length_norm: float | None = None
+    rollout_correction: RolloutCorrection | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.ratio):
+            one_of("ratio", self.ratio, RATIOS)
+        one_of("level", self.level, LEVELS)
+        one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        one_of("aggregation", self.aggregation, AGGREGATIONS)
+        number("clip_low", self.clip_low, low=0.0, high=1.0 if self.ratio == "ppo_clip" else None)
+        for name in ("clip_high", "kl_coef"):
+            number(name, getattr(self, name), low=0.0)
+        number("entropy_coef", self.entropy_coef)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            positive(name, getattr(self, name))
+        for name in ("kl_clamp", "log_ratio_clamp", "length_norm"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+        for name in ("dual_clip", "delta"):
+            value = getattr(self, name)
+            if value is not None and number(name, value) <= 1:
+                raise ValueError(f"{name} must be above 1, got {value}")
+        if self.rollout_correction is not None and not isinstance(
+            self.rollout_correction, RolloutCorrection
+        ):
+            raise TypeError(
+                "rollout_correction must be a RolloutCorrection or None, "
+                f"got {type(self.rollout_correction).__name__}"
+            )
+        self._refuse_what_has_no_effect()
+
+    def _refuse_what_has_no_effect(self) -> None:
+        ratio = "a function" if callable(self.ratio) else self.ratio
+        used_by = {
+            "clip_low": ("ppo_clip", "cispo", "gmpo"),
+            "clip_high": ("ppo_clip", "cispo", "gmpo"),
+            "dual_clip": ("ppo_clip",),
+            "delta": ("ppo_clip",),
+            "sapo_temperature_pos": ("sapo",),
+            "sapo_temperature_neg": ("sapo",),
+            "log_ratio_clamp": ("ppo_clip", "cispo", "sapo", "gmpo"),
+        }
+        for field in dataclasses.fields(self):
+            users = used_by.get(field.name)
+            if users and ratio not in users and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name} has no effect with ratio {ratio}; "
+                    f"it is used by {', '.join(users)}"
+                )
+        if ratio == "gmpo" and self.level != "sequence":
+            raise ValueError("level must be 'sequence' with ratio gmpo, got 'token'")
+        if ratio in ("a function", "reinforce") and self.level != "token":
+            raise ValueError(f"level must be 'token' with ratio {ratio}, got 'sequence'")
+        if self.length_norm is not None and self.aggregation != "seq-mean-token-sum-norm":
+            raise ValueError(
+                "length_norm has no effect with aggregation "
+                f"{self.aggregation}; it is used by seq-mean-token-sum-norm"
+            )
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Objective:
+        """Return a named loss of the literature, with fields changed as asked.
+
+        | name | what it picks | paper | called elsewhere |
+        | --- | --- | --- | --- |
+        | `ppo` | ppo_clip 0.2, token-mean | Schulman et al. 2017, arXiv 1707.06347 | verl `vanilla`, OpenRLHF `ppo` |
+        | `grpo` | ppo_clip 0.2, seq-mean-token-mean | Shao et al. 2024, arXiv 2402.03300 | TRL `grpo` |
+        | `bnpo` | ppo_clip 0.2, token-mean over the local batch | Xiao et al. 2025, arXiv 2506.02864 | TRL `bnpo` |
+        | `dr_grpo` | ppo_clip 0.2, sum over a constant length | Liu et al. 2025, arXiv 2503.20783 | TRL `dr_grpo`, verl `seq-mean-token-sum-norm` |
+        | `dapo` | ppo_clip 0.2 / 0.28, token-mean (give `normalizer`) | Yu et al. 2025, arXiv 2503.14476 | TRL `dapo` |
+        | `gspo` | sequence level, 3e-4 / 4e-4, seq-mean-token-mean | Zheng et al. 2025, arXiv 2507.18071 | TRL `importance_sampling_level="sequence"`, verl `gspo` |
+        | `gmpo` | geometric mean of ratios within e^0.4, seq-mean-token-mean | Zhao et al. 2025, arXiv 2507.20673 | verl `geo_mean`, TRL `GMPOTrainer` |
+        | `cispo` | cispo, ratio capped at 5, no lower bound, token-mean | MiniMax 2025, arXiv 2506.13585 | TRL `cispo` |
+        | `sapo` | sapo 1.0 / 1.05, seq-mean-token-mean | Gao et al. 2025, arXiv 2511.20347 | TRL `sapo`, verl `sapo` |
+        | `luspo` | gspo, each sequence times its length | arXiv 2602.05261 | TRL `luspo` |
+        | `reinforce` | reinforce, token-mean | Williams 1992 | tinker `importance_sampling` on policy |
+
+        Args:
+            name: one of the names above.
+            **changes: fields of `Objective` that differ from the preset.
+
+        Raises:
+            ValueError: unknown name, or a field without effect.
+            TypeError: a change that is no field of `Objective`.
+
+        Example:
+            >>> from fastrl import Objective
+            >>> Objective.preset("dapo").clip_high
+            0.28
+        """  # noqa: E501
+        fields = dict(PRESETS[one_of("objective", name, tuple(PRESETS))])
+        unknown = set(changes) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise TypeError(f"Objective has no field {', '.join(sorted(unknown))}")
+        return cls(**{**fields, **changes})
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "grpo": {"aggregation": "seq-mean-token-mean"},
+    "bnpo": {"aggregation": "token-mean"},
+    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm"},
+    "dapo": {"clip_high": 0.28, "aggregation": "token-mean"},
+    "gspo": {
+        "level": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "seq-mean-token-mean",
+    },
+    "gmpo": {
+        "ratio": "gmpo",
+        "level": "sequence",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "aggregation": "seq-mean-token-mean",
+    },
+    "cispo": {"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
+    "sapo": {"ratio": "sapo", "aggregation": "seq-mean-token-mean"},
+    "luspo": {
+        "level": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "seq-mean-token-sum",
+    },
+    "reinforce": {"ratio": "reinforce", "aggregation": "token-mean"},
+}
+
+
+def as_objective(objective: object) -> Objective:
+    """Return the `Objective` that a preset's name, a function or an `Objective` stands for."""
+    if isinstance(objective, Objective):
+        return objective
+    if isinstance(objective, str):
+        return Objective.preset(objective)
+    if callable(objective):
+        return Objective(ratio=objective)
+    raise TypeError(
+        "objective must be an Objective, a preset's name or a function, "
+        f"got {type(objective).__name__}"
+    )

@@ -1,0 +1,1 @@
+"""The public functions: check, choose the backend, differentiate."""

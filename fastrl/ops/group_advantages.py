@@ -1,0 +1,132 @@
+"""Advantages of rewards relative to their group."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.backend import resolve
+from fastrl.checks import floating, integer, number, one_of, same_shape
+from fastrl.ops.token_weights import check_group_size
+
+BASELINES = ("mean", "leave_one_out", "none")
+SCALES = ("group", "batch", "none")
+SINGLETONS = ("zero", "raw")
+
+
+class GroupAdvantages(NamedTuple):
+    """Advantages and the statistics of the group of each reward, all of the shape of the rewards.
+
+    Attributes:
+        advantages: what multiplies the policy ratio.
+        mean: mean reward of the group.
+        std: standard deviation of the group's rewards.
+        informative: bool, False where all rewards of the group are equal.
+
+    Example:
+        >>> import torch, fastrl
+        >>> fastrl.group_advantages(torch.tensor([1.0, 1.0]), group_size=2).informative
+        tensor([False, False])
+    """
+
+    advantages: Tensor
+    mean: Tensor
+    std: Tensor
+    informative: Tensor
+
+
+def group_advantages(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    baseline: str = "mean",
+    scale: str = "group",
+    correction: float = 1,
+    eps: float = 1e-4,
+    singleton: str = "zero",
+    backend: str = "auto",
+) -> GroupAdvantages:
+    """Return (r - baseline) / (std + eps) within each group of answers to one prompt.
+
+    GRPO (Shao et al. 2024) is the default, with TRL's eps and unbiased std; Dr. GRPO takes
+    `scale="none"`, RLOO (Ahmadian et al. 2024) `baseline="leave_one_out", scale="none"`. Mean and
+    variance take two passes in float64. A group of equal rewards gives exactly 0 (unless
+    `baseline="none"`); what is not finite stays in its group.
+
+    Args:
+        rewards: `[N]`, or `[P, G]` for P groups of G.
+        group_size: so many consecutive rewards form a group (not needed for `[P, G]`).
+        group_ids: integers, the shape of `rewards`, in any order: the group of each.
+        baseline: `mean`, `leave_one_out` (mean of the others) or `none`.
+        scale: divide by the std of the `group`, of the whole `batch`, or by nothing (`none`).
+        correction: degrees of freedom taken off in the std, as in `torch.std`.
+        eps: added to the std.
+        singleton: what a group of one gets: `zero`, or its reward as it is (`raw`).
+        backend: `auto`, or the backend to use.
+
+    Returns:
+        `GroupAdvantages`, fp32 (fp64 from fp64), without gradient.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, or the grouping is missing.
+
+    Example:
+        >>> import torch, fastrl
+        >>> rewards = torch.tensor([1.0, 0.8, 0.4, 0.2])
+        >>> fastrl.group_advantages(rewards, group_size=4, correction=0, eps=0).advantages
+        tensor([ 1.2649,  0.6325, -0.6325, -1.2649])
+    """
+    r = floating("rewards", rewards).detach()
+    if r.dim() not in (1, 2):
+        raise ValueError(f"rewards must have shape [N] or [P, G], got {tuple(r.shape)}")
+    one_of("baseline", baseline, BASELINES)
+    one_of("scale", scale, SCALES)
+    one_of("singleton", singleton, SINGLETONS)
+    correction = number("correction", correction, low=0.0)
+    eps = number("eps", eps, low=0.0)
+    if group_ids is not None:
+        if group_size is not None:
+            raise ValueError("group_size and group_ids cannot both be given")
+        ids = same_shape("group_ids", integer("group_ids", group_ids), r, "rewards")
+        ids, size = ids.reshape(-1).to(torch.int64), 0
+    else:
+        if group_size is None and r.dim() == 1:
+            raise ValueError("group_size or group_ids is needed for rewards of shape [N]")
+        size = r.shape[1] if group_size is None else group_size
+        if r.dim() == 2 and size != r.shape[1]:
+            raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
+        size = check_group_size(size, r.numel(), "rewards") if r.numel() else 1
+        ids = None
+    flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
+    if resolve(backend, r.device, r.dtype) == "reference":
+        if ids is None:
+            ids = torch.arange(flat.shape[0], device=r.device) // size
+        result = reference.group_advantages(
+            flat,
+            ids,
+            baseline=baseline,
+            scale=scale,
+            correction=correction,
+            eps=eps,
+            singleton=singleton,
+        )
+    else:
+        result = cast(
+            "tuple[Tensor, Tensor, Tensor, Tensor]",
+            torch.ops.fastrl.group_advantages_fwd(
+                flat.contiguous(),
+                ids,
+                size,
+                BASELINES.index(baseline),
+                SCALES.index(scale),
+                correction,
+                eps,
+                SINGLETONS.index(singleton),
+            ),
+        )
+    return GroupAdvantages(*(part.reshape(r.shape) for part in result))

@@ -1,0 +1,152 @@
+"""The policy loss straight from logits: loss and gradient in one pass over them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.backend import resolve
+from fastrl.checks import flag
+from fastrl.objective import Objective, TokenLoss
+from fastrl.ops.known_gradient import with_logits_gradient
+from fastrl.ops.policy_loss import (
+    LossInputs,
+    PolicyLoss,
+    evaluate,
+    loss_inputs,
+    loss_of_logprobs,
+    named_metrics,
+)
+from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
+from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
+
+
+def logits_policy_loss(
+    logits: Tensor,
+    token_ids: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    ignore_index: int = -100,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    objective: str | Objective | TokenLoss = "grpo",
+    normalizer: float | Tensor | None = None,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> PolicyLoss:
+    """Return `policy_loss` of the tokens' log-probabilities under softmax(z), z from logits.
+
+    The same numbers as `policy_loss(*token_stats(logits, token_ids), ...)`, without storing
+    anything of the size of the logits but their gradient. Where the objective is at token level
+    the row is read once and its gradient written once, while it is still in cache:
+    dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H), c_t = dL/dlogprob_t.
+    fp16 logits, sequence-level ratios and Python functions take a second read in the backward.
+
+    Args:
+        logits: `[B, T, V]` or packed `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64:
+            reference).
+        token_ids: integers `[B, T]` or `[N]`.
+        advantages: as in `policy_loss`.
+        mask: 0/1, the shape of `token_ids`.
+        temperature: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+        ignore_index: tokens with this id count as masked.
+        old_logprobs: as in `policy_loss`.
+        ref_logprobs: as in `policy_loss`.
+        rollout_logprobs: as in `policy_loss`.
+        objective: as in `policy_loss`.
+        normalizer: as in `policy_loss`.
+        group_size: as in `token_weights`.
+        group_ids: as in `token_weights`.
+        cu_seqlens: as in `policy_loss`.
+        inplace: let the gradient be written over the logits, which saves a tensor of their size.
+            The logits are gone then; using them again in the graph raises.
+        backend: `auto`, or the backend to use.
+
+    Returns:
+        `PolicyLoss`; the entropy among its metrics is exact.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, is missing, or has no effect.
+
+    Example:
+        >>> import torch, fastrl
+        >>> logits = torch.zeros(1, 2, 4, requires_grad=True)
+        >>> result = fastrl.logits_policy_loss(
+        ...     logits, torch.tensor([[0, 3]]), torch.tensor([1.0]), torch.tensor([[1, 1]])
+        ... )
+        >>> result.loss.backward()
+        >>> logits.grad[0, 0]  # -A (onehot - p) / tokens
+        tensor([-0.3750,  0.1250,  0.1250,  0.1250])
+    """
+    rows = as_rows(logits, token_ids, mask, temperature, logit_scale, logit_softcap, ignore_index)
+    inputs = loss_inputs(
+        token_ids,
+        rows.active.reshape(token_ids.shape),
+        advantages,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        objective=objective,
+        normalizer=normalizer,
+        group_size=group_size,
+        group_ids=group_ids,
+        cu_seqlens=cu_seqlens,
+        dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
+    )
+    if flag("inplace", inplace):
+        refuse_unsafe_inplace("inplace", logits)
+    chosen = resolve(backend, logits.device, logits.dtype)
+    if chosen != "reference" and _in_one_pass(logits, inputs):
+        return _one_pass(rows, inputs, chosen, inplace=inplace)
+    logprobs, entropy, *_ = stats_of_rows(rows, chosen, with_entropy=True, inplace_backward=inplace)
+    return loss_of_logprobs(logprobs, entropy, inputs, "reference" if inputs.unable else chosen)
+
+
+def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
+    """Say whether loss and gradient can come from a single visit to each row."""
+    objective = inputs.objective
+    correction = objective.rollout_correction
+    return (
+        torch.is_grad_enabled()
+        and logits.requires_grad
+        # an fp16 gradient has to be scaled before it is rounded, so it waits for the backward
+        and logits.dtype != torch.float16
+        and not callable(objective.ratio)
+        and objective.level == "token"
+        # the weights must be known beforehand, and be the same for policy and entropy
+        and (correction is None or (inputs.old_logprobs is not None and not objective.entropy_coef))
+    )
+
+
+def _one_pass(rows: Rows, inputs: LossInputs, backend: str, *, inplace: bool) -> PolicyLoss:
+    logits = with_unit_vocabulary_stride(rows.logits)
+    own_memory = logits is rows.logits
+    arguments = (
+        logits.detach(),
+        *rows.kernel_arguments(),
+        inputs.advantages,
+        inputs.corrected_weights(inputs.weights),
+        inputs.old_logprobs,
+        inputs.ref_logprobs,
+        *inputs.kernel_objective(),
+    )
+    if inplace and own_memory and not torch.compiler.is_compiling():
+        logprobs, entropy = torch.ops.fastrl.logits_policy_loss_fwd_(*arguments)
+        # whoever else saved the logits must notice that they are gone
+        torch.autograd.graph.increment_version(rows.logits)
+        grad_logits = arguments[0]
+    else:
+        logprobs, entropy, grad_logits = torch.ops.fastrl.logits_policy_loss_fwd(*arguments)
+    loss, _, metrics = evaluate(logprobs, entropy, inputs, backend)
+    return PolicyLoss(with_logits_gradient(loss, logits, grad_logits), named_metrics(metrics))

@@ -1,0 +1,95 @@
+"""Masked mean and whitening."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.checks import as_mask, flag, floating
+
+
+def masked_mean(x: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
+    """Return the mean of x over the entries where the mask is 1; 0 where there is none.
+
+    sum(mask * x) / sum(mask), with masked entries selected away, so NaN there is inert.
+
+    Args:
+        x: any shape.
+        mask: 0/1, the shape of `x`.
+        dim: the dimension to reduce, or None for all.
+
+    Returns:
+        fp32 (fp64 from fp64), differentiable in `x`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape, or `dim` is out of range.
+
+    Example:
+        >>> import torch, fastrl
+        >>> x = torch.tensor([[1.0, float("nan")], [3.0, 5.0]])
+        >>> fastrl.masked_mean(x, torch.tensor([[1, 0], [1, 1]]))
+        tensor(3.)
+    """
+    values, valid = _masked(x, mask)
+    if dim is None:
+        return values.sum() / valid.sum().clamp(min=1)
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int or None, got {type(dim).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim()}), got {dim}")
+    return values.sum(dim) / valid.sum(dim).clamp(min=1)
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor:
+    """Return (x - mean) / sqrt(var + 1e-8) over the masked entries, 0 at the others.
+
+    The variance is the unbiased one (divided by n - 1), in two passes, as in TRL's
+    `masked_whiten` and verl's. With fewer than two valid entries it counts as 0.
+
+    Args:
+        x: any shape.
+        mask: 0/1, the shape of `x`.
+        shift_mean: subtract the mean; if False only the scale changes.
+        process_group: ranks whose entries are whitened together; None is this process alone.
+
+    Returns:
+        fp32 (fp64 from fp64), the shape of `x`, without gradient.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape.
+
+    Example:
+        >>> import torch, fastrl
+        >>> fastrl.whiten(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([1, 1, 1, 0]))
+        tensor([-1.,  0.,  1.,  0.])
+    """
+    flag("shift_mean", shift_mean)
+    values, valid = _masked(x.detach() if isinstance(x, Tensor) else x, mask)
+
+    def total(part: Tensor) -> Tensor:
+        whole = part.sum()
+        if process_group is not None:
+            torch.distributed.all_reduce(whole, group=process_group)
+        return whole
+
+    count = total(valid.to(values.dtype))
+    mean = total(values) / count.clamp(min=1)
+    centred = torch.where(valid, values - mean, 0.0)
+    variance = total(centred.square()) / (count - 1).clamp(min=1)
+    scaled = centred * torch.rsqrt(variance + 1e-8)
+    return scaled if shift_mean else torch.where(valid, scaled + mean, 0.0)
+
+
+def _masked(x: object, mask: object) -> tuple[Tensor, Tensor]:
+    values = floating("x", x)
+    valid = as_mask("mask", mask, values, "x")
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return torch.where(valid, values.to(dtype), 0.0), valid

@@ -1,0 +1,340 @@
+"""The policy loss from token log-probabilities: ratio, clip, KL, aggregation, metrics."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.backend import resolve
+from fastrl.checks import as_mask, floating, on_device, per_token, same_shape
+from fastrl.library import METRICS
+from fastrl.objective import KL_ESTIMATORS, RATIOS, Objective, TokenLoss, as_objective
+from fastrl.ops.known_gradient import with_slopes
+from fastrl.ops.token_weights import bounds_of, weights_of
+from fastrl.reference import Sequences
+
+
+class PolicyLoss(NamedTuple):
+    """A policy loss and what is worth watching about it.
+
+    Attributes:
+        loss: scalar, differentiable.
+        metrics: 0-d tensors on the device, without gradient: `policy_loss` (without KL and
+            entropy), `kl` to the reference and `kl_old` to the old policy (k3), `entropy` (the
+            exact one where it is known, else the sampled estimate -log p), `ratio_mean`,
+            `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (shares of valid
+            tokens where a bound acts), `active_tokens`, `zero_grad_fraction`.
+
+    Example:
+        >>> import torch, fastrl
+        >>> result = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
+        >>> result.metrics["active_tokens"]
+        tensor(2.)
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    objective: str | Objective | TokenLoss = "grpo",
+    normalizer: float | Tensor | None = None,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> PolicyLoss:
+    """Return the policy loss of PPO, GRPO and kin, fused with its gradient and its metrics.
+
+    L = sum_t w_t is_t [f(log r_t, A_t) + kl_coef k_t] - entropy_coef sum_t w_t H_t with
+    log r_t = logprobs - old_logprobs; f and k are those of `Objective`, w_t those of
+    `token_weights`, is_t the rollout correction. Gradients flow to `logprobs` and `entropy`;
+    everything else is a constant.
+
+    Args:
+        logprobs: `[B, T]` or packed `[N]`.
+        advantages: `[B]` or `[B, T]`; packed `[S]` (with `cu_seqlens`) or `[N]`.
+        mask: 0/1, the shape of `logprobs`; masked tokens are inert, whatever they hold.
+        old_logprobs: those of the policy that the ratio is against; None is the on-policy case,
+            ratio exactly 1.
+        ref_logprobs: those of the reference policy; needed where `kl_coef > 0`.
+        rollout_logprobs: those of the engine that sampled; for `rollout_correction`.
+        entropy: the entropy at each token; needed where `entropy_coef` is not 0.
+        objective: the name of a preset, an `Objective`, or a function
+            `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
+        normalizer: the global denominator, as in `token_weights`.
+        group_size: as in `token_weights`, for `prompt-mean`.
+        group_ids: as in `token_weights`, for `prompt-mean`.
+        cu_seqlens: int `[S + 1]`, where packed sequences begin and end.
+        backend: `auto`, or the backend to use.
+
+    Returns:
+        `PolicyLoss`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, is missing, or has no effect.
+
+    Example:
+        >>> import torch, fastrl
+        >>> logprobs = torch.tensor([[-1.8]], requires_grad=True)
+        >>> result = fastrl.policy_loss(
+        ...     logprobs,
+        ...     torch.tensor([0.2]),
+        ...     torch.tensor([[1]]),
+        ...     old_logprobs=torch.tensor([[-2.1]]),
+        ... )
+        >>> round(result.metrics["ratio_mean"].item(), 2), round(result.loss.item(), 2)
+        (1.35, -0.24)
+        >>> result.loss.backward()
+        >>> logprobs.grad  # the clip holds
+        tensor([[0.]])
+    """
+    tokens = per_token("logprobs", logprobs)
+    inputs = loss_inputs(
+        tokens,
+        as_mask("mask", mask, tokens, "logprobs"),
+        advantages,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        objective=objective,
+        normalizer=normalizer,
+        group_size=group_size,
+        group_ids=group_ids,
+        cu_seqlens=cu_seqlens,
+        dtype=torch.float64 if tokens.dtype == torch.float64 else torch.float32,
+    )
+    if entropy is None and inputs.objective.entropy_coef:
+        raise ValueError("entropy is needed where objective.entropy_coef is not 0")
+    if entropy is not None:
+        entropy = inputs.canonical("entropy", entropy, tokens, keep_gradient=True)
+    chosen = resolve(backend, tokens.device, tokens.dtype, inputs.unable)
+    return loss_of_logprobs(
+        inputs.canonical("logprobs", tokens, tokens, keep_gradient=True), entropy, inputs, chosen
+    )
+
+
+class LossInputs(NamedTuple):
+    """What the loss needs beside log-probabilities, all `[B, T]` and without gradient."""
+
+    advantages: Tensor
+    mask: Tensor
+    weights: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+    cu_seqlens: Tensor | None
+    sequences: Sequences
+    objective: Objective
+
+    @property
+    def unable(self) -> str | None:
+        """Why compiled kernels cannot evaluate the objective, or None."""
+        if callable(self.objective.ratio):
+            return "the objective is a Python function"
+        return None
+
+    def canonical(
+        self, name: str, value: object, like: Tensor, *, keep_gradient: bool = False
+    ) -> Tensor:
+        """Return a per-token tensor as contiguous `[B, T]` in the dtype of the arithmetic."""
+        return _canonical(name, value, like, self.weights.dtype, keep_gradient=keep_gradient)
+
+    def corrected_weights(self, logprobs: Tensor) -> Tensor:
+        """Return w_t * is_t; on policy the trainer's own log-probabilities stand for the old."""
+        correction = self.objective.rollout_correction
+        if correction is None or self.rollout_logprobs is None:
+            return self.weights
+        old = logprobs if self.old_logprobs is None else self.old_logprobs
+        return self.weights * reference.rollout_correction(
+            old, self.rollout_logprobs, self.mask, self.sequences, correction
+        )
+
+    def kernel_objective(self) -> tuple[int, int, list[float]]:
+        """Return ratio, kl_estimator and coefficients as the registered operators take them."""
+        o = self.objective
+        bounds = [o.dual_clip, o.delta]
+        return (
+            RATIOS.index(cast("str", o.ratio)),
+            KL_ESTIMATORS.index(o.kl_estimator),
+            [
+                float(o.clip_low),
+                float(o.clip_high),
+                *(inf if bound is None else float(bound) for bound in bounds),
+                float(o.sapo_temperature_pos),
+                float(o.sapo_temperature_neg),
+                float(o.kl_coef),
+                inf if o.kl_clamp is None else float(o.kl_clamp),
+                inf if o.log_ratio_clamp is None else float(o.log_ratio_clamp),
+                float(o.entropy_coef),
+            ],
+        )
+
+
+def loss_inputs(
+    tokens: Tensor,
+    mask: Tensor,
+    advantages: object,
+    *,
+    old_logprobs: object,
+    ref_logprobs: object,
+    rollout_logprobs: object,
+    objective: object,
+    normalizer: object,
+    group_size: object,
+    group_ids: object,
+    cu_seqlens: object,
+    dtype: torch.dtype,
+) -> LossInputs:
+    """Check the arguments that every policy loss shares; `tokens` is `[B, T]` or `[N]`."""
+    chosen = as_objective(objective)
+    packed = tokens.dim() == 1
+    bounds = bounds_of(tokens, cu_seqlens)
+    padded = mask[None] if packed else mask
+    sequences = reference.sequences_of(padded, bounds)
+    if ref_logprobs is None and chosen.kl_coef:
+        raise ValueError("ref_logprobs is needed where objective.kl_coef is above 0")
+    correction = chosen.rollout_correction
+    if (correction is None) != (rollout_logprobs is None):
+        raise ValueError(
+            "rollout_logprobs is needed where objective.rollout_correction is set"
+            if rollout_logprobs is None
+            else "rollout_logprobs has no effect unless objective.rollout_correction is set"
+        )
+    by_sequence = chosen.level == "sequence" or (correction and correction.level != "token")
+    if packed and bounds is None and by_sequence:
+        raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
+
+    def constant(name: str, value: object) -> Tensor | None:
+        return None if value is None else _canonical(name, value, tokens, dtype)
+
+    return LossInputs(
+        advantages=_advantages(advantages, tokens, padded, sequences, bounds)
+        .to(dtype)
+        .contiguous(),
+        mask=padded.contiguous(),
+        weights=weights_of(
+            padded,
+            sequences,
+            packed=packed,
+            cut=bounds is not None,
+            aggregation=chosen.aggregation,
+            normalizer=normalizer,
+            length_norm=chosen.length_norm,
+            group_size=group_size,
+            group_ids=group_ids,
+            dtype=dtype,
+        ),
+        old_logprobs=constant("old_logprobs", old_logprobs),
+        ref_logprobs=constant("ref_logprobs", ref_logprobs),
+        rollout_logprobs=constant("rollout_logprobs", rollout_logprobs),
+        cu_seqlens=bounds,
+        sequences=sequences,
+        objective=chosen,
+    )
+
+
+def loss_of_logprobs(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, backend: str
+) -> PolicyLoss:
+    """Return loss and metrics from `[B, T]` log-probabilities, differentiable through autograd."""
+    loss, slope, metrics = evaluate(logprobs.detach(), entropy, inputs, backend)
+    coefficient = inputs.objective.entropy_coef
+    entropy_slope = -coefficient * inputs.weights if coefficient else None
+    if torch.is_grad_enabled():
+        loss = with_slopes(loss, logprobs, slope, entropy, entropy_slope)
+    return PolicyLoss(loss, named_metrics(metrics))
+
+
+def evaluate(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, slope dL/dlogprobs and the metrics vector; nothing here is differentiable."""
+    weights = inputs.corrected_weights(logprobs)
+    entropy = None if entropy is None else entropy.detach()
+    if backend == "reference":
+        return reference.policy_loss(
+            logprobs,
+            inputs.advantages,
+            inputs.mask,
+            weights,
+            inputs.sequences,
+            inputs.objective,
+            old_logprobs=inputs.old_logprobs,
+            ref_logprobs=inputs.ref_logprobs,
+            entropy=entropy,
+            entropy_weights=inputs.weights,
+        )
+    ratio, kl_estimator, coefficients = inputs.kernel_objective()
+    entropy_coef = coefficients[-1]
+    apart = bool(entropy_coef) and weights is not inputs.weights
+    loss, slope, metrics = torch.ops.fastrl.policy_loss_fwd(
+        logprobs,
+        inputs.advantages,
+        inputs.mask,
+        weights,
+        inputs.old_logprobs,
+        inputs.ref_logprobs,
+        entropy,
+        inputs.cu_seqlens,
+        inputs.objective.level == "sequence",
+        ratio,
+        kl_estimator,
+        [*coefficients[:-1], 0.0] if apart else coefficients,
+    )
+    if apart:
+        # the rollout correction weighs policy and KL, not the entropy
+        assert entropy is not None
+        bonus = inputs.weights * torch.where(inputs.mask, entropy, 0.0)
+        loss = loss - entropy_coef * bonus.sum()
+        idle = inputs.mask & (slope == 0) & (inputs.weights == 0)
+        metrics = torch.cat(
+            [metrics[:-1], idle.sum(dtype=metrics.dtype)[None] / metrics[10:11].clamp(min=1)]
+        )
+    return loss, slope, metrics
+
+
+def named_metrics(metrics: Tensor) -> dict[str, Tensor]:
+    """Return the metrics vector as a dict of 0-d tensors."""
+    return dict(zip(METRICS, metrics.detach().unbind(), strict=True))
+
+
+def _canonical(
+    name: str, value: object, like: Tensor, dtype: torch.dtype, *, keep_gradient: bool = False
+) -> Tensor:
+    result = same_shape(name, floating(name, value), like, "logprobs")
+    result = result if keep_gradient else result.detach()
+    result = result[None] if result.dim() == 1 else result
+    return result.to(dtype).contiguous()
+
+
+def _advantages(
+    advantages: object,
+    tokens: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Spread `[B]` or `[S]` advantages over their tokens; return `[B, T]`."""
+    value = floating("advantages", advantages).detach()
+    on_device("advantages", value, tokens, "logprobs")
+    if value.shape == tokens.shape:
+        return value[None] if value.dim() == 1 else value
+    by_sequence = tokens.dim() == 2 or cu_seqlens is not None
+    if by_sequence and value.shape == (sequences.count,):
+        return sequences.spread(value, mask)
+    expected = f"{tuple(tokens.shape)}" + (f" or ({sequences.count},)" if by_sequence else "")
+    raise ValueError(f"advantages must have shape {expected}, got {tuple(value.shape)}")

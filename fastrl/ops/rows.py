@@ -1,0 +1,131 @@
+"""Rows of logits as every backend takes them: `[B, T, V]`, checked, masked rows marked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.checks import (
+    as_mask,
+    can_read,
+    floating,
+    integer,
+    on_device,
+    positive,
+    tensor,
+)
+
+
+class Rows(NamedTuple):
+    """What the token functions share; `temperature` is a float or a tensor `[B, T]`."""
+
+    logits: Tensor
+    token_ids: Tensor
+    active: Tensor
+    temperature: float | Tensor
+    logit_scale: float
+    logit_softcap: float | None
+
+    def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None, float, float, float]:
+        """Return token_ids, active, temperatures, temperature, logit_scale, logit_softcap."""
+        per_row = isinstance(self.temperature, Tensor)
+        return (
+            self.token_ids.contiguous(),
+            self.active.contiguous(),
+            self.temperature if per_row else None,
+            1.0 if per_row else self.temperature,
+            self.logit_scale,
+            self.logit_softcap or 0.0,
+        )  # type: ignore[return-value]
+
+
+def as_rows(
+    logits: object,
+    token_ids: object,
+    mask: object,
+    temperature: object,
+    logit_scale: object,
+    logit_softcap: object,
+    ignore_index: object,
+) -> Rows:
+    """Check the arguments of a token function and bring them to `[B, T, V]` without a copy."""
+    x = floating("logits", logits)
+    ids = integer("token_ids", token_ids)
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"token_ids must have shape [B, T] or [N], got {tuple(ids.shape)}")
+    if x.dim() != ids.dim() + 1 or x.shape[:-1] != ids.shape:
+        raise ValueError(
+            f"logits must have shape {(*ids.shape, 'V')} for token_ids of shape "
+            f"{tuple(ids.shape)}, got {tuple(x.shape)}"
+        )
+    if x.shape[-1] == 0:
+        raise ValueError(f"logits must have a vocabulary of at least 1, got {tuple(x.shape)}")
+    on_device("token_ids", ids, x, "logits")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    active = ids != ignore_index
+    if mask is not None:
+        active = active & as_mask("mask", mask, ids, "token_ids")
+    heat = _temperature(temperature, ids, active)
+    scale = positive("logit_scale", logit_scale)
+    softcap = None if logit_softcap is None else positive("logit_softcap", logit_softcap)
+    if can_read(ids):
+        _refuse_ids_outside(ids, active, x.shape[-1])
+    ids = ids.to(torch.int64)
+    if ids.dim() == 1:
+        x, ids, active = x[None], ids[None], active[None]
+        heat = heat[None] if isinstance(heat, Tensor) else heat
+    return Rows(x, ids, active, heat, scale, softcap)
+
+
+def _temperature(temperature: object, ids: Tensor, active: Tensor) -> float | Tensor:
+    if not isinstance(temperature, Tensor):
+        return positive("temperature", temperature)
+    heat = floating("temperature", tensor("temperature", temperature))
+    on_device("temperature", heat, ids, "token_ids")
+    if heat.requires_grad:
+        raise ValueError("temperature must not require a gradient: it has none")
+    allowed: list[tuple[int, ...]] = [tuple(ids.shape), ()]
+    if ids.dim() == 2:
+        allowed += [(ids.shape[0],), (ids.shape[0], 1)]
+    if tuple(heat.shape) not in allowed:
+        raise ValueError(
+            f"temperature must be a float or have one of the shapes {allowed}, "
+            f"got {tuple(heat.shape)}"
+        )
+    if ids.dim() == 2 and heat.dim() == 1:
+        heat = heat[:, None]
+    heat = heat.to(torch.float32).expand(ids.shape).contiguous()
+    if can_read(heat):
+        bad = active & ~((heat > 0) & heat.isfinite())
+        if bool(bad.any()):
+            raise ValueError(f"temperature must be above 0 and finite, got {float(heat[bad][0])}")
+    return heat
+
+
+def _refuse_ids_outside(ids: Tensor, active: Tensor, vocabulary: int) -> None:
+    bad = active & ((ids < 0) | (ids >= vocabulary))
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"token_ids must lie in [0, {vocabulary}) or be ignore_index, "
+            f"got {int(ids[where])} at {where if len(where) > 1 else where[0]}"
+        )
+
+
+def refuse_unsafe_inplace(name: str, logits: Tensor) -> None:
+    """Raise if writing the gradient over the logits would destroy something else."""
+    if logits.is_leaf and logits.requires_grad:
+        raise ValueError(
+            f"{name}=True needs logits that are no leaf: the gradient of a leaf would be written "
+            "over its own values"
+        )
+    if any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"{name}=True needs logits whose rows do not share memory, got strides "
+            f"{tuple(logits.stride())} for shape {tuple(logits.shape)}"
+        )

@@ -1,0 +1,269 @@
+"""Log-probabilities of chosen tokens from logits, with entropy and kin: the primitive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastrl import reference
+from fastrl.backend import resolve
+from fastrl.checks import flag, one_of
+from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
+
+
+class TokenStats(NamedTuple):
+    """Statistics of the distribution at each token; a field that was not asked for is None.
+
+    Attributes:
+        logprobs: log p(token), fp32, the shape of `token_ids`.
+        entropy: -sum p log p, in nats.
+        logsumexp: log sum exp z.
+        sum_sq_probs: sum p^2 (no gradient).
+        is_top1: bool, no logit is greater than that of the token.
+
+    Example:
+        >>> import torch, fastrl
+        >>> stats = fastrl.token_stats(torch.zeros(1, 4), torch.tensor([2]))
+        >>> round(stats.entropy.item(), 4), stats.logsumexp
+        (1.3863, None)
+    """
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+    sum_sq_probs: Tensor | None
+    is_top1: Tensor | None
+
+
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Return log softmax(z)[token] with z = softcap(logit_scale * logits) / temperature.
+
+    Takes the place of TRL's `selective_log_softmax(logits, index)` and of verl's
+    `logprobs_from_logits(logits, labels)`. The gradient is
+    d log p_y / dz_j = [j = y] - p_j; nothing of the size of the logits is kept for it but the
+    logits themselves.
+
+    Args:
+        logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
+        token_ids: integers `[B, T]` or `[N]`.
+        temperature: above 0; a float, or a tensor `[B, T]`, `[N]`, `[B]` or `[B, 1]` per row.
+        logit_scale: factor on the logits (Cohere, Granite), above 0.
+        logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None.
+        mask: 0/1, the shape of `token_ids`; masked rows give 0, whatever they hold.
+        ignore_index: rows with this id give 0, too.
+        inplace_backward: let the backward write the gradient over the logits, which saves a
+            tensor of their size. The logits are gone then; using them again raises.
+        backend: `auto`, or the backend to use.
+
+    Returns:
+        Log-probabilities in fp32, the shape of `token_ids`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, or the backend cannot do the call.
+
+    Example:
+        >>> import torch, fastrl
+        >>> logits = torch.tensor([[0.0, 0.0], [2.0, 0.0]]).log_softmax(-1)
+        >>> fastrl.token_logprobs(logits, torch.tensor([1, 0])).exp()
+        tensor([0.5000, 0.8808])
+    """
+    stats = token_stats(
+        logits,
+        token_ids,
+        outputs=("logprobs",),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        mask=mask,
+        ignore_index=ignore_index,
+        inplace_backward=inplace_backward,
+        backend=backend,
+    )
+    return cast("Tensor", stats.logprobs)
+
+
+def token_stats(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    outputs: Sequence[str] = ("logprobs", "entropy"),
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+) -> TokenStats:
+    """Return log-probability, entropy and kin of softmax(z) in one pass over the logits.
+
+    With z as in `token_logprobs`: logprobs = log p_y, entropy H = -sum_j p_j log p_j,
+    logsumexp = log sum_j exp z_j, sum_sq_probs = sum_j p_j^2, is_top1: z_y is the maximum. The
+    first three are differentiable: dH/dz_j = -p_j (log p_j + H), d logsumexp/dz_j = p_j.
+
+    Args:
+        logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
+        token_ids: integers `[B, T]` or `[N]`.
+        outputs: the fields of `TokenStats` wanted; the others are None.
+        temperature: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+        mask: as in `token_logprobs`.
+        ignore_index: as in `token_logprobs`.
+        inplace_backward: as in `token_logprobs`.
+        backend: `auto`, or the backend to use.
+
+    Returns:
+        `TokenStats`, fp32 (is_top1 bool), each the shape of `token_ids`; 0 at masked rows.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, or the backend cannot do the call.
+
+    Example:
+        >>> import torch, fastrl
+        >>> logits = torch.tensor([[0.0, float("-inf"), 0.0]])
+        >>> stats = fastrl.token_stats(logits, torch.tensor([0]))
+        >>> round(stats.logprobs.item(), 4), round(stats.entropy.item(), 4)
+        (-0.6931, 0.6931)
+    """
+    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+        raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
+    for name in outputs:
+        one_of("outputs", name, TokenStats._fields)
+    rows = as_rows(logits, token_ids, mask, temperature, logit_scale, logit_softcap, ignore_index)
+    if flag("inplace_backward", inplace_backward):
+        refuse_unsafe_inplace("inplace_backward", logits)
+    chosen = resolve(backend, logits.device, logits.dtype)
+    stats = stats_of_rows(
+        rows,
+        chosen,
+        with_entropy="entropy" in outputs,
+        with_sum_sq_probs="sum_sq_probs" in outputs,
+        inplace_backward=inplace_backward,
+    )
+    return TokenStats(
+        *(
+            stat.reshape(token_ids.shape) if name in outputs else None
+            for name, stat in zip(TokenStats._fields, stats, strict=True)
+        )
+    )
+
+
+def stats_of_rows(
+    rows: Rows,
+    backend: str,
+    *,
+    with_entropy: bool,
+    with_sum_sq_probs: bool = False,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return the five fields of `TokenStats` `[B, T]`, differentiable, from a concrete backend."""
+    if backend == "reference":
+        return reference.token_stats(
+            rows.logits,
+            rows.token_ids,
+            rows.active,
+            temperature=rows.temperature,
+            logit_scale=rows.logit_scale,
+            logit_softcap=rows.logit_softcap,
+        )
+    return cast(
+        "tuple[Tensor, ...]",
+        _TokenStats.apply(  # type: ignore[no-untyped-call]
+            with_unit_vocabulary_stride(rows.logits),
+            *rows.kernel_arguments(),
+            with_entropy,
+            with_sum_sq_probs,
+            inplace_backward,
+        ),
+    )
+
+
+def with_unit_vocabulary_stride(logits: Tensor) -> Tensor:
+    """Return the logits, copied only if their vocabulary is strided."""
+    strided = logits.stride(-1) != 1 and logits.shape[-1] > 1
+    return logits.contiguous() if strided else logits
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        token_ids: Tensor,
+        active: Tensor,
+        temperatures: Tensor | None,
+        temperature: float,
+        logit_scale: float,
+        logit_softcap: float,
+        with_entropy: bool,
+        with_sum_sq_probs: bool,
+        inplace_backward: bool,
+    ) -> tuple[Tensor, ...]:
+        *stats, row_max, log_sum = torch.ops.fastrl.token_stats_fwd(
+            logits,
+            token_ids,
+            active,
+            temperatures,
+            temperature,
+            logit_scale,
+            logit_softcap,
+            with_entropy,
+            with_sum_sq_probs,
+        )
+        ctx.save_for_backward(logits, token_ids, active, temperatures, row_max, log_sum, stats[1])
+        ctx.scalars = (temperature, logit_scale, logit_softcap)
+        ctx.inplace_backward = inplace_backward
+        ctx.mark_non_differentiable(stats[3], stats[4])
+        ctx.set_materialize_grads(False)
+        return tuple(stats)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_logsumexp: Tensor | None,
+        *_: None,
+    ) -> tuple[Tensor | None, ...]:
+        logits, token_ids, active, temperatures, row_max, log_sum, entropy = ctx.saved_tensors
+        arguments = (
+            logits,
+            token_ids,
+            active,
+            temperatures,
+            *ctx.scalars,
+            row_max,
+            log_sum,
+            entropy,
+            *(
+                None if grad is None else grad.contiguous()
+                for grad in (grad_logprobs, grad_entropy, grad_logsumexp)
+            ),
+        )
+        if ctx.inplace_backward and not torch.compiler.is_compiling():
+            torch.ops.fastrl.token_stats_bwd_(*arguments)
+            # whoever else saved the logits must notice that they are gone
+            torch.autograd.graph.increment_version(logits)
+            grad_logits = logits.detach()
+        else:
+            grad_logits = torch.ops.fastrl.token_stats_bwd(*arguments)
+        return (grad_logits, *([None] * 9))

@@ -1,0 +1,125 @@
+"""The value-function loss of PPO, with clipping."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.checks import as_mask, one_of, per_token, positive, same_shape
+from fastrl.ops.masked import masked_mean
+from fastrl.ops.token_weights import bounds_of, weights_of
+
+
+class ValueLoss(NamedTuple):
+    """A value loss and what is worth watching about it.
+
+    Attributes:
+        loss: scalar, differentiable.
+        metrics: 0-d tensors without gradient: `value_mean`, `return_mean`, `clip_fraction`,
+            `explained_variance` (1 - var(R - V) / var(R); 0 where the returns do not vary).
+
+    Example:
+        >>> import torch, fastrl
+        >>> one = torch.ones(1, 2)
+        >>> fastrl.value_loss(one, one, one).metrics["value_mean"]
+        tensor(1.)
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = None,
+    loss: str = "mse",
+    aggregation: str = "token-mean",
+    normalizer: float | Tensor | None = None,
+    length_norm: float | None = None,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> ValueLoss:
+    """Return sum_t w_t e(V_t, R_t) with e(V, R) = (V - R)^2 / 2, or Huber with its corner at 1.
+
+    With `clip` a token's loss is max(e(V, R), e(V_old + clip(V - V_old, -clip, clip), R)), as in
+    PPO (Schulman et al. 2017; OpenAI baselines). TRL's and verl's value loss are this.
+
+    Args:
+        values: `[B, T]` or packed `[N]`; the gradient flows here alone.
+        returns: the shape of `values`.
+        mask: 0/1, the shape of `values`; masked tokens are inert.
+        old_values: the shape of `values`; needed with `clip`.
+        clip: how far a value may move from `old_values`, or None.
+        loss: `mse` or `huber`.
+        aggregation: as in `token_weights`.
+        normalizer: as in `token_weights`.
+        length_norm: as in `token_weights`.
+        group_size: as in `token_weights`.
+        group_ids: as in `token_weights`.
+        cu_seqlens: as in `token_weights`.
+
+    Returns:
+        `ValueLoss`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, is missing, or has no effect.
+
+    Example:
+        >>> import torch, fastrl
+        >>> values, returns = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 0.0]])
+        >>> fastrl.value_loss(values, returns, torch.tensor([[1, 1]])).loss
+        tensor(2.5000)
+    """
+    current = per_token("values", values)
+    valid = as_mask("mask", mask, current, "values")
+    target = same_shape("returns", per_token("returns", returns), current, "values").detach()
+    one_of("loss", loss, ("mse", "huber"))
+    if (clip is None) != (old_values is None):
+        given, needed = ("clip", "old_values") if old_values is None else ("old_values", "clip")
+        raise ValueError(f"{needed} is needed where {given} is given")
+    dtype = torch.float64 if current.dtype == torch.float64 else torch.float32
+    old = None
+    if old_values is not None:
+        old = same_shape("old_values", per_token("old_values", old_values), current, "values")
+        old = torch.where(valid, old.detach().to(dtype), 0.0)
+    bounds = bounds_of(current, cu_seqlens)
+    padded = valid[None] if valid.dim() == 1 else valid
+    weights = weights_of(
+        padded,
+        reference.sequences_of(padded, bounds),
+        packed=current.dim() == 1,
+        cut=bounds is not None,
+        aggregation=aggregation,
+        normalizer=normalizer,
+        length_norm=length_norm,
+        group_size=group_size,
+        group_ids=group_ids,
+        dtype=dtype,
+    ).reshape(current.shape)
+    v = torch.where(valid, current.to(dtype), 0.0)
+    r = torch.where(valid, target.to(dtype), 0.0)
+    per_token_loss, clipped = reference.value_loss(
+        v, r, old, None if clip is None else positive("clip", clip), loss
+    )
+    with torch.no_grad():
+        mean_return = masked_mean(r, valid)
+        spread = masked_mean((r - mean_return).square(), valid)
+        error = r - v
+        unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
+        explained = 1 - unexplained / torch.where(spread > 0, spread, 1.0)
+        metrics = {
+            "value_mean": masked_mean(v, valid),
+            "return_mean": mean_return,
+            "clip_fraction": masked_mean(clipped.to(dtype), valid),
+            "explained_variance": torch.where(spread > 0, explained, 0.0),
+        }
+    return ValueLoss((weights * per_token_loss).sum(), metrics)

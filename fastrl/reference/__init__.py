@@ -1,0 +1,12 @@
+"""The reference backend: eager torch on any device and dtype, written as the definition."""
+
+from fastrl.reference.gae import gae as gae
+from fastrl.reference.group_advantages import group_advantages as group_advantages
+from fastrl.reference.objectives import kl_estimate as kl_estimate
+from fastrl.reference.policy_loss import policy_loss as policy_loss
+from fastrl.reference.rollout_correction import rollout_correction as rollout_correction
+from fastrl.reference.sequences import Sequences as Sequences
+from fastrl.reference.sequences import sequences_of as sequences_of
+from fastrl.reference.token_stats import token_stats as token_stats
+from fastrl.reference.token_weights import token_weights as token_weights
+from fastrl.reference.value_loss import value_loss as value_loss

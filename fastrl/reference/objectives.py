@@ -1,0 +1,103 @@
+"""The scalar mathematics of every objective, elementwise; autograd is the slope.
+
+`log_ratio = log pi(token) - log pi_old(token)`, `ratio = exp(log_ratio)`, A the advantage.
+Each objective returns `(loss, clip)`: clip is -1 where a lower bound acts, +1 where an upper
+bound acts, else 0. The same functions stand in `csrc/objectives.h` with written slopes, and the
+tests hold the two against each other point by point.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+#: exp(80) = 5.5e34 still fits float32; log-ratios saturate here with slope 0.
+MAX_LOG_RATIO = 80.0
+
+
+def saturate(log_ratio: Tensor, bound: float = inf) -> Tensor:
+    """Hold a log-ratio within `min(bound, 80)`; beyond it the slope is 0."""
+    limit = min(bound, MAX_LOG_RATIO)
+    return log_ratio.clamp(-limit, limit)
+
+
+def ppo_clip(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = inf,
+    delta: float = inf,
+) -> tuple[Tensor, Tensor]:
+    """`-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`; A < 0: at most -dual_clip A."""
+    ratio = log_ratio.exp()
+    free = ratio.clamp(max=delta) * advantages
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = -torch.minimum(free, bounded)
+    above = (bounded < free) & (advantages > 0) | (ratio > delta) & (free <= bounded)
+    above &= advantages != 0
+    below = (bounded < free) & (advantages < 0)
+    if dual_clip != inf:
+        capped = (advantages < 0) & (loss > -dual_clip * advantages)
+        loss = torch.where(capped, -dual_clip * advantages, loss)
+        above, below = above | capped, below & ~capped
+    return loss, above.to(torch.int8) - below.to(torch.int8)
+
+
+def cispo(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """`-sg[clip(r, 1-clip_low, 1+clip_high)] A logprob`: every token keeps a gradient."""
+    ratio = log_ratio.exp().detach()
+    above = (ratio > 1 + clip_high) & (advantages != 0)
+    below = (ratio < 1 - clip_low) & (advantages != 0)
+    loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
+    return loss, above.to(torch.int8) - below.to(torch.int8)
+
+
+def sapo(
+    log_ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float
+) -> tuple[Tensor, Tensor]:
+    """`-4/tau sigmoid(tau (r - 1)) A`: a soft gate instead of a clip."""
+    tau = torch.where(advantages > 0, temperature_pos, temperature_neg).to(log_ratio.dtype)
+    gate = torch.sigmoid(tau * torch.expm1(log_ratio)) * (4 / tau)
+    return -gate * advantages, torch.zeros_like(advantages, dtype=torch.int8)
+
+
+def gmpo_log_ratio(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """The clipped token log-ratio whose sequence mean GMPO exponentiates."""
+    rises = advantages >= 0
+    above = rises & (log_ratio > clip_high) & (advantages != 0)
+    below = ~rises & (log_ratio < -clip_low)
+    clipped = torch.where(rises, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    return clipped, above.to(torch.int8) - below.to(torch.int8)
+
+
+def gmpo(mean_log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """`-A exp(mean of the clipped log-ratios)`."""
+    return -advantages * mean_log_ratio.exp()
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """`-A logprob`."""
+    return -advantages * logprobs, torch.zeros_like(advantages, dtype=torch.int8)
+
+
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: str, clamp: float = inf
+) -> Tensor:
+    """Estimate KL(pi || ref) from one sampled token: k1, k2, k3 or abs, then held within clamp."""
+    ref_minus_logprob = saturate(ref_logprobs - logprobs)
+    if estimator == "k1":
+        kl = -ref_minus_logprob
+    elif estimator == "k2":
+        kl = 0.5 * ref_minus_logprob.square()
+    elif estimator == "k3":
+        kl = torch.expm1(ref_minus_logprob) - ref_minus_logprob
+    else:
+        kl = ref_minus_logprob.abs()
+    return kl if clamp == inf else kl.clamp(-clamp, clamp)

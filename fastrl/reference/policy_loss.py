@@ -1,0 +1,141 @@
+"""The policy loss from token log-probabilities, its slope and its metrics."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.objective import Objective
+from fastrl.reference import objectives
+from fastrl.reference.sequences import Sequences
+
+
+class _Terms(NamedTuple):
+    """Per-token parts of the loss, kept for the metrics."""
+
+    policy: Tensor
+    kl: Tensor
+    ratio: Tensor
+    clip: Tensor
+
+
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    sequences: Sequences,
+    objective: Objective,
+    *,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    entropy_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, slope = dL/dlogprobs `[B, T]`, and the metrics in the order of the library.
+
+    L = sum_t w_t [f_t + beta k_t] - entropy_coef sum_t v_t H_t.  Everything is `[B, T]`; w holds
+    mask, aggregation, normalizer and rollout correction, v (by default w) all but the last.
+    Masked tokens are replaced by 0 before any arithmetic, so what they hold is inert.
+    """
+    entropy_weights = weights if entropy_weights is None else entropy_weights
+
+    def valid(x: Tensor) -> Tensor:
+        return torch.where(mask, x, 0.0)
+
+    logprobs, advantages = valid(logprobs.detach()), valid(advantages)
+    old = logprobs if old_logprobs is None else valid(old_logprobs)
+    ref = None if ref_logprobs is None else valid(ref_logprobs)
+
+    def total(current: Tensor) -> tuple[Tensor, tuple[Tensor, _Terms]]:
+        terms = _terms(current, old, ref, advantages, mask, sequences, objective)
+        policy = (weights * valid(terms.policy)).sum()
+        loss = policy
+        if objective.kl_coef and ref is not None:
+            loss = loss + objective.kl_coef * (weights * valid(terms.kl)).sum()
+        return loss, (torch.stack([loss, policy]), terms)
+
+    slope, (sums, terms) = torch.func.grad(total, has_aux=True)(logprobs)
+    loss, policy = sums[0], sums[1]
+    if objective.entropy_coef and entropy is not None:
+        loss = loss - objective.entropy_coef * (entropy_weights * valid(entropy)).sum()
+
+    count = mask.sum().to(loss.dtype)
+
+    def mean(x: Tensor) -> Tensor:
+        return torch.where(mask, x.to(loss.dtype), 0.0).sum() / count.clamp(min=1)
+
+    def extreme(x: Tensor, sign: int) -> Tensor:
+        highest = torch.where(mask, sign * x, -inf).amax() if x.numel() else x.new_tensor(-inf)
+        return torch.where(count > 0, sign * highest, 0.0)
+
+    token_log_ratio = objectives.saturate(logprobs - old, _bound(objective.log_ratio_clamp))
+    metrics = torch.stack(
+        [
+            policy,
+            mean(terms.kl),
+            mean(torch.expm1(token_log_ratio) - token_log_ratio),
+            mean(-logprobs if entropy is None else entropy),
+            mean(terms.ratio),
+            extreme(terms.ratio, 1),
+            extreme(terms.ratio, -1),
+            mean(terms.clip < 0),
+            mean(terms.clip > 0),
+            mean(terms.clip != 0),
+            count,
+            mean((slope == 0) & (entropy_weights * objective.entropy_coef == 0)),
+        ]
+    )
+    return loss, slope, metrics
+
+
+def _terms(
+    logprobs: Tensor,
+    old: Tensor,
+    ref: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    o: Objective,
+) -> _Terms:
+    bound = _bound(o.log_ratio_clamp)
+    if o.level == "sequence" and o.ratio != "gmpo":
+        log_ratio = objectives.saturate(sequences.mean(logprobs - old, mask), bound)
+    else:
+        log_ratio = objectives.saturate(logprobs - old, bound)
+    clip = torch.zeros_like(mask, dtype=torch.int8)
+    if callable(o.ratio):
+        policy = o.ratio(logprobs, old, ref, advantages)
+        if not isinstance(policy, Tensor) or policy.shape != logprobs.shape:
+            came = tuple(policy.shape) if isinstance(policy, Tensor) else type(policy).__name__
+            raise ValueError(
+                "objective must return a loss per token of the shape of logprobs "
+                f"{tuple(logprobs.shape)}, got {came}"
+            )
+    elif o.ratio == "ppo_clip":
+        policy, clip = objectives.ppo_clip(
+            log_ratio, advantages, o.clip_low, o.clip_high, _bound(o.dual_clip), _bound(o.delta)
+        )
+    elif o.ratio == "cispo":
+        policy, clip = objectives.cispo(logprobs, log_ratio, advantages, o.clip_low, o.clip_high)
+    elif o.ratio == "sapo":
+        policy, clip = objectives.sapo(
+            log_ratio, advantages, o.sapo_temperature_pos, o.sapo_temperature_neg
+        )
+    elif o.ratio == "gmpo":
+        clipped, clip = objectives.gmpo_log_ratio(log_ratio, advantages, o.clip_low, o.clip_high)
+        log_ratio = sequences.mean(clipped, mask)
+        policy = objectives.gmpo(log_ratio, advantages)
+    else:
+        policy, clip = objectives.reinforce(logprobs, advantages)
+    kl = torch.zeros_like(logprobs)
+    if ref is not None:
+        kl = objectives.kl_estimate(logprobs, ref, o.kl_estimator, _bound(o.kl_clamp))
+    return _Terms(policy, kl, log_ratio.exp().detach(), clip)
+
+
+def _bound(value: float | None) -> float:
+    return inf if value is None else value

@@ -1,0 +1,29 @@
+"""Importance weights between the trainer's policy and the engine that sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl.objective import RolloutCorrection
+from fastrl.reference.objectives import saturate
+from fastrl.reference.sequences import Sequences
+
+
+def rollout_correction(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    correction: RolloutCorrection,
+) -> Tensor:
+    """Return the detached weight is_t `[B, T]`: the ratio held in its bounds, or 0 outside them."""
+    difference = torch.where(mask, logprobs.detach() - rollout_logprobs, 0.0)
+    if correction.level == "sequence":
+        difference = sequences.spread(sequences.total(difference), difference)
+    elif correction.level == "geometric":
+        difference = sequences.mean(difference, mask)
+    ratio = saturate(difference).exp()
+    if correction.kind == "truncate":
+        return ratio.clamp(correction.low, correction.high)
+    return torch.where((ratio >= correction.low) & (ratio <= correction.high), ratio, 0.0)

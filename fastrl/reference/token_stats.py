@@ -1,0 +1,66 @@
+"""Log-probability, entropy and kin of chosen tokens, from logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scaled_logits(
+    logits: Tensor, temperature: float | Tensor, logit_scale: float, logit_softcap: float | None
+) -> Tensor:
+    """Return z = softcap(logit_scale * logits) / temperature; a tensor temperature is per row.
+
+    A logit of -inf excludes its token: it stays -inf under a softcap, and gets no gradient.
+    """
+    excluded = logits == float("-inf")
+    z = logits * logit_scale if logit_scale != 1.0 else logits
+    if logit_softcap is not None:
+        z = logit_softcap * torch.tanh(z / logit_softcap)
+    if isinstance(temperature, Tensor):
+        temperature = temperature[..., None].to(z.dtype)
+    return torch.where(excluded, float("-inf"), z / temperature)
+
+
+def token_stats(
+    logits: Tensor,
+    token_ids: Tensor,
+    active: Tensor,
+    *,
+    temperature: float | Tensor,
+    logit_scale: float,
+    logit_softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return logprobs, entropy, logsumexp, sum of squared probabilities, and is_top1.
+
+    With z as above and t = z - max z:  log p = t - log sum exp t,  H = -sum p log p.
+    Rows that are not active never enter the arithmetic; every output is 0 there. An active row
+    with an id outside the vocabulary has the log-probability NaN.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if isinstance(temperature, Tensor):
+        temperature = torch.where(active, temperature, 1.0)
+    x = torch.where(active[..., None], logits, 0.0).to(dtype)
+    known = (token_ids >= 0) & (token_ids < logits.shape[-1])
+    token_ids = torch.where(active & known, token_ids, 0)[..., None]
+    z = scaled_logits(x, temperature, logit_scale, logit_softcap)
+
+    maximum = z.detach().amax(-1, keepdim=True)
+    shifted = z - maximum
+    log_sum = shifted.exp().sum(-1, keepdim=True).log()
+    logprobs = shifted - log_sum
+    probs = logprobs.exp()
+    # 0 log 0 = 0: a token of probability 0 has no part in the entropy, nor in its gradient
+    finite_logprobs = torch.where(probs == 0, 0.0, logprobs)
+    stats = (
+        torch.where(known, logprobs.gather(-1, token_ids)[..., 0], float("nan")),
+        -(probs * finite_logprobs).sum(-1),
+        (maximum + log_sum)[..., 0],
+        probs.detach().square().sum(-1),
+    )
+    top1 = z.detach().gather(-1, token_ids) >= maximum
+    inactive = torch.zeros((), dtype=dtype, device=logits.device)
+    logprob, entropy, logsumexp, sum_sq_probs = (
+        torch.where(active, stat, inactive) for stat in stats
+    )
+    return logprob, entropy, logsumexp, sum_sq_probs, top1[..., 0] & active

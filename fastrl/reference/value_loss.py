@@ -1,0 +1,27 @@
+"""Value-function losses per token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def value_error(values: Tensor, returns: Tensor, loss: str) -> Tensor:
+    """`(V - R)^2 / 2`, or Huber with its corner at 1: `|V - R| - 1/2` beyond it."""
+    difference = values - returns
+    if loss == "mse":
+        return 0.5 * difference.square()
+    size = difference.abs()
+    return torch.where(size <= 1, 0.5 * difference.square(), size - 0.5)
+
+
+def value_loss(
+    values: Tensor, returns: Tensor, old_values: Tensor | None, clip: float | None, loss: str
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of every token, and where the clipped branch is the larger one."""
+    free = value_error(values, returns, loss)
+    if clip is None or old_values is None:
+        return free, torch.zeros_like(values, dtype=torch.bool)
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    bounded = value_error(held, returns, loss)
+    return torch.maximum(free, bounded), bounded > free
