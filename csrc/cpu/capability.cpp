@@ -1,0 +1,60 @@
+// Which instruction set the row kernels use, chosen once.
+#include <cstdlib>
+#include <string>
+
+#include "../check.h"
+#include "row_kernels.h"
+
+namespace fastrl::cpu {
+namespace {
+
+bool machine_has_avx512() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+bool machine_has_avx2() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+const RowKernels* choose() {
+  const RowKernels* avx512 = machine_has_avx512() ? row_kernels_avx512() : nullptr;
+  const RowKernels* avx2 = machine_has_avx2() ? row_kernels_avx2() : nullptr;
+  const RowKernels* plain = row_kernels_plain();
+  const char* asked = std::getenv("FASTRL_CPU_CAPABILITY");
+  if (asked == nullptr || *asked == '\0') return avx512 ? avx512 : avx2 ? avx2 : plain;
+  const std::string name = asked;
+  STD_TORCH_CHECK(name == "avx512" || name == "avx2" || name == "plain",
+                  "FASTRL_CPU_CAPABILITY must be avx512, avx2 or plain, got ", name);
+  const RowKernels* chosen = name == "avx512" ? avx512 : name == "avx2" ? avx2 : plain;
+  STD_TORCH_CHECK(chosen != nullptr, "FASTRL_CPU_CAPABILITY is ", name,
+                  ", which this machine does not have");
+  return chosen;
+}
+
+std::string cpu_capability() { return row_kernels().capability; }
+
+}  // namespace
+
+const RowKernels& row_kernels() {
+  static const RowKernels* chosen = choose();  // when it throws, the next call tries again
+  return *chosen;
+}
+
+}  // namespace fastrl::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(fastrl, CompositeExplicitAutograd, m) {
+  m.impl("cpu_capability", TORCH_BOX(&fastrl::cpu::cpu_capability));
+}

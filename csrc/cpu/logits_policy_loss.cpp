@@ -1,0 +1,113 @@
+// The policy loss from logits in one pass: while a row is in cache, its log-probability, the slope
+// of its loss, and its gradient.
+#include <tuple>
+
+#include "rows.h"
+
+namespace fastrl::cpu {
+namespace {
+
+// The per-token inputs of the objective, and what a row's statistics make of them.
+class TokenLoss {
+ public:
+  TokenLoss(const Tensor& token_ids, const Tensor& advantages, const Tensor& weights,
+            const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
+            int64_t ratio, int64_t kl_estimator, const std::vector<double>& coefficients)
+      : ratio_(check_ratio(ratio)),
+        kl_estimator_(check_kl_estimator(kl_estimator)),
+        coefficients_(check_coefficients<double>(coefficients)) {
+    const auto check = [&](const auto& tensor, const char* name) {
+      check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
+    };
+    check(advantages, "advantages");
+    check(weights, "weights");
+    check(old_logprobs, "old_logprobs");
+    check(ref_logprobs, "ref_logprobs");
+    STD_TORCH_CHECK(ratio_ != Ratio::kGmpo,
+                    "ratio must be a token-level objective, got gmpo: use policy_loss_fwd");
+    STD_TORCH_CHECK(ref_logprobs || coefficients_.kl_coef == 0,
+                    "ref_logprobs must be given when kl_coef is not 0");
+    advantages_ = advantages.const_data_ptr<float>();
+    weights_ = weights.const_data_ptr<float>();
+    old_ = data_or_null<float>(old_logprobs);
+    ref_ = data_or_null<float>(ref_logprobs);
+  }
+
+  RowGradient gradient(int64_t row, const RowStats& stats) const {
+    using Math = ScalarMath<double>;
+    // rounded as it is returned, so that a ratio to logprobs of an earlier call is exactly 1
+    const double logprob = static_cast<float>(stats.logprob), weight = weights_[row];
+    const double difference = old_ ? logprob - static_cast<double>(old_[row]) : 0.0;
+    double slope = objective_terms<Math>(ratio_, difference, static_cast<double>(advantages_[row]),
+                                         logprob, coefficients_)
+                       .slope;
+    if (coefficients_.kl_coef != 0) {
+      slope += coefficients_.kl_coef *
+               kl_terms<Math>(kl_estimator_, static_cast<double>(ref_[row]) - logprob,
+                              coefficients_)
+                   .slope;
+    }
+    return {weight * slope, 0.0, -coefficients_.entropy_coef * weight};
+  }
+
+ private:
+  Ratio ratio_;
+  KlEstimator kl_estimator_;
+  Coefficients<double> coefficients_;
+  const float *advantages_, *weights_, *old_, *ref_;
+};
+
+std::tuple<Tensor, Tensor> one_pass(const Rows& rows, const Tensor& token_ids,
+                                    const TokenLoss& loss, const Logits& grad) {
+  const Tensor logprobs = empty_like_tokens(token_ids, ScalarType::Float);
+  const Tensor entropy = empty_like_tokens(token_ids, ScalarType::Float);
+  float* out_logprobs = logprobs.mutable_data_ptr<float>();
+  float* out_entropy = entropy.mutable_data_ptr<float>();
+  const Rows::Reduction reduction{true, false};
+  rows.walk(
+      &reduction, &grad,
+      [&](int64_t row, const RowStats& stats) {
+        out_logprobs[row] = static_cast<float>(stats.logprob);
+        out_entropy[row] = static_cast<float>(stats.entropy);
+        return loss.gradient(row, stats);
+      },
+      [&](int64_t row) { out_logprobs[row] = out_entropy[row] = 0.0f; });
+  return {logprobs, entropy};
+}
+
+std::tuple<Tensor, Tensor, Tensor> logits_policy_loss_fwd(
+    const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+    const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
+    double logit_softcap, const Tensor& advantages, const Tensor& weights,
+    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
+    int64_t ratio, int64_t kl_estimator, const std::vector<double>& coefficients) {
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale,
+                  logit_softcap);
+  const TokenLoss loss(token_ids, advantages, weights, old_logprobs, ref_logprobs, ratio,
+                       kl_estimator, coefficients);
+  const Tensor grad = empty_like_tokens(logits, logits.scalar_type());
+  const auto [logprobs, entropy] = one_pass(rows, token_ids, loss, Logits(grad));
+  return {logprobs, entropy, grad};
+}
+
+std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
+    const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+    const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
+    double logit_softcap, const Tensor& advantages, const Tensor& weights,
+    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
+    int64_t ratio, int64_t kl_estimator, const std::vector<double>& coefficients) {
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale,
+                  logit_softcap);
+  rows.logits().check_rows_are_apart();
+  const TokenLoss loss(token_ids, advantages, weights, old_logprobs, ref_logprobs, ratio,
+                       kl_estimator, coefficients);
+  return one_pass(rows, token_ids, loss, rows.logits());
+}
+
+}  // namespace
+}  // namespace fastrl::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
+  m.impl("logits_policy_loss_fwd", TORCH_BOX(&fastrl::cpu::logits_policy_loss_fwd));
+  m.impl("logits_policy_loss_fwd_", TORCH_BOX(&fastrl::cpu::logits_policy_loss_fwd_));
+}

@@ -1,0 +1,183 @@
+// The two sweeps over a block of columns: sums of exponentials, and the gradient. Compiled once per
+// instruction set, by the row_blocks_*.cpp beside this file, which define FASTRL_ISA (namespace and
+// name of the table) and FASTRL_VEC_BYTES. No function of the standard library may be called here:
+// its inline code would be compiled for this instruction set and shared with the whole library.
+
+#define FASTRL_CAT(a, b) a##b
+#define FASTRL_NAME(prefix, isa) FASTRL_CAT(prefix, isa)
+#define FASTRL_TEXT_OF(x) #x
+#define FASTRL_TEXT(x) FASTRL_TEXT_OF(x)
+
+namespace fastrl::cpu {
+namespace FASTRL_ISA {
+
+#include "vec.h"
+
+constexpr int kStep = 4 * kLanes;  // columns per iteration: two pairs of vectors
+
+// Padding of the last step: an element that has no part in any sum.
+FASTRL_INLINE void set_minus_infinity(float* x) { *x = -__builtin_inff(); }
+FASTRL_INLINE void set_minus_infinity(BFloat16* x) { x->bits = 0xff80; }
+FASTRL_INLINE void set_minus_infinity(Half* x) { x->bits = 0xfc00; }
+
+template <typename T>
+FASTRL_INLINE void copy_tail(T* step, const T* x, int64_t n) {
+  for (int64_t i = n; i < kStep; ++i) set_minus_infinity(step + i);
+  __builtin_memcpy(step, x, n * sizeof(T));
+}
+
+// Exponents of two relative to `max`, a raw logit.
+template <bool kSoftcap>
+struct Exponent {
+  float max, multiplier, squash_by;
+
+  FASTRL_INLINE explicit Exponent(const LogitMap& map, float largest)
+      : max(largest), multiplier(map.multiplier), squash_by(map.squash) {
+    if (kSoftcap) max = squash(fill(largest * squash_by)).value[0];
+  }
+  FASTRL_INLINE vfloat operator()(vfloat x) const {
+    if (kSoftcap) x = squash(x * squash_by).value;
+    return (x - max) * multiplier;
+  }
+};
+
+template <typename T>
+float block_max(const T* x, int64_t n) {
+  const vfloat lowest = fill(-__builtin_inff());
+  vfloat m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+  T tail[kStep];
+  for (int64_t i = 0; i < n; i += kStep) {
+    const T* step = x + i;
+    if (n - i < kStep) {
+      copy_tail(tail, step, n - i);
+      step = tail;
+    }
+    const VecPair low = load_pair(step), high = load_pair(step + 2 * kLanes);
+    m0 = at_least(low.a, m0);  // keeps the maximum so far where x is NaN: the sum will show it
+    m1 = at_least(low.b, m1);
+    m2 = at_least(high.a, m2);
+    m3 = at_least(high.b, m3);
+  }
+  return largest_lane(at_least(at_least(m0, m1), at_least(m2, m3)));
+}
+
+template <bool kEntropy, bool kSquares>
+struct Sums {
+  vfloat sum{}, sum_t{}, sum_sq{};
+
+  FASTRL_INLINE void add(vfloat t) {
+    const vfloat e = exp2(t);
+    sum += e;
+    if (kEntropy) sum_t += e * at_least(fill(-200.0f), t);  // 0 * -inf would be NaN
+    if (kSquares) sum_sq += e * e;
+  }
+};
+
+template <typename T, bool kSoftcap, bool kEntropy, bool kSquares>
+void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPartial* partial) {
+  const T* x = static_cast<const T*>(logits);
+  const float max = block_max(x, n);
+  // a block of nothing but -inf sums to exactly 0 whatever it is relative to
+  const Exponent<kSoftcap> exponent(map, max == -__builtin_inff() && !kSoftcap ? 0.0f : max);
+  Sums<kEntropy, kSquares> s0, s1, s2, s3;
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    const VecPair low = load_pair(x + i), high = load_pair(x + i + 2 * kLanes);
+    s0.add(exponent(low.a));
+    s1.add(exponent(low.b));
+    s2.add(exponent(high.a));
+    s3.add(exponent(high.b));
+  }
+  if (i < n) {
+    T tail[kStep], padding[kStep] = {};
+    copy_tail(tail, x + i, n - i);
+    copy_tail(padding, padding, n - i);
+    const VecPair low = load_pair(tail), high = load_pair(tail + 2 * kLanes);
+    const VecPair pad_low = load_pair(padding), pad_high = load_pair(padding + 2 * kLanes);
+    s0.add(exponent(low.a) + pad_low.a);  // a softcap makes the padding finite: -inf once more
+    s1.add(exponent(low.b) + pad_low.b);
+    s2.add(exponent(high.a) + pad_high.a);
+    s3.add(exponent(high.b) + pad_high.b);
+  }
+  partial->max = max;
+  partial->sum = sum_of_lanes((s0.sum + s1.sum) + (s2.sum + s3.sum));
+  partial->sum_t =
+      kEntropy ? sum_of_lanes((s0.sum_t + s1.sum_t) + (s2.sum_t + s3.sum_t)) : 0.0;
+  partial->sum_sq =
+      kSquares ? sum_of_lanes((s0.sum_sq + s1.sum_sq) + (s2.sum_sq + s3.sum_sq)) : 0.0;
+}
+
+template <bool kSoftcap, bool kLinear>
+struct Gradient {
+  float max, multiplier, squash_by, constant, linear;
+
+  FASTRL_INLINE Gradient(const LogitMap& map, const GradientTerms& terms)
+      : max(terms.max),
+        multiplier(map.multiplier),
+        squash_by(map.squash),
+        constant(terms.constant),
+        linear(terms.linear) {
+    if (kSoftcap) max = squash(fill(max * squash_by)).value[0];
+  }
+  FASTRL_INLINE vfloat operator()(vfloat x) const {
+    vfloat derivative{};
+    if (kSoftcap) {
+      const Squashed squashed = squash(x * squash_by);
+      x = squashed.value;
+      derivative = squashed.derivative;
+    }
+    const vfloat t = (x - max) * multiplier;
+    vfloat factor = fill(constant);
+    if (kLinear) factor += linear * at_least(fill(-200.0f), t);
+    if (kSoftcap) factor *= derivative;
+    return factor * exp2(t);
+  }
+  FASTRL_INLINE VecPair operator()(VecPair x) const { return {(*this)(x.a), (*this)(x.b)}; }
+};
+
+template <typename T, bool kSoftcap, bool kLinear>
+void block_gradient(const void* logits, void* grad_logits, int64_t n, const LogitMap& map,
+                    const GradientTerms& terms) {
+  const T* x = static_cast<const T*>(logits);
+  T* grad = static_cast<T*>(grad_logits);
+  const Gradient<kSoftcap, kLinear> gradient(map, terms);
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    const VecPair low = load_pair(x + i), high = load_pair(x + i + 2 * kLanes);
+    store_pair(grad + i, gradient(low));
+    store_pair(grad + i + 2 * kLanes, gradient(high));
+  }
+  if (i < n) {
+    T tail[kStep];
+    copy_tail(tail, x + i, n - i);
+    const VecPair low = load_pair(tail), high = load_pair(tail + 2 * kLanes);
+    store_pair(tail, gradient(low));
+    store_pair(tail + 2 * kLanes, gradient(high));
+    __builtin_memcpy(grad + i, tail, (n - i) * sizeof(T));
+  }
+}
+
+float lane_tanh(float x) { return squash(fill(x)).value[0]; }
+
+#define FASTRL_PARTIALS(T, softcap)                                                             \
+  {{block_partial<T, softcap, false, false>, block_partial<T, softcap, false, true>},           \
+   {block_partial<T, softcap, true, false>, block_partial<T, softcap, true, true>}}
+#define FASTRL_GRADIENTS(T, softcap) \
+  {block_gradient<T, softcap, false>, block_gradient<T, softcap, true>}
+
+constexpr RowKernels kRowKernels = {
+    FASTRL_TEXT(FASTRL_ISA),
+    {{FASTRL_PARTIALS(float, false), FASTRL_PARTIALS(float, true)},
+     {FASTRL_PARTIALS(BFloat16, false), FASTRL_PARTIALS(BFloat16, true)},
+     {FASTRL_PARTIALS(Half, false), FASTRL_PARTIALS(Half, true)}},
+    {{FASTRL_GRADIENTS(float, false), FASTRL_GRADIENTS(float, true)},
+     {FASTRL_GRADIENTS(BFloat16, false), FASTRL_GRADIENTS(BFloat16, true)},
+     {FASTRL_GRADIENTS(Half, false), FASTRL_GRADIENTS(Half, true)}},
+    lane_tanh,
+};
+
+}  // namespace FASTRL_ISA
+
+const RowKernels* FASTRL_NAME(row_kernels_, FASTRL_ISA)() { return &FASTRL_ISA::kRowKernels; }
+
+}  // namespace fastrl::cpu

@@ -1,0 +1,171 @@
+// The scalar mathematics of every objective and KL estimator, once, with written slopes.
+//
+// `fastrl/reference/objectives.py` is the definition; the tests hold the two against each other
+// point by point. Every function is free of branches on values and takes its arithmetic from
+// `Math`, so that the same lines run on a float, a double or a vector of floats.
+#pragma once
+
+#include <cmath>
+
+#if defined(__CUDACC__)
+#define FASTRL_HD __host__ __device__ __forceinline__
+#else
+#define FASTRL_HD inline
+#endif
+
+namespace fastrl {
+
+enum class Ratio : int { kPpoClip, kCispo, kSapo, kGmpo, kReinforce };
+enum class KlEstimator : int { kK1, kK2, kK3, kAbs };
+
+// exp(80) still fits a float; log-ratios saturate here with slope 0.
+constexpr double kMaxLogRatio = 80.0;
+
+// In the order of the operators' `coefficients`; bounds that are not set are infinite.
+template <typename S>
+struct Coefficients {
+  S clip_low, clip_high, dual_clip, delta, sapo_temperature_pos, sapo_temperature_neg;
+  S kl_coef, kl_clamp, log_ratio_clamp, entropy_coef;
+
+  FASTRL_HD S max_log_ratio() const {
+    return log_ratio_clamp < S(kMaxLogRatio) ? log_ratio_clamp : S(kMaxLogRatio);
+  }
+};
+constexpr int kNumCoefficients = 10;
+
+template <typename T>
+struct ScalarMath {
+  using Real = T;
+  using Mask = bool;
+  FASTRL_HD static T fill(T x) { return x; }
+  FASTRL_HD static T exp(T x) { return std::exp(x); }
+  FASTRL_HD static T expm1(T x) { return std::expm1(x); }
+  FASTRL_HD static T where(bool mask, T yes, T no) { return mask ? yes : no; }
+};
+
+// loss f; slope df/dlog_ratio (df/dlogprob where the objective uses it); clip -1, 0 or +1;
+// log_ratio and ratio after saturation.
+template <typename T>
+struct ObjectiveTerms {
+  T loss, slope, clip, log_ratio, ratio;
+};
+
+template <typename T>
+struct KlTerms {
+  T value, slope;  // slope: d value / d logprob
+};
+
+// Clamp that lets NaN through.
+template <typename Math, typename T = typename Math::Real>
+FASTRL_HD T clamp(T x, T low, T high) {
+  const T raised = Math::where(x < low, low, x);
+  return Math::where(raised > high, high, raised);
+}
+
+// The clipped token log-ratio whose mean over the sequence GMPO exponentiates.
+template <typename T, typename Mask>
+struct GmpoTerms {
+  T log_ratio, clip;
+  Mask moves;  // the tokens that the gradient flows through
+};
+
+template <typename Math, typename S, typename T = typename Math::Real>
+FASTRL_HD GmpoTerms<T, typename Math::Mask> gmpo_terms(T difference, T advantage,
+                                                       const Coefficients<S>& c) {
+  const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(c.max_log_ratio());
+  const T low = Math::fill(-c.clip_low), high = Math::fill(c.clip_high);
+  const T log_ratio = clamp<Math>(difference, -limit, limit);
+  const auto rises = advantage >= zero, falls = advantage < zero;
+  const auto above = rises & (log_ratio > high), below = falls & (log_ratio < low);
+  const T clip = Math::where(above & (advantage > zero), one, Math::where(below, -one, zero));
+  const auto inside = (difference >= -limit) & (difference <= limit);
+  const typename Math::Mask moves =
+      inside & ((rises & (log_ratio <= high)) | (falls & (log_ratio >= low)));
+  return {Math::where(above, high, Math::where(below, low, log_ratio)), clip, moves};
+}
+
+// `difference` is logprob - old_logprob of the token, or its mean over the sequence.
+template <typename Math, typename S, typename T = typename Math::Real>
+FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantage, T logprob,
+                                            const Coefficients<S>& c) {
+  const T zero = Math::fill(S(0)), one = Math::fill(S(1));
+  const T limit = Math::fill(c.max_log_ratio());
+  const T log_ratio = clamp<Math>(difference, -limit, limit);
+  const T ratio = Math::exp(log_ratio);
+  const auto moves = (difference >= -limit) & (difference <= limit);
+  const auto rises = advantage > zero, falls = advantage < zero;
+  T loss = zero, slope = zero, clip = zero;
+
+  if (kind == Ratio::kPpoClip) {
+    const T low = Math::fill(S(1) - c.clip_low), high = Math::fill(S(1) + c.clip_high);
+    const T delta = Math::fill(c.delta);
+    const T free = Math::where(ratio > delta, delta, ratio) * advantage;
+    const T bounded = clamp<Math>(ratio, low, high) * advantage;
+    const auto clipped = bounded < free;
+    const auto capped = (ratio > delta) & (free <= bounded);
+    loss = -Math::where(clipped, bounded, free);
+    slope = Math::where(clipped | capped, zero, -ratio * advantage);
+    clip = Math::where((clipped & rises) | (capped & (rises | falls)), one,
+                       Math::where(clipped & falls, -one, zero));
+    if (c.dual_clip < S(HUGE_VAL)) {
+      const T ceiling = -Math::fill(c.dual_clip) * advantage;
+      const auto dual = falls & (loss > ceiling);
+      loss = Math::where(dual, ceiling, loss);
+      slope = Math::where(dual, zero, slope);
+      clip = Math::where(dual, one, clip);
+    }
+    slope = Math::where(moves, slope, zero);
+  } else if (kind == Ratio::kCispo) {
+    const T low = Math::fill(S(1) - c.clip_low), high = Math::fill(S(1) + c.clip_high);
+    slope = -clamp<Math>(ratio, low, high) * advantage;  // the weight is detached
+    loss = slope * logprob;
+    clip = Math::where((ratio > high) & (rises | falls), one,
+                       Math::where((ratio < low) & (rises | falls), -one, zero));
+  } else if (kind == Ratio::kSapo) {
+    const T tau = Math::where(rises, Math::fill(c.sapo_temperature_pos),
+                              Math::fill(c.sapo_temperature_neg));
+    const T four = Math::fill(S(4));
+    const T decay = Math::exp(-tau * Math::expm1(log_ratio));
+    const T gate = one / (one + decay);
+    loss = -four / tau * gate * advantage;
+    slope = Math::where(moves, -four * gate * (decay * gate) * ratio * advantage, zero);
+  } else if (kind == Ratio::kGmpo) {
+    // One token's own geometric mean; over a sequence the caller averages `gmpo_terms`.
+    const auto terms = gmpo_terms<Math>(difference, advantage, c);
+    loss = -advantage * Math::exp(terms.log_ratio);
+    slope = Math::where(terms.moves, loss, zero);
+    clip = terms.clip;
+  } else {
+    loss = -advantage * logprob;
+    slope = -advantage;
+  }
+  return {loss, slope, clip, log_ratio, ratio};
+}
+
+// `difference` is ref_logprob - logprob.
+template <typename Math, typename S, typename T = typename Math::Real>
+FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, T difference, const Coefficients<S>& c) {
+  const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(S(kMaxLogRatio));
+  const T x = clamp<Math>(difference, -limit, limit);
+  T value, slope;
+  if (estimator == KlEstimator::kK1) {
+    value = -x;
+    slope = one;
+  } else if (estimator == KlEstimator::kK2) {
+    value = Math::fill(S(0.5)) * x * x;
+    slope = -x;
+  } else if (estimator == KlEstimator::kK3) {
+    const T growth = Math::expm1(x);
+    value = growth - x;
+    slope = -growth;
+  } else {
+    value = Math::where(x < zero, -x, x);
+    slope = Math::where(x < zero, one, Math::where(x > zero, -one, zero));
+  }
+  const T bound = Math::fill(c.kl_clamp);
+  const auto moves = (difference >= -limit) & (difference <= limit) & (value >= -bound) &
+                     (value <= bound);
+  return {clamp<Math>(value, -bound, bound), Math::where(moves, slope, zero)};
+}
+
+}  // namespace fastrl
