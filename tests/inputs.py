@@ -1,0 +1,90 @@
+"""Makers of inputs: logits, masks, per-token tensors, layouts; and hypothesis strategies."""
+
+import torch
+from hypothesis import strategies as st
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASKS = ("all", "none", "random", "one-row-masked", "ragged")
+LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "expanded")
+#: What may stand at a masked position without changing anything.
+POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, -1e30)
+#: The sequences whose micro-batch splits must agree.
+LENGTHS = (1, 3, 7, 50, 2, 9, 100, 11)
+
+
+def make_logits(*shape, dtype=torch.float32, std=3.0, token_ids=None, raised=5.0):
+    """Random logits `[..., V]`; those of `token_ids` are raised, as in a trained model."""
+    logits = torch.randn(*shape) * std
+    if token_ids is not None:
+        lift = torch.full_like(token_ids, raised, dtype=logits.dtype)[..., None]
+        logits.scatter_add_(-1, token_ids[..., None], lift)
+    return logits.to(dtype)
+
+
+def make_mask(kind, B, T):
+    """A bool mask `[B, T]` of one of the kinds in MASKS."""
+    mask = torch.ones(B, T, dtype=torch.bool)
+    if kind == "none":
+        mask[:] = False
+    elif kind == "random":
+        mask = torch.rand(B, T) < 0.6
+    elif kind == "one-row-masked":
+        mask[B // 2] = False
+    elif kind == "ragged":
+        mask = torch.arange(T) < torch.randint(T + 1, (B, 1))
+    return mask
+
+
+def make_logprobs(*shape, dtype=torch.float64):
+    return (-torch.rand(*shape, dtype=torch.float64) * 3 - 0.01).to(dtype)
+
+
+def policy_inputs(B, T, dtype=torch.float64, mask="ragged", noise=0.4):
+    """Everything that `policy_loss` takes, as a dict; ratios on both sides of the clip."""
+    logprobs = make_logprobs(B, T)
+    return {
+        "logprobs": logprobs.to(dtype),
+        "old_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
+        "ref_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
+        "rollout_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
+        "entropy": (torch.rand(B, T, dtype=torch.float64) * 2).to(dtype),
+        "advantages": torch.randn(B, T, dtype=torch.float64).to(dtype),
+        "mask": make_mask(mask, B, T),
+    }
+
+
+def in_layout(x, layout):
+    """The values of `x` `[B, T]` in another memory layout (`expanded` repeats its first row)."""
+    B, T = x.shape
+    if layout == "transposed":
+        return x.t().contiguous().t()
+    if layout == "sliced":
+        wide = x.new_zeros(B, T + 3)
+        wide[:, 1 : T + 1] = x
+        return wide[:, 1 : T + 1]
+    if layout == "strided":
+        wide = x.new_zeros(B, 2 * T)
+        wide[:, ::2] = x
+        return wide[:, ::2]
+    if layout == "expanded":
+        return x[:1].expand(B, T)
+    return x
+
+
+def packed(x, lengths):
+    """The first `lengths[b]` tokens of each row of `x` `[B, T]`, one after the other: `[N]`."""
+    return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
+
+
+def cu_seqlens(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+#: shapes [B, T], with empty and single ones
+shapes = st.tuples(st.integers(0, 6), st.integers(0, 9))
+filled_shapes = st.tuples(st.integers(1, 6), st.integers(1, 9))
+mask_kinds = st.sampled_from(MASKS)
+layouts = st.sampled_from(LAYOUTS)
+dtypes = st.sampled_from(FLOAT_DTYPES)
+seeds = st.integers(0, 2**31 - 1)
+poisons = st.sampled_from(POISONS)
