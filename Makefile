@@ -4,12 +4,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+TESTS ?= fastrl tests
 ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 BUILT := $(VENV)/.extension-built
+BUILD_LOG := $(VENV)/extension-build.log
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo test install lint format types check bench bench-smoke clean
@@ -19,7 +21,7 @@ BUILT := $(VENV)/.extension-built
 help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
-	@echo "make test         the tests (ARGS='-k gae' for some of them)"
+	@echo "make test         the tests (TESTS=tests/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make install      .venv with everything for development"
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all and the tests"
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps it)"
@@ -33,7 +35,7 @@ train-ppo: $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.train.ppo $(ARGS)
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	$(PY) -m pytest --doctest-modules fastrl tests $(ARGS)
+	$(PY) -m pytest --doctest-modules $(TESTS) $(ARGS)
 
 install: $(VENV)/.installed-dev $(BUILT)
 
@@ -88,5 +90,8 @@ $(VENV)/.installed-%: pyproject.toml setup.py $(VENV)/.installed-torch
 	@touch $@
 
 $(BUILT): setup.py $(SOURCES) $(VENV)/.installed-torch
-	$(PY) setup.py -q build_ext --inplace
+	@echo "compiling csrc/ (about a minute; the compiler's words are in $(BUILD_LOG))"
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) setup.py build_ext --inplace > $(BUILD_LOG) 2>&1 || { \
+	  grep -A 12 -i 'error' $(BUILD_LOG) || tail -40 $(BUILD_LOG); exit 1; }
+	@grep '^fastrl:' $(BUILD_LOG) || true
 	@touch $@

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ def without_extension(tmp_path_factory):
     subprocess.run(command, env={**os.environ, "FASTRL_BUILD": "none"}, check=True, timeout=120)
 
     def run(*arguments):
-        environment = {**os.environ, "PYTHONPATH": str(target)}
+        # -S leaves out .pth files: an editable installation must not lend its extension
+        places = (str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         environment.pop("FASTRL_BACKEND", None)
         done = subprocess.run(
-            [sys.executable, *arguments],
+            [sys.executable, "-S", *arguments],
             cwd=target,
             env=environment,
             capture_output=True,
