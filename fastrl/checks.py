@@ -105,6 +105,13 @@ def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
     return same_shape(name, result, like, like_name).to(torch.bool)
 
 
+def saveable(value: Tensor) -> Tensor:
+    """Return `value` as autograd may save it: a clone if it was made in inference mode."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return value
+    return value.clone() if value.is_inference() else value
+
+
 def can_read(value: Tensor) -> bool:
     """Say whether looking at the data costs nothing: on a CPU, and not while tracing."""
     return value.device.type == "cpu" and not torch.compiler.is_compiling()

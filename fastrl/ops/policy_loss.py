@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.backend import resolve
-from fastrl.checks import as_mask, floating, on_device, per_token, same_shape
+from fastrl.checks import as_mask, floating, on_device, per_token, same_shape, saveable
 from fastrl.library import METRICS
 from fastrl.objective import KL_ESTIMATORS, RATIOS, Objective, TokenLoss, as_objective
 from fastrl.ops.known_gradient import with_slopes
@@ -221,11 +221,10 @@ def loss_inputs(
     def constant(name: str, value: object) -> Tensor | None:
         return None if value is None else _canonical(name, value, tokens, dtype)
 
+    spread = _advantages(advantages, tokens, padded, sequences, bounds)
     return LossInputs(
-        advantages=_advantages(advantages, tokens, padded, sequences, bounds)
-        .to(dtype)
-        .contiguous(),
-        mask=padded.contiguous(),
+        advantages=saveable(spread.to(dtype).contiguous()),
+        mask=saveable(padded.contiguous()),
         weights=weights_of(
             padded,
             sequences,
@@ -318,7 +317,7 @@ def _canonical(
     result = same_shape(name, floating(name, value), like, "logprobs")
     result = result if keep_gradient else result.detach()
     result = result[None] if result.dim() == 1 else result
-    return result.to(dtype).contiguous()
+    return saveable(result.to(dtype).contiguous())
 
 
 def _advantages(

@@ -14,6 +14,7 @@ from fastrl.checks import (
     integer,
     on_device,
     positive,
+    saveable,
     tensor,
 )
 
@@ -73,7 +74,7 @@ def as_rows(
     softcap = None if logit_softcap is None else positive("logit_softcap", logit_softcap)
     if can_read(ids):
         _refuse_ids_outside(ids, active, x.shape[-1])
-    ids = ids.to(torch.int64)
+    ids, active = saveable(ids.to(torch.int64)), saveable(active)
     if ids.dim() == 1:
         x, ids, active = x[None], ids[None], active[None]
         heat = heat[None] if isinstance(heat, Tensor) else heat
@@ -97,7 +98,7 @@ def _temperature(temperature: object, ids: Tensor, active: Tensor) -> float | Te
         )
     if ids.dim() == 2 and heat.dim() == 1:
         heat = heat[:, None]
-    heat = heat.to(torch.float32).expand(ids.shape).contiguous()
+    heat = saveable(heat.to(torch.float32).expand(ids.shape).contiguous())
     if can_read(heat):
         bad = active & ~((heat > 0) & heat.isfinite())
         if bool(bad.any()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def policy_loss(
             loss = loss + objective.kl_coef * (weights * valid(terms.kl)).sum()
         return loss, (torch.stack([loss, policy]), terms)
 
-    slope, (sums, terms) = torch.func.grad(total, has_aux=True)(logprobs)
+    slope, (sums, terms) = _slope(total, logprobs)
     loss, policy = sums[0], sums[1]
     if objective.entropy_coef and entropy is not None:
         loss = loss - objective.entropy_coef * (entropy_weights * valid(entropy)).sum()
@@ -90,6 +91,24 @@ def policy_loss(
         ]
     )
     return loss, slope, metrics
+
+
+def _slope(
+    total: Callable[[Tensor], tuple[Tensor, tuple[Tensor, _Terms]]], logprobs: Tensor
+) -> tuple[Tensor, tuple[Tensor, _Terms]]:
+    """Differentiate `total`, whatever autograd mode the caller is in."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return torch.func.grad(total, has_aux=True)(logprobs)
+    # hooks of the caller (activation checkpointing, offloading) are not for this inner graph
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is):
+        current = logprobs.detach().requires_grad_()
+        loss, (sums, terms) = total(current)
+        (slope,) = torch.autograd.grad(loss, current)
+    return slope, (sums.detach(), _Terms(*(term.detach() for term in terms)))
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _terms(

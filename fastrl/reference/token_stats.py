@@ -6,20 +6,27 @@ import torch
 from torch import Tensor
 
 
-def scaled_logits(
+def shifted_logits(
     logits: Tensor, temperature: float | Tensor, logit_scale: float, logit_softcap: float | None
-) -> Tensor:
-    """Return z = softcap(logit_scale * logits) / temperature; a tensor temperature is per row.
+) -> tuple[Tensor, Tensor]:
+    """Return z - max z and max z for z = softcap(logit_scale * logits) / temperature.
 
-    A logit of -inf excludes its token: it stays -inf under a softcap, and gets no gradient.
+    The maximum is taken off before anything is rounded, so a common offset of the logits costs no
+    precision. A logit of -inf excludes its token: it stays -inf under a softcap, and gets no
+    gradient. A tensor temperature is per row.
     """
     excluded = logits == float("-inf")
-    z = logits * logit_scale if logit_scale != 1.0 else logits
-    if logit_softcap is not None:
-        z = logit_softcap * torch.tanh(z / logit_softcap)
     if isinstance(temperature, Tensor):
-        temperature = temperature[..., None].to(z.dtype)
-    return torch.where(excluded, float("-inf"), z / temperature)
+        temperature = temperature[..., None].to(logits.dtype)
+    u = (
+        logits
+        if logit_softcap is None
+        else logit_softcap * torch.tanh(logits * (logit_scale / logit_softcap))
+    )
+    factor = 1.0 if logit_softcap is not None else logit_scale
+    largest = torch.where(excluded, float("-inf"), u).detach().amax(-1, keepdim=True)
+    shifted = torch.where(excluded, float("-inf"), (u - largest) * factor / temperature)
+    return shifted, largest * factor / temperature
 
 
 def token_stats(
@@ -33,7 +40,7 @@ def token_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return logprobs, entropy, logsumexp, sum of squared probabilities, and is_top1.
 
-    With z as above and t = z - max z:  log p = t - log sum exp t,  H = -sum p log p.
+    With t = z - max z:  log p = t - log sum exp t,  H = -sum p log p.
     Rows that are not active never enter the arithmetic; every output is 0 there. An active row
     with an id outside the vocabulary has the log-probability NaN.
     """
@@ -43,10 +50,7 @@ def token_stats(
     x = torch.where(active[..., None], logits, 0.0).to(dtype)
     known = (token_ids >= 0) & (token_ids < logits.shape[-1])
     token_ids = torch.where(active & known, token_ids, 0)[..., None]
-    z = scaled_logits(x, temperature, logit_scale, logit_softcap)
-
-    maximum = z.detach().amax(-1, keepdim=True)
-    shifted = z - maximum
+    shifted, maximum = shifted_logits(x, temperature, logit_scale, logit_softcap)
     log_sum = shifted.exp().sum(-1, keepdim=True).log()
     logprobs = shifted - log_sum
     probs = logprobs.exp()
@@ -58,7 +62,7 @@ def token_stats(
         (maximum + log_sum)[..., 0],
         probs.detach().square().sum(-1),
     )
-    top1 = z.detach().gather(-1, token_ids) >= maximum
+    top1 = shifted.detach().gather(-1, token_ids) >= 0
     inactive = torch.zeros((), dtype=dtype, device=logits.device)
     logprob, entropy, logsumexp, sum_sq_probs = (
         torch.where(active, stat, inactive) for stat in stats

@@ -1,0 +1,103 @@
+"""Writing gradients over the logits: only when asked, and never in silence where it would harm."""
+
+import pytest
+import torch
+
+import fastrl
+
+V = 300
+
+
+def case():
+    hidden = torch.randn(6, 8, requires_grad=True)
+    weight = torch.randn(8, V, requires_grad=True)
+    return hidden, weight, torch.randint(V, (6,)), torch.randn(6), torch.ones(6)
+
+
+def losses(backend, inplace):
+    """The two functions that take the permission, on logits `[6, V]`."""
+
+    def from_stats(logits, token_ids, advantages, mask):
+        logprobs = fastrl.token_logprobs(
+            logits, token_ids, inplace_backward=inplace, mask=mask, backend=backend
+        )
+        return -(logprobs * advantages).sum()
+
+    def from_logits(logits, token_ids, advantages, mask):
+        return fastrl.logits_policy_loss(
+            logits, token_ids, advantages, mask, objective="ppo", inplace=inplace, backend=backend
+        ).loss
+
+    return {"token_logprobs": from_stats, "logits_policy_loss": from_logits}
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradient_is_the_same_in_place(backend, function, dtype):
+    hidden, weight, *rest = case()
+    grads = []
+    for inplace in (False, True):
+        logits = (hidden @ weight).to(dtype)
+        loss = losses(backend, inplace)[function](logits, *rest) * 3
+        grads.append(torch.autograd.grad(loss, (hidden, weight)))
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.equal(grads[0][1], grads[1][1])
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+def test_logits_are_untouched_unless_asked(backend, function):
+    hidden, weight, *rest = case()
+    logits = hidden @ weight
+    before = logits.detach().clone()
+    losses(backend, False)[function](logits, *rest).backward()
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+def test_a_leaf_is_refused(backend, function):
+    _, _, *rest = case()
+    with pytest.raises(ValueError, match=r"inplace.*=True needs logits that are no leaf"):
+        losses(backend, True)[function](torch.randn(6, V, requires_grad=True), *rest)
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+def test_rows_that_share_memory_are_refused(backend, function):
+    _, _, *rest = case()
+    shared = (torch.randn(1, V, requires_grad=True) * 1).expand(6, V)
+    with pytest.raises(ValueError, match="rows do not share memory"):
+        losses(backend, True)[function](shared, *rest)
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+def test_an_upstream_op_that_kept_the_logits_notices(backend, function):
+    if backend == "reference":
+        pytest.skip("the reference never writes over the logits")
+    x = torch.randn(6, V, requires_grad=True)
+    _, _, *rest = case()
+    logits = torch.softmax(x, -1)  # its backward needs its own output
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses(backend, True)[function](logits, *rest).backward()
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+def test_two_losses_on_the_same_logits_notice(backend, function):
+    if backend == "reference":
+        pytest.skip("the reference never writes over the logits")
+    hidden, weight, token_ids, advantages, mask = case()
+    logits = hidden @ weight
+    other = fastrl.token_logprobs(logits, token_ids, backend=backend).sum()
+    first = losses(backend, True)[function](logits, token_ids, advantages, mask)
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+def test_softmax_before_the_loss_works_without_the_permission(backend, function):
+    x = torch.randn(6, V, requires_grad=True)
+    _, _, *rest = case()
+    losses(backend, False)[function](torch.softmax(x, -1), *rest).backward()
+    expected = x.grad.clone()
+    x.grad = None
+    losses("reference", False)[function](torch.softmax(x, -1), *rest).backward()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-7)
