@@ -18,7 +18,7 @@ def assert_within_budget(actual, exact, same_dtype=None, *, ulps=8, size=None, a
     assert same.all(), _at(~same, got, want, "is not finite where it must be, or the reverse")
     rounding = torch.finfo(actual.dtype)
     size = want.abs() if size is None else torch.as_tensor(size, dtype=torch.float64)
-    budget = ulps * rounding.eps * size + ulps * rounding.tiny + atol
+    budget = ulps * rounding.eps * size + ulps * rounding.eps * rounding.tiny + atol
     if same_dtype is not None:
         eager = same_dtype.detach().double()
         known = finite & eager.isfinite()

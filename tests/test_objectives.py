@@ -1,0 +1,274 @@
+"""The scalar objectives: C++ against the reference, numbers worked by hand, properties."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fastrl
+from fastrl.reference import objectives
+
+inf = math.inf
+RATIOS = ("ppo_clip", "cispo", "sapo", "gmpo", "reinforce")
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+DEFAULTS = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "dual_clip": inf,
+    "delta": inf,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "kl_coef": 0.0,
+    "kl_clamp": inf,
+    "log_ratio_clamp": inf,
+    "entropy_coef": 0.0,
+}
+CASES = {
+    "ppo_clip": ("ppo_clip", {}),
+    "ppo_clip, no lower bound": ("ppo_clip", {"clip_low": 1.0}),
+    "ppo_clip, no room": ("ppo_clip", {"clip_low": 0.0, "clip_high": 0.0}),
+    "dual clip": ("ppo_clip", {"dual_clip": 3.0}),
+    "delta": ("ppo_clip", {"delta": 4.0}),
+    "delta inside the clip": ("ppo_clip", {"delta": 1.1}),
+    "dual clip and delta": ("ppo_clip", {"dual_clip": 2.0, "delta": 4.0}),
+    "log ratio clamp": ("ppo_clip", {"log_ratio_clamp": 0.1}),
+    "cispo": ("cispo", {"clip_low": 1.0, "clip_high": 4.0}),
+    "cispo, both bounds": ("cispo", {}),
+    "sapo": ("sapo", {}),
+    "sapo, sharp": ("sapo", {"sapo_temperature_pos": 10.0, "sapo_temperature_neg": 0.1}),
+    "gmpo": ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}),
+    "reinforce": ("reinforce", {}),
+}
+BOUNDS = (0.8, 1.28, 1.0, 1.1, 2.0, 3.0, 4.0, 5.0)
+KINKS = [math.log(bound) for bound in BOUNDS] + [0.1, -0.1, 0.4, -0.4]
+NEXT_TO_KINKS = [math.nextafter(kink, side) for kink in KINKS for side in (-inf, inf)]
+EXTREMES = [80.0, -80.0, math.nextafter(80, 99), -math.nextafter(80, 99), 200.0, -200.0, 1e30]
+LOG_RATIOS = [*KINKS, *NEXT_TO_KINKS, *EXTREMES, *torch.linspace(-3, 3, 61).tolist()]
+ADVANTAGES = (0.0, 1.0, -1.0, 0.2, -0.2, 1e-8, -3e4)
+
+
+def by_reference(ratio, c, log_ratio, advantages, logprobs):
+    """Loss, slope and clip of each point, from the reference formulas and autograd."""
+    d = log_ratio.clone().requires_grad_()
+    current = logprobs.clone().requires_grad_()
+    x = objectives.saturate(d, c["log_ratio_clamp"])
+    bounds = (c["clip_low"], c["clip_high"])
+    if ratio == "ppo_clip":
+        loss, clip = objectives.ppo_clip(x, advantages, *bounds, c["dual_clip"], c["delta"])
+    elif ratio == "cispo":
+        loss, clip = objectives.cispo(current, x, advantages, *bounds)
+    elif ratio == "sapo":
+        temperatures = c["sapo_temperature_pos"], c["sapo_temperature_neg"]
+        loss, clip = objectives.sapo(x, advantages, *temperatures)
+    elif ratio == "gmpo":
+        x, clip = objectives.gmpo_log_ratio(x, advantages, *bounds)
+        loss = objectives.gmpo(x, advantages)
+    else:
+        loss, clip = objectives.reinforce(current, advantages)
+    slope = torch.autograd.grad(loss.sum(), (d, current), allow_unused=True)
+    return loss.detach(), next(part for part in slope if part is not None), clip
+
+
+def assert_same(actual, expected, points):
+    error = (actual - expected).abs() / expected.abs().clamp(min=1)
+    error = torch.where(actual == expected, 0.0, error)
+    worst = int(error.argmax())
+    assert error[worst] <= 1e-12, f"at {points(worst)}: {actual[worst]} is not {expected[worst]}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cpp_equals_the_reference_at_every_point(compiled, case):
+    ratio, changes = CASES[case]
+    c = {**DEFAULTS, **changes}
+    grid = torch.cartesian_prod(
+        torch.tensor(LOG_RATIOS, dtype=torch.float64), torch.tensor(ADVANTAGES).double()
+    )
+    log_ratio, advantages = (column.contiguous() for column in grid.t())
+    logprobs = -torch.rand(len(grid), dtype=torch.float64) * 5
+    loss, slope, clip, _, _ = torch.ops.fastrl.objective_eval(
+        logprobs, log_ratio, advantages, logprobs, RATIOS.index(ratio), 0, [*c.values()]
+    )
+    expected = by_reference(ratio, c, log_ratio, advantages, logprobs)
+
+    def points(i):
+        return f"log ratio {log_ratio[i]!r}, advantage {advantages[i]}"
+
+    for actual, wanted in zip((loss, slope, clip), expected, strict=True):
+        assert_same(actual, wanted.double(), points)
+
+
+@pytest.mark.parametrize("kl_clamp", [inf, 0.5])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_cpp_kl_equals_the_reference_at_every_point(compiled, estimator, kl_clamp):
+    difference = torch.tensor([*LOG_RATIOS, 0.0, 0.5, -0.5, 1.0, -1.0], dtype=torch.float64)
+    zeros = torch.zeros_like(difference)
+    c = {**DEFAULTS, "kl_clamp": kl_clamp}
+    *_, kl, slope = torch.ops.fastrl.objective_eval(
+        zeros, zeros, zeros, difference, 0, ESTIMATORS.index(estimator), [*c.values()]
+    )
+    logprobs = zeros.clone().requires_grad_()
+    expected = objectives.kl_estimate(logprobs, difference, estimator, kl_clamp)
+    expected_slope = torch.autograd.grad(expected.sum(), logprobs)[0]
+    for actual, wanted in ((kl, expected.detach()), (slope, expected_slope)):
+        assert_same(actual, wanted, lambda i: f"difference {difference[i]!r}")
+
+
+def one_token(backend, log_ratio, advantage, logprob=0.0, **options):
+    """Loss, gradient and metrics of one token, which is a sequence of its own."""
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    logprobs = torch.full((1, 1), logprob, dtype=dtype, requires_grad=True)
+    result = fastrl.policy_loss(
+        logprobs,
+        torch.full((1,), advantage, dtype=dtype),
+        torch.ones(1, 1),
+        old_logprobs=logprobs.detach() - log_ratio,
+        objective=fastrl.Objective(aggregation="token-sum", **options),
+        backend=backend,
+    )
+    result.loss.backward()
+    return result.loss.item(), logprobs.grad.item(), result.metrics
+
+
+def test_the_ratio_of_two_log_probabilities_by_hand(backend):
+    old, current = torch.tensor([[-2.1]]), torch.tensor([[-1.8]])
+    one = torch.ones(1, 1)
+    result = fastrl.policy_loss(current, one, one, old_logprobs=old, backend=backend)
+    assert result.metrics["ratio_mean"].item() == pytest.approx(1.35, abs=1e-3)
+
+
+GMPO = {"ratio": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
+
+# objective, ratio, advantage, logprob, loss, gradient: from the papers' formulas, by hand
+BY_HAND = [
+    ({}, 1.35, 0.2, 0.0, -0.24, 0.0),  # min(0.27, 0.24)
+    ({}, 1.35, -0.2, 0.0, 0.27, 0.27),  # min(-0.27, -0.24)
+    ({}, 0.5, 2.0, 0.0, -1.0, -1.0),  # min(1, 1.6)
+    ({}, 0.5, -2.0, 0.0, 1.6, 0.0),  # min(-1, -1.6)
+    ({"clip_high": 0.4}, 1.35, 0.2, 0.0, -0.27, -0.27),
+    ({"dual_clip": 3.0}, 5.0, -1.0, 0.0, 3.0, 0.0),  # max(-5, -3)
+    ({"dual_clip": 3.0}, 2.0, -1.0, 0.0, 2.0, 2.0),
+    ({"dual_clip": 3.0}, 5.0, 1.0, 0.0, -1.2, 0.0),
+    ({"delta": 4.0}, 5.0, -1.0, 0.0, 4.0, 0.0),  # min(5, 4) * -1
+    ({"delta": 4.0}, 3.0, -1.0, 0.0, 3.0, 3.0),
+    ({"delta": 4.0}, 5.0, 1.0, 0.0, -1.2, 0.0),
+    ({"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 8.0, 0.5, -2.0, 5.0, -2.5),
+    ({"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 2.0, 0.5, -2.0, 2.0, -1.0),
+    ({"ratio": "cispo", "clip_low": 0.2, "clip_high": 4.0}, 0.5, 1.0, -2.0, 1.6, -0.8),
+    # sigmoid(1) = 0.7310586, times its complement 0.1966119
+    ({"ratio": "sapo"}, 2.0, 1.0, 0.0, -2.9242344, -1.5728955),
+    # sigmoid(1.05) = 0.7407749, times its complement 0.1920274; 4 / 1.05 = 3.8095238
+    ({"ratio": "sapo"}, 2.0, -1.0, 0.0, 2.8219996, 1.5362196),
+    ({"ratio": "reinforce"}, 3.0, 0.5, -2.0, 1.0, -0.5),
+    # one token is its own geometric mean: e^0.4 = 1.4918247
+    (GMPO, 3.0, 1.0, 0.0, -1.4918247, 0.0),
+    (GMPO, 3.0, -1.0, 0.0, 3.0, 3.0),
+    ({"log_ratio_clamp": 0.5}, 3.0, -1.0, 0.0, 1.6487213, 0.0),  # e^0.5
+]
+
+
+@pytest.mark.parametrize(("options", "ratio", "advantage", "logprob", "loss", "slope"), BY_HAND)
+def test_numbers_worked_by_hand(backend, options, ratio, advantage, logprob, loss, slope):
+    came = one_token(backend, math.log(ratio), advantage, logprob, **options)
+    assert came[0] == pytest.approx(loss, rel=1e-6)
+    assert came[1] == pytest.approx(slope, rel=1e-6)
+
+
+# clip_low, clip_high: which bound acts, by the sign of the advantage
+FLAGS = [
+    ({}, 1.35, 0.2, 0, 1),
+    ({}, 1.35, -0.2, 0, 0),
+    ({}, 0.5, 0.2, 0, 0),
+    ({}, 0.5, -0.2, 1, 0),
+    ({}, 1.35, 0.0, 0, 0),
+    ({"dual_clip": 3.0}, 5.0, -1.0, 0, 1),
+    ({"delta": 4.0}, 5.0, -1.0, 0, 1),
+    ({"ratio": "cispo"}, 1.35, -0.2, 0, 1),
+    ({"ratio": "cispo"}, 0.5, 0.2, 1, 0),
+    ({"ratio": "cispo"}, 0.5, 0.0, 0, 0),
+    ({"ratio": "sapo"}, 9.0, 1.0, 0, 0),
+    ({"ratio": "reinforce"}, 9.0, 1.0, 0, 0),
+    ({"ratio": "gmpo", "level": "sequence"}, 1.35, 1.0, 0, 1),
+    ({"ratio": "gmpo", "level": "sequence"}, 0.5, -1.0, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("options", "ratio", "advantage", "low", "high"), FLAGS)
+def test_clip_metrics_say_which_bound_acts(backend, options, ratio, advantage, low, high):
+    _, _, metrics = one_token(backend, math.log(ratio), advantage, **options)
+    came = [metrics[name].item() for name in ("clip_low", "clip_high", "clip_fraction")]
+    assert came == [low, high, low + high]
+
+
+def test_two_tokens_of_gspo_by_hand(backend):
+    # log ratios 0.2 and 0.4: the sequence's ratio is e^0.3 = 1.3498588, each token gets half
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    result = fastrl.policy_loss(
+        logprobs,
+        torch.tensor([2.0]),
+        torch.ones(1, 2),
+        old_logprobs=torch.tensor([[-0.2, -0.4]]),
+        objective=fastrl.Objective.preset("gspo", clip_high=0.5),
+        backend=backend,
+    )
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-2.6997176, rel=1e-6)
+    assert logprobs.grad.tolist() == [pytest.approx([-1.3498588] * 2, rel=1e-6)]
+
+
+def test_two_tokens_of_gmpo_by_hand(backend):
+    # log ratios 0.2 and 0.9, the second held at 0.4 and without gradient: e^0.3
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    result = fastrl.policy_loss(
+        logprobs,
+        torch.tensor([2.0]),
+        torch.ones(1, 2),
+        old_logprobs=torch.tensor([[-0.2, -0.9]]),
+        objective="gmpo",
+        backend=backend,
+    )
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-2.6997176, rel=1e-6)
+    assert logprobs.grad.tolist() == [pytest.approx([-1.3498588, 0.0], rel=1e-6)]
+
+
+FAMILY = [{"ratio": ratio, "level": "sequence" if ratio == "gmpo" else "token"} for ratio in RATIOS]
+numbers = st.floats(-100, 100, width=32)
+
+
+@pytest.mark.parametrize("options", FAMILY, ids=RATIOS)
+@given(advantage=numbers, logprob=st.floats(-20, 0, width=32))
+def test_on_policy_every_objective_is_reinforce(backend, options, advantage, logprob):
+    _, slope, _ = one_token(backend, 0.0, advantage, logprob, **options)
+    assert slope == pytest.approx(-advantage, rel=1e-6, abs=1e-30)
+
+
+@pytest.mark.parametrize("options", FAMILY, ids=RATIOS)
+@given(log_ratio=numbers)
+def test_advantage_zero_gives_zero(backend, options, log_ratio):
+    loss, slope, metrics = one_token(backend, log_ratio, 0.0, -1.0, **options)
+    assert (loss, slope, metrics["clip_fraction"].item()) == (0, 0, 0)
+
+
+@given(log_ratio=numbers, advantage=numbers, dual=st.sampled_from([None, 3.0]))
+def test_a_clipped_token_of_ppo_has_no_gradient(backend, log_ratio, advantage, dual):
+    _, slope, metrics = one_token(backend, log_ratio, advantage, dual_clip=dual)
+    assume(metrics["clip_fraction"] == 1)
+    assert slope == 0
+
+
+@given(log_ratio=numbers, advantage=numbers)
+def test_the_slope_of_sapo_is_bounded(backend, log_ratio, advantage):
+    # 4 s (1 - s) r: with tau >= 1, s (1 - s) <= exp(-(r - 1)), so at most 4 r e^(1 - r) <= 4
+    _, slope, _ = one_token(backend, log_ratio, advantage, ratio="sapo")
+    assert abs(slope) <= 4 * abs(advantage)
+
+
+@pytest.mark.parametrize("options", FAMILY, ids=RATIOS)
+@given(log_ratio=st.floats(-2, 2, width=32), advantage=st.floats(0.25, 8, width=32))
+def test_loss_and_slope_scale_with_the_advantage(backend, options, log_ratio, advantage):
+    for sign in (1, -1):
+        one = one_token(backend, log_ratio, sign * advantage, -1.0, **options)
+        four = one_token(backend, log_ratio, 4 * sign * advantage, -1.0, **options)
+        assert four[:2] == pytest.approx([4 * one[0], 4 * one[1]], rel=1e-6)
