@@ -103,7 +103,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
           advantage *= n / std::max(n - 1, 1.0);
         }
       }
-      if (advantage != 0) advantage /= divisor;
+      if (advantage != 0 || !finite) advantage /= divisor;  // 0 / 0 is 0 here
       if (alone) advantage = raw ? r : 0.0 * r;
       const int64_t at = order[i];
       out_advantage[at] = static_cast<float>(advantage);
