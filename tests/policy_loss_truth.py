@@ -1,0 +1,192 @@
+"""The policy loss written out token by token, apart from the package: the truth of its tests."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Truth(NamedTuple):
+    loss: torch.Tensor
+    metrics: dict
+    gradient: torch.Tensor
+    entropy_gradient: torch.Tensor
+    size: float  # sum of the magnitudes that the loss adds up
+
+
+def hold(x, low, high):
+    """x within bounds: it keeps its gradient inside them and loses it outside."""
+    return x * 0 + low if x < low else x * 0 + high if x > high else x
+
+
+def log_ratio_bound(o):
+    return 80.0 if o.log_ratio_clamp is None else min(80.0, o.log_ratio_clamp)
+
+
+def token_loss(o, d, A, logprob):
+    """Loss and clip flag of one token; d is the (held) log-ratio that it uses."""
+    r = torch.exp(d)
+    if o.ratio == "ppo_clip":
+        free = hold(r, -math.inf, math.inf if o.delta is None else o.delta) * A
+        clipped = hold(r, 1 - o.clip_low, 1 + o.clip_high) * A
+        loss = -(clipped if clipped < free else free)
+        flag = -1 if A < 0 and r < 1 - o.clip_low else 1 if A > 0 and r > 1 + o.clip_high else 0
+        if o.delta is not None and r > o.delta and free <= clipped and A != 0:
+            flag = 1
+        if o.dual_clip is not None and A < 0 and loss > -o.dual_clip * A:
+            loss, flag = loss * 0 - o.dual_clip * A, 1
+        return loss, flag
+    if o.ratio == "cispo":
+        r = r.detach()
+        flag = 0 if A == 0 else -1 if r < 1 - o.clip_low else 1 if r > 1 + o.clip_high else 0
+        return -hold(r, 1 - o.clip_low, 1 + o.clip_high) * A * logprob, flag
+    if o.ratio == "sapo":
+        tau = o.sapo_temperature_pos if A > 0 else o.sapo_temperature_neg
+        return -4 / tau / (1 + torch.exp(-tau * (r - 1))) * A, 0
+    if o.ratio == "reinforce":
+        return -A * logprob, 0
+    raise AssertionError(o.ratio)
+
+
+def token_kl(o, logprob, ref):
+    x = hold(ref - logprob, -80.0, 80.0)
+    if o.kl_estimator == "k1":
+        kl = -x
+    elif o.kl_estimator == "k2":
+        kl = x * x / 2
+    elif o.kl_estimator == "k3":
+        kl = torch.exp(x) - 1 - x
+    else:
+        kl = x if x > 0 else -x
+    return kl if o.kl_clamp is None else hold(kl, -o.kl_clamp, o.kl_clamp)
+
+
+def token_weight(o, sequences, groups, s, normalizer, width):
+    """w_t of a token of sequence s, from the definition of each aggregation."""
+    lengths = [len(tokens) for tokens in sequences]
+    if o.aggregation == "token-sum":
+        return 1.0
+    if o.aggregation == "token-mean":
+        return 1 / (normalizer or sum(lengths))
+    if o.aggregation == "prompt-mean":
+        nonempty = {g for g, length in zip(groups, lengths, strict=True) if length}
+        of_group = sum(n for g, n in zip(groups, lengths, strict=True) if g == groups[s])
+        return 1 / ((normalizer or len(nonempty)) * of_group)
+    weight = 1 / (normalizer or sum(length > 0 for length in lengths))
+    if o.aggregation == "seq-mean-token-mean":
+        return weight / lengths[s]
+    if o.aggregation == "seq-mean-token-sum-norm":
+        return weight / (o.length_norm or width)
+    assert o.aggregation == "seq-mean-token-sum"
+    return weight
+
+
+def rollout_weights(correction, old, rollout, tokens):
+    """is_t of every token of one sequence."""
+    differences = {t: (old[t] - rollout[t]).item() for t in tokens}
+    if correction.level == "sequence":
+        differences = dict.fromkeys(tokens, sum(differences.values()))
+    elif correction.level == "geometric":
+        differences = dict.fromkeys(tokens, sum(differences.values()) / max(len(tokens), 1))
+    weights = {}
+    for t in tokens:
+        ratio = math.exp(min(max(differences[t], -80.0), 80.0))
+        inside = correction.low <= ratio <= correction.high
+        if correction.kind == "mask":
+            weights[t] = ratio if inside else 0.0
+        else:
+            weights[t] = min(max(ratio, correction.low), correction.high)
+    return weights
+
+
+def exact_policy_loss(o, sequences, logprobs, advantages, **options):
+    """Loss, metrics and gradients; `sequences` lists the active tokens of each, all else is flat.
+
+    Options: old, ref, rollout, entropy (flat tensors), normalizer, groups (the group of each
+    sequence), width (the padded length).
+    """
+    lp = logprobs.detach().clone().requires_grad_()
+    entropy = options.get("entropy")
+    H = None if entropy is None else entropy.detach().clone().requires_grad_()
+    old, ref = options.get("old"), options.get("ref")
+    old = lp.detach() if old is None else old
+    c = log_ratio_bound(o)
+    policy = kl_part = bonus = 0.0 * lp.new_zeros(())
+    size, rows = 0.0, []  # rows: token, flag, ratio, token log-ratio, kl
+    for s, tokens in enumerate(sequences):
+        if not tokens:
+            continue
+        w = token_weight(
+            o, sequences, options.get("groups"), s, options.get("normalizer"), options.get("width")
+        )
+        correction = dict.fromkeys(tokens, 1.0)
+        if o.rollout_correction is not None:
+            correction = rollout_weights(o.rollout_correction, old, options["rollout"], tokens)
+        own = {t: hold(lp[t] - old[t], -c, c) for t in tokens}
+        mean = sum(lp[t] - old[t] for t in tokens) / len(tokens)
+        shared = hold(mean, -c, c)
+        if o.ratio == "gmpo":
+            flags = {}
+            clipped = []
+            for t in tokens:
+                rises = advantages[t] >= 0
+                low, high = (-math.inf, o.clip_high) if rises else (-o.clip_low, math.inf)
+                clipped.append(hold(own[t], low, high))
+                flags[t] = (own[t] > high and bool(advantages[t] > 0)) * 1 - (own[t] < low) * 1
+            shared = sum(clipped) / len(tokens)
+        for t in tokens:
+            d = shared if o.level == "sequence" else own[t]
+            if callable(o.ratio):
+                f, flag = o.ratio(lp[t], old[t], None if ref is None else ref[t], advantages[t]), 0
+            elif o.ratio == "gmpo":
+                f, flag = -advantages[t] * torch.exp(shared), flags[t]
+            else:
+                f, flag = token_loss(o, d, advantages[t], lp[t])
+            kl = lp.new_zeros(()) if ref is None else token_kl(o, lp[t], ref[t])
+            policy = policy + w * correction[t] * f
+            if o.kl_coef:
+                kl_part = kl_part + w * correction[t] * o.kl_coef * kl
+            if o.entropy_coef:
+                bonus = bonus - w * o.entropy_coef * H[t]
+            size += w * (abs(f.item()) * correction[t] + abs(kl.item()) * o.kl_coef)
+            rows.append((t, flag, torch.exp(d).item(), own[t].item(), kl.item()))
+    loss = policy + kl_part + bonus
+    gradient = torch.zeros_like(lp)
+    if loss.requires_grad:
+        gradient = torch.autograd.grad(loss, lp, retain_graph=True, allow_unused=True)[0]
+    entropy_gradient = torch.zeros_like(lp)
+    if o.entropy_coef and rows:
+        entropy_gradient = torch.autograd.grad(loss, H)[0]
+    return Truth(
+        loss.detach(),
+        exact_metrics(o, policy, rows, gradient, -lp.detach() if H is None else H.detach()),
+        gradient,
+        entropy_gradient,
+        size + abs(bonus.item()),
+    )
+
+
+def exact_metrics(o, policy, rows, gradient, entropy):
+    n = len(rows)
+    if n == 0:
+        names = "policy_loss kl kl_old entropy ratio_mean ratio_max ratio_min clip_low clip_high"
+        return dict.fromkeys(
+            [*names.split(), "clip_fraction", "active_tokens", "zero_grad_fraction"], 0.0
+        )
+    tokens, flags, ratios, own, kls = zip(*rows, strict=True)
+    return {
+        "policy_loss": policy.item(),
+        "kl": sum(kls) / n,
+        "kl_old": sum(math.exp(d) - 1 - d for d in own) / n,
+        "entropy": sum(float(entropy[t]) for t in tokens) / n,
+        "ratio_mean": sum(ratios) / n,
+        "ratio_max": max(ratios),
+        "ratio_min": min(ratios),
+        "clip_low": sum(flag < 0 for flag in flags) / n,
+        "clip_high": sum(flag > 0 for flag in flags) / n,
+        "clip_fraction": sum(flag != 0 for flag in flags) / n,
+        "active_tokens": float(n),
+        "zero_grad_fraction": sum(bool(gradient[t] == 0) for t in tokens) / n
+        if not o.entropy_coef
+        else 0.0,
+    }
