@@ -304,3 +304,12 @@ def test_inputs_made_in_inference_mode_can_be_trained_on(backend):
     loss, _, grad = run(sampled, backend, KL)
     assert torch.equal(loss, expected[0])
     assert torch.equal(grad, expected[2])
+
+
+def test_the_second_derivative_is_refused(backend):
+    arguments = batch()
+    logits = arguments["logits"].requires_grad_()
+    rest = [arguments[name] for name in ("token_ids", "advantages", "mask")]
+    loss = fastrl.logits_policy_loss(logits, *rest, backend=backend).loss
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(loss, logits, create_graph=True)

@@ -41,7 +41,7 @@ def samples():
     five = [per_token(2, 5) for _ in range(5)]
     yield (
         "policy_loss_fwd",
-        (five[0], five[1], mask, torch.rand(2, 5), *five[2:4], None, None, False, *OBJECTIVE),
+        (*five[:2], mask, torch.rand(2, 5), *five[2:], None, False, *OBJECTIVE),
     )
     bounds = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
     one = [per_token(1, 6) for _ in range(4)]
@@ -51,8 +51,8 @@ def samples():
             *one[:2],
             mask.new_ones(1, 6),
             one[2].abs(),
-            one[3],
             None,
+            one[3],
             one[0],
             bounds,
             True,

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from fastrl.ops.first_derivative import first_derivative_only
 
 
 def with_slopes(
@@ -49,7 +50,7 @@ class _Slopes(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         slope, entropy_slope = ctx.saved_tensors
         grad_logprobs = slope * grad_loss if ctx.needs_input_grad[0] else None
@@ -64,7 +65,7 @@ class _LogitsGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         (grad_logits,) = ctx.saved_tensors
         return _scaled(grad_logits, grad_loss), None, None

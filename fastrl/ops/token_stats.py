@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastrl import reference
 from fastrl.backend import resolve
 from fastrl.checks import flag, one_of
+from fastrl.ops.first_derivative import first_derivative_only
 from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
 
 
@@ -236,7 +236,7 @@ class _TokenStats(torch.autograd.Function):
         return tuple(stats)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(
         ctx: Any,
         grad_logprobs: Tensor | None,

@@ -98,7 +98,9 @@ def _slope(
 ) -> tuple[Tensor, tuple[Tensor, _Terms]]:
     """Differentiate `total`, whatever autograd mode the caller is in."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return torch.func.grad(total, has_aux=True)(logprobs)
+        outcome: tuple[Tensor, tuple[Tensor, _Terms]]
+        outcome = torch.func.grad(total, has_aux=True)(logprobs)
+        return outcome
     # hooks of the caller (activation checkpointing, offloading) are not for this inner graph
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is):
         current = logprobs.detach().requires_grad_()

@@ -1,0 +1,130 @@
+"""Which backend runs: an explicit one is used or refused, `auto` takes the fastest able one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import native
+from fastrl.backend import resolve
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def restored_default():
+    before = fastrl.get_backend()
+    fastrl.set_backend("auto")
+    yield
+    fastrl.set_backend(before)
+
+
+def test_auto_takes_the_kernels_where_they_can_do_the_call():
+    fastest = "reference" if native.missing else "cpu"
+    assert resolve("auto", CPU, torch.bfloat16) == fastest
+    assert resolve("auto", CPU, torch.float64) == "reference"
+    assert resolve("auto", torch.device("meta"), torch.float32) == "reference"
+
+
+def test_the_default_can_be_set():
+    fastrl.set_backend("reference")
+    assert fastrl.get_backend() == "reference"
+    assert resolve("auto", CPU, torch.float32) == "reference"
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_a_backend_that_does_not_exist_yet_is_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=f"backend '{name}' cannot .* no {name} kernels yet"):
+        fastrl.token_logprobs(torch.zeros(1, 2), torch.tensor([0]), backend=name)
+    with pytest.raises(ValueError, match=f"no {name} kernels yet"):
+        fastrl.set_backend(name)
+
+
+def test_an_unknown_backend_names_the_valid_ones():
+    with pytest.raises(ValueError, match=r"backend must be one of auto, reference.*got 'gpu'"):
+        fastrl.gae(torch.zeros(1, 2), torch.zeros(1, 2), backend="gpu")
+
+
+def test_float64_is_refused_by_the_kernels(compiled):
+    with pytest.raises(ValueError, match=r"takes float32, bfloat16 and float16, not float64"):
+        fastrl.token_logprobs(torch.zeros(1, 2).double(), torch.tensor([0]), backend="cpu")
+
+
+def test_a_python_objective_is_refused_by_the_kernels(compiled):
+    with pytest.raises(ValueError, match="the objective is a Python function"):
+        fastrl.policy_loss(
+            torch.zeros(1, 2),
+            torch.zeros(1),
+            torch.ones(1, 2),
+            objective=lambda new, old, ref, a: new * a,
+            backend="cpu",
+        )
+
+
+def fresh(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_the_environment_chooses_the_default():
+    done = fresh("import fastrl; print(fastrl.get_backend())", FASTRL_BACKEND="reference")
+    assert done.stdout.strip() == "reference"
+
+
+def test_a_wrong_environment_variable_is_an_error():
+    done = fresh("import fastrl", FASTRL_BACKEND="fast")
+    assert done.returncode != 0
+    assert "FASTRL_BACKEND must be one of auto, reference, cpu, triton, cuda" in done.stderr
+
+
+def test_python_m_fastrl_names_every_backend():
+    done = subprocess.run(
+        [sys.executable, "-m", "fastrl"], capture_output=True, text=True, check=True
+    )
+    for name in ("reference", "cpu", "triton", "cuda"):
+        assert name in done.stdout
+    assert "not usable: this version of fastrl has no cuda kernels yet" in done.stdout
+
+
+@pytest.mark.parametrize("capability", ["avx512", "avx2", "plain"])
+def test_every_vector_width_gives_the_right_answer(compiled, capability):
+    """One process per width: agreement with the reference, forward and backward."""
+    code = """
+import torch, fastrl
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for vocabulary in (1, 7, 129, 5000, 32001):
+        for softcap in (None, 20.0):
+            x = (torch.randn(5, vocabulary) * 4).to(dtype)
+            ids = torch.randint(vocabulary, (5,))
+            out = []
+            for backend in ("cpu", "reference"):
+                leaf = x.clone().requires_grad_()
+                s = fastrl.token_stats(leaf, ids, outputs=fastrl.TokenStats._fields,
+                                       logit_softcap=softcap, backend=backend)
+                (s.logprobs + 0.3 * s.entropy).sum().backward()
+                out.append((*s, leaf.grad))
+            for a, b in zip(*out):
+                rough = a.dtype in (torch.bfloat16, torch.float16)
+                rtol = 2e-2 if rough else 2e-5
+                close = torch.allclose(a.float(), b.float(), rtol=rtol, atol=2e-5)
+                assert close, (dtype, vocabulary, softcap)
+print("agreed")
+"""
+    done = fresh(code, FASTRL_CPU_CAPABILITY=capability)
+    if done.returncode and f"{capability}" in done.stderr and "not" in done.stderr:
+        listing = Path("/proc/cpuinfo")
+        cpuinfo = listing.read_text() if listing.exists() else ""
+        flag = {"avx512": "avx512f", "avx2": "avx2"}.get(capability, "")
+        if flag and flag not in cpuinfo:
+            pytest.skip(f"this processor has no {capability}")
+    assert done.stdout.strip() == "agreed", done.stderr
