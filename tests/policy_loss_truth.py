@@ -132,7 +132,8 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
                 rises = advantages[t] >= 0
                 low, high = (-math.inf, o.clip_high) if rises else (-o.clip_low, math.inf)
                 clipped.append(hold(own[t], low, high))
-                flags[t] = (own[t] > high and bool(advantages[t] > 0)) * 1 - (own[t] < low) * 1
+                above = bool(own[t] > high) and bool(advantages[t] > 0)
+                flags[t] = int(above) - int(own[t] < low)
             shared = sum(clipped) / len(tokens)
         for t in tokens:
             d = shared if o.level == "sequence" else own[t]
