@@ -1,7 +1,12 @@
 """The task that needs no download: small sums asked in words and digits, answered in digits.
 
 ``python -m fastrl.train.arithmetic --out DIR`` writes ``train.jsonl`` and ``held_out.jsonl``, one
-``{"prompt": ..., "answer": ...}`` a line. No prompt is in both; the same problem in another wording may be.
+``{"prompt": ..., "answer": ..., "demonstrations": [...]}`` a line. No prompt is in both; the same
+problem in another wording may be.
+
+The demonstrations, which a warm start imitates, are those of a teacher who counts both ends: right
+one time in three, else one too many. They show how an answer is written and about how large it is.
+Who imitates them best gives the wrong answer; only the reward tells which one is right.
 """
 
 import argparse
@@ -13,8 +18,9 @@ from typing import NamedTuple
 
 LARGEST = 9
 _WORDS = "zero one two three four five six seven eight nine".split()
-_PLUS = ("{a} + {b} =", "{a} plus {b} =", "what is {a} plus {b}?", "add {a} and {b}:")
-_MINUS = ("{a} - {b} =", "{a} minus {b} =", "what is {a} minus {b}?", "take {b} from {a}:")
+_PLUS = ("{a} + {b} =", "{a} plus {b} =", "{a} and {b} is", "add {a} to {b}:")
+_MINUS = ("{a} - {b} =", "{a} minus {b} =", "{b} from {a} is", "{a} less {b}:")
+Record = dict[str, str | list[str]]
 
 
 class Problem(NamedTuple):
@@ -28,6 +34,10 @@ class Problem(NamedTuple):
     def answer(self) -> int:
         """The number that answers the problem."""
         return self.a + self.b if self.plus else self.a - self.b
+
+    def demonstrations(self) -> list[str]:
+        """What the teacher says, each as likely as the others."""
+        return [str(self.answer + error) for error in (0, 1, 1)]
 
     def phrasings(self) -> list[str]:
         """Every way in which the problem is asked: each template, each operand in digits or as a word."""
@@ -47,7 +57,7 @@ def problems() -> list[Problem]:
     return sums + [Problem(a, b, False) for a in numbers for b in numbers if b <= a]
 
 
-def split(seed: int, held_out: int = 256) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def split(seed: int, held_out: int = 256) -> tuple[list[Record], list[Record]]:
     """The records for training and those held out.
 
     Args:
@@ -55,10 +65,14 @@ def split(seed: int, held_out: int = 256) -> tuple[list[dict[str, str]], list[di
         held_out: How many are held out.
 
     Returns:
-        Two lists of ``{"prompt": ..., "answer": ...}`` that share no prompt.
+        Two lists of records that share no prompt.
     """
     records = [
-        {"prompt": prompt, "answer": str(problem.answer)}
+        {
+            "prompt": prompt,
+            "answer": str(problem.answer),
+            "demonstrations": problem.demonstrations(),
+        }
         for problem in problems()
         for prompt in problem.phrasings()
     ]

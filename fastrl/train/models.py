@@ -39,14 +39,14 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A new Llama of about a million parameters, its weights drawn from torch's generator."""
+    """A new Llama of half a million parameters, its weights drawn from torch's generator."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=192,
+        hidden_size=128,
         intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         max_position_embeddings=256,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

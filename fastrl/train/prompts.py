@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 Record = dict[str, Any]
+Item = TypeVar("Item")
 
 
 class Prompt(NamedTuple):
@@ -70,7 +71,7 @@ def encode(records: list[Record], tokenizer: Any, *, chat_template: bool, max_to
     return prompts
 
 
-def deal(prompts: list[Prompt], *, count: int, step: int, seed: int) -> list[Prompt]:
+def deal(prompts: list[Item], *, count: int, step: int, seed: int) -> list[Item]:
     """The ``count`` prompts of a step: every prompt once in random order, then again in another.
 
     Nothing is remembered between calls, so a resumed run continues where it was.

@@ -1,5 +1,6 @@
 """A few supervised steps, so that a new model earns its first rewards."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,46 +14,66 @@ from fastrl.train.rollout import Rollout, completion_logits
 NEW_MODEL_STEPS = 120
 
 
-def answers(model: Any, tokenizer: Any, prompts: list[Prompt]) -> Rollout:
-    """The records' ``"answer"`` strings after their prompts, as if they had been sampled."""
-    texts = [prompt.record["answer"] + tokenizer.eos_token for prompt in prompts]
+def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
+    """The texts after their prompts, as if they had been sampled."""
     left = tokenizer.pad(
-        {"input_ids": [prompt.token_ids for prompt in prompts]}, padding_side="left", return_tensors="pt"
-    ).to(model.device)
+        {"input_ids": [prompt.token_ids for prompt in prompts]},
+        padding_side="left",
+        return_tensors="pt",
+    ).to(device)
     right = tokenizer(
-        texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
-    ).to(model.device)
-    joined = {
-        key: torch.cat([left[key], right[key]], 1) for key in ("input_ids", "attention_mask")
-    }
+        [text + tokenizer.eos_token for text in texts],
+        padding=True,
+        padding_side="right",
+        add_special_tokens=False,
+        return_tensors="pt",
+    ).to(device)
+    joined = {key: torch.cat([left[key], right[key]], 1) for key in ("input_ids", "attention_mask")}
     return Rollout(**joined, token_ids=right["input_ids"], mask=right["attention_mask"].bool())
 
 
-def warm_start(model: Any, tokenizer: Any, prompts: list[Prompt], config: RunConfig) -> Iterator[float]:
-    """Raise the log-likelihood of the answers to training prompts; yields the loss of each step.
+def warm_start(
+    model: Any, tokenizer: Any, prompts: list[Prompt], config: RunConfig
+) -> Iterator[float]:
+    """Raise the log-likelihood of demonstrations for the training prompts; yields each step's loss.
+
+    A record's demonstrations are in ``"demonstrations"``, of which one is drawn each time; a record
+    without them is shown its ``"answer"``.
 
     Raises:
-        ValueError: A record has no ``"answer"`` string.
+        ValueError: A record has neither.
     """
     steps = config.warm_start_steps
     if steps is None:
         steps = NEW_MODEL_STEPS if config.model is None else 0
     if steps == 0:
         return
-    for prompt in prompts:
-        if not isinstance(prompt.record.get("answer"), str):
-            raise ValueError(
-                f'warm_start_steps: needs an "answer" string in every record, got {prompt.record!r}'
-            )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.warm_start_learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
-    rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    shown = [_demonstrations(prompt) for prompt in prompts]
+    pairs = list(zip(prompts, shown, strict=True))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.warm_start_learning_rate, betas=(0.9, 0.98), weight_decay=0.1
+    )
     for step in range(steps):
-        target = answers(model, tokenizer, deal(prompts, count=config.warm_start_batch, step=step, seed=config.seed))
-        logprobs = token_logprobs(completion_logits(model, target), target.token_ids, mask=target.mask)
+        for group in optimizer.param_groups:
+            group["lr"] = config.warm_start_learning_rate * min((step + 1) / 20, 1 - step / steps)
+        drawn = deal(pairs, count=config.warm_start_batch, step=step, seed=config.seed)
+        texts = [random.choice(demonstrations) for _, demonstrations in drawn]
+        target = answered(tokenizer, [prompt for prompt, _ in drawn], texts, model.device)
+        logits = completion_logits(model, target)
+        logprobs = token_logprobs(logits, target.token_ids, mask=target.mask)
         loss = -masked_mean(logprobs, target.mask)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        rise.step()
         yield loss.item()
+
+
+def _demonstrations(prompt: Prompt) -> list[str]:
+    record = prompt.record
+    shown = record.get("demonstrations", [record.get("answer")])
+    if not isinstance(shown, list) or not shown or not all(isinstance(s, str) for s in shown):
+        raise ValueError(
+            f'warm_start_steps: needs "demonstrations" or "answer" as text, got {record!r}'
+        )
+    return shown
