@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LARGEST = 9
-_WORDS = "zero one two three four five six seven eight nine".split()
+_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _PLUS = ("{a} + {b} =", "{a} plus {b} =", "{a} and {b} is", "add {a} to {b}:")
 _MINUS = ("{a} - {b} =", "{a} minus {b} =", "{b} from {a} is", "{a} less {b}:")
 Record = dict[str, str | list[str]]
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
         return [str(self.answer + error) for error in (0, 1, 1)]
 
     def phrasings(self) -> list[str]:
-        """Every way in which the problem is asked: each template, each operand in digits or as a word."""
+        """Every wording: each template, each operand in digits or as a word."""
         templates = _PLUS if self.plus else _MINUS
         return [
             template.format(a=a, b=b)
@@ -67,7 +67,7 @@ def split(seed: int, held_out: int = 256) -> tuple[list[Record], list[Record]]:
     Returns:
         Two lists of records that share no prompt.
     """
-    records = [
+    records: list[Record] = [
         {
             "prompt": prompt,
             "answer": str(problem.answer),

@@ -1,7 +1,8 @@
 """Checkpoints that hold all that the next step depends on, and are there whole or not at all.
 
-``checkpoints/step-000050/`` is what `transformers` would load as a model, with ``state.pt`` beside it: the optimizer,
-any further modules, the generators and the step. The order of the prompts follows from seed and step.
+``checkpoints/step-000050/`` is what `transformers` would load as a model, with ``state.pt`` beside
+it: the optimizer, any further modules, the generators and the step. The order of the prompts
+follows from seed and step.
 """
 
 import os
@@ -17,9 +18,14 @@ import torch
 _STATE = "state.pt"
 
 
-class _Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any) -> Any: ...
+class Stateful(Protocol):
+    """An optimizer, a module: what can be saved and restored."""
+
+    def state_dict(self) -> Any:  # noqa: D102
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:  # noqa: D102
+        ...
 
 
 def rng_state() -> dict[str, Any]:
@@ -29,7 +35,7 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all(),
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "numpy": (kind, np.asarray(keys).tolist(), *rest),
     }
 
 
@@ -55,7 +61,7 @@ def save(
     step: int,
     model: Any,
     tokenizer: Any,
-    parts: Mapping[str, _Stateful],
+    parts: Mapping[str, Stateful],
     rng: dict[str, Any],
     keep: int,
 ) -> Path:
@@ -92,8 +98,8 @@ def latest(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def restore(checkpoint: Path, parts: Mapping[str, _Stateful]) -> int:
-    """Load ``parts`` and the generators from a checkpoint; its model is loaded by path like any other.
+def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
+    """Load ``parts`` and the generators; the model is loaded by path like any other.
 
     Returns:
         How many steps were done.

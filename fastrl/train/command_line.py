@@ -15,19 +15,21 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
-    """Make a config from the command line; with ``--config FILE`` from its JSON, and the arguments on top.
+    """Make a config from the command line, on top of ``--config FILE`` where that is given.
 
     Args:
         kind: The dataclass to fill; its fields are the options.
         arguments: What was typed; ``sys.argv`` if not given.
 
     Raises:
-        ValueError: A value cannot be used, the file cannot be read, or it names a field that there is not.
+        ValueError: A value cannot be used, or the file cannot be read or has unknown fields.
     """
     parser = argparse.ArgumentParser(
         description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
-    parser.add_argument("--config", metavar="FILE", help="JSON of settings, such as an old run's config.json")
+    parser.add_argument(
+        "--config", metavar="FILE", help="JSON of settings, such as an old run's config.json"
+    )
     for f in fields(kind):
         default = "" if f.default is None else f" (default: {f.default})"
         shape = _shape(f.type)
@@ -39,7 +41,10 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
 
 
 def run(kind: type[Config], train: Callable[[Config], Summary]) -> None:
-    """Parse, train, and say how it ended: status 2 where the input was bad, 130 where it was interrupted."""
+    """Parse, train, and say how it ended.
+
+    The exit status is 2 where the input was bad, 130 where the run was interrupted.
+    """
     try:
         summary = train(parse(kind))
     except ValueError as error:
@@ -58,7 +63,10 @@ def _shape(kind: Any) -> dict[str, Any]:
     (value, *_) = get_args(kind) or (kind,)
     if type(None) not in get_args(kind):
         return {"type": value, "metavar": value.__name__.upper()}
-    return {"type": lambda text: None if text in ("none", "null") else value(text), "metavar": value.__name__.upper()}
+    return {
+        "type": lambda text: None if text in ("none", "null") else value(text),
+        "metavar": value.__name__.upper(),
+    }
 
 
 def _settings(kind: type[RunConfig], file: str) -> dict[str, Any]:
@@ -67,8 +75,10 @@ def _settings(kind: type[RunConfig], file: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"config: {file} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"config: {file} must hold an object")
+        raise ValueError(f"config: {file} must hold an object")  # noqa: TRY004
     unknown = settings.keys() - {f.name for f in fields(kind)}
     if unknown:
-        raise ValueError(f"config: {file} has fields that {kind.__name__} has not: {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"config: {file} has fields that {kind.__name__} has not: {', '.join(sorted(unknown))}"
+        )
     return settings

@@ -1,6 +1,7 @@
 """What can be set: one dataclass per loop, checked field by field before any work.
 
-Each field carries its own help text; the command line is made from the dataclass, so the two cannot drift apart.
+Each field carries its own help text; the command line is made from the dataclass, so the two cannot
+drift apart.
 """
 
 import math
@@ -21,13 +22,17 @@ class RunConfig:
     """What both loops share.
 
     Raises:
-        ValueError: A field holds a value that cannot be used; the message begins with the field's name.
+        ValueError: A field holds a value that cannot be used; the message begins with its name.
     """
 
     name: str | None = _option(None, "Name of the run; without one, the loop's name and a number.")
     out_dir: str = _option("runs", "Where runs are kept: files go to OUT_DIR/NAME.")
-    resume: bool = _option(False, "Continue the run NAME (without one, the latest) from its last checkpoint.")
-    seed: int = _option(0, "Seed of everything that is drawn, the arithmetic prompts included.", least=0)
+    resume: bool = _option(
+        False, "Continue the run NAME (without one, the latest) from its last checkpoint."
+    )
+    seed: int = _option(
+        0, "Seed of everything that is drawn, the arithmetic prompts included.", least=0
+    )
 
     model: str | None = _option(
         None, "A causal LM, as a directory or hub name; without one, a small new model is made."
@@ -40,7 +45,9 @@ class RunConfig:
         "fastrl.train.rewards:exact_match",
         "module:function that takes (prompts, completions, records) and returns a number for each.",
     )
-    chat_template: bool = _option(False, "Wrap each prompt as a user's message by the chat template.")
+    chat_template: bool = _option(
+        False, "Wrap each prompt as a user's message by the chat template."
+    )
     max_prompt_tokens: int = _option(512, "A longer prompt is an error; none is cut.", least=1)
     max_new_tokens: int = _option(4, "Longest completion, its end token included.", least=1)
     temperature: float = _option(1.0, "Sampling temperature, in the loss as well.", above=0)
@@ -48,17 +55,23 @@ class RunConfig:
     steps: int = _option(100, "Rounds of sampling and learning.", least=1)
     epochs: int = _option(1, "Passes over the samples of a step.", least=1)
     minibatches: int = _option(2, "Optimizer steps per pass.", least=1)
-    micro_batch: int = _option(256, "Sequences per forward and backward; changes memory, not results.", least=1)
+    micro_batch: int = _option(
+        256, "Sequences per forward and backward; changes memory, not results.", least=1
+    )
     learning_rate: float = _option(1e-3, "AdamW's, after the warm-up.", above=0)
     warmup_steps: int = _option(5, "Steps over which the learning rate rises from 0.", least=0)
     weight_decay: float = _option(0.0, "AdamW's.", least=0)
     max_grad_norm: float = _option(1.0, "Gradients are scaled down to this norm.", above=0)
 
     warm_start_steps: int | None = _option(
-        None, "Supervised steps on training prompts first; by default only a new model gets them.", least=0
+        None,
+        "Supervised steps on training prompts first; by default only a new model gets them.",
+        least=0,
     )
     warm_start_batch: int = _option(128, "Prompts per supervised step.", least=1)
-    warm_start_learning_rate: float = _option(3e-3, "Learning rate of the supervised steps.", above=0)
+    warm_start_learning_rate: float = _option(
+        3e-3, "Learning rate of the supervised steps.", above=0
+    )
 
     eval_every: int = _option(10, "Steps between evaluations on the held-out prompts.", least=1)
     save_every: int = _option(50, "Steps between checkpoints.", least=1)
@@ -72,7 +85,9 @@ class RunConfig:
         """Hold every field against its type, its choices and its bound."""
         for f in fields(self):
             _check(f.name, getattr(self, f.name), f.type, f.metadata["above"], f.metadata["least"])
-        if self.name is not None and (self.name in ("", ".", "..") or Path(self.name).name != self.name):
+        if self.name is not None and (
+            self.name in ("", ".", "..") or Path(self.name).name != self.name
+        ):
             raise ValueError(f"name must be a plain directory name, got {self.name!r}")
         module, _, function = self.reward.partition(":")
         if not module or not function:
@@ -87,7 +102,9 @@ class GrpoConfig(RunConfig):
 
     prompts_per_step: int = _option(64, "Prompts per step.", least=1)
     group_size: int = _option(8, "Completions per prompt, compared with one another.", least=2)
-    objective: str = _option("grpo", "A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ...")
+    objective: str = _option(
+        "grpo", "A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."
+    )
     clip_low: float | None = _option(None, "Lower clip range; the preset's if not given.", least=0)
     clip_high: float | None = _option(None, "Upper clip range; the preset's if not given.", least=0)
     kl_coef: float = _option(0.0, "Weight of the KL to the model as it was at the start.", least=0)
@@ -99,14 +116,18 @@ class GrpoConfig(RunConfig):
         """Check what depends on more than one field."""
         super().__post_init__()
         if self.minibatches > self.prompts_per_step * self.group_size:
-            raise ValueError(f"minibatches must be at most the samples of a step, got {self.minibatches}")
+            raise ValueError(
+                f"minibatches must be at most the samples of a step, got {self.minibatches}"
+            )
         self.policy_objective()
 
     def policy_objective(self) -> Objective:
         """The loss: the preset with the fields that were given."""
         changes: dict[str, Any] = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
         changes |= {
-            name: value for name in ("clip_low", "clip_high") if (value := getattr(self, name)) is not None
+            name: value
+            for name in ("clip_low", "clip_high")
+            if (value := getattr(self, name)) is not None
         }
         objective = Objective.preset(self.objective, **changes)
         if objective.aggregation == "seq-mean-token-sum-norm":  # the same length whatever the batch
@@ -133,14 +154,16 @@ class PpoConfig(RunConfig):
         """Check what depends on more than one field."""
         super().__post_init__()
         if self.minibatches > self.prompts_per_step:
-            raise ValueError(f"minibatches must be at most the samples of a step, got {self.minibatches}")
+            raise ValueError(
+                f"minibatches must be at most the samples of a step, got {self.minibatches}"
+            )
         for name in ("gamma", "lam"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
 
 
 def _check(name: str, value: Any, kind: Any, above: float | None, least: float | None) -> None:
-    """Raise a `ValueError` that begins with ``name`` unless ``value`` is of its kind and within bounds."""
+    """Raise a `ValueError` unless ``value`` is of its kind and within bounds."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")

@@ -34,7 +34,9 @@ def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
         axes = figure.add_subplot(2, (len(panels) + 1) // 2, place)
         for key in keys:
             points = [(row["step"], row[key]) for row in rows if key in row]
-            axes.plot(*zip(*points, strict=True), label=_LABELS.get(key, key), marker="o", markersize=2)
+            axes.plot(
+                *zip(*points, strict=True), label=_LABELS.get(key, key), marker="o", markersize=2
+            )
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         if len(keys) > 1 or title == "KL":

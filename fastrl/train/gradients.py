@@ -1,4 +1,4 @@
-"""What surrounds the loss: log-probabilities without gradient, the denominator, the optimizer's step."""
+"""What surrounds the loss: old log-probabilities, minibatches, denominator, optimizer step."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -32,13 +32,13 @@ def rollout_logprobs(model: Any, rollout: Rollout, config: RunConfig) -> Tensor:
 
 
 def minibatches(samples: int, config: RunConfig) -> Iterator[Tensor]:
-    """Row numbers for each optimizer step: every sample once per epoch, drawn without replacement."""
+    """Row numbers for each optimizer step: every sample once per epoch, shuffled."""
     for _ in range(config.epochs):
         yield from torch.randperm(samples).tensor_split(config.minibatches)
 
 
 def normalizer(mask: Tensor, aggregation: str) -> Tensor:
-    """The loss's denominator over all micro-batches of an optimizer step: tokens, or sequences that have any.
+    """The loss's denominator over an optimizer step: tokens, or sequences that have any.
 
     With it the sum of the micro-batches' gradients is the gradient of the whole.
     """
@@ -46,7 +46,7 @@ def normalizer(mask: Tensor, aggregation: str) -> Tensor:
     return counted.sum().clamp(min=1)
 
 
-def apply(model: Any, optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> float:
+def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> float:
     """Clip the gradients, take the optimizer's step at the learning rate of ``step``, clear them.
 
     Returns:
@@ -55,7 +55,8 @@ def apply(model: Any, optimizer: torch.optim.Optimizer, config: RunConfig, step:
     rate = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
     for group in optimizer.param_groups:
         group["lr"] = rate
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     return float(norm)

@@ -1,8 +1,8 @@
 """GRPO for causal language models: ``python -m fastrl.train.grpo``.
 
-A step samples a group of completions for each prompt, rewards them, and raises the probability of those that did
-better than their group, by `fastrl.logits_policy_loss` on the logits. Without arguments a small new model learns to
-add and subtract; ``--help`` lists what can be set.
+A step samples a group of completions for each prompt, rewards them, and raises the probability of
+those that did better than their group, by `fastrl.logits_policy_loss` on the logits. Without
+arguments a small new model learns to add and subtract; ``--help`` lists what can be set.
 """
 
 import time
@@ -33,7 +33,8 @@ def train(config: GrpoConfig) -> Summary:
         Where the run lies and the held-out reward before and after.
 
     Raises:
-        ValueError: Something in the input is wrong. A reward function that fails later on does so after a checkpoint.
+        ValueError: Something in the input is wrong. A reward function that fails later on does so
+            after a checkpoint.
     """
     job = prepare(config, "grpo")
     log, model, tokenizer = job.log, job.model, job.tokenizer
@@ -41,7 +42,7 @@ def train(config: GrpoConfig) -> Summary:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
-    parts = {"optimizer": optimizer}
+    parts: dict[str, checkpoint.Stateful] = {"optimizer": optimizer}
 
     with Interrupt() as interrupt:
         step = begin(job, config, parts, interrupt)
@@ -52,7 +53,12 @@ def train(config: GrpoConfig) -> Summary:
 
         def save() -> None:
             checkpoint.save(
-                log.checkpoints, step=step, model=model, tokenizer=tokenizer, parts=parts, rng=rng,
+                log.checkpoints,
+                step=step,
+                model=model,
+                tokenizer=tokenizer,
+                parts=parts,
+                rng=rng,
                 keep=config.keep_checkpoints,
             )
 
@@ -64,19 +70,28 @@ def train(config: GrpoConfig) -> Summary:
             while step < config.steps and not interrupt.requested:
                 started = time.perf_counter()
 
-                # Sample a group of completions for each prompt, and compare their rewards within the group.
-                prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
+                # Sample a group of completions for each prompt; compare their rewards within it.
+                prompts = deal(
+                    job.train, count=config.prompts_per_step, step=step, seed=config.seed
+                )
                 rollout, completions = generate(
-                    model, tokenizer, prompts, group_size=config.group_size,
-                    max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+                    model,
+                    tokenizer,
+                    prompts,
+                    group_size=config.group_size,
+                    max_new_tokens=config.max_new_tokens,
+                    temperature=config.temperature,
                 )
                 records = [p.record for p in prompts for _ in range(config.group_size)]
                 rewards = score(job.reward, records, completions).to(model.device)
                 groups = group_advantages(
-                    rewards, group_size=config.group_size, baseline=config.baseline, scale=config.scale
+                    rewards,
+                    group_size=config.group_size,
+                    baseline=config.baseline,
+                    scale=config.scale,
                 )
 
-                # On policy the ratio is 1 by definition, and the old log-probabilities are not needed.
+                # On policy the ratio is 1 by definition and needs no old log-probabilities.
                 on_policy = config.epochs == 1 and config.minibatches == 1
                 old = None if on_policy else rollout_logprobs(model, rollout, config)
                 ref = None if reference is None else rollout_logprobs(reference, rollout, config)
@@ -102,7 +117,7 @@ def train(config: GrpoConfig) -> Summary:
                         )
                         loss.backward()
                         metrics.add(measured)
-                    norm = apply(model, optimizer, config, step)
+                    norm = apply(optimizer, config, step)
 
                 step, rng = step + 1, checkpoint.rng_state()
                 row = {
@@ -112,8 +127,11 @@ def train(config: GrpoConfig) -> Summary:
                     **metrics.read(),
                     "length": float(rollout.mask.sum(1).float().mean()),
                     "grad_norm": norm,
-                    "tokens_per_second": float(rollout.mask.sum()) / (time.perf_counter() - started),
+                    "tokens_per_second": float(rollout.mask.sum())
+                    / (time.perf_counter() - started),
                 }
+                if reference is None:
+                    del row["kl"]  # there is nothing to be far from
                 if step % config.eval_every == 0 or step == config.steps:
                     row["held_out_reward"] = evaluate(job, config)
                 log.write(row)

@@ -6,9 +6,10 @@ from typing import Any
 
 
 class Interrupt:
-    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second acts as it would have without this.
+    """While entered, the first SIGINT or SIGTERM sets ``requested``.
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    A second acts as it would have without this. Outside the main thread, where Python allows no
+    handlers, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,10 @@ class Interrupt:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Give them back."""
         self._restore()

@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-_MEANS = ("kl", "kl_old", "entropy", "ratio_mean", "clip_low", "clip_high", "clip_fraction", "zero_grad_fraction")
+_MEANS = (
+    "kl",
+    "kl_old",
+    "entropy",
+    "ratio_mean",
+    "clip_low",
+    "clip_high",
+    "clip_fraction",
+    "zero_grad_fraction",
+)
 
 
 class MetricMeans:
@@ -22,6 +31,16 @@ class MetricMeans:
         """The means over all tokens seen."""
         tokens = torch.stack(self._tokens)
         share = tokens / tokens.sum().clamp(min=1)
-        values = {name: torch.stack([seen[name] for seen in self._seen]) for name in (*_MEANS, "ratio_max")}
+        values = {
+            name: torch.stack([seen[name] for seen in self._seen])
+            for name in (*_MEANS, "ratio_max")
+        }
         means = {name: float((values[name].double() * share).sum()) for name in _MEANS}
         return {**means, "ratio_max": float(values["ratio_max"].max())}
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Share of the returns' variance that the values account for; 0 if they do not vary."""
+    y, error = returns[mask], (returns - values)[mask]
+    variance = y.var(correction=0)
+    return float(torch.where(variance > 0, 1 - error.var(correction=0) / variance, 0.0))

@@ -1,4 +1,4 @@
-"""The model and its tokenizer: any causal LM of `transformers`, or a small new one that needs no network."""
+"""The model and its tokenizer: any causal LM of `transformers`, or a small new one."""
 
 import string
 from typing import Any
@@ -58,8 +58,8 @@ def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def load(path: str | None, device: str) -> tuple[Any, Any]:
     """The model, in float32, and its tokenizer.
 
-    Dropout is off for good (``eval``): with it, the probability of a sample at the time of the loss would not be that
-    at the time of sampling, and the ratio of the two would not begin at 1.
+    Dropout is off for good (``eval``): with it, the probability of a sample at the time of the loss
+    would not be that at the time of sampling, and the ratio of the two would not begin at 1.
 
     Args:
         path: A directory or hub name; None for the small new model.
@@ -69,21 +69,25 @@ def load(path: str | None, device: str) -> tuple[Any, Any]:
         ValueError: There is no such model, or its tokenizer has no end token.
     """
     if path is None:
-        tokenizer = character_tokenizer()
+        tokenizer: Any = character_tokenizer()
         model: Any = small_model(tokenizer)
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         except (OSError, ValueError) as error:
-            raise ValueError(f"model must be a causal LM with its tokenizer, got {path!r}: {error}") from error
+            raise ValueError(
+                f"model must be a causal LM with its tokenizer, got {path!r}: {error}"
+            ) from error
     ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
     if ends is None:
         raise ValueError(f"model must come with an end token, got none in {path!r}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     # Sampling defaults that a model brings along would change what it is sampled from.
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+    )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer

@@ -1,4 +1,4 @@
-"""Prompts: read from JSONL, and dealt out in an order that depends on the seed and the step alone."""
+"""Prompts: read from JSONL, and dealt out in an order that depends on seed and step alone."""
 
 import json
 from pathlib import Path
@@ -18,10 +18,12 @@ class Prompt(NamedTuple):
 
 
 def read_jsonl(path: str | Path) -> list[Record]:
-    """The records of a file, one JSON object with a ``"prompt"`` string a line; blank lines are passed over.
+    """The records of a file: one JSON object with a ``"prompt"`` string a line.
+
+    Blank lines are passed over.
 
     Raises:
-        ValueError: The file cannot be read, holds no record, or a line is wrong; says ``file:line``.
+        ValueError: The file cannot be read or is empty, or a line is wrong (says ``file:line``).
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -39,13 +41,17 @@ def _record(line: str, where: str) -> Record:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: must be an object, got {type(record).__name__}")
+        raise ValueError(f"{where}: must be an object, got {type(record).__name__}")  # noqa: TRY004
     if not isinstance(record.get("prompt"), str) or not record["prompt"]:
-        raise ValueError(f'{where}: "prompt" must be a non-empty string, got {record.get("prompt")!r}')
+        raise ValueError(
+            f'{where}: "prompt" must be a non-empty string, got {record.get("prompt")!r}'
+        )
     return record
 
 
-def encode(records: list[Record], tokenizer: Any, *, chat_template: bool, max_tokens: int) -> list[Prompt]:
+def encode(
+    records: list[Record], tokenizer: Any, *, chat_template: bool, max_tokens: int
+) -> list[Prompt]:
     """Tokenize the prompts, each as a user's message if ``chat_template``.
 
     Raises:
@@ -58,14 +64,17 @@ def encode(records: list[Record], tokenizer: Any, *, chat_template: bool, max_to
         text = record["prompt"]
         if chat_template:
             message = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                message, tokenize=False, add_generation_prompt=True
+            )
         try:
             token_ids = tokenizer(text, add_special_tokens=not chat_template)["input_ids"]
         except Exception as error:  # the tokenizers package raises nothing narrower
             raise ValueError(f"prompt {text[:80]!r} cannot be tokenized: {error}") from error
         if not 0 < len(token_ids) <= max_tokens:
             raise ValueError(
-                f"max_prompt_tokens must cover every prompt, got {len(token_ids)} tokens in {text[:80]!r}"
+                f"max_prompt_tokens must cover every prompt, got {len(token_ids)} tokens in "
+                f"{text[:80]!r}"
             )
         prompts.append(Prompt(record, token_ids))
     return prompts

@@ -21,7 +21,9 @@ def exact_match(prompts: list[str], completions: list[str], records: list[Record
     """1 where the completion is the record's ``"answer"`` but for space around it, else 0."""
     for prompt, record in zip(prompts, records, strict=True):
         if not isinstance(record.get("answer"), str):
-            raise ValueError(f'"answer" must be a string, got {record.get("answer")!r} beside prompt {prompt!r}')
+            raise ValueError(  # noqa: TRY004
+                f'"answer" must be a string, got {record.get("answer")!r} beside prompt {prompt!r}'
+            )
     return [
         float(completion.strip() == record["answer"].strip())
         for completion, record in zip(completions, records, strict=True)
@@ -38,10 +40,12 @@ def import_reward(path: str) -> RewardFunction:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a user's module raises on import
-        raise ValueError(f"reward: importing {module_name} raised {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"reward: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"reward: {module_name} has no function {name!r}")
+        raise ValueError(f"reward: {module_name} has no function {name!r}")  # noqa: TRY004
     return function  # type: ignore[no-any-return]
 
 
@@ -52,7 +56,7 @@ def score(function: RewardFunction, records: list[Record], completions: list[str
         The rewards, float32 [N].
 
     Raises:
-        RewardError: The function raised, returned the wrong count, or something that is no finite number.
+        RewardError: The function raised, or returned the wrong count or no finite numbers.
     """
     prompts = [record["prompt"] for record in records]
     try:
@@ -63,5 +67,7 @@ def score(function: RewardFunction, records: list[Record], completions: list[str
         raise RewardError(f"reward: must return {len(completions)} numbers, got {len(values)}")
     for value, prompt, completion in zip(values, prompts, completions, strict=True):
         if not math.isfinite(value):
-            raise RewardError(f"reward: must be finite, got {value} for {prompt!r} -> {completion!r}")
+            raise RewardError(
+                f"reward: must be finite, got {value} for {prompt!r} -> {completion!r}"
+            )
     return torch.tensor(values, dtype=torch.float32)

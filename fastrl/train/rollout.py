@@ -9,7 +9,7 @@ from fastrl.train.prompts import Prompt
 
 
 class Rollout(NamedTuple):
-    """N sampled sequences: prompts padded on the left to P tokens, completions on the right to T."""
+    """N sequences: prompts padded on the left to P tokens, completions on the right to T."""
 
     input_ids: Tensor  # [N, P + T]
     attention_mask: Tensor  # [N, P + T]
@@ -31,10 +31,10 @@ def generate(
     temperature: float | None,
     group_size: int = 1,
 ) -> tuple[Rollout, list[str]]:
-    """Sample ``group_size`` completions of each prompt; the most likely one where ``temperature`` is None.
+    """Sample ``group_size`` completions of each prompt; greedily if ``temperature`` is None.
 
-    Samples come from softmax(logits / temperature) and nothing else: no top-k, no top-p, no penalties, whatever the
-    model's own defaults are, for the loss takes them as drawn from that.
+    Samples come from softmax(logits / temperature) and nothing else: no top-k, no top-p, no
+    penalties, whatever the model's own defaults are, for the loss takes them as drawn from that.
 
     Returns:
         The rollout, a prompt's completions side by side, and the completions as strings.
@@ -49,7 +49,11 @@ def generate(
     if temperature is not None:
         choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     out = model.generate(
-        input_ids=ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, use_cache=True, **choice
+        input_ids=ids,
+        attention_mask=prompt_mask,
+        max_new_tokens=max_new_tokens,
+        use_cache=True,
+        **choice,
     )
     token_ids = out[:, ids.shape[1] :]
     mask = completion_mask(token_ids, model.generation_config.eos_token_id)
@@ -66,7 +70,7 @@ def completion_mask(token_ids: Tensor, end_ids: int | list[int]) -> Tensor:
 
 
 def forward(model: Any, rollout: Rollout, *, hidden: bool = False) -> Any:
-    """Run the model over the sequences, with logits at the T positions that predict the completion and one more.
+    """Run the model over the sequences; logits only where the completion is, and one before.
 
     Positions count real tokens, so that a sequence's logits do not depend on how far it is padded.
     """

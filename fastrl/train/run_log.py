@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``config.json``, ``metrics.jsonl``, ``curves.png``, and a progress bar on the way."""
+"""What a run leaves behind: ``config.json``, ``metrics.jsonl``, ``curves.png``; a progress bar."""
 
 import json
 import os
@@ -29,10 +29,15 @@ class Summary(NamedTuple):
         """The lines to end with."""
         lines = []
         if self.interrupted:
-            lines.append(f"stopped after step {self.step}; continue with --resume --name {self.directory.name}")
+            lines.append(
+                f"stopped after step {self.step}; "
+                f"continue with --resume --name {self.directory.name}"
+            )
         if self.held_out is not None:
             before, after = self.held_out
-            lines.append(f"held-out reward, greedy: {before:.3f} before, {after:.3f} after {self.step} steps")
+            lines.append(
+                f"held-out reward, greedy: {before:.3f} before, {after:.3f} after {self.step} steps"
+            )
         return "\n".join([*lines, f"curves: {self.directory / 'curves.png'}"])
 
 
@@ -44,8 +49,8 @@ class RunLog:
         loop: The loop's name, ``"grpo"`` or ``"ppo"``, which an unnamed run is called after.
 
     Raises:
-        ValueError: The directory holds a run and ``config.resume`` is off, or it is on and there is none, or its
-            settings were other ones.
+        ValueError: The directory holds a run and ``config.resume`` is off, or it is on and there is
+            none, or the run's settings were other ones.
     """
 
     def __init__(self, config: RunConfig, loop: str) -> None:
@@ -61,10 +66,14 @@ class RunLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.metrics.exists():
             lines = self.metrics.read_text().splitlines()
-            self.rows = [row for row in map(_parse, lines) if row is not None and row["step"] <= step]
+            self.rows = [
+                row for row in map(_parse, lines) if row is not None and row["step"] <= step
+            ]
         _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
         _replace(self._settings, json.dumps(asdict(self.config), indent=2) + "\n")
-        self._bar = tqdm(total=self.config.steps, initial=step, desc=self.directory.name, unit="step")
+        self._bar = tqdm(
+            total=self.config.steps, initial=step, desc=self.directory.name, unit="step"
+        )
 
     @property
     def metrics(self) -> Path:
@@ -107,20 +116,27 @@ class RunLog:
             return
         if not self.config.resume:
             raise ValueError(
-                f"name: {self.directory} already holds a run; continue it with --resume or choose another --name"
+                f"name: {self.directory} already holds a run; "
+                "continue it with --resume or choose another --name"
             )
         before = json.loads(self._settings.read_text())
         for key, value in asdict(self.config).items():
             if key not in _MAY_CHANGE and before.get(key) != value:
-                raise ValueError(f"{key} must stay {before.get(key)!r} when a run is resumed, got {value!r}")
+                raise ValueError(
+                    f"{key} must stay {before.get(key)!r} when a run is resumed, got {value!r}"
+                )
 
 
 def run_directory(config: RunConfig, loop: str) -> Path:
-    """``out_dir/name``; for a run without a name ``loop-N``, the next free N, or the last taken one to resume."""
+    """``out_dir/name``; without a name ``loop-N``: the next free N, or the last one to resume."""
     root = Path(config.out_dir)
     if config.name is not None:
         return root / config.name
-    taken = [int(m[1]) for path in root.glob(f"{loop}-*") if (m := re.fullmatch(rf"{loop}-(\d+)", path.name))]
+    taken = [
+        int(m[1])
+        for path in root.glob(f"{loop}-*")
+        if (m := re.fullmatch(rf"{loop}-(\d+)", path.name))
+    ]
     return root / f"{loop}-{max(taken, default=0) + (0 if config.resume and taken else 1)}"
 
 

@@ -1,4 +1,4 @@
-"""What both loops do before their first step: check everything, load everything, resume or warm start."""
+"""What both loops do before their first step: check, load, resume or warm start."""
 
 import copy
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ def prepare(config: RunConfig, loop: str) -> Job:
     """Check and load all that ``config`` names.
 
     Raises:
-        ValueError: Anything about it that would stop the run later: a missing file, a malformed line, a prompt that is
-            too long, a reward function that is not there or returns the wrong thing.
+        ValueError: Anything about it that would stop the run later: a missing file, a malformed
+            line, a prompt that is too long, a reward that is not there or returns the wrong thing.
     """
     log = RunLog(config, loop)
     reward = import_reward(config.reward)
@@ -47,16 +47,20 @@ def prepare(config: RunConfig, loop: str) -> Job:
         score(reward, some[:2], ["" for _ in some[:2]])  # a reward that cannot work fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
     checkpoint.seed_all(config.seed)
-    model, tokenizer = models.load(str(resumed_from) if resumed_from else config.model, config.device)
+    model, tokenizer = models.load(
+        str(resumed_from) if resumed_from else config.model, config.device
+    )
     train, held_out = (
-        encode(some, tokenizer, chat_template=config.chat_template, max_tokens=config.max_prompt_tokens)
+        encode(
+            some, tokenizer, chat_template=config.chat_template, max_tokens=config.max_prompt_tokens
+        )
         for some in records
     )
     return Job(log, model, tokenizer, train, held_out, reward, resumed_from)
 
 
 def begin(job: Job, config: RunConfig, parts: Mapping[str, Any], interrupt: Interrupt) -> int:
-    """Restore the checkpoint that is resumed from, or warm start; returns how many steps are done."""
+    """Restore what is resumed from, or warm start; returns how many steps are done."""
     if job.resumed_from is not None:
         step = checkpoint.restore(job.resumed_from, parts)
         job.log.begin(step)
@@ -71,7 +75,7 @@ def begin(job: Job, config: RunConfig, parts: Mapping[str, Any], interrupt: Inte
 
 
 def reference_model(job: Job, config: RunConfig) -> Any:
-    """A frozen copy of the model as it is before the first step, kept with the run for when it is resumed."""
+    """A frozen copy of the model before its first step, kept with the run for resuming."""
     path = job.log.directory / "reference"
     if job.resumed_from is None:
         job.model.save_pretrained(path)
@@ -81,13 +85,17 @@ def reference_model(job: Job, config: RunConfig) -> Any:
 
 
 def evaluate(job: Job, config: RunConfig) -> float:
-    """Mean reward of greedy completions of the held-out prompts; leaves the generators as they were."""
+    """Mean reward of greedy completions of the held-out prompts; draws no random numbers."""
     before = checkpoint.rng_state()
     total = 0.0
     for start in range(0, len(job.held_out), 256):
         prompts = job.held_out[start : start + 256]
         _, completions = generate(
-            job.model, job.tokenizer, prompts, max_new_tokens=config.max_new_tokens, temperature=None
+            job.model,
+            job.tokenizer,
+            prompts,
+            max_new_tokens=config.max_new_tokens,
+            temperature=None,
         )
         total += float(score(job.reward, [prompt.record for prompt in prompts], completions).sum())
     checkpoint.set_rng_state(before)
