@@ -38,6 +38,7 @@ def _case(shape: Logits, dtype: torch.dtype) -> Case:
         bytes_moved=2 * logits.nbytes,
         inputs=lambda seed: make_inputs(shape, dtype, seed),
         providers=[
+            _in_place(logits),
             *providers(dtype),
             Provider("copy", "floor", lambda inputs: logits.copy_(inputs["logits"])),
             Provider("copy to new memory", "clone", lambda inputs: inputs["logits"].clone()),
@@ -49,18 +50,48 @@ def _case(shape: Logits, dtype: torch.dtype) -> Case:
 def _fastrl(backend: str, objective: fastrl.Objective) -> Provider:
     def run(inputs: Inputs) -> torch.Tensor:
         logits = inputs["logits"].detach().requires_grad_()
-        result = fastrl.logits_policy_loss(
-            logits,
-            inputs["token_ids"],
-            inputs["advantages"][:, 0],
-            inputs["mask"],
-            old_logprobs=inputs["old_logprobs"],
-            objective=objective,
-            backend=backend,
-        )
-        return torch.autograd.grad(result.loss, logits)[0]
+        loss = _loss(logits, inputs, objective=objective, backend=backend)
+        return torch.autograd.grad(loss, logits)[0]
 
     return Provider(f"fastrl {backend}", f"fastrl {backend}", run)
+
+
+def _in_place(buffer: torch.Tensor) -> Provider:
+    """The gradient written over the logits: no new memory, which the other forms must map first."""
+    objective = fastrl.Objective(**OBJECTIVE)
+
+    def prepare(inputs: Inputs) -> Inputs:
+        return {**inputs, "logits": buffer.copy_(inputs["logits"])}
+
+    def run(inputs: Inputs) -> torch.Tensor:
+        logits = _FromModel.apply(inputs["logits"], torch.zeros((), requires_grad=True))
+        loss = _loss(logits, inputs, objective=objective, backend="cpu", inplace=True)
+        return torch.autograd.grad(loss, logits)[0]
+
+    return Provider("fastrl cpu in place", "fastrl cpu in place", run, prepare)
+
+
+class _FromModel(torch.autograd.Function):
+    """Logits that are no leaf, as a model's are, without the work of a model."""
+
+    @staticmethod
+    def forward(_, logits, anchor):
+        return logits.data  # the same memory, and no view that autograd would guard
+
+    @staticmethod
+    def backward(_, gradient):
+        return None, None
+
+
+def _loss(logits: torch.Tensor, inputs: Inputs, **options) -> torch.Tensor:
+    return fastrl.logits_policy_loss(
+        logits,
+        inputs["token_ids"],
+        inputs["advantages"][:, 0],
+        inputs["mask"],
+        old_logprobs=inputs["old_logprobs"],
+        **options,
+    ).loss
 
 
 def _torch(name: str, kind: str, function: Callable[..., torch.Tensor]) -> Provider:

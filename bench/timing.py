@@ -16,13 +16,17 @@ from typing import Any, NamedTuple
 import torch
 
 COPIES = ("floor", "clone")  # kinds that move the bytes and compute nothing
+SLOW = 1.0  # seconds; a provider above it takes part in every seventh round only
+SLOW_TAKES_EVERY = 7
+LEAST_TIMED = 2e-3  # seconds; quicker calls are repeated and averaged
 Inputs = dict[str, Any]
 
 
 class Provider(NamedTuple):
     name: str
-    kind: str  # "fastrl cpu", "fastrl reference", eager, compile, loop, floor, clone
+    kind: str  # fastrl <backend>, fastrl cpu in place, eager, compile, loop, floor, clone
     run: Callable[[Inputs], Any]
+    prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs  # before each call, not timed
 
 
 class Case(NamedTuple):
@@ -43,23 +47,23 @@ class Case(NamedTuple):
 class Timing(NamedTuple):
     provider: str
     kind: str
-    seconds: list[float]  # one per round; empty when the provider could not run
+    seconds: dict[int, float]  # by round; empty when the provider could not run
     error: float
     failure: str = ""
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return statistics.median(self.seconds.values())
 
     def quantiles(self) -> tuple[float, float]:
-        ordered = sorted(self.seconds)
+        ordered = sorted(self.seconds.values())
         return ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
 
 
 def ratio(other: Timing, ours: Timing) -> float:
     """How many times longer `other` takes, paired by round."""
-    pairs = zip(other.seconds, ours.seconds, strict=True)
-    return statistics.median(slow / fast for slow, fast in pairs)
+    both = other.seconds.keys() & ours.seconds.keys()
+    return statistics.median(other.seconds[turn] / ours.seconds[turn] for turn in both)
 
 
 def rotation(case: Case, sets: int) -> Iterator[Inputs]:
@@ -74,19 +78,23 @@ def measure(case: Case, *, rounds: int, warmup: int, sets: int, seed: int = 0) -
     inputs = rotation(case, sets)
     first = next(inputs)
     checked = [_check(case, provider, first) for provider in case.providers]
-    running = [
-        (provider, timing)
-        for provider, timing in zip(case.providers, checked, strict=True)
-        if not timing.failure
-    ]
-    for _ in range(warmup):
-        for provider, _timing in running:
-            provider.run(next(inputs))
+    running = [pair for pair in zip(case.providers, checked, strict=True) if not pair[1].failure]
+    usual = {provider.name: _warm_up(provider, inputs, warmup) for provider, _ in running}
     order = random.Random(seed)
-    for _ in range(rounds):
+    for turn in range(rounds):
         for provider, timing in order.sample(running, len(running)):
-            timing.seconds.append(_timed(provider, next(inputs)))
+            seconds = usual[provider.name]
+            if seconds < SLOW or turn % SLOW_TAKES_EVERY == 0:
+                # One call before each that counts: memory that another provider gave back may
+                # have left the machine (virtual machines return it), and caches hold its data.
+                _timed(provider, inputs)
+                calls = max(1, round(LEAST_TIMED / seconds))
+                timing.seconds[turn] = sum(_timed(provider, inputs) for _ in range(calls)) / calls
     return checked
+
+
+def _warm_up(provider: Provider, inputs: Iterator[Inputs], calls: int) -> float:
+    return statistics.median(_timed(provider, inputs) for _ in range(calls))
 
 
 def pedantic(benchmark: Any, case: Case, provider: Provider) -> None:
@@ -96,7 +104,10 @@ def pedantic(benchmark: Any, case: Case, provider: Provider) -> None:
     benchmark.group = f"{case.label}, {case.work}"
     benchmark.extra_info.update(error=error, bytes_moved=case.bytes_moved)
     benchmark.pedantic(
-        provider.run, setup=lambda: ((next(inputs),), {}), rounds=20, warmup_rounds=3
+        provider.run,
+        setup=lambda: ((provider.prepare(next(inputs)),), {}),
+        rounds=20,
+        warmup_rounds=3,
     )
 
 
@@ -105,18 +116,19 @@ def _check(case: Case, provider: Provider, inputs: Inputs) -> Timing:
         error = _error(case, provider, inputs)
     except Exception as failure:  # a missing backend is a row of the table, not the end of the run
         reason = str(failure).strip().splitlines() or [""]
-        return Timing(provider.name, provider.kind, [], float("nan"), f"{reason[0][:160]}")
-    return Timing(provider.name, provider.kind, [], error)
+        return Timing(provider.name, provider.kind, {}, float("nan"), f"{reason[0][:160]}")
+    return Timing(provider.name, provider.kind, {}, error)
 
 
 def _error(case: Case, provider: Provider, inputs: Inputs) -> float:
-    answer = provider.run(inputs)
+    answer = provider.run(provider.prepare(inputs))
     return float("nan") if provider.kind in COPIES else case.error(answer, inputs)
 
 
-def _timed(provider: Provider, inputs: Inputs) -> float:
+def _timed(provider: Provider, inputs: Iterator[Inputs]) -> float:
+    ready = provider.prepare(next(inputs))
     start = time.perf_counter()
-    answer = provider.run(inputs)
+    answer = provider.run(ready)
     seconds = time.perf_counter() - start
     del answer  # kept until here: returning memory is not part of the work
     return seconds
