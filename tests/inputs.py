@@ -36,7 +36,7 @@ def make_mask(kind, B, T):
 
 
 def make_logprobs(*shape, dtype=torch.float64):
-    return (-torch.rand(*shape, dtype=torch.float64) * 3 - 0.01).to(dtype)
+    return (-torch.rand(shape, dtype=torch.float64) * 3 - 0.01).to(dtype)
 
 
 def policy_inputs(B, T, dtype=torch.float64, mask="ragged", noise=0.4):
