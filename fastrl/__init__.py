@@ -6,6 +6,8 @@ from fastrl.objective import Objective, RolloutCorrection
 from fastrl.ops.gae import Gae, discounted_returns, gae
 from fastrl.ops.group_advantages import GroupAdvantages, group_advantages
 from fastrl.ops.kl_divergence import kl_divergence
+from fastrl.ops.linear_policy_loss import linear_policy_loss
+from fastrl.ops.linear_token_stats import linear_token_logprobs, linear_token_stats
 from fastrl.ops.logits_policy_loss import logits_policy_loss
 from fastrl.ops.masked import masked_mean, whiten
 from fastrl.ops.policy_loss import PolicyLoss, policy_loss
@@ -29,6 +31,9 @@ __all__ = [
     "get_backend",
     "group_advantages",
     "kl_divergence",
+    "linear_policy_loss",
+    "linear_token_logprobs",
+    "linear_token_stats",
     "logits_policy_loss",
     "masked_mean",
     "policy_loss",

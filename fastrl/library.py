@@ -7,6 +7,7 @@ any batch strides and vocabulary stride 1; the public functions in `fastrl.ops` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,6 +41,15 @@ _ONE_PASS = (
     f"{_LOGITS}, Tensor advantages, Tensor weights, "
     f"Tensor? old_logprobs, Tensor? ref_logprobs, {_OBJECTIVE}"
 )
+# Linear forms: hidden [N, H], per-token tensors [N]; an absent chunk size is chosen.
+_LINEAR = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
+    f"float lora_scale, {_LOGITS}, int? chunk_tokens, bool compact, str backend"
+)
+_LINEAR_GRADIENTS = (
+    "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
+    "Tensor grad_lora_a, Tensor grad_lora_b)"
+)
 
 _SCHEMAS = {
     "token_stats_fwd": (
@@ -69,6 +79,19 @@ _SCHEMAS = {
         "(Tensor rewards, Tensor? group_ids, int group_size, int baseline, int scale, "
         "float correction, float eps, int singleton) -> "
         "(Tensor advantages, Tensor mean, Tensor std, Tensor informative)"
+    ),
+    "linear_token_stats_fwd": (
+        f"({_LINEAR}) -> (Tensor logprobs, Tensor entropy, Tensor logsumexp, "
+        "Tensor sum_sq_probs, Tensor is_top1, Tensor row_max, Tensor log_sum)"
+    ),
+    "linear_token_stats_bwd": (
+        f"({_LINEAR}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor? grad_logprobs, "
+        f"Tensor? grad_entropy, Tensor? grad_logsumexp, bool[] needs) -> {_LINEAR_GRADIENTS}"
+    ),
+    "linear_policy_loss_fwd": (
+        f"({_LINEAR}, Tensor advantages, Tensor weights, Tensor? old_logprobs, "
+        f"Tensor? ref_logprobs, {_OBJECTIVE}, bool[] needs, bool metrics) -> "
+        f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),
     # For the tests: the scalar objective of the C++ header, point by point in float64.
     "objective_eval": (
@@ -143,3 +166,68 @@ def _(rewards: Tensor, *_: object) -> tuple[Tensor, ...]:
 @_fake("objective_eval")
 def _(logprobs: Tensor, *_: object) -> tuple[Tensor, ...]:
     return _per_token(logprobs, *([torch.float64] * 5))
+
+
+def _linear_gradients(
+    hidden: Tensor, *parameters: Tensor | None, needs: list[bool]
+) -> list[Tensor]:
+    return [
+        hidden.new_empty(0)
+        if parameter is None or not need
+        else torch.empty_like(
+            parameter,
+            dtype=torch.float32 if parameter.dtype == torch.float16 else parameter.dtype,
+            memory_format=torch.contiguous_format,
+        )
+        for parameter, need in zip((hidden, *parameters), needs, strict=True)
+    ]
+
+
+def _arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    double = torch.float64 in (hidden.dtype, weight.dtype)
+    return torch.float64 if double else torch.float32
+
+
+@_fake("linear_token_stats_fwd")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    lora_scale: float,
+    token_ids: Tensor,
+    *_: object,
+) -> tuple[Tensor, ...]:
+    real = _arithmetic_dtype(hidden, weight)
+    return _per_token(token_ids, real, real, real, real, torch.bool, real, real)
+
+
+@_fake("linear_token_stats_bwd")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    *others: object,
+) -> tuple[Tensor, ...]:
+    needs = cast("list[bool]", others[-1])
+    return tuple(_linear_gradients(hidden, weight, bias, lora_a, lora_b, needs=needs))
+
+
+@_fake("linear_policy_loss_fwd")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    lora_scale: float,
+    token_ids: Tensor,
+    *others: object,
+) -> tuple[Tensor, ...]:
+    real = _arithmetic_dtype(hidden, weight)
+    needs = cast("list[bool]", others[-2])
+    gradients = _linear_gradients(hidden, weight, bias, lora_a, lora_b, needs=needs)
+    return (*_per_token(token_ids, real, real), *gradients)

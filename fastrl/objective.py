@@ -97,7 +97,7 @@ class Objective:
         clip_low: distance of the lower bound from 1 (`gmpo`: from 0, on the log ratio).
         clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio).
         dual_clip: cap `c > 1` of the loss for negative advantages (dual-clip PPO), or None.
-        delta: cap above 1 of the unclipped ratio (INTELLECT-2), or None.
+        delta: cap of the unclipped ratio, above 1 + clip_high (INTELLECT-2), or None.
         sapo_temperature_pos: `tau` for positive advantages.
         sapo_temperature_neg: `tau` for the others.
         kl_coef: weight `beta` of the KL to `ref_logprobs`.
@@ -153,10 +153,12 @@ class Objective:
         for name in ("kl_clamp", "log_ratio_clamp", "length_norm"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
-        for name in ("dual_clip", "delta"):
-            value = getattr(self, name)
-            if value is not None and number(name, value) <= 1:
-                raise ValueError(f"{name} must be above 1, got {value}")
+        if self.dual_clip is not None and number("dual_clip", self.dual_clip) <= 1:
+            raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
+        if self.delta is not None and number("delta", self.delta) <= 1 + self.clip_high:
+            raise ValueError(
+                f"delta must be above 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}"
+            )
         if self.rollout_correction is not None and not isinstance(
             self.rollout_correction, RolloutCorrection
         ):

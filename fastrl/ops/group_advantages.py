@@ -93,7 +93,7 @@ def group_advantages(
         if group_size is not None:
             raise ValueError("group_size and group_ids cannot both be given")
         ids = same_shape("group_ids", integer("group_ids", group_ids), r, "rewards")
-        ids, size = ids.reshape(-1).to(torch.int64), 0
+        ids, size = ids.reshape(-1).to(torch.int64).contiguous(), 0
     else:
         if group_size is None and r.dim() == 1:
             raise ValueError("group_size or group_ids is needed for rewards of shape [N]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -10,65 +11,35 @@ from torch import Tensor
 from fastrl.ops.first_derivative import first_derivative_only
 
 
-def with_slopes(
-    loss: Tensor,
-    logprobs: Tensor,
-    slope: Tensor,
-    entropy: Tensor | None = None,
-    entropy_slope: Tensor | None = None,
+def with_gradients(
+    loss: Tensor, gradients: Sequence[tuple[Tensor | None, Tensor | None]]
 ) -> Tensor:
-    """Return the loss with gradient `slope` to `logprobs` and `entropy_slope` to `entropy`."""
-    return cast(
-        "Tensor",
-        _Slopes.apply(  # type: ignore[no-untyped-call]
-            logprobs, entropy, loss, slope, entropy_slope
-        ),
-    )
+    """Return the loss with these gradients: pairs of a tensor and dL/d(tensor).
+
+    A gradient may share memory with its tensor, and may wait in a wider dtype.
+    """
+    tensors, grads = zip(*gradients, strict=True)
+    return cast("Tensor", _KnownGradients.apply(loss, *tensors, *grads))  # type: ignore[no-untyped-call]
 
 
-def with_logits_gradient(loss: Tensor, logits: Tensor, grad_logits: Tensor) -> Tensor:
-    """Return the loss with gradient `grad_logits` to `logits`; the two may share memory."""
-    return cast(
-        "Tensor",
-        _LogitsGradient.apply(  # type: ignore[no-untyped-call]
-            logits, loss, grad_logits
-        ),
-    )
-
-
-class _Slopes(torch.autograd.Function):
+class _KnownGradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logprobs: Tensor,
-        entropy: Tensor | None,
-        loss: Tensor,
-        slope: Tensor,
-        entropy_slope: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(slope, entropy_slope)
+    def forward(ctx: Any, loss: Tensor, *pairs: Tensor | None) -> Tensor:
+        tensors, grads = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         return loss.clone()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        slope, entropy_slope = ctx.saved_tensors
-        grad_logprobs = slope * grad_loss if ctx.needs_input_grad[0] else None
-        with_entropy = entropy_slope is not None and ctx.needs_input_grad[1]
-        return grad_logprobs, entropy_slope * grad_loss if with_entropy else None, None, None, None
-
-
-class _LogitsGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, loss: Tensor, grad_logits: Tensor) -> Tensor:
-        ctx.save_for_backward(grad_logits)
-        return loss.clone()
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_logits,) = ctx.saved_tensors
-        return _scaled(grad_logits, grad_loss), None, None
+        found = [
+            _scaled(grad, grad_loss).to(dtype) if need and grad is not None else None
+            for grad, dtype, need in zip(
+                ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[1:], strict=False
+            )
+        ]
+        return (None, *found, *([None] * len(found)))
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:

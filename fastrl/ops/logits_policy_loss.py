@@ -8,7 +8,7 @@ from torch import Tensor
 from fastrl.backend import resolve
 from fastrl.checks import flag
 from fastrl.objective import Objective, TokenLoss
-from fastrl.ops.known_gradient import with_logits_gradient
+from fastrl.ops.known_gradient import with_gradients
 from fastrl.ops.policy_loss import (
     LossInputs,
     PolicyLoss,
@@ -149,4 +149,4 @@ def _one_pass(rows: Rows, inputs: LossInputs, backend: str, *, inplace: bool) ->
     else:
         logprobs, entropy, grad_logits = torch.ops.fastrl.logits_policy_loss_fwd(*arguments)
     loss, _, metrics = evaluate(logprobs, entropy, inputs, backend)
-    return PolicyLoss(with_logits_gradient(loss, logits, grad_logits), named_metrics(metrics))
+    return PolicyLoss(with_gradients(loss, [(logits, grad_logits)]), named_metrics(metrics))

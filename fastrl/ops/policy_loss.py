@@ -13,7 +13,7 @@ from fastrl.backend import resolve
 from fastrl.checks import as_mask, floating, on_device, per_token, same_shape, saveable
 from fastrl.library import METRICS
 from fastrl.objective import KL_ESTIMATORS, RATIOS, Objective, TokenLoss, as_objective
-from fastrl.ops.known_gradient import with_slopes
+from fastrl.ops.known_gradient import with_gradients
 from fastrl.ops.token_weights import bounds_of, weights_of
 from fastrl.reference import Sequences
 
@@ -203,7 +203,7 @@ def loss_inputs(
     chosen = as_objective(objective)
     packed = tokens.dim() == 1
     bounds = bounds_of(tokens, cu_seqlens)
-    padded = mask[None] if packed else mask
+    padded = (mask[None] if packed else mask).contiguous()
     sequences = reference.sequences_of(padded, bounds)
     if ref_logprobs is None and chosen.kl_coef:
         raise ValueError("ref_logprobs is needed where objective.kl_coef is above 0")
@@ -224,7 +224,7 @@ def loss_inputs(
     spread = _advantages(advantages, tokens, padded, sequences, bounds)
     return LossInputs(
         advantages=saveable(spread.to(dtype).contiguous()),
-        mask=saveable(padded.contiguous()),
+        mask=saveable(padded),
         weights=weights_of(
             padded,
             sequences,
@@ -254,7 +254,7 @@ def loss_of_logprobs(
     coefficient = inputs.objective.entropy_coef
     entropy_slope = -coefficient * inputs.weights if coefficient else None
     if torch.is_grad_enabled():
-        loss = with_slopes(loss, logprobs, slope, entropy, entropy_slope)
+        loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)])
     return PolicyLoss(loss, named_metrics(metrics))
 
 

@@ -50,20 +50,27 @@ def as_rows(
     logit_scale: object,
     logit_softcap: object,
     ignore_index: object,
+    *,
+    name: str = "logits",
+    vocabulary: int | None = None,
 ) -> Rows:
-    """Check the arguments of a token function and bring them to `[B, T, V]` without a copy."""
-    x = floating("logits", logits)
+    """Check the arguments of a token function and bring them to `[B, T, V]` without a copy.
+
+    The linear forms pass hidden states as `logits`, say so in `name`, and give the vocabulary.
+    """
+    x = floating(name, logits)
     ids = integer("token_ids", token_ids)
     if ids.dim() not in (1, 2):
         raise ValueError(f"token_ids must have shape [B, T] or [N], got {tuple(ids.shape)}")
     if x.dim() != ids.dim() + 1 or x.shape[:-1] != ids.shape:
         raise ValueError(
-            f"logits must have shape {(*ids.shape, 'V')} for token_ids of shape "
-            f"{tuple(ids.shape)}, got {tuple(x.shape)}"
+            f"{name} must have the shape {tuple(ids.shape)} of token_ids and one dimension more, "
+            f"got {tuple(x.shape)}"
         )
-    if x.shape[-1] == 0:
-        raise ValueError(f"logits must have a vocabulary of at least 1, got {tuple(x.shape)}")
-    on_device("token_ids", ids, x, "logits")
+    vocabulary = x.shape[-1] if vocabulary is None else vocabulary
+    if vocabulary == 0:
+        raise ValueError(f"{name} must have a vocabulary of at least 1, got {tuple(x.shape)}")
+    on_device("token_ids", ids, x, name)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
     active = ids != ignore_index
@@ -73,7 +80,7 @@ def as_rows(
     scale = positive("logit_scale", logit_scale)
     softcap = None if logit_softcap is None else positive("logit_softcap", logit_softcap)
     if can_read(ids):
-        _refuse_ids_outside(ids, active, x.shape[-1])
+        _refuse_ids_outside(ids, active, vocabulary)
     ids, active = saveable(ids.to(torch.int64)), saveable(active)
     if ids.dim() == 1:
         x, ids, active = x[None], ids[None], active[None]

@@ -39,7 +39,6 @@ def group_advantages(
         advantages = x - mean
         if baseline == "leave_one_out":
             advantages = advantages * size / (size - 1).clamp(min=1)
-        advantages = torch.where(spread | ~mean.isfinite(), advantages, 0.0)
     if scale == "group":
         advantages = advantages / (std + eps)
     elif scale == "batch":
@@ -48,6 +47,8 @@ def group_advantages(
         batch_mean = torch.where(known, x, 0.0).sum() / count.clamp(min=1)
         squares = torch.where(known, (x - batch_mean).square(), 0.0).sum()
         advantages = advantages / (_std(squares, count - correction) + eps)
+    if baseline != "none":  # also where eps is 0 and nothing divides
+        advantages = torch.where(spread | ~mean.isfinite(), advantages, 0.0)
     advantages = torch.where(alone, x if singleton == "raw" else 0.0 * x, advantages)
     informative = spread | (alone if singleton == "raw" else torch.zeros_like(alone))
     return (

@@ -61,7 +61,7 @@ def sapo(
     log_ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float
 ) -> tuple[Tensor, Tensor]:
     """`-4/tau sigmoid(tau (r - 1)) A`: a soft gate instead of a clip."""
-    tau = torch.where(advantages > 0, temperature_pos, temperature_neg).to(log_ratio.dtype)
+    tau = torch.full_like(log_ratio, temperature_neg).masked_fill(advantages > 0, temperature_pos)
     gate = torch.sigmoid(tau * torch.expm1(log_ratio)) * (4 / tau)
     return -gate * advantages, torch.zeros_like(advantages, dtype=torch.int8)
 

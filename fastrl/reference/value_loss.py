@@ -22,6 +22,6 @@ def value_loss(
     free = value_error(values, returns, loss)
     if clip is None or old_values is None:
         return free, torch.zeros_like(values, dtype=torch.bool)
-    held = old_values + (values - old_values).clamp(-clip, clip)
+    held = values.clamp(old_values - clip, old_values + clip)
     bounded = value_error(held, returns, loss)
     return torch.maximum(free, bounded), bounded > free

@@ -1,0 +1,165 @@
+"""The LM head as the linear forms take it: checked, projected chunk by chunk, differentiated.
+
+GEMMs are those of the vendor's library through torch. Logits are float32 (float64 from float64)
+whatever the operands, and gradients of parameters are summed in that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastrl.checks import floating, number, on_device
+
+#: Bytes of a block of weights that is converted at a time.
+_BLOCK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """logits = hidden weight^T + bias + lora_scale (hidden lora_a^T) lora_b^T."""
+
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    lora_scale: float
+    #: of logits, sums and accumulated gradients
+    dtype: torch.dtype
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.weight.shape[0]
+
+    def parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return weight, bias, lora_a, lora_b."""
+        return self.weight, self.bias, self.lora_a, self.lora_b
+
+    def project(self, hidden: Tensor, logits: Tensor) -> None:
+        """Write the logits `[C, V]` of hidden states `[C, H]`, both in the head's dtype."""
+        for columns, weight in self._blocks():
+            torch.mm(hidden, weight.t(), out=logits[:, columns])
+        if self.lora_a is not None and self.lora_b is not None:
+            low_rank = (hidden @ self.lora_a.to(self.dtype).t()).mul_(self.lora_scale)
+            logits.addmm_(low_rank, self.lora_b.to(self.dtype).t())
+        if self.bias is not None:
+            logits.add_(self.bias)
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the weight in the head's dtype, block by block where it has to be converted."""
+        if self.weight.dtype == self.dtype:
+            yield slice(None), self.weight
+            return
+        vocabulary, width = self.weight.shape
+        rows = max(64, _BLOCK_BYTES // (width * self.dtype.itemsize))
+        buffer = self.weight.new_empty((min(rows, vocabulary), width), dtype=self.dtype)
+        for start in range(0, vocabulary, rows):
+            columns = slice(start, min(start + rows, vocabulary))
+            yield columns, buffer[: columns.stop - start].copy_(self.weight[columns])
+
+
+class HeadGradients:
+    """Gradients of the head's parameters, summed over chunks; those not needed take no memory."""
+
+    def __init__(self, head: LinearHead, needs: tuple[bool, ...]) -> None:
+        """`needs` says which of weight, bias, lora_a, lora_b want a gradient."""
+        self._head = head
+        self._sums = [
+            torch.zeros_like(parameter, dtype=head.dtype)
+            if need and parameter is not None
+            else None
+            for parameter, need in zip(head.parameters(), needs, strict=True)
+        ]
+
+    def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
+        """Add a chunk: its logits' gradient `[C, V]`, its hidden states, where theirs goes."""
+        head = self._head
+        weight, bias, lora_a, lora_b = self._sums
+        if grad_hidden is not None:
+            grad_hidden.zero_()
+            for columns, block in head._blocks():
+                grad_hidden.addmm_(grad_logits[:, columns], block)
+        if weight is not None:
+            weight.addmm_(grad_logits.t(), hidden)
+        if bias is not None:
+            bias.add_(grad_logits.sum(0))
+        if head.lora_a is None or head.lora_b is None:
+            return
+        a, b = head.lora_a.to(head.dtype), head.lora_b.to(head.dtype)
+        if lora_b is not None:
+            lora_b.addmm_(grad_logits.t(), hidden @ a.t(), alpha=head.lora_scale)
+        if lora_a is not None or grad_hidden is not None:
+            grad_low_rank = (grad_logits @ b).mul_(head.lora_scale)
+            if lora_a is not None:
+                lora_a.addmm_(grad_low_rank.t(), hidden)
+            if grad_hidden is not None:
+                grad_hidden.addmm_(grad_low_rank, a)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Return the sums in the parameters' dtypes (float16 stays float32: it may be scaled yet).
+
+        A gradient that was not needed is an empty tensor.
+        """
+        empty = self._head.weight.new_empty(0)
+        return tuple(
+            empty if total is None else total.to(stored_dtype(parameter))
+            for total, parameter in zip(self._sums, self._head.parameters(), strict=True)
+            for parameter in [self._head.weight if parameter is None else parameter]
+        )
+
+
+def stored_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype a gradient waits in for the backward: that of its parameter, wide enough."""
+    return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
+
+
+def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> LinearHead:
+    """Check an LM head against hidden states `[..., H]`."""
+    matrix = _gathered("weight", weight)
+    if matrix.dim() != 2 or matrix.shape[1] != hidden.shape[-1] or matrix.shape[0] == 0:
+        raise ValueError(
+            f"weight must have shape [V, {hidden.shape[-1]}] for hidden of shape "
+            f"{tuple(hidden.shape)}, got {tuple(matrix.shape)}"
+        )
+    vocabulary, width = matrix.shape
+    offset = None if bias is None else _gathered("bias", bias)
+    if offset is not None and offset.shape != (vocabulary,):
+        raise ValueError(f"bias must have shape ({vocabulary},), got {tuple(offset.shape)}")
+    a, b, scale = None, None, 1.0
+    if lora is not None:
+        if not isinstance(lora, tuple | list) or len(lora) != 3:
+            raise TypeError(f"lora must be (A [r, H], B [V, r], scale), got {type(lora).__name__}")
+        a, b = _gathered("lora[0]", lora[0]), _gathered("lora[1]", lora[1])
+        scale = number("lora[2]", lora[2])
+        if a.dim() != 2 or a.shape[1] != width or b.shape != (vocabulary, a.shape[0]):
+            raise ValueError(
+                f"lora must be (A [r, {width}], B [{vocabulary}, r], scale), "
+                f"got shapes {tuple(a.shape)} and {tuple(b.shape)}"
+            )
+    for name, value in (("weight", matrix), ("bias", offset), ("lora[0]", a), ("lora[1]", b)):
+        if value is not None:
+            on_device(name, value, hidden, "hidden")
+    return LinearHead(matrix, offset, a, b, scale, arithmetic_dtype(hidden, matrix))
+
+
+def arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """float32, or float64 where an operand is."""
+    double = torch.float64 in (hidden.dtype, weight.dtype)
+    return torch.float64 if double else torch.float32
+
+
+def _gathered(name: str, parameter: object) -> Tensor:
+    """Return a whole parameter: FSDP2 shards are gathered, emptied ZeRO-3 shards refused."""
+    if hasattr(parameter, "full_tensor"):
+        parameter = parameter.full_tensor()
+    result = floating(name, parameter)
+    if result.numel() == 0 and (hasattr(result, "ds_id") or result.dim() == 1):
+        raise ValueError(
+            f"{name} is empty: ZeRO-3 has partitioned it; gather it around the call, with "
+            "`deepspeed.zero.GatheredParameters(parameter)`"
+        )
+    return result

@@ -1,0 +1,247 @@
+"""The policy loss straight from hidden states and the LM head, a chunk of logits at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.checks import flag
+from fastrl.objective import Objective, TokenLoss
+from fastrl.ops.known_gradient import with_gradients
+from fastrl.ops.linear_head import LinearHead
+from fastrl.ops.linear_kernels import linear_loss_pass
+from fastrl.ops.linear_token_stats import (
+    ChunkOptions,
+    Lora,
+    chunk_options,
+    flat_hidden,
+    linear_inputs,
+    stats_of_hidden,
+    token_rows,
+)
+from fastrl.ops.policy_loss import (
+    LossInputs,
+    PolicyLoss,
+    evaluate,
+    loss_inputs,
+    loss_of_logprobs,
+    named_metrics,
+)
+from fastrl.ops.rows import Rows
+from fastrl.reference import Sequences
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    lora: Lora | None = None,
+    chunk_tokens: int | None = None,
+    compact: bool = True,
+    metrics: bool = True,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    ignore_index: int = -100,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    objective: str | Objective | TokenLoss = "grpo",
+    normalizer: float | Tensor | None = None,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> PolicyLoss:
+    """Return `logits_policy_loss` of hidden @ weight^T + bias, never holding those logits.
+
+    At token level the loss and all gradients come from one visit to each chunk of rows: 6NHV
+    floating-point operations, 4NHV with a frozen head, 2NHV without gradient. Masked rows enter
+    no GEMM; rows whose slope is 0 (clipped, no advantage) enter none of the gradient's.
+    Sequence-level ratios, and rollout corrections that need the current log-probabilities, visit
+    the rows twice (8NHV), in the same memory.
+
+    Args:
+        hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
+        weight: of the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
+        token_ids: integers `[B, T]` or `[N]`.
+        advantages: as in `policy_loss`.
+        mask: 0/1, the shape of `token_ids`.
+        bias: `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head, or None.
+        chunk_tokens: rows at a time; None chooses from the vocabulary and the device.
+        compact: leave idle rows out, which on a GPU costs one synchronisation; False keeps them.
+        metrics: if False, rows without advantage are not even projected where neither KL nor
+            entropy asks for them, and the metrics are empty.
+        temperature: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+        ignore_index: tokens with this id count as masked.
+        old_logprobs: as in `policy_loss`.
+        ref_logprobs: as in `policy_loss`.
+        rollout_logprobs: as in `policy_loss`.
+        objective: as in `policy_loss`; a function of one's own sees the tokens of one chunk at a
+            time, `[1, C]`, so it has to treat each token by itself.
+        normalizer: as in `policy_loss`.
+        group_size: as in `token_weights`.
+        group_ids: as in `token_weights`.
+        cu_seqlens: as in `policy_loss`.
+        backend: `auto`, or the backend that works on the chunks.
+
+    Returns:
+        `PolicyLoss`; the entropy among its metrics is exact.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, is missing, or has no effect, or the
+            weight is an emptied ZeRO-3 shard.
+
+    Example:
+        >>> import torch, fastrl
+        >>> hidden = torch.ones(1, 2, 3, requires_grad=True)
+        >>> weight = torch.zeros(4, 3, requires_grad=True)
+        >>> result = fastrl.linear_policy_loss(
+        ...     hidden, weight, torch.tensor([[0, 3]]), torch.tensor([1.0]), torch.tensor([[1, 1]])
+        ... )
+        >>> result.loss.backward()
+        >>> weight.grad[:, 0]  # -A (onehot - p) / tokens, summed over the two tokens
+        tensor([-0.2500,  0.2500,  0.2500, -0.2500])
+    """
+    rows, head = linear_inputs(
+        hidden,
+        weight,
+        token_ids,
+        bias,
+        lora,
+        mask,
+        temperature,
+        logit_scale,
+        logit_softcap,
+        ignore_index,
+    )
+    inputs = loss_inputs(
+        token_ids,
+        rows.active.reshape(token_ids.shape),
+        advantages,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        objective=objective,
+        normalizer=normalizer,
+        group_size=group_size,
+        group_ids=group_ids,
+        cu_seqlens=cu_seqlens,
+        dtype=head.dtype,
+    )
+    options = chunk_options(chunk_tokens, compact, backend, head)
+    flag("metrics", metrics)
+    scoring = "reference" if inputs.unable else options.backend
+    if _in_one_pass(inputs):
+        result = _one_pass(rows, head, inputs, options, scoring, metrics=metrics)
+    else:
+        logprobs, entropy, *_ = stats_of_hidden(rows, head, options)
+        result = loss_of_logprobs(logprobs, entropy, inputs, scoring)
+    return result if metrics else PolicyLoss(result.loss, {})
+
+
+def _in_one_pass(inputs: LossInputs) -> bool:
+    """Say whether a row's slope is known once its own log-probability is."""
+    correction = inputs.objective.rollout_correction
+    known = inputs.old_logprobs is not None and not inputs.objective.entropy_coef
+    return inputs.objective.level == "token" and (correction is None or known)
+
+
+def _one_pass(
+    rows: Rows,
+    head: LinearHead,
+    inputs: LossInputs,
+    options: ChunkOptions,
+    scoring: str,
+    *,
+    metrics: bool,
+) -> PolicyLoss:
+    hidden = flat_hidden(rows)
+    tensors = (hidden, *head.parameters())
+    differentiable = torch.is_grad_enabled()
+    needs = [differentiable and x is not None and x.requires_grad for x in tensors]
+    weights = inputs.corrected_weights(inputs.weights)
+    if callable(inputs.objective.ratio):
+        found = _custom_pass(hidden, rows, head, inputs, weights, options, needs, metrics=metrics)
+    else:
+        found = torch.ops.fastrl.linear_policy_loss_fwd(
+            *(None if x is None else x.detach() for x in tensors),
+            head.lora_scale,
+            *token_rows(rows),
+            *options,
+            inputs.advantages.reshape(-1),
+            weights.reshape(-1),
+            _flat(inputs.old_logprobs),
+            _flat(inputs.ref_logprobs),
+            *inputs.kernel_objective(),
+            needs,
+            metrics,
+        )
+    logprobs, entropy, *grads = found
+    shape = rows.token_ids.shape
+    loss, _, values = evaluate(logprobs.reshape(shape), entropy.reshape(shape), inputs, scoring)
+    if any(needs):
+        pairs = zip(tensors, grads, needs, strict=True)
+        loss = with_gradients(loss, [(x, grad if need else None) for x, grad, need in pairs])
+    return PolicyLoss(loss, named_metrics(values))
+
+
+def _custom_pass(
+    hidden: Tensor,
+    rows: Rows,
+    head: LinearHead,
+    inputs: LossInputs,
+    weights: Tensor,
+    options: ChunkOptions,
+    needs: list[bool],
+    *,
+    metrics: bool,
+) -> tuple[Tensor, ...]:
+    """The single pass with an objective that is a function of the user's own."""
+    coefficient = inputs.objective.entropy_coef
+
+    def slope_of(
+        logprobs: Tensor, entropy: Tensor, part: Tensor | slice
+    ) -> tuple[Tensor, Tensor | None]:
+        def of_part(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.reshape(-1)[part][None]
+
+        chosen = weights.reshape(-1)[part]
+        _, slope, _ = reference.policy_loss(
+            logprobs[None],
+            inputs.advantages.reshape(-1)[part][None],
+            inputs.mask.reshape(-1)[part][None],
+            chosen[None],
+            Sequences(None, 1),
+            inputs.objective,
+            old_logprobs=of_part(inputs.old_logprobs),
+            ref_logprobs=of_part(inputs.ref_logprobs),
+            entropy=entropy[None],
+        )
+        return slope[0], -coefficient * chosen if coefficient else None
+
+    return linear_loss_pass(
+        hidden,
+        head,
+        token_rows(rows),
+        options.chunk_tokens,
+        options.compact,
+        options.backend,
+        (weights != 0).reshape(-1),
+        slope_of,
+        needs,
+        metrics,
+    )
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.reshape(-1)

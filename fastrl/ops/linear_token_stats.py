@@ -1,0 +1,285 @@
+"""Log-probabilities of tokens from hidden states and the LM head; logits live a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fastrl.backend import resolve
+from fastrl.checks import flag, floating, one_of
+from fastrl.ops.first_derivative import first_derivative_only
+from fastrl.ops.linear_chunks import TokenRows
+from fastrl.ops.linear_head import LinearHead, as_head
+from fastrl.ops.rows import Rows, as_rows
+from fastrl.ops.token_stats import TokenStats
+
+Lora = tuple[Tensor, Tensor, float]
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    lora: Lora | None = None,
+    chunk_tokens: int | None = None,
+    compact: bool = True,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    backend: str = "auto",
+) -> Tensor:
+    """Return `token_logprobs` of hidden @ weight^T + bias, never holding those logits.
+
+    Rows are projected a chunk at a time, in fp32 whatever the operands. The backward projects
+    them again: 2NHV floating-point operations forward, 6NHV backward, 4NHV with a frozen head.
+    Masked rows enter no GEMM, rows whose upstream gradient is 0 none of the backward's.
+
+    Args:
+        hidden: last hidden states, `[B, T, H]` or `[N, H]`.
+        weight: of the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
+        token_ids: integers `[B, T]` or `[N]`.
+        bias: `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head, or None.
+        chunk_tokens: rows at a time; None chooses from the vocabulary and the device.
+        compact: leave idle rows out, which on a GPU costs one synchronisation; False keeps them.
+        temperature: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+        mask: as in `token_logprobs`.
+        ignore_index: as in `token_logprobs`.
+        backend: `auto`, or the backend that works on the chunks.
+
+    Returns:
+        Log-probabilities in fp32, the shape of `token_ids`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, the weight is an emptied ZeRO-3
+            shard, or the backend cannot do the call.
+
+    Example:
+        >>> import torch, fastrl
+        >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [2.0, 0.0]])
+        >>> fastrl.linear_token_logprobs(hidden, weight, torch.tensor([1])).exp()
+        tensor([0.8808])
+    """
+    stats = linear_token_stats(
+        hidden,
+        weight,
+        token_ids,
+        outputs=("logprobs",),
+        bias=bias,
+        lora=lora,
+        chunk_tokens=chunk_tokens,
+        compact=compact,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        mask=mask,
+        ignore_index=ignore_index,
+        backend=backend,
+    )
+    return cast("Tensor", stats.logprobs)
+
+
+def linear_token_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    *,
+    outputs: Sequence[str] = ("logprobs", "entropy"),
+    bias: Tensor | None = None,
+    lora: Lora | None = None,
+    chunk_tokens: int | None = None,
+    compact: bool = True,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    backend: str = "auto",
+) -> TokenStats:
+    """Return `token_stats` of hidden @ weight^T + bias, never holding those logits.
+
+    Args:
+        hidden: as in `linear_token_logprobs`.
+        weight: as in `linear_token_logprobs`.
+        token_ids: integers `[B, T]` or `[N]`.
+        outputs: the fields of `TokenStats` wanted; the others are None.
+        bias: as in `linear_token_logprobs`.
+        lora: as in `linear_token_logprobs`.
+        chunk_tokens: as in `linear_token_logprobs`.
+        compact: as in `linear_token_logprobs`.
+        temperature: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+        mask: as in `token_logprobs`.
+        ignore_index: as in `token_logprobs`.
+        backend: `auto`, or the backend that works on the chunks.
+
+    Returns:
+        `TokenStats`, fp32 (is_top1 bool), each the shape of `token_ids`; 0 at masked rows.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, the weight is an emptied ZeRO-3
+            shard, or the backend cannot do the call.
+
+    Example:
+        >>> import torch, fastrl
+        >>> hidden, weight = torch.ones(1, 2), torch.zeros(4, 2)
+        >>> stats = fastrl.linear_token_stats(hidden, weight, torch.tensor([1]))
+        >>> round(stats.entropy.item(), 4)
+        1.3863
+    """
+    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+        raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
+    for name in outputs:
+        one_of("outputs", name, TokenStats._fields)
+    rows, head = linear_inputs(
+        hidden,
+        weight,
+        token_ids,
+        bias,
+        lora,
+        mask,
+        temperature,
+        logit_scale,
+        logit_softcap,
+        ignore_index,
+    )
+    options = chunk_options(chunk_tokens, compact, backend, head)
+    stats = stats_of_hidden(rows, head, options)
+    return TokenStats(
+        *(
+            stat.reshape(token_ids.shape) if name in outputs else None
+            for name, stat in zip(TokenStats._fields, stats, strict=True)
+        )
+    )
+
+
+class ChunkOptions(NamedTuple):
+    """How a linear form walks its rows; the backend is a concrete one."""
+
+    chunk_tokens: int | None
+    compact: bool
+    backend: str
+
+
+def linear_inputs(
+    hidden: object,
+    weight: object,
+    token_ids: Tensor,
+    bias: object,
+    lora: object,
+    mask: object,
+    temperature: object,
+    logit_scale: object,
+    logit_softcap: object,
+    ignore_index: object,
+) -> tuple[Rows, LinearHead]:
+    """Check what the linear forms share; the rows' `logits` are the hidden states."""
+    states = floating("hidden", hidden)
+    if states.dim() not in (2, 3):
+        raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
+    head = as_head(states, weight, bias, lora)
+    rows = as_rows(
+        states,
+        token_ids,
+        mask,
+        temperature,
+        logit_scale,
+        logit_softcap,
+        ignore_index,
+        name="hidden",
+        vocabulary=head.vocabulary,
+    )
+    return rows, head
+
+
+def chunk_options(
+    chunk_tokens: object, compact: object, backend: str, head: LinearHead
+) -> ChunkOptions:
+    """Check how to walk the rows, and choose the backend for the chunks."""
+    if chunk_tokens is not None:
+        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):
+            raise TypeError(f"chunk_tokens must be an int, got {type(chunk_tokens).__name__}")
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    chosen = resolve(backend, head.weight.device, head.dtype)
+    return ChunkOptions(chunk_tokens, flag("compact", compact), chosen)
+
+
+def token_rows(rows: Rows) -> TokenRows:
+    """Return the per-row inputs `[N]`."""
+    token_ids, active, temperatures, *scalars = rows.kernel_arguments()
+    heat = None if temperatures is None else temperatures.reshape(-1)
+    return TokenRows(token_ids.reshape(-1), active.reshape(-1), heat, *scalars)
+
+
+def flat_hidden(rows: Rows) -> Tensor:
+    """Return the hidden states `[N, H]`, differentiable."""
+    return rows.logits.reshape(-1, rows.logits.shape[-1])
+
+
+def stats_of_hidden(rows: Rows, head: LinearHead, options: ChunkOptions) -> tuple[Tensor, ...]:
+    """Return the five fields of `TokenStats`, `[B, T]`, differentiable."""
+    stats = _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
+        flat_hidden(rows), *head.parameters(), head.lora_scale, token_rows(rows), options
+    )
+    return tuple(stat.reshape(rows.token_ids.shape) for stat in stats)
+
+
+class _LinearTokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        lora_scale: float,
+        rows: TokenRows,
+        options: ChunkOptions,
+    ) -> tuple[Tensor, ...]:
+        *stats, row_max, log_sum = torch.ops.fastrl.linear_token_stats_fwd(
+            hidden, weight, bias, lora_a, lora_b, lora_scale, *rows, *options
+        )
+        ctx.save_for_backward(
+            hidden, weight, bias, lora_a, lora_b, *rows[:3], row_max, log_sum, stats[1]
+        )
+        ctx.scalars = (lora_scale, tuple(rows[3:]), options)
+        ctx.mark_non_differentiable(stats[3], stats[4])
+        ctx.set_materialize_grads(False)
+        return tuple(stats)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *parameters, token_ids, active, heat, row_max, log_sum, entropy = ctx.saved_tensors
+        lora_scale, scalars, options = ctx.scalars
+        needs = list(ctx.needs_input_grad[:5])
+        found = torch.ops.fastrl.linear_token_stats_bwd(
+            *parameters,
+            lora_scale,
+            token_ids,
+            active,
+            heat,
+            *scalars,
+            *options,
+            row_max,
+            log_sum,
+            entropy,
+            *grads[:3],
+            needs,
+        )
+        wanted = zip(found, parameters, needs, strict=True)
+        return (*(grad.to(x.dtype) if need else None for grad, x, need in wanted), None, None, None)
