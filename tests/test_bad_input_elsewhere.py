@@ -253,8 +253,6 @@ MASKED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("function", "inputs", "options", "error", "message"), MASKED, ids=message_of
-)
+@pytest.mark.parametrize(("function", "inputs", "options", "error", "message"), cases(MASKED))
 def test_masked_mean_and_whiten(function, inputs, options, error, message):
     refuses(lambda: function(*inputs, **options), error, message)
