@@ -117,8 +117,12 @@ def write_chunk_gradient(
         with torch.enable_grad():
             leaf = logits.detach().clone().requires_grad_()
             outputs = reference_stats(leaf, rows)[:3]
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-            logits.copy_(torch.autograd.grad(*map(list, zip(*pairs, strict=True)), leaf)[0])  # type: ignore
+            terms = [
+                (output * grad).sum()
+                for output, grad in zip(outputs, grads, strict=True)
+                if grad is not None
+            ]
+            logits.copy_(torch.autograd.grad(torch.stack(terms).sum(), leaf)[0])
         return
     torch.ops.fastrl.token_stats_bwd_(
         logits[None],
