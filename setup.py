@@ -30,6 +30,7 @@ HEADERS = [
     "csrc/check.h",
     "csrc/objectives.h",
     "csrc/cpu/logits.h",
+    "csrc/cpu/new_gradient.h",
     "csrc/cpu/parallel.h",
     "csrc/cpu/row_blocks.h",
     "csrc/cpu/row_kernels.h",

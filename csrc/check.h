@@ -39,14 +39,14 @@ inline void check_dtype(const Tensor& tensor, ScalarType dtype, const char* name
 }
 
 // A small per-token tensor: on the CPU, contiguous, of this dtype, shaped like `like`.
-inline void check_like(const Tensor& tensor, const Tensor& like, ScalarType dtype,
-                       const char* name, const char* like_name) {
+inline void check_like(const Tensor& tensor, const Tensor& like, ScalarType dtype, const char* name,
+                       const char* like_name) {
   check_cpu(tensor, name);
   check_dtype(tensor, dtype, name);
   bool same = tensor.dim() == like.dim();
   for (int64_t i = 0; same && i < like.dim(); ++i) same = tensor.size(i) == like.size(i);
-  STD_TORCH_CHECK(same, name, " must have shape ", shape_text(like), " like ", like_name,
-                  ", got ", shape_text(tensor));
+  STD_TORCH_CHECK(same, name, " must have shape ", shape_text(like), " like ", like_name, ", got ",
+                  shape_text(tensor));
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
 }
 

@@ -122,8 +122,8 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
     clip = Math::where((ratio > high) & (rises | falls), one,
                        Math::where((ratio < low) & (rises | falls), -one, zero));
   } else if (kind == Ratio::kSapo) {
-    const T tau = Math::where(rises, Math::fill(c.sapo_temperature_pos),
-                              Math::fill(c.sapo_temperature_neg));
+    const T tau =
+        Math::where(rises, Math::fill(c.sapo_temperature_pos), Math::fill(c.sapo_temperature_neg));
     const T four = Math::fill(S(4));
     const T decay = Math::exp(-tau * Math::expm1(log_ratio));
     const T gate = one / (one + decay);
@@ -163,8 +163,8 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, T difference, const Coeffic
     slope = Math::where(x < zero, one, Math::where(x > zero, -one, zero));
   }
   const T bound = Math::fill(c.kl_clamp);
-  const auto moves = (difference >= -limit) & (difference <= limit) & (value >= -bound) &
-                     (value <= bound);
+  const auto moves =
+      (difference >= -limit) & (difference <= limit) & (value >= -bound) & (value <= bound);
   return {clamp<Math>(value, -bound, bound), Math::where(moves, slope, zero)};
 }
 

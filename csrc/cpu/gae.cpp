@@ -72,8 +72,7 @@ std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
                                    const std::optional<Tensor>& cu_seqlens, double gamma,
                                    double lam) {
   check_like(rewards, rewards, ScalarType::Float, "rewards", "rewards");
-  STD_TORCH_CHECK(rewards.dim() == 2, "rewards must have shape [B, T], got ",
-                  shape_text(rewards));
+  STD_TORCH_CHECK(rewards.dim() == 2, "rewards must have shape [B, T], got ", shape_text(rewards));
   check_like(values, rewards, ScalarType::Float, "values", "rewards");
   check_like(mask, rewards, ScalarType::Bool, "mask", "rewards");
   check_like(terminated, rewards, ScalarType::Bool, "terminated", "rewards");

@@ -25,9 +25,15 @@ class Logits {
     STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1,
                     "logits must have stride 1 along the vocabulary, got ", logits.stride(2));
     switch (logits.scalar_type()) {
-      case ScalarType::Float: type_ = kFloat; break;
-      case ScalarType::BFloat16: type_ = kBFloat16; break;
-      case ScalarType::Half: type_ = kHalf; break;
+      case ScalarType::Float:
+        type_ = kFloat;
+        break;
+      case ScalarType::BFloat16:
+        type_ = kBFloat16;
+        break;
+      case ScalarType::Half:
+        type_ = kHalf;
+        break;
       default:
         STD_TORCH_CHECK(false, "logits must be float32, bfloat16 or float16, got ",
                         torch::headeronly::toString(logits.scalar_type()));
@@ -61,9 +67,7 @@ class Logits {
     return data_ + row / tokens_ * stride_b_ + row % tokens_ * stride_t_ + column * size_;
   }
   // for a tensor that the caller may write to
-  char* writable(int64_t row, int64_t column) const {
-    return const_cast<char*>(at(row, column));
-  }
+  char* writable(int64_t row, int64_t column) const { return const_cast<char*>(at(row, column)); }
 
   float value(int64_t row, int64_t column) const {
     const char* x = at(row, column);

@@ -2,6 +2,7 @@
 // of its loss, and its gradient.
 #include <tuple>
 
+#include "new_gradient.h"
 #include "rows.h"
 
 namespace fastrl::cpu {
@@ -42,10 +43,10 @@ class TokenLoss {
                                          logprob, coefficients_)
                        .slope;
     if (coefficients_.kl_coef != 0) {
-      slope += coefficients_.kl_coef *
-               kl_terms<Math>(kl_estimator_, static_cast<double>(ref_[row]) - logprob,
-                              coefficients_)
-                   .slope;
+      slope +=
+          coefficients_.kl_coef *
+          kl_terms<Math>(kl_estimator_, static_cast<double>(ref_[row]) - logprob, coefficients_)
+              .slope;
     }
     return {weight * slope, 0.0, -coefficients_.entropy_coef * weight};
   }
@@ -81,11 +82,10 @@ std::tuple<Tensor, Tensor, Tensor> logits_policy_loss_fwd(
     double logit_softcap, const Tensor& advantages, const Tensor& weights,
     const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
     int64_t ratio, int64_t kl_estimator, const std::vector<double>& coefficients) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale,
-                  logit_softcap);
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
   const TokenLoss loss(token_ids, advantages, weights, old_logprobs, ref_logprobs, ratio,
                        kl_estimator, coefficients);
-  const Tensor grad = empty_like_tokens(logits, logits.scalar_type());
+  const Tensor grad = new_gradient(logits);
   const auto [logprobs, entropy] = one_pass(rows, token_ids, loss, Logits(grad));
   return {logprobs, entropy, grad};
 }
@@ -96,8 +96,7 @@ std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
     double logit_softcap, const Tensor& advantages, const Tensor& weights,
     const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
     int64_t ratio, int64_t kl_estimator, const std::vector<double>& coefficients) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale,
-                  logit_softcap);
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
   rows.logits().check_rows_are_apart();
   const TokenLoss loss(token_ids, advantages, weights, old_logprobs, ref_logprobs, ratio,
                        kl_estimator, coefficients);

@@ -28,9 +28,8 @@ void for_each_task(int64_t count, const Run& run) {
 // The same over ranges: run(begin, end) with at most `grain` items each, cut at multiples of it.
 template <typename Run>
 void for_each_range(int64_t count, int64_t grain, const Run& run) {
-  for_each_task((count + grain - 1) / grain, [&](int64_t task) {
-    run(task * grain, std::min(count, (task + 1) * grain));
-  });
+  for_each_task((count + grain - 1) / grain,
+                [&](int64_t task) { run(task * grain, std::min(count, (task + 1) * grain)); });
 }
 
 }  // namespace fastrl::cpu

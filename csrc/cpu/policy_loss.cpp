@@ -21,9 +21,7 @@ struct Inputs {
   KlEstimator kl_estimator;
   Coefficients<float> coefficients;
 
-  float difference(int64_t i) const {
-    return old_logprobs ? logprobs[i] - old_logprobs[i] : 0.0f;
-  }
+  float difference(int64_t i) const { return old_logprobs ? logprobs[i] - old_logprobs[i] : 0.0f; }
 };
 
 // Sums over active tokens.
@@ -151,11 +149,18 @@ void write_metrics(const Sums& sums, float* metrics) {
   for (int64_t i = 0; i < kNumMetrics; ++i) metrics[i] = 0;
   if (sums.active == 0) return;
   const double n = static_cast<double>(sums.active);
-  const double values[kNumMetrics] = {
-      sums.policy,         sums.kl / n,    sums.kl_old / n,     sums.entropy / n,
-      sums.ratio / n,      sums.ratio_max, sums.ratio_min,      sums.clip_low / n,
-      sums.clip_high / n,  (sums.clip_low + sums.clip_high) / n, n,
-      sums.zero_grad / n};
+  const double values[kNumMetrics] = {sums.policy,
+                                      sums.kl / n,
+                                      sums.kl_old / n,
+                                      sums.entropy / n,
+                                      sums.ratio / n,
+                                      sums.ratio_max,
+                                      sums.ratio_min,
+                                      sums.clip_low / n,
+                                      sums.clip_high / n,
+                                      (sums.clip_low + sums.clip_high) / n,
+                                      n,
+                                      sums.zero_grad / n};
   for (int64_t i = 0; i < kNumMetrics; ++i) metrics[i] = static_cast<float>(values[i]);
 }
 

@@ -14,6 +14,17 @@ namespace FASTRL_ISA {
 #include "vec.h"
 
 constexpr int kStep = 4 * kLanes;  // columns per iteration: two pairs of vectors
+// Bytes ahead: the hardware alone reaches little more than half the bandwidth of one core.
+constexpr int64_t kPrefetchSums = 8192, kPrefetchGradient = 2048;
+
+// Fetches a step that lies `bytes` ahead. Beyond the end of the logits that does nothing.
+template <typename T>
+FASTRL_INLINE void prefetch_step(const T* x, int64_t bytes) {
+  const char* at = reinterpret_cast<const char*>(x) + bytes;
+  for (int64_t line = 0; line < static_cast<int64_t>(kStep * sizeof(T)); line += 64) {
+    __builtin_prefetch(at + line);
+  }
+}
 
 // Padding of the last step: an element that has no part in any sum.
 FASTRL_INLINE void set_minus_infinity(float* x) { *x = -__builtin_inff(); }
@@ -82,6 +93,7 @@ void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPart
   Sums<kEntropy, kSquares> s0, s1, s2, s3;
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) {
+    prefetch_step(x + i, kPrefetchSums);
     const VecPair low = load_pair(x + i), high = load_pair(x + i + 2 * kLanes);
     s0.add(exponent(low.a));
     s1.add(exponent(low.b));
@@ -101,8 +113,7 @@ void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPart
   }
   partial->max = max;
   partial->sum = sum_of_lanes((s0.sum + s1.sum) + (s2.sum + s3.sum));
-  partial->sum_t =
-      kEntropy ? sum_of_lanes((s0.sum_t + s1.sum_t) + (s2.sum_t + s3.sum_t)) : 0.0;
+  partial->sum_t = kEntropy ? sum_of_lanes((s0.sum_t + s1.sum_t) + (s2.sum_t + s3.sum_t)) : 0.0;
   partial->sum_sq =
       kSquares ? sum_of_lanes((s0.sum_sq + s1.sum_sq) + (s2.sum_sq + s3.sum_sq)) : 0.0;
 }
@@ -143,6 +154,7 @@ void block_gradient(const void* logits, void* grad_logits, int64_t n, const Logi
   const Gradient<kSoftcap, kLinear> gradient(map, terms);
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) {
+    prefetch_step(x + i, kPrefetchGradient);
     const VecPair low = load_pair(x + i), high = load_pair(x + i + 2 * kLanes);
     store_pair(grad + i, gradient(low));
     store_pair(grad + i + 2 * kLanes, gradient(high));
@@ -159,9 +171,12 @@ void block_gradient(const void* logits, void* grad_logits, int64_t n, const Logi
 
 float lane_tanh(float x) { return squash(fill(x)).value[0]; }
 
-#define FASTRL_PARTIALS(T, softcap)                                                             \
-  {{block_partial<T, softcap, false, false>, block_partial<T, softcap, false, true>},           \
-   {block_partial<T, softcap, true, false>, block_partial<T, softcap, true, true>}}
+#define FASTRL_PARTIALS(T, softcap)                                                      \
+  {                                                                                      \
+    {block_partial<T, softcap, false, false>, block_partial<T, softcap, false, true>}, { \
+      block_partial<T, softcap, true, false>, block_partial<T, softcap, true, true>      \
+    }                                                                                    \
+  }
 #define FASTRL_GRADIENTS(T, softcap) \
   {block_gradient<T, softcap, false>, block_gradient<T, softcap, true>}
 

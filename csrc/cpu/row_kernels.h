@@ -19,8 +19,8 @@ struct LogitMap {
 
 // Sums over one block, with t = exponent of two relative to the block's largest logit.
 struct BlockPartial {
-  float max;                 // largest raw logit
-  double sum, sum_t, sum_sq; // sum 2^t, sum t 2^t, sum 2^2t
+  float max;                  // largest raw logit
+  double sum, sum_t, sum_sq;  // sum 2^t, sum t 2^t, sum 2^2t
 };
 
 // gradient_j = (constant + linear * t_j) * 2^t_j [* (1 - tanh^2)], t relative to `max`.
@@ -34,7 +34,7 @@ struct RowKernels {
   // [softcap][entropy][squares]
   using Partial = void (*)(const void* x, int64_t n, const LogitMap& map, BlockPartial* partial);
   Partial partial[kNumLogitsTypes][2][2][2];
-  // [softcap][linear term]; grad may be x
+  // [softcap][linear term]; grad may be x.
   using Gradient = void (*)(const void* x, void* grad, int64_t n, const LogitMap& map,
                             const GradientTerms& terms);
   Gradient gradient[kNumLogitsTypes][2][2];

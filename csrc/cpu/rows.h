@@ -170,7 +170,9 @@ class Rows {
   RowStats finish(int64_t row, const RowSum& sum) const;
   Plan plan_gradient(int64_t row, const RowStats& stats, const RowGradient& flow) const;
   void write_gradient(const Plan& plan, int64_t block, const Logits& grad) const;
-  float squashed(float x) const { return scaling_.softcap() ? kernels_.tanh(x * scaling_.squash()) : x; }
+  float squashed(float x) const {
+    return scaling_.softcap() ? kernels_.tanh(x * scaling_.squash()) : x;
+  }
 
   Logits logits_;
   Scaling scaling_;

@@ -1,6 +1,7 @@
 // Log-probability, entropy and kin of chosen tokens from their logits, and the gradient.
 #include <tuple>
 
+#include "new_gradient.h"
 #include "rows.h"
 
 namespace fastrl::cpu {
@@ -12,8 +13,7 @@ Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids, const Tenso
                       const std::optional<Tensor>& temperatures, double temperature,
                       double logit_scale, double logit_softcap, bool with_entropy,
                       bool with_sum_sq_probs) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale,
-                  logit_softcap);
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
   Tensor floats[6];
   float* out[6];
   for (int i = 0; i < 6; ++i) {
@@ -84,9 +84,8 @@ Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids, const Tens
                        const std::optional<Tensor>& grad_logprobs,
                        const std::optional<Tensor>& grad_entropy,
                        const std::optional<Tensor>& grad_logsumexp) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale,
-                  logit_softcap);
-  const Tensor grad = empty_like_tokens(logits, logits.scalar_type());
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
+  const Tensor grad = new_gradient(logits);
   write_grad(rows, token_ids,
              {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
              Logits(grad));
@@ -100,8 +99,7 @@ void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids, const Tenso
                       const std::optional<Tensor>& grad_logprobs,
                       const std::optional<Tensor>& grad_entropy,
                       const std::optional<Tensor>& grad_logsumexp) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale,
-                  logit_softcap);
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
   rows.logits().check_rows_are_apart();
   write_grad(rows, token_ids,
              {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},

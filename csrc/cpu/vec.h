@@ -22,8 +22,12 @@ FASTRL_INLINE vfloat where(vint mask, vfloat yes, vfloat no) {
 // The larger (smaller) of bound and x; x when x is NaN. Operand order as in x86's max and min.
 #if FASTRL_VEC_BYTES == 64
 constexpr __mmask16 kAllLanes = 0xffff;  // GCC 12 warns about its own unmasked intrinsics
-FASTRL_INLINE vfloat at_least(vfloat bound, vfloat x) { return _mm512_maskz_max_ps(kAllLanes, bound, x); }
-FASTRL_INLINE vfloat at_most(vfloat bound, vfloat x) { return _mm512_maskz_min_ps(kAllLanes, bound, x); }
+FASTRL_INLINE vfloat at_least(vfloat bound, vfloat x) {
+  return _mm512_maskz_max_ps(kAllLanes, bound, x);
+}
+FASTRL_INLINE vfloat at_most(vfloat bound, vfloat x) {
+  return _mm512_maskz_min_ps(kAllLanes, bound, x);
+}
 #elif FASTRL_VEC_BYTES == 32
 FASTRL_INLINE vfloat at_least(vfloat bound, vfloat x) { return _mm256_max_ps(bound, x); }
 FASTRL_INLINE vfloat at_most(vfloat bound, vfloat x) { return _mm256_min_ps(bound, x); }
@@ -74,15 +78,14 @@ FASTRL_INLINE VecPair load_pair(const BFloat16* x) {
   __builtin_memcpy(&both, x, kVecBytes);
   return {float_of(both << 16), float_of(both & 0xffff0000u)};
 }
-FASTRL_INLINE vuint round_to_bfloat16(vfloat x) {  // in the upper half of each lane
+// To nearest even, in the upper half of each lane. NaN needs no care: it comes from a bfloat16 or
+// from an operation, so that its lower half is 0 and rounding cannot carry into the sign.
+FASTRL_INLINE vuint round_to_bfloat16(vfloat x) {
   const vuint bits = bits_of(x);
-  const vuint rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  const vuint is_nan = reinterpret_cast<vuint>(x != x);
-  return (rounded & ~is_nan) | (0x7fc00000u & is_nan);
+  return bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 FASTRL_INLINE void store_pair(BFloat16* x, VecPair pair) {
-  const vuint both =
-      (round_to_bfloat16(pair.a) >> 16) | (round_to_bfloat16(pair.b) & 0xffff0000u);
+  const vuint both = (round_to_bfloat16(pair.a) >> 16) | (round_to_bfloat16(pair.b) & 0xffff0000u);
   __builtin_memcpy(x, &both, kVecBytes);
 }
 
@@ -91,8 +94,9 @@ FASTRL_INLINE vfloat load_half(const Half* x) {
   return _mm512_maskz_cvtph_ps(kAllLanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
 FASTRL_INLINE void store_half(Half* x, vfloat y) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(x),
-                      _mm512_maskz_cvtps_ph(kAllLanes, y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(x),
+      _mm512_maskz_cvtps_ph(kAllLanes, y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #elif FASTRL_VEC_BYTES == 32
 FASTRL_INLINE vfloat load_half(const Half* x) {
@@ -112,11 +116,12 @@ FASTRL_INLINE vfloat load_half(const Half* x) {
   const vuint normal = shifted + ((127u - 15u) << 23);
   const vuint special = shifted + ((255u - 31u) << 23);  // inf, NaN
   // 2^-14 * (1 + mantissa) - 2^-14
-  const vuint subnormal = bits_of(float_of(shifted + (113u << 23)) - float_of(vuint{} + (113u << 23)));
+  const vuint subnormal =
+      bits_of(float_of(shifted + (113u << 23)) - float_of(vuint{} + (113u << 23)));
   const vuint is_special = reinterpret_cast<vuint>(exponent == 0x7c00u);
   const vuint is_subnormal = reinterpret_cast<vuint>(exponent == 0u);
-  const vuint magnitude = (special & is_special) | (subnormal & is_subnormal) |
-                          (normal & ~(is_special | is_subnormal));
+  const vuint magnitude =
+      (special & is_special) | (subnormal & is_subnormal) | (normal & ~(is_special | is_subnormal));
   return float_of(magnitude | ((half & 0x8000u) << 16));
 }
 FASTRL_INLINE void store_half(Half* x, vfloat y) {
@@ -143,21 +148,20 @@ FASTRL_INLINE void store_pair(Half* x, VecPair pair) {
 
 // --- functions --------------------------------------------------------------------------------
 
-// 2^t for t <= 127 to about one unit in the last place: exactly 1 at 0 and 0 below -127 (AVX-512:
-// -150), -inf included. NaN stays NaN. 2^r on [-1/2, 1/2] is 1 plus a minimax polynomial in r.
-FASTRL_INLINE vfloat exp2_polynomial(vfloat r) {
-  vfloat p = fill(0x1.5bba14p-10f);
-  p = p * r + 0x1.3cea88p-7f;
-  p = p * r + 0x1.c6b752p-5f;
-  p = p * r + 0x1.ebf9bcp-3f;
-  p = p * r + 0x1.62e42ap-1f;
-  return p * r + 1.0f;
-}
+// 2^t for t <= 127 to about one unit in the last place: exactly 1 at 0, and 0 for -inf and wherever
+// the result would be subnormal (AVX-512: smaller still). NaN stays NaN. The polynomials are
+// minimax fits of 2^r with the constant held at 1.
 #if FASTRL_VEC_BYTES == 64
 FASTRL_INLINE vfloat exp2(vfloat t) {
-  const vfloat n = _mm512_maskz_roundscale_ps(kAllLanes, t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const vfloat r = _mm512_maskz_reduce_ps(kAllLanes, t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_maskz_scalef_ps(kAllLanes, exp2_polynomial(r), n);
+  // 2^t = 2^r 2^floor(t); scalef takes the floor itself
+  const vfloat r = _mm512_maskz_reduce_ps(kAllLanes, t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  vfloat p = fill(0x1.e974fcp-10f);
+  p = p * r + 0x1.277854p-7f;
+  p = p * r + 0x1.c91ce6p-5f;
+  p = p * r + 0x1.ebdb56p-3f;
+  p = p * r + 0x1.62e4bap-1f;
+  p = p * r + 1.0f;
+  return _mm512_maskz_scalef_ps(kAllLanes, p, t);
 }
 #else
 FASTRL_INLINE vfloat exp2(vfloat t) {
@@ -165,7 +169,13 @@ FASTRL_INLINE vfloat exp2(vfloat t) {
   const vfloat bounded = at_least(fill(-127.0f), t);
   const vfloat biased = bounded + kMagic;
   const vfloat r = bounded - (biased - kMagic);
-  return exp2_polynomial(r) * float_of(bits_of(biased) << 23);
+  vfloat p = fill(0x1.5bba14p-10f);
+  p = p * r + 0x1.3cea88p-7f;
+  p = p * r + 0x1.c6b752p-5f;
+  p = p * r + 0x1.ebf9bcp-3f;
+  p = p * r + 0x1.62e42ap-1f;
+  p = p * r + 1.0f;
+  return p * float_of(bits_of(biased) << 23);
 }
 #endif
 

@@ -1,0 +1,32 @@
+// The gradient of the logits, as large as they are: allocated so that it is cheap to write.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "../check.h"
+
+namespace fastrl::cpu {
+
+// A new contiguous tensor like `logits`. Memory this large comes fresh from the system each time,
+// and touching it 4 KiB at a time costs several times what writing it does; so ask for large pages.
+inline Tensor new_gradient(const Tensor& logits) {
+  const Tensor grad = torch::stable::new_empty(logits, logits.sizes());
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  constexpr uintptr_t kLarge = uintptr_t{32} << 20;  // malloc maps these one by one
+  const uintptr_t bytes = static_cast<uintptr_t>(grad.numel()) * grad.element_size();
+  if (bytes >= kLarge) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(grad.mutable_data_ptr());
+    const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t last = (begin + bytes) / kHugePage * kHugePage;
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: may fail
+  }
+#endif
+  return grad;
+}
+
+}  // namespace fastrl::cpu
