@@ -1,0 +1,231 @@
+"""The loops from end to end: they learn, repeat, resume, and stop without losing anything."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fastrl.train import grpo, ppo
+from fastrl.train.checkpoint import latest
+from fastrl.train.command_line import run as command
+from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.interrupt import Interrupt
+from fastrl.train.models import load
+from fastrl.train.prompts import encode
+from fastrl.train.rewards import RewardError
+from fastrl.train.warm_start import warm_start
+
+LOOPS = {"grpo": (grpo.train, GrpoConfig), "ppo": (ppo.train, PpoConfig)}
+TIMES = {"tokens_per_second"}
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Settings of a run of seconds: ten prompts, rewarded by the share of digits in a completion."""
+    lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(10)]
+    (tmp_path / "train.jsonl").write_text("".join(lines[:6]))
+    (tmp_path / "held_out.jsonl").write_text("".join(lines[6:]))
+    (tmp_path / "small_rewards.py").write_text(
+        "calls = 0\n"
+        "def digits(prompts, completions, records):\n"
+        "    return [sum(c in '0123456789' for c in text) / 2 for text in completions]\n"
+        "def fails_later(prompts, completions, records):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    return [float('nan') if calls > 5 else 0.5] * len(prompts)\n"
+        "def short(prompts, completions, records):\n"
+        "    return [1.0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield {
+        "out_dir": str(tmp_path / "runs"),
+        "train_file": str(tmp_path / "train.jsonl"),
+        "held_out_file": str(tmp_path / "held_out.jsonl"),
+        "reward": "small_rewards:digits",
+        "warm_start_steps": 0,
+        "prompts_per_step": 16,
+        "max_new_tokens": 2,
+        "steps": 3,
+    }
+    sys.modules.pop("small_rewards", None)
+
+
+def run(loop, settings, **changes):
+    train, kind = LOOPS[loop]
+    own = {"group_size": 4} if loop == "grpo" else {}
+    return train(kind(**{**own, **settings, **changes}))
+
+
+def rows(directory):
+    logged = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in logged]
+
+
+def weights(directory):
+    model, _ = load(str(latest(Path(directory) / "checkpoints")), "cpu")
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_reward_rises(small, loop):
+    many = {"grpo": {"group_size": 8}, "ppo": {"prompts_per_step": 128, "kl_coef": 0.001}}[loop]
+    summary = run(loop, small, steps=25, learning_rate=2e-3, warmup_steps=0, **many)
+    logged = rows(summary.directory)
+    assert logged[1]["reward"] < 0.3
+    assert logged[-1]["reward"] > 0.7
+    assert summary.held_out[1] > 0.7
+    assert {"config.json", "metrics.jsonl", "curves.png"} <= {
+        path.name for path in summary.directory.iterdir()
+    }
+    assert (summary.directory / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    expected = {"reward", "kl_old", "entropy", "clip_fraction", "length"}
+    expected |= {"explained_variance", "kl"} if loop == "ppo" else set()
+    assert expected <= logged[-1].keys()
+
+
+def test_the_warm_start_learns_the_answers():
+    torch.manual_seed(0)
+    model, tokenizer = load(None, "cpu")
+    records = [{"prompt": f"{i} =", "answer": str(i)} for i in range(10)]
+    prompts = encode(records, tokenizer, chat_template=False, max_tokens=9)
+    losses = list(
+        warm_start(model, tokenizer, prompts, GrpoConfig(warm_start_steps=60, warm_start_batch=32))
+    )
+    assert losses[0] > 4
+    assert losses[-1] < 1
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_resumed_run_gives_the_same_numbers_as_one_in_one_piece(small, loop):
+    small |= {"kl_coef": 0.05, "save_every": 100, "eval_every": 100}
+    whole = run(loop, small, name="whole", steps=6).directory
+    parts = run(loop, small, name="parts", steps=3).directory
+    run(loop, small, name="parts", steps=6, resume=True)
+    logged = rows(parts)
+    del logged[3]["held_out_reward"]  # measured because the first part ended there
+    assert logged == rows(whole)
+    one, other = weights(whole), weights(parts)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    state, again = (
+        torch.load(latest(path / "checkpoints") / "state.pt", weights_only=True)
+        for path in (whole, parts)
+    )
+    assert torch.equal(state["rng"]["torch"], again["rng"]["torch"])
+    for name, moments in state["optimizer"]["state"].items():
+        assert torch.equal(moments["exp_avg"], again["optimizer"]["state"][name]["exp_avg"])
+
+
+def test_two_runs_are_equal_and_another_seed_is_not(small):
+    first, second = (run("grpo", small).directory for _ in range(2))
+    assert (first.name, second.name) == ("grpo-1", "grpo-2")
+    assert rows(first) == rows(second)
+    assert rows(first) != rows(run("grpo", small, seed=1).directory)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo"])
+def test_micro_batches_do_not_change_the_step(small, objective):
+    small |= {"steps": 1, "learning_rate": 1e-4, "objective": objective, "minibatches": 2}
+    start = weights(run("grpo", small, name="one", micro_batch=64).directory)
+    split = weights(run("grpo", small, name="four", micro_batch=8).directory)
+    assert max(float((start[k] - split[k]).abs().max()) for k in start) <= 1e-6
+
+
+def test_a_model_is_trained_from_where_it_was_saved(small, tmp_path):
+    torch.manual_seed(5)
+    model, tokenizer = load(None, "cpu")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    small |= {"model": str(tmp_path / "model"), "steps": 1}
+    moved = weights(run("grpo", small).directory)
+    steps = [float((moved[k] - v).abs().max()) for k, v in model.state_dict().items()]
+    assert 0 < max(steps) < 0.01
+    with pytest.raises(ValueError, match="model must be a causal LM with its tokenizer"):
+        run("grpo", small, model=str(tmp_path / "nothing"))
+
+
+def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(small):
+    directory = run("grpo", small, name="a", steps=1).directory
+    before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match="already holds a run; continue it with --resume"):
+        run("grpo", small, name="a", steps=1)
+    with pytest.raises(ValueError, match="learning_rate must stay 0.0003 when a run is resumed"):
+        run("grpo", small, name="a", steps=2, resume=True, learning_rate=0.1)
+    with pytest.raises(ValueError, match="b holds no run"):
+        run("grpo", small, name="b", resume=True)
+    assert before == {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_a_reward_that_fails_later_leaves_a_checkpoint_to_go_on_from(small):
+    small |= {"reward": "small_rewards:fails_later", "name": "a", "save_every": 100}
+    with pytest.raises(RewardError, match="must be finite, got nan"):
+        run("grpo", small)  # two calls on trial, one on the held-out prompts, then two steps
+    directory = Path(small["out_dir"]) / "a"
+    assert latest(directory / "checkpoints").name == "step-000002"
+    assert rows(directory)[-1]["step"] == 2
+    sys.modules["small_rewards"].calls = -100
+    assert run("grpo", small, resume=True).step == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": "small_rewards:short"}, "must return 2 numbers, got 1"),
+        ({"reward": "small_rewards:gone"}, "has no function 'gone'"),
+        ({"train_file": "gone.jsonl"}, "gone.jsonl cannot be read"),
+        ({"max_prompt_tokens": 2}, "max_prompt_tokens must cover"),
+    ],
+)
+def test_bad_input_is_found_before_any_work(small, change, message):
+    with pytest.raises(ValueError, match=message):
+        run("grpo", small, **change)
+    assert not list(Path(small["out_dir"]).rglob("metrics.jsonl"))
+
+
+def test_both_signals_are_noted_once_and_then_given_back():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(number)
+        with Interrupt() as interrupt:
+            assert not interrupt.requested
+            signal.raise_signal(number)
+            assert interrupt.requested
+            assert signal.getsignal(number) == before
+
+
+def test_ctrl_c_finishes_the_step_and_saves(small, tmp_path):
+    settings = small | {"steps": 100_000, "save_every": 100_000, "name": "a"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastrl.train.grpo", "--config", "config.json"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    metrics = Path(small["out_dir"]) / "a" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    step = rows(metrics.parent)[-1]["step"]
+    assert process.returncode == 130
+    assert f"stopped after step {step}; continue with --resume --name a" in out
+    assert latest(metrics.parent / "checkpoints").name == f"step-{step:06d}"
+    assert (metrics.parent / "curves.png").exists()
+
+
+def test_bad_settings_on_the_command_line_end_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grpo", "--steps", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        command(GrpoConfig, grpo.train)
+    assert capsys.readouterr().err == "error: steps must be at least 1, got 0\n"

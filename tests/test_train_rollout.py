@@ -1,0 +1,155 @@
+"""Sampling, and the log-probabilities of what was sampled."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fastrl import logits_policy_loss
+from fastrl.train.config import GrpoConfig
+from fastrl.train.gradients import rollout_logprobs
+from fastrl.train.metrics import MetricMeans, explained_variance
+from fastrl.train.models import load
+from fastrl.train.ppo import token_rewards
+from fastrl.train.prompts import encode
+from fastrl.train.rollout import completion_logits, completion_mask, generate
+
+RECORDS = [{"prompt": p} for p in ("7 + 5 =", "nine minus three =", "1")]
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer():
+    torch.manual_seed(3)
+    model, tokenizer = load(None, "cpu")
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] += 0.4 * torch.randn(128)
+        model.lm_head.weight.mul_(20)  # a policy that is far from uniform
+    return model, tokenizer
+
+
+def sample(model, tokenizer, **options):
+    prompts = encode(RECORDS, tokenizer, chat_template=False, max_tokens=32)
+    settings = {"max_new_tokens": 6, "temperature": 1.0, "group_size": 4} | options
+    return generate(model, tokenizer, prompts, **settings)
+
+
+def test_the_end_token_is_an_action_and_nothing_after_it():
+    ids = torch.tensor([[5, 1, 1, 7], [5, 6, 7, 8], [1, 5, 0, 0], [5, 2, 6, 1]])
+    assert completion_mask(ids, [1, 2]).tolist() == [
+        [True, True, False, False],
+        [True, True, True, True],
+        [True, False, False, False],
+        [True, True, False, False],
+    ]
+
+
+def test_samples_stop_at_the_end_token_and_are_padded(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    rollout, completions = sample(model, tokenizer, group_size=64)
+    ended = (rollout.token_ids == tokenizer.eos_token_id).any(1)
+    assert ended.any()
+    assert not ended.all()
+    assert rollout.mask[~ended].all()
+    for ids, mask, text in zip(rollout.token_ids, rollout.mask, completions, strict=True):
+        n = int(mask.sum())
+        assert mask[:n].all()
+        assert (ids[n:] == tokenizer.pad_token_id).all()
+        assert (ids[: n - 1] != tokenizer.eos_token_id).all()
+        assert tokenizer.decode(ids[:n], skip_special_tokens=True) == text
+
+
+def test_groups_are_consecutive_and_prompts_padded_on_the_left(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    rollout, _ = sample(model, tokenizer)
+    prompt_ids = rollout.input_ids[:, : -rollout.token_ids.shape[1]]
+    texts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
+    assert texts == [r["prompt"] for r in RECORDS for _ in range(4)]
+    assert rollout.attention_mask[:, prompt_ids.shape[1] - 1].all()
+
+
+def test_greedy_does_not_depend_on_the_padding_nor_draw(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    state = torch.get_rng_state()
+    _, together = sample(model, tokenizer, temperature=None, group_size=1)
+    assert torch.equal(state, torch.get_rng_state())
+    for record, completion in zip(RECORDS, together, strict=True):
+        alone = encode([record], tokenizer, chat_template=False, max_tokens=32)
+        assert generate(model, tokenizer, alone, max_new_tokens=6, temperature=None)[1] == [
+            completion
+        ]
+
+
+def test_old_logprobs_are_those_of_the_loss(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    rollout, _ = sample(model, tokenizer)
+    old = rollout_logprobs(model, rollout, GrpoConfig(micro_batch=5, temperature=0.7))
+    assert not old.requires_grad
+    loss = logits_policy_loss(
+        completion_logits(model, rollout),
+        rollout.token_ids,
+        torch.randn(len(old)),
+        rollout.mask,
+        temperature=0.7,
+        old_logprobs=old,
+    )
+    for name in ("ratio_mean", "ratio_max", "ratio_min"):
+        assert abs(loss.metrics[name].item() - 1) <= 1e-5
+    assert loss.metrics["kl_old"].item() <= 1e-8
+
+
+def test_samples_follow_the_logprobs_at_the_temperature(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    n = 500
+    for temperature in (0.5, 2.0):
+        rollout, _ = sample(
+            model, tokenizer, group_size=n, max_new_tokens=1, temperature=temperature
+        )
+        for k in range(len(RECORDS)):
+            one = rollout.rows(torch.tensor([k * n]))
+            p = (completion_logits(model, one)[0, 0] / temperature).softmax(-1)
+            drawn = rollout.token_ids[k * n : (k + 1) * n, 0]
+            seen = torch.bincount(drawn, minlength=len(p)) / n
+            assert (seen - p).abs().max() < 4 * (0.25 / n) ** 0.5
+
+
+def test_metrics_do_not_depend_on_micro_batches(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    rollout, _ = sample(model, tokenizer)
+    logits = completion_logits(model, rollout).detach()
+    old = rollout_logprobs(model, rollout, GrpoConfig()) + 0.3 * torch.randn(rollout.mask.shape)
+    advantages = torch.randn(len(old))
+
+    def measure(size):
+        means = MetricMeans()
+        for rows in torch.arange(len(old)).split(size):
+            part = rollout.rows(rows)
+            means.add(
+                logits_policy_loss(
+                    logits[rows],
+                    part.token_ids,
+                    advantages[rows],
+                    part.mask,
+                    old_logprobs=old[rows],
+                ).metrics
+            )
+        return means.read()
+
+    assert measure(5) == pytest.approx(measure(100), abs=1e-6)
+
+
+def test_rewards_of_ppo_lie_on_the_last_token():
+    mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
+    penalty = torch.full((3, 3), 0.5)
+    assert token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalty, mask).tolist() == [
+        [-0.5, 0.5, 0.0],
+        [-0.5, -0.5, 1.5],
+        [2.5, 0.0, 0.0],
+    ]
+
+
+def test_explained_variance():
+    returns, mask = torch.tensor([[0.0, 1.0, 9.0]]), torch.tensor([[True, True, False]])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.zeros(1, 3), returns, mask) == 0
+    assert explained_variance(-returns, returns, mask) == -3
+    assert explained_variance(returns, torch.ones(1, 3), mask) == 0
