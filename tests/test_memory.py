@@ -1,31 +1,15 @@
-"""Peak memory of the loss from logits, measured in a process of its own."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""Peak memory beyond inputs and gradients: a few per cent from logits, one chunk from hidden."""
 
 import pytest
+from measured import measured, needs_measuring
 
-from fastrl import native
+pytestmark = needs_measuring
+MEGA = 2**20
 
-STATUS = Path("/proc/self/status")
-pytestmark = [
-    pytest.mark.skipif(not STATUS.exists(), reason="needs Linux's /proc"),
-    pytest.mark.skipif(native.missing is not None, reason=str(native.missing)),
-]
-
-MEASURE = """
-import ctypes, json, sys, torch, fastrl
-from pathlib import Path
-
-rows, vocabulary, dtype, entropy_coef, layout = json.loads(sys.argv[1])
+FROM_LOGITS = """
+rows, vocabulary, dtype, entropy_coef, layout = case
 dtype = getattr(torch, dtype)
 objective = fastrl.Objective.preset("grpo", kl_coef=0.1, entropy_coef=entropy_coef)
-
-def status(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 def step(rows, vocabulary):
     wide = torch.randn(rows // 8 + 1, 8, vocabulary, dtype=dtype)
@@ -34,9 +18,7 @@ def step(rows, vocabulary):
     logits.requires_grad_()
     per_token = torch.full(logits.shape[:2], -5.0)
     token_ids = torch.randint(vocabulary, per_token.shape)
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
+    before = reset_peak()
     loss = fastrl.logits_policy_loss(
         logits, token_ids, per_token[:, 0], torch.ones_like(per_token),
         old_logprobs=per_token, ref_logprobs=per_token, objective=objective, backend="cpu",
@@ -48,21 +30,44 @@ step(16, 64)
 print(json.dumps(step(rows, vocabulary)))
 """
 
+FROM_HIDDEN = """
+rows, width, vocabulary, dtype, objective = case
+dtype = getattr(torch, dtype)
 
-def peak(*case):
-    """Bytes beyond logits and gradient, and bytes of the logits."""
-    command = [sys.executable, "-c", MEASURE, json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "clear_refs" in done.stderr:
-        pytest.skip("this system does not let a process reset its high-water mark")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def step(rows, vocabulary):
+    hidden = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    per_token = torch.full((rows,), -5.0)
+    token_ids = torch.randint(vocabulary, (rows,))
+    before = reset_peak()
+    fastrl.linear_policy_loss(
+        hidden, weight, token_ids, per_token, torch.ones_like(per_token), old_logprobs=per_token,
+        objective=objective, backend="cpu", cu_seqlens=torch.tensor([0, rows // 2, rows]),
+    ).loss.backward()
+    return status("VmHWM") - before
+
+step(16, 64)
+print(json.dumps(step(rows, vocabulary)))
+"""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
 @pytest.mark.parametrize("layout", ["contiguous", "slice"])
-def test_beyond_logits_and_gradient_at_most_two_percent(dtype, entropy_coef, layout):
+def test_from_logits_beyond_logits_and_gradient_at_most_two_percent(dtype, entropy_coef, layout):
     rows = 512 if dtype == "float32" else 1024
-    beyond, logits = peak(rows, 65536, dtype, entropy_coef, layout)
+    beyond, logits = measured(FROM_LOGITS, [rows, 65536, dtype, entropy_coef, layout])
     assert beyond <= 0.02 * logits, f"{beyond} bytes beside {logits} bytes of logits"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+def test_from_hidden_the_peak_is_flat_in_the_number_of_rows(dtype, objective):
+    width, vocabulary, few, many = 64, 65536, 2048, 16384
+    short = measured(FROM_HIDDEN, [few, width, vocabulary, dtype, objective])
+    long = measured(FROM_HIDDEN, [many, width, vocabulary, dtype, objective])
+    size = 4 if dtype == "float32" else 2
+    explained = (many - few) * (width * size + 64)  # the gradient of hidden, per-token tensors
+    assert long - short <= explained + 64 * MEGA, (short, long)
+    parameters = vocabulary * width * (4 + size)  # summed in float32, returned in its dtype
+    assert short <= 256 * MEGA + parameters + few * width * 8, short

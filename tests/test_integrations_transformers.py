@@ -1,0 +1,132 @@
+"""Log-probabilities through the LM head equal those of the model's own logits."""
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import Objective
+
+transformers = pytest.importorskip("transformers")
+from fastrl.integrations.transformers import last_hidden_states, lm_head  # noqa: E402
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.5,  # so that a softcap and a scale are felt
+}
+MODELS = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3 tied": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "olmo2": ("Olmo2Config", {}),
+    "gemma2": ("Gemma2Config", {"final_logit_softcapping": 30.0}),
+    "gemma3": ("Gemma3TextConfig", {"final_logit_softcapping": 20.0}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.0625}),
+    "cohere2": ("Cohere2Config", {"logit_scale": 0.25}),
+    "granite": ("GraniteConfig", {"logits_scaling": 16.0}),
+}
+
+
+def tiny(name):
+    kind, changes = MODELS[name]
+    config = getattr(transformers, kind)(**{**SMALL, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config).float()
+
+
+def through_the_head(model, input_ids, **options):
+    hidden = last_hidden_states(model, input_ids=input_ids)[:, :-1]
+    head = lm_head(model).arguments()
+    return fastrl.linear_token_logprobs(hidden, token_ids=input_ids[:, 1:], **head, **options)
+
+
+def through_the_logits(model, input_ids, temperature=1.0):
+    logits = model(input_ids=input_ids).logits[:, :-1].double() / temperature
+    return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_and_gradients_equal_those_of_the_models_own_logits(name):
+    model = tiny(name)
+    input_ids = torch.randint(3, 97, (2, 11))
+    grads = []
+    for function in (through_the_head, through_the_logits):
+        model.zero_grad()
+        logprobs = function(model, input_ids, temperature=0.8)
+        logprobs.sum().backward()
+        grads.append((logprobs.detach(), model.get_input_embeddings().weight.grad.clone()))
+    assert (grads[0][0] - grads[1][0]).abs().amax() <= 1e-4
+    torch.testing.assert_close(grads[0][1], grads[1][1], rtol=1e-3, atol=1e-3)
+
+
+def test_an_unknown_model_is_refused_by_name():
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)
+    )
+    with pytest.raises(ValueError, match=r"known type .*got GPT2LMHeadModel of type gpt2"):
+        lm_head(model)
+    with pytest.raises(ValueError, match="got Linear of type Linear"):
+        lm_head(torch.nn.Linear(2, 2))
+
+
+def adapted(**options):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=12, **options)
+    model = peft.get_peft_model(tiny("llama"), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"]},
+    ],
+)
+def test_adapters_on_the_head(options):
+    model = adapted(**options)
+    input_ids = torch.randint(3, 97, (2, 9))
+    grads = []
+    for function in (through_the_head, through_the_logits):
+        model.zero_grad()
+        function(model, input_ids).sum().backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_that_cannot_be_reproduced_are_refused():
+    with pytest.raises(ValueError, match=r"lora_dropout on the LM head must be 0 .*got 0.1"):
+        lm_head(adapted(target_modules=["lm_head"], lora_dropout=0.1).train())
+    with pytest.raises(ValueError, match="must be plain LoRA"):
+        lm_head(adapted(target_modules=["lm_head"], use_dora=True))
+
+
+def test_the_loss_runs_from_a_model():
+    model = tiny("qwen3 tied")
+    input_ids = torch.randint(3, 97, (2, 9))
+    loss = fastrl.linear_policy_loss(
+        last_hidden_states(model, input_ids=input_ids)[:, :-1],
+        token_ids=input_ids[:, 1:],
+        advantages=torch.tensor([1.0, -1.0]),
+        mask=torch.ones(2, 8),
+        objective=Objective.preset("dapo"),
+        **lm_head(model).arguments(),
+    ).loss
+    loss.backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
