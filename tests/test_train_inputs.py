@@ -1,5 +1,6 @@
 """What goes into a run: settings, prompts, rewards, the arithmetic task."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import fastrl.train
 from fastrl.train import arithmetic
 from fastrl.train.command_line import parse
 from fastrl.train.config import GrpoConfig, PpoConfig
@@ -91,6 +93,26 @@ def test_a_prompt_that_is_too_long_or_cannot_be_written_is_an_error():
         encode([{"prompt": "1 ∙ 1"}], tokenizer, chat_template=False, max_tokens=9)
     with pytest.raises(ValueError, match="chat_template: the tokenizer has none"):
         encode([{"prompt": "1"}], tokenizer, chat_template=True, max_tokens=9)
+
+
+def test_the_chat_template_wraps_a_prompt():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %} ->{% endif %}"
+    )
+    (prompt,) = encode([{"prompt": "1 + 1"}], tokenizer, chat_template=True, max_tokens=99)
+    assert tokenizer.decode(prompt.token_ids) == "user: 1 + 1 ->"
+
+
+@pytest.mark.parametrize("package", ["transformers", "matplotlib", "tqdm"])
+def test_a_missing_extra_is_named(monkeypatch, package):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else found(name)
+    )
+    with pytest.raises(ModuleNotFoundError, match=f"needs {package}; install it with: pip install"):
+        importlib.reload(fastrl.train)
 
 
 def test_exact_match():

@@ -28,7 +28,7 @@ TIMES = {"tokens_per_second"}
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Settings of a run of seconds: ten prompts, rewarded by the share of digits in a completion."""
+    """Settings of a run of seconds: ten prompts, rewarded by the digits in a completion."""
     lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(10)]
     (tmp_path / "train.jsonl").write_text("".join(lines[:6]))
     (tmp_path / "held_out.jsonl").write_text("".join(lines[6:]))
@@ -75,8 +75,8 @@ def weights(directory):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_reward_rises(small, loop):
-    many = {"grpo": {"group_size": 8}, "ppo": {"prompts_per_step": 128, "kl_coef": 0.001}}[loop]
-    summary = run(loop, small, steps=25, learning_rate=2e-3, warmup_steps=0, **many)
+    many = {"grpo": {"group_size": 4}, "ppo": {"prompts_per_step": 64, "kl_coef": 0.001}}[loop]
+    summary = run(loop, small, steps=15, learning_rate=3e-3, warmup_steps=0, **many)
     logged = rows(summary.directory)
     assert logged[1]["reward"] < 0.3
     assert logged[-1]["reward"] > 0.7
@@ -137,6 +137,12 @@ def test_micro_batches_do_not_change_the_step(small, objective):
     assert max(float((start[k] - split[k]).abs().max()) for k in start) <= 1e-6
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_bfloat16(small, loop):
+    logged = rows(run(loop, small, steps=1, precision="bfloat16").directory)
+    assert abs(logged[-1]["ratio_mean"] - 1) < 0.05
+
+
 def test_a_model_is_trained_from_where_it_was_saved(small, tmp_path):
     torch.manual_seed(5)
     model, tokenizer = load(None, "cpu")
@@ -155,7 +161,7 @@ def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(small):
     before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
     with pytest.raises(ValueError, match="already holds a run; continue it with --resume"):
         run("grpo", small, name="a", steps=1)
-    with pytest.raises(ValueError, match="learning_rate must stay 0.0003 when a run is resumed"):
+    with pytest.raises(ValueError, match="learning_rate must stay"):
         run("grpo", small, name="a", steps=2, resume=True, learning_rate=0.1)
     with pytest.raises(ValueError, match="b holds no run"):
         run("grpo", small, name="b", resume=True)

@@ -52,7 +52,7 @@ class RunConfig:
     max_new_tokens: int = _option(4, "Longest completion, its end token included.", least=1)
     temperature: float = _option(1.0, "Sampling temperature, in the loss as well.", above=0)
 
-    steps: int = _option(60, "Rounds of sampling and learning.", least=1)
+    steps: int = _option(120, "Rounds of sampling and learning.", least=1)
     epochs: int = _option(1, "Passes over the samples of a step.", least=1)
     minibatches: int = _option(2, "Optimizer steps per pass.", least=1)
     micro_batch: int = _option(

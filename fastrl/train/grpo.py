@@ -74,14 +74,15 @@ def train(config: GrpoConfig) -> Summary:
                 prompts = deal(
                     job.train, count=config.prompts_per_step, step=step, seed=config.seed
                 )
-                rollout, completions = generate(
-                    model,
-                    tokenizer,
-                    prompts,
-                    group_size=config.group_size,
-                    max_new_tokens=config.max_new_tokens,
-                    temperature=config.temperature,
-                )
+                with autocast(config, model):
+                    rollout, completions = generate(
+                        model,
+                        tokenizer,
+                        prompts,
+                        group_size=config.group_size,
+                        max_new_tokens=config.max_new_tokens,
+                        temperature=config.temperature,
+                    )
                 records = [p.record for p in prompts for _ in range(config.group_size)]
                 rewards = score(job.reward, records, completions).to(model.device)
                 groups = group_advantages(

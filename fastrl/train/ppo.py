@@ -23,7 +23,7 @@ from fastrl import (
 from fastrl.train import checkpoint
 from fastrl.train.command_line import run
 from fastrl.train.config import PpoConfig
-from fastrl.train.gradients import apply, minibatches, normalizer, rollout_logprobs
+from fastrl.train.gradients import apply, autocast, minibatches, normalizer, rollout_logprobs
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.metrics import MetricMeans, explained_variance
 from fastrl.train.prompts import deal
@@ -96,13 +96,14 @@ def train(config: PpoConfig) -> Summary:
                 # Sample a completion for each prompt.
                 count = config.prompts_per_step
                 prompts = deal(job.train, count=count, step=step, seed=config.seed)
-                rollout, completions = generate(
-                    model,
-                    tokenizer,
-                    prompts,
-                    max_new_tokens=config.max_new_tokens,
-                    temperature=config.temperature,
-                )
+                with autocast(config, model):
+                    rollout, completions = generate(
+                        model,
+                        tokenizer,
+                        prompts,
+                        max_new_tokens=config.max_new_tokens,
+                        temperature=config.temperature,
+                    )
                 mask = rollout.mask
                 records = [prompt.record for prompt in prompts]
                 rewards = score(job.reward, records, completions).to(model.device)

@@ -86,6 +86,8 @@ class RunLog:
 
     def write(self, row: Row) -> None:
         """Append a row and move the bar."""
+        if not self.rows:
+            self._bar.unpause()  # the warm start is no part of a step's time
         self.rows.append(row)
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -9,6 +9,7 @@ import torch
 
 from fastrl.train import arithmetic, checkpoint, models
 from fastrl.train.config import RunConfig
+from fastrl.train.gradients import autocast
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.prompts import Prompt, encode, read_jsonl
 from fastrl.train.rewards import RewardFunction, import_reward, score
@@ -90,13 +91,14 @@ def evaluate(job: Job, config: RunConfig) -> float:
     total = 0.0
     for start in range(0, len(job.held_out), 256):
         prompts = job.held_out[start : start + 256]
-        _, completions = generate(
-            job.model,
-            job.tokenizer,
-            prompts,
-            max_new_tokens=config.max_new_tokens,
-            temperature=None,
-        )
+        with autocast(config, job.model):
+            _, completions = generate(
+                job.model,
+                job.tokenizer,
+                prompts,
+                max_new_tokens=config.max_new_tokens,
+                temperature=None,
+            )
         total += float(score(job.reward, [prompt.record for prompt in prompts], completions).sum())
     checkpoint.set_rng_state(before)
     return total / len(job.held_out)
