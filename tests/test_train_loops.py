@@ -107,6 +107,10 @@ def test_a_resumed_run_gives_the_same_numbers_as_one_in_one_piece(small, loop):
     small |= {"kl_coef": 0.05, "save_every": 100, "eval_every": 100}
     whole = run(loop, small, name="whole", steps=6).directory
     parts = run(loop, small, name="parts", steps=3).directory
+    with (parts / "metrics.jsonl").open(
+        "a"
+    ) as file:  # as if killed in step 5, without a checkpoint
+        file.write('{"step": 4, "reward": 0.0}\n{"step": 5, "rew')
     run(loop, small, name="parts", steps=6, resume=True)
     logged = rows(parts)
     del logged[3]["held_out_reward"]  # measured because the first part ended there

@@ -73,7 +73,7 @@ class RunConfig:
         3e-3, "Learning rate of the supervised steps.", above=0
     )
 
-    eval_every: int = _option(10, "Steps between evaluations on the held-out prompts.", least=1)
+    eval_every: int = _option(5, "Steps between evaluations on the held-out prompts.", least=1)
     save_every: int = _option(50, "Steps between checkpoints.", least=1)
     keep_checkpoints: int = _option(2, "How many of the latest checkpoints stay.", least=1)
     device: str = _option("auto", "auto, cpu, cuda, ...: auto takes a GPU where there is one.")

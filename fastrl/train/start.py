@@ -81,7 +81,9 @@ def reference_model(job: Job, config: RunConfig) -> Any:
     if job.resumed_from is None:
         job.model.save_pretrained(path)
         return copy.deepcopy(job.model).requires_grad_(False)
+    before = checkpoint.rng_state()  # making a model may draw numbers, a copy does not
     frozen = type(job.model).from_pretrained(path, dtype=torch.float32)
+    checkpoint.set_rng_state(before)
     return frozen.to(job.model.device).eval().requires_grad_(False)
 
 
