@@ -18,6 +18,7 @@ from pathlib import Path
 
 import bench_gae
 import bench_group_advantages
+import bench_linear
 import bench_logits_policy_loss
 import bench_policy_loss
 import bench_token_stats
@@ -28,6 +29,7 @@ from timing import COPIES, Case, Timing, measure, ratio
 MODULES = (
     bench_token_stats,
     bench_logits_policy_loss,
+    bench_linear,
     bench_policy_loss,
     bench_gae,
     bench_group_advantages,

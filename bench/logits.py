@@ -19,18 +19,25 @@ def make_inputs(shape: Logits, dtype: torch.dtype, seed: int) -> Inputs:
     rows = (shape.sequences, shape.tokens)
     logits = torch.empty(*rows, shape.vocab, dtype=dtype).normal_(0, STD, generator=generator)
     token_ids = torch.randint(shape.vocab, rows, generator=generator)
-    log_odds = (torch.rand(rows, generator=generator) * 2 - 1) * 4.6
-    raised = math.log(shape.vocab) + STD**2 / 2 + log_odds
+    raised = raised_logits(shape.vocab, rows, generator)
     logits.scatter_(-1, token_ids[..., None], raised[..., None].to(dtype))
-    inputs = {
-        "logits": logits,
-        "token_ids": token_ids,
-        "advantages": torch.randn(rows[0], 1, generator=generator),
-        "mask": torch.ones(rows, dtype=torch.bool),  # no row is left out, as none is of the copy
+    inputs = {"logits": logits, "token_ids": token_ids}
+    return inputs | sampled(exact_logprobs(inputs), generator)
+
+
+def raised_logits(vocab: int, rows: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Logits whose token has a log-odds between -4.6 and 4.6 among normal ones."""
+    log_odds = (torch.rand(rows, generator=generator) * 2 - 1) * 4.6
+    return math.log(vocab) + STD**2 / 2 + log_odds
+
+
+def sampled(logprobs: torch.Tensor, generator: torch.Generator) -> Inputs:
+    """What a rollout brings along: advantages, a mask, slightly older log-probabilities."""
+    return {
+        "advantages": torch.randn(logprobs.shape[0], 1, generator=generator),
+        "mask": torch.ones_like(logprobs, dtype=torch.bool),  # nothing that could be left out
+        "old_logprobs": logprobs.float() + 0.1 * torch.randn(logprobs.shape, generator=generator),
     }
-    drift = 0.1 * torch.randn(rows, generator=generator)
-    inputs["old_logprobs"] = exact_logprobs(inputs).float() + drift
-    return inputs
 
 
 def eager_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

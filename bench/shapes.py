@@ -1,4 +1,4 @@
-"""Named shapes of real models, and the three selections the benchmarks run."""
+"""Named shapes of real models, in the selections that the benchmarks run."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,14 @@ class Logits(NamedTuple):
     name: str
     sequences: int
     tokens: int
+    vocab: int
+
+
+class Linear(NamedTuple):
+    name: str
+    sequences: int
+    tokens: int
+    hidden: int
     vocab: int
 
 
@@ -37,6 +45,12 @@ LOGITS = {
         Logits("Qwen2.5-7B", 4, 64, 152064),
         Logits("Gemma-3", 2, 64, 262144),
     ],
+}
+
+LINEAR = {
+    "smoke": [Linear("tiny", 2, 4, 16, 1000)],
+    "issue": [Linear("small", 4, 64, 1024, 32768)],
+    "models": [Linear("Qwen3-0.6B", 4, 64, 1024, 151936), Linear("Mistral-7B", 4, 64, 4096, 32768)],
 }
 
 TOKENS = {

@@ -24,6 +24,7 @@ ALLOWED = {
     "core": (CORE, {"torch"}),
     "reference": ({"reference", "objective"}, {"torch"}),
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
+    "integrations": ({"", "ops", "integrations"}, {"torch", "transformers"}),
     "train": (
         {"", "ops", "train", *CORE},
         {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm"},
@@ -32,9 +33,10 @@ ALLOWED = {
 EXTRAS = ("triton", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm")
 
 # The fused form is the composition of two references: it has no file of its own there. The linear
-# forms are loops over the others, in Python, for every device.
+# forms are loops over the others, in Python, for every device, tested and measured together.
 COMPOSED = {"logits_policy_loss", "linear_token_stats", "linear_policy_loss"}
 LOOPS = {"linear_token_stats", "linear_policy_loss"}
+TOGETHER = {"linear_token_stats": "linear", "linear_policy_loss": "linear"}
 
 PASS = re.compile(r"_(fwd|bwd)_?$")
 
@@ -105,8 +107,8 @@ def test_every_part_of_a_registered_op_exists(name):
     stem = name.removeprefix("fastrl::").removesuffix("_fwd")
     expected = [
         f"fastrl/ops/{stem}.py",
-        f"tests/test_{stem}.py",
-        f"bench/bench_{stem}.py",
+        f"tests/test_{TOGETHER.get(stem, stem)}.py",
+        f"bench/bench_{TOGETHER.get(stem, stem)}.py",
     ]
     if stem not in COMPOSED:
         expected.append(f"fastrl/reference/{stem}.py")
@@ -135,7 +137,7 @@ def public(kind):
 @pytest.mark.parametrize("name", public(inspect.isfunction))
 def test_every_public_function_has_a_test_file(name):
     stem = getattr(fastrl, name).__module__.rpartition(".")[2]
-    assert (ROOT / "tests" / f"test_{stem}.py").exists()
+    assert (ROOT / "tests" / f"test_{TOGETHER.get(stem, stem)}.py").exists()
 
 
 @pytest.mark.parametrize("name", public(inspect.isroutine) + public(inspect.isclass))
