@@ -102,7 +102,14 @@ def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
     result = tensor(name, value)
     if result.is_complex():
         raise TypeError(f"{name} must be bool, integer or float 0/1, got {result.dtype}")
-    return same_shape(name, result, like, like_name).to(torch.bool)
+    same_shape(name, result, like, like_name)
+    if result.dtype != torch.bool and can_read(result):
+        other = (result != 0) & (result != 1)
+        if bool(other.any()):
+            raise ValueError(
+                f"{name} must be bool, integer or float 0/1, got {result[other][0].item()}"
+            )
+    return result.to(torch.bool)
 
 
 def saveable(value: Tensor) -> Tensor:

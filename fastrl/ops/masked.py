@@ -72,6 +72,10 @@ def whiten(
         tensor([-1.,  0.,  1.,  0.])
     """
     flag("shift_mean", shift_mean)
+    if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"process_group must be a ProcessGroup or None, got {type(process_group).__name__}"
+        )
     values, valid = _masked(x.detach() if isinstance(x, Tensor) else x, mask)
 
     def total(part: Tensor) -> Tensor:

@@ -128,8 +128,8 @@ def weights_of(
             raise ValueError(
                 f"length_norm is needed for aggregation {aggregation} of packed tokens"
             )
-        length_norm = float(mask.shape[1]) if length_norm is None else length_norm
-        length_norm = positive("length_norm", length_norm or 1.0)
+        width = float(max(mask.shape[1], 1))
+        length_norm = width if length_norm is None else positive("length_norm", length_norm)
     elif length_norm is not None:
         raise ValueError(
             f"length_norm has no effect with aggregation {aggregation}; "
