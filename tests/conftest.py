@@ -24,6 +24,14 @@ def fixed_seed():
     torch.manual_seed(20260923)
 
 
+@pytest.fixture
+def poisoned_memory():
+    """Fill what `torch.empty` returns with NaN, so that a kernel that forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(params=["reference", "cpu"])
 def backend(request):
     """Name of the backend under test; the compiled one may be absent, except in CI."""

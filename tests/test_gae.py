@@ -24,6 +24,8 @@ from inputs import (
 
 import fastrl
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 nan = math.nan
 
 

@@ -12,6 +12,8 @@ from inputs import FLOAT_DTYPES, dtypes, seeds
 
 import fastrl
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 BASELINES = ("mean", "leave_one_out", "none")
 SCALES = ("group", "batch", "none")
 nan = math.nan

@@ -10,6 +10,8 @@ from policy_loss_cases import assert_exact, needed, pack, run
 
 from fastrl import Objective, RolloutCorrection
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CORRECTIONS = [
     RolloutCorrection(kind=kind, level=level, low=0.7, high=1.3)
     for kind in ("truncate", "mask")

@@ -27,6 +27,8 @@ from policy_loss_cases import assert_exact, pack, run
 import fastrl
 from fastrl.objective import PRESETS
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 DTYPES = (torch.float64, *FLOAT_DTYPES)
 METRICS = (
     "policy_loss kl kl_old entropy ratio_mean ratio_max ratio_min clip_low clip_high "

@@ -10,6 +10,8 @@ import fastrl
 from fastrl import Objective
 from fastrl.objective import PRESETS
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 FULL = Objective(kl_coef=0.1, entropy_coef=0.05)
 
 

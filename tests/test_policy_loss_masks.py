@@ -19,6 +19,8 @@ import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.objective import AGGREGATIONS, PRESETS
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 EVERYTHING = {
     "kl_coef": 0.1,
     "entropy_coef": 0.05,
