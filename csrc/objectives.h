@@ -9,8 +9,8 @@
 
 #if defined(__CUDACC__)
 #define FASTRL_HD __host__ __device__ __forceinline__
-#else
-#define FASTRL_HD inline
+#else  // never out of line: the CPU kernels compile these for several instruction sets
+#define FASTRL_HD inline __attribute__((always_inline))
 #endif
 
 namespace fastrl {

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "../check.h"
-#include "row_kernels.h"
+#include "kernels.h"
 
 namespace fastrl::cpu {
 namespace {
@@ -29,27 +29,27 @@ bool machine_has_avx2() {
 #endif
 }
 
-const RowKernels* choose() {
-  const RowKernels* avx512 = machine_has_avx512() ? row_kernels_avx512() : nullptr;
-  const RowKernels* avx2 = machine_has_avx2() ? row_kernels_avx2() : nullptr;
-  const RowKernels* plain = row_kernels_plain();
+const Kernels* choose() {
+  const Kernels* avx512 = machine_has_avx512() ? kernels_avx512() : nullptr;
+  const Kernels* avx2 = machine_has_avx2() ? kernels_avx2() : nullptr;
+  const Kernels* plain = kernels_plain();
   const char* asked = std::getenv("FASTRL_CPU_CAPABILITY");
   if (asked == nullptr || *asked == '\0') return avx512 ? avx512 : avx2 ? avx2 : plain;
   const std::string name = asked;
   STD_TORCH_CHECK(name == "avx512" || name == "avx2" || name == "plain",
                   "FASTRL_CPU_CAPABILITY must be avx512, avx2 or plain, got ", name);
-  const RowKernels* chosen = name == "avx512" ? avx512 : name == "avx2" ? avx2 : plain;
+  const Kernels* chosen = name == "avx512" ? avx512 : name == "avx2" ? avx2 : plain;
   STD_TORCH_CHECK(chosen != nullptr, "FASTRL_CPU_CAPABILITY is ", name,
                   ", which this machine does not have");
   return chosen;
 }
 
-std::string cpu_capability() { return row_kernels().capability; }
+std::string cpu_capability() { return kernels().capability; }
 
 }  // namespace
 
-const RowKernels& row_kernels() {
-  static const RowKernels* chosen = choose();  // when it throws, the next call tries again
+const Kernels& kernels() {
+  static const Kernels* chosen = choose();  // when it throws, the next call tries again
   return *chosen;
 }
 

@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "../check.h"
-#include "row_kernels.h"
+#include "kernels.h"
 
 namespace fastrl::cpu {
 

@@ -1,17 +1,5 @@
-// The two sweeps over a block of columns: sums of exponentials, and the gradient. Compiled once per
-// instruction set, by the row_blocks_*.cpp beside this file, which define FASTRL_ISA (namespace and
-// name of the table) and FASTRL_VEC_BYTES. No function of the standard library may be called here:
-// its inline code would be compiled for this instruction set and shared with the whole library.
-
-#define FASTRL_CAT(a, b) a##b
-#define FASTRL_NAME(prefix, isa) FASTRL_CAT(prefix, isa)
-#define FASTRL_TEXT_OF(x) #x
-#define FASTRL_TEXT(x) FASTRL_TEXT_OF(x)
-
-namespace fastrl::cpu {
-namespace FASTRL_ISA {
-
-#include "vec.h"
+// The two sweeps over a block of columns: sums of exponentials, and the gradient.
+// Included by isa.h only, inside the namespace of one instruction set.
 
 constexpr int kStep = 4 * kLanes;  // columns per iteration: two pairs of vectors
 // Bytes ahead: the hardware alone reaches little more than half the bandwidth of one core.
@@ -170,29 +158,3 @@ void block_gradient(const void* logits, void* grad_logits, int64_t n, const Logi
 }
 
 float lane_tanh(float x) { return squash(fill(x)).value[0]; }
-
-#define FASTRL_PARTIALS(T, softcap)                                                      \
-  {                                                                                      \
-    {block_partial<T, softcap, false, false>, block_partial<T, softcap, false, true>}, { \
-      block_partial<T, softcap, true, false>, block_partial<T, softcap, true, true>      \
-    }                                                                                    \
-  }
-#define FASTRL_GRADIENTS(T, softcap) \
-  {block_gradient<T, softcap, false>, block_gradient<T, softcap, true>}
-
-constexpr RowKernels kRowKernels = {
-    FASTRL_TEXT(FASTRL_ISA),
-    {{FASTRL_PARTIALS(float, false), FASTRL_PARTIALS(float, true)},
-     {FASTRL_PARTIALS(BFloat16, false), FASTRL_PARTIALS(BFloat16, true)},
-     {FASTRL_PARTIALS(Half, false), FASTRL_PARTIALS(Half, true)}},
-    {{FASTRL_GRADIENTS(float, false), FASTRL_GRADIENTS(float, true)},
-     {FASTRL_GRADIENTS(BFloat16, false), FASTRL_GRADIENTS(BFloat16, true)},
-     {FASTRL_GRADIENTS(Half, false), FASTRL_GRADIENTS(Half, true)}},
-    lane_tanh,
-};
-
-}  // namespace FASTRL_ISA
-
-const RowKernels* FASTRL_NAME(row_kernels_, FASTRL_ISA)() { return &FASTRL_ISA::kRowKernels; }
-
-}  // namespace fastrl::cpu

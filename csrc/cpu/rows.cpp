@@ -7,7 +7,7 @@ Rows::Rows(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
            double logit_softcap)
     : logits_(logits),
       scaling_(temperatures, temperature, logit_scale, logit_softcap),
-      kernels_(row_kernels()) {
+      kernels_(kernels()) {
   check_cpu(token_ids, "token_ids");
   check_dtype(token_ids, ScalarType::Long, "token_ids");
   STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == logits.size(0) &&

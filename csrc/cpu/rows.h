@@ -176,7 +176,7 @@ class Rows {
 
   Logits logits_;
   Scaling scaling_;
-  const RowKernels& kernels_;
+  const Kernels& kernels_;
   const int64_t* token_ids_;
   const bool* active_;
   int64_t num_active_ = 0;

@@ -1,5 +1,5 @@
 // Vectors of floats on the compiler's vector extensions: kVecBytes wide, the same code for every
-// instruction set. Included by row_blocks.h only, inside the namespace of one instruction set.
+// instruction set. Included by isa.h only, inside the namespace of one instruction set.
 
 constexpr int kVecBytes = FASTRL_VEC_BYTES;
 constexpr int kLanes = kVecBytes / 4;
@@ -178,6 +178,28 @@ FASTRL_INLINE vfloat exp2(vfloat t) {
   return p * float_of(bits_of(biased) << 23);
 }
 #endif
+
+// exp and expm1 to a few units in the last place, also next to 0: x = n ln 2 + r in two parts.
+struct Exponential {
+  vfloat value, minus_one;
+};
+FASTRL_INLINE Exponential exponential(vfloat x) {
+  constexpr float kMagic = 0x1.8p23f + 127.0f;
+  const vfloat bounded = at_most(fill(88.0f), at_least(fill(-87.0f), x));
+  const vfloat biased = bounded * 1.44269504f + kMagic;
+  const vfloat n = biased - kMagic;
+  const vfloat r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+  vfloat p = fill(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const vfloat growth = p * (r * r) + r;
+  const vfloat scale = float_of(bits_of(biased) << 23);
+  const vfloat value = growth * scale + scale;
+  return {where(x < -87.0f, vfloat{}, value), growth * scale + (scale - 1.0f)};
+}
 
 // tanh and its derivative 1 - tanh^2, both to a few units in the last place of the result.
 struct Squashed {

@@ -1,7 +1,8 @@
-// The row kernels for AVX-512.
+// The vector kernels for AVX-512.
+#include <cmath>
 #include <cstdint>
 
-#include "row_kernels.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -18,7 +19,7 @@
 
 #define FASTRL_ISA avx512
 #define FASTRL_VEC_BYTES 64
-#include "row_blocks.h"
+#include "isa.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -27,5 +28,5 @@
 #endif
 
 #else
-const fastrl::cpu::RowKernels* fastrl::cpu::row_kernels_avx512() { return nullptr; }
+const fastrl::cpu::Kernels* fastrl::cpu::kernels_avx512() { return nullptr; }
 #endif

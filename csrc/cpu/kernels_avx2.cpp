@@ -1,7 +1,8 @@
-// The row kernels for AVX2.
+// The vector kernels for AVX2.
+#include <cmath>
 #include <cstdint>
 
-#include "row_kernels.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -16,7 +17,7 @@
 
 #define FASTRL_ISA avx2
 #define FASTRL_VEC_BYTES 32
-#include "row_blocks.h"
+#include "isa.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -25,5 +26,5 @@
 #endif
 
 #else
-const fastrl::cpu::RowKernels* fastrl::cpu::row_kernels_avx2() { return nullptr; }
+const fastrl::cpu::Kernels* fastrl::cpu::kernels_avx2() { return nullptr; }
 #endif

@@ -29,25 +29,57 @@ struct GradientTerms {
   float constant, linear;
 };
 
-struct RowKernels {
+// The per-token inputs of the policy loss; those that may be absent are null.
+struct TokenInputs {
+  const float *logprobs, *advantages, *weights, *old_logprobs, *ref_logprobs, *entropy;
+  const bool* mask;
+  float* slope;
+  int ratio, kl_estimator;  // the enums of objectives.h
+  bool sequence_level;
+  float coefficients[10];
+};
+
+// Of a sequence that shares one ratio: the mean of its log-ratios, and the part of the slope that
+// every one of its tokens receives.
+struct SharedRatio {
+  float mean, slope;
+};
+
+// Sums over active tokens.
+struct TokenSums {
+  double policy, weighted_kl, weighted_entropy, kl, kl_old, entropy, ratio;
+  float ratio_max, ratio_min;
+  int64_t active, clip_low, clip_high, zero_grad;
+};
+
+struct Kernels {
   const char* capability;
   // [softcap][entropy][squares]
   using Partial = void (*)(const void* x, int64_t n, const LogitMap& map, BlockPartial* partial);
   Partial partial[kNumLogitsTypes][2][2][2];
-  // [softcap][linear term]; grad may be x.
+  // [softcap][linear term]; grad may be x
   using Gradient = void (*)(const void* x, void* grad, int64_t n, const LogitMap& map,
                             const GradientTerms& terms);
   Gradient gradient[kNumLogitsTypes][2][2];
   // tanh as the kernels compute it
   float (*tanh)(float x);
+
+  // Tokens [begin, end): loss, slope and metrics of each. `shared` only at sequence level.
+  void (*token_losses)(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared,
+                       TokenSums* sums);
+  // Sum of the log-ratios that a sequence averages (`sum`), and how many there are.
+  void (*sum_log_ratios)(const TokenInputs& in, int64_t begin, int64_t end, double* sum,
+                         int64_t* count);
+  // Sum of w f' at a sequence's mean log-ratio.
+  double (*sum_slopes)(const TokenInputs& in, int64_t begin, int64_t end, float mean);
 };
 
 // Null where the compiler's target has no such instructions.
-const RowKernels* row_kernels_avx512();
-const RowKernels* row_kernels_avx2();
-const RowKernels* row_kernels_plain();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx2();
+const Kernels* kernels_plain();
 
 // The best that this machine runs, or the one that FASTRL_CPU_CAPABILITY names.
-const RowKernels& row_kernels();
+const Kernels& kernels();
 
 }  // namespace fastrl::cpu
