@@ -195,7 +195,9 @@ OBJECTIVE = [
     ),
     ({"clip_low": 1.5}, ValueError, "clip_low must ... <= 1, got 1.5"),
     ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1, got 1.0"),
-    ({"delta": 0.9}, ValueError, "delta must be above 1 ... got 0.9"),
+    ({"delta": 0.9}, ValueError, "delta must be above 1 + clip_high = 1.2, got 0.9"),
+    ({"delta": 1.1}, ValueError, "delta must be above 1 + clip_high = 1.2, got 1.1"),
+    ({"delta": 1.2}, ValueError, "delta must be above 1 + clip_high = 1.2, got 1.2"),
     (
         {"sapo_temperature_neg": -1, "ratio": "sapo"},
         ValueError,

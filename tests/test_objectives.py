@@ -33,7 +33,7 @@ CASES = {
     "ppo_clip, no room": ("ppo_clip", {"clip_low": 0.0, "clip_high": 0.0}),
     "dual clip": ("ppo_clip", {"dual_clip": 3.0}),
     "delta": ("ppo_clip", {"delta": 4.0}),
-    "delta inside the clip": ("ppo_clip", {"delta": 1.1}),
+    "delta next to the clip": ("ppo_clip", {"delta": 1.3}),
     "dual clip and delta": ("ppo_clip", {"dual_clip": 2.0, "delta": 4.0}),
     "log ratio clamp": ("ppo_clip", {"log_ratio_clamp": 0.1}),
     "cispo": ("cispo", {"clip_low": 1.0, "clip_high": 4.0}),
