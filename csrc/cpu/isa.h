@@ -14,7 +14,7 @@ namespace fastrl::cpu {
 namespace FASTRL_ISA {
 
 #include "vec.h"
-//
+// the others build on it
 #include "policy_tokens.h"
 #include "row_blocks.h"
 
