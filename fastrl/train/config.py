@@ -52,13 +52,13 @@ class RunConfig:
     max_new_tokens: int = _option(4, "Longest completion, its end token included.", least=1)
     temperature: float = _option(1.0, "Sampling temperature, in the loss as well.", above=0)
 
-    steps: int = _option(120, "Rounds of sampling and learning.", least=1)
+    steps: int = _option(100, "Rounds of sampling and learning.", least=1)
     epochs: int = _option(1, "Passes over the samples of a step.", least=1)
-    minibatches: int = _option(2, "Optimizer steps per pass.", least=1)
+    minibatches: int = _option(4, "Optimizer steps per pass.", least=1)
     micro_batch: int = _option(
         256, "Sequences per forward and backward; changes memory, not results.", least=1
     )
-    learning_rate: float = _option(3e-4, "AdamW's, after the warm-up.", above=0)
+    learning_rate: float = _option(2e-4, "AdamW's, after the warm-up.", above=0)
     warmup_steps: int = _option(5, "Steps over which the learning rate rises from 0.", least=0)
     weight_decay: float = _option(0.0, "AdamW's.", least=0)
     max_grad_norm: float = _option(1.0, "Gradients are scaled down to this norm.", above=0)
@@ -140,9 +140,6 @@ class PpoConfig(RunConfig):
     """Proximal policy optimization with a value head: `fastrl.train.ppo`."""
 
     prompts_per_step: int = _option(512, "Prompts per step, one completion each.", least=1)
-    epochs: int = _option(1, "Passes over the samples of a step.", least=1)
-    minibatches: int = _option(4, "Optimizer steps per pass.", least=1)
-    learning_rate: float = _option(2e-4, "AdamW's, after the warm-up.", above=0)
     clip: float = _option(0.2, "Clip range of the policy's ratio.", above=0)
     value_clip: float | None = _option(0.2, "Clip range of the values; null for none.", above=0)
     value_coef: float = _option(0.5, "Weight of the value loss.", least=0)

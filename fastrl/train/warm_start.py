@@ -11,7 +11,7 @@ from fastrl.train.config import RunConfig
 from fastrl.train.prompts import Prompt, deal
 from fastrl.train.rollout import Rollout, completion_logits
 
-NEW_MODEL_STEPS = 500
+NEW_MODEL_STEPS = 700
 
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
