@@ -80,7 +80,8 @@ FASTRL_HD GmpoTerms<T, typename Math::Mask> gmpo_terms(T difference, T advantage
   const T clip = Math::where(above & (advantage > zero), one, Math::where(below, -one, zero));
   const auto inside = (difference >= -limit) & (difference <= limit);
   const typename Math::Mask moves =
-      inside & ((rises & (log_ratio <= high)) | (falls & (log_ratio >= low)));
+      (inside & ((rises & (log_ratio <= high)) | (falls & (log_ratio >= low)))) |
+      (difference != difference);
   return {Math::where(above, high, Math::where(below, low, log_ratio)), clip, moves};
 }
 
@@ -139,6 +140,8 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
     loss = -advantage * logprob;
     slope = -advantage;
   }
+  // Comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one.
+  slope = Math::where(loss == loss, slope, loss);
   return {loss, slope, clip, log_ratio, ratio};
 }
 
@@ -165,7 +168,8 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, T difference, const Coeffic
   const T bound = Math::fill(c.kl_clamp);
   const auto moves =
       (difference >= -limit) & (difference <= limit) & (value >= -bound) & (value <= bound);
-  return {clamp<Math>(value, -bound, bound), Math::where(moves, slope, zero)};
+  slope = Math::where(moves, slope, zero);
+  return {clamp<Math>(value, -bound, bound), Math::where(value == value, slope, value)};
 }
 
 }  // namespace fastrl

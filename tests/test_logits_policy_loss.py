@@ -313,3 +313,15 @@ def test_the_second_derivative_is_refused(backend):
     loss = fastrl.logits_policy_loss(logits, *rest, backend=backend).loss
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(loss, logits, create_graph=True)
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "a function"])
+def test_a_broken_token_is_seen_in_loss_and_gradient_and_stays_in_its_sequence(backend, name):
+    """Comparisons with NaN are false: without care a broken token passes for a clipped one."""
+    arguments = batch()
+    arguments["mask"] = torch.ones(B, T)
+    arguments["logits"][1, 2, 5] = math.nan
+    loss, _, grad = run(arguments, backend, OBJECTIVES[name])
+    assert torch.isnan(loss)
+    assert torch.isnan(grad[1, 2]).all()
+    assert torch.isfinite(grad[[0, 2]]).all()

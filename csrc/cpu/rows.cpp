@@ -78,6 +78,7 @@ Rows::Plan Rows::plan_gradient(int64_t row, const RowStats& stats, const RowGrad
   const double p = std::exp(stats.logprob);
   double gradient = -flow.logprob * std::expm1(stats.logprob) + flow.logsumexp * p;
   if (p != 0) gradient -= flow.entropy * (stats.logprob + stats.entropy) * p;
+  if (stats.logprob == -HUGE_VAL) gradient = 0;  // a logit of -inf excludes its token
   if (scaling_.softcap()) {
     const double x = logits_.value(row, token_ids_[row]);
     const double decay = std::exp(-2 * std::fabs(x * scaling_.squash()));

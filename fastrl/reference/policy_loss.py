@@ -60,6 +60,8 @@ def policy_loss(
         return loss, (torch.stack([loss, policy]), terms)
 
     slope, (sums, terms) = _slope(total, logprobs)
+    # comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one
+    slope = torch.where(mask & terms.policy.isnan(), terms.policy, slope)
     loss, policy = sums[0], sums[1]
     if objective.entropy_coef and entropy is not None:
         loss = loss - objective.entropy_coef * (entropy_weights * valid(entropy)).sum()
