@@ -69,6 +69,22 @@ def samples():
         (per_token(6), torch.tensor([5, -1, 5, 5, 9, -1]), 0, 1, 1, 0.0, 0.0, 1),
     )
 
+    hidden, weight = torch.randn(5, 8), torch.randn(37, 8)
+    lora = (torch.randn(37), torch.randn(2, 8), torch.randn(37, 2), 0.5)
+    tokens = (torch.randint(37, (5,)), torch.tensor([True] * 4 + [False]), None, 0.7, 1.0, 0.0)
+    for compact, head in ((True, (weight, None, None, None, 1.0)), (False, (weight, *lora))):
+        chunked = (hidden, *head, *tokens, 2, compact, "cpu")
+        needs = [True, True, head[1] is not None, head[1] is not None, False]
+        stats = torch.ops.fastrl.linear_token_stats_fwd(*chunked)
+        grads = (torch.randn(5), None, None)
+        yield "linear_token_stats_fwd", chunked
+        yield (
+            "linear_token_stats_bwd",
+            (*chunked, stats[5], stats[6], stats[1], *grads, needs),
+        )
+        of_row = [torch.randn(5), torch.rand(5) * tokens[1], torch.randn(5), torch.randn(5)]
+        yield "linear_policy_loss_fwd", (*chunked, *of_row, *OBJECTIVE, needs, True)
+
 
 @needs_extension
 def test_opcheck_of_every_operator():
@@ -125,7 +141,12 @@ def everything(logits, token_ids, advantages, mask, old, ref, backend):
     group = fastrl.group_advantages(advantages, group_size=2, backend=backend)
     white = fastrl.whiten(scan.advantages, mask)
     value = fastrl.value_loss(stats.logprobs, scan.returns, mask, old_values=old, clip=0.2)
-    total = result.loss + more.loss + value.loss
+    weight = logits[0, :1].detach().new_ones(11, logits.shape[-1])
+    hidden = fastrl.linear_policy_loss(
+        logits, weight, token_ids % 11, advantages, mask, old_logprobs=old, backend=backend
+    )
+    scored = fastrl.linear_token_logprobs(logits, weight, token_ids % 11, backend=backend)
+    total = result.loss + more.loss + value.loss + hidden.loss + scored.sum()
     return total, result.metrics["kl"] + more.metrics["ratio_max"] + white.sum(), group.advantages
 
 

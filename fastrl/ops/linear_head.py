@@ -104,11 +104,12 @@ class HeadGradients:
 
         A gradient that was not needed is an empty tensor.
         """
-        empty = self._head.weight.new_empty(0)
+        head = self._head
         return tuple(
-            empty if total is None else total.to(stored_dtype(parameter))
-            for total, parameter in zip(self._sums, self._head.parameters(), strict=True)
-            for parameter in [self._head.weight if parameter is None else parameter]
+            head.weight.new_empty(0)
+            if total is None or parameter is None
+            else total.to(stored_dtype(parameter))
+            for total, parameter in zip(self._sums, head.parameters(), strict=True)
         )
 
 

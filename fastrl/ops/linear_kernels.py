@@ -9,6 +9,7 @@ which costs more than the GEMM of the rows that it saves, so there they stay, ho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -283,5 +284,25 @@ def _store(stats: ChunkStats, part: Tensor | slice, found: ChunkStats) -> None:
         whole[part] = piece
 
 
+def _with_autograd_inside(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the reference backend differentiate inside an operator that a compiled graph calls."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+
+    @functools.wraps(operator)
+    def run(*arguments: Any) -> Any:
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        try:
+            return operator(*arguments)
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+    return run
+
+
 for _operator in (linear_token_stats_fwd, linear_token_stats_bwd, linear_policy_loss_fwd):
-    torch.library.impl(f"fastrl::{_operator.__name__}", "CompositeExplicitAutograd", _operator)
+    torch.library.impl(
+        f"fastrl::{_operator.__name__}",
+        "CompositeExplicitAutograd",
+        _with_autograd_inside(_operator),
+    )
