@@ -71,6 +71,8 @@ struct RowGradient {
   double logprob = 0, logsumexp = 0, entropy = 0;
 };
 
+constexpr int64_t kTaskBytes = int64_t{8} << 20;
+
 class Rows {
  public:
   Rows(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
@@ -111,7 +113,12 @@ class Rows {
     };
     const int64_t threads = torch::stable::get_num_threads();
     if (threads == 1 || blocks == 1 || num_active_ == 0 || num_active_ >= 4 * threads) {
-      const int64_t rows_at_once = std::max<int64_t>(1, 8 * kBlock / (logits_.vocabulary() + 1));
+      // Enough work for one task; threads that begin rows side by side in new memory would each
+      // clear the same large page, so there as much as spans several pages, and balance allows.
+      const int64_t fresh = grad ? kTaskBytes / (grad->row_bytes() + 1) : 0;
+      const int64_t rows_at_once =
+          std::max<int64_t>({1, 8 * kBlock / (logits_.vocabulary() + 1),
+                             std::min<int64_t>(fresh, logits_.rows() / (8 * threads))});
       for_each_range(logits_.rows(), rows_at_once, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) one_row(row);
       });
