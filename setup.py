@@ -8,6 +8,7 @@ FASTRL_BUILD=none   pure Python: the reference and Triton backends
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -60,6 +61,8 @@ def why_not() -> str:
     compiler = os.environ.get("CXX", "c++").split()[0]
     if not shutil.which(compiler):
         return f"there is no C++ compiler '{compiler}'"
+    # pip hides what is installed from an isolated build; the torch to build for is there
+    sys.path.append(sysconfig.get_path("purelib"))
     try:
         import torch.utils.cpp_extension  # noqa: F401
     except ImportError:

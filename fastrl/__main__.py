@@ -9,6 +9,7 @@ import torch
 
 import fastrl
 from fastrl.backend import BACKENDS, get_backend, unavailable
+from fastrl.native import cpu_capability
 
 
 def report() -> str:
@@ -20,7 +21,10 @@ def report() -> str:
     ]
     for name in BACKENDS[1:]:
         reason = unavailable(name)
-        lines.append(f"  {name:<10} {'usable' if reason is None else f'not usable: {reason}'}")
+        state = "usable" if reason is None else f"not usable: {reason}"
+        if name == "cpu" and reason is None:
+            state += f" ({cpu_capability()}, {torch.get_num_threads()} threads)"
+        lines.append(f"  {name:<10} {state}")
     return "\n".join(lines)
 
 

@@ -93,6 +93,8 @@ _SCHEMAS = {
         f"Tensor? ref_logprobs, {_OBJECTIVE}, bool[] needs, bool metrics) -> "
         f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),
+    # Which vector code the CPU kernels use here: avx512, avx2 or plain.
+    "cpu_capability": "() -> str",
     # For the tests: the scalar objective of the C++ header, point by point in float64.
     "objective_eval": (
         "(Tensor logprobs, Tensor log_ratio, Tensor advantages, Tensor ref_minus_logprob, "

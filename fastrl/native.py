@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import importlib
 
+import torch
+
 from fastrl import library as library
 
 #: One sentence on why the compiled backend cannot be used, or None when it can.
 missing: str | None = None
+
+
+def cpu_capability() -> str:
+    """Return which vector code the compiled CPU backend uses here: avx512, avx2 or plain."""
+    return str(torch.ops.fastrl.cpu_capability())
+
 
 try:
     importlib.import_module("fastrl._C")

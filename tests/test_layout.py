@@ -26,7 +26,7 @@ ALLOWED = {
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
     "integrations": ({"", "ops", "integrations"}, {"torch", "transformers"}),
     "train": (
-        {"", "ops", "train", *CORE},
+        {"", "ops", "integrations", "train", *CORE},
         {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm"},
     ),
 }

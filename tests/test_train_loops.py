@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from fastrl.train import grpo, ppo
 from fastrl.train.checkpoint import latest
 from fastrl.train.command_line import run as command
@@ -239,3 +241,16 @@ def test_bad_settings_on_the_command_line_end_in_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         command(GrpoConfig, grpo.train)
     assert capsys.readouterr().err == "error: steps must be at least 1, got 0\n"
+
+
+def test_a_head_that_the_linear_loss_does_not_know_is_refused_before_any_work(small, tmp_path):
+    _, tokenizer = load(None, "cpu")
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    small |= {"model": str(tmp_path / "gpt2"), "steps": 1}
+    with pytest.raises(ValueError, match=r'loss must be "logits" for this model.*gpt2'):
+        run("grpo", small)
+    run("grpo", small, loss="logits", name="by-logits")

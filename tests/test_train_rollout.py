@@ -5,14 +5,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fastrl import logits_policy_loss
+from fastrl import Objective, logits_policy_loss
 from fastrl.train.config import GrpoConfig
-from fastrl.train.gradients import rollout_logprobs
 from fastrl.train.metrics import MetricMeans, explained_variance
 from fastrl.train.models import load
+from fastrl.train.policy import policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.ppo import token_rewards
 from fastrl.train.prompts import encode
-from fastrl.train.rollout import completion_logits, completion_mask, generate
+from fastrl.train.rollout import completion_mask, generate
 
 RECORDS = [{"prompt": p} for p in ("7 + 5 =", "nine minus three =", "1")]
 
@@ -79,22 +79,52 @@ def test_greedy_does_not_depend_on_the_padding_nor_draw(model_and_tokenizer):
         ]
 
 
-def test_old_logprobs_are_those_of_the_loss(model_and_tokenizer):
+@pytest.mark.parametrize("route", ["linear", "logits"])
+def test_old_logprobs_are_those_of_the_loss(model_and_tokenizer, route):
     model, tokenizer = model_and_tokenizer
     rollout, _ = sample(model, tokenizer)
-    old = rollout_logprobs(model, rollout, GrpoConfig(micro_batch=5, temperature=0.7))
+    config = GrpoConfig(micro_batch=5, temperature=0.7, loss=route)
+    old = rollout_logprobs(model, rollout, config)
     assert not old.requires_grad
-    loss = logits_policy_loss(
-        completion_logits(model, rollout),
-        rollout.token_ids,
+    loss = policy_loss(
+        policy_outputs(model, rollout, config),
+        rollout,
+        config,
         torch.randn(len(old)),
-        rollout.mask,
-        temperature=0.7,
         old_logprobs=old,
+        objective=Objective.preset("grpo"),
+        normalizer=torch.tensor(len(old)),
     )
     for name in ("ratio_mean", "ratio_max", "ratio_min"):
         assert abs(loss.metrics[name].item() - 1) <= 1e-5
     assert loss.metrics["kl_old"].item() <= 1e-8
+
+
+def test_both_routes_give_the_same_loss_and_gradients(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    rollout, _ = sample(model, tokenizer)
+    torch.manual_seed(5)
+    advantages = torch.randn(len(rollout.mask))
+    outcomes = []
+    for route in ("linear", "logits"):
+        config = GrpoConfig(temperature=0.7, loss=route)
+        old = rollout_logprobs(model, rollout, config) + 0.1
+        outputs = policy_outputs(model, rollout, config)
+        assert (outputs.logits is None) == (route == "linear")
+        loss, metrics = policy_loss(
+            outputs,
+            rollout,
+            config,
+            advantages,
+            old_logprobs=old,
+            ref_logprobs=old,
+            objective=Objective.preset("dapo", kl_coef=0.1),
+            normalizer=rollout.mask.sum(),
+        )
+        model.zero_grad()
+        loss.backward()
+        outcomes.append((loss.detach(), metrics, [p.grad.clone() for p in model.parameters()]))
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-4, atol=1e-6)
 
 
 def test_samples_follow_the_logprobs_at_the_temperature(model_and_tokenizer):
@@ -106,7 +136,8 @@ def test_samples_follow_the_logprobs_at_the_temperature(model_and_tokenizer):
         )
         for k in range(len(RECORDS)):
             one = rollout.rows(torch.tensor([k * n]))
-            p = (completion_logits(model, one)[0, 0] / temperature).softmax(-1)
+            logits = policy_outputs(model, one, GrpoConfig(loss="logits")).logits
+            p = (logits[0, 0] / temperature).softmax(-1)
             drawn = rollout.token_ids[k * n : (k + 1) * n, 0]
             seen = torch.bincount(drawn, minlength=len(p)) / n
             assert (seen - p).abs().max() < 4 * (0.25 / n) ** 0.5
@@ -115,7 +146,7 @@ def test_samples_follow_the_logprobs_at_the_temperature(model_and_tokenizer):
 def test_metrics_do_not_depend_on_micro_batches(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     rollout, _ = sample(model, tokenizer)
-    logits = completion_logits(model, rollout).detach()
+    logits = policy_outputs(model, rollout, GrpoConfig(loss="logits")).logits.detach()
     old = rollout_logprobs(model, rollout, GrpoConfig()) + 0.3 * torch.randn(rollout.mask.shape)
     advantages = torch.randn(len(old))
 

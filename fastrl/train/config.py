@@ -77,6 +77,11 @@ class RunConfig:
     save_every: int = _option(50, "Steps between checkpoints.", least=1)
     keep_checkpoints: int = _option(2, "How many of the latest checkpoints stay.", least=1)
     device: str = _option("auto", "auto, cpu, cuda, ...: auto takes a GPU where there is one.")
+    loss: Literal["linear", "logits"] = _option(
+        "linear",
+        "linear: from hidden states and the LM head, never holding the logits; logits: from the "
+        "model's own logits, for heads that linear does not know.",
+    )
     precision: Literal["float32", "bfloat16"] = _option(
         "float32", "bfloat16: forward and backward under autocast; weights stay float32."
     )

@@ -1,4 +1,4 @@
-"""What surrounds the loss: old log-probabilities, minibatches, denominator, optimizer step."""
+"""What surrounds the loss: precision, minibatches, denominator, optimizer step."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -7,28 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl import token_logprobs
 from fastrl.train.config import RunConfig
-from fastrl.train.rollout import Rollout, completion_logits
 
 
 def autocast(config: RunConfig, model: Any) -> AbstractContextManager[Any]:
     """The precision of forward and backward."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
-
-
-@torch.no_grad()
-def rollout_logprobs(model: Any, rollout: Rollout, config: RunConfig) -> Tensor:
-    """Log-probabilities [N, T] of the sampled tokens, a micro-batch at a time."""
-    parts = []
-    for rows in torch.arange(len(rollout.mask)).split(config.micro_batch):
-        batch = rollout.rows(rows)
-        with autocast(config, model):
-            logits = completion_logits(model, batch)
-        parts.append(
-            token_logprobs(logits, batch.token_ids, temperature=config.temperature, mask=batch.mask)
-        )
-    return torch.cat(parts)
 
 
 def minibatches(samples: int, config: RunConfig) -> Iterator[Tensor]:

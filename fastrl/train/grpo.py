@@ -1,7 +1,7 @@
 """GRPO for causal language models: ``python -m fastrl.train.grpo``.
 
 A step samples a group of completions for each prompt, rewards them, and raises the probability of
-those that did better than their group, by `fastrl.logits_policy_loss` on the logits. Without
+those that did better than their group, by `fastrl.linear_policy_loss` on the hidden states. Without
 arguments a small new model learns to add and subtract; ``--help`` lists what can be set.
 """
 
@@ -9,16 +9,17 @@ import time
 
 import torch
 
-from fastrl import group_advantages, logits_policy_loss
+from fastrl import group_advantages
 from fastrl.train import checkpoint
 from fastrl.train.command_line import run
 from fastrl.train.config import GrpoConfig
-from fastrl.train.gradients import apply, autocast, minibatches, normalizer, rollout_logprobs
+from fastrl.train.gradients import apply, autocast, minibatches, normalizer
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.metrics import MetricMeans
+from fastrl.train.policy import policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.prompts import deal
 from fastrl.train.rewards import RewardError, score
-from fastrl.train.rollout import completion_logits, generate
+from fastrl.train.rollout import generate
 from fastrl.train.run_log import Summary
 from fastrl.train.start import begin, evaluate, prepare, reference_model
 
@@ -103,14 +104,11 @@ def train(config: GrpoConfig) -> Summary:
                     denominator = normalizer(rollout.mask[minibatch], objective.aggregation)
                     for rows in minibatch.split(config.micro_batch):
                         batch = rollout.rows(rows)
-                        with autocast(config, model):
-                            logits = completion_logits(model, batch)
-                        loss, measured = logits_policy_loss(
-                            logits,
-                            batch.token_ids,
+                        loss, measured = policy_loss(
+                            policy_outputs(model, batch, config),
+                            batch,
+                            config,
                             groups.advantages[rows],
-                            batch.mask,
-                            temperature=config.temperature,
                             old_logprobs=None if old is None else old[rows],
                             ref_logprobs=None if ref is None else ref[rows],
                             objective=objective,

@@ -15,7 +15,6 @@ from fastrl import (
     Objective,
     gae,
     kl_divergence,
-    logits_policy_loss,
     masked_mean,
     value_loss,
     whiten,
@@ -23,15 +22,16 @@ from fastrl import (
 from fastrl.train import checkpoint
 from fastrl.train.command_line import run
 from fastrl.train.config import PpoConfig
-from fastrl.train.gradients import apply, autocast, minibatches, normalizer, rollout_logprobs
+from fastrl.train.gradients import apply, autocast, minibatches, normalizer
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.metrics import MetricMeans, explained_variance
+from fastrl.train.policy import policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.prompts import deal
 from fastrl.train.rewards import RewardError, score
 from fastrl.train.rollout import generate
 from fastrl.train.run_log import Summary
 from fastrl.train.start import begin, evaluate, prepare, reference_model
-from fastrl.train.value_head import ValueHead, logits_and_values, rollout_values
+from fastrl.train.value_head import ValueHead, rollout_values
 
 
 def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
@@ -128,19 +128,18 @@ def train(config: PpoConfig) -> Summary:
                     denominator = normalizer(mask[minibatch], objective.aggregation)
                     for rows in minibatch.split(config.micro_batch):
                         batch = rollout.rows(rows)
-                        logits, values = logits_and_values(model, head, batch, config)
-                        policy = logits_policy_loss(
-                            logits,
-                            batch.token_ids,
+                        outputs = policy_outputs(model, batch, config)
+                        policy = policy_loss(
+                            outputs,
+                            batch,
+                            config,
                             advantages[rows],
-                            batch.mask,
-                            temperature=config.temperature,
                             old_logprobs=old[rows],
                             objective=objective,
                             normalizer=denominator,
                         )
                         critic = value_loss(
-                            values,
+                            head(outputs.states),
                             returns[rows],
                             batch.mask,
                             old_values=old_values[rows],

@@ -67,24 +67,3 @@ def completion_mask(token_ids: Tensor, end_ids: int | list[int]) -> Tensor:
     """True up to the first end token and on it: choosing to stop is an action as well."""
     ends = torch.isin(token_ids, torch.as_tensor(end_ids, device=token_ids.device))
     return ends.cumsum(1) - ends.long() == 0
-
-
-def forward(model: Any, rollout: Rollout, *, hidden: bool = False) -> Any:
-    """Run the model over the sequences; logits only where the completion is, and one before.
-
-    Positions count real tokens, so that a sequence's logits do not depend on how far it is padded.
-    """
-    positions = (rollout.attention_mask.cumsum(1) - 1).clamp(min=0)
-    return model(
-        input_ids=rollout.input_ids,
-        attention_mask=rollout.attention_mask,
-        position_ids=positions,
-        logits_to_keep=rollout.token_ids.shape[1] + 1,
-        output_hidden_states=hidden,
-        use_cache=False,
-    )
-
-
-def completion_logits(model: Any, rollout: Rollout) -> Tensor:
-    """Logits [N, T, V] that predict ``rollout.token_ids``."""
-    return forward(model, rollout).logits[:, :-1]  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from fastrl.train import arithmetic, checkpoint, models
 from fastrl.train.config import RunConfig
 from fastrl.train.gradients import autocast
 from fastrl.train.interrupt import Interrupt
+from fastrl.train.policy import check_head
 from fastrl.train.prompts import Prompt, encode, read_jsonl
 from fastrl.train.rewards import RewardFunction, import_reward, score
 from fastrl.train.rollout import generate
@@ -51,6 +52,7 @@ def prepare(config: RunConfig, loop: str) -> Job:
     model, tokenizer = models.load(
         str(resumed_from) if resumed_from else config.model, config.device
     )
+    check_head(model, config)
     train, held_out = (
         encode(
             some, tokenizer, chat_template=config.chat_template, max_tokens=config.max_prompt_tokens

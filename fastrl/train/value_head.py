@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.train.config import PpoConfig
-from fastrl.train.gradients import autocast
-from fastrl.train.rollout import Rollout, forward
+from fastrl.train.policy import policy_outputs
+from fastrl.train.rollout import Rollout
 
 
 class ValueHead(nn.Module):
@@ -25,18 +25,8 @@ class ValueHead(nn.Module):
         return self.outer(torch.relu(self.inner(hidden.float()))).squeeze(-1)  # type: ignore[no-any-return]
 
 
-def logits_and_values(
-    model: Any, head: ValueHead, rollout: Rollout, config: PpoConfig
-) -> tuple[Tensor, Tensor]:
-    """Logits [N, T, V] for the sampled tokens, values [N, T] of the states they were chosen in."""
-    with autocast(config, model):
-        out = forward(model, rollout, hidden=True)
-    states = out.hidden_states[-1][:, -rollout.token_ids.shape[1] - 1 : -1]
-    return out.logits[:, :-1], head(states)
-
-
 @torch.no_grad()
 def rollout_values(model: Any, head: ValueHead, rollout: Rollout, config: PpoConfig) -> Tensor:
     """Values [N, T], a micro-batch at a time."""
     rows = torch.arange(len(rollout.mask)).split(config.micro_batch)
-    return torch.cat([logits_and_values(model, head, rollout.rows(r), config)[1] for r in rows])
+    return torch.cat([head(policy_outputs(model, rollout.rows(r), config).states) for r in rows])

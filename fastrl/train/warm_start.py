@@ -2,14 +2,16 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fastrl import masked_mean, token_logprobs
+from fastrl import masked_mean
 from fastrl.train.config import RunConfig
+from fastrl.train.policy import policy_logprobs, policy_outputs
 from fastrl.train.prompts import Prompt, deal
-from fastrl.train.rollout import Rollout, completion_logits
+from fastrl.train.rollout import Rollout
 
 NEW_MODEL_STEPS = 700
 
@@ -53,14 +55,14 @@ def warm_start(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.warm_start_learning_rate, betas=(0.9, 0.98), weight_decay=0.1
     )
+    plain = replace(config, temperature=1.0)  # that is for sampling
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = config.warm_start_learning_rate * min((step + 1) / 20, 1 - step / steps)
         drawn = deal(pairs, count=config.warm_start_batch, step=step, seed=config.seed)
         texts = [random.choice(demonstrations) for _, demonstrations in drawn]
         target = answered(tokenizer, [prompt for prompt, _ in drawn], texts, model.device)
-        logits = completion_logits(model, target)
-        logprobs = token_logprobs(logits, target.token_ids, mask=target.mask)
+        logprobs = policy_logprobs(policy_outputs(model, target, plain), target, plain)
         loss = -masked_mean(logprobs, target.mask)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
