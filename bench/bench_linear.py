@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -34,6 +35,8 @@ def _case(shape: Linear, dtype: torch.dtype) -> Case:
             _fastrl("cpu"),
             _torch("eager", "eager", eager),
             _torch("torch.compile", "compile", torch.compile(eager)),
+            Provider("three bare GEMMs", "floor", bare_gemms),
+            *([_trl()] if importlib.util.find_spec("trl") else []),
         ],
         error=_error,
     )
@@ -62,6 +65,29 @@ def eager(hidden: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> to
     return eager_loss_sum(logits, *rest)
 
 
+def trl_loss(hidden, weight, token_ids, advantages, old_logprobs, mask):
+    """The clipped loss on the log-probabilities of TRL 1.16's chunked LM head."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    tile = 32768  # TRL's own default
+    found = ChunkedLogProbFunction.apply(
+        flat, weight, None, token_ids.reshape(-1), 1.0, tile, None, 1.0, ()
+    )
+    logprobs = found[0].view(token_ids.shape)
+    ratio = (logprobs - old_logprobs).exp()
+    bounded = ratio.clamp(0.8, 1.2)
+    return -(torch.minimum(ratio * advantages, bounded * advantages) * mask).sum() / mask.sum()
+
+
+def bare_gemms(inputs: Inputs) -> Gradients:
+    """Logits, gradient of hidden states, gradient of the head: the GEMMs alone, in float32."""
+    hidden = inputs["hidden"].float().flatten(0, 1)
+    weight = inputs["weight"].float()
+    logits = hidden @ weight.T
+    return logits @ weight, logits.T @ hidden
+
+
 def _leaves(inputs: Inputs) -> Gradients:
     return tuple(inputs[name].detach().requires_grad_() for name in ("hidden", "weight"))
 
@@ -83,6 +109,14 @@ def _fastrl(backend: str) -> Provider:
         return torch.autograd.grad(result.loss, leaves)
 
     return Provider(f"fastrl {backend}", f"fastrl {backend}", run)
+
+
+def _trl() -> Provider:
+    def run(inputs: Inputs) -> Gradients:
+        leaves = _leaves(inputs)
+        return torch.autograd.grad(trl_loss(*leaves, *(inputs[name] for name in REST)), leaves)
+
+    return Provider("TRL chunked", "peer", run)
 
 
 def _torch(name: str, kind: str, function: Callable[..., torch.Tensor]) -> Provider:

@@ -41,6 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 REQUIRED = {
     "token_stats": {"compile": 2.0, "eager": 4.0},
     "logits_policy_loss": {"compile": 5.0, "eager": 7.0, "floor": 2.5},
+    "linear_policy_loss": {"floor": 1.25, "peer": 2.5},
     "gae": {"loop": 200.0},
 }
 

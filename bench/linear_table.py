@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench_linear import _inputs, _leaves, eager
+from bench_linear import _inputs, _leaves, eager, trl_loss
 from memory import _peak, _reset_peak
 from shapes import Linear
 
@@ -90,18 +90,6 @@ def loss_of(provider: str) -> Loss:
         return trl_loss
     whole = torch.compile(eager) if provider == "torch.compile" else eager
     return lambda *inputs: whole(*inputs) / inputs[-1].sum()
-
-
-def trl_loss(hidden, weight, token_ids, advantages, old_logprobs, mask):
-    """The clipped loss on the log-probabilities of TRL 1.16's chunked LM head."""
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    found = ChunkedLogProbFunction.apply(flat, weight, token_ids.reshape(-1))
-    logprobs = (found[0] if isinstance(found, tuple) else found).view(token_ids.shape)
-    ratio = (logprobs - old_logprobs).exp()
-    bounded = ratio.clamp(0.8, 1.2)
-    return -(torch.minimum(ratio * advantages, bounded * advantages) * mask).sum() / mask.sum()
 
 
 def _measure(options: argparse.Namespace, provider: str, rows: int) -> dict[str, float]:

@@ -49,7 +49,7 @@ LOGITS = {
 
 LINEAR = {
     "smoke": [Linear("tiny", 2, 4, 16, 1000)],
-    "issue": [Linear("small", 4, 64, 1024, 32768)],
+    "issue": [Linear("small", 4, 256, 512, 32768), Linear("Qwen2.5-0.5B", 2, 256, 896, 151936)],
     "models": [Linear("Qwen3-0.6B", 4, 64, 1024, 151936), Linear("Mistral-7B", 4, 64, 4096, 32768)],
 }
 
