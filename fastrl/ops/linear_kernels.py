@@ -43,20 +43,46 @@ class LinearGradients(NamedTuple):
     lora_b: Tensor
 
 
-class LinearWalk:
-    """Hidden states `[N, H]`, a head and per-row inputs, visited a chunk at a time."""
+class LinearCall(NamedTuple):
+    """The arguments that every operator of the linear forms begins with, in their order."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: LinearHead,
-        rows: TokenRows,
-        chunk: int | None,
-        needs: list[bool],
-    ) -> None:
-        self.hidden, self.head, self.rows, self.needs = hidden, head, rows, needs
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    lora_scale: float
+    token_ids: Tensor
+    active: Tensor
+    temperatures: Tensor | None
+    temperature: float
+    logit_scale: float
+    logit_softcap: float
+    chunk_tokens: int | None
+    compact: bool
+    backend: str
+
+    @property
+    def head(self) -> LinearHead:
+        """The LM head."""
+        return LinearHead(*self[1:6], arithmetic_dtype(self.hidden, self.weight))
+
+    @property
+    def rows(self) -> TokenRows:
+        """What each row brings along."""
+        return TokenRows(*self[6:12])
+
+
+class LinearWalk:
+    """The rows of a call, visited a chunk at a time in one workspace."""
+
+    def __init__(self, call: LinearCall, needs: list[bool]) -> None:
+        """`needs` says whether hidden, weight, bias, lora_a, lora_b want a gradient."""
+        hidden, head = call.hidden, call.head
+        self.hidden, self.head, self.rows, self.needs = hidden, head, call.rows, needs
         self.total = hidden.shape[0]
-        self.size = max(1, min(chunk_size(chunk, head, trained=needs[1]), self.total))
+        size = chunk_size(call.chunk_tokens, head, trained=needs[1])
+        self.size = max(1, min(size, self.total))
         self._logits = hidden.new_empty((self.size, head.vocabulary), dtype=head.dtype)
         self._states = hidden.new_empty((self.size, hidden.shape[1]), dtype=head.dtype)
         self.parameters = HeadGradients(head, tuple(needs[1:]))
@@ -94,187 +120,93 @@ class LinearWalk:
 
 
 @torch.no_grad()
-def linear_token_stats_fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    token_ids: Tensor,
-    active: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float,
-    chunk_tokens: int | None,
-    compact: bool,
-    backend: str,
-) -> tuple[Tensor, ...]:
+def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the fields of `ChunkStats` for all rows, `[N]`; 0 at rows that are not active."""
-    head = _head(hidden, weight, bias, lora_a, lora_b, lora_scale)
-    rows = TokenRows(token_ids, active, temperatures, temperature, logit_scale, logit_softcap)
-    walk = LinearWalk(hidden, head, rows, chunk_tokens, [False] * 5)
-    stats = _no_stats(token_ids, head.dtype)
-    plan = plan_rows(active, active, compact=compact)
-    for part in walk.parts(plan.moving):
-        _, logits, given = walk.project(part)
-        _store(stats, part, chunk_stats(logits, given, backend))
+    call = LinearCall(*arguments)
+    walk = LinearWalk(call, [False] * 5)
+    stats = _no_stats(call)
+    for part in walk.parts(plan_rows(call.active, call.active, compact=call.compact).moving):
+        _, logits, rows = walk.project(part)
+        _store(stats, part, chunk_stats(logits, rows, call.backend))
     return tuple(stats)
 
 
 @torch.no_grad()
-def linear_token_stats_bwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    token_ids: Tensor,
-    active: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float,
-    chunk_tokens: int | None,
-    compact: bool,
-    backend: str,
-    row_max: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    """Project again, and return the gradients of hidden states and parameters."""
-    head = _head(hidden, weight, bias, lora_a, lora_b, lora_scale)
-    rows = TokenRows(token_ids, active, temperatures, temperature, logit_scale, logit_softcap)
-    walk = LinearWalk(hidden, head, rows, chunk_tokens, needs)
-    grads = (grad_logprobs, grad_entropy, grad_logsumexp)
-    moves = torch.zeros_like(active)
+def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
+    """Project again, and return the gradients of hidden states and parameters.
+
+    After the arguments of the forward come row_max, log_sum, entropy, the upstream gradients of
+    logprobs, entropy and logsumexp, and which gradients are needed.
+    """
+    call, rest = LinearCall(*arguments[:15]), arguments[15:]
+    row_max, log_sum, entropy, *grads, needs = rest
+    walk = LinearWalk(call, needs)
+    moves = torch.zeros_like(call.active)
     for grad in grads:
         moves = moves if grad is None else moves | (grad != 0)
-    saved = _no_stats(token_ids, head.dtype)._replace(
-        row_max=row_max, log_sum=log_sum, entropy=entropy
-    )
-    for part in walk.parts(plan_rows(active, moves, compact=compact).moving):
-        states, logits, given = walk.project(part)
+    saved = _no_stats(call)._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
+    for part in walk.parts(plan_rows(call.active, moves, compact=call.compact).moving):
+        states, logits, rows = walk.project(part)
         lp, h, lse = (None if grad is None else grad[part] for grad in grads)
         known = ChunkStats._make(stat[part] for stat in saved)
-        write_chunk_gradient(logits, given, known, (lp, h, lse), backend)
+        write_chunk_gradient(logits, rows, known, (lp, h, lse), call.backend)
         walk.add_gradients(part, logits, states)
     return tuple(walk.gradients())
 
 
-def linear_policy_loss_fwd(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    token_ids: Tensor,
-    active: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float,
-    chunk_tokens: int | None,
-    compact: bool,
-    backend: str,
-    advantages: Tensor,
-    weights: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    ratio: int,
-    kl_estimator: int,
-    coefficients: list[float],
-    needs: list[bool],
-    metrics: bool,
-) -> tuple[Tensor, ...]:
-    """Return logprobs, entropy and the gradients of the loss, one visit to every row."""
-    head = _head(hidden, weight, bias, lora_a, lora_b, lora_scale)
-    rows = TokenRows(token_ids, active, temperatures, temperature, logit_scale, logit_softcap)
-    kl_coef, entropy_coef = coefficients[6], coefficients[9]
+def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return logprobs, entropy and the gradients of the loss, one visit to every row.
+
+    After the arguments that the linear forms share come advantages, weights, old_logprobs,
+    ref_logprobs, ratio, kl_estimator, coefficients, which gradients are needed, and whether
+    rows without one are wanted for the metrics.
+    """
+    call, rest = LinearCall(*arguments[:15]), arguments[15:]
+    *objective, needs, metrics = rest
+    advantages, weights, coefficients = objective[0], objective[1], objective[6]
     moves = weights != 0
-    if kl_coef == 0 and entropy_coef == 0:
+    if coefficients[6] == 0 and coefficients[9] == 0:  # neither KL nor entropy moves a row
         moves &= advantages != 0
-    slope_of = kernel_slopes(
-        active,
-        advantages,
-        weights,
-        old_logprobs,
-        ref_logprobs,
-        ratio,
-        kl_estimator,
-        coefficients,
-        backend,
-    )
-    return linear_loss_pass(
-        hidden, head, rows, chunk_tokens, compact, backend, moves, slope_of, needs, metrics
-    )
+    slope_of = kernel_slopes(call.active, *objective, backend=call.backend)
+    return linear_loss_pass(call, moves, slope_of, needs, metrics=metrics)
 
 
 @torch.no_grad()
 def linear_loss_pass(
-    hidden: Tensor,
-    head: LinearHead,
-    rows: TokenRows,
-    chunk_tokens: int | None,
-    compact: bool,
-    backend: str,
-    moves: Tensor,
-    slope_of: SlopeOf,
-    needs: list[bool],
-    metrics: bool,
+    call: LinearCall, moves: Tensor, slope_of: SlopeOf, needs: list[bool], *, metrics: bool
 ) -> tuple[Tensor, ...]:
     """The single pass: statistics of every row, gradients through the rows that `moves` names."""
-    walk = LinearWalk(hidden, head, rows, chunk_tokens, needs)
-    trains = any(needs)
-    plan = plan_rows(rows.active, moves, compact=compact)
-    stats = _no_stats(rows.token_ids, head.dtype)
+    walk = LinearWalk(call, needs)
+    plan = plan_rows(call.active, moves, compact=call.compact)
+    stats = _no_stats(call)
     for part in walk.parts(plan.moving):
-        states, logits, given = walk.project(part)
-        found = chunk_stats(logits, given, backend)
+        states, logits, rows = walk.project(part)
+        found = chunk_stats(logits, rows, call.backend)
         _store(stats, part, found)
-        if not trains:
+        if not any(needs):
             continue
         slope, entropy_slope = slope_of(found.logprobs, found.entropy, part)
-        if compact and logits.device.type == "cpu":
+        if call.compact and logits.device.type == "cpu":
             moving = slope != 0 if entropy_slope is None else (slope != 0) | (entropy_slope != 0)
             kept = moving.nonzero()[:, 0]
             if kept.shape[0] < logits.shape[0]:
                 part = part[kept]
-                logits, states, given = keep_rows(logits, kept), states[kept], given.take(kept)
+                logits, states, rows = keep_rows(logits, kept), states[kept], rows.take(kept)
                 found = ChunkStats._make(stat[kept] for stat in found)
                 slope = slope[kept]
                 entropy_slope = None if entropy_slope is None else entropy_slope[kept]
         if logits.shape[0]:
-            write_chunk_gradient(logits, given, found, (slope, entropy_slope, None), backend)
+            write_chunk_gradient(logits, rows, found, (slope, entropy_slope, None), call.backend)
             walk.add_gradients(part, logits, states)
     if plan.resting is not None and metrics:
         for part in walk.parts(plan.resting):
-            _, logits, given = walk.project(part)
-            _store(stats, part, chunk_stats(logits, given, backend))
+            _, logits, rows = walk.project(part)
+            _store(stats, part, chunk_stats(logits, rows, call.backend))
     return (stats.logprobs, stats.entropy, *walk.gradients())
 
 
-def _head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-) -> LinearHead:
-    dtype = arithmetic_dtype(hidden, weight)
-    return LinearHead(weight, bias, lora_a, lora_b, lora_scale, dtype)
-
-
-def _no_stats(token_ids: Tensor, dtype: torch.dtype) -> ChunkStats:
-    zeros = [token_ids.new_zeros(token_ids.shape, dtype=dtype) for _ in range(7)]
+def _no_stats(call: LinearCall) -> ChunkStats:
+    zeros = [call.hidden.new_zeros(call.active.shape, dtype=call.head.dtype) for _ in range(7)]
     zeros[4] = zeros[4].to(torch.bool)
     return ChunkStats._make(zeros)
 

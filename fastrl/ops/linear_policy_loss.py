@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from fastrl.checks import flag
 from fastrl.objective import Objective, TokenLoss
 from fastrl.ops.known_gradient import with_gradients
 from fastrl.ops.linear_head import LinearHead
-from fastrl.ops.linear_kernels import linear_loss_pass
+from fastrl.ops.linear_kernels import LinearCall, linear_loss_pass
 from fastrl.ops.linear_token_stats import (
     ChunkOptions,
     Lora,
@@ -229,18 +231,9 @@ def _custom_pass(
         )
         return slope[0], -coefficient * chosen if coefficient else None
 
-    return linear_loss_pass(
-        hidden,
-        head,
-        token_rows(rows),
-        options.chunk_tokens,
-        options.compact,
-        options.backend,
-        (weights != 0).reshape(-1),
-        slope_of,
-        needs,
-        metrics,
-    )
+    shared: tuple[Any, ...] = (*head.parameters(), head.lora_scale, *token_rows(rows), *options)
+    call = LinearCall(hidden, *shared)
+    return linear_loss_pass(call, (weights != 0).reshape(-1), slope_of, needs, metrics=metrics)
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

@@ -23,6 +23,7 @@ def kernel_slopes(
     ratio: int,
     kl_estimator: int,
     coefficients: list[float],
+    *,
     backend: str,
 ) -> Callable[[Tensor, Tensor, Tensor | slice], tuple[Tensor, Tensor | None]]:
     """Return a function (logprobs, entropy, rows) -> slopes of both, for objectives per token.
