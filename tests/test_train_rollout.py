@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("transformers")
 
 from fastrl import Objective, logits_policy_loss
+from fastrl import policy_loss as policy_loss_of_logprobs
 from fastrl.train.config import GrpoConfig
+from fastrl.train.gradients import normalizer
 from fastrl.train.metrics import MetricMeans, explained_variance
 from fastrl.train.models import load
 from fastrl.train.policy import policy_loss, policy_outputs, rollout_logprobs
@@ -184,3 +186,32 @@ def test_explained_variance():
     assert explained_variance(torch.zeros(1, 3), returns, mask) == 0
     assert explained_variance(-returns, returns, mask) == -3
     assert explained_variance(returns, torch.ones(1, 3), mask) == 0
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "sapo"])
+def test_the_normalizer_makes_gradients_of_micro_batches_add_up(preset):
+    """The sum over any split is the gradient of the whole batch, also where sequences are empty."""
+    lengths = torch.tensor([5, 1, 0, 7, 2, 0, 3, 7])
+    mask = torch.arange(7) < lengths[:, None]
+    old, advantages = torch.randn(8, 7), torch.randn(8)
+    objective = GrpoConfig(objective=preset, max_new_tokens=7).policy_objective()
+
+    def gradient(rows_of_parts, denominator):
+        logprobs = (old + 0.1).requires_grad_()
+        for rows in rows_of_parts:
+            policy_loss_of_logprobs(
+                logprobs[rows],
+                advantages[rows],
+                mask[rows],
+                old_logprobs=old[rows],
+                objective=objective,
+                normalizer=denominator,
+            ).loss.backward()
+        return logprobs.grad
+
+    whole = gradient([torch.arange(8)], None)
+    for size in (1, 3, 8):
+        denominator = normalizer(mask, objective.aggregation)
+        split = gradient(torch.arange(8).split(size), denominator)
+        torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-7)
+    assert whole.abs().sum() > 0
