@@ -136,8 +136,14 @@ def test_a_reward_that_is_not_there(path, message):
     ("function", "message"),
     [
         (lambda prompts, completions, records: [1.0], "must return 2 numbers, got 1"),
-        (lambda prompts, completions, records: [1.0, float("nan")], "must be finite, got nan"),
+        (
+            lambda prompts, completions, records: [1.0, float("nan")],
+            "must be finite in.*got nan",
+        ),
+        (lambda prompts, completions, records: [1.0, 1e39], "must be finite in float32, got 1e"),
         (lambda prompts, completions, records: [1.0, "high"], "raised ValueError"),
+        (lambda prompts, completions, records: "01", "must return a sequence of numbers, got str"),
+        (lambda prompts, completions, records: {0: 1, 1: 2}, "sequence of numbers, got dict"),
         (lambda prompts, completions, records: 1 / 0, "raised ZeroDivisionError"),
     ],
 )

@@ -21,7 +21,7 @@ from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.models import load
 from fastrl.train.prompts import encode
-from fastrl.train.rewards import RewardError
+from fastrl.train.rewards import RewardError, score
 from fastrl.train.warm_start import warm_start
 
 LOOPS = {"grpo": (grpo.train, GrpoConfig), "ppo": (ppo.train, PpoConfig)}
@@ -176,13 +176,25 @@ def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(small):
 
 def test_a_reward_that_fails_later_leaves_a_checkpoint_to_go_on_from(small):
     small |= {"reward": "small_rewards:fails_later", "name": "a", "save_every": 100}
-    with pytest.raises(RewardError, match="must be finite, got nan"):
+    with pytest.raises(RewardError, match="must be finite in float32, got nan"):
         run("grpo", small)  # two calls on trial, one on the held-out prompts, then two steps
     directory = Path(small["out_dir"]) / "a"
     assert latest(directory / "checkpoints").name == "step-000002"
     assert rows(directory)[-1]["step"] == 2
     sys.modules["small_rewards"].calls = -100
     assert run("grpo", small, resume=True).step == 3
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradients_that_are_not_finite_stop_the_run_before_the_weights(small, loop, monkeypatch):
+    def spoiled(*arguments):
+        return score(*arguments) * float("inf")
+
+    monkeypatch.setattr(sys.modules[f"fastrl.train.{loop}"], "score", spoiled)
+    with pytest.raises(FloatingPointError, match="gradients of step 1 are not finite"):
+        run(loop, small, name="a")
+    saved = weights(Path(small["out_dir"]) / "a")
+    assert all(tensor.isfinite().all() for tensor in saved.values())
 
 
 @pytest.mark.parametrize(

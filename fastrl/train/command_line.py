@@ -43,11 +43,11 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
 def run(kind: type[Config], train: Callable[[Config], Summary]) -> None:
     """Parse, train, and say how it ended.
 
-    The exit status is 2 where the input was bad, 130 where the run was interrupted.
+    The exit status is 2 where the input or a gradient was bad, 130 where the run was interrupted.
     """
     try:
         summary = train(parse(kind))
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     sys.stdout.write(f"{summary}\n")

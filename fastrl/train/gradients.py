@@ -35,12 +35,17 @@ def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> flo
 
     Returns:
         The norm of the gradients before clipping.
+
+    Raises:
+        FloatingPointError: That norm is not finite; the weights are then as they were.
     """
     rate = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
     for group in optimizer.param_groups:
         group["lr"] = rate
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+    if not norm.isfinite():
+        raise FloatingPointError(f"the gradients of step {step + 1} are not finite")
     optimizer.step()
     optimizer.zero_grad()
     return float(norm)

@@ -36,6 +36,7 @@ def train(config: GrpoConfig) -> Summary:
     Raises:
         ValueError: Something in the input is wrong. A reward function that fails later on does so
             after a checkpoint.
+        FloatingPointError: The gradients are not finite, again after a checkpoint.
     """
     job = prepare(config, "grpo")
     log, model, tokenizer = job.log, job.model, job.tokenizer
@@ -136,7 +137,7 @@ def train(config: GrpoConfig) -> Summary:
                 log.write(row)
                 if step % config.save_every == 0:
                     save()
-        except RewardError:
+        except (RewardError, FloatingPointError):
             save()
             raise
         finally:

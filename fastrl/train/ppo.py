@@ -53,6 +53,7 @@ def train(config: PpoConfig) -> Summary:
     Raises:
         ValueError: Something in the input is wrong. A reward function that fails later on does so
             after a checkpoint.
+        FloatingPointError: The gradients are not finite, again after a checkpoint.
     """
     job = prepare(config, "ppo")
     log, model, tokenizer = job.log, job.model, job.tokenizer
@@ -166,7 +167,7 @@ def train(config: PpoConfig) -> Summary:
                 log.write(row)
                 if step % config.save_every == 0:
                     save()
-        except RewardError:
+        except (RewardError, FloatingPointError):
             save()
             raise
         finally:

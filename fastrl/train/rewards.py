@@ -1,8 +1,7 @@
 """Rewards: found by name, called on strings, and checked before they are believed."""
 
 import importlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,14 +59,20 @@ def score(function: RewardFunction, records: list[Record], completions: list[str
     """
     prompts = [record["prompt"] for record in records]
     try:
-        values = [float(value) for value in function(prompts, list(completions), records)]
+        returned = function(prompts, list(completions), records)
+        unordered = isinstance(returned, (str, bytes, Mapping))
+        values = [] if unordered else [float(value) for value in returned]
     except Exception as error:  # whatever a user's function raises
         raise RewardError(f"reward: raised {type(error).__name__}: {error}") from error
+    if unordered:
+        kind = type(returned).__name__
+        raise RewardError(f"reward: must return a sequence of numbers, got {kind}")
     if len(values) != len(completions):
         raise RewardError(f"reward: must return {len(completions)} numbers, got {len(values)}")
-    for value, prompt, completion in zip(values, prompts, completions, strict=True):
-        if not math.isfinite(value):
-            raise RewardError(
-                f"reward: must be finite, got {value} for {prompt!r} -> {completion!r}"
-            )
-    return torch.tensor(values, dtype=torch.float32)
+    rewards = torch.tensor(values, dtype=torch.float64).float()
+    for i in (~rewards.isfinite()).nonzero().flatten().tolist():
+        raise RewardError(
+            f"reward: must be finite in float32, got {values[i]} for "
+            f"{prompts[i]!r} -> {completions[i]!r}"
+        )
+    return rewards
