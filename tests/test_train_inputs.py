@@ -185,7 +185,8 @@ def test_bad_objectives():
         PpoConfig(gamma=2.0)
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = parse(GrpoConfig, ["--group-size", "4", "--clip_high", "0.3", "--resume"])
     assert (config.group_size, config.clip_high, config.resume) == (4, 0.3, True)
     file = tmp_path / "config.json"

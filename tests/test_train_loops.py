@@ -1,6 +1,7 @@
 """The loops from end to end: they learn, repeat, resume, and stop without losing anything."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastrl.train import grpo, ppo
+from fastrl.train import grpo, ppo, start
 from fastrl.train.checkpoint import latest
+from fastrl.train.command_line import parse
 from fastrl.train.command_line import run as command
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
@@ -88,7 +90,7 @@ def test_the_reward_rises(small, loop):
     }
     assert (summary.directory / "curves.png").read_bytes()[:4] == b"\x89PNG"
     expected = {"reward", "kl_old", "entropy", "clip_fraction", "length"}
-    expected |= {"explained_variance", "kl"} if loop == "ppo" else set()
+    expected |= {"explained_variance", "value_loss", "kl"} if loop == "ppo" else set()
     assert expected <= logged[-1].keys()
 
 
@@ -186,6 +188,21 @@ def test_a_reward_that_fails_later_leaves_a_checkpoint_to_go_on_from(small):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+def test_a_reward_that_fails_in_an_evaluation_leaves_the_row_of_the_step(small, loop):
+    small |= {"reward": "small_rewards:fails_later", "name": "a", "eval_every": 3}
+    with pytest.raises(RewardError, match="must be finite"):
+        run(loop, small)  # the sixth call is that of step 3, the seventh its evaluation
+    assert rows(Path(small["out_dir"]) / "a")[-1]["step"] == 2
+    sys.modules["small_rewards"].calls = 0
+    with pytest.raises(RewardError, match="must be finite"):
+        run(loop, small, name="b", eval_every=2)  # the sixth call evaluates step 2
+    last = rows(Path(small["out_dir"]) / "b")[-1]
+    assert last["step"] == 2
+    assert "reward" in last
+    assert latest(Path(small["out_dir"]) / "b" / "checkpoints").name == "step-000002"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_gradients_that_are_not_finite_stop_the_run_before_the_weights(small, loop, monkeypatch):
     def spoiled(*arguments):
         return score(*arguments) * float("inf")
@@ -200,7 +217,7 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_weights(small, lo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reward": "small_rewards:short"}, "must return 2 numbers, got 1"),
+        ({"reward": "small_rewards:short"}, "must return 6 numbers, got 1"),
         ({"reward": "small_rewards:gone"}, "has no function 'gone'"),
         ({"train_file": "gone.jsonl"}, "gone.jsonl cannot be read"),
         ({"max_prompt_tokens": 2}, "max_prompt_tokens must cover"),
@@ -246,6 +263,41 @@ def test_ctrl_c_finishes_the_step_and_saves(small, tmp_path):
     assert f"stopped after step {step}; continue with --resume --name a" in out
     assert latest(metrics.parent / "checkpoints").name == f"step-{step:06d}"
     assert (metrics.parent / "curves.png").exists()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_interrupted_in_the_warm_start_says_so_and_frees_its_name(small, loop, monkeypatch):
+    def interrupted(*_):
+        yield 1.0
+        signal.raise_signal(signal.SIGINT)
+        yield 1.0
+
+    monkeypatch.setattr(start, "warm_start", interrupted)
+    summary = run(loop, small, name="a", train_file=None, held_out_file=None)
+    assert summary.interrupted
+    assert str(summary) == "stopped in the warm start: nothing was kept"
+    assert not summary.directory.exists()
+
+
+def test_the_printed_continuation_continues_with_the_settings_of_the_run(small):
+    small |= {"seed": 1, "steps": 1}
+    summary = run("grpo", small, name="a b")
+    assert "resume" not in json.loads((summary.directory / "config.json").read_text())
+    hint = str(summary._replace(interrupted=True)).split("continue with ")[1].splitlines()[0]
+    config = parse(GrpoConfig, [*shlex.split(hint), "--steps", "2"])
+    assert (config.seed, config.steps, config.group_size) == (1, 2, 4)
+    assert grpo.train(config).step == 2
+    with pytest.raises(ValueError, match="seed must stay 1 when a run is resumed, got 2"):
+        grpo.train(parse(GrpoConfig, [*shlex.split(hint), "--seed", "2"]))
+
+
+def test_a_start_that_failed_is_no_run_to_resume(small):
+    directory = run("grpo", small, steps=1).directory
+    (directory.parent / "grpo-2").mkdir()
+    assert run("grpo", small, steps=2, resume=True).directory == directory
+    with pytest.raises(ValueError, match="max_prompt_tokens must cover"):
+        run("grpo", small, train_file=None, held_out_file=None, max_prompt_tokens=2, name="b")
+    assert not (directory.parent / "b").exists()
 
 
 def test_bad_settings_on_the_command_line_end_in_one_line(monkeypatch, capsys):

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from fastrl.train.config import RunConfig
-from fastrl.train.run_log import Summary
+from fastrl.train.run_log import SETTINGS, Summary, run_directory
 
 Config = TypeVar("Config", bound=RunConfig)
 
 
 def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
     """Make a config from the command line, on top of ``--config FILE`` where that is given.
+
+    With ``--resume``, the settings of the run that is resumed lie below both.
 
     Args:
         kind: The dataclass to fill; its fields are the options.
@@ -37,7 +39,15 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
         parser.add_argument(*flags, dest=f.name, help=f.metadata["help"] + default, **shape)
     typed = vars(parser.parse_args(arguments))
     file = typed.pop("config", None)
-    return kind(**({} if file is None else _settings(kind, file)) | typed)
+    given = ({} if file is None else _settings(kind, file)) | typed
+    if not given.get("resume"):
+        return kind(**given)
+    where = {key: given[key] for key in ("resume", "name", "out_dir") if key in given}
+    directory = run_directory(kind(**where), kind.loop)
+    if not (directory / SETTINGS).exists():
+        return kind(**given)
+    place = {"name": directory.name, "out_dir": str(directory.parent)}
+    return kind(**_settings(kind, str(directory / SETTINGS)) | given | place)
 
 
 def run(kind: type[Config], train: Callable[[Config], Summary]) -> None:

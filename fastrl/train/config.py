@@ -7,7 +7,7 @@ drift apart.
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from fastrl.objective import Objective
 
@@ -24,6 +24,8 @@ class RunConfig:
     Raises:
         ValueError: A field holds a value that cannot be used; the message begins with its name.
     """
+
+    loop: ClassVar[str]
 
     name: str | None = _option(None, "Name of the run; without one, the loop's name and a number.")
     out_dir: str = _option("runs", "Where runs are kept: files go to OUT_DIR/NAME.")
@@ -105,6 +107,8 @@ class RunConfig:
 class GrpoConfig(RunConfig):
     """Group relative policy optimization and its kin: `fastrl.train.grpo`."""
 
+    loop: ClassVar[str] = "grpo"
+
     prompts_per_step: int = _option(64, "Prompts per step.", least=1)
     group_size: int = _option(8, "Completions per prompt, compared with one another.", least=2)
     objective: str = _option(
@@ -143,6 +147,8 @@ class GrpoConfig(RunConfig):
 @dataclass
 class PpoConfig(RunConfig):
     """Proximal policy optimization with a value head: `fastrl.train.ppo`."""
+
+    loop: ClassVar[str] = "ppo"
 
     prompts_per_step: int = _option(512, "Prompts per step, one completion each.", least=1)
     clip: float = _option(0.2, "Clip range of the policy's ratio.", above=0)

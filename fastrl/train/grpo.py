@@ -47,9 +47,10 @@ def train(config: GrpoConfig) -> Summary:
     parts: dict[str, checkpoint.Stateful] = {"optimizer": optimizer}
 
     with Interrupt() as interrupt:
-        step = begin(job, config, parts, interrupt)
-        if interrupt.requested:
-            return log.summary(step, interrupted=True)
+        begun = begin(job, config, parts, interrupt)
+        if begun is None:
+            return log.summary(0, interrupted=True)
+        step = begun
         rng = checkpoint.rng_state()
         reference = reference_model(job, config) if config.kl_coef > 0 else None
 
@@ -132,9 +133,11 @@ def train(config: GrpoConfig) -> Summary:
                 }
                 if reference is None:
                     del row["kl"]  # there is nothing to be far from
-                if step % config.eval_every == 0 or step == config.steps:
-                    row["held_out_reward"] = evaluate(job, config)
-                log.write(row)
+                try:
+                    if step % config.eval_every == 0 or step == config.steps:
+                        row["held_out_reward"] = evaluate(job, config)
+                finally:
+                    log.write(row)
                 if step % config.save_every == 0:
                     save()
         except (RewardError, FloatingPointError):

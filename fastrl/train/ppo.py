@@ -69,9 +69,10 @@ def train(config: PpoConfig) -> Summary:
     parts: dict[str, checkpoint.Stateful] = {"optimizer": optimizer, "value_head": head}
 
     with Interrupt() as interrupt:
-        step = begin(job, config, parts, interrupt)
-        if interrupt.requested:
-            return log.summary(step, interrupted=True)
+        begun = begin(job, config, parts, interrupt)
+        if begun is None:
+            return log.summary(0, interrupted=True)
+        step = begun
         rng = checkpoint.rng_state()
         reference = reference_model(job, config) if config.kl_coef > 0 else None
 
@@ -125,6 +126,7 @@ def train(config: PpoConfig) -> Summary:
 
                 # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
                 metrics = MetricMeans()
+                value_losses = []
                 for minibatch in minibatches(len(rewards), config):
                     denominator = normalizer(mask[minibatch], objective.aggregation)
                     for rows in minibatch.split(config.micro_batch):
@@ -149,6 +151,7 @@ def train(config: PpoConfig) -> Summary:
                         )
                         (policy.loss + config.value_coef * critic.loss).backward()
                         metrics.add(policy.metrics)
+                        value_losses.append(critic.loss.detach())
                     norm = apply(optimizer, config, step)
 
                 step, rng = step + 1, checkpoint.rng_state()
@@ -157,14 +160,20 @@ def train(config: PpoConfig) -> Summary:
                     "reward": float(rewards.mean()),
                     **metrics.read(),
                     "kl": float(masked_mean(kl_divergence(old, ref), mask)),
+                    "value_loss": float(torch.stack(value_losses).sum())
+                    / (config.epochs * config.minibatches),
                     "explained_variance": explained_variance(old_values, returns, mask),
                     "length": float(mask.sum(1).float().mean()),
                     "grad_norm": norm,
                     "tokens_per_second": float(mask.sum()) / (time.perf_counter() - started),
                 }
-                if step % config.eval_every == 0 or step == config.steps:
-                    row["held_out_reward"] = evaluate(job, config)
-                log.write(row)
+                if reference is None:
+                    del row["kl"]  # there is nothing to be far from
+                try:
+                    if step % config.eval_every == 0 or step == config.steps:
+                        row["held_out_reward"] = evaluate(job, config)
+                finally:
+                    log.write(row)
                 if step % config.save_every == 0:
                     save()
         except (RewardError, FloatingPointError):

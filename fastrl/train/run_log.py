@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from fastrl.train.config import RunConfig
 from fastrl.train.curves import draw
 
 Row = dict[str, float]
+SETTINGS = "config.json"
 _MAY_CHANGE = {"resume", "name", "out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
 _ON_BAR = ("reward", "kl", "entropy", "clip_fraction", "tokens_per_second", "held_out_reward")
 
@@ -28,17 +31,20 @@ class Summary(NamedTuple):
     def __str__(self) -> str:
         """The lines to end with."""
         lines = []
-        if self.interrupted:
-            lines.append(
-                f"stopped after step {self.step}; "
-                f"continue with --resume --name {self.directory.name}"
-            )
+        if self.interrupted and not (self.directory / SETTINGS).exists():
+            lines.append("stopped in the warm start: nothing was kept")
+        elif self.interrupted:
+            options = ["--resume", "--name", self.directory.name]
+            if self.directory.parent != Path(RunConfig.out_dir):
+                options += ["--out_dir", str(self.directory.parent)]
+            lines.append(f"stopped after step {self.step}; continue with {shlex.join(options)}")
         if self.held_out is not None:
             before, after = self.held_out
             lines.append(
                 f"held-out reward, greedy: {before:.3f} before, {after:.3f} after {self.step} steps"
             )
-        return "\n".join([*lines, f"curves: {self.directory / 'curves.png'}"])
+        curves = self.directory / "curves.png"
+        return "\n".join([*lines, *([f"curves: {curves}"] if curves.exists() else [])])
 
 
 class RunLog:
@@ -70,7 +76,8 @@ class RunLog:
                 row for row in map(_parse, lines) if row is not None and row["step"] <= step
             ]
         _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
-        _replace(self._settings, json.dumps(asdict(self.config), indent=2) + "\n")
+        settings = {key: value for key, value in asdict(self.config).items() if key != "resume"}
+        _replace(self._settings, json.dumps(settings, indent=2) + "\n")
         self._bar = tqdm(
             total=self.config.steps, initial=step, desc=self.directory.name, unit="step"
         )
@@ -82,7 +89,7 @@ class RunLog:
 
     @property
     def _settings(self) -> Path:
-        return self.directory / "config.json"
+        return self.directory / SETTINGS
 
     def write(self, row: Row) -> None:
         """Append a row and move the bar."""
@@ -92,7 +99,9 @@ class RunLog:
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._bar.n = int(row["step"])
-        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in _ON_BAR if key in row})
+        kl = "kl" if "kl" in row else "kl_old"
+        shown = [kl if key == "kl" else key for key in _ON_BAR]
+        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in shown if key in row})
 
     def say(self, line: str) -> None:
         """Print a line without breaking the bar."""
@@ -104,6 +113,19 @@ class RunLog:
         path = self.directory / "curves.png"
         draw(self.rows, path)
         return path
+
+    def discard(self) -> None:
+        """Close the bar; where no step was logged nor saved, remove what `begin` wrote."""
+        self._bar.close()
+        if self.rows or self.checkpoints.exists():
+            return
+        data = self.directory / "data"
+        written = [self._settings, self.metrics, data / "train.jsonl", data / "held_out.jsonl"]
+        for path in written:
+            path.unlink(missing_ok=True)
+        for directory in (data, self.directory):
+            with suppress(OSError):  # it is not there, or holds what is not the run's
+                directory.rmdir()
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, by what was logged."""
@@ -137,7 +159,7 @@ def run_directory(config: RunConfig, loop: str) -> Path:
     taken = [
         int(m[1])
         for path in root.glob(f"{loop}-*")
-        if (m := re.fullmatch(rf"{loop}-(\d+)", path.name))
+        if (path / SETTINGS).exists() and (m := re.fullmatch(rf"{loop}-(\d+)", path.name))
     ]
     return root / f"{loop}-{max(taken, default=0) + (0 if config.resume and taken else 1)}"
 

@@ -41,12 +41,11 @@ def prepare(config: RunConfig, loop: str) -> Job:
     log = RunLog(config, loop)
     reward = import_reward(config.reward)
     if config.train_file is None or config.held_out_file is None:
-        files: tuple[str | Path, str | Path] = arithmetic.write(log.directory / "data", config.seed)
+        records = list(arithmetic.split(config.seed))
     else:
-        files = config.train_file, config.held_out_file
-    records = [read_jsonl(file) for file in files]
+        records = [read_jsonl(file) for file in (config.train_file, config.held_out_file)]
     for some in records:
-        score(reward, some[:2], ["" for _ in some[:2]])  # a reward that cannot work fails here
+        score(reward, some, [""] * len(some))  # a reward that cannot work fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
     checkpoint.seed_all(config.seed)
     model, tokenizer = models.load(
@@ -62,18 +61,31 @@ def prepare(config: RunConfig, loop: str) -> Job:
     return Job(log, model, tokenizer, train, held_out, reward, resumed_from)
 
 
-def begin(job: Job, config: RunConfig, parts: Mapping[str, Any], interrupt: Interrupt) -> int:
-    """Restore what is resumed from, or warm start; returns how many steps are done."""
+def begin(
+    job: Job, config: RunConfig, parts: Mapping[str, Any], interrupt: Interrupt
+) -> int | None:
+    """Restore what is resumed from, or warm start.
+
+    Returns:
+        How many steps are done; None if the warm start was interrupted and nothing is kept.
+    """
     if job.resumed_from is not None:
         step = checkpoint.restore(job.resumed_from, parts)
         job.log.begin(step)
         return step
     job.log.begin(0)
-    for i, loss in enumerate(warm_start(job.model, job.tokenizer, job.train, config), 1):
-        if interrupt.requested:
-            break
-        if i % 50 == 0:
-            job.log.say(f"warm start: step {i}, loss {loss:.3f}")
+    try:
+        if config.train_file is None:
+            arithmetic.write(job.log.directory / "data", config.seed)
+        for i, loss in enumerate(warm_start(job.model, job.tokenizer, job.train, config), 1):
+            if interrupt.requested:
+                job.log.discard()
+                return None
+            if i % 50 == 0:
+                job.log.say(f"warm start: step {i}, loss {loss:.3f}")
+    except BaseException:
+        job.log.discard()
+        raise
     return 0
 
 
