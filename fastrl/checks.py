@@ -27,10 +27,14 @@ def number(
     wanted = "finite"
     wanted += "" if low is None else f" and >= {low:g}"
     wanted += "" if high is None else f" and <= {high:g}"
+    try:
+        value = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be {wanted}, got an integer beyond any float") from None
     inside = (low is None or value >= low) and (high is None or value <= high)
     if not (math.isfinite(value) and inside):
         raise ValueError(f"{name} must be {wanted}, got {value}")
-    return float(value)
+    return value
 
 
 def positive(name: str, value: object) -> float:

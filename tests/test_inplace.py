@@ -101,3 +101,42 @@ def test_softmax_before_the_loss_works_without_the_permission(backend, function)
     x.grad = None
     losses("reference", False)[function](torch.softmax(x, -1), *rest).backward()
     torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_use_after_the_loss_notices(backend):
+    if backend == "reference":
+        pytest.skip("the reference never writes over the logits")
+    hidden, weight, token_ids, advantages, mask = case()
+    for later in (
+        lambda z: z.square().mean(),
+        lambda z: fastrl.token_logprobs(z, token_ids, backend=backend).sum(),
+    ):
+        logits = hidden @ weight
+        loss = fastrl.logits_policy_loss(
+            logits, token_ids, advantages, mask, inplace=True, objective="ppo", backend=backend
+        ).loss
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss + later(logits)).backward()
+
+
+@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+def test_a_view_of_a_leaf_is_refused(backend, function):
+    _, _, *rest = case()
+    leaf = torch.randn(1, 7, V, requires_grad=True)
+    with pytest.raises(ValueError, match="no view of a leaf"):
+        losses(backend, True)[function](leaf.view(7, V)[:6], *rest)
+
+
+def test_a_slice_of_wider_logits(backend):
+    """`logits[:, :-1]` is what trainers pass; the last position keeps its own gradient."""
+    hidden, weight = torch.randn(2, 4, 8), torch.randn(8, V, requires_grad=True)
+    token_ids, advantages, mask = torch.randint(V, (2, 3)), torch.randn(2), torch.ones(2, 3)
+    grads = []
+    for inplace in (False, True):
+        logits = hidden @ weight
+        last = logits[:, -1].sum()
+        loss = fastrl.logits_policy_loss(
+            logits[:, :-1], token_ids, advantages, mask, inplace=inplace, backend=backend
+        ).loss
+        grads.append(torch.autograd.grad(loss + last + logits[:, -1].sum(), weight)[0])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-7)

@@ -61,8 +61,8 @@ struct Kernels {
   using Gradient = void (*)(const void* x, void* grad, int64_t n, const LogitMap& map,
                             const GradientTerms& terms);
   Gradient gradient[kNumLogitsTypes][2][2];
-  // tanh as the kernels compute it
-  float (*tanh)(float x);
+  // tanh(by x) as the kernels compute it
+  float (*tanh)(float x, float by);
 
   // Tokens [begin, end): loss, slope and metrics of each. `shared` only at sequence level.
   void (*token_losses)(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared,

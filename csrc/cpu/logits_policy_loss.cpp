@@ -38,7 +38,8 @@ class TokenLoss {
     using Math = ScalarMath<double>;
     // rounded as it is returned, so that a ratio to logprobs of an earlier call is exactly 1
     const double logprob = static_cast<float>(stats.logprob), weight = weights_[row];
-    const double difference = old_ ? logprob - static_cast<double>(old_[row]) : 0.0;
+    const double on_policy = logprob == logprob ? 0.0 : logprob;
+    const double difference = old_ ? logprob - static_cast<double>(old_[row]) : on_policy;
     double slope = objective_terms<Math>(ratio_, difference, static_cast<double>(advantages_[row]),
                                          logprob, coefficients_)
                        .slope;

@@ -53,7 +53,9 @@ struct Tokens {
     logprob = load(in.logprobs);
     advantage = load(in.advantages);
     weight = load(in.weights);
-    difference = in.old_logprobs ? logprob - load(in.old_logprobs) : vfloat{};
+    // on policy the ratio is 1 by definition, but NaN stays NaN
+    difference = in.old_logprobs ? logprob - load(in.old_logprobs)
+                                 : where(logprob == logprob, vfloat{}, logprob);
   }
   FASTRL_INLINE vfloat load(const float* values) const {
     vfloat x{};

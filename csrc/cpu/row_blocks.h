@@ -32,10 +32,10 @@ struct Exponent {
 
   FASTRL_INLINE explicit Exponent(const LogitMap& map, float largest)
       : max(largest), multiplier(map.multiplier), squash_by(map.squash) {
-    if (kSoftcap) max = squash(fill(largest * squash_by)).value[0];
+    if (kSoftcap) max = squash(fill(largest), squash_by).value[0];
   }
   FASTRL_INLINE vfloat operator()(vfloat x) const {
-    if (kSoftcap) x = squash(x * squash_by).value;
+    if (kSoftcap) x = squash(x, squash_by).value;
     return (x - max) * multiplier;
   }
 };
@@ -116,12 +116,12 @@ struct Gradient {
         squash_by(map.squash),
         constant(terms.constant),
         linear(terms.linear) {
-    if (kSoftcap) max = squash(fill(max * squash_by)).value[0];
+    if (kSoftcap) max = squash(fill(max), squash_by).value[0];
   }
   FASTRL_INLINE vfloat operator()(vfloat x) const {
     vfloat derivative{};
     if (kSoftcap) {
-      const Squashed squashed = squash(x * squash_by);
+      const Squashed squashed = squash(x, squash_by);
       x = squashed.value;
       derivative = squashed.derivative;
     }
@@ -157,4 +157,4 @@ void block_gradient(const void* logits, void* grad_logits, int64_t n, const Logi
   }
 }
 
-float lane_tanh(float x) { return squash(fill(x)).value[0]; }
+float lane_tanh(float x, float by) { return squash(fill(x), by).value[0]; }

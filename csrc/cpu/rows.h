@@ -178,7 +178,7 @@ class Rows {
   Plan plan_gradient(int64_t row, const RowStats& stats, const RowGradient& flow) const;
   void write_gradient(const Plan& plan, int64_t block, const Logits& grad) const;
   float squashed(float x) const {
-    return scaling_.softcap() ? kernels_.tanh(x * scaling_.squash()) : x;
+    return scaling_.softcap() ? kernels_.tanh(x, scaling_.squash()) : x;
   }
 
   Logits logits_;

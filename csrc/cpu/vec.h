@@ -201,12 +201,13 @@ FASTRL_INLINE Exponential exponential(vfloat x) {
   return {where(x < -87.0f, vfloat{}, value), growth * scale + (scale - 1.0f)};
 }
 
-// tanh and its derivative 1 - tanh^2, both to a few units in the last place of the result; -inf
-// stays -inf.
+// tanh(by x) and its derivative 1 - tanh^2, both to a few units in the last place of the result;
+// x = -inf stays -inf.
 struct Squashed {
   vfloat value, derivative;
 };
-FASTRL_INLINE Squashed squash(vfloat u) {
+FASTRL_INLINE Squashed squash(vfloat x, float by) {
+  const vfloat u = x * by;
   const vuint sign = bits_of(u) & 0x80000000u;
   const vfloat magnitude = float_of(bits_of(u) ^ sign);
   const vfloat u2 = u * u;
@@ -219,7 +220,7 @@ FASTRL_INLINE Squashed squash(vfloat u) {
   const vfloat q = exp2(at_most(fill(60.0f), magnitude) * -2.885390081777927f);  // exp(-2 |u|)
   const vfloat far = float_of(bits_of((1.0f - q) / (1.0f + q)) | sign);
   const vint is_near = magnitude < 0.625f;
-  const vint is_excluded = u == fill(-HUGE_VALF);  // a logit of -inf stays -inf
-  return {where(is_excluded, u, where(is_near, near, far)),
+  const vint is_excluded = x == fill(-HUGE_VALF);  // a logit of -inf stays -inf
+  return {where(is_excluded, x, where(is_near, near, far)),
           where(is_near, 1.0f - near * near, 4.0f * q / ((1.0f + q) * (1.0f + q)))};
 }

@@ -59,7 +59,8 @@ def gae(
         truncated: 0/1, the shape of `rewards`: the trace ends, the value that follows is kept:
             `bootstrap_values[b, t]` where those are per token, else the next token's.
         bootstrap_values: what follows the last valid token, `[B]` (packed `[S]`), or per token
-            the value of the state after it, the shape of `rewards`; None is 0.
+            the value of the state after it, the shape of `rewards` (which wins where the two
+            shapes are the same); None is 0.
         cu_seqlens: int `[S + 1]`, where packed sequences begin and end; None is one sequence.
         backend: `auto`, or the backend to use.
 
@@ -168,12 +169,11 @@ def _bootstrap(
         return None
     value = floating("bootstrap_values", bootstrap_values).detach()
     on_device("bootstrap_values", value, rewards, "rewards")
-    if value.shape == rewards.shape and rewards.dim() == 2:
+    if value.shape == rewards.shape:  # per token comes first where the two shapes are one
+        value = value[None] if rewards.dim() == 1 else value
         return value.to(dtype).contiguous()
     if value.shape == (sequences,):
         return value.to(dtype).contiguous()
-    if value.shape == rewards.shape:
-        return value[None].to(dtype).contiguous()
     raise ValueError(
         f"bootstrap_values must have shape ({sequences},) or {tuple(rewards.shape)}, "
         f"got {tuple(value.shape)}"

@@ -42,6 +42,44 @@ class _KnownGradients(torch.autograd.Function):
         return (None, *found, *([None] * len(found)))
 
 
+def before_overwriting(logits: Tensor) -> Tensor:
+    """Return the logits as they hang in the graph now, to take the gradient once they are gone."""
+    return cast("Tensor", _Alias.apply(logits))  # type: ignore[no-untyped-call]
+
+
+def mark_overwritten(logits: Tensor) -> None:
+    """Tell autograd that the logits are gone: a gradient through any later use of them raises."""
+    _Overwritten.apply(logits)  # type: ignore[no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        ctx.set_materialize_grads(False)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        if grad is not None and bool((grad != 0).any()):
+            raise RuntimeError(
+                "the logits were modified by an inplace operation: inplace=True wrote the gradient "
+                "over them, and they were used again afterwards"
+            )
+        return grad
+
+
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """Return grad * factor, in place where nobody can ask for the gradient again."""
     if torch.compiler.is_compiling():

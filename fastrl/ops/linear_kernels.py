@@ -43,6 +43,19 @@ class LinearGradients(NamedTuple):
     lora_b: Tensor
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run in the dtypes that are given: autocast would round what is meant to be exact."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        first = arguments[0]
+        device = (first.hidden if isinstance(first, LinearCall) else first).device.type
+        with torch.autocast(device, enabled=False):
+            return function(*arguments, **options)
+
+    return run
+
+
 class LinearCall(NamedTuple):
     """The arguments that every operator of the linear forms begins with, in their order."""
 
@@ -119,6 +132,7 @@ class LinearWalk:
         return LinearGradients(self.grad_hidden, *self.parameters.results())
 
 
+@_without_autocast
 @torch.no_grad()
 def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the fields of `ChunkStats` for all rows, `[N]`; 0 at rows that are not active."""
@@ -131,6 +145,7 @@ def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(stats)
 
 
+@_without_autocast
 @torch.no_grad()
 def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Project again, and return the gradients of hidden states and parameters.
@@ -168,9 +183,10 @@ def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     if coefficients[6] == 0 and coefficients[9] == 0:  # neither KL nor entropy moves a row
         moves &= advantages != 0
     slope_of = kernel_slopes(call.active, *objective, backend=call.backend)
-    return linear_loss_pass(call, moves, slope_of, needs, metrics=metrics)
+    return tuple(linear_loss_pass(call, moves, slope_of, needs, metrics=metrics))
 
 
+@_without_autocast
 @torch.no_grad()
 def linear_loss_pass(
     call: LinearCall, moves: Tensor, slope_of: SlopeOf, needs: list[bool], *, metrics: bool
@@ -179,14 +195,20 @@ def linear_loss_pass(
     walk = LinearWalk(call, needs)
     plan = plan_rows(call.active, moves, compact=call.compact)
     stats = _no_stats(call)
-    for part in walk.parts(plan.moving):
+    selecting = call.compact and call.hidden.device.type == "cpu"
+    resting = [] if plan.resting is None or not metrics else walk.parts(plan.resting)
+    for trained, part in [
+        *((any(needs), part) for part in walk.parts(plan.moving)),
+        # a row without advantage has slope 0, unless it is broken: NaN must reach the gradient
+        *((any(needs) and selecting, part) for part in resting),
+    ]:
         states, logits, rows = walk.project(part)
         found = chunk_stats(logits, rows, call.backend)
         _store(stats, part, found)
-        if not any(needs):
+        if not trained:
             continue
         slope, entropy_slope = slope_of(found.logprobs, found.entropy, part)
-        if call.compact and logits.device.type == "cpu":
+        if selecting:
             moving = slope != 0 if entropy_slope is None else (slope != 0) | (entropy_slope != 0)
             kept = moving.nonzero()[:, 0]
             if kept.shape[0] < logits.shape[0]:
@@ -198,10 +220,6 @@ def linear_loss_pass(
         if logits.shape[0]:
             write_chunk_gradient(logits, rows, found, (slope, entropy_slope, None), call.backend)
             walk.add_gradients(part, logits, states)
-    if plan.resting is not None and metrics:
-        for part in walk.parts(plan.resting):
-            _, logits, rows = walk.project(part)
-            _store(stats, part, chunk_stats(logits, rows, call.backend))
     return (stats.logprobs, stats.entropy, *walk.gradients())
 
 

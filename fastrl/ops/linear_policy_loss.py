@@ -233,7 +233,8 @@ def _custom_pass(
 
     shared: tuple[Any, ...] = (*head.parameters(), head.lora_scale, *token_rows(rows), *options)
     call = LinearCall(hidden, *shared)
-    return linear_loss_pass(call, (weights != 0).reshape(-1), slope_of, needs, metrics=metrics)
+    moves = (weights != 0).reshape(-1)
+    return tuple(linear_loss_pass(call, moves, slope_of, needs, metrics=metrics))
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

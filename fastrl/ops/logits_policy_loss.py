@@ -8,7 +8,7 @@ from torch import Tensor
 from fastrl.backend import resolve
 from fastrl.checks import flag
 from fastrl.objective import Objective, TokenLoss
-from fastrl.ops.known_gradient import with_gradients
+from fastrl.ops.known_gradient import before_overwriting, mark_overwritten, with_gradients
 from fastrl.ops.policy_loss import (
     LossInputs,
     PolicyLoss,
@@ -68,8 +68,9 @@ def logits_policy_loss(
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
-        inplace: let the gradient be written over the logits, which saves a tensor of their size.
-            The logits are gone then; using them again in the graph raises.
+        inplace: let the gradient be written over the logits, which saves a tensor of their size
+            (a permission: the reference backend has no use for it). The logits are gone then;
+            a gradient through another use of them raises.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -108,7 +109,7 @@ def logits_policy_loss(
         refuse_unsafe_inplace("inplace", logits)
     chosen = resolve(backend, logits.device, logits.dtype)
     if chosen != "reference" and _in_one_pass(logits, inputs):
-        return _one_pass(rows, inputs, chosen, inplace=inplace)
+        return _one_pass(logits, rows, inputs, chosen, inplace=inplace)
     logprobs, entropy, *_ = stats_of_rows(rows, chosen, with_entropy=True, inplace_backward=inplace)
     return loss_of_logprobs(logprobs, entropy, inputs, "reference" if inputs.unable else chosen)
 
@@ -129,11 +130,11 @@ def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
     )
 
 
-def _one_pass(rows: Rows, inputs: LossInputs, backend: str, *, inplace: bool) -> PolicyLoss:
+def _one_pass(
+    given: Tensor, rows: Rows, inputs: LossInputs, backend: str, *, inplace: bool
+) -> PolicyLoss:
     logits = with_unit_vocabulary_stride(rows.logits)
-    own_memory = logits is rows.logits
     arguments = (
-        logits.detach(),
         *rows.kernel_arguments(),
         inputs.advantages,
         inputs.corrected_weights(inputs.weights),
@@ -141,12 +142,15 @@ def _one_pass(rows: Rows, inputs: LossInputs, backend: str, *, inplace: bool) ->
         inputs.ref_logprobs,
         *inputs.kernel_objective(),
     )
-    if inplace and own_memory and not torch.compiler.is_compiling():
-        logprobs, entropy = torch.ops.fastrl.logits_policy_loss_fwd_(*arguments)
-        # whoever else saved the logits must notice that they are gone
-        torch.autograd.graph.increment_version(rows.logits)
-        grad_logits = arguments[0]
+    if inplace and logits is rows.logits and not torch.compiler.is_compiling():
+        taker = before_overwriting(logits)
+        logprobs, entropy = torch.ops.fastrl.logits_policy_loss_fwd_(logits.detach(), *arguments)
+        mark_overwritten(given)
+        grad_logits = taker.detach()
     else:
-        logprobs, entropy, grad_logits = torch.ops.fastrl.logits_policy_loss_fwd(*arguments)
+        taker = logits
+        logprobs, entropy, grad_logits = torch.ops.fastrl.logits_policy_loss_fwd(
+            logits.detach(), *arguments
+        )
     loss, _, metrics = evaluate(logprobs, entropy, inputs, backend)
-    return PolicyLoss(with_gradients(loss, [(logits, grad_logits)]), named_metrics(metrics))
+    return PolicyLoss(with_gradients(loss, [(taker, grad_logits)]), named_metrics(metrics))

@@ -59,7 +59,7 @@ def as_rows(
     The linear forms pass hidden states as `logits`, say so in `name`, and give the vocabulary.
     """
     x = floating(name, logits)
-    ids = integer("token_ids", token_ids)
+    ids = integer("token_ids", token_ids).to(torch.int64)
     if ids.dim() not in (1, 2):
         raise ValueError(f"token_ids must have shape [B, T] or [N], got {tuple(ids.shape)}")
     if x.dim() != ids.dim() + 1 or x.shape[:-1] != ids.shape:
@@ -76,19 +76,21 @@ def as_rows(
     active = ids != ignore_index
     if mask is not None:
         active = active & as_mask("mask", mask, ids, "token_ids")
-    heat = _temperature(temperature, ids, active)
+    heat = _temperature(temperature, ids, active, x.dtype)
     scale = positive("logit_scale", logit_scale)
     softcap = None if logit_softcap is None else positive("logit_softcap", logit_softcap)
     if can_read(ids):
         _refuse_ids_outside(ids, active, vocabulary)
-    ids, active = saveable(ids.to(torch.int64)), saveable(active)
+    ids, active = saveable(ids), saveable(active)
     if ids.dim() == 1:
         x, ids, active = x[None], ids[None], active[None]
         heat = heat[None] if isinstance(heat, Tensor) else heat
     return Rows(x, ids, active, heat, scale, softcap)
 
 
-def _temperature(temperature: object, ids: Tensor, active: Tensor) -> float | Tensor:
+def _temperature(
+    temperature: object, ids: Tensor, active: Tensor, dtype: torch.dtype
+) -> float | Tensor:
     if not isinstance(temperature, Tensor):
         return positive("temperature", temperature)
     heat = floating("temperature", tensor("temperature", temperature))
@@ -105,7 +107,8 @@ def _temperature(temperature: object, ids: Tensor, active: Tensor) -> float | Te
         )
     if ids.dim() == 2 and heat.dim() == 1:
         heat = heat[:, None]
-    heat = saveable(heat.to(torch.float32).expand(ids.shape).contiguous())
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    heat = saveable(heat.to(real).expand(ids.shape).contiguous())
     if can_read(heat):
         bad = active & ~((heat > 0) & heat.isfinite())
         if bool(bad.any()):
@@ -129,6 +132,12 @@ def refuse_unsafe_inplace(name: str, logits: Tensor) -> None:
         raise ValueError(
             f"{name}=True needs logits that are no leaf: the gradient of a leaf would be written "
             "over its own values"
+        )
+    base = logits._base
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise ValueError(
+            f"{name}=True needs logits that are no view of a leaf: the gradient would be written "
+            "over the leaf's values"
         )
     if any(
         size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)

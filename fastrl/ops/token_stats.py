@@ -67,7 +67,8 @@ def token_logprobs(
         mask: 0/1, the shape of `token_ids`; masked rows give 0, whatever they hold.
         ignore_index: rows with this id give 0, too.
         inplace_backward: let the backward write the gradient over the logits, which saves a
-            tensor of their size. The logits are gone then; using them again raises.
+            tensor of their size (a permission: the reference backend has no use for it). The
+            logits are gone then; a gradient through another use of them raises.
         backend: `auto`, or the backend to use.
 
     Returns:

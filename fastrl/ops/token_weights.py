@@ -160,7 +160,8 @@ def _normalizer(
             f"normalizer must be a float or have one element, got shape {tuple(normalizer.shape)}"
         )
     on_device("normalizer", normalizer, like, "mask")
-    if can_read(normalizer):
+    # with nothing to weigh, a count of 0 is as it should be
+    if can_read(normalizer) and not (float(normalizer) == 0 and not bool(like.any())):
         positive("normalizer", float(normalizer))
     return normalizer.detach().reshape(()).to(dtype)
 

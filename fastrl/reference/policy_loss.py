@@ -61,7 +61,8 @@ def policy_loss(
 
     slope, (sums, terms) = _slope(total, logprobs)
     # comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one
-    slope = torch.where(mask & terms.policy.isnan(), terms.policy, slope)
+    slope = torch.where(terms.policy.isnan(), terms.policy, slope)
+    slope = torch.where(mask, slope, 0.0)
     loss, policy = sums[0], sums[1]
     if objective.entropy_coef and entropy is not None:
         loss = loss - objective.entropy_coef * (entropy_weights * valid(entropy)).sum()
@@ -75,7 +76,9 @@ def policy_loss(
         highest = torch.where(mask, sign * x, -inf).amax() if x.numel() else x.new_tensor(-inf)
         return torch.where(count > 0, sign * highest, 0.0)
 
-    token_log_ratio = objectives.saturate(logprobs - old, _bound(objective.log_ratio_clamp))
+    token_log_ratio = objectives.saturate(
+        _difference(logprobs, old), _bound(objective.log_ratio_clamp)
+    )
     metrics = torch.stack(
         [
             policy,
@@ -126,9 +129,9 @@ def _terms(
 ) -> _Terms:
     bound = _bound(o.log_ratio_clamp)
     if o.level == "sequence" and o.ratio != "gmpo":
-        log_ratio = objectives.saturate(sequences.mean(logprobs - old, mask), bound)
+        log_ratio = objectives.saturate(sequences.mean(_difference(logprobs, old), mask), bound)
     else:
-        log_ratio = objectives.saturate(logprobs - old, bound)
+        log_ratio = objectives.saturate(_difference(logprobs, old), bound)
     clip = torch.zeros_like(mask, dtype=torch.int8)
     if callable(o.ratio):
         policy = o.ratio(logprobs, old, ref, advantages)
@@ -158,6 +161,12 @@ def _terms(
     if ref is not None:
         kl = objectives.kl_estimate(logprobs, ref, o.kl_estimator, _bound(o.kl_clamp))
     return _Terms(policy, kl, log_ratio.exp().detach(), clip)
+
+
+def _difference(logprobs: Tensor, old: Tensor) -> Tensor:
+    """Log r; where both are the same infinity the ratio is 1."""
+    same = (logprobs == old) & old.isinf()
+    return torch.where(same, 0.0, logprobs) - torch.where(same, 0.0, old)
 
 
 def _bound(value: float | None) -> float:

@@ -26,4 +26,5 @@ def rollout_correction(
     ratio = saturate(difference).exp()
     if correction.kind == "truncate":
         return ratio.clamp(correction.low, correction.high)
-    return torch.where((ratio >= correction.low) & (ratio <= correction.high), ratio, 0.0)
+    outside = (ratio < correction.low) | (ratio > correction.high)  # false for NaN, which stays
+    return torch.where(outside, 0.0, ratio)

@@ -43,5 +43,7 @@ def token_weights(
 
 
 def _denominator(normalizer: float | Tensor | None, count: Tensor) -> float | Tensor:
-    """The global count where given, else the local one; an empty batch divides by 1."""
-    return count.clamp(min=1) if normalizer is None else normalizer
+    """The global count where given, else the local one; where nothing is valid divide by 1."""
+    if normalizer is None:
+        return count.clamp(min=1)
+    return torch.where(count > 0, normalizer, 1.0) if isinstance(normalizer, Tensor) else normalizer

@@ -1,0 +1,128 @@
+"""Corners where a wrong answer would pass in silence; each was wrong once."""
+
+import math
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import Objective, RolloutCorrection
+
+ONE, PAIR = torch.ones(1), torch.ones(1, 2)
+PRESETS = ["dapo", "gspo", "gmpo", "cispo", "sapo", "reinforce"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_broken_token_on_policy_breaks_loss_and_gradient(backend, preset):
+    """The ratio is 1 by definition on policy, which must not hide that the token is NaN."""
+    logprobs = torch.tensor([[math.nan, -1.0]], requires_grad=True)
+    result = fastrl.policy_loss(logprobs, ONE, PAIR, objective=preset, backend=backend)
+    result.loss.backward()
+    assert torch.isnan(result.loss)
+    assert torch.isnan(logprobs.grad[0, 0])
+    logits = torch.zeros(1, 2, 3)
+    logits[0, 0] = math.nan
+    logits.requires_grad_()
+    ids = torch.tensor([[0, 1]])
+    result = fastrl.logits_policy_loss(logits, ids, ONE, PAIR, objective=preset, backend=backend)
+    assert torch.isnan(result.loss)
+
+
+@pytest.mark.parametrize("old", [None, torch.tensor([[-1.0, -1.0]])])
+def test_a_broken_row_without_advantage_breaks_the_linear_loss_too(backend, old):
+    hidden = torch.randn(1, 2, 4)
+    hidden[0, 0] = math.nan
+    hidden.requires_grad_()
+    weight = torch.randn(5, 4, requires_grad=True)
+    advantages, ids = torch.tensor([[0.0, 1.0]]), torch.tensor([[0, 1]])
+    result = fastrl.linear_policy_loss(
+        hidden, weight, ids, advantages, PAIR, old_logprobs=old, objective="dapo", backend=backend
+    )
+    result.loss.backward()
+    assert torch.isnan(result.loss)
+    assert torch.isnan(weight.grad).any()
+
+
+def test_an_impossible_token_on_policy_has_ratio_one(backend):
+    logprobs = torch.tensor([[-math.inf, -1.0]])
+    result = fastrl.policy_loss(logprobs, ONE, PAIR, objective="dapo", backend=backend)
+    assert result.loss == -1
+    assert result.metrics["ratio_mean"] == 1
+
+
+def test_a_function_with_an_infinite_slope_at_zero_leaves_masked_tokens_alone():
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+
+    def unlikelihood(new, old, ref, advantages):
+        return -advantages * torch.log(1 - new.exp())
+
+    mask = torch.tensor([[1, 0]])
+    fastrl.policy_loss(logprobs, ONE, mask, objective=unlikelihood).loss.backward()
+    assert logprobs.grad[0, 1] == 0
+    assert torch.isfinite(logprobs.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16])
+def test_ids_of_any_integer_dtype(backend, dtype):
+    logits, ids = torch.randn(1, 2, 300), torch.tensor([[156, 3]])
+    expected = fastrl.token_logprobs(logits, ids, backend=backend)
+    actual = fastrl.token_logprobs(logits, ids.to(dtype), backend=backend)
+    assert torch.equal(actual, expected)
+
+
+def test_lora_under_autocast(backend):
+    hidden, weight, ids = torch.randn(3, 8), torch.randn(11, 8), torch.tensor([1, 2, 3])
+    lora = (torch.randn(2, 8), torch.randn(11, 2), 0.5)
+    expected = fastrl.linear_token_logprobs(hidden, weight, ids, lora=lora, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = fastrl.linear_token_logprobs(hidden, weight, ids, lora=lora, backend=backend)
+    assert torch.equal(actual, expected)
+
+
+def test_a_softcap_holds_the_lowest_finite_logit(backend):
+    logits = torch.tensor([[1.0, torch.finfo(torch.float32).min, 0.0]])
+    actual = fastrl.token_logprobs(logits, torch.tensor([0]), logit_softcap=0.5, backend=backend)
+    exact = (0.5 * torch.tanh(logits.double() / 0.5)).log_softmax(-1)[:, 0]
+    assert abs(actual - exact) <= 1e-6
+
+
+def test_bootstrap_values_per_token_win_where_both_shapes_fit(backend):
+    zeros, bounds = torch.zeros(2), torch.tensor([0, 2, 2], dtype=torch.int32)
+    options = {"gamma": 1.0, "lam": 1.0, "cu_seqlens": bounds, "backend": backend}
+    returns = fastrl.gae(zeros, zeros, bootstrap_values=torch.tensor([5.0, 7.0]), **options).returns
+    assert returns.tolist() == [7.0, 7.0]
+
+
+def test_a_float64_temperature_keeps_its_digits():
+    logits, ids = torch.randn(2, 5, dtype=torch.float64), torch.tensor([0, 1])
+    as_tensor = torch.tensor(0.7, dtype=torch.float64)
+    expected = fastrl.token_logprobs(logits, ids, temperature=0.7)
+    assert torch.equal(fastrl.token_logprobs(logits, ids, temperature=as_tensor), expected)
+
+
+def test_a_count_of_zero_is_a_fine_normalizer_of_nothing(backend):
+    mask = torch.zeros(1, 2)
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    for preset in ("dapo", "grpo"):
+        loss = fastrl.policy_loss(
+            logprobs, ONE, mask, objective=preset, normalizer=mask.sum(), backend=backend
+        ).loss
+        assert loss == 0
+    with pytest.raises(ValueError, match="normalizer must be above 0"):
+        fastrl.policy_loss(logprobs, ONE, PAIR, normalizer=mask.sum(), backend=backend)
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_a_broken_rollout_logprob_is_seen(backend, kind):
+    objective = Objective(rollout_correction=RolloutCorrection(kind=kind))
+    logprobs = torch.tensor([[-1.0, -1.0]])
+    rollout = torch.tensor([[math.nan, -1.0]])
+    result = fastrl.policy_loss(
+        logprobs, ONE, PAIR, rollout_logprobs=rollout, objective=objective, backend=backend
+    )
+    assert torch.isnan(result.loss)
+
+
+def test_numbers_beyond_any_float_are_refused_by_name():
+    with pytest.raises(ValueError, match="gamma must be finite"):
+        fastrl.gae(PAIR, PAIR, gamma=10**400)
