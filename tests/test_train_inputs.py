@@ -59,12 +59,15 @@ def test_tokenizer_round_trip(tmp_path):
         ('{"prompt": "a"', r"x\.jsonl:3: not JSON"),
         ("[1]", r"x\.jsonl:3: must be an object, got list"),
         ('{"answer": "1"}', r'x\.jsonl:3: "prompt" must be a non-empty string, got None'),
+        ('{"prompt": "\xff"}', r"x\.jsonl:3: not JSON: 'utf-8' codec can't decode"),
+        ('{"prompt": ' + "9" * 5000 + "}", r"x\.jsonl:3: not JSON: Exceeds the limit"),
+        ("[" * 100_000, r"x\.jsonl:3: not JSON: maximum recursion depth"),
         ('{"prompt": ""}', r'x\.jsonl:3: "prompt" must be a non-empty string'),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, message):
     path = tmp_path / "x.jsonl"
-    path.write_text('{"prompt": "1 + 1 ="}\n\n' + line + "\n")
+    path.write_bytes(b'{"prompt": "1 + 1 ="}\n\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match=message):
         read_jsonl(path)
 
@@ -169,6 +172,7 @@ def test_a_reward_that_cannot_be_trained_on(function, message):
         ("minibatches", 100_000),
         ("held_out_file", "only_this.jsonl"),
         ("seed", -1),
+        ("seed", 2**31),
     ],
 )
 def test_a_bad_setting_is_named(kind, field, value):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,12 +222,46 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_weights(small, lo
         ({"reward": "small_rewards:gone"}, "has no function 'gone'"),
         ({"train_file": "gone.jsonl"}, "gone.jsonl cannot be read"),
         ({"max_prompt_tokens": 2}, "max_prompt_tokens must cover"),
+        ({"max_new_tokens": 252}, "max_new_tokens must be at most 249 for this model"),
+        ({"device": "foo"}, "device must be one that is there, got 'foo'"),
+        (
+            {"train_file": "{tmp}/lacks.jsonl", "reward": "fastrl.train.rewards:exact_match"},
+            'reward: raised ValueError: "answer" must be a string, got None',
+        ),
+        (
+            {"train_file": "{tmp}/odd.jsonl", "warm_start_steps": 1},
+            "warm_start_steps: '∙' cannot be tokenized",
+        ),
+        (
+            {"train_file": "{tmp}/lacks.jsonl", "warm_start_steps": 1},
+            'warm_start_steps: needs "demonstrations" or "answer" as text',
+        ),
+        ({"out_dir": "{tmp}/odd.jsonl"}, "out_dir must be a directory, but .*odd.jsonl is a file"),
     ],
 )
-def test_bad_input_is_found_before_any_work(small, change, message):
+def test_bad_input_is_found_before_any_work(small, tmp_path, change, message):
+    good = '{"prompt": "1 + 1 =", "answer": "2"}\n'
+    (tmp_path / "odd.jsonl").write_text(good * 9 + '{"prompt": "1", "answer": "∙"}\n')
+    (tmp_path / "lacks.jsonl").write_text(good * 9 + '{"prompt": "1"}\n')
+    change = {k: v.format(tmp=tmp_path) if isinstance(v, str) else v for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
         run("grpo", small, **change)
     assert not list(Path(small["out_dir"]).rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize("damaged", ["state.pt", "model.safetensors", "config.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(small, damaged):
+    small |= {"name": "a", "save_every": 1}
+    directory = run("grpo", small, steps=2).directory / "checkpoints"
+    last = latest(directory)
+    content = (last / damaged).read_bytes()
+    (last / damaged).write_bytes(content[: len(content) // 2])
+    (directory / ".step-000001.partial").mkdir()
+    with pytest.raises(ValueError, match="step-000002 cannot be read; delete it to go on from"):
+        run("grpo", small, resume=True)
+    shutil.rmtree(last)
+    assert run("grpo", small, resume=True).step == 3
+    assert not list(directory.glob(".*"))
 
 
 def test_both_signals_are_noted_once_and_then_given_back():

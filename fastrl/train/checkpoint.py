@@ -8,7 +8,8 @@ follows from seed and step.
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,13 +81,17 @@ def save(
     if final.exists():
         return final  # the same step of the same run
     partial = directory / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for stale in directory.glob(".step-*.partial"):
+        shutil.rmtree(stale)
     partial.mkdir(parents=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     state = {"step": step, "rng": rng, **{name: part.state_dict() for name, part in parts.items()}}
     torch.save(state, partial / _STATE)
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
     os.replace(partial, final)
+    _sync(directory)
     for old in _all(directory)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -103,12 +108,43 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
 
     Returns:
         How many steps were done.
+
+    Raises:
+        ValueError: The checkpoint is damaged.
     """
-    state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    set_rng_state(state["rng"])
+    with reading(checkpoint):
+        state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        set_rng_state(state["rng"])
     return int(state["step"])
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Name the checkpoint in whatever goes wrong while it is read.
+
+    Raises:
+        ValueError: Something did.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what a damaged file raises depends on where it is damaged
+        raise ValueError(
+            f"resume: {checkpoint} cannot be read; delete it to go on from the one before "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what was written."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _all(directory: Path) -> list[Path]:

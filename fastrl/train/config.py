@@ -96,6 +96,8 @@ class RunConfig:
             self.name in ("", ".", "..") or Path(self.name).name != self.name
         ):
             raise ValueError(f"name must be a plain directory name, got {self.name!r}")
+        if self.seed >= 2**31:
+            raise ValueError(f"seed must be below 2**31, got {self.seed}")
         module, _, function = self.reward.partition(":")
         if not module or not function:
             raise ValueError(f"reward must look like module:function, got {self.reward!r}")

@@ -55,7 +55,22 @@ def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def load(path: str | None, device: str) -> tuple[Any, Any]:
+def find_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device must be one that is there, got {name!r}: {reason}") from error
+
+
+def load(path: str | None, device: str | torch.device) -> tuple[Any, Any]:
     """The model, in float32, and its tokenizer.
 
     Dropout is off for good (``eval``): with it, the probability of a sample at the time of the loss
@@ -63,7 +78,7 @@ def load(path: str | None, device: str) -> tuple[Any, Any]:
 
     Args:
         path: A directory or hub name; None for the small new model.
-        device: Where to put it; ``auto`` for a GPU where there is one.
+        device: Where to put it.
 
     Raises:
         ValueError: There is no such model, or its tokenizer has no end token.
@@ -88,6 +103,4 @@ def load(path: str | None, device: str) -> tuple[Any, Any]:
     model.generation_config = GenerationConfig(
         eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer

@@ -26,8 +26,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
         ValueError: The file cannot be read or is empty, or a line is wrong (says ``file:line``).
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     records = [_record(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not records:
@@ -35,11 +35,13 @@ def read_jsonl(path: str | Path) -> list[Record]:
     return records
 
 
-def _record(line: str, where: str) -> Record:
+def _record(line: bytes, where: str) -> Record:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # bytes, digits or brackets that Python refuses
+        raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: must be an object, got {type(record).__name__}")  # noqa: TRY004
     if not isinstance(record.get("prompt"), str) or not record["prompt"]:

@@ -65,6 +65,9 @@ class RunLog:
         self.checkpoints = self.directory / "checkpoints"
         self.rows: list[Row] = []
         self._bar: Any = None
+        for path in (self.directory, *self.directory.parents):
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"out_dir must be a directory, but {path} is a file")
         self._check()
 
     def begin(self, step: int) -> None:

@@ -16,7 +16,7 @@ from fastrl.train.prompts import Prompt, encode, read_jsonl
 from fastrl.train.rewards import RewardFunction, import_reward, score
 from fastrl.train.rollout import generate
 from fastrl.train.run_log import RunLog
-from fastrl.train.warm_start import warm_start
+from fastrl.train.warm_start import check_demonstrations, warm_start
 
 
 class Job(NamedTuple):
@@ -48,9 +48,12 @@ def prepare(config: RunConfig, loop: str) -> Job:
         score(reward, some, [""] * len(some))  # a reward that cannot work fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
     checkpoint.seed_all(config.seed)
-    model, tokenizer = models.load(
-        str(resumed_from) if resumed_from else config.model, config.device
-    )
+    device = models.find_device(config.device)
+    if resumed_from is None:
+        model, tokenizer = models.load(config.model, device)
+    else:
+        with checkpoint.reading(resumed_from):
+            model, tokenizer = models.load(str(resumed_from), device)
     check_head(model, config)
     train, held_out = (
         encode(
@@ -58,7 +61,21 @@ def prepare(config: RunConfig, loop: str) -> Job:
         )
         for some in records
     )
+    if resumed_from is None:
+        check_demonstrations(train, tokenizer, config)
+    check_length(model, train + held_out, config.max_new_tokens)
     return Job(log, model, tokenizer, train, held_out, reward, resumed_from)
+
+
+def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
+    """Raise a `ValueError` if the longest prompt and completion are more than the model reads."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise ValueError(
+            f"max_new_tokens must be at most {positions - longest} for this model, which reads "
+            f"{positions} tokens, and the longest prompt, of {longest}; got {max_new_tokens}"
+        )
 
 
 def begin(

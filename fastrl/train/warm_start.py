@@ -42,14 +42,9 @@ def warm_start(
     A record's demonstrations are in ``"demonstrations"``, of which one is drawn each time; a record
     without them is shown its ``"answer"``.
 
-    Raises:
-        ValueError: A record has neither.
+    `check_demonstrations` says whether this can be done.
     """
-    steps = config.warm_start_steps
-    if steps is None:
-        steps = NEW_MODEL_STEPS if config.model is None else 0
-    if steps == 0:
-        return
+    steps = _steps(config)
     shown = [_demonstrations(prompt) for prompt in prompts]
     pairs = list(zip(prompts, shown, strict=True))
     optimizer = torch.optim.AdamW(
@@ -69,6 +64,27 @@ def warm_start(
         optimizer.step()
         optimizer.zero_grad()
         yield loss.item()
+
+
+def check_demonstrations(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -> None:
+    """Raise a `ValueError` that names a record whose demonstrations cannot be shown."""
+    known: set[str] = set()
+    for prompt in prompts if _steps(config) > 0 else []:
+        for text in _demonstrations(prompt):
+            try:
+                if text not in known:
+                    tokenizer(text, add_special_tokens=False)
+            except Exception as error:  # the tokenizers package raises nothing narrower
+                raise ValueError(
+                    f"warm_start_steps: {text!r} cannot be tokenized: {error}, in {prompt.record!r}"
+                ) from error
+            known.add(text)
+
+
+def _steps(config: RunConfig) -> int:
+    if config.warm_start_steps is not None:
+        return config.warm_start_steps
+    return NEW_MODEL_STEPS if config.model is None else 0
 
 
 def _demonstrations(prompt: Prompt) -> list[str]:
