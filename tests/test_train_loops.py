@@ -23,6 +23,7 @@ from fastrl.train.command_line import run as command
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.models import load
+from fastrl.train.policy import policy_loss
 from fastrl.train.prompts import encode
 from fastrl.train.rewards import RewardError, score
 from fastrl.train.warm_start import warm_start
@@ -45,6 +46,10 @@ def small(tmp_path, monkeypatch):
         "    global calls\n"
         "    calls += 1\n"
         "    return [float('nan') if calls > 5 else 0.5] * len(prompts)\n"
+        "def by_record(prompts, completions, records):\n"
+        "    assert prompts == [record['prompt'] for record in records]\n"
+        "    answers = [int(record['answer']) for record in records]\n"
+        "    return [sum(map(ord, text)) * n % 7 for text, n in zip(completions, answers)]\n"
         "def short(prompts, completions, records):\n"
         "    return [1.0]\n"
     )
@@ -129,6 +134,27 @@ def test_a_resumed_run_gives_the_same_numbers_as_one_in_one_piece(small, loop):
     assert torch.equal(state["rng"]["torch"], again["rng"]["torch"])
     for name, moments in state["optimizer"]["state"].items():
         assert torch.equal(moments["exp_avg"], again["optimizer"]["state"][name]["exp_avg"])
+
+
+def test_each_sample_is_weighed_by_the_reward_of_its_own_record(small, monkeypatch):
+    _, tokenizer = load(None, "cpu")
+    seen = []
+
+    def spied(outputs, batch, config, advantages, **options):
+        texts = tokenizer.batch_decode(batch.input_ids, skip_special_tokens=True)
+        seen.extend(zip(texts, advantages.tolist(), strict=True))
+        return policy_loss(outputs, batch, config, advantages, **options)
+
+    monkeypatch.setattr(grpo, "policy_loss", spied)
+    small |= {"reward": "small_rewards:by_record", "prompts_per_step": 6, "steps": 1}
+    run("grpo", small, micro_batch=5, scale="none")
+    assert len(seen) == 6 * 4
+    for i in range(6):
+        prompt = f"{i} + 1 ="
+        group = [(text.removeprefix(prompt), a) for text, a in seen if text.startswith(prompt)]
+        assert len(group) == 4
+        rewards = [sum(map(ord, completion)) * (i + 1) % 7 for completion, _ in group]
+        assert [a for _, a in group] == pytest.approx([r - sum(rewards) / 4 for r in rewards])
 
 
 def test_two_runs_are_equal_and_another_seed_is_not(small):
