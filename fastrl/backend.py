@@ -106,3 +106,16 @@ def resolve(
     if reason is not None:
         raise ValueError(f"backend {backend!r} cannot do this call: {reason}")
     return backend
+
+
+def torch_only(backend: str) -> None:
+    """Check the backend of a function that is plain torch everywhere.
+
+    Raises:
+        ValueError: the backend is unknown, or it was named and has no kernel for the function.
+    """
+    if one_of("backend", backend, BACKENDS) not in ("auto", "reference"):
+        raise ValueError(
+            f"backend {backend!r} cannot do this call: the function is plain torch on every "
+            "device; use auto or reference"
+        )

@@ -128,3 +128,20 @@ print("agreed")
         if flag and flag not in cpuinfo:
             pytest.skip(f"this processor has no {capability}")
     assert done.stdout.strip() == "agreed", done.stderr
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **o: fastrl.kl_divergence(torch.zeros(1, 2), torch.zeros(1, 2), **o),
+        lambda **o: fastrl.value_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), **o),
+        lambda **o: fastrl.token_weights(torch.ones(1, 2), aggregation="token-mean", **o),
+        lambda **o: fastrl.masked_mean(torch.zeros(1, 2), torch.ones(1, 2), **o),
+        lambda **o: fastrl.whiten(torch.zeros(1, 2), torch.ones(1, 2), **o),
+    ],
+)
+def test_functions_that_are_plain_torch_refuse_a_kernel_backend(call):
+    call(backend="auto")
+    call(backend="reference")
+    with pytest.raises(ValueError, match=r"backend 'cpu' cannot do this call: .* plain torch"):
+        call(backend="cpu")

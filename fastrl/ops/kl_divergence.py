@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.backend import torch_only
 from fastrl.checks import floating, one_of, positive, same_shape
 from fastrl.objective import KL_ESTIMATORS
 
 
 def kl_divergence(
-    logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str = "k3", clamp: float | None = None
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    estimator: str = "k3",
+    clamp: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Return an estimate of KL(pi || ref) for each token sampled from pi.
 
@@ -26,6 +32,7 @@ def kl_divergence(
         ref_logprobs: of the reference, the same shape.
         estimator: `k1`, `k2`, `k3` or `abs`.
         clamp: hold the estimate within +-clamp (no gradient beyond), or None.
+        backend: `auto` or `reference`; this function is plain torch on every device.
 
     Returns:
         The estimate of each token, fp32 (fp64 from fp64).
@@ -41,6 +48,7 @@ def kl_divergence(
         >>> fastrl.kl_divergence(torch.tensor([-1.0]), torch.tensor([-2.0]))
         tensor([0.3679])
     """
+    torch_only(backend)
     current = floating("logprobs", logprobs)
     ref = same_shape("ref_logprobs", floating("ref_logprobs", ref_logprobs), current, "logprobs")
     one_of("estimator", estimator, KL_ESTIMATORS)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.backend import torch_only
 from fastrl.checks import as_mask, flag, floating
 
 
-def masked_mean(x: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
+def masked_mean(
+    x: Tensor, mask: Tensor, *, dim: int | None = None, backend: str = "auto"
+) -> Tensor:
     """Return the mean of x over the entries where the mask is 1; 0 where there is none.
 
     sum(mask * x) / sum(mask), with masked entries selected away, so NaN there is inert.
@@ -17,6 +20,7 @@ def masked_mean(x: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
         x: any shape.
         mask: 0/1, the shape of `x`.
         dim: the dimension to reduce, or None for all.
+        backend: `auto` or `reference`; this function is plain torch on every device.
 
     Returns:
         fp32 (fp64 from fp64), differentiable in `x`.
@@ -31,6 +35,7 @@ def masked_mean(x: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
         >>> fastrl.masked_mean(x, torch.tensor([[1, 0], [1, 1]]))
         tensor(3.)
     """
+    torch_only(backend)
     values, valid = _masked(x, mask)
     if dim is None:
         return values.sum() / valid.sum().clamp(min=1)
@@ -47,6 +52,7 @@ def whiten(
     *,
     shift_mean: bool = True,
     process_group: torch.distributed.ProcessGroup | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the masked entries, 0 at the others.
 
@@ -58,6 +64,7 @@ def whiten(
         mask: 0/1, the shape of `x`.
         shift_mean: subtract the mean; if False only the scale changes.
         process_group: ranks whose entries are whitened together; None is this process alone.
+        backend: `auto` or `reference`; this function is plain torch on every device.
 
     Returns:
         fp32 (fp64 from fp64), the shape of `x`, without gradient.
@@ -71,6 +78,7 @@ def whiten(
         >>> fastrl.whiten(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([1, 1, 1, 0]))
         tensor([-1.,  0.,  1.,  0.])
     """
+    torch_only(backend)
     flag("shift_mean", shift_mean)
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
         raise TypeError(

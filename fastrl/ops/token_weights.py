@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.backend import torch_only
 from fastrl.checks import (
     as_mask,
     can_read,
@@ -31,6 +32,7 @@ def token_weights(
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Return the weight w_t of every token, so that a loss is sum_t w_t * loss_t.
 
@@ -55,6 +57,7 @@ def token_weights(
         group_size: for `prompt-mean`: so many consecutive sequences answer one prompt.
         group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
         cu_seqlens: int `[S + 1]`, where packed sequences begin and end.
+        backend: `auto` or `reference`; this function is plain torch on every device.
 
     Returns:
         fp32 weights, the shape of `mask`.
@@ -73,6 +76,7 @@ def token_weights(
         tensor([[0.2500, 0.2500, 0.2500],
                 [0.2500, 0.0000, 0.0000]])
     """
+    torch_only(backend)
     valid = tensor("mask", mask)
     if valid.dim() not in (1, 2):
         raise ValueError(f"mask must have shape [B, T] or [N], got {tuple(valid.shape)}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.backend import torch_only
 from fastrl.checks import as_mask, one_of, per_token, positive, same_shape
 from fastrl.ops.masked import masked_mean
 from fastrl.ops.token_weights import bounds_of, weights_of
@@ -46,6 +47,7 @@ def value_loss(
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> ValueLoss:
     """Return sum_t w_t e(V_t, R_t) with e(V, R) = (V - R)^2 / 2, or Huber with its corner at 1.
 
@@ -65,6 +67,7 @@ def value_loss(
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `token_weights`.
+        backend: `auto` or `reference`; this function is plain torch on every device.
 
     Returns:
         `ValueLoss`.
@@ -79,6 +82,7 @@ def value_loss(
         >>> fastrl.value_loss(values, returns, torch.tensor([[1, 1]])).loss
         tensor(2.5000)
     """
+    torch_only(backend)
     current = per_token("values", values)
     valid = as_mask("mask", mask, current, "values")
     target = same_shape("returns", per_token("returns", returns), current, "values").detach()
