@@ -178,16 +178,22 @@ def _linear_gradients(
         if parameter is None or not need
         else torch.empty_like(
             parameter,
-            dtype=torch.float32 if parameter.dtype == torch.float16 else parameter.dtype,
+            dtype=stored_dtype(parameter),
             memory_format=torch.contiguous_format,
         )
         for parameter, need in zip((hidden, *parameters), needs, strict=True)
     ]
 
 
-def _arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of logits, sums and accumulated gradients: float32, or float64 where one is."""
     double = torch.float64 in (hidden.dtype, weight.dtype)
     return torch.float64 if double else torch.float32
+
+
+def stored_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype a gradient waits in for the backward: that of its parameter, wide enough."""
+    return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
 
 
 @_fake("linear_token_stats_fwd")
@@ -201,7 +207,7 @@ def _(
     token_ids: Tensor,
     *_: object,
 ) -> tuple[Tensor, ...]:
-    real = _arithmetic_dtype(hidden, weight)
+    real = arithmetic_dtype(hidden, weight)
     return _per_token(token_ids, real, real, real, real, torch.bool, real, real)
 
 
@@ -229,7 +235,7 @@ def _(
     token_ids: Tensor,
     *others: object,
 ) -> tuple[Tensor, ...]:
-    real = _arithmetic_dtype(hidden, weight)
+    real = arithmetic_dtype(hidden, weight)
     needs = cast("list[bool]", others[-2])
     gradients = _linear_gradients(hidden, weight, bias, lora_a, lora_b, needs=needs)
     return (*_per_token(token_ids, real, real), *gradients)

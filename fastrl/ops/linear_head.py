@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl.checks import floating, number, on_device
+from fastrl.library import arithmetic_dtype, stored_dtype
 
 #: Bytes of a block of weights that is converted at a time.
 _BLOCK_BYTES = 16 * 2**20
@@ -113,11 +114,6 @@ class HeadGradients:
         )
 
 
-def stored_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype a gradient waits in for the backward: that of its parameter, wide enough."""
-    return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
-
-
 def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> LinearHead:
     """Check an LM head against hidden states `[..., H]`."""
     matrix = _gathered("weight", weight)
@@ -145,12 +141,6 @@ def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> Linea
         if value is not None:
             on_device(name, value, hidden, "hidden")
     return LinearHead(matrix, offset, a, b, scale, arithmetic_dtype(hidden, matrix))
-
-
-def arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """float32, or float64 where an operand is."""
-    double = torch.float64 in (hidden.dtype, weight.dtype)
-    return torch.float64 if double else torch.float32
 
 
 def _gathered(name: str, parameter: object) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.ops.linear_chunks import (
     ChunkStats,
     TokenRows,
@@ -26,7 +27,7 @@ from fastrl.ops.linear_chunks import (
     plan_rows,
     write_chunk_gradient,
 )
-from fastrl.ops.linear_head import HeadGradients, LinearHead, arithmetic_dtype, stored_dtype
+from fastrl.ops.linear_head import HeadGradients, LinearHead
 from fastrl.ops.slopes import kernel_slopes
 
 #: (logprobs, entropy, rows) of a chunk -> dL/dlogprobs and dL/dentropy (None: 0)
