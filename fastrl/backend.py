@@ -17,7 +17,9 @@ Backend = Literal["auto", "reference", "cpu", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 #: Fastest first, by device type. A device that is not listed uses the reference backend.
-_PREFERENCE = {"cpu": ("cpu", "reference")}
+_PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
+#: The devices whose tensors a compiled backend takes.
+_DEVICES = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _default: str = one_of("FASTRL_BACKEND", os.environ.get("FASTRL_BACKEND", "auto"), BACKENDS)
@@ -81,8 +83,9 @@ def refusal(
     reason = unavailable(backend)
     if reason is not None:
         return reason
-    if device.type != "cpu":
-        return f"it works on cpu tensors, these are on {device.type}"
+    if device.type not in _DEVICES[backend]:
+        takes = " and ".join(_DEVICES[backend])
+        return f"it works on {takes} tensors, these are on {device.type}"
     if dtype not in _KERNEL_DTYPES:
         return f"it takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     return unable

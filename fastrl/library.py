@@ -1,13 +1,14 @@
-"""The registered operators: every `torch.library` schema and fake, once.
+"""The registered operators: every `torch.library` schema and fake, once for all backends.
 
-Backends only implement what stands here. Per-token tensors are `[B, T]`, logits `[B, T, V]` with
-any batch strides and vocabulary stride 1; the public functions in `fastrl.ops` see to both.
+Backends only implement what stands here, each in a namespace of its own. Per-token tensors are
+`[B, T]`, logits `[B, T, V]` with any batch strides and vocabulary stride 1; the public functions
+in `fastrl.ops` see to both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -102,13 +103,31 @@ _SCHEMAS = {
     ),
 }
 
+#: Where the operators of each compiled backend stand. The loops of the linear forms, which take
+#: the backend of their chunks as an argument, stand in the first alone.
+NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
+_ONLY_ONCE = ("linear_", "cpu_capability", "objective_eval")
+
+
+def operators(backend: str) -> Any:
+    """Return the namespace that holds a compiled backend's operators."""
+    return getattr(torch.ops, NAMESPACES[backend])
+
+
+def _places(name: str) -> list[str]:
+    once = name.startswith(_ONLY_ONCE)
+    return [f"{space}::{name}" for space in NAMESPACES.values() if space == "fastrl" or not once]
+
+
 for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"fastrl::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for _place in _places(_name):
+        torch.library.define(_place, _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _fake(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     def register(fake: Callable[..., object]) -> Callable[..., object]:
-        torch.library.register_fake(f"fastrl::{name}", fake)
+        for place in _places(name):
+            torch.library.register_fake(place, fake)
         return fake
 
     return register

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import resolve
 from fastrl.checks import as_mask, floating, number, on_device, per_token, same_shape
+from fastrl.library import operators
 from fastrl.ops.token_weights import bounds_of
 
 
@@ -103,12 +104,13 @@ def gae(
         gamma,
         lam,
     )
-    if resolve(backend, r.device, dtype) == "reference":
+    chosen = resolve(backend, r.device, dtype)
+    if chosen == "reference":
         everything = torch.ones_like(inputs[0], dtype=torch.bool)
         masked = everything if inputs[2] is None else inputs[2]
         parts = reference.gae(inputs[0], inputs[1], masked, *inputs[3:])
     else:
-        parts = cast("tuple[Tensor, Tensor]", torch.ops.fastrl.gae_fwd(*inputs))
+        parts = cast("tuple[Tensor, Tensor]", operators(chosen).gae_fwd(*inputs))
     return Gae(*(part.reshape(r.shape) for part in parts))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import resolve
 from fastrl.checks import floating, integer, number, one_of, same_shape
+from fastrl.library import operators
 from fastrl.ops.token_weights import check_group_size
 
 BASELINES = ("mean", "leave_one_out", "none")
@@ -103,7 +104,8 @@ def group_advantages(
         size = check_group_size(size, r.numel(), "rewards") if r.numel() else 1
         ids = None
     flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
-    if resolve(backend, r.device, r.dtype) == "reference":
+    chosen = resolve(backend, r.device, r.dtype)
+    if chosen == "reference":
         if ids is None:
             ids = torch.arange(flat.shape[0], device=r.device) // size
         result = reference.group_advantages(
@@ -118,7 +120,7 @@ def group_advantages(
     else:
         result = cast(
             "tuple[Tensor, Tensor, Tensor, Tensor]",
-            torch.ops.fastrl.group_advantages_fwd(
+            operators(chosen).group_advantages_fwd(
                 flat.contiguous(),
                 ids,
                 size,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.library import operators
 from fastrl.ops.linear_head import LinearHead
 
 #: Bytes of logits that a chunk may take on a CPU.
@@ -101,7 +102,7 @@ def chunk_stats(logits: Tensor, rows: TokenRows, backend: str) -> ChunkStats:
         stats = reference_stats(logits, rows)
         unused = torch.zeros_like(stats[0])
         return ChunkStats._make((*stats, unused, unused))
-    outputs = torch.ops.fastrl.token_stats_fwd(logits[None], *arguments, True, True)
+    outputs = operators(backend).token_stats_fwd(logits[None], *arguments, True, True)
     return ChunkStats._make(output[0] for output in outputs)
 
 
@@ -124,7 +125,7 @@ def write_chunk_gradient(
             ]
             logits.copy_(torch.autograd.grad(torch.stack(terms).sum(), leaf)[0])
         return
-    torch.ops.fastrl.token_stats_bwd_(
+    operators(backend).token_stats_bwd_(
         logits[None],
         *rows.kernel_arguments(),
         stats.row_max[None],

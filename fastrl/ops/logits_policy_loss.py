@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastrl.backend import resolve
 from fastrl.checks import flag
+from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
 from fastrl.ops.known_gradient import before_overwriting, mark_overwritten, with_gradients
 from fastrl.ops.policy_loss import (
@@ -144,12 +145,12 @@ def _one_pass(
     )
     if inplace and logits is rows.logits and not torch.compiler.is_compiling():
         taker = before_overwriting(logits)
-        logprobs, entropy = torch.ops.fastrl.logits_policy_loss_fwd_(logits.detach(), *arguments)
+        logprobs, entropy = operators(backend).logits_policy_loss_fwd_(logits.detach(), *arguments)
         mark_overwritten(given)
         grad_logits = taker.detach()
     else:
         taker = logits
-        logprobs, entropy, grad_logits = torch.ops.fastrl.logits_policy_loss_fwd(
+        logprobs, entropy, grad_logits = operators(backend).logits_policy_loss_fwd(
             logits.detach(), *arguments
         )
     loss, _, metrics = evaluate(logprobs, entropy, inputs, backend)

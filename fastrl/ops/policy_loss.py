@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import resolve
 from fastrl.checks import as_mask, floating, on_device, per_token, same_shape, saveable
-from fastrl.library import METRICS
+from fastrl.library import METRICS, operators
 from fastrl.objective import KL_ESTIMATORS, RATIOS, Objective, TokenLoss, as_objective
 from fastrl.ops.known_gradient import with_gradients
 from fastrl.ops.token_weights import bounds_of, weights_of
@@ -280,7 +280,7 @@ def evaluate(
     ratio, kl_estimator, coefficients = inputs.kernel_objective()
     entropy_coef = coefficients[-1]
     apart = bool(entropy_coef) and weights is not inputs.weights
-    loss, slope, metrics = torch.ops.fastrl.policy_loss_fwd(
+    loss, slope, metrics = operators(backend).policy_loss_fwd(
         logprobs,
         inputs.advantages,
         inputs.mask,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from math import isinf
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.library import operators
 from fastrl.objective import KL_ESTIMATORS, RATIOS, KlEstimator, Objective, Ratio
 from fastrl.reference import Sequences
 
@@ -52,7 +52,7 @@ def kernel_slopes(
                 entropy=entropy[None],
             )
         else:
-            _, slope, _ = torch.ops.fastrl.policy_loss_fwd(
+            _, slope, _ = operators(backend).policy_loss_fwd(
                 logprobs[None],
                 advantages[rows][None],
                 mask,

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import resolve
 from fastrl.checks import flag, one_of
+from fastrl.library import operators
 from fastrl.ops.first_derivative import first_derivative_only
 from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
 
@@ -193,6 +194,7 @@ def stats_of_rows(
             with_entropy,
             with_sum_sq_probs,
             inplace_backward,
+            backend,
         ),
     )
 
@@ -217,8 +219,9 @@ class _TokenStats(torch.autograd.Function):
         with_entropy: bool,
         with_sum_sq_probs: bool,
         inplace_backward: bool,
+        backend: str,
     ) -> tuple[Tensor, ...]:
-        *stats, row_max, log_sum = torch.ops.fastrl.token_stats_fwd(
+        *stats, row_max, log_sum = operators(backend).token_stats_fwd(
             logits,
             token_ids,
             active,
@@ -232,6 +235,7 @@ class _TokenStats(torch.autograd.Function):
         ctx.save_for_backward(logits, token_ids, active, temperatures, row_max, log_sum, stats[1])
         ctx.scalars = (temperature, logit_scale, logit_softcap)
         ctx.inplace_backward = inplace_backward
+        ctx.backend = backend
         ctx.mark_non_differentiable(stats[3], stats[4])
         ctx.set_materialize_grads(False)
         return tuple(stats)
@@ -261,10 +265,10 @@ class _TokenStats(torch.autograd.Function):
             ),
         )
         if ctx.inplace_backward and not torch.compiler.is_compiling():
-            torch.ops.fastrl.token_stats_bwd_(*arguments)
+            operators(ctx.backend).token_stats_bwd_(*arguments)
             # whoever else saved the logits must notice that they are gone
             torch.autograd.graph.increment_version(logits)
             grad_logits = logits.detach()
         else:
-            grad_logits = torch.ops.fastrl.token_stats_bwd(*arguments)
-        return (grad_logits, *([None] * 9))
+            grad_logits = operators(ctx.backend).token_stats_bwd(*arguments)
+        return (grad_logits, *([None] * 10))
