@@ -69,8 +69,8 @@ template <typename S>
 Coefficients<S> check_coefficients(const std::vector<double>& values) {
   STD_TORCH_CHECK(values.size() == kNumCoefficients, "coefficients must hold ", kNumCoefficients,
                   " numbers, got ", values.size());
-  return {S(values[0]), S(values[1]), S(values[2]), S(values[3]), S(values[4]),
-          S(values[5]), S(values[6]), S(values[7]), S(values[8]), S(values[9])};
+  return {S(values[0]), S(values[1]), S(values[2]), S(values[3]), S(values[4]), S(values[5]),
+          S(values[6]), S(values[7]), S(values[8]), S(values[9]), S(values[10])};
 }
 
 inline Ratio check_ratio(int64_t ratio) {
@@ -83,6 +83,20 @@ inline KlEstimator check_kl_estimator(int64_t kl_estimator) {
   STD_TORCH_CHECK(kl_estimator >= 0 && kl_estimator <= static_cast<int64_t>(KlEstimator::kAbs),
                   "kl_estimator must be 0 to 3, got ", kl_estimator);
   return static_cast<KlEstimator>(kl_estimator);
+}
+
+inline KlGradient check_kl_gradient(int64_t kl_gradient) {
+  STD_TORCH_CHECK(
+      kl_gradient >= 0 && kl_gradient <= static_cast<int64_t>(KlGradient::kBiasCorrected),
+      "kl_gradient must be 0 to 2, got ", kl_gradient);
+  return static_cast<KlGradient>(kl_gradient);
+}
+
+// The level of a policy loss; a geometric mean is always that of a sequence.
+inline Level check_level(int64_t level, Ratio ratio) {
+  STD_TORCH_CHECK(level >= 0 && level <= static_cast<int64_t>(Level::kSequenceToken),
+                  "level must be 0 to 2, got ", level);
+  return ratio == Ratio::kGmpo ? Level::kSequence : static_cast<Level>(level);
 }
 
 }  // namespace fastrl

@@ -17,6 +17,9 @@ namespace fastrl {
 
 enum class Ratio : int { kPpoClip, kCispo, kSapo, kGmpo, kReinforce };
 enum class KlEstimator : int { kK1, kK2, kK3, kAbs };
+enum class KlGradient : int { kExact, kStraightThrough, kBiasCorrected };
+// One ratio per token; one per sequence; the sequence's, its slope through the token's own.
+enum class Level : int { kToken, kSequence, kSequenceToken };
 
 // exp(80) still fits a float; log-ratios saturate here with slope 0.
 constexpr double kMaxLogRatio = 80.0;
@@ -25,13 +28,16 @@ constexpr double kMaxLogRatio = 80.0;
 template <typename S>
 struct Coefficients {
   S clip_low, clip_high, dual_clip, delta, sapo_temperature_pos, sapo_temperature_neg;
-  S kl_coef, kl_clamp, log_ratio_clamp, entropy_coef;
+  S kl_coef, kl_clamp, log_ratio_low, log_ratio_high, entropy_coef;
 
-  FASTRL_HD S max_log_ratio() const {
-    return log_ratio_clamp < S(kMaxLogRatio) ? log_ratio_clamp : S(kMaxLogRatio);
+  FASTRL_HD S lowest_log_ratio(S limit = S(kMaxLogRatio)) const {
+    return -(log_ratio_low < limit ? log_ratio_low : limit);
+  }
+  FASTRL_HD S highest_log_ratio(S limit = S(kMaxLogRatio)) const {
+    return log_ratio_high < limit ? log_ratio_high : limit;
   }
 };
-constexpr int kNumCoefficients = 10;
+constexpr int kNumCoefficients = 11;
 
 template <typename T>
 struct ScalarMath {
@@ -50,9 +56,11 @@ struct ObjectiveTerms {
   T loss, slope, clip, log_ratio, ratio;
 };
 
+// slope: d value / d logprob at this ratio; ratio_slope: d value / d log_ratio, which adds to it
+// where the ratio is the token's own.
 template <typename T>
 struct KlTerms {
-  T value, slope;  // slope: d value / d logprob
+  T value, slope, ratio_slope;
 };
 
 // Clamp that lets NaN through.
@@ -72,13 +80,14 @@ struct GmpoTerms {
 template <typename Math, typename S, typename T = typename Math::Real>
 FASTRL_HD GmpoTerms<T, typename Math::Mask> gmpo_terms(T difference, T advantage,
                                                        const Coefficients<S>& c) {
-  const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(c.max_log_ratio());
+  const T zero = Math::fill(S(0)), one = Math::fill(S(1));
+  const T lowest = Math::fill(c.lowest_log_ratio()), highest = Math::fill(c.highest_log_ratio());
   const T low = Math::fill(-c.clip_low), high = Math::fill(c.clip_high);
-  const T log_ratio = clamp<Math>(difference, -limit, limit);
+  const T log_ratio = clamp<Math>(difference, lowest, highest);
   const auto rises = advantage >= zero, falls = advantage < zero;
   const auto above = rises & (log_ratio > high), below = falls & (log_ratio < low);
   const T clip = Math::where(above & (advantage > zero), one, Math::where(below, -one, zero));
-  const auto inside = (difference >= -limit) & (difference <= limit);
+  const auto inside = (difference >= lowest) & (difference <= highest);
   const typename Math::Mask moves =
       (inside & ((rises & (log_ratio <= high)) | (falls & (log_ratio >= low)))) |
       (difference != difference);
@@ -90,10 +99,10 @@ template <typename Math, typename S, typename T = typename Math::Real>
 FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantage, T logprob,
                                             const Coefficients<S>& c) {
   const T zero = Math::fill(S(0)), one = Math::fill(S(1));
-  const T limit = Math::fill(c.max_log_ratio());
-  const T log_ratio = clamp<Math>(difference, -limit, limit);
+  const T lowest = Math::fill(c.lowest_log_ratio()), highest = Math::fill(c.highest_log_ratio());
+  const T log_ratio = clamp<Math>(difference, lowest, highest);
   const T ratio = Math::exp(log_ratio);
-  const auto moves = (difference >= -limit) & (difference <= limit);
+  const auto moves = (difference >= lowest) & (difference <= highest);
   const auto rises = advantage > zero, falls = advantage < zero;
   T loss = zero, slope = zero, clip = zero;
 
@@ -145,11 +154,17 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
   return {loss, slope, clip, log_ratio, ratio};
 }
 
-// `difference` is ref_logprob - logprob.
+// `difference` is ref_logprob - logprob; `policy_difference` that of `objective_terms`, which only
+// the bias-corrected gradient looks at.
 template <typename Math, typename S, typename T = typename Math::Real>
-FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, T difference, const Coefficients<S>& c) {
-  const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(S(kMaxLogRatio));
+FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T difference,
+                              T policy_difference, const Coefficients<S>& c) {
+  const bool corrected = gradient == KlGradient::kBiasCorrected;
+  // a product of two exponentials fits a float where each factor is held at half the range
+  const S range = corrected ? S(kMaxLogRatio / 2) : S(kMaxLogRatio);
+  const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(range);
   const T x = clamp<Math>(difference, -limit, limit);
+  const auto in_range = (difference >= -limit) & (difference <= limit);
   T value, slope;
   if (estimator == KlEstimator::kK1) {
     value = -x;
@@ -166,10 +181,21 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, T difference, const Coeffic
     slope = Math::where(x < zero, one, Math::where(x > zero, -one, zero));
   }
   const T bound = Math::fill(c.kl_clamp);
-  const auto moves =
-      (difference >= -limit) & (difference <= limit) & (value >= -bound) & (value <= bound);
-  slope = Math::where(moves, slope, zero);
-  return {clamp<Math>(value, -bound, bound), Math::where(value == value, slope, value)};
+  slope = Math::where(in_range & (value >= -bound) & (value <= bound), slope, zero);
+  value = clamp<Math>(value, -bound, bound);
+  T ratio_slope = zero;
+  if (gradient == KlGradient::kStraightThrough) {
+    slope = Math::where(in_range, -x, zero);  // that of k2
+  } else if (corrected) {
+    const T lowest = Math::fill(c.lowest_log_ratio(range));
+    const T highest = Math::fill(c.highest_log_ratio(range));
+    const T ratio = Math::exp(clamp<Math>(policy_difference, lowest, highest));
+    const auto moves = (policy_difference >= lowest) & (policy_difference <= highest);
+    value = ratio * value;
+    slope = ratio * slope;
+    ratio_slope = Math::where(moves, value, zero);
+  }
+  return {value, Math::where(value == value, slope, value), ratio_slope};
 }
 
 }  // namespace fastrl

@@ -33,13 +33,15 @@ _LOGITS = (
     "Tensor token_ids, Tensor active, Tensor? temperatures, "
     "float temperature, float logit_scale, float logit_softcap"
 )
-_OBJECTIVE = "int ratio, int kl_estimator, float[] coefficients"
+_OBJECTIVE = "int ratio, int kl_estimator, int kl_gradient, float[] coefficients"
+# `weights` multiply the policy term; those of KL and entropy, where absent, are the same.
+_WEIGHTS = "Tensor weights, Tensor? kl_weights, Tensor? entropy_weights"
 _STATS_BACKWARD = (
     f"{_LOGITS}, Tensor row_max, Tensor log_sum, Tensor entropy, "
     "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
 )
 _ONE_PASS = (
-    f"{_LOGITS}, Tensor advantages, Tensor weights, "
+    f"{_LOGITS}, Tensor advantages, {_WEIGHTS}, "
     f"Tensor? old_logprobs, Tensor? ref_logprobs, {_OBJECTIVE}"
 )
 # Linear forms: hidden [N, H], per-token tensors [N]; an absent chunk size is chosen.
@@ -67,8 +69,8 @@ _SCHEMAS = {
         f"(Tensor(a!) logits, {_ONE_PASS}) -> (Tensor logprobs, Tensor entropy)"
     ),
     "policy_loss_fwd": (
-        "(Tensor logprobs, Tensor advantages, Tensor mask, Tensor weights, Tensor? old_logprobs, "
-        "Tensor? ref_logprobs, Tensor? entropy, Tensor? cu_seqlens, bool sequence_level, "
+        f"(Tensor logprobs, Tensor advantages, Tensor mask, {_WEIGHTS}, Tensor? old_logprobs, "
+        "Tensor? ref_logprobs, Tensor? entropy, Tensor? cu_seqlens, int level, "
         f"{_OBJECTIVE}) -> (Tensor loss, Tensor slope, Tensor metrics)"
     ),
     "gae_fwd": (
@@ -90,7 +92,7 @@ _SCHEMAS = {
         f"Tensor? grad_entropy, Tensor? grad_logsumexp, bool[] needs) -> {_LINEAR_GRADIENTS}"
     ),
     "linear_policy_loss_fwd": (
-        f"({_LINEAR}, Tensor advantages, Tensor weights, Tensor? old_logprobs, "
+        f"({_LINEAR}, Tensor advantages, {_WEIGHTS}, Tensor? old_logprobs, "
         f"Tensor? ref_logprobs, {_OBJECTIVE}, bool[] needs, bool metrics) -> "
         f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from math import inf
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from fastrl.checks import number, one_of, positive
 
 Ratio = Literal["ppo_clip", "cispo", "sapo", "gmpo", "reinforce"]
-Level = Literal["token", "sequence"]
+Level = Literal["token", "sequence", "sequence-token"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
+KlGradient = Literal["exact", "straight-through", "bias-corrected"]
 Aggregation = Literal[
     "token-mean",
     "seq-mean-token-mean",
@@ -31,6 +33,7 @@ TokenLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 RATIOS: tuple[str, ...] = get_args(Ratio)
 LEVELS: tuple[str, ...] = get_args(Level)
 KL_ESTIMATORS: tuple[str, ...] = get_args(KlEstimator)
+KL_GRADIENTS: tuple[str, ...] = get_args(KlGradient)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 
@@ -90,10 +93,18 @@ class Objective:
     | a function | `function(logprobs, old_logprobs, ref_logprobs, advantages)` | by autograd |
 
     `|log r|` saturates at 80 (slope 0 beyond), so nothing overflows; `log_ratio_clamp` tightens it.
+    With the level `sequence-token` (GSPO-token) a token has the value of the sequence's ratio and
+    the gradient of its own: `log r = sg[mean] + logprob - sg[logprob]`.
+
+    | kl_gradient | KL term of a token, `k` by `kl_estimator` | its gradient |
+    | --- | --- | --- |
+    | `exact` | `k` | `dk/dlogprob` |
+    | `straight-through` | `k` | that of `k2`, the unbiased one (verl's `k3+` and kin) |
+    | `bias-corrected` | `r k`, both logs within 40 | `r dk/dlogprob + k dr/dlogprob` (DeepSeek-V3.2) |
 
     Attributes:
         ratio: the row of the table, or a function of per-token tensors.
-        level: `"token"`, or `"sequence"` for one ratio per sequence (GSPO).
+        level: `"token"`, `"sequence"` for one ratio per sequence (GSPO), or `"sequence-token"`.
         clip_low: distance of the lower bound from 1 (`gmpo`: from 0, on the log ratio).
         clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio).
         dual_clip: cap `c > 1` of the loss for negative advantages (dual-clip PPO), or None.
@@ -103,8 +114,10 @@ class Objective:
         kl_coef: weight `beta` of the KL to `ref_logprobs`.
         kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`.
         kl_clamp: bound of the estimate of a token, or None.
+        kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.
         entropy_coef: weight of the entropy bonus.
-        log_ratio_clamp: bound of `|log r|`, or None.
+        log_ratio_clamp: bound of `|log r|`, or (low, high) with `low <= log r <= high` and
+            infinities for no bound, or None.
         aggregation: how tokens are weighed, as in `token_weights`.
         length_norm: the constant length of `seq-mean-token-sum-norm`; None is the padded width T.
         rollout_correction: importance weights against `rollout_logprobs`, or None.
@@ -132,8 +145,9 @@ class Objective:
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
     kl_clamp: float | None = None
+    kl_gradient: KlGradient = "exact"
     entropy_coef: float = 0.0
-    log_ratio_clamp: float | None = None
+    log_ratio_clamp: float | tuple[float, float] | None = None
     aggregation: Aggregation = "token-mean"
     length_norm: float | None = None
     rollout_correction: RolloutCorrection | None = None
@@ -143,6 +157,7 @@ class Objective:
             one_of("ratio", self.ratio, RATIOS)
         one_of("level", self.level, LEVELS)
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        one_of("kl_gradient", self.kl_gradient, KL_GRADIENTS)
         one_of("aggregation", self.aggregation, AGGREGATIONS)
         number("clip_low", self.clip_low, low=0.0, high=1.0 if self.ratio == "ppo_clip" else None)
         for name in ("clip_high", "kl_coef"):
@@ -150,7 +165,8 @@ class Objective:
         number("entropy_coef", self.entropy_coef)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             positive(name, getattr(self, name))
-        for name in ("kl_clamp", "log_ratio_clamp", "length_norm"):
+        _check_log_ratio_clamp(self.log_ratio_clamp)
+        for name in ("kl_clamp", "length_norm"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
         if self.dual_clip is not None and number("dual_clip", self.dual_clip) <= 1:
@@ -187,14 +203,27 @@ class Objective:
                     f"it is used by {', '.join(users)}"
                 )
         if ratio == "gmpo" and self.level != "sequence":
-            raise ValueError("level must be 'sequence' with ratio gmpo, got 'token'")
+            raise ValueError(f"level must be 'sequence' with ratio gmpo, got {self.level!r}")
         if ratio in ("a function", "reinforce") and self.level != "token":
-            raise ValueError(f"level must be 'token' with ratio {ratio}, got 'sequence'")
+            raise ValueError(f"level must be 'token' with ratio {ratio}, got {self.level!r}")
+        if ratio == "gmpo" and self.kl_gradient == "bias-corrected":
+            raise ValueError(
+                "kl_gradient must not be 'bias-corrected' with ratio gmpo: its ratio is no "
+                "importance weight"
+            )
         if self.length_norm is not None and self.aggregation != "seq-mean-token-sum-norm":
             raise ValueError(
                 "length_norm has no effect with aggregation "
                 f"{self.aggregation}; it is used by seq-mean-token-sum-norm"
             )
+
+    @property
+    def log_ratio_bounds(self) -> tuple[float, float]:
+        """How far below and above 0 the log-ratio may go, both positive."""
+        clamp = self.log_ratio_clamp
+        if clamp is None:
+            return inf, inf
+        return (-clamp[0], clamp[1]) if isinstance(clamp, tuple) else (clamp, clamp)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Objective:
@@ -260,6 +289,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "reinforce": {"ratio": "reinforce", "aggregation": "token-mean"},
 }
+
+
+def _check_log_ratio_clamp(clamp: object) -> None:
+    if clamp is None:
+        return
+    if not isinstance(clamp, tuple):
+        positive("log_ratio_clamp", clamp)
+        return
+    if len(clamp) != 2 or any(isinstance(x, bool) or not isinstance(x, int | float) for x in clamp):
+        raise TypeError(f"log_ratio_clamp must be a number or a pair (low, high), got {clamp}")
+    if not clamp[0] < 0 < clamp[1]:
+        raise ValueError(f"log_ratio_clamp must be (low, high) with low < 0 < high, got {clamp}")
 
 
 def as_objective(objective: object) -> Objective:

@@ -19,8 +19,10 @@ def hold(x, low, high):
     return x * 0 + low if x < low else x * 0 + high if x > high else x
 
 
-def log_ratio_bound(o):
-    return 80.0 if o.log_ratio_clamp is None else min(80.0, o.log_ratio_clamp)
+def log_ratio_bounds(o):
+    clamp = o.log_ratio_clamp
+    low, high = clamp if isinstance(clamp, tuple) else (-(clamp or 80.0), clamp or 80.0)
+    return max(low, -80.0), min(high, 80.0)
 
 
 def token_loss(o, d, A, logprob):
@@ -48,8 +50,17 @@ def token_loss(o, d, A, logprob):
     raise AssertionError(o.ratio)
 
 
-def token_kl(o, logprob, ref):
+def token_kl(o, logprob, ref, d):
+    """The KL term of one token; d is the log-ratio of the policy term."""
+    if o.kl_gradient == "bias-corrected":
+        return torch.exp(hold(d, -40.0, 40.0)) * kl_estimate(o, hold(ref - logprob, -40.0, 40.0))
     x = hold(ref - logprob, -80.0, 80.0)
+    if o.kl_gradient == "straight-through":
+        return kl_estimate(o, x).detach() + x * x / 2 - (x * x / 2).detach()
+    return kl_estimate(o, x)
+
+
+def kl_estimate(o, x):
     if o.kl_estimator == "k1":
         kl = -x
     elif o.kl_estimator == "k2":
@@ -110,7 +121,7 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
     H = None if entropy is None else entropy.detach().clone().requires_grad_()
     old, ref = options.get("old"), options.get("ref")
     old = lp.detach() if old is None else old
-    c = log_ratio_bound(o)
+    lowest, highest = log_ratio_bounds(o)
     policy = kl_part = bonus = 0.0 * lp.new_zeros(())
     size, rows = 0.0, []  # rows: token, flag, ratio, token log-ratio, kl
     for s, tokens in enumerate(sequences):
@@ -122,9 +133,9 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
         correction = dict.fromkeys(tokens, 1.0)
         if o.rollout_correction is not None:
             correction = rollout_weights(o.rollout_correction, old, options["rollout"], tokens)
-        own = {t: hold(lp[t] - old[t], -c, c) for t in tokens}
+        own = {t: hold(lp[t] - old[t], lowest, highest) for t in tokens}
         mean = sum(lp[t] - old[t] for t in tokens) / len(tokens)
-        shared = hold(mean, -c, c)
+        shared = hold(mean, lowest, highest)
         if o.ratio == "gmpo":
             flags = {}
             clipped = []
@@ -137,13 +148,15 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
             shared = sum(clipped) / len(tokens)
         for t in tokens:
             d = shared if o.level == "sequence" else own[t]
+            if o.level == "sequence-token":
+                d = hold(mean.detach() + lp[t] - lp[t].detach(), lowest, highest)
             if callable(o.ratio):
                 f, flag = o.ratio(lp[t], old[t], None if ref is None else ref[t], advantages[t]), 0
             elif o.ratio == "gmpo":
                 f, flag = -advantages[t] * torch.exp(shared), flags[t]
             else:
                 f, flag = token_loss(o, d, advantages[t], lp[t])
-            kl = lp.new_zeros(()) if ref is None else token_kl(o, lp[t], ref[t])
+            kl = lp.new_zeros(()) if ref is None else token_kl(o, lp[t], ref[t], d)
             policy = policy + w * correction[t] * f
             if o.kl_coef:
                 kl_part = kl_part + w * correction[t] * o.kl_coef * kl

@@ -207,11 +207,34 @@ OBJECTIVE = [
     ({"clip_low": torch.tensor(0.2)}, TypeError, "clip_low must be a number, got Tensor"),
     ({"ratio": "ppo"}, ValueError, "ratio must be one of ppo_clip, cispo, ... got 'ppo'"),
     ({"ratio": None}, TypeError, "ratio must be a string ... got NoneType"),
-    ({"level": "seq"}, ValueError, "level must be one of token, sequence; got 'seq'"),
+    (
+        {"level": "seq"},
+        ValueError,
+        "level must be one of token, sequence, sequence-token; got 'seq'",
+    ),
     ({"kl_estimator": "k4"}, ValueError, "kl_estimator must be one of k1, k2, k3, abs; got 'k4'"),
     ({"aggregation": "mean"}, ValueError, "aggregation must be one of token-mean, ... got 'mean'"),
     ({"rollout_correction": {"kind": "mask"}}, TypeError, "rollout_correction must be a ... dict"),
+    ({"kl_gradient": "k2"}, ValueError, "kl_gradient must be one of exact, ... got 'k2'"),
+    (
+        {"log_ratio_clamp": (1, 2)},
+        ValueError,
+        "log_ratio_clamp must ... low < 0 < high, got (1, 2)",
+    ),
+    ({"log_ratio_clamp": (-1, nan)}, ValueError, "log_ratio_clamp must be (low, high)"),
+    ({"log_ratio_clamp": (-1,)}, TypeError, "log_ratio_clamp must be a number or a pair"),
+    ({"log_ratio_clamp": (-1, "2")}, TypeError, "log_ratio_clamp must be a number or a pair"),
     # contradictions
+    (
+        {"ratio": "gmpo", "level": "sequence", "kl_gradient": "bias-corrected"},
+        ValueError,
+        "kl_gradient must not be 'bias-corrected' with ratio gmpo",
+    ),
+    (
+        {"ratio": "gmpo", "level": "sequence-token"},
+        ValueError,
+        "level must be 'sequence' with ratio gmpo, got 'sequence-token'",
+    ),
     ({"ratio": "gmpo"}, ValueError, "level must be 'sequence' with ratio gmpo, got 'token'"),
     ({"ratio": "reinforce", "level": "sequence"}, ValueError, "level must be 'token' with ratio"),
     (

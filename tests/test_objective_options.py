@@ -36,6 +36,36 @@ OPTIONS = [
     {"level": "sequence", "clip_low": 0.05, "clip_high": 0.1},
     {"level": "sequence", "log_ratio_clamp": 0.05},
     {"level": "sequence", "dual_clip": 1.05},
+    *(
+        {"level": "sequence-token", **more}
+        for more in (
+            {"clip_low": 0.05, "clip_high": 0.1},
+            {"ratio": "cispo", "clip_low": 0.01, "clip_high": 0.02},
+            {"ratio": "sapo", "kl_coef": 0.3, "kl_gradient": "bias-corrected"},
+            {"log_ratio_clamp": (-0.1, 0.05), "entropy_coef": 0.1},
+        )
+    ),
+    *({"log_ratio_clamp": bounds} for bounds in ((-0.1, 0.3), (-math.inf, 0.1), (-0.2, math.inf))),
+    {"level": "sequence", "log_ratio_clamp": (-0.02, 10)},
+    {"ratio": "gmpo", "level": "sequence", "log_ratio_clamp": (-0.1, 0.2)},
+    *(
+        {"kl_coef": 0.3, "kl_estimator": name, "kl_gradient": gradient, **more}
+        for name in ("k1", "k2", "k3", "abs")
+        for gradient in ("straight-through", "bias-corrected")
+        for more in ({}, {"kl_clamp": 0.05})
+    ),
+    *(
+        {"kl_coef": 0.3, "kl_gradient": "bias-corrected", **more}
+        for more in (
+            {"level": "sequence", "entropy_coef": 0.1},
+            {"level": "sequence", "ratio": "cispo"},
+            {"level": "sequence", "log_ratio_clamp": 0.05},
+            {"ratio": "reinforce", "kl_estimator": "k1"},
+            {"ratio": "sapo"},
+            {"log_ratio_clamp": 0.15, "rollout_correction": CORRECTIONS[0]},
+        )
+    ),
+    {"ratio": "gmpo", "level": "sequence", "kl_coef": 0.3, "kl_gradient": "straight-through"},
     *({"kl_coef": 0.3, "kl_estimator": name} for name in ("k1", "k2", "k3", "abs")),
     *({"kl_coef": 0.3, "kl_estimator": e, "kl_clamp": 0.2} for e in ("k1", "k2", "k3", "abs")),
     {"ratio": "gmpo", "level": "sequence", "kl_coef": 0.5},

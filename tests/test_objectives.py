@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 inf = math.inf
 RATIOS = ("ppo_clip", "cispo", "sapo", "gmpo", "reinforce")
 ESTIMATORS = ("k1", "k2", "k3", "abs")
+KL_GRADIENTS = ("exact", "straight-through", "bias-corrected")
 DEFAULTS = {
     "clip_low": 0.2,
     "clip_high": 0.28,
@@ -24,7 +25,8 @@ DEFAULTS = {
     "sapo_temperature_neg": 1.05,
     "kl_coef": 0.0,
     "kl_clamp": inf,
-    "log_ratio_clamp": inf,
+    "log_ratio_low": inf,
+    "log_ratio_high": inf,
     "entropy_coef": 0.0,
 }
 CASES = {
@@ -35,7 +37,9 @@ CASES = {
     "delta": ("ppo_clip", {"delta": 4.0}),
     "delta next to the clip": ("ppo_clip", {"delta": 1.3}),
     "dual clip and delta": ("ppo_clip", {"dual_clip": 2.0, "delta": 4.0}),
-    "log ratio clamp": ("ppo_clip", {"log_ratio_clamp": 0.1}),
+    "log ratio clamp": ("ppo_clip", {"log_ratio_low": 0.1, "log_ratio_high": 0.1}),
+    "log ratio clamp, one side": ("ppo_clip", {"log_ratio_high": 0.1, "dual_clip": 3.0}),
+    "log ratio clamp, two bounds": ("sapo", {"log_ratio_low": 0.4, "log_ratio_high": 0.1}),
     "cispo": ("cispo", {"clip_low": 1.0, "clip_high": 4.0}),
     "cispo, both bounds": ("cispo", {}),
     "sapo": ("sapo", {}),
@@ -48,6 +52,7 @@ KINKS = [math.log(bound) for bound in BOUNDS] + [0.1, -0.1, 0.4, -0.4]
 NEXT_TO_KINKS = [math.nextafter(kink, side) for kink in KINKS for side in (-inf, inf)]
 EXTREMES = [80.0, -80.0, math.nextafter(80, 99), -math.nextafter(80, 99), 200.0, -200.0, 1e30]
 LOG_RATIOS = [*KINKS, *NEXT_TO_KINKS, *EXTREMES, *torch.linspace(-3, 3, 61).tolist()]
+KL_POINTS = [0.0, 0.5, -0.5, 1.0, -1.0, 40.0, -40.0, math.nextafter(40, 99)]
 ADVANTAGES = (0.0, 1.0, -1.0, 0.2, -0.2, 1e-8, -3e4)
 
 
@@ -55,7 +60,7 @@ def by_reference(ratio, c, log_ratio, advantages, logprobs):
     """Loss, slope and clip of each point, from the reference formulas and autograd."""
     d = log_ratio.clone().requires_grad_()
     current = logprobs.clone().requires_grad_()
-    x = objectives.saturate(d, c["log_ratio_clamp"])
+    x = objectives.saturate(d, c["log_ratio_low"], c["log_ratio_high"])
     bounds = (c["clip_low"], c["clip_high"])
     if ratio == "ppo_clip":
         loss, clip = objectives.ppo_clip(x, advantages, *bounds, c["dual_clip"], c["delta"])
@@ -90,7 +95,7 @@ def test_cpp_equals_the_reference_at_every_point(compiled, case):
     log_ratio, advantages = (column.contiguous() for column in grid.t())
     logprobs = -torch.rand(len(grid), dtype=torch.float64) * 5
     loss, slope, clip, _, _ = torch.ops.fastrl.objective_eval(
-        logprobs, log_ratio, advantages, logprobs, RATIOS.index(ratio), 0, [*c.values()]
+        logprobs, log_ratio, advantages, logprobs, RATIOS.index(ratio), 0, 0, [*c.values()]
     )
     expected = by_reference(ratio, c, log_ratio, advantages, logprobs)
 
@@ -105,19 +110,37 @@ def test_cpp_equals_the_reference_at_every_point(compiled, case):
 
 
 @pytest.mark.parametrize("kl_clamp", [inf, 0.5])
+@pytest.mark.parametrize("gradient", KL_GRADIENTS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_cpp_kl_equals_the_reference_at_every_point(compiled, estimator, kl_clamp):
-    difference = torch.tensor([*LOG_RATIOS, 0.0, 0.5, -0.5, 1.0, -1.0], dtype=torch.float64)
+def test_cpp_kl_equals_the_reference_at_every_point(compiled, estimator, gradient, kl_clamp):
+    differences = torch.tensor([*LOG_RATIOS, *KL_POINTS], dtype=torch.float64)
+    ratios = torch.tensor([0.0, 0.3, -0.3, 40.0, -40.0, *EXTREMES], dtype=torch.float64)
+    grid = torch.cartesian_prod(differences, ratios)
+    difference, log_ratio = (column.contiguous() for column in grid.t())
     zeros = torch.zeros_like(difference)
-    c = {**DEFAULTS, "kl_clamp": kl_clamp}
+    c = {**DEFAULTS, "kl_clamp": kl_clamp, "log_ratio_high": 60.0}
     *_, kl, slope = torch.ops.fastrl.objective_eval(
-        zeros, zeros, zeros, difference, 0, ESTIMATORS.index(estimator), [*c.values()]
+        zeros,
+        log_ratio,
+        zeros,
+        difference,
+        0,
+        ESTIMATORS.index(estimator),
+        KL_GRADIENTS.index(gradient),
+        [*c.values()],
     )
     logprobs = zeros.clone().requires_grad_()
-    expected = objectives.kl_estimate(logprobs, difference, estimator, kl_clamp)
+    held = objectives.saturate(log_ratio + logprobs, c["log_ratio_low"], c["log_ratio_high"])
+    expected = objectives.kl_term(logprobs, difference, held, estimator, gradient, kl_clamp)
     expected_slope = torch.autograd.grad(expected.sum(), logprobs)[0]
+    assert expected_slope.isfinite().all()
+    # the two parts of a bias-corrected slope may cancel: what counts is their size
+    size = torch.ones_like(difference)
+    if gradient == "bias-corrected":
+        bounded = log_ratio.clamp(-40, 40).exp()
+        size = 1 + bounded * (1 + difference.clamp(-40, 40).abs().exp())
     for actual, wanted in ((kl, expected.detach()), (slope, expected_slope)):
-        assert_same(actual, wanted, lambda i: f"difference {difference[i]!r}")
+        assert_same(actual, wanted, lambda i: f"{difference[i]!r}, {log_ratio[i]!r}", size)
 
 
 def one_token(backend, log_ratio, advantage, logprob=0.0, **options):

@@ -5,16 +5,18 @@ import torch
 
 import fastrl
 from fastrl import Objective, native
-from fastrl.objective import KL_ESTIMATORS, RATIOS
+from fastrl.objective import KL_ESTIMATORS, KL_GRADIENTS, LEVELS, RATIOS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 UNTRACED = {"objective_eval", "cpu_capability"}  # for the tests, and without tensors
 needs_extension = pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
+INF = float("inf")
 OBJECTIVE = (
     RATIOS.index("ppo_clip"),
     KL_ESTIMATORS.index("k3"),
-    [0.2, 0.2, float("inf"), float("inf"), 1.0, 1.05, 0.1, float("inf"), float("inf"), 0.01],
+    KL_GRADIENTS.index("exact"),
+    [0.2, 0.2, INF, INF, 1.0, 1.05, 0.1, INF, INF, INF, 0.01],
 )
 
 
@@ -35,33 +37,24 @@ def samples():
             grads = (per_token(2, 3), None, per_token(2, 3))
             yield "token_stats_bwd", (logits, *options, row_max, log_sum, entropy, *grads)
             yield "token_stats_bwd_", (logits.clone(), *options, row_max, log_sum, entropy, *grads)
-            loss = (per_token(2, 3), torch.rand(2, 3), per_token(2, 3), per_token(2, 3), *OBJECTIVE)
+            weights = (torch.rand(2, 3), torch.rand(2, 3), None)
+            loss = (per_token(2, 3), *weights, per_token(2, 3), per_token(2, 3), *OBJECTIVE)
             yield "logits_policy_loss_fwd", (logits, *options, *loss)
             yield "logits_policy_loss_fwd_", (logits.clone(), *options, *loss)
     mask = torch.rand(2, 5) > 0.3
     five = [per_token(2, 5) for _ in range(5)]
     yield (
         "policy_loss_fwd",
-        (*five[:2], mask, torch.rand(2, 5), *five[2:], None, False, *OBJECTIVE),
+        (*five[:2], mask, torch.rand(2, 5), None, None, *five[2:], None, 0, *OBJECTIVE),
     )
     bounds = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
     one = [per_token(1, 6) for _ in range(4)]
-    yield (
-        "policy_loss_fwd",
-        (
-            *one[:2],
-            mask.new_ones(1, 6),
-            one[2].abs(),
-            None,
-            one[3],
-            one[0],
-            bounds,
-            True,
-            *OBJECTIVE[:1],
-            0,
-            OBJECTIVE[2],
-        ),
-    )
+    weights = [torch.rand(1, 6) for _ in range(3)]
+    packed = (*one[:2], mask.new_ones(1, 6), *weights, None, one[3], one[0], bounds)
+    for level in range(1, len(LEVELS)):
+        for gradient in range(len(KL_GRADIENTS)):
+            objective = (level, OBJECTIVE[0], 0, gradient, OBJECTIVE[3])
+            yield "policy_loss_fwd", (*packed, *objective)
     yield "gae_fwd", (five[0], five[1], mask, None, mask, five[2], None, 0.99, 0.95)
     yield "gae_fwd", (one[0], one[1], None, None, None, per_token(3), bounds, 0.99, 0.95)
     yield "group_advantages_fwd", (per_token(8), None, 4, 0, 0, 1.0, 1e-4, 0)
@@ -83,7 +76,8 @@ def samples():
             "linear_token_stats_bwd",
             (*chunked, stats[5], stats[6], stats[1], *grads, needs),
         )
-        of_row = [torch.randn(5), torch.rand(5) * tokens[1], torch.randn(5), torch.randn(5)]
+        weights = [torch.rand(5) * tokens[1], None, torch.rand(5) * tokens[1]]
+        of_row = [torch.randn(5), *weights, torch.randn(5), torch.randn(5)]
         yield "linear_policy_loss_fwd", (*chunked, *of_row, *OBJECTIVE, needs, True)
 
 

@@ -31,12 +31,12 @@ struct GradientTerms {
 
 // The per-token inputs of the policy loss; those that may be absent are null.
 struct TokenInputs {
-  const float *logprobs, *advantages, *weights, *old_logprobs, *ref_logprobs, *entropy;
+  const float *logprobs, *advantages, *weights, *kl_weights, *entropy_weights;
+  const float *old_logprobs, *ref_logprobs, *entropy;
   const bool* mask;
   float* slope;
-  int ratio, kl_estimator;  // the enums of objectives.h
-  bool sequence_level;
-  float coefficients[10];
+  int level, ratio, kl_estimator, kl_gradient;  // the enums of objectives.h
+  float coefficients[11];
 };
 
 // Of a sequence that shares one ratio: the mean of its log-ratios, and the part of the slope that
@@ -70,7 +70,7 @@ struct Kernels {
   // Sum of the log-ratios that a sequence averages (`sum`), and how many there are.
   void (*sum_log_ratios)(const TokenInputs& in, int64_t begin, int64_t end, double* sum,
                          int64_t* count);
-  // Sum of w f' at a sequence's mean log-ratio.
+  // Sum of what moves a sequence's mean log-ratio, at this mean: w f' and the KL's ratio slope.
   double (*sum_slopes)(const TokenInputs& in, int64_t begin, int64_t end, float mean);
 };
 

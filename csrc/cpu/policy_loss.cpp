@@ -39,14 +39,16 @@ TokenSums combine(const std::vector<TokenSums>& parts) {
 }
 
 // One ratio for the tokens of a sequence. Where the gradient flows through that ratio, every token
-// receives 1/n of the sequence's sum of w f'.
+// receives 1/n of the sequence's sum of slopes.
 TokenSums sequence_loss(const Kernels& kernels, const TokenInputs& in, int64_t begin, int64_t end) {
   double sum = 0;
   int64_t count = 0;
   kernels.sum_log_ratios(in, begin, end, &sum, &count);
   const double n = static_cast<double>(std::max<int64_t>(count, 1));
   SharedRatio shared{static_cast<float>(sum / n), 0.0f};
-  shared.slope = static_cast<float>(kernels.sum_slopes(in, begin, end, shared.mean) / n);
+  if (static_cast<Level>(in.level) == Level::kSequence) {
+    shared.slope = static_cast<float>(kernels.sum_slopes(in, begin, end, shared.mean) / n);
+  }
   TokenSums sums;
   kernels.token_losses(in, begin, end, shared, &sums);
   return sums;
@@ -73,9 +75,10 @@ void write_metrics(const TokenSums& sums, float* metrics) {
 
 std::tuple<Tensor, Tensor, Tensor> policy_loss_fwd(
     const Tensor& logprobs, const Tensor& advantages, const Tensor& mask, const Tensor& weights,
+    const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
     const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
-    const std::optional<Tensor>& entropy, const std::optional<Tensor>& cu_seqlens,
-    bool sequence_level, int64_t ratio, int64_t kl_estimator,
+    const std::optional<Tensor>& entropy, const std::optional<Tensor>& cu_seqlens, int64_t level,
+    int64_t ratio, int64_t kl_estimator, int64_t kl_gradient,
     const std::vector<double>& coefficients) {
   check_like(logprobs, logprobs, ScalarType::Float, "logprobs", "logprobs");
   STD_TORCH_CHECK(logprobs.dim() == 2, "logprobs must have shape [B, T], got ",
@@ -86,6 +89,8 @@ std::tuple<Tensor, Tensor, Tensor> policy_loss_fwd(
   };
   check(advantages, "advantages");
   check(weights, "weights");
+  check(kl_weights, "kl_weights");
+  check(entropy_weights, "entropy_weights");
   check(old_logprobs, "old_logprobs");
   check(ref_logprobs, "ref_logprobs");
   check(entropy, "entropy");
@@ -94,26 +99,34 @@ std::tuple<Tensor, Tensor, Tensor> policy_loss_fwd(
                   "ref_logprobs must be given when kl_coef is not 0");
   STD_TORCH_CHECK(entropy || c.entropy_coef == 0,
                   "entropy must be given when entropy_coef is not 0");
+  const Ratio kind = check_ratio(ratio);
+  const KlGradient gradient = check_kl_gradient(kl_gradient);
+  STD_TORCH_CHECK(kind != Ratio::kGmpo || gradient != KlGradient::kBiasCorrected,
+                  "kl_gradient must not be bias-corrected with the geometric mean of gmpo");
   const Tensor loss = torch::stable::new_empty(logprobs, {}, ScalarType::Float);
   const Tensor slope = empty_like_tokens(logprobs, ScalarType::Float);
   const Tensor metrics = torch::stable::new_empty(logprobs, {kNumMetrics}, ScalarType::Float);
+  const float* policy_weights = weights.const_data_ptr<float>();
   TokenInputs in{logprobs.const_data_ptr<float>(),
                  advantages.const_data_ptr<float>(),
-                 weights.const_data_ptr<float>(),
+                 policy_weights,
+                 kl_weights ? kl_weights->const_data_ptr<float>() : policy_weights,
+                 entropy_weights ? entropy_weights->const_data_ptr<float>() : policy_weights,
                  data_or_null<float>(old_logprobs),
                  data_or_null<float>(ref_logprobs),
                  data_or_null<float>(entropy),
                  mask.const_data_ptr<bool>(),
                  slope.mutable_data_ptr<float>(),
-                 static_cast<int>(check_ratio(ratio)),
+                 static_cast<int>(check_level(level, kind)),
+                 static_cast<int>(kind),
                  static_cast<int>(check_kl_estimator(kl_estimator)),
-                 sequence_level || check_ratio(ratio) == Ratio::kGmpo,
+                 static_cast<int>(gradient),
                  {}};
   std::copy(coefficients.begin(), coefficients.end(), in.coefficients);
 
   const Kernels& vector_code = kernels();
   std::vector<TokenSums> parts;
-  if (in.sequence_level) {
+  if (static_cast<Level>(in.level) != Level::kToken) {
     const Sequences sequences(logprobs, cu_seqlens);
     parts.resize(sequences.count());
     for_each_task(sequences.count(), [&](int64_t s) {

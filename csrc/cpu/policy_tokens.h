@@ -66,6 +66,12 @@ struct Tokens {
     }
     return where(active, x, vfloat{});
   }
+  // The KL to the reference, given the difference that the policy's ratio comes from.
+  FASTRL_INLINE KlTerms<vfloat> kl(const Coefficients<float>& c, vfloat policy_difference) const {
+    return kl_terms<VectorMath>(static_cast<KlEstimator>(in.kl_estimator),
+                                static_cast<KlGradient>(in.kl_gradient),
+                                load(in.ref_logprobs) - logprob, policy_difference, c);
+  }
   FASTRL_INLINE void store_slope(vfloat slope) const {
     const vfloat x = where(active, slope, vfloat{});
     if (n == kLanes) {
@@ -109,12 +115,22 @@ void sum_log_ratios(const TokenInputs& in, int64_t begin, int64_t end, double* s
   *count = count_of(active);
 }
 
+// Where the ratio is only a weight, the gradient flows through the token's own log-probability.
+FASTRL_INLINE bool moves_the_ratio(const TokenInputs& in) {
+  const Ratio ratio = static_cast<Ratio>(in.ratio);
+  return ratio != Ratio::kCispo && ratio != Ratio::kReinforce;
+}
+
 double sum_slopes(const TokenInputs& in, int64_t begin, int64_t end, float mean) {
   const Coefficients<float> c = coefficients_of(in);
+  const bool policy = moves_the_ratio(in);
+  const bool kl =
+      c.kl_coef != 0 && static_cast<KlGradient>(in.kl_gradient) == KlGradient::kBiasCorrected;
   DoubleSum total;
   for (int64_t i = begin; i < end; i += kLanes) {
     const Tokens t(in, i, end);
-    total.add(t.weight * shared_terms(t, c, mean).slope);
+    if (policy) total.add(t.weight * shared_terms(t, c, mean).slope);
+    if (kl) total.add(t.load(in.kl_weights) * c.kl_coef * t.kl(c, fill(mean)).ratio_slope);
   }
   return total.total();
 }
@@ -123,29 +139,32 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
                   TokenSums* sums) {
   const Coefficients<float> c = coefficients_of(in);
   const Ratio ratio = static_cast<Ratio>(in.ratio);
-  const KlEstimator kl_estimator = static_cast<KlEstimator>(in.kl_estimator);
-  const bool own_slope = !in.sequence_level || ratio == Ratio::kCispo || ratio == Ratio::kReinforce;
-  const vfloat limit = fill(c.max_log_ratio());
+  const Level level = static_cast<Level>(in.level);
+  const bool own_slope = level != Level::kSequence || !moves_the_ratio(in);
+  const vfloat lowest = fill(c.lowest_log_ratio()), highest = fill(c.highest_log_ratio());
   DoubleSum policy, weighted_kl, weighted_entropy, kl_sum, kl_old, entropy_sum, ratio_sum;
   vint active{}, clip_low{}, clip_high{}, zero_grad{};
   vfloat ratio_max = fill(-__builtin_inff()), ratio_min = fill(__builtin_inff());
   for (int64_t i = begin; i < end; i += kLanes) {
     const Tokens t(in, i, end);
-    const Terms terms = in.sequence_level ? shared_terms(t, c, shared.mean)
-                                          : objective_terms<VectorMath>(ratio, t.difference,
-                                                                        t.advantage, t.logprob, c);
-    vfloat slope = own_slope ? t.weight * terms.slope : fill(shared.slope);
+    const Terms terms =
+        level != Level::kToken
+            ? shared_terms(t, c, shared.mean)
+            : objective_terms<VectorMath>(ratio, t.difference, t.advantage, t.logprob, c);
+    vfloat slope = fill(shared.slope);
+    if (own_slope) slope += t.weight * terms.slope;
     if (ratio == Ratio::kGmpo) {
       const vint moves = gmpo_terms<VectorMath>(t.difference, t.advantage, c).moves;
       slope = where(moves, slope, vfloat{});
     }
     if (in.ref_logprobs) {
-      const vfloat difference = t.load(in.ref_logprobs) - t.logprob;
-      const KlTerms<vfloat> kl = kl_terms<VectorMath>(kl_estimator, difference, c);
+      const KlTerms<vfloat> kl = t.kl(c, level == Level::kToken ? t.difference : fill(shared.mean));
       kl_sum.add(kl.value);
       if (c.kl_coef != 0) {
-        weighted_kl.add(t.weight * kl.value);
-        slope += t.weight * (c.kl_coef * kl.slope);
+        const vfloat weight = t.load(in.kl_weights);
+        weighted_kl.add(weight * kl.value);
+        slope += weight * (c.kl_coef * kl.slope);
+        if (level != Level::kSequence) slope += weight * (c.kl_coef * kl.ratio_slope);
       }
     }
     t.store_slope(slope);
@@ -154,12 +173,12 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
     if (in.entropy) {
       const vfloat entropy = t.load(in.entropy);
       entropy_sum.add(entropy);
-      if (c.entropy_coef != 0) weighted_entropy.add(t.weight * entropy);
+      if (c.entropy_coef != 0) weighted_entropy.add(t.load(in.entropy_weights) * entropy);
     } else {
       entropy_sum.add(-t.logprob);
     }
     if (in.old_logprobs) {
-      const vfloat log_ratio = clamp<VectorMath>(t.difference, -limit, limit);
+      const vfloat log_ratio = clamp<VectorMath>(t.difference, lowest, highest);
       kl_old.add(VectorMath::expm1(log_ratio) - log_ratio);
     }
     ratio_sum.add(where(t.active, terms.ratio, vfloat{}));
@@ -169,7 +188,9 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
     active += t.active;
     clip_low += terms.clip < 0.0f;
     clip_high += terms.clip > 0.0f;
-    zero_grad += t.active & (slope == 0.0f) & (t.weight * c.entropy_coef == 0.0f);
+    vint idle = t.active & (slope == 0.0f);
+    if (c.entropy_coef != 0) idle &= t.load(in.entropy_weights) * c.entropy_coef == 0.0f;
+    zero_grad += idle;
   }
   sums->policy = policy.total();
   sums->weighted_kl = weighted_kl.total();

@@ -28,7 +28,7 @@ from fastrl.ops.linear_chunks import (
     write_chunk_gradient,
 )
 from fastrl.ops.linear_head import HeadGradients, LinearHead
-from fastrl.ops.slopes import kernel_slopes
+from fastrl.ops.slopes import TokenSlopes
 
 #: (logprobs, entropy, rows) of a chunk -> dL/dlogprobs and dL/dentropy (None: 0)
 SlopeOf = Callable[[Tensor, Tensor, Tensor | slice], tuple[Tensor, Tensor | None]]
@@ -173,18 +173,13 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
 def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return logprobs, entropy and the gradients of the loss, one visit to every row.
 
-    After the arguments that the linear forms share come advantages, weights, old_logprobs,
-    ref_logprobs, ratio, kl_estimator, coefficients, which gradients are needed, and whether
-    rows without one are wanted for the metrics.
+    After the arguments that the linear forms share come the fields of `TokenSlopes`, which
+    gradients are needed, and whether rows without one are wanted for the metrics.
     """
     call, rest = LinearCall(*arguments[:15]), arguments[15:]
     *objective, needs, metrics = rest
-    advantages, weights, coefficients = objective[0], objective[1], objective[6]
-    moves = weights != 0
-    if coefficients[6] == 0 and coefficients[9] == 0:  # neither KL nor entropy moves a row
-        moves &= advantages != 0
-    slope_of = kernel_slopes(call.active, *objective, backend=call.backend)
-    return tuple(linear_loss_pass(call, moves, slope_of, needs, metrics=metrics))
+    slopes = TokenSlopes(call.backend, call.active, *objective)
+    return tuple(linear_loss_pass(call, slopes.moves(), slopes.of, needs, metrics=metrics))
 
 
 @_without_autocast

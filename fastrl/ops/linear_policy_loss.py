@@ -25,6 +25,7 @@ from fastrl.ops.linear_token_stats import (
 from fastrl.ops.policy_loss import (
     LossInputs,
     PolicyLoss,
+    TermWeights,
     evaluate,
     loss_inputs,
     loss_of_logprobs,
@@ -154,8 +155,8 @@ def linear_policy_loss(
 def _in_one_pass(inputs: LossInputs) -> bool:
     """Say whether a row's slope is known once its own log-probability is."""
     correction = inputs.objective.rollout_correction
-    known = inputs.old_logprobs is not None and not inputs.objective.entropy_coef
-    return inputs.objective.level == "token" and (correction is None or known)
+    known = correction is None or inputs.old_logprobs is not None
+    return inputs.objective.level == "token" and known
 
 
 def _one_pass(
@@ -171,7 +172,7 @@ def _one_pass(
     tensors = (hidden, *head.parameters())
     differentiable = torch.is_grad_enabled()
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
-    weights = inputs.corrected_weights(inputs.weights)
+    weights = inputs.term_weights(inputs.weights)
     if callable(inputs.objective.ratio):
         found = _custom_pass(hidden, rows, head, inputs, weights, options, needs, metrics=metrics)
     else:
@@ -181,7 +182,7 @@ def _one_pass(
             *token_rows(rows),
             *options,
             inputs.advantages.reshape(-1),
-            weights.reshape(-1),
+            *(_flat(of_term) for of_term in weights),
             _flat(inputs.old_logprobs),
             _flat(inputs.ref_logprobs),
             *inputs.kernel_objective(),
@@ -202,7 +203,7 @@ def _custom_pass(
     rows: Rows,
     head: LinearHead,
     inputs: LossInputs,
-    weights: Tensor,
+    weights: TermWeights,
     options: ChunkOptions,
     needs: list[bool],
     *,
@@ -217,23 +218,27 @@ def _custom_pass(
         def of_part(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.reshape(-1)[part][None]
 
-        chosen = weights.reshape(-1)[part]
+        policy = weights.policy.reshape(-1)[part][None]
+        kl, of_entropy = of_part(weights.kl), of_part(weights.entropy)
         _, slope, _ = reference.policy_loss(
             logprobs[None],
             inputs.advantages.reshape(-1)[part][None],
             inputs.mask.reshape(-1)[part][None],
-            chosen[None],
+            policy,
             Sequences(None, 1),
             inputs.objective,
             old_logprobs=of_part(inputs.old_logprobs),
             ref_logprobs=of_part(inputs.ref_logprobs),
             entropy=entropy[None],
+            kl_weights=kl,
+            entropy_weights=of_entropy,
         )
-        return slope[0], -coefficient * chosen if coefficient else None
+        of_entropy = policy if of_entropy is None else of_entropy
+        return slope[0], -coefficient * of_entropy[0] if coefficient else None
 
     shared: tuple[Any, ...] = (*head.parameters(), head.lora_scale, *token_rows(rows), *options)
     call = LinearCall(hidden, *shared)
-    moves = (weights != 0).reshape(-1)
+    moves = torch.stack([x.reshape(-1) != 0 for x in weights if x is not None]).any(0)
     return tuple(linear_loss_pass(call, moves, slope_of, needs, metrics=metrics))
 
 

@@ -126,8 +126,8 @@ def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
         and logits.dtype != torch.float16
         and not callable(objective.ratio)
         and objective.level == "token"
-        # the weights must be known beforehand, and be the same for policy and entropy
-        and (correction is None or (inputs.old_logprobs is not None and not objective.entropy_coef))
+        # the weights must be known beforehand
+        and (correction is None or inputs.old_logprobs is not None)
     )
 
 
@@ -138,7 +138,7 @@ def _one_pass(
     arguments = (
         *rows.kernel_arguments(),
         inputs.advantages,
-        inputs.corrected_weights(inputs.weights),
+        *inputs.term_weights(inputs.weights),
         inputs.old_logprobs,
         inputs.ref_logprobs,
         *inputs.kernel_objective(),

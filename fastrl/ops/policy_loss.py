@@ -12,7 +12,15 @@ from fastrl import reference
 from fastrl.backend import resolve
 from fastrl.checks import as_mask, floating, on_device, per_token, same_shape, saveable
 from fastrl.library import METRICS, operators
-from fastrl.objective import KL_ESTIMATORS, RATIOS, Objective, TokenLoss, as_objective
+from fastrl.objective import (
+    KL_ESTIMATORS,
+    KL_GRADIENTS,
+    LEVELS,
+    RATIOS,
+    Objective,
+    TokenLoss,
+    as_objective,
+)
 from fastrl.ops.known_gradient import with_gradients
 from fastrl.ops.token_weights import bounds_of, weights_of
 from fastrl.reference import Sequences
@@ -127,6 +135,14 @@ def policy_loss(
     )
 
 
+class TermWeights(NamedTuple):
+    """The weight of each token in each term of the loss; None is that of the policy term."""
+
+    policy: Tensor
+    kl: Tensor | None
+    entropy: Tensor | None
+
+
 class LossInputs(NamedTuple):
     """What the loss needs beside log-probabilities, all `[B, T]` and without gradient."""
 
@@ -153,32 +169,38 @@ class LossInputs(NamedTuple):
         """Return a per-token tensor as contiguous `[B, T]` in the dtype of the arithmetic."""
         return _canonical(name, value, like, self.weights.dtype, keep_gradient=keep_gradient)
 
-    def corrected_weights(self, logprobs: Tensor) -> Tensor:
-        """Return w_t * is_t; on policy the trainer's own log-probabilities stand for the old."""
+    def term_weights(self, logprobs: Tensor) -> TermWeights:
+        """Return the weights of each term; on policy the trainer's own logprobs are the old."""
         correction = self.objective.rollout_correction
         if correction is None or self.rollout_logprobs is None:
-            return self.weights
+            return TermWeights(self.weights, None, None)
         old = logprobs if self.old_logprobs is None else self.old_logprobs
-        return self.weights * reference.rollout_correction(
+        corrected = self.weights * reference.rollout_correction(
             old, self.rollout_logprobs, self.mask, self.sequences, correction
         )
+        return TermWeights(corrected, None, self.weights)
 
-    def kernel_objective(self) -> tuple[int, int, list[float]]:
-        """Return ratio, kl_estimator and coefficients as the registered operators take them."""
+    def kernel_objective(self) -> tuple[int, int, int, list[float]]:
+        """Return ratio, KL and coefficients as the registered operators take them."""
         o = self.objective
-        bounds = [o.dual_clip, o.delta]
+
+        def bound(value: float | None) -> float:
+            return inf if value is None else float(value)
+
         return (
             RATIOS.index(cast("str", o.ratio)),
             KL_ESTIMATORS.index(o.kl_estimator),
+            KL_GRADIENTS.index(o.kl_gradient),
             [
                 float(o.clip_low),
                 float(o.clip_high),
-                *(inf if bound is None else float(bound) for bound in bounds),
+                bound(o.dual_clip),
+                bound(o.delta),
                 float(o.sapo_temperature_pos),
                 float(o.sapo_temperature_neg),
                 float(o.kl_coef),
-                inf if o.kl_clamp is None else float(o.kl_clamp),
-                inf if o.log_ratio_clamp is None else float(o.log_ratio_clamp),
+                bound(o.kl_clamp),
+                *(float(distance) for distance in o.log_ratio_bounds),
                 float(o.entropy_coef),
             ],
         )
@@ -214,7 +236,7 @@ def loss_inputs(
             if rollout_logprobs is None
             else "rollout_logprobs has no effect unless objective.rollout_correction is set"
         )
-    by_sequence = chosen.level == "sequence" or (correction and correction.level != "token")
+    by_sequence = chosen.level != "token" or (correction and correction.level != "token")
     if packed and bounds is None and by_sequence:
         raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
 
@@ -262,47 +284,34 @@ def evaluate(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, slope dL/dlogprobs and the metrics vector; nothing here is differentiable."""
-    weights = inputs.corrected_weights(logprobs)
+    weights = inputs.term_weights(logprobs)
     entropy = None if entropy is None else entropy.detach()
     if backend == "reference":
         return reference.policy_loss(
             logprobs,
             inputs.advantages,
             inputs.mask,
-            weights,
+            weights.policy,
             inputs.sequences,
             inputs.objective,
             old_logprobs=inputs.old_logprobs,
             ref_logprobs=inputs.ref_logprobs,
             entropy=entropy,
-            entropy_weights=inputs.weights,
+            kl_weights=weights.kl,
+            entropy_weights=weights.entropy,
         )
-    ratio, kl_estimator, coefficients = inputs.kernel_objective()
-    entropy_coef = coefficients[-1]
-    apart = bool(entropy_coef) and weights is not inputs.weights
     loss, slope, metrics = operators(backend).policy_loss_fwd(
         logprobs,
         inputs.advantages,
         inputs.mask,
-        weights,
+        *weights,
         inputs.old_logprobs,
         inputs.ref_logprobs,
         entropy,
         inputs.cu_seqlens,
-        inputs.objective.level == "sequence",
-        ratio,
-        kl_estimator,
-        [*coefficients[:-1], 0.0] if apart else coefficients,
+        LEVELS.index(inputs.objective.level),
+        *inputs.kernel_objective(),
     )
-    if apart:
-        # the rollout correction weighs policy and KL, not the entropy
-        assert entropy is not None
-        bonus = inputs.weights * torch.where(inputs.mask, entropy, 0.0)
-        loss = loss - entropy_coef * bonus.sum()
-        idle = inputs.mask & (slope == 0) & (inputs.weights == 0)
-        metrics = torch.cat(
-            [metrics[:-1], idle.sum(dtype=metrics.dtype)[None] / metrics[10:11].clamp(min=1)]
-        )
     return loss, slope, metrics
 
 

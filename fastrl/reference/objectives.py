@@ -17,10 +17,11 @@ from torch import Tensor
 MAX_LOG_RATIO = 80.0
 
 
-def saturate(log_ratio: Tensor, bound: float = inf) -> Tensor:
-    """Hold a log-ratio within `min(bound, 80)`; beyond it the slope is 0."""
-    limit = min(bound, MAX_LOG_RATIO)
-    return log_ratio.clamp(-limit, limit)
+def saturate(
+    log_ratio: Tensor, low: float = inf, high: float = inf, limit: float = MAX_LOG_RATIO
+) -> Tensor:
+    """Hold a log-ratio within `[-low, high]`, each at most `limit`; beyond, the slope is 0."""
+    return log_ratio.clamp(-min(low, limit), min(high, limit))
 
 
 def ppo_clip(
@@ -88,10 +89,14 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kl_estimate(
-    logprobs: Tensor, ref_logprobs: Tensor, estimator: str, clamp: float = inf
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: str,
+    clamp: float = inf,
+    limit: float = MAX_LOG_RATIO,
 ) -> Tensor:
     """Estimate KL(pi || ref) from one sampled token: k1, k2, k3 or abs, then held within clamp."""
-    ref_minus_logprob = saturate(ref_logprobs - logprobs)
+    ref_minus_logprob = saturate(ref_logprobs - logprobs, limit=limit)
     if estimator == "k1":
         kl = -ref_minus_logprob
     elif estimator == "k2":
@@ -101,3 +106,29 @@ def kl_estimate(
     else:
         kl = ref_minus_logprob.abs()
     return kl if clamp == inf else kl.clamp(-clamp, clamp)
+
+
+def kl_term(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    log_ratio: Tensor,
+    estimator: str,
+    gradient: str,
+    clamp: float = inf,
+) -> Tensor:
+    """The KL as it enters the loss.
+
+    `exact` is the estimate with its own gradient; `straight-through` its value with the gradient
+    of k2, whose expectation is that of the KL; `bias-corrected` is the estimate times the ratio,
+    which makes value and gradient of k3 unbiased off policy.
+    """
+    if gradient == "bias-corrected":
+        # a product of two exponentials fits a float where each factor is held at half the range
+        half = MAX_LOG_RATIO / 2
+        ratio = saturate(log_ratio, limit=half).exp()
+        return ratio * kl_estimate(logprobs, ref_logprobs, estimator, clamp, half)
+    if gradient == "straight-through":
+        k2 = kl_estimate(logprobs, ref_logprobs, "k2")
+        value = kl_estimate(logprobs, ref_logprobs, estimator, clamp).detach()
+        return value + (k2 - k2.detach())
+    return kl_estimate(logprobs, ref_logprobs, estimator, clamp)

@@ -34,14 +34,17 @@ def policy_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    kl_weights: Tensor | None = None,
     entropy_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, slope = dL/dlogprobs `[B, T]`, and the metrics in the order of the library.
 
-    L = sum_t w_t [f_t + beta k_t] - entropy_coef sum_t v_t H_t.  Everything is `[B, T]`; w holds
-    mask, aggregation, normalizer and rollout correction, v (by default w) all but the last.
-    Masked tokens are replaced by 0 before any arithmetic, so what they hold is inert.
+    L = sum_t w_t f_t + beta sum_t u_t k_t - entropy_coef sum_t v_t H_t.  Everything is `[B, T]`;
+    the weights w, u and v (by default both w) hold mask, aggregation, normalizer and what else
+    weighs each term. Masked tokens are replaced by 0 before any arithmetic, so what they hold is
+    inert.
     """
+    kl_weights = weights if kl_weights is None else kl_weights
     entropy_weights = weights if entropy_weights is None else entropy_weights
 
     def valid(x: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ def policy_loss(
         policy = (weights * valid(terms.policy)).sum()
         loss = policy
         if objective.kl_coef and ref is not None:
-            loss = loss + objective.kl_coef * (weights * valid(terms.kl)).sum()
+            loss = loss + objective.kl_coef * (kl_weights * valid(terms.kl)).sum()
         return loss, (torch.stack([loss, policy]), terms)
 
     slope, (sums, terms) = _slope(total, logprobs)
@@ -76,9 +79,7 @@ def policy_loss(
         highest = torch.where(mask, sign * x, -inf).amax() if x.numel() else x.new_tensor(-inf)
         return torch.where(count > 0, sign * highest, 0.0)
 
-    token_log_ratio = objectives.saturate(
-        _difference(logprobs, old), _bound(objective.log_ratio_clamp)
-    )
+    token_log_ratio = objectives.saturate(_difference(logprobs, old), *objective.log_ratio_bounds)
     metrics = torch.stack(
         [
             policy,
@@ -127,11 +128,14 @@ def _terms(
     sequences: Sequences,
     o: Objective,
 ) -> _Terms:
-    bound = _bound(o.log_ratio_clamp)
-    if o.level == "sequence" and o.ratio != "gmpo":
-        log_ratio = objectives.saturate(sequences.mean(_difference(logprobs, old), mask), bound)
-    else:
-        log_ratio = objectives.saturate(_difference(logprobs, old), bound)
+    log_ratio = _difference(logprobs, old)
+    if o.level != "token" and o.ratio != "gmpo":
+        log_ratio = sequences.mean(log_ratio, mask)
+    if o.level == "sequence-token":
+        # the value of the sequence's ratio, the slope of the token's own
+        own = torch.where(logprobs.isfinite(), logprobs - logprobs.detach(), 0.0)
+        log_ratio = log_ratio.detach() + own
+    log_ratio = objectives.saturate(log_ratio, *o.log_ratio_bounds)
     clip = torch.zeros_like(mask, dtype=torch.int8)
     if callable(o.ratio):
         policy = o.ratio(logprobs, old, ref, advantages)
@@ -159,7 +163,9 @@ def _terms(
         policy, clip = objectives.reinforce(logprobs, advantages)
     kl = torch.zeros_like(logprobs)
     if ref is not None:
-        kl = objectives.kl_estimate(logprobs, ref, o.kl_estimator, _bound(o.kl_clamp))
+        kl = objectives.kl_term(
+            logprobs, ref, log_ratio, o.kl_estimator, o.kl_gradient, _bound(o.kl_clamp)
+        )
     return _Terms(policy, kl, log_ratio.exp().detach(), clip)
 
 
