@@ -10,6 +10,7 @@ import torch
 import fastrl
 from fastrl.backend import BACKENDS, get_backend, unavailable
 from fastrl.native import cpu_capability
+from fastrl.triton.registration import INTERPRETED
 
 
 def report() -> str:
@@ -24,6 +25,8 @@ def report() -> str:
         state = "usable" if reason is None else f"not usable: {reason}"
         if name == "cpu" and reason is None:
             state += f" ({cpu_capability()}, {torch.get_num_threads()} threads)"
+        if name == "triton" and reason is None and INTERPRETED:
+            state += " (interpreted, slowly, as TRITON_INTERPRET says)"
         lines.append(f"  {name:<10} {state}")
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ import torch
 
 from fastrl import native
 from fastrl.checks import one_of
+from fastrl.triton import registration as triton
 
 Backend = Literal["auto", "reference", "cpu", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -19,7 +20,11 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 #: Fastest first, by device type. A device that is not listed uses the reference backend.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
 #: The devices whose tensors a compiled backend takes.
-_DEVICES = {"cpu": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
+_DEVICES = {
+    "cpu": ("cpu",),
+    "triton": ("cuda", "cpu") if triton.INTERPRETED else ("cuda",),
+    "cuda": ("cuda",),
+}
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _default: str = one_of("FASTRL_BACKEND", os.environ.get("FASTRL_BACKEND", "auto"), BACKENDS)
@@ -62,7 +67,9 @@ def unavailable(backend: str) -> str | None:
     """Return one sentence on why a backend cannot be used on this machine, or None."""
     if backend == "cpu":
         return native.missing
-    if backend in ("triton", "cuda"):
+    if backend == "triton":
+        return triton.missing()
+    if backend == "cuda":
         return f"this version of fastrl has no {backend} kernels yet"
     return None
 

@@ -21,7 +21,8 @@ MOST_LINES = 400
 # Each part of the package: what it may import of fastrl ("" is the public names), and of others.
 CORE = {"backend", "checks", "library", "native", "objective"}
 ALLOWED = {
-    "core": (CORE, {"torch"}),
+    "core": ({"triton", *CORE}, {"torch"}),
+    "triton": ({"triton", *CORE}, {"torch", "triton"}),
     "reference": ({"reference", "objective"}, {"torch"}),
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
     "integrations": ({"", "ops", "integrations"}, {"torch", "transformers"}),
@@ -70,7 +71,7 @@ def repository_files():
 def test_imports_go_one_way(path):
     ours, others = ALLOWED[part(path)]
     if path.parent == ROOT / "fastrl" and path.stem in ("__init__", "__main__"):
-        ours = {"", "ops", *CORE}
+        ours = {"", "ops", "triton", *CORE}
     for name in imported(path):
         top, _, inner = name.partition(".")
         if top == "fastrl":

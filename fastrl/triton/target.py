@@ -1,0 +1,37 @@
+"""What is compiled ahead of time: every kernel module lists its kernels in `targets()`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Target(NamedTuple):
+    """A kernel with the types and constants that one compilation is for.
+
+    Attributes:
+        name: of the cubin, `triton-<name>-<arch>.cubin`.
+        kernel: the `triton.jit` function.
+        types: of every run-time argument in Triton's words: `*bf16`, `fp32`, `i32`, `i64`.
+            An argument that stands neither here nor in `constants` is None.
+        constants: the values of the constexpr arguments.
+        divisible: the arguments that are multiples of 16: aligned pointers, even strides.
+        num_warps: as in the launch.
+        element_bytes: of one element of what the hot loops load.
+        bytes_per_element: what memory moves per element in all, in and out.
+        instructions: the budget of sm_90 per element, all hot loops together; None where the
+            loops do not run over something large.
+        mufu: the same for the special functions.
+        options: other compile options of the launch.
+    """
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[str, ...]
+    num_warps: int
+    element_bytes: int
+    bytes_per_element: float
+    instructions: float | None = None
+    mufu: float | None = None
+    options: dict[str, Any] | None = None
