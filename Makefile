@@ -42,13 +42,13 @@ install: $(VENV)/.installed-dev $(BUILT)
 lint: $(VENV)/.installed-lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r $(VENV)/bin/clang-format --dry-run --Werror
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' | xargs -r $(VENV)/bin/clang-format --dry-run --Werror
 	git ls-files | xargs $(VENV)/bin/codespell
 
 format: $(VENV)/.installed-lint
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' | xargs -r $(VENV)/bin/clang-format -i
+	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' | xargs -r $(VENV)/bin/clang-format -i
 
 types: $(VENV)/.installed-lint $(VENV)/.installed-train
 	$(PY) -m mypy

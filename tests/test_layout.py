@@ -153,7 +153,7 @@ def test_all_is_sorted_and_complete():
 
 
 def test_files_are_short():
-    kinds = (".py", ".cpp", ".h", ".cu")
+    kinds = (".py", ".cpp", ".h", ".cu", ".cuh")
     sources = [path for path in repository_files() if path.suffix in kinds]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
@@ -167,7 +167,7 @@ def test_every_file_is_named_after_its_idea():
 def test_no_file_names_a_place_on_somebodys_machine():
     # written so that this line does not match itself
     place = re.compile(r"(?<![\w.}])/(?:home|Users|root|work|workspace|mnt|scratch)/\w")
-    texts = (".py", ".cpp", ".h", ".cu", ".md", ".toml", ".yaml", ".yml", ".cfg", "")
+    texts = (".py", ".cpp", ".h", ".cu", ".cuh", ".md", ".toml", ".yaml", ".yml", ".cfg", "")
     found = []
     for path in repository_files():
         if path.suffix in texts:

@@ -1,0 +1,92 @@
+// The part of primitives.cuh that begins with sm_90: clusters of blocks that reach into each
+// other's shared memory, and bulk copies that run beside the threads. Kernels that call any of it
+// are for such devices only; for others these bodies are empty, as the kernels are never launched.
+#pragma once
+
+namespace fastrl::cuda {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr bool kHasClusters = true;
+#else
+constexpr bool kHasClusters = false;
+#endif
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define FASTRL_SM90(...) __VA_ARGS__
+#else
+#define FASTRL_SM90(...)
+#endif
+
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+// --- clusters
+
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned x = 0;
+  FASTRL_SM90(asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));)
+  return x;
+}
+__device__ __forceinline__ unsigned cluster_size() {
+  unsigned x = 1;
+  FASTRL_SM90(asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x));)
+  return x;
+}
+// Every thread of every block of the cluster; what was stored before is seen after.
+__device__ __forceinline__ void sync_cluster() {
+  FASTRL_SM90(asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
+                           "barrier.cluster.wait.acquire.aligned;" :: : "memory");)
+}
+// Stores to the same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ void store_remote(float* shared, unsigned rank, float x) {
+  FASTRL_SM90(
+      asm volatile("{\n\t.reg .b32 remote;\n\t"
+                   "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+                   "st.shared::cluster.f32 [remote], %2;\n\t}" ::"r"(shared_address(shared)),
+                   "r"(rank), "f"(x) : "memory");)
+}
+
+// --- bulk copies from global into shared memory
+
+// Completes a phase once the bytes it was armed for have arrived. Lies in shared memory.
+struct BulkBarrier {
+  uint64_t state;
+};
+// By one thread; sync_block before anybody uses it.
+__device__ __forceinline__ void init(BulkBarrier* barrier) {
+  FASTRL_SM90(asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+                           "fence.mbarrier_init.release.cluster;" ::"r"(
+                               shared_address(barrier)) : "memory");)
+}
+// By one thread, before the copies of this phase.
+__device__ __forceinline__ void arm(BulkBarrier* barrier, unsigned bytes) {
+  FASTRL_SM90(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                               shared_address(barrier)),
+                           "r"(bytes) : "memory");)
+}
+// Addresses and size are multiples of 16 bytes. The data is read once and not kept in L2.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes,
+                                          BulkBarrier* barrier) {
+  FASTRL_SM90(const uint64_t evict_first = 0x12F0000000000000; asm volatile(
+                  "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                  ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+                  "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)),
+                  "l"(evict_first) : "memory");)
+}
+// Until the phase of this parity is complete: 0 the first time, then 1, 0, ...
+__device__ __forceinline__ void wait(BulkBarrier* barrier, unsigned parity) {
+  FASTRL_SM90(asm volatile("{\n\t.reg .pred done;\n\t"
+                           "again:\n\t"
+                           "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+                           "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+                           "r"(parity) : "memory");)
+}
+// Before a bulk copy overwrites what threads stored: by those threads, then a barrier.
+__device__ __forceinline__ void fence_bulk() {
+  FASTRL_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory");)
+}
+
+#undef FASTRL_SM90
+
+}  // namespace fastrl::cuda

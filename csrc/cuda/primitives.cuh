@@ -1,0 +1,184 @@
+// Everything that a kernel asks of the machine it runs on: where it is in the grid, barriers,
+// shuffles, clusters, asynchronous copies, ordered memory, fast exponentials. Kernels use nothing
+// else of CUDA but `__global__`, `__device__` and `__launch_bounds__`, so that a second version of
+// this header, named by FASTRL_HOST_PRIMITIVES, runs the same source on a CPU under the sanitizers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fastrl::cuda {
+
+// What one thread moves at once.
+struct alignas(16) Vec16 {
+  uint32_t word[4];
+};
+
+// What a launch needs to know of the device.
+struct DeviceLimits {
+  int major, sms;
+  int shared_per_block, shared_per_sm;  // bytes
+};
+
+struct LaunchShape {
+  unsigned blocks, threads;
+  unsigned cluster = 1;     // blocks that share memory; divides `blocks`
+  size_t shared_bytes = 0;  // of one block, all of it dynamic
+};
+
+}  // namespace fastrl::cuda
+
+#if defined(FASTRL_HOST_PRIMITIVES)
+#include FASTRL_HOST_PRIMITIVES
+#else
+
+#include <cuda_runtime.h>
+
+namespace fastrl::cuda {
+
+using Stream = cudaStream_t;
+using Status = cudaError_t;
+constexpr Status kSuccess = cudaSuccess, kInvalid = cudaErrorInvalidValue;
+constexpr int kWarp = 32;
+
+// --- where this thread is
+
+__device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ unsigned block_index() { return blockIdx.x; }
+__device__ __forceinline__ unsigned num_blocks() { return gridDim.x; }
+
+// The block's dynamic shared memory; there is no other.
+template <typename T>
+__device__ __forceinline__ T* shared_memory() {
+  extern __shared__ __align__(128) unsigned char fastrl_shared[];
+  return reinterpret_cast<T*>(fastrl_shared);
+}
+
+// --- barriers and shuffles; every thread of the block or warp takes part
+
+__device__ __forceinline__ void sync_block() { __syncthreads(); }
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+template <typename T>
+__device__ __forceinline__ T shuffle_xor(T x, int lanes) {
+  return __shfl_xor_sync(0xffffffffu, x, lanes);
+}
+template <typename T>
+__device__ __forceinline__ T shuffle_up(T x, int by) {  // lanes below `by` keep their own
+  return __shfl_up_sync(0xffffffffu, x, by);
+}
+template <typename T>
+__device__ __forceinline__ T shuffle_down(T x, int by) {  // the last `by` lanes keep their own
+  return __shfl_down_sync(0xffffffffu, x, by);
+}
+template <typename T>
+__device__ __forceinline__ T shuffle(T x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+__device__ __forceinline__ bool any_in_warp(bool x) { return __any_sync(0xffffffffu, x); }
+
+// --- memory that several blocks write
+
+template <typename T>
+__device__ __forceinline__ T atomic_add(T* p, T x) {
+  return atomicAdd(p, x);
+}
+// What this thread, and those it has met at a barrier, wrote before is seen by who reads `x`.
+__device__ __forceinline__ void store_release(unsigned* p, unsigned x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+__device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
+  unsigned x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ unsigned add_acquire_release(unsigned* p, unsigned x) {
+  unsigned old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(x)
+               : "memory");
+  return old;
+}
+__device__ __forceinline__ void pause() { __nanosleep(40); }  // between looks at a flag
+
+// --- vector access; addresses are multiples of 16 bytes. `_once`: will not be needed again.
+
+__device__ __forceinline__ Vec16 as_vec16(uint4 x) { return {{x.x, x.y, x.z, x.w}}; }
+__device__ __forceinline__ Vec16 load16(const void* global) {
+  return as_vec16(*static_cast<const uint4*>(global));
+}
+__device__ __forceinline__ Vec16 load16_once(const void* global) {
+  return as_vec16(__ldcs(static_cast<const uint4*>(global)));
+}
+__device__ __forceinline__ void store16_once(void* global, Vec16 x) {
+  __stcs(static_cast<uint4*>(global), make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]));
+}
+__device__ __forceinline__ Vec16 load16_shared(const void* shared) {
+  return as_vec16(*static_cast<const uint4*>(shared));
+}
+// One element, of the types that the vectors hold.
+template <typename T>
+__device__ __forceinline__ T load_element(const T* global) {
+  return *global;
+}
+template <typename T>
+__device__ __forceinline__ void store_element(T* global, T x) {
+  *global = x;
+}
+
+// --- arithmetic
+
+__device__ __forceinline__ float fast_exp2(float x) {  // 0 where the result is not normal
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Maxima that let NaN through.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+__device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+__device__ __forceinline__ float unpack_f16(uint16_t bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+__device__ __forceinline__ float bits_to_float(uint32_t x) { return __uint_as_float(x); }
+__device__ __forceinline__ uint32_t float_to_bits(float x) { return __float_as_uint(x); }
+// The 32 bits that begin `bits` (0 to 31) above the lowest of `high:low`.
+__device__ __forceinline__ uint32_t shift_pair(uint32_t low, uint32_t high, unsigned bits) {
+  return __funnelshift_r(low, high, bits);
+}
+
+}  // namespace fastrl::cuda
+
+#include "clusters.cuh"
+#include "launch.cuh"
+
+#endif
