@@ -1,6 +1,6 @@
 """The loss family: an `Objective` picks a ratio, a level, a KL estimator and an aggregation.
 
-A loss of the literature is a row that picks from these lists; `PRESETS` holds the named ones.
+A loss of the literature is a row that picks from these lists; `presets.py` holds the named ones.
 The scalar formulas stand in `fastrl/reference/objectives.py`.
 """
 
@@ -13,12 +13,15 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from fastrl.checks import number, one_of, positive
+from fastrl.checks import flag, number, one_of, positive
+from fastrl.presets import preset_fields
+from fastrl.rollout_correction import RolloutCorrection
 
 Ratio = Literal["ppo_clip", "cispo", "sapo", "gmpo", "reinforce"]
 Level = Literal["token", "sequence", "sequence-token"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlGradient = Literal["exact", "straight-through", "bias-corrected"]
+RolloutWeighs = Literal["policy-and-kl", "policy"]
 Aggregation = Literal[
     "token-mean",
     "seq-mean-token-mean",
@@ -35,46 +38,6 @@ LEVELS: tuple[str, ...] = get_args(Level)
 KL_ESTIMATORS: tuple[str, ...] = get_args(KlEstimator)
 KL_GRADIENTS: tuple[str, ...] = get_args(KlGradient)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutCorrection:
-    """A detached importance weight between the trainer and the engine that sampled.
-
-    The ratio is `exp(old_logprobs - rollout_logprobs)` of a token (`level="token"`), the product
-    over its sequence (`"sequence"`) or the geometric mean over it (`"geometric"`). `"truncate"`
-    holds it within `[low, high]` (truncated importance sampling), `"mask"` drops the tokens whose
-    ratio lies outside (IcePop; at sequence level masked importance sampling).
-
-    Attributes:
-        kind: `"truncate"` or `"mask"`.
-        level: `"token"`, `"sequence"` or `"geometric"`.
-        low: lower bound of the ratio, at least 0.
-        high: upper bound of the ratio, above `low`.
-
-    Raises:
-        ValueError: a field has no such value.
-
-    Example:
-        >>> from fastrl import Objective, RolloutCorrection
-        >>> objective = Objective(rollout_correction=RolloutCorrection(kind="mask", low=0.5))
-        >>> objective.rollout_correction.high
-        2.0
-    """
-
-    kind: Literal["truncate", "mask"] = "truncate"
-    level: Literal["token", "sequence", "geometric"] = "token"
-    low: float = 0.0
-    high: float = 2.0
-
-    def __post_init__(self) -> None:
-        one_of("rollout_correction.kind", self.kind, ("truncate", "mask"))
-        one_of("rollout_correction.level", self.level, ("token", "sequence", "geometric"))
-        number("rollout_correction.low", self.low, low=0.0)
-        if positive("rollout_correction.high", self.high) <= self.low:
-            raise ValueError(
-                f"rollout_correction.high must be above low = {self.low}, got {self.high}"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,8 +82,17 @@ class Objective:
         log_ratio_clamp: bound of `|log r|`, or (low, high) with `low <= log r <= high` and
             infinities for no bound, or None.
         aggregation: how tokens are weighed, as in `token_weights`.
+        kl_aggregation: how the KL's tokens are weighed, or None: like the others.
+        entropy_aggregation: how those of the entropy bonus are weighed, or None: like the others.
         length_norm: the constant length of `seq-mean-token-sum-norm`; None is the padded width T.
-        rollout_correction: importance weights against `rollout_logprobs`, or None.
+        count_empty: whether a mean over sequences counts those without a valid token.
+        rollout_correction: importance weights against `rollout_logprobs`, one or a tuple, or None.
+        rollout_weighs: the terms that they weigh, `"policy-and-kl"` or `"policy"`.
+        off_policy_threshold: sequences whose mean of `old_logprobs - logprobs`
+            (`rollout_logprobs`, where given, for the old ones) is above lose the policy term of
+            their tokens with negative advantage (DeepSeek-V3.2), or None.
+        top_entropy_quantile: the share of tokens, those of the highest entropy, that keep policy
+            term and entropy bonus; the others keep the KL alone (arXiv 2506.01939).
 
     Raises:
         ValueError: a field has no such value, or would have no effect with this `ratio`.
@@ -149,8 +121,14 @@ class Objective:
     entropy_coef: float = 0.0
     log_ratio_clamp: float | tuple[float, float] | None = None
     aggregation: Aggregation = "token-mean"
+    kl_aggregation: Aggregation | None = None
+    entropy_aggregation: Aggregation | None = None
     length_norm: float | None = None
-    rollout_correction: RolloutCorrection | None = None
+    count_empty: bool = False
+    rollout_correction: RolloutCorrection | tuple[RolloutCorrection, ...] | None = None
+    rollout_weighs: RolloutWeighs = "policy-and-kl"
+    off_policy_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
 
     def __post_init__(self) -> None:
         if not callable(self.ratio):
@@ -159,6 +137,17 @@ class Objective:
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         one_of("kl_gradient", self.kl_gradient, KL_GRADIENTS)
         one_of("aggregation", self.aggregation, AGGREGATIONS)
+        for name in ("kl_aggregation", "entropy_aggregation"):
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), AGGREGATIONS)
+        one_of("rollout_weighs", self.rollout_weighs, get_args(RolloutWeighs))
+        flag("count_empty", self.count_empty)
+        if self.off_policy_threshold is not None:
+            number("off_policy_threshold", self.off_policy_threshold)
+        if positive("top_entropy_quantile", self.top_entropy_quantile) > 1:
+            raise ValueError(
+                f"top_entropy_quantile must be at most 1, got {self.top_entropy_quantile}"
+            )
         number("clip_low", self.clip_low, low=0.0, high=1.0 if self.ratio == "ppo_clip" else None)
         for name in ("clip_high", "kl_coef"):
             number(name, getattr(self, name), low=0.0)
@@ -175,13 +164,12 @@ class Objective:
             raise ValueError(
                 f"delta must be above 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}"
             )
-        if self.rollout_correction is not None and not isinstance(
-            self.rollout_correction, RolloutCorrection
-        ):
-            raise TypeError(
-                "rollout_correction must be a RolloutCorrection or None, "
-                f"got {type(self.rollout_correction).__name__}"
-            )
+        for correction in self.rollout_corrections:
+            if not isinstance(correction, RolloutCorrection):
+                raise TypeError(
+                    "rollout_correction must be a RolloutCorrection, a tuple of them or None, "
+                    f"got {type(correction).__name__}"
+                )
         self._refuse_what_has_no_effect()
 
     def _refuse_what_has_no_effect(self) -> None:
@@ -211,10 +199,21 @@ class Objective:
                 "kl_gradient must not be 'bias-corrected' with ratio gmpo: its ratio is no "
                 "importance weight"
             )
-        if self.length_norm is not None and self.aggregation != "seq-mean-token-sum-norm":
+        if ratio == "gmpo" and self.top_entropy_quantile < 1:
+            raise ValueError(
+                "top_entropy_quantile must be 1 with ratio gmpo, whose tokens share one ratio, "
+                f"got {self.top_entropy_quantile}"
+            )
+        aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
+        if self.length_norm is not None and "seq-mean-token-sum-norm" not in aggregations:
             raise ValueError(
                 "length_norm has no effect with aggregation "
                 f"{self.aggregation}; it is used by seq-mean-token-sum-norm"
+            )
+        if self.count_empty and not any(str(name).startswith("seq-mean") for name in aggregations):
+            raise ValueError(
+                f"count_empty has no effect with aggregation {self.aggregation}; "
+                "it is used by the means over sequences"
             )
 
     @property
@@ -225,8 +224,16 @@ class Objective:
             return inf, inf
         return (-clamp[0], clamp[1]) if isinstance(clamp, tuple) else (clamp, clamp)
 
+    @property
+    def rollout_corrections(self) -> tuple[RolloutCorrection, ...]:
+        """The rollout corrections, none or more."""
+        if self.rollout_correction is None:
+            return ()
+        several = isinstance(self.rollout_correction, tuple)
+        return self.rollout_correction if several else (self.rollout_correction,)  # type: ignore[return-value]
+
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> Objective:
+    def preset(cls, name: str, *, convention: str = "fastrl", **changes: Any) -> Objective:
         """Return a named loss of the literature, with fields changed as asked.
 
         | name | what it picks | paper | called elsewhere |
@@ -243,52 +250,44 @@ class Objective:
         | `luspo` | gspo, each sequence times its length | arXiv 2602.05261 | TRL `luspo` |
         | `reinforce` | reinforce, token-mean | Williams 1992 | tinker `importance_sampling` on policy |
 
+        One name is several formulas: `convention` picks that of a trainer, with its defaults.
+
+        | | `fastrl` | `trl` (1.16) | `verl` (0.9) | `openrlhf` (0.11) |
+        | --- | --- | --- | --- | --- |
+        | log-ratio held within | 80 | 80 (TRL: nothing) | 20 | 20, `gspo` 80 |
+        | `grpo` adds up by | sequence mean | sequence mean | token mean | token mean |
+        | `dapo` upper clip | 0.28 | 0.2 | 0.28 | 0.28 |
+        | dual clip | none | none | 3, always (not `gspo`, `cispo`) | none |
+        | `cispo` holds the ratio in | [0, 5] | [0, 5] | [0.8, 1.2] | - |
+        | `gspo` | one ratio per sequence | the same | GSPO-token, log-ratio at most 10 | as `fastrl` |
+        | `luspo` | sum over the sequence, mean over sequences | the same, over all B | - | - |
+        | empty sequences in a mean | left out | counted | left out, `gmpo` counted | left out |
+        | KL of a token | k3, free | k3, free | k3 within 10 | any, within 10 |
+        | KL and entropy add up | like the policy | entropy: token mean | token mean in `gspo sapo gmpo` | token mean |
+        | rollout correction weighs | policy and KL | policy | policy | policy |
+
+        What a convention cannot know is given with the call: `normalizer` for global counts (TRL's
+        `num_items_in_batch`, verl's `batch_num_tokens`), `length_norm` for TRL's
+        `max_completion_length`. verl's `clip_high` etc. follow its configuration: pass them.
+
         Args:
             name: one of the names above.
+            convention: `fastrl` (the papers), `trl`, `verl` or `openrlhf`.
             **changes: fields of `Objective` that differ from the preset.
 
         Raises:
-            ValueError: unknown name, or a field without effect.
+            ValueError: unknown name or convention, a loss that the trainer does not have, or a
+                field without effect.
             TypeError: a change that is no field of `Objective`.
 
         Example:
             >>> from fastrl import Objective
             >>> Objective.preset("dapo").clip_high
             0.28
+            >>> Objective.preset("ppo", convention="verl").dual_clip
+            3.0
         """  # noqa: E501
-        fields = PRESETS[one_of("objective", name, tuple(PRESETS))]
-        return cls(**{**fields, **changes})
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "grpo": {"aggregation": "seq-mean-token-mean"},
-    "bnpo": {"aggregation": "token-mean"},
-    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm"},
-    "dapo": {"clip_high": 0.28, "aggregation": "token-mean"},
-    "gspo": {
-        "level": "sequence",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "aggregation": "seq-mean-token-mean",
-    },
-    "gmpo": {
-        "ratio": "gmpo",
-        "level": "sequence",
-        "clip_low": 0.4,
-        "clip_high": 0.4,
-        "aggregation": "seq-mean-token-mean",
-    },
-    "cispo": {"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
-    "sapo": {"ratio": "sapo", "aggregation": "seq-mean-token-mean"},
-    "luspo": {
-        "level": "sequence",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "aggregation": "seq-mean-token-sum",
-    },
-    "reinforce": {"ratio": "reinforce", "aggregation": "token-mean"},
-}
+        return cls(**preset_fields(name, convention, changes))
 
 
 def _check_log_ratio_clamp(clamp: object) -> None:

@@ -266,11 +266,12 @@ def test_objective(fields, error, message):
 
 
 ROLLOUT_CORRECTION = [
-    ({"kind": "clip"}, ValueError, "rollout_correction.kind must be one of truncate, mask; got"),
+    ({"kind": "clip"}, ValueError, "rollout_correction.kind must be one of truncate, mask, filter; got"),
     ({"level": "batch"}, ValueError, "rollout_correction.level must be one of ... got 'batch'"),
     ({"low": -1}, ValueError, "rollout_correction.low must be finite and >= 0, got -1"),
     ({"high": 0}, ValueError, "rollout_correction.high must be above 0, got 0"),
-    ({"high": inf}, ValueError, "rollout_correction.high must be finite, got inf"),
+    ({"high": nan}, ValueError, "rollout_correction.high must be finite, got nan"),
+    ({"kind": "filter", "high": inf}, ValueError, "filter has no effect without a bound"),
     ({"low": 3.0}, ValueError, "rollout_correction.high must be above low = 3.0, got 2.0"),
     ({"high": "2"}, TypeError, "rollout_correction.high must be a number, got str"),
 ]

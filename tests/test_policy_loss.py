@@ -25,7 +25,7 @@ from inputs import (
 from policy_loss_cases import assert_exact, pack, run
 
 import fastrl
-from fastrl.objective import PRESETS
+from fastrl.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

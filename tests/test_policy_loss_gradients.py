@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastrl
 from fastrl import Objective
-from fastrl.objective import PRESETS
+from fastrl.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

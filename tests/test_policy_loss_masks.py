@@ -17,7 +17,8 @@ from policy_loss_cases import needed, pack, run
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from fastrl.objective import AGGREGATIONS, PRESETS
+from fastrl.objective import AGGREGATIONS
+from fastrl.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -25,13 +25,13 @@ from fastrl.ops.linear_token_stats import (
 from fastrl.ops.policy_loss import (
     LossInputs,
     PolicyLoss,
-    TermWeights,
     evaluate,
     loss_inputs,
     loss_of_logprobs,
     named_metrics,
 )
 from fastrl.ops.rows import Rows
+from fastrl.ops.term_weights import Normalizer, TermWeights
 from fastrl.reference import Sequences
 
 
@@ -54,8 +54,9 @@ def linear_policy_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    policy_weights: Tensor | None = None,
     objective: str | Objective | TokenLoss = "grpo",
-    normalizer: float | Tensor | None = None,
+    normalizer: Normalizer | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -66,8 +67,8 @@ def linear_policy_loss(
     At token level the loss and all gradients come from one visit to each chunk of rows: 6NHV
     floating-point operations, 4NHV with a frozen head, 2NHV without gradient. Masked rows enter
     no GEMM; rows whose slope is 0 (clipped, no advantage) enter none of the gradient's.
-    Sequence-level ratios, and rollout corrections that need the current log-probabilities, visit
-    the rows twice (8NHV), in the same memory.
+    What needs all current log-probabilities or entropies first (ratios of sequences, masks of the
+    objective, a rollout correction on policy) visits the rows twice (8NHV), in the same memory.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
@@ -88,6 +89,7 @@ def linear_policy_loss(
         old_logprobs: as in `policy_loss`.
         ref_logprobs: as in `policy_loss`.
         rollout_logprobs: as in `policy_loss`.
+        policy_weights: as in `policy_loss`.
         objective: as in `policy_loss`; a function of one's own sees the tokens of one chunk at a
             time, `[1, C]`, so it has to treat each token by itself.
         normalizer: as in `policy_loss`.
@@ -134,6 +136,7 @@ def linear_policy_loss(
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs,
+        policy_weights=policy_weights,
         objective=objective,
         normalizer=normalizer,
         group_size=group_size,
@@ -154,9 +157,7 @@ def linear_policy_loss(
 
 def _in_one_pass(inputs: LossInputs) -> bool:
     """Say whether a row's slope is known once its own log-probability is."""
-    correction = inputs.objective.rollout_correction
-    known = correction is None or inputs.old_logprobs is not None
-    return inputs.objective.level == "token" and known
+    return inputs.objective.level == "token" and not inputs.weighing.wait
 
 
 def _one_pass(
@@ -172,7 +173,7 @@ def _one_pass(
     tensors = (hidden, *head.parameters())
     differentiable = torch.is_grad_enabled()
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
-    weights = inputs.term_weights(inputs.weights)
+    weights = inputs.weighing.weights(inputs.advantages, None)
     if callable(inputs.objective.ratio):
         found = _custom_pass(hidden, rows, head, inputs, weights, options, needs, metrics=metrics)
     else:
@@ -191,7 +192,8 @@ def _one_pass(
         )
     logprobs, entropy, *grads = found
     shape = rows.token_ids.shape
-    loss, _, values = evaluate(logprobs.reshape(shape), entropy.reshape(shape), inputs, scoring)
+    logprobs, entropy = logprobs.reshape(shape), entropy.reshape(shape)
+    loss, _, values = evaluate(logprobs, entropy, weights, inputs, scoring)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
         loss = with_gradients(loss, [(x, grad if need else None) for x, grad, need in pairs])

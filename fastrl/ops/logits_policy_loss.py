@@ -19,6 +19,7 @@ from fastrl.ops.policy_loss import (
     named_metrics,
 )
 from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
+from fastrl.ops.term_weights import Normalizer
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
 
 
@@ -35,8 +36,9 @@ def logits_policy_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    policy_weights: Tensor | None = None,
     objective: str | Objective | TokenLoss = "grpo",
-    normalizer: float | Tensor | None = None,
+    normalizer: Normalizer | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -64,6 +66,7 @@ def logits_policy_loss(
         old_logprobs: as in `policy_loss`.
         ref_logprobs: as in `policy_loss`.
         rollout_logprobs: as in `policy_loss`.
+        policy_weights: as in `policy_loss`.
         objective: as in `policy_loss`.
         normalizer: as in `policy_loss`.
         group_size: as in `token_weights`.
@@ -99,6 +102,7 @@ def logits_policy_loss(
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs,
+        policy_weights=policy_weights,
         objective=objective,
         normalizer=normalizer,
         group_size=group_size,
@@ -118,7 +122,6 @@ def logits_policy_loss(
 def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
     """Say whether loss and gradient can come from a single visit to each row."""
     objective = inputs.objective
-    correction = objective.rollout_correction
     return (
         torch.is_grad_enabled()
         and logits.requires_grad
@@ -126,8 +129,7 @@ def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
         and logits.dtype != torch.float16
         and not callable(objective.ratio)
         and objective.level == "token"
-        # the weights must be known beforehand
-        and (correction is None or inputs.old_logprobs is not None)
+        and not inputs.weighing.wait
     )
 
 
@@ -135,10 +137,11 @@ def _one_pass(
     given: Tensor, rows: Rows, inputs: LossInputs, backend: str, *, inplace: bool
 ) -> PolicyLoss:
     logits = with_unit_vocabulary_stride(rows.logits)
+    weights = inputs.weighing.weights(inputs.advantages, None)
     arguments = (
         *rows.kernel_arguments(),
         inputs.advantages,
-        *inputs.term_weights(inputs.weights),
+        *weights,
         inputs.old_logprobs,
         inputs.ref_logprobs,
         *inputs.kernel_objective(),
@@ -153,5 +156,5 @@ def _one_pass(
         logprobs, entropy, grad_logits = operators(backend).logits_policy_loss_fwd(
             logits.detach(), *arguments
         )
-    loss, _, metrics = evaluate(logprobs, entropy, inputs, backend)
+    loss, _, metrics = evaluate(logprobs, entropy, weights, inputs, backend)
     return PolicyLoss(with_gradients(loss, [(taker, grad_logits)]), named_metrics(metrics))

@@ -22,7 +22,8 @@ from fastrl.objective import (
     as_objective,
 )
 from fastrl.ops.known_gradient import with_gradients
-from fastrl.ops.token_weights import bounds_of, weights_of
+from fastrl.ops.term_weights import Normalizer, TermWeights, Weighing, base_weights
+from fastrl.ops.token_weights import bounds_of
 from fastrl.reference import Sequences
 
 
@@ -57,8 +58,9 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    policy_weights: Tensor | None = None,
     objective: str | Objective | TokenLoss = "grpo",
-    normalizer: float | Tensor | None = None,
+    normalizer: Normalizer | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -66,10 +68,11 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the policy loss of PPO, GRPO and kin, fused with its gradient and its metrics.
 
-    L = sum_t w_t is_t [f(log r_t, A_t) + kl_coef k_t] - entropy_coef sum_t w_t H_t with
+    L = sum_t w_t is_t [c_t f(log r_t, A_t) + kl_coef k_t] - entropy_coef sum_t w_t H_t with
     log r_t = logprobs - old_logprobs; f and k are those of `Objective`, w_t those of
-    `token_weights`, is_t the rollout correction. Gradients flow to `logprobs` and `entropy`;
-    everything else is a constant.
+    `token_weights`, is_t the rollout correction, c_t the `policy_weights`, 0 where a mask of the
+    objective drops a token. Gradients flow to `logprobs` and `entropy`; everything else is a
+    constant.
 
     Args:
         logprobs: `[B, T]` or packed `[N]`.
@@ -78,11 +81,16 @@ def policy_loss(
         old_logprobs: those of the policy that the ratio is against; None is the on-policy case,
             ratio exactly 1.
         ref_logprobs: those of the reference policy; needed where `kl_coef > 0`.
-        rollout_logprobs: those of the engine that sampled; for `rollout_correction`.
-        entropy: the entropy at each token; needed where `entropy_coef` is not 0.
+        rollout_logprobs: those of the engine that sampled; for `rollout_correction` and
+            `off_policy_threshold`.
+        entropy: the entropy at each token; needed where `entropy_coef` is not 0 or
+            `top_entropy_quantile` below 1.
+        policy_weights: constant factors of the policy term alone, shaped like `advantages`:
+            importance weights or masks of one's own.
         objective: the name of a preset, an `Objective`, or a function
             `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
-        normalizer: the global denominator, as in `token_weights`.
+        normalizer: the global denominator, as in `token_weights`; a mapping of `"policy"`, `"kl"`
+            and `"entropy"` where the objective has aggregations of their own for them.
         group_size: as in `token_weights`, for `prompt-mean`.
         group_ids: as in `token_weights`, for `prompt-mean`.
         cu_seqlens: int `[S + 1]`, where packed sequences begin and end.
@@ -118,6 +126,7 @@ def policy_loss(
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs,
+        policy_weights=policy_weights,
         objective=objective,
         normalizer=normalizer,
         group_size=group_size,
@@ -127,6 +136,8 @@ def policy_loss(
     )
     if entropy is None and inputs.objective.entropy_coef:
         raise ValueError("entropy is needed where objective.entropy_coef is not 0")
+    if entropy is None and inputs.objective.top_entropy_quantile < 1:
+        raise ValueError("entropy is needed where objective.top_entropy_quantile is below 1")
     if entropy is not None:
         entropy = inputs.canonical("entropy", entropy, tokens, keep_gradient=True)
     chosen = resolve(backend, tokens.device, tokens.dtype, inputs.unable)
@@ -135,23 +146,14 @@ def policy_loss(
     )
 
 
-class TermWeights(NamedTuple):
-    """The weight of each token in each term of the loss; None is that of the policy term."""
-
-    policy: Tensor
-    kl: Tensor | None
-    entropy: Tensor | None
-
-
 class LossInputs(NamedTuple):
     """What the loss needs beside log-probabilities, all `[B, T]` and without gradient."""
 
     advantages: Tensor
     mask: Tensor
-    weights: Tensor
+    weighing: Weighing
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
     cu_seqlens: Tensor | None
     sequences: Sequences
     objective: Objective
@@ -167,18 +169,7 @@ class LossInputs(NamedTuple):
         self, name: str, value: object, like: Tensor, *, keep_gradient: bool = False
     ) -> Tensor:
         """Return a per-token tensor as contiguous `[B, T]` in the dtype of the arithmetic."""
-        return _canonical(name, value, like, self.weights.dtype, keep_gradient=keep_gradient)
-
-    def term_weights(self, logprobs: Tensor) -> TermWeights:
-        """Return the weights of each term; on policy the trainer's own logprobs are the old."""
-        correction = self.objective.rollout_correction
-        if correction is None or self.rollout_logprobs is None:
-            return TermWeights(self.weights, None, None)
-        old = logprobs if self.old_logprobs is None else self.old_logprobs
-        corrected = self.weights * reference.rollout_correction(
-            old, self.rollout_logprobs, self.mask, self.sequences, correction
-        )
-        return TermWeights(corrected, None, self.weights)
+        return _canonical(name, value, like, self.advantages.dtype, keep_gradient=keep_gradient)
 
     def kernel_objective(self) -> tuple[int, int, int, list[float]]:
         """Return ratio, KL and coefficients as the registered operators take them."""
@@ -214,6 +205,7 @@ def loss_inputs(
     old_logprobs: object,
     ref_logprobs: object,
     rollout_logprobs: object,
+    policy_weights: object,
     objective: object,
     normalizer: object,
     group_size: object,
@@ -229,39 +221,55 @@ def loss_inputs(
     sequences = reference.sequences_of(padded, bounds)
     if ref_logprobs is None and chosen.kl_coef:
         raise ValueError("ref_logprobs is needed where objective.kl_coef is above 0")
-    correction = chosen.rollout_correction
-    if (correction is None) != (rollout_logprobs is None):
+    corrections = chosen.rollout_corrections
+    if rollout_logprobs is None and corrections:
+        raise ValueError("rollout_logprobs is needed where objective.rollout_correction is set")
+    drops = chosen.off_policy_threshold is not None
+    if rollout_logprobs is not None and not (corrections or drops):
         raise ValueError(
-            "rollout_logprobs is needed where objective.rollout_correction is set"
-            if rollout_logprobs is None
-            else "rollout_logprobs has no effect unless objective.rollout_correction is set"
+            "rollout_logprobs has no effect unless objective.rollout_correction or "
+            "objective.off_policy_threshold is set"
         )
-    by_sequence = chosen.level != "token" or (correction and correction.level != "token")
+    by_sequence = chosen.level != "token" or drops or any(c.level != "token" for c in corrections)
     if packed and bounds is None and by_sequence:
         raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
 
     def constant(name: str, value: object) -> Tensor | None:
         return None if value is None else _canonical(name, value, tokens, dtype)
 
-    spread = _advantages(advantages, tokens, padded, sequences, bounds)
+    def spread(name: str, value: object) -> Tensor:
+        whole = _spread(name, value, tokens, padded, sequences, bounds)
+        return saveable(whole.to(dtype).contiguous())
+
+    base, entropy_on = base_weights(
+        padded,
+        sequences,
+        chosen,
+        packed=packed,
+        cut=bounds is not None,
+        normalizer=normalizer,
+        group_size=group_size,
+        group_ids=group_ids,
+        dtype=dtype,
+    )
+    scores, old = spread("advantages", advantages), constant("old_logprobs", old_logprobs)
+    factors = None if policy_weights is None else spread("policy_weights", policy_weights)
     return LossInputs(
-        advantages=saveable(spread.to(dtype).contiguous()),
+        advantages=scores,
         mask=saveable(padded),
-        weights=weights_of(
+        weighing=Weighing(
+            chosen,
             padded,
             sequences,
-            packed=packed,
-            cut=bounds is not None,
-            aggregation=chosen.aggregation,
-            normalizer=normalizer,
-            length_norm=chosen.length_norm,
-            group_size=group_size,
-            group_ids=group_ids,
-            dtype=dtype,
+            scores,
+            base,
+            entropy_on,
+            factors,
+            old,
+            constant("rollout_logprobs", rollout_logprobs),
         ),
-        old_logprobs=constant("old_logprobs", old_logprobs),
+        old_logprobs=old,
         ref_logprobs=constant("ref_logprobs", ref_logprobs),
-        rollout_logprobs=constant("rollout_logprobs", rollout_logprobs),
         cu_seqlens=bounds,
         sequences=sequences,
         objective=chosen,
@@ -272,19 +280,27 @@ def loss_of_logprobs(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, backend: str
 ) -> PolicyLoss:
     """Return loss and metrics from `[B, T]` log-probabilities, differentiable through autograd."""
-    loss, slope, metrics = evaluate(logprobs.detach(), entropy, inputs, backend)
-    coefficient = inputs.objective.entropy_coef
-    entropy_slope = -coefficient * inputs.weights if coefficient else None
+    weights = inputs.weighing.weights(
+        logprobs.detach(), None if entropy is None else entropy.detach()
+    )
+    loss, slope, metrics = evaluate(logprobs.detach(), entropy, weights, inputs, backend)
+    entropy_slope = None
+    if inputs.objective.entropy_coef:
+        of_entropy = weights.policy if weights.entropy is None else weights.entropy
+        entropy_slope = -inputs.objective.entropy_coef * of_entropy
     if torch.is_grad_enabled():
         loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)])
     return PolicyLoss(loss, named_metrics(metrics))
 
 
 def evaluate(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, backend: str
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    weights: TermWeights,
+    inputs: LossInputs,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, slope dL/dlogprobs and the metrics vector; nothing here is differentiable."""
-    weights = inputs.term_weights(logprobs)
     entropy = None if entropy is None else entropy.detach()
     if backend == "reference":
         return reference.policy_loss(
@@ -329,20 +345,21 @@ def _canonical(
     return saveable(result.to(dtype).contiguous())
 
 
-def _advantages(
-    advantages: object,
+def _spread(
+    name: str,
+    value: object,
     tokens: Tensor,
     mask: Tensor,
     sequences: Sequences,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Spread `[B]` or `[S]` advantages over their tokens; return `[B, T]`."""
-    value = floating("advantages", advantages).detach()
-    on_device("advantages", value, tokens, "logprobs")
-    if value.shape == tokens.shape:
-        return value[None] if value.dim() == 1 else value
+    """Spread values of `[B]` or `[S]` sequences over their tokens; return `[B, T]`."""
+    given = floating(name, value).detach()
+    on_device(name, given, tokens, "logprobs")
+    if given.shape == tokens.shape:
+        return given[None] if given.dim() == 1 else given
     by_sequence = tokens.dim() == 2 or cu_seqlens is not None
-    if by_sequence and value.shape == (sequences.count,):
-        return sequences.spread(value, mask)
+    if by_sequence and given.shape == (sequences.count,):
+        return sequences.spread(given, mask)
     expected = f"{tuple(tokens.shape)}" + (f" or ({sequences.count},)" if by_sequence else "")
-    raise ValueError(f"advantages must have shape {expected}, got {tuple(value.shape)}")
+    raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")

@@ -12,6 +12,7 @@ from fastrl.backend import torch_only
 from fastrl.checks import (
     as_mask,
     can_read,
+    flag,
     integer,
     on_device,
     one_of,
@@ -31,6 +32,7 @@ def token_weights(
     length_norm: float | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
+    count_empty: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -45,7 +47,8 @@ def token_weights(
     | `prompt-mean` | 1 / (groups * tokens of the group) | groups |
     | `token-sum` | 1 | - |
 
-    A sequence or group without a valid token counts for nothing; an empty mask gives all zeros.
+    A sequence or group without a valid token counts for nothing, unless `count_empty` has means
+    over sequences count them all; an empty mask gives all zeros.
     With the normalizer of the whole batch (all micro-batches and ranks) the gradient does not
     depend on how the batch is split.
 
@@ -56,6 +59,7 @@ def token_weights(
         length_norm: the constant of `seq-mean-token-sum-norm`; None is the padded width T.
         group_size: for `prompt-mean`: so many consecutive sequences answer one prompt.
         group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
+        count_empty: whether a mean over sequences counts those without a valid token (TRL).
         cu_seqlens: int `[S + 1]`, where packed sequences begin and end.
         backend: `auto` or `reference`; this function is plain torch on every device.
 
@@ -93,6 +97,7 @@ def token_weights(
         length_norm=length_norm,
         group_size=group_size,
         group_ids=group_ids,
+        count_empty=flag("count_empty", count_empty),
     )
     return weights.reshape(valid.shape)
 
@@ -119,6 +124,7 @@ def weights_of(
     length_norm: float | None,
     group_size: object,
     group_ids: object,
+    count_empty: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return w_t `[B, T]`; `packed` says that the mask is one row of packed tokens, `cut` whether
@@ -146,6 +152,7 @@ def weights_of(
         normalizer=_normalizer(normalizer, aggregation, mask, dtype),
         length_norm=length_norm,
         groups=_groups(group_size, group_ids, aggregation, sequences, mask),
+        count_empty=count_empty,
         dtype=dtype,
     )
 

@@ -7,6 +7,8 @@ from fastrl.reference.policy_loss import policy_loss as policy_loss
 from fastrl.reference.rollout_correction import rollout_correction as rollout_correction
 from fastrl.reference.sequences import Sequences as Sequences
 from fastrl.reference.sequences import sequences_of as sequences_of
+from fastrl.reference.token_masks import off_policy as off_policy
+from fastrl.reference.token_masks import top_entropy as top_entropy
 from fastrl.reference.token_stats import token_stats as token_stats
 from fastrl.reference.token_weights import token_weights as token_weights
 from fastrl.reference.value_loss import value_loss as value_loss

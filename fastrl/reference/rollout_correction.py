@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.objective import RolloutCorrection
 from fastrl.reference.objectives import saturate
 from fastrl.reference.sequences import Sequences
+from fastrl.rollout_correction import RolloutCorrection
 
 
 def rollout_correction(
@@ -17,7 +17,7 @@ def rollout_correction(
     sequences: Sequences,
     correction: RolloutCorrection,
 ) -> Tensor:
-    """Return the detached weight is_t `[B, T]`: the ratio held in its bounds, or 0 outside them."""
+    """Return the detached weight is_t `[B, T]` of every token, by the kind of correction."""
     difference = torch.where(mask, logprobs.detach() - rollout_logprobs, 0.0)
     if correction.level == "sequence":
         difference = sequences.spread(sequences.total(difference), difference)
@@ -27,4 +27,5 @@ def rollout_correction(
     if correction.kind == "truncate":
         return ratio.clamp(correction.low, correction.high)
     outside = (ratio < correction.low) | (ratio > correction.high)  # false for NaN, which stays
-    return torch.where(outside, 0.0, ratio)
+    kept = torch.where(ratio.isnan(), ratio, 1.0) if correction.kind == "filter" else ratio
+    return torch.where(outside, 0.0, kept)

@@ -16,9 +16,13 @@ def token_weights(
     normalizer: float | Tensor | None = None,
     length_norm: float | None = None,
     groups: Tensor | None = None,
+    count_empty: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return w_t `[B, T]`, 0 at masked tokens; `groups` is the group number of each sequence."""
+    """Return w_t `[B, T]`, 0 at masked tokens; `groups` is the group number of each sequence.
+
+    `count_empty` says whether sequences without a valid token count in a mean over sequences.
+    """
     valid = mask.to(dtype)
     if aggregation == "token-sum":
         return valid
@@ -33,7 +37,8 @@ def token_weights(
         count = torch.where(group_tokens > 0, 1 / same_group.sum(-1), 0.0).sum().round()
         share = sequences.spread(1 / group_tokens.clamp(min=1), valid)
         return valid * share / _denominator(normalizer, count)
-    weights = valid / _denominator(normalizer, (lengths > 0).to(dtype).sum())
+    counted = torch.ones_like(lengths) if count_empty else (lengths > 0).to(dtype)
+    weights = valid / _denominator(normalizer, counted.sum())
     if aggregation == "seq-mean-token-mean":
         return weights / sequences.spread(lengths.clamp(min=1), valid)
     if aggregation == "seq-mean-token-sum-norm":

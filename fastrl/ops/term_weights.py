@@ -1,0 +1,163 @@
+"""The weight of every token in each term of the loss: aggregation, corrections and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.objective import Objective
+from fastrl.ops.token_weights import weights_of
+from fastrl.reference import Sequences
+
+TERMS = ("policy", "kl", "entropy")
+
+#: a global denominator: one for all terms, or one for each that is added up in its own way
+Normalizer = float | Tensor | Mapping[str, float | Tensor]
+
+
+class TermWeights(NamedTuple):
+    """The weight of each token in each term of the loss; None is that of the policy term."""
+
+    policy: Tensor
+    kl: Tensor | None
+    entropy: Tensor | None
+
+
+class Weighing(NamedTuple):
+    """What the weights are made of; all tensors are `[B, T]`."""
+
+    objective: Objective
+    mask: Tensor
+    sequences: Sequences
+    advantages: Tensor
+    #: the plain weights of each term, by its aggregation
+    base: TermWeights
+    #: those of the entropy bonus, on fewer tokens than the mask has
+    entropy_on: Callable[[Tensor], Tensor]
+    policy_weights: Tensor | None
+    old_logprobs: Tensor | None
+    rollout_logprobs: Tensor | None
+
+    @property
+    def wait(self) -> bool:
+        """Whether the weights are known only after the current log-probabilities."""
+        o = self.objective
+        on_policy = self.old_logprobs is None and bool(o.rollout_corrections)
+        return on_policy or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
+
+    def weights(self, logprobs: Tensor, entropy: Tensor | None) -> TermWeights:
+        """Return the weights of each term; neither argument is looked at unless they `wait`."""
+        o = self.objective
+        policy, kl, bonus = self.base
+        bonus = policy if bonus is None else bonus
+        old = logprobs if self.old_logprobs is None else self.old_logprobs
+        sampled = old if self.rollout_logprobs is None else self.rollout_logprobs
+        for correction in o.rollout_corrections:
+            factor = reference.rollout_correction(
+                old, sampled, self.mask, self.sequences, correction
+            )
+            if o.rollout_weighs == "policy":
+                kl = policy if kl is None else kl
+            elif kl is not None:
+                kl = kl * factor
+            policy = policy * factor
+        alone = policy
+        if self.policy_weights is not None:
+            policy = policy * self.policy_weights
+        if o.off_policy_threshold is not None:
+            gone = reference.off_policy(
+                logprobs,
+                sampled,
+                self.advantages,
+                self.mask,
+                self.sequences,
+                o.off_policy_threshold,
+            )
+            policy = torch.where(gone, 0.0, policy)
+        if o.top_entropy_quantile < 1 and entropy is not None:
+            top = reference.top_entropy(entropy, self.mask, o.top_entropy_quantile)
+            policy = torch.where(top, policy, 0.0)
+            own = o.entropy_aggregation is not None
+            bonus = self.entropy_on(top) if own else torch.where(top, bonus, 0.0)
+        if kl is None and policy is not alone:
+            kl = alone
+        return TermWeights(policy, kl, None if bonus is policy else bonus)
+
+
+def base_weights(
+    mask: Tensor,
+    sequences: Sequences,
+    objective: Objective,
+    *,
+    packed: bool,
+    cut: bool,
+    normalizer: object,
+    group_size: object,
+    group_ids: object,
+    dtype: torch.dtype,
+) -> tuple[TermWeights, Callable[[Tensor], Tensor]]:
+    """Return the weights by aggregation alone, and the function `Weighing.entropy_on`."""
+    o = objective
+    aggregations = (o.aggregation, o.kl_aggregation, o.entropy_aggregation)
+    normalizers = _normalizers(normalizer, o)
+    # whichever aggregation takes no groups must not see any, but the policy's refuses stray ones
+    strays = "prompt-mean" not in aggregations
+
+    def weigh(on: Tensor, term: int) -> Tensor | None:
+        aggregation = aggregations[term]
+        if aggregation is None:
+            return None
+        grouped = aggregation == "prompt-mean" or (term == 0 and strays)
+        return weights_of(
+            on,
+            sequences,
+            packed=packed,
+            cut=cut,
+            aggregation=aggregation,
+            normalizer=normalizers[term],
+            length_norm=o.length_norm if aggregation == "seq-mean-token-sum-norm" else None,
+            group_size=group_size if grouped else None,
+            group_ids=group_ids if grouped else None,
+            count_empty=o.count_empty,
+            dtype=dtype,
+        )
+
+    policy = weigh(mask, 0)
+    assert policy is not None
+    kl = weigh(mask, 1) if o.kl_coef else None
+    bonus = weigh(mask, 2) if o.entropy_coef else None
+
+    def entropy_on(tokens: Tensor) -> Tensor:
+        own = weigh(tokens, 2)
+        return torch.where(tokens, policy, 0.0) if own is None else own
+
+    return TermWeights(policy, kl, bonus), entropy_on
+
+
+def _normalizers(normalizer: object, o: Objective) -> tuple[object, object, object]:
+    """The global denominator of each term."""
+    active = (True, bool(o.kl_coef), bool(o.entropy_coef))
+    own = (True, o.kl_aggregation is not None, o.entropy_aggregation is not None)
+    separate = [
+        name for name, used, apart in zip(TERMS, active, own, strict=True) if used and apart
+    ]
+    if isinstance(normalizer, Mapping):
+        for name in normalizer:
+            if name not in separate:
+                raise ValueError(
+                    "normalizer must have keys among the terms that are added up in their own way, "
+                    f"{', '.join(separate)}; got {name!r}"
+                )
+        policy, kl, entropy = (normalizer.get(name) for name in TERMS)
+        return policy, kl, entropy
+    if normalizer is not None and len(separate) > 1:
+        raise ValueError(
+            "normalizer must be a mapping, one for each of "
+            f"{', '.join(separate)} (left out: the local count), where objective has aggregations "
+            f"of their own for them; got {type(normalizer).__name__}"
+        )
+    return normalizer, None, None

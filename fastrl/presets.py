@@ -1,0 +1,92 @@
+"""The named losses, and what each of them is in other trainers: data for `Objective.preset`."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from fastrl.checks import one_of
+
+Fields = dict[str, Any]
+
+_SEQUENCE_RATIO: Fields = {"level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
+_GEOMETRIC: Fields = {"ratio": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
+
+#: As the papers have them.
+PRESETS: dict[str, Fields] = {
+    "ppo": {},
+    "grpo": {"aggregation": "seq-mean-token-mean"},
+    "bnpo": {"aggregation": "token-mean"},
+    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm"},
+    "dapo": {"clip_high": 0.28, "aggregation": "token-mean"},
+    "gspo": {**_SEQUENCE_RATIO, "aggregation": "seq-mean-token-mean"},
+    "gmpo": {**_GEOMETRIC, "aggregation": "seq-mean-token-mean"},
+    "cispo": {"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
+    "sapo": {"ratio": "sapo", "aggregation": "seq-mean-token-mean"},
+    "luspo": {**_SEQUENCE_RATIO, "aggregation": "seq-mean-token-sum"},
+    "reinforce": {"ratio": "reinforce", "aggregation": "token-mean"},
+}
+
+
+def _changed(names: str, changes: Fields, **of_one: Fields) -> dict[str, Fields]:
+    """The presets in `names`, all changed alike, some changed further."""
+    return {name: {**PRESETS[name], **changes, **of_one.get(name, {})} for name in names.split()}
+
+
+# TRL: the correction for the sampler and its masks leave the KL alone, the entropy bonus is a
+# mean over tokens whatever the loss, and a mean over sequences counts those without a token.
+_TRL: Fields = {"rollout_weighs": "policy", "entropy_aggregation": "token-mean"}
+_BY_SEQUENCE: Fields = {"count_empty": True}
+
+# verl: log-ratios within 20, KL (k3) within 10; losses with an aggregation of their own leave KL
+# and entropy to the configured one, whose default is token-mean.
+_VERL: Fields = {"rollout_weighs": "policy", "log_ratio_clamp": 20.0, "kl_clamp": 10.0}
+_OTHERS_BY_TOKEN: Fields = {"kl_aggregation": "token-mean", "entropy_aggregation": "token-mean"}
+
+# OpenRLHF: log-ratios within 20 except for gspo, KL within 10; KL and entropy always token-mean.
+_OPENRLHF: Fields = {"rollout_weighs": "policy", "kl_clamp": 10.0}
+
+CONVENTIONS: dict[str, dict[str, Fields]] = {
+    "fastrl": PRESETS,
+    "trl": {
+        **_changed("bnpo dapo cispo", _TRL, dapo={"clip_high": 0.2}),
+        **_changed("grpo dr_grpo gspo gmpo sapo luspo", {**_TRL, **_BY_SEQUENCE}),
+    },
+    "verl": {
+        **_changed("ppo grpo dr_grpo dapo", {**_VERL, "dual_clip": 3.0}, grpo=PRESETS["bnpo"]),
+        **_changed("cispo", {**_VERL, "clip_low": 0.2, "clip_high": 0.2}),
+        **_changed(
+            "gspo sapo gmpo",
+            {**_VERL, **_OTHERS_BY_TOKEN},
+            gspo={"level": "sequence-token", "log_ratio_clamp": (-inf, 10.0)},
+            gmpo={"log_ratio_clamp": None, "count_empty": True},
+        ),
+        **_changed("reinforce", {**_VERL, "log_ratio_clamp": None}),
+    },
+    "openrlhf": {
+        **_changed("ppo grpo dapo", {**_OPENRLHF, "log_ratio_clamp": 20.0}, grpo=PRESETS["bnpo"]),
+        **_changed("gspo", {**_OPENRLHF, **_OTHERS_BY_TOKEN}),
+    },
+}
+
+#: correction, eps and singleton of `group_advantages`
+ADVANTAGE_CONVENTIONS: dict[str, tuple[float, float, str]] = {
+    "fastrl": (1.0, 1e-4, "zero"),
+    "trl": (1.0, 1e-4, "zero"),
+    "verl": (1.0, 1e-6, "raw"),
+    "openrlhf": (1.0, 1e-9, "zero"),
+}
+
+
+def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
+    """The fields of a named loss, as a trainer has it, changed as asked."""
+    one_of("objective", name, tuple(PRESETS))
+    presets = CONVENTIONS[one_of("convention", convention, tuple(CONVENTIONS))]
+    if name not in presets:
+        raise ValueError(
+            f"convention {convention!r} has no {name}; it has {', '.join(sorted(presets))}"
+        )
+    fields = {**presets[name], **changes}
+    if convention == "verl" and fields.get("kl_estimator", "k3") != "k3":
+        fields["kl_clamp"] = changes.get("kl_clamp")  # only its k3 is held
+    return fields
