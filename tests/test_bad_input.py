@@ -266,7 +266,7 @@ def test_objective(fields, error, message):
 
 
 ROLLOUT_CORRECTION = [
-    ({"kind": "clip"}, ValueError, "rollout_correction.kind must be one of truncate, mask, filter; got"),
+    ({"kind": "clip"}, ValueError, "kind must be one of truncate, mask, filter; got"),
     ({"level": "batch"}, ValueError, "rollout_correction.level must be one of ... got 'batch'"),
     ({"low": -1}, ValueError, "rollout_correction.low must be finite and >= 0, got -1"),
     ({"high": 0}, ValueError, "rollout_correction.high must be above 0, got 0"),
