@@ -22,9 +22,11 @@ CPU_SOURCES = [
     "csrc/cpu/kernels_avx512.cpp",
     "csrc/cpu/kernels_plain.cpp",
     "csrc/cpu/logits_policy_loss.cpp",
+    "csrc/cpu/mixed_matmul.cpp",
     "csrc/cpu/objective_eval.cpp",
     "csrc/cpu/policy_loss.cpp",
     "csrc/cpu/rows.cpp",
+    "csrc/cpu/tile_matmul.cpp",
     "csrc/cpu/token_stats.cpp",
 ]
 HEADERS = [
@@ -32,13 +34,14 @@ HEADERS = [
     "csrc/objectives.h",
     "csrc/cpu/isa.h",
     "csrc/cpu/kernels.h",
+    "csrc/cpu/large_pages.h",
     "csrc/cpu/logits.h",
-    "csrc/cpu/new_gradient.h",
     "csrc/cpu/parallel.h",
     "csrc/cpu/policy_tokens.h",
     "csrc/cpu/row_blocks.h",
     "csrc/cpu/rows.h",
     "csrc/cpu/sequences.h",
+    "csrc/cpu/tile_matmul.h",
     "csrc/cpu/vec.h",
 ]
 # one binary for torch 2.10 and all later

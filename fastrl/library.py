@@ -98,6 +98,12 @@ _SCHEMAS = {
     ),
     # Which vector code the CPU kernels use here: avx512, avx2 or plain.
     "cpu_capability": "() -> str",
+    # Whether the CPU multiplies bfloat16 on matrix tiles (AMX); then out (+)= a b with sums in
+    # float32, b in bfloat16, a in bfloat16 or in float32 taken as the sum of two bfloat16.
+    "has_matrix_tiles": "() -> bool",
+    # Ask for large pages under a new tensor on the CPU that nobody has written to yet.
+    "large_pages_": "(Tensor(a!) tensor) -> ()",
+    "mixed_matmul_": "(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()",
     # For the tests: the scalar objective of the C++ header, point by point in float64.
     "objective_eval": (
         "(Tensor logprobs, Tensor log_ratio, Tensor advantages, Tensor ref_minus_logprob, "
@@ -108,7 +114,7 @@ _SCHEMAS = {
 #: Where the operators of each compiled backend stand. The loops of the linear forms, which take
 #: the backend of their chunks as an argument, stand in the first alone.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
-_ONLY_ONCE = ("linear_", "cpu_capability", "objective_eval")
+_ONLY_ONCE = ("linear_", "cpu_", "has_", "large_", "mixed_", "objective_eval")
 
 
 def operators(backend: str) -> Any:
@@ -173,6 +179,12 @@ def _(logprobs: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
         logprobs.new_empty(logprobs.shape),
         logprobs.new_empty((len(METRICS),)),
     )
+
+
+@_fake("large_pages_")
+@_fake("mixed_matmul_")
+def _(*_: object) -> None:
+    return None
 
 
 @_fake("gae_fwd")

@@ -17,6 +17,21 @@ def cpu_capability() -> str:
     return str(torch.ops.fastrl.cpu_capability())
 
 
+def has_matrix_tiles() -> bool:
+    """Say whether the compiled CPU backend has the matrix tiles of AMX to multiply bfloat16."""
+    return missing is None and bool(torch.ops.fastrl.has_matrix_tiles())
+
+
+def new_large(
+    like: torch.Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a new tensor whose size is a reason to take care; its contents are arbitrary."""
+    tensor = like.new_empty(shape, dtype=dtype)
+    if missing is None and tensor.device.type == "cpu":
+        torch.ops.fastrl.large_pages_(tensor)
+    return tensor
+
+
 try:
     importlib.import_module("fastrl._C")
 except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 // of its loss, and its gradient.
 #include <tuple>
 
-#include "new_gradient.h"
+#include "large_pages.h"
 #include "rows.h"
 
 namespace fastrl::cpu {

@@ -147,9 +147,15 @@ def reference_stats(logits: Tensor, rows: TokenRows) -> tuple[Tensor, ...]:
     )
 
 
-def keep_rows(logits: Tensor, kept: Tensor) -> Tensor:
-    """Move the rows in `kept` (ascending) to the front of a chunk, and return them."""
-    for to, origin in enumerate(kept.tolist()):
-        if to != origin:
-            logits[to].copy_(logits[origin])
-    return logits[: kept.shape[0]]
+def keep_rows(logits: Tensor, moving: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring the rows that `moving` marks to the front of a chunk; return them and which they are.
+
+    Rows from the end fill the gaps, so that few rows to leave out cost few copies.
+    """
+    count = int(moving.sum())
+    kept = torch.arange(count, device=moving.device)
+    gaps, fillers = (~moving[:count]).nonzero()[:, 0], count + moving[count:].nonzero()[:, 0]
+    kept[gaps] = fillers
+    for gap, filler in zip(gaps.tolist(), fillers.tolist(), strict=True):
+        logits[gap].copy_(logits[filler])
+    return logits[:count], kept

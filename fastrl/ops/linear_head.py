@@ -1,7 +1,9 @@
 """The LM head as the linear forms take it: checked, projected chunk by chunk, differentiated.
 
 GEMMs are those of the vendor's library through torch. Logits are float32 (float64 from float64)
-whatever the operands, and gradients of parameters are summed in that dtype.
+whatever the operands, and gradients of parameters are summed in that dtype. On a CPU torch rounds
+what it multiplies in bfloat16 to bfloat16, so there the operands are converted block by block, or
+go to fastrl's own product on matrix tiles where the machine has them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from fastrl.checks import floating, number, on_device
 from fastrl.library import arithmetic_dtype, stored_dtype
+from fastrl.native import new_large
 
 #: Bytes of a block of weights that is converted at a time.
 _BLOCK_BYTES = 16 * 2**20
@@ -30,22 +33,33 @@ class LinearHead:
     lora_scale: float
     #: of logits, sums and accumulated gradients
     dtype: torch.dtype
+    #: whether bfloat16 operands are multiplied on the CPU's matrix tiles
+    tiles: bool = False
 
     @property
     def vocabulary(self) -> int:
         """V."""
         return self.weight.shape[0]
 
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype in which hidden states enter the GEMMs."""
+        return torch.bfloat16 if self.tiles else self.dtype
+
     def parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return weight, bias, lora_a, lora_b."""
         return self.weight, self.bias, self.lora_a, self.lora_b
 
     def project(self, hidden: Tensor, logits: Tensor) -> None:
-        """Write the logits `[C, V]` of hidden states `[C, H]`, both in the head's dtype."""
-        for columns, weight in self._blocks():
-            torch.mm(hidden, weight.t(), out=logits[:, columns])
+        """Write the logits `[C, V]` of hidden states `[C, H]`, which come in `operand_dtype`."""
+        if self.tiles:
+            torch.ops.fastrl.mixed_matmul_(logits, hidden, self.weight.t(), False)
+        else:
+            for columns, weight in self._blocks():
+                torch.mm(hidden, weight.t(), out=logits[:, columns])
         if self.lora_a is not None and self.lora_b is not None:
-            low_rank = (hidden @ self.lora_a.to(self.dtype).t()).mul_(self.lora_scale)
+            low_rank = hidden.to(self.dtype) @ self.lora_a.to(self.dtype).t()
+            low_rank *= self.lora_scale
             logits.addmm_(low_rank, self.lora_b.to(self.dtype).t())
         if self.bias is not None:
             logits.add_(self.bias)
@@ -70,27 +84,39 @@ class HeadGradients:
         """`needs` says which of weight, bias, lora_a, lora_b want a gradient."""
         self._head = head
         self._sums = [
-            torch.zeros_like(parameter, dtype=head.dtype)
+            new_large(parameter, parameter.shape, head.dtype)
             if need and parameter is not None
             else None
             for parameter, need in zip(head.parameters(), needs, strict=True)
         ]
+        for total in self._sums[1:]:
+            if total is not None:
+                total.zero_()
+        self._weight_begun = False  # the largest sum is written by its first chunk, not zeroed
 
     def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
         """Add a chunk: its logits' gradient `[C, V]`, its hidden states, where theirs goes."""
         head = self._head
         weight, bias, lora_a, lora_b = self._sums
-        if grad_hidden is not None:
-            grad_hidden.zero_()
-            for columns, block in head._blocks():
-                grad_hidden.addmm_(grad_logits[:, columns], block)
-        if weight is not None:
-            weight.addmm_(grad_logits.t(), hidden)
+        if head.tiles:
+            if grad_hidden is not None:
+                torch.ops.fastrl.mixed_matmul_(grad_hidden, grad_logits, head.weight, False)
+            if weight is not None:
+                begun = self._weight_begun
+                torch.ops.fastrl.mixed_matmul_(weight, grad_logits.t(), hidden, begun)
+        else:
+            if grad_hidden is not None:
+                grad_hidden.zero_()
+                for columns, block in head._blocks():
+                    grad_hidden.addmm_(grad_logits[:, columns], block)
+            if weight is not None:
+                weight.addmm_(grad_logits.t(), hidden, beta=float(self._weight_begun))
+        self._weight_begun = True
         if bias is not None:
             bias.add_(grad_logits.sum(0))
         if head.lora_a is None or head.lora_b is None:
             return
-        a, b = head.lora_a.to(head.dtype), head.lora_b.to(head.dtype)
+        a, b, hidden = (x.to(head.dtype) for x in (head.lora_a, head.lora_b, hidden))
         if lora_b is not None:
             lora_b.addmm_(grad_logits.t(), hidden @ a.t(), alpha=head.lora_scale)
         if lora_a is not None or grad_hidden is not None:
@@ -106,12 +132,20 @@ class HeadGradients:
         A gradient that was not needed is an empty tensor.
         """
         head = self._head
+        if self._sums[0] is not None and not self._weight_begun:
+            self._sums[0].zero_()
         return tuple(
             head.weight.new_empty(0)
             if total is None or parameter is None
-            else total.to(stored_dtype(parameter))
+            else _stored(total, stored_dtype(parameter))
             for total, parameter in zip(self._sums, head.parameters(), strict=True)
         )
+
+
+def _stored(total: Tensor, dtype: torch.dtype) -> Tensor:
+    if total.dtype == dtype:
+        return total
+    return new_large(total, total.shape, dtype).copy_(total)
 
 
 def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> LinearHead:

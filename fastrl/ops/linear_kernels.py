@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl import native
 from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.ops.linear_chunks import (
     ChunkStats,
@@ -79,7 +80,12 @@ class LinearCall(NamedTuple):
     @property
     def head(self) -> LinearHead:
         """The LM head."""
-        return LinearHead(*self[1:6], arithmetic_dtype(self.hidden, self.weight))
+        tiles = (
+            self.backend == "cpu"
+            and self.hidden.dtype == self.weight.dtype == torch.bfloat16
+            and native.has_matrix_tiles()
+        )
+        return LinearHead(*self[1:6], arithmetic_dtype(self.hidden, self.weight), tiles)
 
     @property
     def rows(self) -> TokenRows:
@@ -97,8 +103,8 @@ class LinearWalk:
         self.total = hidden.shape[0]
         size = chunk_size(call.chunk_tokens, head, trained=needs[1])
         self.size = max(1, min(size, self.total))
-        self._logits = hidden.new_empty((self.size, head.vocabulary), dtype=head.dtype)
-        self._states = hidden.new_empty((self.size, hidden.shape[1]), dtype=head.dtype)
+        self._logits = native.new_large(hidden, (self.size, head.vocabulary), head.dtype)
+        self._states = hidden.new_empty((self.size, hidden.shape[1]), dtype=head.operand_dtype)
         self.parameters = HeadGradients(head, tuple(needs[1:]))
         self.grad_hidden = (
             hidden.new_zeros(hidden.shape, dtype=stored_dtype(hidden))
@@ -123,7 +129,7 @@ class LinearWalk:
 
     def add_gradients(self, part: Tensor | slice, grad_logits: Tensor, states: Tensor) -> None:
         """Run the gradient GEMMs of a chunk."""
-        grad_states = torch.empty_like(states) if self.needs[0] else None
+        grad_states = torch.empty_like(states, dtype=self.head.dtype) if self.needs[0] else None
         self.parameters.add(grad_logits, states, grad_states)
         if grad_states is not None:
             self.grad_hidden[part] = grad_states.to(self.grad_hidden.dtype)
@@ -206,10 +212,9 @@ def linear_loss_pass(
         slope, entropy_slope = slope_of(found.logprobs, found.entropy, part)
         if selecting:
             moving = slope != 0 if entropy_slope is None else (slope != 0) | (entropy_slope != 0)
-            kept = moving.nonzero()[:, 0]
-            if kept.shape[0] < logits.shape[0]:
-                part = part[kept]
-                logits, states, rows = keep_rows(logits, kept), states[kept], rows.take(kept)
+            if not bool(moving.all()):
+                logits, kept = keep_rows(logits, moving)
+                part, states, rows = part[kept], states[kept], rows.take(kept)
                 found = ChunkStats._make(stat[kept] for stat in found)
                 slope = slope[kept]
                 entropy_slope = None if entropy_slope is None else entropy_slope[kept]

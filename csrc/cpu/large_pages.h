@@ -1,0 +1,37 @@
+// Memory as large as the logits: allocated so that it is cheap to write.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "../check.h"
+
+namespace fastrl::cpu {
+
+// Memory this large comes fresh from the system each time, and touching it 4 KiB at a time costs
+// several times what writing it does; so ask for large pages, before the first touch.
+inline void use_large_pages(const Tensor& tensor) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  constexpr uintptr_t kLarge = uintptr_t{32} << 20;  // malloc maps these one by one
+  const uintptr_t bytes = static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  if (bytes >= kLarge && tensor.is_contiguous()) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+    const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t last = (begin + bytes) / kHugePage * kHugePage;
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: may fail
+  }
+#endif
+}
+
+// A new contiguous tensor like `logits`, for their gradient.
+inline Tensor new_gradient(const Tensor& logits) {
+  const Tensor grad = torch::stable::new_empty(logits, logits.sizes());
+  use_large_pages(grad);
+  return grad;
+}
+
+}  // namespace fastrl::cpu
