@@ -30,19 +30,19 @@ def _case(shape: Linear, dtype: torch.dtype) -> Case:
         shape=f"{rows} x {shape.hidden} x {shape.vocab}",
         dtype=dtype,
         bytes_moved=2 * elements * dtype.itemsize,
-        inputs=lambda seed: _inputs(shape, dtype, seed),
+        inputs=lambda seed: linear_inputs(shape, dtype, seed),
         providers=[
-            _fastrl("cpu"),
+            fastrl_provider("cpu"),
             _torch("eager", "eager", eager),
             _torch("torch.compile", "compile", torch.compile(eager)),
             Provider("three bare GEMMs", "floor", bare_gemms),
             *([_trl()] if importlib.util.find_spec("trl") else []),
         ],
-        error=_error,
+        error=gradients_error,
     )
 
 
-def _inputs(shape: Linear, dtype: torch.dtype, seed: int) -> Inputs:
+def linear_inputs(shape: Linear, dtype: torch.dtype, seed: int) -> Inputs:
     """As the logits of the other benchmarks: normal, and one raised target per row."""
     generator = torch.Generator().manual_seed(seed)
     rows = (shape.sequences, shape.tokens)
@@ -92,7 +92,7 @@ def _leaves(inputs: Inputs) -> Gradients:
     return tuple(inputs[name].detach().requires_grad_() for name in ("hidden", "weight"))
 
 
-def _fastrl(backend: str) -> Provider:
+def fastrl_provider(backend: str) -> Provider:
     objective = fastrl.Objective(clip_low=0.2, clip_high=0.2, aggregation="token-mean")
 
     def run(inputs: Inputs) -> Gradients:
@@ -129,7 +129,7 @@ def _gradients(function: Callable[..., torch.Tensor], inputs: Inputs) -> Gradien
     return torch.autograd.grad(loss, leaves)
 
 
-def _error(answer: Gradients, inputs: Inputs) -> float:
+def gradients_error(answer: Gradients, inputs: Inputs) -> float:
     """The larger of the two gradients' errors, relative to the gradient's largest element."""
     exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     pairs = zip(answer, _gradients(eager, exact), strict=True)

@@ -19,29 +19,32 @@ from pathlib import Path
 import bench_gae
 import bench_group_advantages
 import bench_linear
+import bench_linear_skipped_rows
 import bench_logits_policy_loss
 import bench_policy_loss
 import bench_token_stats
 import torch
 from shapes import SELECTIONS
-from timing import COPIES, Case, Timing, measure, ratio
+from timing import AT_MOST, Case, Timing, measure, ratio
 
 MODULES = (
     bench_token_stats,
     bench_logits_policy_loss,
     bench_linear,
+    bench_linear_skipped_rows,
     bench_policy_loss,
     bench_gae,
     bench_group_advantages,
 )
 RESULTS = Path(__file__).parent / "results"
 
-# What the project asks for on the shapes named `issue`: op -> kind of provider -> least ratio, or
-# for a copy the most that fastrl may take of it.
+# What the project asks for on the shapes named `issue`: op, alone or with a dtype -> kind of
+# provider -> least ratio, or the most that fastrl may take of it.
 REQUIRED = {
     "token_stats": {"compile": 2.0, "eager": 4.0},
     "logits_policy_loss": {"compile": 5.0, "eager": 7.0, "floor": 2.5},
-    "linear_policy_loss": {"floor": 1.25, "peer": 2.5},
+    "linear_policy_loss": {"floor": 1.25, "peer": 2.5, "same rows": 1.15, "all rows": 2.5},
+    "linear_policy_loss bfloat16": {"peer": 5.0},
     "gae": {"loop": 200.0},
 }
 
@@ -113,12 +116,14 @@ def _table(case: Case, timings: list[Timing]) -> list[str]:
 def _verdicts(case: Case, timings: list[Timing]) -> list[str]:
     """One line per requirement, against the fastest provider of each kind."""
     lines, ours = [], _ours(timings)
-    for kind, bound in REQUIRED.get(case.op, {}).items():
+    of_dtype = f"{case.op} {str(case.dtype).removeprefix('torch.')}"
+    required = {**REQUIRED.get(case.op, {}), **REQUIRED.get(of_dtype, {})}
+    for kind, bound in required.items():
         others = [timing for timing in timings if timing.kind == kind and timing.seconds]
         if not others or ours is None:
             continue
         other = min(others, key=lambda timing: timing.median)
-        if kind in COPIES:
+        if kind in AT_MOST:
             value = ratio(ours, other)
             met, wanted = value <= bound, f"at most {bound:g}"
             what = f"takes {value:.2f} times as long as the {other.provider}"

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench_linear import _inputs, _leaves, eager, trl_loss
+from bench_linear import _leaves, eager, linear_inputs, trl_loss
 from memory import _peak, _reset_peak
 from shapes import Linear
 
@@ -96,7 +96,7 @@ def _measure(options: argparse.Namespace, provider: str, rows: int) -> dict[str,
     dtype, loss = getattr(torch, options.dtype), loss_of(provider)
 
     def step(shape: Linear, calls: int) -> tuple[float, int]:
-        inputs = _inputs(shape, dtype, seed=0)
+        inputs = linear_inputs(shape, dtype, seed=0)
         rest = [inputs[n] for n in ("token_ids", "advantages", "old_logprobs", "mask")]
         before, seconds = _reset_peak(), []
         for _ in range(calls):

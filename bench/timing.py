@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 COPIES = ("floor", "clone")  # kinds that move the bytes and compute nothing
+OTHER_WORK = ("same rows", "all rows")  # kinds that compute something else, without an error
+AT_MOST = (*COPIES, "same rows")  # kinds of which fastrl may take a multiple, and no more
 SLOW = 1.0  # seconds; a provider above it takes part in every seventh round only
 SLOW_TAKES_EVERY = 7
 LEAST_TIMED = 2e-3  # seconds; quicker calls are repeated and averaged
@@ -122,7 +124,7 @@ def _check(case: Case, provider: Provider, inputs: Inputs) -> Timing:
 
 def _error(case: Case, provider: Provider, inputs: Inputs) -> float:
     answer = provider.run(provider.prepare(inputs))
-    return float("nan") if provider.kind in COPIES else case.error(answer, inputs)
+    return float("nan") if provider.kind in (*COPIES, *OTHER_WORK) else case.error(answer, inputs)
 
 
 def _timed(provider: Provider, inputs: Iterator[Inputs]) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import Objective, RolloutCorrection
+from fastrl import Objective, RolloutCorrection, native
 
 B, T, H, V, R = 4, 25, 24, 311, 3
 CHUNKS = (1, 7, 64, None)
@@ -134,6 +134,12 @@ def test_heads_as_they_come(backend, name, dtype):
     for key in parameters:
         assert parameters[key].grad.dtype == dtype
         assert_near(parameters[key].grad, truth[key].grad, dtype, key)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_bfloat16_heads_where_there_are_no_matrix_tiles(compiled, monkeypatch, name):
+    monkeypatch.setattr(native, "has_matrix_tiles", lambda: False)
+    test_heads_as_they_come("cpu", name, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
