@@ -10,6 +10,7 @@ from fastrl.ops.linear_policy_loss import linear_policy_loss
 from fastrl.ops.linear_token_stats import linear_token_logprobs, linear_token_stats
 from fastrl.ops.logits_policy_loss import logits_policy_loss
 from fastrl.ops.masked import masked_mean, whiten
+from fastrl.ops.metrics import reduce_metrics
 from fastrl.ops.policy_loss import PolicyLoss, policy_loss
 from fastrl.ops.token_stats import TokenStats, token_logprobs, token_stats
 from fastrl.ops.token_weights import token_weights
@@ -38,6 +39,7 @@ __all__ = [
     "logits_policy_loss",
     "masked_mean",
     "policy_loss",
+    "reduce_metrics",
     "set_backend",
     "token_logprobs",
     "token_stats",

@@ -48,6 +48,7 @@ def policy_inputs(B, T, dtype=torch.float64, mask="ragged", noise=0.4):
         "ref_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
         "rollout_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
         "entropy": (torch.rand(B, T, dtype=torch.float64) * 2).to(dtype),
+        "policy_weights": (torch.rand(B, T, dtype=torch.float64) * 2).to(dtype),
         "advantages": torch.randn(B, T, dtype=torch.float64).to(dtype),
         "mask": make_mask(mask, B, T),
     }

@@ -8,6 +8,7 @@ from policy_loss_truth import exact_policy_loss
 import fastrl
 
 PER_TOKEN = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy", "mask")
+PER_TOKEN += ("policy_weights",)
 
 
 def run(backend, objective, inputs, use=("old_logprobs",), **options):
@@ -33,7 +34,7 @@ def needed(o):
     """The optional inputs that an objective needs."""
     names = ["old_logprobs"]
     names += ["ref_logprobs"] if o.kl_coef else []
-    names += ["entropy"] if o.entropy_coef else []
+    names += ["entropy"] if o.entropy_coef or o.top_entropy_quantile < 1 else []
     names += ["rollout_logprobs"] if o.rollout_correction else []
     return tuple(names)
 
@@ -69,6 +70,7 @@ def truth_of(o, inputs, use, lengths=None, **options):
         ref=flat.get("ref_logprobs"),
         rollout=flat.get("rollout_logprobs"),
         entropy=flat.get("entropy"),
+        policy_weights=flat.get("policy_weights"),
         width=width,
         **options,
     )

@@ -72,23 +72,24 @@ def kl_estimate(o, x):
     return kl if o.kl_clamp is None else hold(kl, -o.kl_clamp, o.kl_clamp)
 
 
-def token_weight(o, sequences, groups, s, normalizer, width):
+def token_weight(o, sequences, groups, s, normalizer, width, aggregation=None):
     """w_t of a token of sequence s, from the definition of each aggregation."""
+    aggregation = aggregation or o.aggregation
     lengths = [len(tokens) for tokens in sequences]
-    if o.aggregation == "token-sum":
+    if aggregation == "token-sum":
         return 1.0
-    if o.aggregation == "token-mean":
+    if aggregation == "token-mean":
         return 1 / (normalizer or sum(lengths))
-    if o.aggregation == "prompt-mean":
+    if aggregation == "prompt-mean":
         nonempty = {g for g, length in zip(groups, lengths, strict=True) if length}
         of_group = sum(n for g, n in zip(groups, lengths, strict=True) if g == groups[s])
         return 1 / ((normalizer or len(nonempty)) * of_group)
-    weight = 1 / (normalizer or sum(length > 0 for length in lengths))
-    if o.aggregation == "seq-mean-token-mean":
+    weight = 1 / (normalizer or sum(length > 0 or o.count_empty for length in lengths))
+    if aggregation == "seq-mean-token-mean":
         return weight / lengths[s]
-    if o.aggregation == "seq-mean-token-sum-norm":
+    if aggregation == "seq-mean-token-sum-norm":
         return weight / (o.length_norm or width)
-    assert o.aggregation == "seq-mean-token-sum"
+    assert aggregation == "seq-mean-token-sum"
     return weight
 
 
@@ -105,16 +106,34 @@ def rollout_weights(correction, old, rollout, tokens):
         inside = correction.low <= ratio <= correction.high
         if correction.kind == "mask":
             weights[t] = ratio if inside else 0.0
+        elif correction.kind == "filter":
+            weights[t] = float(inside)
         else:
             weights[t] = min(max(ratio, correction.low), correction.high)
     return weights
 
 
+def kept_in_policy(o, sequences, lp, old, rollout, advantages, H):
+    """The tokens whose policy term stays, and of these the ones of high entropy."""
+    kept = top = {t for tokens in sequences for t in tokens}
+    if o.off_policy_threshold is not None:
+        sampled = old if rollout is None else rollout
+        for tokens in filter(None, sequences):
+            drift = sum((sampled[t] - lp[t]).item() for t in tokens) / len(tokens)
+            if drift > o.off_policy_threshold:
+                kept = kept - {t for t in tokens if advantages[t] < 0}
+    if o.top_entropy_quantile < 1 and kept | top:
+        values = torch.stack([H[t].detach() for t in sorted(top)])
+        threshold = torch.quantile(values, 1 - o.top_entropy_quantile)
+        top = {t for t in top if H[t] >= threshold}
+    return kept & top, top
+
+
 def exact_policy_loss(o, sequences, logprobs, advantages, **options):
     """Loss, metrics and gradients; `sequences` lists the active tokens of each, all else is flat.
 
-    Options: old, ref, rollout, entropy (flat tensors), normalizer, groups (the group of each
-    sequence), width (the padded length).
+    Options: old, ref, rollout, entropy, policy_weights (flat tensors), normalizer, groups (the
+    group of each sequence), width (the padded length).
     """
     lp = logprobs.detach().clone().requires_grad_()
     entropy = options.get("entropy")
@@ -124,15 +143,24 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
     lowest, highest = log_ratio_bounds(o)
     policy = kl_part = bonus = 0.0 * lp.new_zeros(())
     size, rows = 0.0, []  # rows: token, flag, ratio, token log-ratio, kl
+    factors = options.get("policy_weights")
+    kept, top = kept_in_policy(o, sequences, lp, old, options.get("rollout"), advantages, H)
+    shape = (options.get("groups"), options.get("width"))
     for s, tokens in enumerate(sequences):
         if not tokens:
             continue
-        w = token_weight(
-            o, sequences, options.get("groups"), s, options.get("normalizer"), options.get("width")
-        )
+
+        def weight(of, aggregation, s=s):
+            groups, width = shape
+            normalizer = options.get("normalizer") if aggregation is None else None
+            return token_weight(o, of, groups, s, normalizer, width, aggregation)
+
+        w = weight(sequences, None)
+        w_kl = weight(sequences, o.kl_aggregation)
         correction = dict.fromkeys(tokens, 1.0)
-        if o.rollout_correction is not None:
-            correction = rollout_weights(o.rollout_correction, old, options["rollout"], tokens)
+        for one in o.rollout_corrections:
+            more = rollout_weights(one, old, options["rollout"], tokens)
+            correction = {t: correction[t] * more[t] for t in tokens}
         own = {t: hold(lp[t] - old[t], lowest, highest) for t in tokens}
         mean = sum(lp[t] - old[t] for t in tokens) / len(tokens)
         shared = hold(mean, lowest, highest)
@@ -157,12 +185,16 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
             else:
                 f, flag = token_loss(o, d, advantages[t], lp[t])
             kl = lp.new_zeros(()) if ref is None else token_kl(o, lp[t], ref[t], d)
-            policy = policy + w * correction[t] * f
+            factor = correction[t] * (t in kept) * (1.0 if factors is None else float(factors[t]))
+            policy = policy + w * factor * f
+            kl_factor = correction[t] if o.rollout_weighs == "policy-and-kl" else 1.0
             if o.kl_coef:
-                kl_part = kl_part + w * correction[t] * o.kl_coef * kl
-            if o.entropy_coef:
-                bonus = bonus - w * o.entropy_coef * H[t]
-            size += w * (abs(f.item()) * correction[t] + abs(kl.item()) * o.kl_coef)
+                kl_part = kl_part + w_kl * kl_factor * o.kl_coef * kl
+            if o.entropy_coef and t in top:
+                on = [[x for x in others if x in top] for others in sequences]
+                w_entropy = weight(on, o.entropy_aggregation) if o.entropy_aggregation else w
+                bonus = bonus - w_entropy * o.entropy_coef * H[t]
+            size += w * abs(f.item() * factor) + w_kl * kl_factor * abs(kl.item()) * o.kl_coef
             rows.append((t, flag, torch.exp(d).item(), own[t].item(), kl.item()))
     loss = policy + kl_part + bonus
     gradient = torch.zeros_like(lp)
@@ -173,14 +205,14 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
         entropy_gradient = torch.autograd.grad(loss, H)[0]
     return Truth(
         loss.detach(),
-        exact_metrics(o, policy, rows, gradient, -lp.detach() if H is None else H.detach()),
+        exact_metrics(o, policy, rows, gradient, -lp.detach() if H is None else H.detach(), top),
         gradient,
         entropy_gradient,
         size + abs(bonus.item()),
     )
 
 
-def exact_metrics(o, policy, rows, gradient, entropy):
+def exact_metrics(o, policy, rows, gradient, entropy, top):
     n = len(rows)
     if n == 0:
         names = "policy_loss kl kl_old entropy ratio_mean ratio_max ratio_min clip_low clip_high"
@@ -200,7 +232,8 @@ def exact_metrics(o, policy, rows, gradient, entropy):
         "clip_high": sum(flag > 0 for flag in flags) / n,
         "clip_fraction": sum(flag != 0 for flag in flags) / n,
         "active_tokens": float(n),
-        "zero_grad_fraction": sum(bool(gradient[t] == 0) for t in tokens) / n
-        if not o.entropy_coef
-        else 0.0,
+        "zero_grad_fraction": sum(
+            bool(gradient[t] == 0) and not (o.entropy_coef and t in top) for t in tokens
+        )
+        / n,
     }

@@ -14,8 +14,29 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 CORRECTIONS = [
     RolloutCorrection(kind=kind, level=level, low=0.7, high=1.3)
-    for kind in ("truncate", "mask")
+    for kind in ("truncate", "mask", "filter")
     for level in ("token", "sequence", "geometric")
+]
+WITHOUT_BOUNDS = RolloutCorrection(high=math.inf)
+COUNTED = [
+    ("seq-mean-token-mean", {}),
+    ("seq-mean-token-sum", {}),
+    ("seq-mean-token-sum-norm", {"length_norm": 9.0}),
+]
+OWN_AGGREGATIONS = [
+    {"kl_aggregation": "token-sum"},
+    {"entropy_aggregation": "seq-mean-token-sum", "count_empty": True},
+    {
+        "aggregation": "seq-mean-token-mean",
+        "kl_aggregation": "token-mean",
+        "entropy_aggregation": "seq-mean-token-sum-norm",
+        "length_norm": 7.0,
+    },
+    {
+        "kl_aggregation": "token-mean",
+        "rollout_correction": CORRECTIONS[0],
+        "aggregation": "seq-mean-token-mean",
+    },
 ]
 OPTIONS = [
     *({"clip_low": low, "clip_high": high} for low, high in ((0, 0), (0.1, 0.3), (1, 0.05))),
@@ -75,6 +96,22 @@ OPTIONS = [
     {"entropy_coef": 0.1, "level": "sequence", "kl_coef": 0.2},
     *({"rollout_correction": correction} for correction in CORRECTIONS),
     *({"rollout_correction": c, "entropy_coef": 0.2, "kl_coef": 0.1} for c in CORRECTIONS),
+    *({"rollout_correction": c, "kl_coef": 0.1, "rollout_weighs": "policy"} for c in CORRECTIONS),
+    {"rollout_correction": (CORRECTIONS[-1], CORRECTIONS[0]), "kl_coef": 0.2},
+    {"rollout_correction": (CORRECTIONS[1], WITHOUT_BOUNDS), "rollout_weighs": "policy"},
+    *({"off_policy_threshold": bound, "kl_coef": 0.2} for bound in (0.0, 0.1)),
+    {"off_policy_threshold": -0.05, "rollout_correction": CORRECTIONS[0], "level": "sequence"},
+    *({"top_entropy_quantile": share, "kl_coef": 0.2} for share in (0.25, 0.5)),
+    {"top_entropy_quantile": 0.25, "entropy_coef": 0.1, "level": "sequence"},
+    {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "entropy_aggregation": "token-mean"},
+    {
+        "top_entropy_quantile": 0.5,
+        "entropy_coef": 0.1,
+        "entropy_aggregation": "seq-mean-token-mean",
+        "off_policy_threshold": 0.0,
+    },
+    *({"kl_coef": 0.2, "entropy_coef": 0.1, **own} for own in OWN_AGGREGATIONS),
+    *({"aggregation": name, "count_empty": True, **norm} for name, norm in COUNTED),
     {"rollout_correction": CORRECTIONS[1], "level": "sequence"},
     {"rollout_correction": CORRECTIONS[3], "ratio": "gmpo", "level": "sequence"},
 ]
@@ -84,7 +121,11 @@ def name_of(options):
     if not isinstance(options, dict):
         return None
     return ",".join(
-        f"{key}={value.kind}-{value.level}" if key == "rollout_correction" else f"{key}={value}"
+        f"{key}={value.kind}-{value.level}"
+        if isinstance(value, RolloutCorrection)
+        else f"{key}={len(value)}"
+        if key == "rollout_correction"
+        else f"{key}={value}"
         for key, value in options.items()
     )
 

@@ -67,7 +67,7 @@ class Weighing(NamedTuple):
             policy = policy * factor
         alone = policy
         if self.policy_weights is not None:
-            policy = policy * self.policy_weights
+            policy = policy * torch.where(self.mask, self.policy_weights, 0.0)
         if o.off_policy_threshold is not None:
             gone = reference.off_policy(
                 logprobs,
