@@ -25,13 +25,13 @@ ALLOWED = {
     "triton": ({"triton", *CORE}, {"torch", "triton"}),
     "reference": ({"reference", "objective", "rollout_correction"}, {"torch"}),
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
-    "integrations": ({"", "ops", "integrations"}, {"torch", "transformers"}),
+    "integrations": ({"", "ops", "integrations"}, {"torch", "transformers", "trl"}),
     "train": (
         {"", "ops", "integrations", "train", *CORE},
         {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm"},
     ),
 }
-EXTRAS = ("triton", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm")
+EXTRAS = ("triton", "transformers", "trl", "tokenizers", "matplotlib", "numpy", "tqdm")
 
 # The fused form is the composition of two references: it has no file of its own there. The linear
 # forms are loops over the others, in Python, for every device, tested and measured together.

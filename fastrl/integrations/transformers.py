@@ -148,7 +148,9 @@ def _refuse_prompt_learning(model: nn.Module) -> None:
 def _linear(head: Any) -> tuple[Tensor, Tensor | None, Lora | None]:
     """Return weight, bias and LoRA of a linear layer, plain or wrapped by PEFT."""
     if hasattr(head, "modules_to_save"):
-        head = head.modules_to_save[head.active_adapter]
+        active = [name for name in head.active_adapters if name in head.modules_to_save]
+        copied = active and not head.disable_adapters
+        head = head.modules_to_save[active[0]] if copied else head.original_module
     if hasattr(head, "lora_A"):
         return _lora(head)
     if type(head) is not nn.Linear:

@@ -147,20 +147,20 @@ def linear_policy_loss(
     options = chunk_options(chunk_tokens, compact, backend, head)
     flag("metrics", metrics)
     scoring = "reference" if inputs.unable else options.backend
-    if _in_one_pass(inputs):
-        result = _one_pass(rows, head, inputs, options, scoring, metrics=metrics)
+    if in_one_pass(inputs):
+        result, _, _ = one_pass(rows, head, inputs, options, scoring, metrics=metrics)
     else:
         logprobs, entropy, *_ = stats_of_hidden(rows, head, options)
         result = loss_of_logprobs(logprobs, entropy, inputs, scoring)
     return result if metrics else PolicyLoss(result.loss, {})
 
 
-def _in_one_pass(inputs: LossInputs) -> bool:
+def in_one_pass(inputs: LossInputs) -> bool:
     """Say whether a row's slope is known once its own log-probability is."""
     return inputs.objective.level == "token" and not inputs.weighing.wait
 
 
-def _one_pass(
+def one_pass(
     rows: Rows,
     head: LinearHead,
     inputs: LossInputs,
@@ -168,7 +168,8 @@ def _one_pass(
     scoring: str,
     *,
     metrics: bool,
-) -> PolicyLoss:
+) -> tuple[PolicyLoss, Tensor, Tensor]:
+    """Return the loss, and the log-probabilities and entropies that it saw (no gradient)."""
     hidden = flat_hidden(rows)
     tensors = (hidden, *head.parameters())
     differentiable = torch.is_grad_enabled()
@@ -197,7 +198,7 @@ def _one_pass(
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
         loss = with_gradients(loss, [(x, grad if need else None) for x, grad, need in pairs])
-    return PolicyLoss(loss, named_metrics(values))
+    return PolicyLoss(loss, named_metrics(values)), logprobs, entropy
 
 
 def _custom_pass(

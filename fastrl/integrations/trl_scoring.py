@@ -1,0 +1,103 @@
+"""Log-probabilities and entropies of completions, from hidden states and the LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.integrations.transformers import LmHead, last_hidden_states, lm_head
+from fastrl.ops.linear_token_stats import linear_token_stats
+
+Result = TypeVar("Result")
+
+
+class Completions(NamedTuple):
+    """The last K tokens of some sequences, as the linear forms take them.
+
+    Attributes:
+        hidden: `[B, K, H]`, the states that predict the tokens.
+        token_ids: `[B, K]`.
+        mask: `[B, K]`.
+        head: what turns the states into logits.
+    """
+
+    hidden: Tensor
+    token_ids: Tensor
+    mask: Tensor
+    head: LmHead
+
+
+def completions(
+    trainer: Any, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int
+) -> Completions:
+    """Run the backbone of `model`, no wrapper around it, and return its last `count` tokens."""
+    with trainer.accelerator.autocast():
+        states = last_hidden_states(model, input_ids=input_ids, attention_mask=attention_mask)
+    hidden = states[:, -count - 1 : -1]
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
+        hidden = hidden.float()
+    return Completions(hidden, input_ids[:, -count:], attention_mask[:, -count:], lm_head(model))
+
+
+def token_stats(
+    trainer: Any,
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    count: int,
+    *,
+    batch_size: int,
+    with_entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities and entropies `[B, count]`, 0 where masked; no wrapper."""
+    wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)
+    found: list[list[Tensor]] = [[] for _ in wanted]
+    for start in range(0, input_ids.shape[0], batch_size):
+        part = slice(start, start + batch_size)
+        tokens = completions(trainer, model, input_ids[part], attention_mask[part], count)
+        stats = linear_token_stats(
+            tokens.hidden,
+            token_ids=tokens.token_ids,
+            mask=tokens.mask,
+            temperature=trainer.temperature,
+            outputs=wanted,
+            backend=backend,
+            **tokens.head.arguments(),
+        )
+        for name, parts in zip(wanted, found, strict=True):
+            parts.append(getattr(stats, name))
+    logprobs, *entropy = (torch.cat(parts) for parts in found)
+    return logprobs, entropy[0] if entropy else None
+
+
+def within(trainer: Any, model: nn.Module, function: Callable[[nn.Module], Result]) -> Result:
+    """Return `function` of the model inside its wrappers, run as the forward of the outermost.
+
+    DDP prepares the reduction of gradients in its forward; calling the model inside would pass it
+    by, and the ranks would drift apart in silence.
+    """
+    inner = trainer.accelerator.unwrap_model(model)
+    if inner is model:
+        return function(model)
+    own = inner.__dict__.get("forward")
+
+    def forward(*_: Any, **__: Any) -> Result:
+        restore()
+        return function(inner)
+
+    def restore() -> None:
+        if own is None:
+            inner.__dict__.pop("forward", None)
+        else:
+            inner.__dict__["forward"] = own
+
+    inner.__dict__["forward"] = forward
+    try:
+        result: Result = model()
+    finally:
+        restore()
+    return result

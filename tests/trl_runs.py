@@ -1,0 +1,117 @@
+"""Short runs of TRL's trainers on a model and a tokenizer made here, with and without fastrl."""
+
+import contextlib
+import importlib
+import os
+
+import pytest
+import torch
+
+VOCABULARY = 61
+SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+
+
+def needed(package):
+    """Import an optional package; absent, the test is skipped, but in CI it fails."""
+    if os.environ.get("CI"):
+        return importlib.import_module(package)
+    return pytest.importorskip(package)
+
+
+def make_tokenizer():
+    import tokenizers
+    import transformers
+
+    words = [*SPECIAL.values(), *(f"w{i}" for i in range(VOCABULARY - len(SPECIAL)))]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+
+
+def make_model(kind="LlamaConfig", **changes):
+    import transformers
+
+    torch.manual_seed(7)
+    config = getattr(transformers, kind)(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+            "initializer_range": 0.3,
+            **changes,
+        }
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).float()
+
+
+def save_model(path, *arguments, **options):
+    """Write model and tokenizer where TRL can load them, the reference model too."""
+    make_model(*arguments, **options).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def reward_even(completion_ids, **_):
+    """Share of even tokens, which any policy can raise and no two completions share for long."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
+
+
+def make_trainer(model, kind="GRPO", output_dir="unused", peft_config=None, **options):
+    trl = needed("trl")
+    datasets = needed("datasets")
+    prompts = [" ".join(f"w{(7 * i + j) % 50}" for j in range(2 + i % 3)) for i in range(12)]
+    config = getattr(trl, f"{kind}Config")(
+        **{
+            "output_dir": output_dir,
+            "max_steps": 10,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 7,
+            "learning_rate": 0.5,
+            "optim": "sgd",  # Adam would blow rounding up where a gradient is zero but for rounding
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+            "seed": 3,
+            **options,
+        }
+    )
+    return getattr(trl, f"{kind}Trainer")(
+        model=model,
+        reward_funcs=reward_even,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        processing_class=make_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def run(trainer, use=contextlib.nullcontext):
+    """Train, and return what was logged at each step and the loss of each micro-batch."""
+    losses = []
+    with use(trainer) as handle:
+        own = trainer.compute_loss
+
+        def recorded(*arguments, **options):
+            loss = own(*arguments, **options)
+            losses.append(loss.item())
+            return loss
+
+        trainer.compute_loss = recorded
+        trainer.train()
+        del trainer.compute_loss
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return steps, losses, handle
