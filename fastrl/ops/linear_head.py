@@ -1,14 +1,11 @@
 """The LM head as the linear forms take it: checked, projected chunk by chunk, differentiated.
 
-GEMMs are those of the vendor's library through torch. Logits are float32 (float64 from float64)
-whatever the operands, and gradients of parameters are summed in that dtype. On a CPU torch rounds
-what it multiplies in bfloat16 to bfloat16, so there the operands are converted block by block, or
-go to fastrl's own product on matrix tiles where the machine has them.
+Logits are float32 (float64 from float64) whatever the operands, and gradients of parameters are
+summed in that dtype; `products` has the GEMMs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +14,8 @@ from torch import Tensor
 from fastrl.checks import floating, number, on_device
 from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.native import new_large
-
-#: Bytes of a block of weights that is converted at a time.
-_BLOCK_BYTES = 16 * 2**20
+from fastrl.ops.products import ConvertedProducts
+from fastrl.ops.sharded import gathered, is_sharded
 
 
 @dataclass(frozen=True)
@@ -31,10 +27,7 @@ class LinearHead:
     lora_a: Tensor | None
     lora_b: Tensor | None
     lora_scale: float
-    #: of logits, sums and accumulated gradients
-    dtype: torch.dtype
-    #: whether bfloat16 operands are multiplied on the CPU's matrix tiles
-    tiles: bool = False
+    products: ConvertedProducts
 
     @property
     def vocabulary(self) -> int:
@@ -42,39 +35,23 @@ class LinearHead:
         return self.weight.shape[0]
 
     @property
-    def operand_dtype(self) -> torch.dtype:
-        """The dtype in which hidden states enter the GEMMs."""
-        return torch.bfloat16 if self.tiles else self.dtype
+    def dtype(self) -> torch.dtype:
+        """The dtype of logits, sums and accumulated gradients."""
+        return self.products.dtype
 
     def parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return weight, bias, lora_a, lora_b."""
         return self.weight, self.bias, self.lora_a, self.lora_b
 
     def project(self, hidden: Tensor, logits: Tensor) -> None:
-        """Write the logits `[C, V]` of hidden states `[C, H]`, which come in `operand_dtype`."""
-        if self.tiles:
-            torch.ops.fastrl.mixed_matmul_(logits, hidden, self.weight.t(), False)
-        else:
-            for columns, weight in self._blocks():
-                torch.mm(hidden, weight.t(), out=logits[:, columns])
+        """Write the logits `[C, V]` of hidden states `[C, H]`, in `products.operand_dtype`."""
+        self.products.logits(hidden, self.weight, logits)
         if self.lora_a is not None and self.lora_b is not None:
             low_rank = hidden.to(self.dtype) @ self.lora_a.to(self.dtype).t()
             low_rank *= self.lora_scale
             logits.addmm_(low_rank, self.lora_b.to(self.dtype).t())
         if self.bias is not None:
             logits.add_(self.bias)
-
-    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the weight in the head's dtype, block by block where it has to be converted."""
-        if self.weight.dtype == self.dtype:
-            yield slice(None), self.weight
-            return
-        vocabulary, width = self.weight.shape
-        rows = max(64, _BLOCK_BYTES // (width * self.dtype.itemsize))
-        buffer = self.weight.new_empty((min(rows, vocabulary), width), dtype=self.dtype)
-        for start in range(0, vocabulary, rows):
-            columns = slice(start, min(start + rows, vocabulary))
-            yield columns, buffer[: columns.stop - start].copy_(self.weight[columns])
 
 
 class HeadGradients:
@@ -95,36 +72,41 @@ class HeadGradients:
         self._weight_begun = False  # the largest sum is written by its first chunk, not zeroed
 
     def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
-        """Add a chunk: its logits' gradient `[C, V]`, its hidden states, where theirs goes."""
-        head = self._head
-        weight, bias, lora_a, lora_b = self._sums
-        if head.tiles:
-            if grad_hidden is not None:
-                torch.ops.fastrl.mixed_matmul_(grad_hidden, grad_logits, head.weight, False)
-            if weight is not None:
-                begun = self._weight_begun
-                torch.ops.fastrl.mixed_matmul_(weight, grad_logits.t(), hidden, begun)
-        else:
-            if grad_hidden is not None:
-                grad_hidden.zero_()
-                for columns, block in head._blocks():
-                    grad_hidden.addmm_(grad_logits[:, columns], block)
-            if weight is not None:
-                weight.addmm_(grad_logits.t(), hidden, beta=float(self._weight_begun))
-        self._weight_begun = True
+        """Add a chunk: its logits' gradient `[C, V]`, its hidden states, where theirs goes.
+
+        The logits' gradient is used up.
+        """
+        head, products = self._head, self._head.products
+        weight, bias, *_ = self._sums
         if bias is not None:
             bias.add_(grad_logits.sum(0))
+        through_lora = self._add_lora(grad_logits, hidden, further=grad_hidden is not None)
+        operand = products.gradient_operand(grad_logits)
+        if grad_hidden is not None:
+            products.hidden_gradient(operand, head.weight, grad_hidden)
+            if through_lora is not None:
+                grad_hidden.addmm_(*through_lora)
+        if weight is not None:
+            products.weight_gradient(operand, hidden, weight, begun=self._weight_begun)
+            self._weight_begun = True
+
+    def _add_lora(
+        self, grad_logits: Tensor, hidden: Tensor, *, further: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add to the gradients of the adapter; return the factors of what hidden states get."""
+        head = self._head
+        lora_a, lora_b = self._sums[2:]
         if head.lora_a is None or head.lora_b is None:
-            return
+            return None
         a, b, hidden = (x.to(head.dtype) for x in (head.lora_a, head.lora_b, hidden))
         if lora_b is not None:
             lora_b.addmm_(grad_logits.t(), hidden @ a.t(), alpha=head.lora_scale)
-        if lora_a is not None or grad_hidden is not None:
-            grad_low_rank = (grad_logits @ b).mul_(head.lora_scale)
-            if lora_a is not None:
-                lora_a.addmm_(grad_low_rank.t(), hidden)
-            if grad_hidden is not None:
-                grad_hidden.addmm_(grad_low_rank, a)
+        if lora_a is None and not further:
+            return None
+        grad_low_rank = (grad_logits @ b).mul_(head.lora_scale)
+        if lora_a is not None:
+            lora_a.addmm_(grad_low_rank.t(), hidden)
+        return grad_low_rank, a
 
     def results(self) -> tuple[Tensor, ...]:
         """Return the sums in the parameters' dtypes (float16 stays float32: it may be scaled yet).
@@ -174,13 +156,14 @@ def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> Linea
     for name, value in (("weight", matrix), ("bias", offset), ("lora[0]", a), ("lora[1]", b)):
         if value is not None:
             on_device(name, value, hidden, "hidden")
-    return LinearHead(matrix, offset, a, b, scale, arithmetic_dtype(hidden, matrix))
+    products = ConvertedProducts(arithmetic_dtype(hidden, matrix))
+    return LinearHead(matrix, offset, a, b, scale, products)
 
 
 def _gathered(name: str, parameter: object) -> Tensor:
     """Return a whole parameter: FSDP2 shards are gathered, emptied ZeRO-3 shards refused."""
-    if hasattr(parameter, "full_tensor"):
-        parameter = parameter.full_tensor()
+    if is_sharded(parameter):
+        parameter = gathered(parameter)
     result = floating(name, parameter)
     if result.numel() == 0 and (hasattr(result, "ds_id") or result.dim() == 1):
         raise ValueError(

@@ -29,6 +29,7 @@ from fastrl.ops.linear_chunks import (
     write_chunk_gradient,
 )
 from fastrl.ops.linear_head import HeadGradients, LinearHead
+from fastrl.ops.products import choose_products
 from fastrl.ops.slopes import TokenSlopes
 
 #: (logprobs, entropy, rows) of a chunk -> dL/dlogprobs and dL/dentropy (None: 0)
@@ -80,12 +81,10 @@ class LinearCall(NamedTuple):
     @property
     def head(self) -> LinearHead:
         """The LM head."""
-        tiles = (
-            self.backend == "cpu"
-            and self.hidden.dtype == self.weight.dtype == torch.bfloat16
-            and native.has_matrix_tiles()
+        dtype = arithmetic_dtype(self.hidden, self.weight)
+        return LinearHead(
+            *self[1:6], choose_products(self.hidden, self.weight, dtype, self.backend)
         )
-        return LinearHead(*self[1:6], arithmetic_dtype(self.hidden, self.weight), tiles)
 
     @property
     def rows(self) -> TokenRows:
@@ -104,7 +103,9 @@ class LinearWalk:
         size = chunk_size(call.chunk_tokens, head, trained=needs[1])
         self.size = max(1, min(size, self.total))
         self._logits = native.new_large(hidden, (self.size, head.vocabulary), head.dtype)
-        self._states = hidden.new_empty((self.size, hidden.shape[1]), dtype=head.operand_dtype)
+        self._states = hidden.new_empty(
+            (self.size, hidden.shape[1]), dtype=head.products.operand_dtype
+        )
         self.parameters = HeadGradients(head, tuple(needs[1:]))
         self.grad_hidden = (
             hidden.new_zeros(hidden.shape, dtype=stored_dtype(hidden))
