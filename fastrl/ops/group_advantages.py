@@ -12,6 +12,7 @@ from fastrl.backend import resolve
 from fastrl.checks import floating, integer, number, one_of, same_shape
 from fastrl.library import operators
 from fastrl.ops.token_weights import check_group_size
+from fastrl.presets import ADVANTAGE_CONVENTIONS
 
 BASELINES = ("mean", "leave_one_out", "none")
 SCALES = ("group", "batch", "none")
@@ -46,9 +47,10 @@ def group_advantages(
     group_ids: Tensor | None = None,
     baseline: str = "mean",
     scale: str = "group",
-    correction: float = 1,
-    eps: float = 1e-4,
-    singleton: str = "zero",
+    correction: float | None = None,
+    eps: float | None = None,
+    singleton: str | None = None,
+    convention: str = "fastrl",
     backend: str = "auto",
 ) -> GroupAdvantages:
     """Return (r - baseline) / (std + eps) within each group of answers to one prompt.
@@ -64,9 +66,12 @@ def group_advantages(
         group_ids: integers, the shape of `rewards`, in any order: the group of each.
         baseline: `mean`, `leave_one_out` (mean of the others) or `none`.
         scale: divide by the std of the `group`, of the whole `batch`, or by nothing (`none`).
-        correction: degrees of freedom taken off in the std, as in `torch.std`.
-        eps: added to the std.
-        singleton: what a group of one gets: `zero`, or its reward as it is (`raw`).
+        correction: degrees of freedom taken off in the std, as in `torch.std`; 1 if None.
+        eps: added to the std; that of the convention if None.
+        singleton: what a group of one gets: `zero`, or its reward as it is (`raw`); that of the
+            convention if None.
+        convention: whose `eps` and `singleton`: `fastrl` and `trl` 1e-4, zero; `verl` 1e-6, raw;
+            `openrlhf` 1e-9, zero.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -87,9 +92,10 @@ def group_advantages(
         raise ValueError(f"rewards must have shape [N] or [P, G], got {tuple(r.shape)}")
     one_of("baseline", baseline, BASELINES)
     one_of("scale", scale, SCALES)
-    one_of("singleton", singleton, SINGLETONS)
-    correction = number("correction", correction, low=0.0)
-    eps = number("eps", eps, low=0.0)
+    usual = ADVANTAGE_CONVENTIONS[one_of("convention", convention, tuple(ADVANTAGE_CONVENTIONS))]
+    correction = number("correction", usual[0] if correction is None else correction, low=0.0)
+    eps = number("eps", usual[1] if eps is None else eps, low=0.0)
+    singleton = one_of("singleton", usual[2] if singleton is None else singleton, SINGLETONS)
     if group_ids is not None:
         if group_size is not None:
             raise ValueError("group_size and group_ids cannot both be given")
