@@ -89,7 +89,9 @@ def trl(
         one_sided = torch.where(
             A > 0, torch.minimum(log_ratio, held), torch.maximum(log_ratio, held)
         )
-        loss = -A * sequence_mean(one_sided, mask).exp()[:, None]
+        loss = (
+            -A * sequence_mean(one_sided, mask).exp()[:, None]
+        )  # TRL: a constant -A for an empty row too
     else:
         free = ratio if delta is None else ratio.clamp(max=delta)
         loss = -torch.minimum(free * A, ratio_within(ratio, *epsilon) * A)
