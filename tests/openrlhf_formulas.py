@@ -1,0 +1,134 @@
+"""What OpenRLHF 0.11 computes, written down from its formulas in float64.
+
+Masked tokens are selected away; autograd is the gradient.
+"""
+
+import torch
+
+
+def only(mask, x):
+    return torch.where(mask.bool(), x.double(), 0.0)
+
+
+def mean(x, mask):
+    return only(mask, x).sum() / mask.sum()
+
+
+def sequence_mean(x, mask):
+    return (only(mask, x).sum(-1) / mask.sum(-1).clamp(min=1))[:, None]
+
+
+def aggregate(f, mask, token_level, dp_size=1, batch_num_tokens=None, global_batch_size=None):
+    if token_level:
+        count = batch_num_tokens
+        total = only(mask, f).sum()
+        return total / mask.sum() if count is None else total / count * dp_size
+    of_sequences = sequence_mean(f, mask).sum()
+    if global_batch_size is None:
+        return of_sequences / (mask.sum(-1) > 0).sum()
+    return of_sequences / global_batch_size * dp_size
+
+
+class PolicyLoss:
+    def __init__(
+        self,
+        clip_eps_low=0.2,
+        clip_eps_high=0.2,
+        dual_clip=None,
+        token_level_loss=True,
+        policy_loss_type="ppo",
+        is_correction_level="off",
+        is_correction_mode="mask",
+        is_correction_gating="ratio",
+        is_correction_threshold=(0.5, 5.0),
+    ):
+        self.o = dict(vars(), self=None)
+
+    def __call__(
+        self,
+        log_probs,
+        old_log_probs,
+        advantages,
+        action_mask=None,
+        rollout_log_probs=None,
+        **batch,
+    ):
+        o, m, A = self.o, action_mask, advantages.double()
+        gspo, correct = o["policy_loss_type"] == "gspo", o["is_correction_level"] != "off"
+        old = only(m, old_log_probs)
+        lp, rollout = only(m, log_probs), old
+        if rollout_log_probs is not None:
+            rollout = only(m, rollout_log_probs)
+        log_ratio = (lp - old).clamp(-20, 20)
+        if gspo:
+            log_ratio = sequence_mean(lp - (rollout if correct else old), m)
+        r = log_ratio.exp()
+        free, held = r * A, r.clamp(1 - o["clip_eps_low"], 1 + o["clip_eps_high"]) * A
+        gain = torch.minimum(free, held)
+        if o["dual_clip"] is not None:
+            gain = torch.where(A < 0, torch.maximum(gain, o["dual_clip"] * A), gain)
+        f, vllm_kl, filtered = -gain, None, None
+        if correct and not gspo:
+            low, high = o["is_correction_threshold"]
+            by_sequence = o["is_correction_level"] == "seq"
+            judged = old - rollout
+            if o["is_correction_gating"] != "ratio":
+                p, q = rollout.exp().clamp(1e-6, 1 - 1e-6), old.exp().clamp(1e-6, 1 - 1e-6)
+                judged = (p - q).abs()
+                if o["is_correction_gating"] == "binary_kl":
+                    judged = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+            judged = sequence_mean(judged, m) if by_sequence else judged
+            judged = judged.exp() if o["is_correction_gating"] == "ratio" else judged
+            inside = (judged >= low) & (judged <= high)
+            weights = inside * (old - rollout).exp()
+            if o["is_correction_mode"] == "clip":
+                weights = judged.clamp(low, high)
+            f = f * weights
+            share = (~inside).double()
+            filtered = share.mean() if by_sequence else mean(share, m)
+            vllm_kl = mean(rollout - old, m)
+        loss = aggregate(f, m, o["token_level_loss"] and not gspo, **batch)
+        return loss, mean(held < free, m), mean(old - lp, m).detach(), vllm_kl, filtered
+
+
+class ValueLoss:
+    def __init__(self, clip_eps=None, token_level_loss=True):
+        self.clip_eps, self.token_level_loss = clip_eps, token_level_loss
+
+    def __call__(self, values, old_values, returns, action_mask=None, **batch):
+        f = (values.double() - returns) ** 2
+        if self.clip_eps is not None:
+            held = old_values + (values.double() - old_values).clamp(-self.clip_eps, self.clip_eps)
+            f = torch.maximum(f, (held - returns) ** 2)
+        return aggregate(f / 2, action_mask, self.token_level_loss, **batch)
+
+
+def log_probs_from_logits(logits, labels, temperature=1.0):
+    logprobs = (logits.double() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, labels[..., None])[..., 0]
+
+
+def compute_approx_kl(
+    log_probs, log_probs_base, log_probs_old=None, kl_estimator="k1", unbiased_gradient=False
+):
+    d = log_probs.double() - log_probs_base.double()
+    k3 = torch.exp(-d.clamp(min=-10)) - 1 + d.clamp(min=-10)
+    value = {"k1": d, "k2": d**2 / 2, "k3": k3}[kl_estimator].clamp(-10, 10)
+    if not unbiased_gradient:
+        return value
+    weight = 1.0
+    if log_probs_old is not None:
+        weight = (log_probs - log_probs_old).double().exp().clamp(max=10).detach()
+    slope = weight * d**2 / 2
+    return value.detach() + slope - slope.detach()
+
+
+def get_advantages_and_returns(values, rewards, action_mask, gamma, lambd):
+    V, r = only(action_mask, values), only(action_mask, rewards)
+    trace, after, found = 0.0, 0.0, []
+    for t in reversed(range(V.shape[1])):
+        trace = r[:, t] + gamma * after - V[:, t] + gamma * lambd * trace
+        after = V[:, t]
+        found.append(trace)
+    advantages = torch.stack(found[::-1], 1)
+    return advantages, advantages + V
