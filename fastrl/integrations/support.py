@@ -22,7 +22,7 @@ MEANINGS: dict[str, str] = {
 }
 
 #: Modules of `fastrl.integrations` that have a table.
-MODULES: tuple[str, ...] = ("trl",)
+MODULES: tuple[str, ...] = ("trl", "verl", "openrlhf", "torchrl")
 
 
 @dataclass(frozen=True, kw_only=True)
