@@ -1,0 +1,91 @@
+"""Log-ratios of +-200, masked and not, advantage 0, all kinks: gradients are never NaN."""
+
+import itertools
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import Objective
+from fastrl.objective import KL_ESTIMATORS, KL_GRADIENTS, RATIOS
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DISTANCES = (-200.0, -80.0, -20.0, -0.25, 0.0, 0.25, 20.0, 80.0, 200.0)
+ADVANTAGES = (-2.0, 0.0, 2.0)
+#: log-ratio to the old policy, to the reference, advantage
+GRID = list(itertools.product(DISTANCES, DISTANCES, ADVANTAGES))
+
+OBJECTIVES = [
+    Objective(
+        ratio=ratio,
+        level=level,
+        kl_coef=0.1,
+        kl_estimator=estimator,
+        kl_gradient=gradient,
+        aggregation="token-sum",
+        **({"dual_clip": 3.0, "delta": 4.0} if ratio == "ppo_clip" else {}),
+    )
+    for ratio in RATIOS
+    for level in (("sequence",) if ratio == "gmpo" else ("token", "sequence", "sequence-token"))
+    for estimator in KL_ESTIMATORS
+    for gradient in KL_GRADIENTS
+    if not (ratio == "reinforce" and level != "token")
+    if not (ratio == "gmpo" and gradient == "bias-corrected")
+]
+
+
+def name_of(o):
+    return f"{o.ratio}-{o.level}-{o.kl_estimator}-{o.kl_gradient}"
+
+
+def policy_loss(backend, o, dtype, mask):
+    log_ratio, ref_distance, A = (
+        torch.tensor(column).to(dtype) for column in zip(*GRID, strict=True)
+    )
+    logprobs = torch.full_like(log_ratio, -1.0)[:, None].requires_grad_()
+    result = fastrl.policy_loss(
+        logprobs,
+        A,
+        mask,
+        old_logprobs=logprobs.detach() - log_ratio[:, None],
+        ref_logprobs=logprobs.detach() + ref_distance[:, None],
+        objective=o,
+        backend=backend,
+    )
+    result.loss.backward()
+    return result, logprobs.grad[:, 0]
+
+
+@pytest.mark.parametrize("o", OBJECTIVES, ids=name_of)
+def test_an_active_token_has_a_gradient(backend, o):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        mask = torch.ones(len(GRID), 1)
+        result, gradient = policy_loss(backend, o, dtype, mask)
+        assert result.loss.isfinite()
+        assert not gradient.isnan().any()
+        assert all(value.isfinite() for value in result.metrics.values())
+        flat = torch.tensor([abs(d) > 80 and abs(k) > 80 for d, k, _ in GRID])
+        if o.ratio in ("ppo_clip", "sapo"):  # saturated on both sides: nothing moves
+            assert (gradient[flat] == 0).all()
+
+
+@pytest.mark.parametrize("o", OBJECTIVES[:: len(KL_GRADIENTS)], ids=name_of)
+def test_a_masked_token_has_none(backend, o):
+    result, gradient = policy_loss(backend, o, torch.float32, torch.zeros(len(GRID), 1))
+    assert result.loss == 0
+    assert (gradient == 0).all()
+    assert all(value == 0 for value in result.metrics.values())
+
+
+@pytest.mark.parametrize("o", OBJECTIVES, ids=name_of)
+def test_float32_has_the_numbers_of_float64(backend, o):
+    mask = torch.ones(len(GRID), 1)
+    _, exact = policy_loss("reference", o, torch.float64, mask)
+    _, came = policy_loss(backend, o, torch.float32, mask)
+    inside = torch.tensor([abs(d) <= 20 and abs(k) <= 20 for d, k, _ in GRID])
+    size = exact.abs() + 1e-3
+    if o.kl_gradient == "bias-corrected":  # its two parts may cancel
+        size = size + torch.tensor([2.718281828 ** (min(d, 40) + max(k, 0)) for d, k, _ in GRID])
+    error = (came.double() - exact).abs() / size
+    assert error[inside].max() < 1e-5
