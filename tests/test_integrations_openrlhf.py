@@ -262,9 +262,9 @@ REFUSED = {
         "is_correction_level": "seq",
         "is_correction_gating": "tv",
     },
-    "vllm_is_correction_type must be one of .*got 'mis'": {
+    "vllm_is_correction_type must be one of .*got 'sampled'": {
         "enable_vllm_is_correction": True,
-        "vllm_is_correction_type": "mis",
+        "vllm_is_correction_type": "sampled",
     },
     "vllm_is_truncated_threshold is needed .*got None": {"enable_vllm_is_correction": True},
 }

@@ -1,0 +1,331 @@
+"""Liger's `LigerFusedLinearGRPOLoss` on fastrl: the same constructor, the same call.
+
+from fastrl.integrations.liger import LigerFusedLinearGRPOLoss
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastrl
+from fastrl import Objective
+from fastrl.integrations.support import Support
+from fastrl.ops.linear_policy_loss import in_one_pass, one_pass
+from fastrl.ops.linear_token_stats import chunk_options, linear_inputs, stats_of_hidden
+from fastrl.ops.policy_loss import loss_inputs, loss_of_logprobs
+
+TRIED = "Tried with liger-kernel 0.8.5: loss, metrics and gradients of its chunked path on a CPU."
+
+SUPPORT = [
+    Support(
+        option='`loss_type` `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"`',
+        handling="fused",
+        note="any `beta`, `epsilon_low`, `epsilon_high`, `delta`, `temperature`, `vllm_is_ratio`, "
+        "`use_bias_correction_kl`, `num_items_in_batch`, bias",
+    ),
+    Support(
+        option='`importance_sampling_level="sequence"`',
+        handling="primitive",
+        note="the ratio is known only after all tokens: the rows are visited twice",
+    ),
+    Support(
+        option='`loss_type="luspo"` with `importance_sampling_level="sequence"` and `beta=0`',
+        handling="primitive",
+    ),
+    Support(
+        option='`loss_type="luspo"` otherwise',
+        handling="refused",
+        note="Liger's own averages over padding, too",
+    ),
+    Support(
+        option='`loss_type="vespo"`',
+        handling="refused",
+        note="its weights are of whole sequences under the current policy",
+    ),
+    Support(
+        option="`delta` not above `1 + epsilon_high`; cispo with `epsilon_high < 1`; sequence "
+        "level with cispo or sapo",
+        handling="refused",
+        note="no `Objective` has such a bound; the last Liger refuses itself",
+    ),
+    Support(
+        option="`compiled`, `chunk_size`",
+        handling="fused",
+        note="taken, and without effect: nothing is compiled, fastrl cuts its own chunks",
+    ),
+]
+
+_AGGREGATIONS: dict[str, dict[str, Any]] = {
+    "grpo": {"aggregation": "seq-mean-token-mean", "count_empty": True},
+    "bnpo": {"aggregation": "token-mean"},
+    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "count_empty": True},
+    "dapo": {"aggregation": "token-mean"},
+    "cispo": {"aggregation": "token-mean"},
+    "sapo": {"aggregation": "seq-mean-token-mean", "count_empty": True},
+    "luspo": {"aggregation": "seq-mean-token-sum", "count_empty": True},
+}
+
+
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """GRPO and kin from hidden states and LM head, with Liger's arguments and numbers.
+
+    | loss_type | loss of a token | added up |
+    | --- | --- | --- |
+    | `grpo` | `-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)` | mean over B of token means |
+    | `bnpo` | the same | mean over the tokens of the batch |
+    | `dr_grpo` | the same | sum / (B max_completion_length) |
+    | `dapo` | the same | sum / (num_items_in_batch / ranks), else tokens of all ranks / ranks |
+    | `luspo` | the same | mean over B of token sums |
+    | `cispo` | `-sg[min(r, epsilon_high)] A logprob` | as dapo |
+    | `sapo` | `-4/tau sigmoid(tau (r - 1)) A` | as grpo |
+
+    Args:
+        beta: weight of the KL (k3) to the reference.
+        compiled: without effect.
+        use_ref_model: whether there is a reference; if not, the KL is 0.
+        chunk_size: without effect.
+        epsilon_low: distance of the lower bound from 1.
+        epsilon_high: distance of the upper bound from 1; for cispo the upper bound itself.
+        loss_type: a row of the table.
+        max_completion_length: for `dr_grpo`.
+        importance_sampling_level: `token` or `sequence`.
+        sapo_temperature_pos: tau for positive advantages.
+        sapo_temperature_neg: tau for the others.
+        temperature: divides the logits.
+        delta: cap of the unclipped ratio, or None.
+        use_bias_correction_kl: multiply the KL by the ratio (DeepSeek-V3.2).
+        vespo_k_pos: of a loss that is refused.
+        vespo_lambda_pos: of a loss that is refused.
+        vespo_k_neg: of a loss that is refused.
+        vespo_lambda_neg: of a loss that is refused.
+
+    Raises:
+        ValueError: an option has no such value, is missing, or options do not go together.
+        NotImplementedError: Liger has the option, fastrl does not.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.liger import LigerFusedLinearGRPOLoss
+        >>> loss_function = LigerFusedLinearGRPOLoss(beta=0.0)
+        >>> hidden, weight = torch.ones(1, 2, 3), torch.zeros(4, 3, requires_grad=True)
+        >>> ids, mask, advantages = torch.tensor([[0, 3]]), torch.ones(1, 2), torch.ones(1)
+        >>> loss, (clip_ratio,) = loss_function(hidden, weight, ids, mask, advantages)
+        >>> loss.backward()
+        >>> loss.item(), clip_ratio.item(), weight.grad[:, 0].tolist()
+        (-1.0, 0.0, [-0.25, 0.25, 0.25, -0.25])
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+    ) -> None:
+        super().__init__()
+        del compiled, chunk_size, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg
+        _refuse(loss_type, importance_sampling_level, beta, epsilon_high, max_completion_length)
+        self.beta, self.loss_type, self.temperature = beta, loss_type, temperature
+        self.use_ref_model = use_ref_model
+        fields: dict[str, Any] = {**_AGGREGATIONS[loss_type], "level": importance_sampling_level}
+        if loss_type == "dr_grpo":
+            fields["length_norm"] = max_completion_length
+        if loss_type == "cispo":
+            fields |= {"ratio": "cispo", "clip_low": 1.0, "clip_high": epsilon_high - 1}
+        elif loss_type == "sapo":
+            fields["ratio"] = "sapo"
+            fields["sapo_temperature_pos"] = sapo_temperature_pos
+            fields["sapo_temperature_neg"] = sapo_temperature_neg
+        else:
+            fields |= {"clip_low": min(epsilon_low, 1.0), "clip_high": epsilon_high, "delta": delta}
+        # without a reference Liger takes the policy itself: a KL of 0 without gradient
+        if beta and use_ref_model:
+            corrected = "bias-corrected" if use_bias_correction_kl else "exact"
+            fields |= {"kl_coef": beta, "kl_gradient": corrected}
+        self.objective = Objective(**fields)
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss and the metrics: the mean KL where beta is not 0, and the clip ratio.
+
+        Args:
+            _input: hidden states, `[B, T, H]`.
+            lin_weight: of the LM head, `[V, H]`.
+            selected_token_ids: `[B, T]`.
+            attention_mask: 0/1, `[B, T]`: the tokens that the loss is over.
+            advantages: `[B]`.
+            bias: `[V]`, or None.
+            ref_per_token_logps: of the reference, `[B, T]`, or None.
+            old_per_token_logps: of the policy that the ratio is against, or None: on policy.
+            ref_input: hidden states of the reference, where its log-probabilities are not given.
+            ref_weight: of the reference's head.
+            ref_bias: of the reference's head.
+            vllm_is_ratio: `[B, T]` or `[B, 1]`, factors of the policy term, or None.
+            num_items_in_batch: tokens of the whole batch on all ranks, for dapo and cispo.
+        """
+        ids, mask = selected_token_ids, attention_mask
+        reference = None
+        if self.objective.kl_coef:
+            reference = ref_per_token_logps
+            if reference is None:
+                reference = self._reference(ids, mask, ref_input, ref_weight, ref_bias)
+        if vllm_is_ratio is not None:
+            if self.loss_type == "luspo" and vllm_is_ratio.shape[-1] != 1:
+                raise NotImplementedError(
+                    "vllm_is_ratio must have shape [B, 1] with loss_type luspo, "
+                    f"got {tuple(vllm_is_ratio.shape)}"
+                )
+            vllm_is_ratio = vllm_is_ratio.expand(ids.shape)
+        rows, head = linear_inputs(
+            _input, lin_weight, ids, bias, None, mask, self.temperature, 1.0, None, -100
+        )
+        inputs = loss_inputs(
+            ids,
+            rows.active,
+            advantages,
+            old_logprobs=old_per_token_logps,
+            ref_logprobs=reference,
+            rollout_logprobs=None,
+            policy_weights=vllm_is_ratio,
+            objective=self.objective,
+            normalizer=self._normalizer(mask, num_items_in_batch),
+            group_size=None,
+            group_ids=None,
+            cu_seqlens=None,
+            dtype=head.dtype,
+        )
+        options = chunk_options(None, True, "auto", head)
+        if in_one_pass(inputs):
+            result, logprobs, _ = one_pass(
+                rows, head, inputs, options, options.backend, metrics=True
+            )
+        else:
+            logprobs, entropy, *_ = stats_of_hidden(rows, head, options)
+            result = loss_of_logprobs(logprobs, entropy, inputs, options.backend)
+        found = logprobs.detach()
+        return result.loss, self._metrics(found, advantages, mask, old_per_token_logps, reference)
+
+    def _reference(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        if hidden is None or weight is None:
+            raise ValueError(
+                "ref_per_token_logps, or ref_input with ref_weight, is needed where beta is not 0 "
+                "and use_ref_model is True"
+            )
+        with torch.no_grad():
+            return fastrl.linear_token_logprobs(
+                hidden, weight, ids, bias=bias, mask=mask, temperature=self.temperature
+            )
+
+    def _normalizer(self, mask: Tensor, count: float | Tensor | None) -> Tensor | None:
+        if self.loss_type not in ("dapo", "cispo"):
+            return None
+        ranks, several = 1, torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several:
+            ranks = torch.distributed.get_world_size()
+        if count is None:
+            tokens = mask.sum(dtype=torch.float32)
+            if several:
+                torch.distributed.all_reduce(tokens)
+        else:
+            tokens = torch.as_tensor(count, dtype=torch.float32, device=mask.device)
+        return (tokens / ranks).clamp(min=1.0)
+
+    @torch.no_grad()
+    def _metrics(
+        self,
+        logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        old: Tensor | None,
+        reference: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        log_ratio = torch.zeros_like(logprobs) if old is None else logprobs - old
+        if self.objective.level == "sequence":
+            of_sequences = fastrl.masked_mean(log_ratio, mask, dim=-1)
+            log_ratio = of_sequences[:, None].expand(logprobs.shape)
+        ratio, o, rises = log_ratio.exp(), self.objective, advantages[:, None] > 0
+        clipped = rises & (ratio > 1 + o.clip_high)
+        if o.ratio == "ppo_clip":
+            clipped |= (advantages[:, None] < 0) & (ratio < 1 - o.clip_low)
+        elif o.ratio == "sapo":
+            clipped = torch.zeros_like(clipped)
+        clip_ratio = fastrl.masked_mean(clipped.to(logprobs.dtype), mask)
+        if not self.beta:
+            return (clip_ratio,)
+        if reference is None:
+            return torch.zeros_like(clip_ratio), clip_ratio
+        kl = fastrl.kl_divergence(logprobs, reference.to(logprobs.dtype))
+        kl = kl * ratio if o.kl_gradient == "bias-corrected" else kl
+        return fastrl.masked_mean(kl, mask), clip_ratio
+
+
+def _refuse(
+    loss_type: str,
+    level: str,
+    beta: float,
+    epsilon_high: float,
+    max_completion_length: int | None,
+) -> None:
+    if loss_type == "vespo":
+        raise NotImplementedError(
+            f"loss_type must be one of {', '.join(_AGGREGATIONS)}; vespo weighs whole sequences "
+            "under the current policy, which fastrl does not have"
+        )
+    if loss_type not in _AGGREGATIONS:
+        raise ValueError(f"loss_type must be one of {', '.join(_AGGREGATIONS)}; got {loss_type!r}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"importance_sampling_level must be token or sequence, got {level!r}")
+    if level == "sequence" and loss_type in ("cispo", "sapo"):
+        raise ValueError(
+            f"importance_sampling_level must be token with loss_type {loss_type}, got 'sequence'"
+        )
+    if loss_type == "luspo" and (level == "token" or beta):
+        raise NotImplementedError(
+            "loss_type luspo needs importance_sampling_level sequence and beta 0: otherwise "
+            f"Liger's average takes in padding; got {level} and {beta}"
+        )
+    if loss_type == "cispo" and epsilon_high < 1:
+        raise NotImplementedError(
+            "epsilon_high must be at least 1 with loss_type cispo, where it is the upper bound of "
+            f"the ratio itself; got {epsilon_high}"
+        )
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise ValueError("max_completion_length is needed with loss_type dr_grpo, got None")

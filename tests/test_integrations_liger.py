@@ -1,0 +1,317 @@
+"""Liger's fused GRPO loss on fastrl: its numbers, from its formulas and, where found, from it."""
+
+import importlib
+import importlib.util
+import types
+
+import pytest
+import torch
+
+from fastrl.integrations import liger as ours
+from fastrl.integrations.replacing import parameters
+
+HOME = "liger_kernel.chunked_loss"
+NAME = "LigerFusedLinearGRPOLoss"
+
+
+class WrittenDown:
+    """What liger-kernel 0.8 computes, from its formulas in float64."""
+
+    def __init__(
+        self,
+        beta=0.04,
+        use_ref_model=True,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        temperature=1.0,
+        delta=None,
+        use_bias_correction_kl=False,
+        compiled=False,
+    ):
+        self.o = types.SimpleNamespace(**{k: v for k, v in vars().items() if k != "self"})
+
+    def __call__(
+        self,
+        _input,
+        lin_weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        vllm_is_ratio=None,
+        num_items_in_batch=None,
+    ):
+        o, mask, A = self.o, attention_mask.double(), advantages.double()[:, None]
+
+        def logprobs(hidden, weight, bias):
+            logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+            scaled = (logits / o.temperature).log_softmax(-1)
+            return scaled.gather(-1, selected_token_ids[..., None])[..., 0]
+
+        lp = logprobs(_input, lin_weight, bias)
+        ref = lp.detach()
+        if o.use_ref_model and ref_per_token_logps is not None:
+            ref = ref_per_token_logps.double()
+        elif o.use_ref_model and ref_input is not None:
+            ref = logprobs(ref_input, ref_weight, ref_bias).detach()
+        log_ratio = lp - (lp.detach() if old_per_token_logps is None else old_per_token_logps)
+        lengths = mask.sum(-1, keepdim=True)
+        if o.importance_sampling_level == "sequence":
+            log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / lengths.clamp(min=1)
+        r = log_ratio.exp()
+        clipped = torch.zeros_like(r, dtype=torch.bool)
+        if o.loss_type == "cispo":
+            f = -r.clamp(max=o.epsilon_high).detach() * A * lp
+            clipped = (r > o.epsilon_high) & (A > 0)
+        elif o.loss_type == "sapo":
+            tau = torch.where(A > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+            f = -4 / tau * torch.sigmoid(tau * (r - 1)) * A
+        else:
+            low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
+            free = r if o.delta is None else r.clamp(max=o.delta)
+            f = -torch.minimum(free * A, r.clamp(low, high) * A)
+            clipped = (r < low) & (A < 0) | (r > high) & (A > 0)
+        if vllm_is_ratio is not None:
+            f = f * vllm_is_ratio
+        metrics = []
+        if o.beta:
+            kl = torch.exp(ref - lp) - (ref - lp) - 1
+            kl = kl * r if o.use_bias_correction_kl else kl
+            f = f + o.beta * kl
+            metrics = [(kl * mask).sum() / mask.sum()]
+        f = f * mask
+        metrics.append((clipped * mask).sum() / mask.sum())
+        B = mask.shape[0]
+        items = mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = {
+            "grpo": lambda: (f.sum(-1, keepdim=True) / lengths.clamp(min=1)).sum() / B,
+            "bnpo": lambda: f.sum() / mask.sum(),
+            "dr_grpo": lambda: f.sum() / (B * o.max_completion_length),
+            "dapo": lambda: f.sum() / items,
+            "luspo": lambda: f.sum() / B,
+        }
+        total = loss[{"cispo": "dapo", "sapo": "grpo"}.get(o.loss_type, o.loss_type)]()
+        return total, tuple(metrics)
+
+
+def implementations():
+    yield "written down", WrittenDown
+    if importlib.util.find_spec("liger_kernel"):
+        yield "installed", getattr(importlib.import_module(HOME), NAME)
+
+
+IMPLEMENTATIONS = dict(implementations())
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def theirs(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+def batch(seed=0, B=4, T=7, H=8, V=23):
+    torch.manual_seed(seed)
+    mask = (torch.rand(B, T) < 0.8).float()
+    mask[:, 0] = 1
+    mask[1] = 0  # a completion without a token
+    hidden, weight = torch.randn(B, T, H), 0.3 * torch.randn(V, H)
+    ids = torch.randint(V, (B, T))
+    near = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    return types.SimpleNamespace(
+        tensors=(hidden, weight, 0.1 * torch.randn(V)),
+        ids=ids,
+        mask=mask,
+        advantages=torch.tensor([1.5, -0.5, -1.0, 0.7]),
+        old=near + 0.3 * torch.randn(B, T),
+        ref=near + 0.3 * torch.randn(B, T),
+        ratio=torch.rand(B, T) * 2,
+        ref_tensors=(hidden + 0.1 * torch.randn(B, T, H), weight + 0.02 * torch.randn(V, H), None),
+    )
+
+
+def outcome(loss_function, data, *, with_bias=True, **arguments):
+    hidden, weight, bias = (x.clone().requires_grad_() for x in data.tensors)
+    loss, metrics = loss_function(
+        hidden,
+        weight,
+        data.ids,
+        data.mask,
+        data.advantages,
+        bias=bias if with_bias else None,
+        **arguments,
+    )
+    (3 * loss).backward()
+    grads = (hidden.grad, weight.grad, bias.grad if with_bias else torch.zeros(1))
+    return loss.detach(), *metrics, *grads
+
+
+def same(theirs, options, arguments, data, **more):
+    a = outcome(ours.LigerFusedLinearGRPOLoss(compiled=False, **options), data, **arguments, **more)
+    b = outcome(theirs(compiled=False, **options), data, **arguments, **more)
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+
+
+LOSSES = {
+    "grpo": {},
+    "bnpo": {},
+    "dr_grpo": {"max_completion_length": 11},
+    "dapo": {"epsilon_low": 0.1, "epsilon_high": 0.28},
+    "cispo": {"epsilon_high": 1.2},
+    "sapo": {"sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.3},
+}
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_token_level(theirs, loss_type, beta, on_policy):
+    data = batch()
+    options = {"loss_type": loss_type, "beta": beta, "temperature": 0.8, **LOSSES[loss_type]}
+    arguments = {"ref_per_token_logps": data.ref}
+    if not on_policy:
+        arguments["old_per_token_logps"] = data.old
+    same(theirs, options, arguments, data)
+
+
+BY_SEQUENCE = [(name, beta) for name in ("grpo", "bnpo", "dr_grpo", "dapo") for beta in (0.0, 0.04)]
+
+
+@pytest.mark.parametrize(("loss_type", "beta"), [*BY_SEQUENCE, ("luspo", 0.0)])
+def test_sequence_level(theirs, loss_type, beta):
+    data = batch()
+    options = {
+        "loss_type": loss_type,
+        "beta": beta,
+        "importance_sampling_level": "sequence",
+        "max_completion_length": 11,
+        "epsilon_low": 0.05,
+        "epsilon_high": 0.05,
+    }
+    arguments = {"ref_per_token_logps": data.ref, "old_per_token_logps": data.old}
+    same(theirs, options, arguments, data)
+
+
+OPTIONS = {
+    "delta": ({"delta": 1.25}, {}),
+    "bias-corrected KL": ({"use_bias_correction_kl": True}, {}),
+    "bias-corrected KL of sequences": (
+        {"use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
+        {},
+    ),
+    "items in batch": ({}, {"num_items_in_batch": 90}),
+    "items in batch, a tensor": ({"loss_type": "cispo", "epsilon_high": 5.0}, "items"),
+    "rollout weights": ({}, "token ratio"),
+    "rollout weights of sequences": ({"loss_type": "grpo"}, "sequence ratio"),
+    "no reference": ({"use_ref_model": False}, {}),
+    "reference from hidden states": ({}, "hidden"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(theirs, option):
+    data = batch(seed=1)
+    options, change = OPTIONS[option]
+    arguments = {"ref_per_token_logps": data.ref, "old_per_token_logps": data.old}
+    if change == "hidden":
+        arguments = dict(
+            zip(("ref_input", "ref_weight", "ref_bias"), data.ref_tensors, strict=True)
+        )
+    changes = {
+        "items": {"num_items_in_batch": torch.tensor(90)},
+        "token ratio": {"vllm_is_ratio": data.ratio},
+        "sequence ratio": {"vllm_is_ratio": data.ratio[:, :1]},
+        "hidden": {},
+    }
+    arguments |= changes[change] if isinstance(change, str) else change
+    same(theirs, options, arguments, data, with_bias=False)
+
+
+def test_masked_tokens_are_inert():
+    data, poisoned = batch(), batch()
+    for x in (poisoned.old, poisoned.ref, poisoned.ratio, poisoned.tensors[0]):
+        x[poisoned.mask == 0] = float("nan")
+    loss_function = ours.LigerFusedLinearGRPOLoss()
+    a, b = (
+        outcome(
+            loss_function,
+            d,
+            ref_per_token_logps=d.ref,
+            old_per_token_logps=d.old,
+            vllm_is_ratio=d.ratio,
+        )
+        for d in (data, poisoned)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_frozen_head_gets_no_gradient():
+    data = batch()
+    hidden = data.tensors[0].clone().requires_grad_()
+    arguments = (data.ids, data.mask, data.advantages)
+    loss, _ = ours.LigerFusedLinearGRPOLoss(beta=0.0)(hidden, data.tensors[1], *arguments)
+    loss.backward()
+    assert hidden.grad.abs().sum() > 0
+    with torch.no_grad():
+        again, _ = ours.LigerFusedLinearGRPOLoss(beta=0.0)(hidden, data.tensors[1], *arguments)
+    assert torch.equal(loss.detach(), again)
+
+
+REFUSED = {
+    "loss_type must be one of .*vespo weighs whole sequences": {"loss_type": "vespo"},
+    "loss_type must be one of .*got 'ppo'": {"loss_type": "ppo"},
+    "importance_sampling_level must be token or sequence, got 'word'": {
+        "importance_sampling_level": "word"
+    },
+    "importance_sampling_level must be token with loss_type sapo": {
+        "loss_type": "sapo",
+        "importance_sampling_level": "sequence",
+    },
+    "loss_type luspo needs .*got token and 0.0": {"loss_type": "luspo", "beta": 0.0},
+    "loss_type luspo needs .*got sequence and 0.04": {
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+    },
+    "epsilon_high must be at least 1 with loss_type cispo.*got 0.2": {"loss_type": "cispo"},
+    "max_completion_length is needed with loss_type dr_grpo": {"loss_type": "dr_grpo"},
+    r"delta must be above 1 \+ clip_high = 1.2, got 1.1": {"delta": 1.1},
+    "sapo_temperature_pos must be above 0, got 0": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        ours.LigerFusedLinearGRPOLoss(**REFUSED[message])
+
+
+def test_what_a_call_lacks_is_named():
+    data = batch()
+    with pytest.raises(ValueError, match="ref_per_token_logps, or ref_input with ref_weight"):
+        outcome(ours.LigerFusedLinearGRPOLoss(), data)
+    luspo = ours.LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type="luspo", importance_sampling_level="sequence"
+    )
+    with pytest.raises(NotImplementedError, match=r"vllm_is_ratio must have shape \[B, 1\] with"):
+        outcome(luspo, data, vllm_is_ratio=data.ratio)
+
+
+@pytest.mark.skipif("installed" not in IMPLEMENTATIONS, reason="needs liger-kernel itself")
+def test_the_parameters_are_those_of_liger():
+    own = IMPLEMENTATIONS["installed"]
+    for method in ("__init__", "forward"):
+        found = [getattr(kind, method) for kind in (ours.LigerFusedLinearGRPOLoss, own)]
+        assert parameters(found[0]) == parameters(found[1])
