@@ -25,6 +25,7 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-Werror",
+    "-Wno-unknown-pragmas",
     "-ffp-contract=off",
     f"-I{ROOT / 'csrc'}",
     f"-I{SOURCES}",

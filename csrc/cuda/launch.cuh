@@ -13,6 +13,7 @@ inline Status device_limits(DeviceLimits* limits) {
   get(&limits->sms, cudaDevAttrMultiProcessorCount);
   get(&limits->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   get(&limits->shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  get(&limits->l2_bytes, cudaDevAttrL2CacheSize);
   return status;
 }
 

@@ -17,7 +17,7 @@ struct alignas(16) Vec16 {
 // What a launch needs to know of the device.
 struct DeviceLimits {
   int major, sms;
-  int shared_per_block, shared_per_sm;  // bytes
+  int shared_per_block, shared_per_sm, l2_bytes;
 };
 
 struct LaunchShape {
@@ -138,6 +138,8 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Never joined with an addition.
+__device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 // Maxima that let NaN through.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;

@@ -121,12 +121,13 @@ inline float bits_to_float(uint32_t bits) {
 inline float flush(float x) { return std::fabs(x) < std::numeric_limits<float>::min() ? 0.0f : x; }
 inline float fast_exp2(float x) { return flush(std::exp2(x)); }
 inline float fast_reciprocal(float x) { return flush(1.0f / x); }
+inline float multiply_rounded(float a, float b) { return a * b; }
 inline float max_nan(float a, float b) { return a != a ? a : (b != b ? b : (a > b ? a : b)); }
 inline uint32_t shift_pair(uint32_t low, uint32_t high, unsigned bits) {
   return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (bits & 31));
 }
 
-inline float unpack_bf16_host(uint32_t bits) { return bits_to_float(bits << 16); }
+inline float widen_bf16(uint32_t bits) { return bits_to_float(bits << 16); }
 inline uint32_t round_bf16(float x) {
   const uint32_t bits = float_to_bits(x);
   if (x != x) return 0x7fff;
@@ -148,8 +149,8 @@ inline uint32_t pack_bf16x2(float low, float high) {
 }
 inline uint32_t pack_f16x2(float low, float high) { return round_f16(low) | round_f16(high) << 16; }
 inline uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
-  return pack_bf16x2(max_nan(unpack_bf16_host(a & 0xffff), unpack_bf16_host(b & 0xffff)),
-                     max_nan(unpack_bf16_host(a >> 16), unpack_bf16_host(b >> 16)));
+  return pack_bf16x2(max_nan(widen_bf16(a & 0xffff), widen_bf16(b & 0xffff)),
+                     max_nan(widen_bf16(a >> 16), widen_bf16(b >> 16)));
 }
 inline uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
   return pack_f16x2(max_nan(unpack_f16(a & 0xffff), unpack_f16(b & 0xffff)),

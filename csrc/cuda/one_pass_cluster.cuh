@@ -1,0 +1,183 @@
+// One pass on chip, from sm_90 on: a row is spread over the shared memory of a cluster of blocks,
+// so each logit is loaded once and its gradient stored once.
+//
+//   stage 0   | row i: sums, exchange, gradient | row i+2 arrives ...
+//   stage 1   ... row i+1 arrives               | row i+1: sums, exchange, gradient |
+#pragma once
+
+#include "row_loss.cuh"
+
+namespace fastrl::cuda {
+
+// A block's part of a row: the vectors of 16 bytes in it arrive in bulk, the elements before the
+// first and after the last one through registers, all at the same distance from a vector's start.
+template <typename T, bool kAligned>
+struct StagedPart {
+  const T* global;
+  T* shared;
+  int head, columns;
+  unsigned bulk_bytes;
+
+  __device__ __forceinline__ StagedPart(const unsigned char* row, int64_t first, int n,
+                                        unsigned char* stage)
+      : global(reinterpret_cast<const T*>(row) + first), columns(n) {
+    const unsigned shift = kAligned ? 0 : misalignment(global);
+    shared = reinterpret_cast<T*>(stage + shift);
+    const int before = static_cast<int>((16 - shift) % 16 / sizeof(T));
+    head = before < n ? before : n;
+    bulk_bytes = static_cast<unsigned>((n - head) * static_cast<int>(sizeof(T))) / 16 * 16;
+  }
+  // By one thread.
+  __device__ __forceinline__ void start(BulkBarrier* full) const {
+    arm(full, bulk_bytes);
+    if (bulk_bytes > 0) bulk_load(shared + head, global + head, bulk_bytes, full);
+  }
+  // By every thread; seen after a barrier.
+  __device__ __forceinline__ void copy_rest() const {
+    if (kAligned) return;
+    const int bulk = static_cast<int>(bulk_bytes / sizeof(T)), t = thread_index();
+    if (t >= columns - bulk) return;
+    const int column = t < head ? t : t + bulk;
+    shared[column] = load_element(global + column);
+  }
+};
+
+template <int kThreads>
+struct ClusterShared {
+  static constexpr int kWarps = kThreads / kWarp;
+  BulkBarrier full[2];
+  uint32_t inputs[2][kRowInputs];
+  RowSums warps[kWarps];
+  // About every block's part, by turns: a block may be one exchange ahead. The place of the squares
+  // holds the chosen token's logit where it lies in that part.
+  RowSums parts[2][kMaxCluster];
+  GradientTerms terms;
+  bool zero;
+
+  static constexpr size_t kHeader = 1024;
+  static size_t stage_bytes(const RowGeometry& rows, size_t element_size) {
+    return (rows.parts.columns * element_size + 32 + 127) / 128 * 128;  // 32: not aligned
+  }
+  static size_t bytes(const RowGeometry& rows, size_t element_size) {
+    static_assert(sizeof(ClusterShared) <= kHeader, "the stages begin behind it");
+    return kHeader + 2 * stage_bytes(rows, element_size);
+  }
+};
+
+template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+__device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& call) {
+  constexpr int kWarps = kThreads / kWarp;
+  using Shared = ClusterShared<kThreads>;
+  const LogitsPolicyLossParams& p = call.p;
+  const RowGeometry& rows = call.rows;
+  Shared& s = *shared_memory<Shared>();
+  const int t = thread_index(), warp = t / kWarp, lane = t % kWarp;
+  const unsigned rank = cluster_rank(), ranks = cluster_size();
+  const unsigned clusters = num_blocks() / ranks;
+  const int64_t first = static_cast<int64_t>(rank) * rows.parts.columns;
+  const int columns = rows.columns(static_cast<int>(rank));
+  const unsigned stage_bytes =
+      static_cast<unsigned>((rows.parts.columns * sizeof(T) + 32 + 127) / 128 * 128);
+  const auto part_of = [&](unsigned row, int stage) {
+    unsigned char* at = shared_memory<unsigned char>() + Shared::kHeader + stage * stage_bytes;
+    return StagedPart<T, kAligned>(rows.row(row), first, columns, at);
+  };
+  const auto fill = [&](unsigned row, int stage) {
+    const StagedPart<T, kAligned> part = part_of(row, stage);
+    if (t == 0) part.start(&s.full[stage]);
+    part.copy_rest();
+  };
+
+  if (t < 2) init(&s.full[t]);
+  for (int stage = 0; stage < 2; ++stage) {
+    const unsigned row = block_index() / ranks + stage * clusters;
+    if (t < kRowInputs && row < rows.rows) s.inputs[stage][t] = fetch_input(call, t, row);
+  }
+  sync_block();
+  for (int stage = 0; stage < 2; ++stage) {
+    const unsigned row = block_index() / ranks + stage * clusters;
+    if (row < rows.rows && s.inputs[stage][0]) fill(row, stage);
+  }
+  sync_cluster();  // every block is there to be written to, and the first two rows' rest is seen
+
+  int stage = 0, exchange = 0;
+  unsigned parity = 0;  // of the next wait, a bit per stage
+  for (unsigned row = block_index() / ranks; row < rows.rows; row += clusters, stage ^= 1) {
+    const unsigned next = row + 2 * clusters;
+    const bool has_next = next < rows.rows && next > row;
+    // needed at the end of this turn, by when it has come
+    const uint32_t fetched = t < kRowInputs && has_next ? fetch_input(call, t, next) : 0;
+    const RowInputs& in = *reinterpret_cast<const RowInputs*>(s.inputs[stage]);
+    const Stores<T, kAligned> stores(reinterpret_cast<T*>(rows.grad_row(row)) + first, columns);
+    bool zero = true;
+    if (in.active) {
+      const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.temperature)};
+      const T* data = part_of(row, stage).shared;
+      const SharedSource<T, kAligned> source{data, columns};
+      const int64_t token = in.token - first;
+      wait(&s.full[stage], parity >> stage & 1);
+      parity ^= 1u << stage;
+
+      const RowSums sums = reduce_sums<Wanted::kEntropy>(
+          sweep_sums<T, kSoftcap, Wanted::kEntropy, kThreads>(source, exponents), exponents);
+      if (lane == 0) s.warps[warp] = sums;
+      sync_block();
+      if (warp == 0) {
+        const RowSums part = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
+        const bool here = in.token >= 0 && token >= 0 && token < columns;
+        const float x = here ? source.element(static_cast<int>(token)) : 0.0f;
+        float* to = &s.parts[exchange][rank].max;
+        for (unsigned i = lane; i < 4 * ranks; i += kWarp) {
+          const unsigned field = i % 4;
+          const float pair[2] = {field & 1 ? part.sum : part.max, field & 1 ? x : part.sum_t};
+          store_remote(to + field, i / 4, field & 2 ? pair[1] : pair[0]);
+        }
+      }
+      sync_cluster();
+      if (warp == 0) {
+        const RowSums* parts = s.parts[exchange];
+        const RowSums total =
+            reduce_sums<Wanted::kEntropy>(parts, static_cast<int>(ranks), exponents);
+        const float x = in.token >= 0 ? parts[in.token / rows.parts.columns].sum_sq : NAN;
+        const RowPlan plan = plan_row(p, in, total, x, exponents);
+        if (lane == 0) {
+          s.terms = plan.terms;
+          s.zero = plan.zero;
+        }
+        if (lane == 0 && rank == 0) {
+          p.logprobs[row] = plan.logprob;
+          p.entropy[row] = plan.entropy;
+        }
+      }
+      sync_block();
+      exchange ^= 1;
+      zero = s.zero;
+      if (!zero) {
+        const GradientTerms terms = s.terms;
+        write_gradient<kThreads>(source, stores, in.token < 0 ? -1 : token, terms, exponents);
+      }
+    } else if (t == 0 && rank == 0) {
+      p.logprobs[row] = 0.0f;
+      p.entropy[row] = 0.0f;
+    }
+    if (zero) write_zeros<kThreads>(stores);
+
+    if (!kAligned) fence_bulk();  // elements that threads stored will be overwritten by a copy
+    sync_block();                 // nobody reads this stage any more
+    if (t < kRowInputs) s.inputs[stage][t] = fetched;
+    if (kAligned) {
+      if (t == 0 && fetched) fill(next, stage);  // thread 0 fetched `active`
+    } else {
+      sync_block();
+      if (s.inputs[stage][0]) fill(next, stage);
+    }
+  }
+}
+
+template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+__global__ void __launch_bounds__(kThreads, 2)
+    one_pass_cluster_kernel(const __grid_constant__ LogitsPolicyLossCall call) {
+  if constexpr (kHasClusters) one_pass_cluster<T, kAligned, kSoftcap, kThreads>(call);
+}
+
+}  // namespace fastrl::cuda

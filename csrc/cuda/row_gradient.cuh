@@ -1,0 +1,213 @@
+// What follows from a row's sums, and the second sweep, which writes the row's gradient.
+#pragma once
+
+#include "row_sums.cuh"
+#include "sources.cuh"
+
+namespace fastrl::cuda {
+
+struct RowStats {
+  float max;  // largest raw logit
+  float logprob, log_sum, entropy, logsumexp, sum_sq_probs;
+  bool is_top1;
+};
+
+// What flows back into a row.
+struct RowFlow {
+  float logprob, logsumexp, entropy;
+};
+
+// gradient_j = (constant + linear t_j) 2^t_j [(1 - tanh^2)], except at the chosen token.
+struct GradientTerms {
+  float center, constant, linear, token_gradient;
+};
+
+// How far the largest logit's exponent is from 0, which rounding the center left.
+template <bool kSoftcap>
+__device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& exponents) {
+  return std::fma(exponents.squashed(max), exponents.map.multiplier, -exponents.center(max));
+}
+
+// `token` is the raw logit of the chosen token; NaN where there is none such.
+template <bool kSoftcap>
+__device__ __forceinline__ float logprob_of(float token, float max, float log_sum,
+                                            const Exponents<kSoftcap>& exponents) {
+  return (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural - log_sum;
+}
+
+template <bool kSoftcap>
+__device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
+                                           const Exponents<kSoftcap>& exponents) {
+  const LogitMap& map = exponents.map;
+  // a row of nothing but -inf has no softmax
+  const float sum = sums.max <= map.floor ? NAN : sums.sum;
+  const float log_of_sum = std::log(sum);
+  RowStats stats;
+  stats.max = sums.max;
+  stats.log_sum = log_of_sum - residue(sums.max, exponents) * kLn2;
+  stats.logprob = logprob_of(token, sums.max, stats.log_sum, exponents);
+  const float entropy = log_of_sum - kLn2 * (sums.sum_t / sum);
+  stats.entropy = entropy < 0 ? 0.0f : entropy;
+  const float top = exponents.squashed(sums.max);
+  stats.logsumexp = std::fma(top, map.natural, stats.log_sum);
+  stats.sum_sq_probs = sums.sum_sq / (sum * sum);
+  stats.is_top1 = exponents.squashed(token) >= top;
+  return stats;
+}
+
+// dL/dz_j = (flow.logsumexp - flow.logprob - flow.entropy (log p_j + H)) p_j + flow.logprob at the
+// token, with log p_j = (t_j - residue) ln 2 - log_sum.
+template <bool kSoftcap>
+__device__ __forceinline__ GradientTerms gradient_terms(float max, float log_sum, float entropy,
+                                                        const RowFlow& flow,
+                                                        const Exponents<kSoftcap>& exponents) {
+  const float rest = residue(max, exponents);
+  const float scale = exponents.map.slope * std::exp(-log_sum - rest * kLn2);
+  const float outer = flow.logsumexp - flow.logprob;
+  const float inner = entropy - log_sum - rest * kLn2;
+  return {exponents.center(max), (outer - flow.entropy * inner) * scale,
+          -flow.entropy * kLn2 * scale, 0.0f};
+}
+
+// At the token the two parts of the gradient would cancel as p nears 1.
+template <bool kSoftcap>
+__device__ __forceinline__ float token_gradient(float token, float logprob, float entropy,
+                                                const RowFlow& flow, const LogitMap& map) {
+  const float p = std::exp(logprob);
+  float gradient = -flow.logprob * std::expm1(logprob) + flow.logsumexp * p;
+  if (p != 0) gradient -= flow.entropy * (logprob + entropy) * p;
+  if (logprob == -INFINITY) gradient = 0;  // a logit of -inf excludes its token
+  if (kSoftcap) {
+    const float decay = std::exp(-2 * std::fabs(token * map.squash));
+    gradient *= 4 * decay / ((1 + decay) * (1 + decay));  // 1 - tanh^2
+  }
+  return gradient * map.slope;
+}
+
+// The gradient at one logit.
+template <bool kSoftcap, bool kLinear>
+__device__ __forceinline__ float gradient_at(float x, const GradientTerms& terms,
+                                             const Exponents<kSoftcap>& exponents) {
+  if constexpr (kSoftcap) {
+    const float squashed = exponents.squashed(x);
+    const float t = x <= exponents.map.floor
+                        ? -1e4f
+                        : std::fma(squashed, exponents.map.multiplier, -terms.center);
+    const float factor = std::fma(terms.linear, t, terms.constant);
+    return factor * std::fma(-squashed, squashed, 1.0f) * fast_exp2(t);
+  }
+  const float t = exponents(x, terms.center);
+  return (kLinear ? std::fma(terms.linear, t, terms.constant) : terms.constant) * fast_exp2(t);
+}
+
+template <typename T, bool kSoftcap, bool kLinear>
+__device__ __forceinline__ Vec16 gradient_vector(Vec16 x, uint32_t floor,
+                                                 const GradientTerms& terms,
+                                                 const Exponents<kSoftcap>& exponents) {
+  using E = Element<T>;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float pair[2];
+    E::unpack(kLinear ? E::max(x.word[i], floor) : x.word[i], pair);
+#pragma unroll
+    for (int j = 0; j < E::kPerWord; ++j) {
+      pair[j] = gradient_at<kSoftcap, kLinear>(pair[j], terms, exponents);
+    }
+    x.word[i] = E::pack(pair);
+  }
+  return x;
+}
+
+// How a part's gradient is stored: vectors begin where they do in memory, so that each is stored at
+// once; of the elements before the first and after the last one, one thread each.
+template <typename T, bool kAligned>
+struct Stores {
+  static constexpr int kLanes = Element<T>::kLanes;
+  T* grad;
+  int head, end, columns;  // the vectors lie in [head, end)
+
+  __device__ __forceinline__ Stores(T* to, int n) : grad(to), head(0), columns(n) {
+    if (!kAligned) {
+      const int before = static_cast<int>((16 - misalignment(to)) % 16 / sizeof(T));
+      head = before < n ? before : n;
+    }
+    end = head + (n - head) / kLanes * kLanes;
+  }
+  // The element beside the vectors that a thread has, or -1.
+  __device__ __forceinline__ int beside(int thread) const {
+    if (kAligned || thread >= head + columns - end) return -1;
+    return thread < head ? thread : thread - head + end;
+  }
+  // The thread that writes a column; it alone may write that once more.
+  template <int kThreads>
+  __device__ __forceinline__ int writer(int column) const {
+    if (column < head) return column;
+    return column < end ? (column - head) / kLanes % kThreads : column - end + head;
+  }
+};
+
+// This thread's share of writing a part's gradient.
+template <bool kLinear, int kThreads, typename T, bool kAligned, bool kSoftcap, typename Source>
+__device__ __forceinline__ void sweep_gradient(const Source& source,
+                                               const Stores<T, kAligned>& stores,
+                                               const GradientTerms& terms,
+                                               const Exponents<kSoftcap>& exponents) {
+  constexpr int kAtOnce = 4;
+  constexpr ptrdiff_t kStride = kThreads * Element<T>::kLanes;
+  static_assert(kThreads >= 2 * Element<T>::kLanes, "the elements beside need a thread each");
+  const uint32_t floor = filled_word<T>(exponents.map.floor);
+  const unsigned shift = source.shift(stores.head);
+  ptrdiff_t at = stores.head + thread_index() * Element<T>::kLanes;
+  for (; at + (kAtOnce - 1) * kStride < stores.end; at += kAtOnce * kStride) {
+    Vec16 x[kAtOnce];
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) x[v] = source.vector(at + v * kStride, shift);
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) {
+      store16_once(stores.grad + at + v * kStride,
+                   gradient_vector<T, kSoftcap, kLinear>(x[v], floor, terms, exponents));
+    }
+  }
+#pragma unroll 1
+  for (; at < stores.end; at += kStride) {
+    store16_once(stores.grad + at, gradient_vector<T, kSoftcap, kLinear>(source.vector(at, shift),
+                                                                         floor, terms, exponents));
+  }
+  const int column = stores.beside(thread_index());
+  if (column >= 0) {
+    const float x = source.element(column), low = exponents.map.floor;
+    store_element(stores.grad + column, Element<T>::from(gradient_at<kSoftcap, kLinear>(
+                                            x < low ? low : x, terms, exponents)));
+  }
+}
+
+template <int kThreads, typename T, bool kAligned>
+__device__ __forceinline__ void write_zeros(const Stores<T, kAligned>& stores) {
+  constexpr int kLanes = Element<T>::kLanes;
+  for (ptrdiff_t at = stores.head + thread_index() * kLanes; at < stores.end;
+       at += kThreads * kLanes) {
+    store16_once(stores.grad + at, Vec16{});
+  }
+  const int column = stores.beside(thread_index());
+  if (column >= 0) store_element(stores.grad + column, Element<T>::from(0.0f));
+}
+
+// A part's gradient; `token` is the chosen column relative to the part.
+template <int kThreads, typename T, bool kAligned, bool kSoftcap, typename Source>
+__device__ __forceinline__ void write_gradient(const Source& source,
+                                               const Stores<T, kAligned>& stores, int64_t token,
+                                               const GradientTerms& terms,
+                                               const Exponents<kSoftcap>& exponents) {
+  if (terms.linear != 0) {
+    sweep_gradient<true, kThreads>(source, stores, terms, exponents);
+  } else {
+    sweep_gradient<false, kThreads>(source, stores, terms, exponents);
+  }
+  if (token < 0 || token >= source.columns) return;
+  const int column = static_cast<int>(token);
+  if (thread_index() == stores.template writer<kThreads>(column)) {
+    store_element(stores.grad + column, Element<T>::from(terms.token_gradient));
+  }
+}
+
+}  // namespace fastrl::cuda

@@ -1,0 +1,142 @@
+// The first sweep over a row: its largest logit and the sums of exponentials relative to it.
+#pragma once
+
+#include "logits.cuh"
+
+namespace fastrl::cuda {
+
+// With t_j = multiplier * x_j - center(max), an exponent of two.
+struct RowSums {
+  float max;                 // largest raw logit, at least the floor
+  float sum, sum_t, sum_sq;  // sum 2^t, sum t 2^t, sum 2^2t
+};
+
+enum class Wanted { kSum, kEntropy, kSquares };  // each with those before it
+
+// The exponents of one row.
+template <bool kSoftcap>
+struct Exponents {
+  LogitMap map;
+
+  __device__ __forceinline__ float squashed(float x) const {
+    return kSoftcap ? std::tanh(x * map.squash) : x;
+  }
+  // What exponents are relative to. The product is rounded by itself: every use sees the same.
+  __device__ __forceinline__ float center(float max) const {
+    return multiply_rounded(squashed(max), map.multiplier);
+  }
+  __device__ __forceinline__ float operator()(float x, float center) const {
+    if constexpr (kSoftcap) {
+      const float t = std::fma(squashed(x), map.multiplier, -center);
+      return x <= map.floor ? -1e4f : t;  // the softcap makes -inf finite
+    }
+    return std::fma(x, map.multiplier, -center);
+  }
+  // t_j and 2^t_j are then relative to `max`; what has no part in it must not become 0 * inf.
+  __device__ __forceinline__ RowSums moved(RowSums s, float max) const {
+    const float by = std::fmax(center(s.max) - center(max), -1e4f), factor = fast_exp2(by);
+    return {max, s.sum * factor, std::fma(by, s.sum, s.sum_t) * factor,
+            s.sum_sq * (factor * factor)};
+  }
+  __device__ __forceinline__ RowSums nothing() const { return {map.floor, 0, 0, 0}; }
+};
+
+// Adds kVectors vectors of a row. One rescaling for all of them; the values stay packed until used.
+template <typename T, bool kSoftcap, Wanted kWanted, int kVectors>
+__device__ __forceinline__ void add_vectors(RowSums* sums, const Vec16* x, uint32_t floor,
+                                            const Exponents<kSoftcap>& exponents) {
+  using E = Element<T>;
+  Vec16 raised[kVectors];
+  uint32_t largest = floor;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      raised[v].word[i] = E::max(x[v].word[i], floor);
+      largest = E::max(largest, raised[v].word[i]);
+    }
+  }
+  float halves[2];
+  E::unpack(largest, halves);
+  const float top = E::kPerWord == 2 ? max_nan(halves[0], halves[1]) : halves[0];
+  const RowSums before = exponents.moved(*sums, max_nan(sums->max, top));
+  const float center = exponents.center(before.max);
+
+  // two chains of additions each
+  float sum[2] = {}, sum_t[2] = {}, sum_sq[2] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float pair[2];
+      E::unpack(raised[v].word[i], pair);
+#pragma unroll
+      for (int j = 0; j < E::kPerWord; ++j) {
+        const int chain = E::kPerWord == 2 ? j : i % 2;
+        const float t = exponents(pair[j], center), e = fast_exp2(t);
+        sum[chain] += e;
+        if (kWanted >= Wanted::kEntropy) sum_t[chain] = std::fma(e, t, sum_t[chain]);
+        if (kWanted >= Wanted::kSquares) sum_sq[chain] = std::fma(e, e, sum_sq[chain]);
+      }
+    }
+  }
+  *sums = {before.max, before.sum + (sum[0] + sum[1]), before.sum_t + (sum_t[0] + sum_t[1]),
+           before.sum_sq + (sum_sq[0] + sum_sq[1])};
+}
+
+// This thread's share of a part: vectors k = thread, thread + kThreads, ...
+template <typename T, bool kSoftcap, Wanted kWanted, int kThreads, typename Source>
+__device__ __forceinline__ RowSums sweep_sums(const Source& source,
+                                              const Exponents<kSoftcap>& exponents) {
+  constexpr int kLanes = Element<T>::kLanes, kAtOnce = 4;
+  // a constant distance between the vectors of a step costs no instruction
+  constexpr ptrdiff_t kStride = kThreads * kLanes;
+  const uint32_t floor = filled_word<T>(exponents.map.floor);
+  const unsigned shift = source.shift(0);
+  RowSums sums = exponents.nothing();
+  ptrdiff_t column = thread_index() * kLanes;
+  for (; column + (kAtOnce - 1) * kStride < source.columns; column += kAtOnce * kStride) {
+    Vec16 x[kAtOnce];
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) x[v] = source.vector(column + v * kStride, shift);
+    add_vectors<T, kSoftcap, kWanted, kAtOnce>(&sums, x, floor, exponents);
+  }
+#pragma unroll 1
+  for (; column < source.columns; column += kStride) {
+    const Vec16 x = source.vector(column, shift);
+    add_vectors<T, kSoftcap, kWanted, 1>(&sums, &x, floor, exponents);
+  }
+  return sums;
+}
+
+// The sums of a warp's lanes together, in every lane.
+template <Wanted kWanted, bool kSoftcap>
+__device__ __forceinline__ RowSums reduce_sums(RowSums s, const Exponents<kSoftcap>& exponents) {
+  float max = s.max;
+#pragma unroll
+  for (int by = kWarp / 2; by > 0; by /= 2) max = max_nan(max, shuffle_xor(max, by));
+  s = exponents.moved(s, max);
+#pragma unroll
+  for (int by = kWarp / 2; by > 0; by /= 2) {
+    s.sum += shuffle_xor(s.sum, by);
+    if (kWanted >= Wanted::kEntropy) s.sum_t += shuffle_xor(s.sum_t, by);
+    if (kWanted >= Wanted::kSquares) s.sum_sq += shuffle_xor(s.sum_sq, by);
+  }
+  return s;
+}
+
+// The same of `n` sums that lie in shared memory, by one warp; more than a warp's lanes in turns.
+template <Wanted kWanted, bool kSoftcap>
+__device__ __forceinline__ RowSums reduce_sums(const RowSums* all, int n,
+                                               const Exponents<kSoftcap>& exponents) {
+  RowSums s = exponents.nothing();
+  for (int i = thread_index() % kWarp; i < n; i += kWarp) {
+    const float max = max_nan(s.max, all[i].max);
+    const RowSums next = exponents.moved(all[i], max);
+    s = exponents.moved(s, max);
+    s = {max, s.sum + next.sum, s.sum_t + next.sum_t, s.sum_sq + next.sum_sq};
+  }
+  return reduce_sums<kWanted>(s, exponents);
+}
+
+}  // namespace fastrl::cuda

@@ -1,0 +1,83 @@
+// Log-probability, entropy and kin of chosen tokens from their logits: each logit is read once.
+#pragma once
+
+#include "part_sums.cuh"
+#include "row_gradient.cuh"
+#include "variants.cuh"
+
+namespace fastrl::cuda {
+
+// [batch, tokens], contiguous; a statistic that is not wanted is 0.
+struct TokenStatsParams {
+  LogitsParams in;
+  bool with_entropy, with_sum_sq_probs;
+  float *logprobs, *entropy, *logsumexp, *sum_sq_probs;
+  bool* is_top1;
+  float *row_max, *log_sum;
+};
+
+struct TokenStatsCall {
+  TokenStatsParams p;
+  RowGeometry rows;
+  Scaling scaling;
+};
+
+template <typename T, bool kAligned, bool kSoftcap, Wanted kWanted, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    token_stats_kernel(const __grid_constant__ TokenStatsCall call) {
+  const TokenStatsParams& p = call.p;
+  const PartSums<kThreads> shared(shared_memory<unsigned char>(), call.rows.parts.count);
+  for (unsigned row = block_index(); row < call.rows.rows; row += num_blocks()) {
+    RowStats stats{};
+    if (p.in.active[row]) {
+      const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
+      const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
+      const unsigned char* data = call.rows.row(row);
+      shared.template sweep<T, kAligned, kWanted, true>(call.rows, data, exponents);
+      if (thread_index() < kWarp) {
+        const int64_t token = p.in.token_ids[row];
+        const bool known = token >= 0 && token < call.rows.vocabulary;
+        const float x =
+            known ? Element<T>::value(load_element(reinterpret_cast<const T*>(data) + token)) : NAN;
+        stats = finish(reduce_sums<kWanted>(shared.parts, shared.count, exponents), x, exponents);
+      }
+    }
+    if (thread_index() == 0) {
+      p.logprobs[row] = stats.logprob;
+      p.entropy[row] = kWanted >= Wanted::kEntropy && p.with_entropy ? stats.entropy : 0.0f;
+      p.logsumexp[row] = stats.logsumexp;
+      p.sum_sq_probs[row] =
+          kWanted >= Wanted::kSquares && p.with_sum_sq_probs ? stats.sum_sq_probs : 0.0f;
+      p.is_top1[row] = stats.is_top1;
+      p.row_max[row] = stats.max;
+      p.log_sum[row] = stats.log_sum;
+    }
+  }
+}
+
+template <int kThreads = kVocabularyThreads>
+Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits&, Stream stream) {
+  if (!fits(p.in)) return kInvalid;
+  const TokenStatsCall call{p, geometry(p.in, nullptr), Scaling::of(p.in)};
+  if (call.rows.rows == 0) return kSuccess;
+  const LaunchShape shape{call.rows.rows, kThreads, 1,
+                          PartSums<kThreads>::bytes(call.rows.parts.count)};
+  return for_variant(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
+    using T = decltype(element);
+    constexpr bool kAligned = aligned, kSoftcap = softcap;
+    if constexpr (kAligned && !kSoftcap) {  // the others always compute everything
+      if (!p.with_sum_sq_probs && !p.with_entropy) {
+        return launch(token_stats_kernel<T, true, false, Wanted::kSum, kThreads>, shape, call,
+                      stream);
+      }
+      if (!p.with_sum_sq_probs) {
+        return launch(token_stats_kernel<T, true, false, Wanted::kEntropy, kThreads>, shape, call,
+                      stream);
+      }
+    }
+    return launch(token_stats_kernel<T, kAligned, kSoftcap, Wanted::kSquares, kThreads>, shape,
+                  call, stream);
+  });
+}
+
+}  // namespace fastrl::cuda

@@ -1,0 +1,89 @@
+// The gradient of token statistics: each logit is read once and its gradient written once, to a
+// buffer or in place.
+#pragma once
+
+#include "row_gradient.cuh"
+#include "variants.cuh"
+
+namespace fastrl::cuda {
+
+// [batch, tokens], contiguous; the gradients that flow back may be null.
+struct TokenStatsBackwardParams {
+  LogitsParams in;
+  GradientParams out;
+  const float *row_max, *log_sum, *entropy;  // as the forward returned them
+  const float *grad_logprobs, *grad_entropy, *grad_logsumexp;
+};
+
+struct TokenStatsBackwardCall {
+  TokenStatsBackwardParams p;
+  RowGeometry rows;
+  Scaling scaling;
+};
+
+struct BackwardShared {
+  GradientTerms terms;
+};
+
+// A block per part of a row. Of the chosen token's logit only the block that overwrites it has
+// need.
+template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    token_stats_backward_kernel(const __grid_constant__ TokenStatsBackwardCall call) {
+  const TokenStatsBackwardParams& p = call.p;
+  BackwardShared& s = *shared_memory<BackwardShared>();
+  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.parts.count;
+  for (int64_t task = block_index(); task < tasks; task += num_blocks()) {
+    const unsigned row = static_cast<unsigned>(task / call.rows.parts.count);
+    const int part = static_cast<int>(task % call.rows.parts.count);
+    const int64_t first = static_cast<int64_t>(part) * call.rows.parts.columns;
+    const int columns = call.rows.columns(part);
+    const Stores<T, kAligned> stores(reinterpret_cast<T*>(call.rows.grad_row(row)) + first,
+                                     columns);
+    RowFlow flow{};
+    if (p.in.active[row]) {
+      flow = {p.grad_logprobs ? p.grad_logprobs[row] : 0.0f,
+              p.grad_logsumexp ? p.grad_logsumexp[row] : 0.0f,
+              p.grad_entropy ? p.grad_entropy[row] : 0.0f};
+    }
+    if (flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0) {
+      write_zeros<kThreads>(stores);
+      continue;
+    }
+    const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
+    const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
+    const GlobalSource<T, kAligned, true> source{
+        reinterpret_cast<const T*>(call.rows.row(row)) + first, columns};
+    const int64_t token = p.in.token_ids[row] - first;
+    if (thread_index() == 0) {
+      const float max = p.row_max[row], log_sum = p.log_sum[row], entropy = p.entropy[row];
+      s.terms = gradient_terms(max, log_sum, entropy, flow, exponents);
+      if (token >= 0 && token < columns) {
+        const float x = source.element(static_cast<int>(token));
+        const float logprob = logprob_of(x, max, log_sum, exponents);
+        s.terms.token_gradient = token_gradient<kSoftcap>(x, logprob, entropy, flow, exponents.map);
+      }
+    }
+    sync_block();
+    const GradientTerms terms = s.terms;
+    write_gradient<kThreads>(source, stores, token, terms, exponents);
+    sync_block();  // before the next task's terms
+  }
+}
+
+template <int kThreads = kVocabularyThreads>
+Status launch_token_stats_backward(const TokenStatsBackwardParams& p, const DeviceLimits&,
+                                   Stream stream) {
+  if (!fits(p.in)) return kInvalid;
+  const TokenStatsBackwardCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
+  if (call.rows.rows == 0) return kSuccess;
+  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.parts.count;
+  const LaunchShape shape{static_cast<unsigned>(tasks < INT32_MAX ? tasks : INT32_MAX), kThreads, 1,
+                          sizeof(BackwardShared)};
+  return for_variant(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
+    return launch(token_stats_backward_kernel<decltype(element), aligned, softcap, kThreads>, shape,
+                  call, stream);
+  });
+}
+
+}  // namespace fastrl::cuda
