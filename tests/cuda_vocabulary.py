@@ -4,7 +4,6 @@ import ctypes
 from math import inf
 
 import torch
-
 from cuda_host import library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,7 +22,7 @@ class Rows(ctypes.Structure):
 
 
 def rows_of(logits, token_ids, active, temperature=1.0, logit_scale=1.0, logit_softcap=None):
-    """Describe logits [B, T, V]; a tensor as temperature is per row. The tensors must stay alive."""
+    """Describe logits [B, T, V], which must stay alive; a tensor as temperature is per row."""
     B, T, V = logits.shape
     per_row = isinstance(temperature, torch.Tensor)
     strides = (logits.stride(0), logits.stride(1))
@@ -81,14 +80,14 @@ def coefficients(**given):
     """Return the operators' list; what is not given is absent."""
     names = "clip_low clip_high dual_clip delta sapo_temperature_pos sapo_temperature_neg"
     names += " kl_coef kl_clamp log_ratio_low log_ratio_high entropy_coef"
-    absent = {"kl_coef": 0.0, "entropy_coef": 0.0}
+    absent = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "entropy_coef": 0.0}
     absent |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
-    values = {name: inf for name in names.split()} | absent | given
+    values = dict.fromkeys(names.split(), inf) | absent | given
     return list(values.values())
 
 
 def watch(place, x):
-    """Count loads and stores of each element of `x` from here on; both are one count per element."""
+    """Return counts of the loads and stores of each byte of `x` from here on, a row per element."""
     size = x.element_size()
     counts = [torch.zeros(x.numel() * size, dtype=torch.uint8) for _ in range(2)]
     arguments = (ctypes.c_int64(x.numel() * size), *(address(count) for count in counts))

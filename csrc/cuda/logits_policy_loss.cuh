@@ -7,6 +7,29 @@
 
 namespace fastrl::cuda {
 
+template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& limits,
+                       Stream stream) {
+  const RowGeometry& rows = call.rows;
+  if (limits.major >= 9 && rows.parts.count <= kMaxCluster) {
+    const auto kernel = one_pass_cluster_kernel<T, kAligned, kSoftcap, kThreads>;
+    const unsigned ranks = static_cast<unsigned>(rows.parts.count);
+    LaunchShape shape{ranks, kThreads, ranks, ClusterShared<kThreads>::bytes(rows, sizeof(T))};
+    // 0 where the device cannot hold a cluster of this size, or as much shared memory
+    const unsigned clusters = static_cast<unsigned>(resident_clusters(kernel, shape, limits));
+    shape.blocks *= clusters < rows.rows ? clusters : rows.rows;
+    if (clusters > 0) return launch(kernel, shape, call, stream);
+  }
+  // As many rows at once as the second sweep still finds in half of L2, but one per SM.
+  const unsigned sms = static_cast<unsigned>(limits.sms);
+  const int64_t row_bytes = rows.vocabulary * static_cast<int64_t>(sizeof(T));
+  const unsigned cached = static_cast<unsigned>(limits.l2_bytes / 2 / row_bytes / sms);
+  const unsigned blocks = sms * (cached < 1 ? 1 : (cached > 8 ? 8 : cached));
+  const LaunchShape shape{blocks < rows.rows ? blocks : rows.rows, kThreads, 1,
+                          PlainShared<kThreads>::bytes(rows)};
+  return launch(one_pass_plain_kernel<T, kAligned, kSoftcap, kThreads>, shape, call, stream);
+}
+
 template <int kThreads = kVocabularyThreads>
 Status launch_logits_policy_loss(const LogitsPolicyLossParams& p, const DeviceLimits& limits,
                                  Stream stream) {
@@ -14,25 +37,7 @@ Status launch_logits_policy_loss(const LogitsPolicyLossParams& p, const DeviceLi
   const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
   return for_variant(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
-    using T = decltype(element);
-    if (limits.major >= 9 && call.rows.parts.count <= kMaxCluster) {
-      const auto kernel = one_pass_cluster_kernel<T, aligned, softcap, kThreads>;
-      const unsigned ranks = static_cast<unsigned>(call.rows.parts.count);
-      LaunchShape shape{ranks, kThreads, ranks,
-                        ClusterShared<kThreads>::bytes(call.rows, sizeof(T))};
-      // 0 where the device cannot hold a cluster of this size, or as much shared memory
-      const unsigned clusters = static_cast<unsigned>(resident_clusters(kernel, shape, limits));
-      shape.blocks *= clusters < call.rows.rows ? clusters : call.rows.rows;
-      if (clusters > 0) return launch(kernel, shape, call, stream);
-    }
-    // As many rows at once as the second sweep still finds in half of L2, but one per SM.
-    const unsigned sms = static_cast<unsigned>(limits.sms);
-    const int64_t row_bytes = call.rows.vocabulary * static_cast<int64_t>(sizeof(T));
-    const unsigned cached = static_cast<unsigned>(limits.l2_bytes / 2 / row_bytes / sms);
-    const unsigned blocks = sms * (cached < 1 ? 1 : (cached > 8 ? 8 : cached));
-    const LaunchShape shape{blocks < call.rows.rows ? blocks : call.rows.rows, kThreads, 1,
-                            PlainShared<kThreads>::bytes(call.rows)};
-    return launch(one_pass_plain_kernel<T, aligned, softcap, kThreads>, shape, call, stream);
+    return launch_one_pass<decltype(element), aligned, softcap, kThreads>(call, limits, stream);
   });
 }
 

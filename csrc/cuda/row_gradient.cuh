@@ -32,7 +32,8 @@ __device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& e
 template <bool kSoftcap>
 __device__ __forceinline__ float logprob_of(float token, float max, float log_sum,
                                             const Exponents<kSoftcap>& exponents) {
-  return (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural - log_sum;
+  const float t = (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural;
+  return t > log_sum ? 0.0f : t - log_sum;  // log_sum is rounded: 0 could lie below
 }
 
 template <bool kSoftcap>

@@ -21,9 +21,11 @@ struct Exponents {
   __device__ __forceinline__ float squashed(float x) const {
     return kSoftcap ? std::tanh(x * map.squash) : x;
   }
-  // What exponents are relative to. The product is rounded by itself: every use sees the same.
+  // What exponents are relative to. The product is rounded by itself: every use sees the same. Of
+  // nothing but excluded logits it is 0: their own would leave a residue far from 0.
   __device__ __forceinline__ float center(float max) const {
-    return multiply_rounded(squashed(max), map.multiplier);
+    const float center = multiply_rounded(squashed(max), map.multiplier);
+    return max <= map.floor ? 0.0f : center;
   }
   __device__ __forceinline__ float operator()(float x, float center) const {
     if constexpr (kSoftcap) {
@@ -32,9 +34,10 @@ struct Exponents {
     }
     return std::fma(x, map.multiplier, -center);
   }
-  // t_j and 2^t_j are then relative to `max`; what has no part in it must not become 0 * inf.
+  // The sums relative to `max`, which is no smaller. The bounds keep 0 * inf out.
   __device__ __forceinline__ RowSums moved(RowSums s, float max) const {
-    const float by = std::fmax(center(s.max) - center(max), -1e4f), factor = fast_exp2(by);
+    const float by = std::fmin(std::fmax(center(s.max) - center(max), -1e4f), 0.0f);
+    const float factor = fast_exp2(by);
     return {max, s.sum * factor, std::fma(by, s.sum, s.sum_t) * factor,
             s.sum_sq * (factor * factor)};
   }

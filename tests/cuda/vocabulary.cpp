@@ -10,9 +10,7 @@ using namespace fastrl::cuda;
 constexpr int kThreads = 16;
 
 // Of a device with clusters and of one without.
-DeviceLimits limits(bool clusters) {
-  return {clusters ? 9 : 8, 40, 227 << 10, 228 << 10, 1 << 20};
-}
+DeviceLimits limits(bool clusters) { return {clusters ? 9 : 8, 40, 227 << 10, 228 << 10, 1 << 20}; }
 
 }  // namespace
 
@@ -28,8 +26,19 @@ struct Rows {
   double temperature, logit_scale, logit_softcap;
 
   LogitsParams params() const {
-    return {static_cast<LogitsType>(type), logits, batch, tokens, vocabulary, stride_b, stride_t,
-            token_ids, active, temperatures, temperature, logit_scale, logit_softcap};
+    return {static_cast<LogitsType>(type),
+            logits,
+            batch,
+            tokens,
+            vocabulary,
+            stride_b,
+            stride_t,
+            token_ids,
+            active,
+            temperatures,
+            temperature,
+            logit_scale,
+            logit_softcap};
   }
   // To a contiguous buffer, or in place.
   GradientParams gradient(void* grad) const {
