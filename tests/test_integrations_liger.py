@@ -237,6 +237,26 @@ def test_options(theirs, option):
     same(theirs, options, arguments, data, with_bias=False)
 
 
+@pytest.mark.parametrize("items", [None, 90])
+def test_tokens_are_counted_over_all_ranks(items, monkeypatch):
+    data = batch()
+    distributed = {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda: 4,
+        "all_reduce": lambda tokens: tokens.mul_(5),  # the other three have as many together
+    }
+    alone = ours.LigerFusedLinearGRPOLoss(beta=0.0)
+    expected, _ = alone(*data.tensors[:2], data.ids, data.mask, data.advantages)
+    for name, function in distributed.items():
+        monkeypatch.setattr(torch.distributed, name, function)
+    found, _ = alone(
+        *data.tensors[:2], data.ids, data.mask, data.advantages, num_items_in_batch=items
+    )
+    tokens = data.mask.sum()
+    share = (5 * tokens if items is None else items) / 4
+    torch.testing.assert_close(found, expected * tokens / share)
+
+
 def test_masked_tokens_are_inert():
     data, poisoned = batch(), batch()
     for x in (poisoned.old, poisoned.ref, poisoned.ratio, poisoned.tensors[0]):
