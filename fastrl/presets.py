@@ -90,3 +90,39 @@ def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
     if convention == "verl" and fields.get("kl_estimator", "k3") != "k3":
         fields["kl_clamp"] = changes.get("kl_clamp")  # only its k3 is held
     return fields
+
+
+def convention_table() -> str:
+    """The table of `docs/losses.md`: each preset's fields, and how those of a trainer differ."""
+    trainers = {name: presets for name, presets in CONVENTIONS.items() if name != "fastrl"}
+    shared = {
+        name: set.intersection(*(_changes(presets, loss) for loss in presets))
+        for name, presets in trainers.items()
+    }
+    rows = [
+        ["preset", "fields", *(f"`{name}`" for name in trainers)],
+        ["---"] * (2 + len(trainers)),
+        ["every one", "", *(", ".join(sorted(shared[name])) for name in trainers)],
+    ]
+    for loss, fields in PRESETS.items():
+        cells = [
+            ", ".join(sorted(_changes(presets, loss) - shared[name])) or "as `fastrl`"
+            if loss in presets
+            else "-"
+            for name, presets in trainers.items()
+        ]
+        rows.append([f"`{loss}`", ", ".join(sorted(map(_written, fields.items()))), *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _changes(presets: dict[str, Fields], loss: str) -> set[str]:
+    usual = PRESETS[loss]
+    return {
+        _written((name, value))
+        for name, value in presets[loss].items()
+        if name not in usual or usual[name] != value
+    }
+
+
+def _written(field: tuple[str, Any]) -> str:
+    return f"`{field[0]}={field[1]!r}`"

@@ -135,7 +135,10 @@ def everything(logits, token_ids, advantages, mask, old, ref, backend):
         mask,
         old_logprobs=old,
         entropy=stats.entropy,
-        objective=Objective.preset("gspo", entropy_coef=0.01),
+        policy_weights=advantages.abs(),
+        objective=Objective.preset(
+            "gspo", entropy_coef=0.01, off_policy_threshold=0.1, top_entropy_quantile=0.5
+        ),
         backend=backend,
     )
     scan = fastrl.gae(old, ref, mask, backend=backend)

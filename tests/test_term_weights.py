@@ -157,6 +157,12 @@ FORMS = [
     {"off_policy_threshold": -0.1},
     {"top_entropy_quantile": 0.5, "kl_coef": 0.1},
     {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "entropy_aggregation": "token-mean"},
+    {
+        "entropy_coef": 0.1,
+        "entropy_aggregation": "token-sum",
+        "kl_coef": 0.2,
+        "kl_aggregation": "seq-mean-token-sum",
+    },
     {"level": "sequence-token", "clip_low": 0.05},
     {"kl_coef": 0.2, "kl_gradient": "bias-corrected", "kl_aggregation": "token-sum"},
     {"kl_coef": 0.2, "kl_gradient": "straight-through"},
