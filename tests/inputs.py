@@ -29,7 +29,7 @@ def make_mask(kind, B, T):
     elif kind == "random":
         mask = torch.rand(B, T) < 0.6
     elif kind == "one-row-masked":
-        mask[B // 2] = False
+        mask[B // 2 : B // 2 + 1] = False  # none where there are no rows
     elif kind == "ragged":
         mask = torch.arange(T) < torch.randint(T + 1, (B, 1))
     return mask

@@ -41,6 +41,9 @@ using Status = cudaError_t;
 constexpr Status kSuccess = cudaSuccess, kInvalid = cudaErrorInvalidValue;
 constexpr int kWarp = 32;
 
+// Before a loop over an array that has to stay in registers.
+#define FASTRL_UNROLL _Pragma("unroll")
+
 // --- where this thread is
 
 __device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
@@ -81,6 +84,14 @@ __device__ __forceinline__ bool any_in_warp(bool x) { return __any_sync(0xffffff
 template <typename T>
 __device__ __forceinline__ T atomic_add(T* p, T x) {
   return atomicAdd(p, x);
+}
+template <typename T>
+__device__ __forceinline__ T atomic_max(T* p, T x) {
+  return atomicMax(p, x);
+}
+template <typename T>
+__device__ __forceinline__ T atomic_compare_and_swap(T* p, T expected, T x) {
+  return atomicCAS(p, expected, x);
 }
 // What this thread, and those it has met at a barrier, wrote before is seen by who reads `x`.
 __device__ __forceinline__ void store_release(unsigned* p, unsigned x) {

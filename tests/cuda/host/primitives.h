@@ -14,6 +14,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define FASTRL_UNROLL
 
 namespace fastrl::cuda {
 
@@ -70,6 +71,19 @@ inline bool any_in_warp(bool x) {
 template <typename T>
 T atomic_add(T* p, T x) {
   return std::atomic_ref<T>(*p).fetch_add(x, std::memory_order_relaxed);
+}
+template <typename T>
+T atomic_max(T* p, T x) {
+  const std::atomic_ref<T> shared(*p);
+  T old = shared.load(std::memory_order_relaxed);
+  while (old < x && !shared.compare_exchange_weak(old, x, std::memory_order_relaxed)) {
+  }
+  return old;
+}
+template <typename T>
+T atomic_compare_and_swap(T* p, T expected, T x) {
+  std::atomic_ref<T>(*p).compare_exchange_strong(expected, x, std::memory_order_relaxed);
+  return expected;
 }
 inline void store_release(unsigned* p, unsigned x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
 inline unsigned load_acquire(const unsigned* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }

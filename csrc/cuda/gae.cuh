@@ -1,0 +1,296 @@
+// Generalised advantage estimation as a scan over all tokens of the batch, last to first.
+//
+// Sequences stand one after another, so the scan takes them all at once: a block scans a chunk,
+// whatever sequences it holds, and what it needs from behind the chunk it composes from the maps of
+// the chunks there, in their order, so that the bits do not depend on who was first.
+#pragma once
+
+#include "gae.h"
+#include "gae_map.cuh"
+
+namespace fastrl::cuda {
+
+constexpr int kRun = 16;  // tokens of a thread, one after another; as bools they are one vector
+constexpr int kVectors = kRun / 4;
+static_assert(sizeof(GaeMap) == kGaeMapBytes, "the operator allocates the maps");
+
+template <int kThreads>
+struct GaeShared {
+  Vec16 staged[kThreads * kVectors];
+  GaeMap warps[kThreads / kWarp];
+  GaeMap behind;  // of all that follows the chunk
+  uint32_t chunk;
+};
+
+// Sixteen tokens from `first` on.
+struct Run {
+  const GaeParams& p;
+  int64_t first;
+  bool whole_warp;  // all tokens of the warp's runs exist and lie on 16-byte boundaries
+  Vec16* staged;    // the warp's
+
+  // A warp reads and writes 512 contiguous bytes at a time; where a thread finds its own vectors,
+  // the rotation keeps the banks of shared memory apart.
+  __device__ __forceinline__ int own_place(int j) const {
+    const int lane = thread_index() % kWarp;
+    return lane * kVectors + (j + lane / 2) % kVectors;
+  }
+  __device__ __forceinline__ static int striped_place(int j) {
+    const int vector = j * kWarp + thread_index() % kWarp, owner = vector / kVectors;
+    return owner * kVectors + (vector + owner / 2) % kVectors;
+  }
+  __device__ __forceinline__ int64_t striped_token(int j) const {
+    const int lane = thread_index() % kWarp;
+    return first - lane * kRun + (j * kWarp + lane) * 4;
+  }
+
+  __device__ __forceinline__ void load(const float* values, float (&x)[kRun]) const {
+    if (whole_warp) {
+      FASTRL_UNROLL
+      for (int j = 0; j < kVectors; ++j) {
+        staged[striped_place(j)] = load16_once(values + striped_token(j));
+      }
+      sync_warp();
+      FASTRL_UNROLL
+      for (int j = 0; j < kVectors; ++j) memcpy(x + 4 * j, &staged[own_place(j)], 16);
+      sync_warp();
+    } else {
+      FASTRL_UNROLL
+      for (int k = 0; k < kRun; ++k) x[k] = first + k < p.tokens ? values[first + k] : 0.0f;
+    }
+  }
+  __device__ __forceinline__ void store(float* values, const float (&x)[kRun]) const {
+    if (whole_warp) {
+      FASTRL_UNROLL
+      for (int j = 0; j < kVectors; ++j) memcpy(&staged[own_place(j)], x + 4 * j, 16);
+      sync_warp();
+      FASTRL_UNROLL
+      for (int j = 0; j < kVectors; ++j) {
+        store16_once(values + striped_token(j), staged[striped_place(j)]);
+      }
+      sync_warp();
+    } else {
+      FASTRL_UNROLL
+      for (int k = 0; k < kRun; ++k) {
+        if (first + k < p.tokens) values[first + k] = x[k];
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t existing() const {
+    const int64_t left = p.tokens - first;
+    return left >= kRun ? 0xffffu : left > 0 ? (1u << left) - 1u : 0u;
+  }
+  // One bit per token; tokens that do not exist are `otherwise`, as all are where `bools` is null.
+  __device__ __forceinline__ uint32_t load_bits(const bool* bools, bool otherwise) const {
+    if (!bools) return otherwise ? 0xffffu : 0u;
+    uint32_t bits = 0;
+    if (whole_warp) {
+      const Vec16 loaded = load16_once(bools + first);
+      FASTRL_UNROLL
+      for (int k = 0; k < kRun; ++k) bits |= (loaded.word[k / 4] >> (8 * (k % 4)) & 1u) << k;
+    } else {
+      FASTRL_UNROLL
+      for (int k = 0; k < kRun; ++k) {
+        bits |= uint32_t{first + k < p.tokens ? bools[first + k] : otherwise} << k;
+      }
+    }
+    return bits;
+  }
+};
+
+// The number of the sequence that holds a token, which exists.
+__device__ __forceinline__ int64_t sequence_of(const GaeParams& p, int64_t token) {
+  if (!p.cu_seqlens) return token / p.row_length;
+  int64_t low = 0, high = p.sequences;
+  while (low < high) {  // the first that ends behind the token
+    const int64_t middle = (low + high) / 2;
+    if (p.cu_seqlens[middle + 1] > token) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+__device__ __forceinline__ int64_t begin_of(const GaeParams& p, int64_t sequence) {
+  return p.cu_seqlens ? p.cu_seqlens[sequence] : sequence * p.row_length;
+}
+
+// What the tokens of one thread hold.
+template <bool kPerToken>
+struct GaeTokens {
+  float reward[kRun], value[kRun], bootstrap[kPerToken ? kRun : 1];
+  uint32_t active, terminated, truncated, ends;  // a bit per token; ends: the last of a sequence
+  int64_t sequence;                              // of the last token
+
+  __device__ __forceinline__ void find_ends(const GaeParams& p, int64_t first) {
+    ends = 0;
+    sequence = 0;
+    if (first >= p.tokens) return;
+    const int64_t last = first + kRun <= p.tokens ? first + kRun - 1 : p.tokens - 1;
+    sequence = sequence_of(p, last);
+    // beyond the last sequence where cu_seqlens ends too early
+    const bool inside = sequence < p.sequences;
+    if (inside && begin_of(p, sequence + 1) == last + 1) ends |= 1u << (last - first);
+    for (int64_t s = sequence; s > 0; --s) {
+      const int64_t begin = begin_of(p, s);
+      if (begin <= first) break;
+      ends |= 1u << (begin - 1 - first);
+    }
+  }
+  __device__ __forceinline__ bool is_plain() const {
+    return active == 0xffffu && (terminated | truncated | ends) == 0;
+  }
+
+  // Puts the run before `map`; `at` sees the advantage of every token.
+  template <typename At>
+  __device__ __forceinline__ GaeMap scan(const GaeParams& p, int64_t first, GaeMap map,
+                                         const At& at) const {
+    if (is_plain()) return scan_plain(p, map, at);
+    int64_t s = sequence;
+    FASTRL_UNROLL
+    for (int k = kRun - 1; k >= 0; --k) {
+      if (ends >> k & 1) {
+        while (s > 0 && begin_of(p, s) > first + k) --s;
+        const float after = p.kind == Bootstrap::kSequence ? p.bootstrap[s] : 0.0f;
+        map = GaeMap::end_of_sequence(after, kPerToken);
+      }
+      if (active >> k & 1) {
+        map.precede(reward[k], value[k], terminated >> k & 1, truncated >> k & 1, kPerToken,
+                    bootstrap[kPerToken ? k : 0], p.gamma, p.decay);
+      }
+      at(k, map.constant);
+    }
+    return map;
+  }
+
+  // The same where all tokens are valid and nothing ends.
+  template <typename At>
+  __device__ __forceinline__ GaeMap scan_plain(const GaeParams& p, GaeMap map, const At& at) const {
+    map.precede(reward[kRun - 1], value[kRun - 1], false, false, kPerToken,
+                bootstrap[kPerToken ? kRun - 1 : 0], p.gamma, p.decay);
+    at(kRun - 1, map.constant);
+    FASTRL_UNROLL
+    for (int k = kRun - 2; k >= 0; --k) {
+      const float delta = reward[k] + p.gamma * value[k + 1] - value[k];
+      map.constant = delta + p.decay * map.constant;
+      map.trace *= p.decay;
+      map.next *= p.decay;
+      at(k, map.constant);
+    }
+    map.value = value[0];
+    return map;
+  }
+};
+
+// The composition of all chunks behind `chunk`, up to where a sequence ends; by one warp.
+__device__ __forceinline__ GaeMap look_behind(const GaeParams& p, int64_t chunk, int64_t chunks) {
+  const GaeMap* maps = static_cast<const GaeMap*>(p.maps);
+  const uint32_t* flags = p.ticket_and_flags + 1;
+  GaeMap behind = GaeMap::identity();
+  int window = 1;  // most often a sequence ends in the very next chunk
+  for (int64_t next = chunk + 1; next < chunks; next += window, window = kWarp) {
+    const int lane = thread_index() % kWarp;
+    GaeMap map = GaeMap::identity();
+    if (lane < window && next + lane < chunks) {
+      while (load_acquire(flags + next + lane) == 0) pause();
+      map = maps[next + lane];
+    }
+    sync_warp();
+    map = compose_lanes(map);
+    map = shuffled(map, [](uint32_t word) { return shuffle(word, 0); });
+    behind = compose(behind, map);
+    if (behind.has(GaeMap::kClosed)) break;
+  }
+  return behind;
+}
+
+// What stands behind this thread's run: the runs of the block after it, then the other chunks.
+template <int kThreads>
+__device__ __forceinline__ GaeMap scan_block(const GaeParams& p, const GaeMap& own, int64_t chunk,
+                                             int64_t chunks, GaeShared<kThreads>* shared) {
+  constexpr int kWarps = kThreads / kWarp;
+  const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
+  const GaeMap from_here = compose_lanes(own);
+  GaeMap behind = shuffled(from_here, [](uint32_t word) { return shuffle_down(word, 1); });
+  if (lane == kWarp - 1) behind = GaeMap::identity();
+  if (lane == 0) shared->warps[warp] = from_here;
+  sync_block();
+  if (warp == 0) {
+    if (chunks > 1 && lane == 0) {
+      GaeMap whole = GaeMap::identity();
+      for (int w = kWarps - 1; w >= 0; --w) whole = compose(shared->warps[w], whole);
+      static_cast<GaeMap*>(p.maps)[chunk] = whole;
+      store_release(p.ticket_and_flags + 1 + chunk, 1u);
+    }
+    sync_warp();
+    const GaeMap other_chunks = look_behind(p, chunk, chunks);
+    if (lane == 0) shared->behind = other_chunks;
+  }
+  sync_block();
+  GaeMap other_warps = shared->behind;
+  for (int w = kWarps - 1; w > warp; --w) other_warps = compose(shared->warps[w], other_warps);
+  return compose(behind, other_warps);
+}
+
+template <int kThreads, bool kPerToken>
+__global__ void __launch_bounds__(kThreads) gae_scan(const __grid_constant__ GaeParams p) {
+  GaeShared<kThreads>* shared = shared_memory<GaeShared<kThreads>>();
+  const int64_t chunks = num_blocks();
+  int64_t chunk = 0;
+  if (chunks > 1) {
+    // tickets, so that the chunks that this one waits for are already being worked on
+    if (thread_index() == 0) shared->chunk = add_acquire_release(p.ticket_and_flags, 1u);
+    sync_block();
+    chunk = chunks - 1 - shared->chunk;
+  }
+  const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
+  const int64_t of_warp = kWarp * kRun, warp_first = chunk * (kThreads * kRun) + warp * of_warp;
+  const Run run{p, warp_first + lane * kRun, p.aligned && warp_first + of_warp <= p.tokens,
+                shared->staged + warp * (kWarp * kVectors)};
+  GaeTokens<kPerToken> tokens;
+  run.load(p.rewards, tokens.reward);
+  run.load(p.values, tokens.value);
+  if constexpr (kPerToken) run.load(p.bootstrap, tokens.bootstrap);
+  tokens.active = run.load_bits(p.mask, true) & run.existing();
+  tokens.terminated = run.load_bits(p.terminated, false);
+  tokens.truncated = run.load_bits(p.truncated, false);
+  tokens.find_ends(p, run.first);
+
+  const GaeMap own = tokens.scan(p, run.first, GaeMap::identity(), [](int, float) {});
+  const GaeMap behind = scan_block<kThreads>(p, own, chunk, chunks, shared);
+  float result[kRun];
+  tokens.scan(p, run.first, behind, [&](int k, float advantage) {
+    result[k] = tokens.active >> k & 1 ? advantage : 0.0f;
+  });
+  run.store(p.advantages, result);
+  FASTRL_UNROLL
+  for (int k = 0; k < kRun; ++k) {
+    result[k] = tokens.active >> k & 1 ? result[k] + tokens.value[k] : 0.0f;
+  }
+  run.store(p.returns, result);
+}
+
+inline bool on_vector_boundaries(const GaeParams& p) {
+  uintptr_t bits = 0;
+  const void* per_token = p.kind == Bootstrap::kToken ? p.bootstrap : nullptr;
+  const void* all[] = {p.rewards,   p.values,     p.mask,    p.terminated,
+                       p.truncated, p.advantages, p.returns, per_token};
+  for (const void* tokens : all) bits |= reinterpret_cast<uintptr_t>(tokens);
+  return bits % 16 == 0;
+}
+
+// Scratch and ticket_and_flags are for gae_chunks(...) chunks.
+template <int kThreads = kGaeChunk / kRun>
+Status launch_gae(GaeParams params, Stream stream) {
+  if (params.tokens == 0) return kSuccess;
+  const int64_t chunk = kThreads * kRun;
+  LaunchShape shape{static_cast<unsigned>((params.tokens + chunk - 1) / chunk), kThreads};
+  shape.shared_bytes = sizeof(GaeShared<kThreads>);
+  params.aligned = on_vector_boundaries(params);
+  return launch(
+      params.kind == Bootstrap::kToken ? gae_scan<kThreads, true> : gae_scan<kThreads, false>,
+      shape, params, stream);
+}
+
+}  // namespace fastrl::cuda

@@ -1,0 +1,71 @@
+// Generalised advantage estimation against the recurrence in double.
+#include "cuda/gae.cuh"
+
+#include <cmath>
+#include <cstdio>
+
+#include "host/program.h"
+
+using namespace fastrl::cuda;
+using fastrl::cuda::host::Random;
+
+constexpr int kThreads = 16;  // chunks of 256 tokens
+
+// [tokens] each; scratch for the chunks is made here. `sequences`: of cu_seqlens, or rows.
+extern "C" int gae(const float* rewards, const float* values, const bool* mask,
+                   const bool* terminated, const bool* truncated, const float* bootstrap,
+                   const int32_t* cu_seqlens, int64_t tokens, int64_t sequences, int64_t kind,
+                   float gamma, float lam, float* advantages, float* returns) {
+  const int64_t chunks = (tokens + kThreads * kRun - 1) / (kThreads * kRun);
+  std::vector<GaeMap> maps(chunks);
+  std::vector<uint32_t> ticket_and_flags(chunks + 1);
+  GaeParams p{};
+  p.rewards = rewards, p.values = values, p.bootstrap = bootstrap;
+  p.mask = mask, p.terminated = terminated, p.truncated = truncated;
+  p.cu_seqlens = cu_seqlens;
+  p.advantages = advantages, p.returns = returns;
+  p.tokens = tokens, p.sequences = sequences;
+  p.row_length = sequences ? tokens / sequences : 0;
+  p.kind = static_cast<Bootstrap>(kind);
+  p.gamma = gamma, p.decay = gamma * lam;
+  p.maps = maps.data(), p.ticket_and_flags = ticket_and_flags.data();
+  return launch_gae<kThreads>(p, 0);
+}
+
+// One row, everything valid but the masked.
+bool agrees(int64_t length, Random random) {
+  std::vector<float> rewards(length), values(length), advantages(length), again(length);
+  std::vector<float> returns(length);
+  host::AlignedCopy mask(length), terminated(length);
+  for (int64_t t = 0; t < length; ++t) {
+    rewards[t] = random.normal(), values[t] = random.normal();
+    mask.data()[t] = random.below(5) != 0, terminated.data()[t] = random.below(50) == 0;
+  }
+  const auto run = [&](std::vector<float>* result) {
+    gae(rewards.data(), values.data(), reinterpret_cast<bool*>(mask.data()),
+        reinterpret_cast<bool*>(terminated.data()), nullptr, nullptr, nullptr, length, 1, 0, 0.9f,
+        0.8f, result->data(), returns.data());
+  };
+  run(&advantages);
+  run(&again);
+  double advantage = 0, next = 0, worst = 0;
+  for (int64_t t = length - 1; t >= 0; --t) {
+    if (!mask.data()[t]) {
+      worst = std::fmax(worst, std::fabs(advantages[t]));
+      continue;
+    }
+    if (terminated.data()[t]) advantage = next = 0;
+    advantage = rewards[t] + 0.9 * next - values[t] + 0.9 * 0.8 * advantage;
+    next = values[t];
+    worst = std::fmax(worst, std::fabs(advantages[t] - advantage));
+  }
+  if (worst < 1e-5 && again == advantages) return true;
+  std::printf("length %d: off by %g\n", static_cast<int>(length), worst);
+  return false;
+}
+
+int main() {
+  bool ok = true;
+  for (const int64_t length : {1, 255, 257, 2000}) ok = agrees(length, Random(length)) && ok;
+  return ok ? 0 : 1;
+}

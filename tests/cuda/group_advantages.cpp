@@ -1,0 +1,83 @@
+// Group advantages: the hash table of ids finds what consecutive groups are, to the bit.
+#include "cuda/group_advantages.cuh"
+
+#include <cstdio>
+
+#include "host/program.h"
+
+using namespace fastrl::cuda;
+using fastrl::cuda::host::Random;
+
+extern "C" int group_advantages(const float* rewards, const int64_t* group_ids, int64_t count,
+                                int64_t group_size, int64_t baseline, int64_t scale,
+                                float correction, float eps, int64_t singleton, float* advantages,
+                                float* mean, float* std, bool* informative) {
+  std::vector<GroupEntry> entries(group_entries(count));
+  std::vector<uint32_t> entry_of(count);
+  uint32_t arrived = 0;
+  GroupAdvantagesParams p{};
+  p.rewards = rewards, p.group_ids = group_ids;
+  p.count = count, p.group_size = group_size;
+  p.baseline = static_cast<Baseline>(baseline);
+  p.scale = static_cast<Scale>(scale);
+  p.singleton = static_cast<Singleton>(singleton);
+  p.correction = correction, p.eps = eps;
+  p.advantages = advantages, p.mean = mean, p.std = std, p.informative = informative;
+  p.entries = entries.data(), p.entry_of = entry_of.data();
+  p.num_entries = static_cast<int64_t>(entries.size());
+  p.arrived = &arrived;
+  const int status = launch_group_advantages<16, 32>(p, 0);
+  return status != kSuccess || arrived != 0;
+}
+
+struct Result {
+  explicit Result(int64_t n) : advantages(n), mean(n), std(n), informative(n) {}
+  std::vector<float> advantages, mean, std;
+  std::vector<char> informative;
+
+  bool operator==(const Result& other) const {
+    return advantages == other.advantages && mean == other.mean && std == other.std &&
+           informative == other.informative;
+  }
+};
+
+bool agrees(int64_t groups, int64_t size, int64_t scale, Random random) {
+  const int64_t n = groups * size;
+  std::vector<float> rewards(n), shuffled(n);
+  std::vector<int64_t> ids(n), place(n);
+  for (int64_t i = 0; i < n; ++i) place[i] = i;
+  for (int64_t i = n - 1; i > 0; --i) std::swap(place[i], place[random.below(i + 1)]);
+  for (int64_t i = 0; i < n; ++i) {
+    rewards[i] = 0.1f * static_cast<float>(random.below(4)) + 1e4f;
+    shuffled[place[i]] = rewards[i];
+    ids[place[i]] = (i / size) * 0x100000000 - 7;
+  }
+  const auto run = [&](const std::vector<float>& from, const int64_t* group_ids) {
+    Result result(n);
+    group_advantages(from.data(), group_ids, n, group_ids ? 0 : size, 0, scale, 1.0f, 1e-4f, 0,
+                     result.advantages.data(), result.mean.data(), result.std.data(),
+                     reinterpret_cast<bool*>(result.informative.data()));
+    return result;
+  };
+  const Result consecutive = run(rewards, nullptr), found = run(shuffled, ids.data());
+  Result in_order(n);
+  for (int64_t i = 0; i < n; ++i) {
+    in_order.advantages[i] = found.advantages[place[i]];
+    in_order.mean[i] = found.mean[place[i]];
+    in_order.std[i] = found.std[place[i]];
+    in_order.informative[i] = found.informative[place[i]];
+  }
+  if (in_order == consecutive) return true;
+  std::printf("%d groups of %d, scale %d\n", int(groups), int(size), int(scale));
+  return false;
+}
+
+int main() {
+  bool ok = true;
+  for (const int64_t scale : {0, 1}) {
+    ok = agrees(9, 4, scale, Random(1)) && ok;
+    ok = agrees(2, 70, scale, Random(2)) && ok;  // a block per group
+    ok = agrees(5, 1, scale, Random(3)) && ok;
+  }
+  return ok ? 0 : 1;
+}
