@@ -38,10 +38,16 @@ inline void check_dtype(const Tensor& tensor, ScalarType dtype, const char* name
                   torch::headeronly::toString(tensor.scalar_type()));
 }
 
-// A small per-token tensor: on the CPU, contiguous, of this dtype, shaped like `like`.
+inline void check_device(const Tensor& tensor, const Tensor& like, const char* name,
+                         const char* like_name) {
+  STD_TORCH_CHECK(tensor.is_cpu() == like.is_cpu() && tensor.get_device() == like.get_device(),
+                  name, " must be on the device of ", like_name);
+}
+
+// A small per-token tensor: contiguous, of this dtype, of the shape and on the device of `like`.
 inline void check_like(const Tensor& tensor, const Tensor& like, ScalarType dtype, const char* name,
                        const char* like_name) {
-  check_cpu(tensor, name);
+  check_device(tensor, like, name, like_name);
   check_dtype(tensor, dtype, name);
   bool same = tensor.dim() == like.dim();
   for (int64_t i = 0; same && i < like.dim(); ++i) same = tensor.size(i) == like.size(i);
@@ -60,7 +66,7 @@ const T* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-// A new contiguous tensor on the CPU; its contents are arbitrary until written.
+// A new contiguous tensor on the device of `like`; its contents are arbitrary until written.
 inline Tensor empty_like_tokens(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, like.sizes(), dtype);
 }

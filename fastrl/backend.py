@@ -69,9 +69,9 @@ def unavailable(backend: str) -> str | None:
         return native.missing
     if backend == "triton":
         return triton.missing()
-    if backend == "cuda":
-        return f"this version of fastrl has no {backend} kernels yet"
-    return None
+    if backend == "cuda" and native.cuda_missing is None:
+        return None if torch.cuda.is_available() else "there is no GPU that torch can use"
+    return native.cuda_missing if backend == "cuda" else None
 
 
 def refusal(

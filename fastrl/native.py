@@ -1,4 +1,4 @@
-"""The compiled extension `fastrl._C`: importing it registers the C++ implementations."""
+"""The compiled extensions `fastrl._C` and `fastrl._C_cuda`: importing them registers operators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 from fastrl import library as library
 
-#: One sentence on why the compiled backend cannot be used, or None when it can.
+#: One sentence on why the compiled CPU backend cannot be used, or None when it can.
 missing: str | None = None
+#: The same of the CUDA kernels, where there is a GPU for them.
+cuda_missing: str | None = None
 
 
 def cpu_capability() -> str:
@@ -32,14 +34,26 @@ def new_large(
     return tensor
 
 
-try:
-    importlib.import_module("fastrl._C")
-except ModuleNotFoundError as error:
-    if error.name != "fastrl._C":
-        raise
-    missing = (
-        "the compiled extension is not built: install a C++ compiler (g++ or clang++) and "
-        "reinstall from source with `pip install . --no-build-isolation`"
+def _load(module: str, compiler: str, install: str) -> str | None:
+    """Import a compiled module; return why that cannot be done, or None."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return (
+            f"the compiled extension is not built: install {compiler} and reinstall from source "
+            f"with `{install} . --no-build-isolation`"
+        )
+    except ImportError as error:
+        return f"the compiled extension was built but does not load here ({error}); reinstall it"
+    return None
+
+
+missing = _load("fastrl._C", "a C++ compiler (g++ or clang++)", "pip install")
+if torch.version.cuda is None:
+    cuda_missing = "this torch was built without CUDA"
+else:
+    cuda_missing = _load(
+        "fastrl._C_cuda", "the CUDA toolkit (nvcc)", "FASTRL_BUILD=cuda pip install"
     )
-except ImportError as error:
-    missing = f"the compiled extension was built but does not load here ({error}); reinstall it"

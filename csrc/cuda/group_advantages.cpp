@@ -1,0 +1,66 @@
+// The operator group_advantages_fwd on CUDA tensors.
+#include <tuple>
+
+#include "launches.h"
+#include "operator.h"
+
+namespace fastrl::cuda {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
+    const Tensor& rewards, const std::optional<Tensor>& group_ids, int64_t group_size,
+    int64_t baseline, int64_t scale, double correction, double eps, int64_t singleton) {
+  const Call call(rewards, "rewards");
+  check_like(rewards, rewards, ScalarType::Float, "rewards", "rewards");
+  STD_TORCH_CHECK(rewards.dim() == 1, "rewards must have shape [N], got ", shape_text(rewards));
+  STD_TORCH_CHECK(baseline >= 0 && baseline <= 2, "baseline must be 0 to 2, got ", baseline);
+  STD_TORCH_CHECK(scale >= 0 && scale <= 2, "scale must be 0 to 2, got ", scale);
+  STD_TORCH_CHECK(singleton >= 0 && singleton <= 1, "singleton must be 0 or 1, got ", singleton);
+  const Tensor advantages = empty_like_tokens(rewards, ScalarType::Float);
+  const Tensor mean = empty_like_tokens(rewards, ScalarType::Float);
+  const Tensor std = empty_like_tokens(rewards, ScalarType::Float);
+  const Tensor informative = empty_like_tokens(rewards, ScalarType::Bool);
+
+  GroupAdvantagesParams params{};
+  params.rewards = rewards.const_data_ptr<float>();
+  params.count = rewards.numel();
+  STD_TORCH_CHECK(params.count < int64_t{1} << 30, "rewards must be fewer than 2^30, got ",
+                  params.count);
+  params.group_size = group_size;
+  params.baseline = static_cast<Baseline>(baseline);
+  params.scale = static_cast<Scale>(scale);
+  params.singleton = static_cast<Singleton>(singleton);
+  params.correction = static_cast<float>(correction);
+  params.eps = static_cast<float>(eps);
+  params.advantages = advantages.mutable_data_ptr<float>();
+  params.mean = mean.mutable_data_ptr<float>();
+  params.std = std.mutable_data_ptr<float>();
+  params.informative = informative.mutable_data_ptr<bool>();
+  std::optional<Tensor> entries, entry_of, arrived;
+  if (group_size > 0) {
+    STD_TORCH_CHECK(params.count % group_size == 0, "rewards must hold whole groups of ",
+                    group_size, ", got ", params.count);
+    if (params.scale == Scale::kBatch) {
+      arrived = zero_word(rewards, call);
+      params.arrived = words(*arrived);
+    }
+  } else {
+    STD_TORCH_CHECK(group_ids.has_value(), "group_ids must be given when group_size is 0");
+    check_like(*group_ids, rewards, ScalarType::Long, "group_ids", "rewards");
+    params.group_ids = group_ids->const_data_ptr<int64_t>();
+    params.num_entries = group_entries(params.count);
+    entries = scratch(rewards, params.num_entries * static_cast<int64_t>(sizeof(GroupEntry)));
+    entry_of = torch::stable::new_empty(rewards, {params.count}, ScalarType::Int);
+    params.entries = static_cast<GroupEntry*>(entries->mutable_data_ptr());
+    params.entry_of = words(*entry_of);
+  }
+  check_launch(cuda::group_advantages(params, call.stream()), "group_advantages");
+  return {advantages, mean, std, informative};
+}
+
+}  // namespace
+}  // namespace fastrl::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
+  m.impl("group_advantages_fwd", TORCH_BOX(&fastrl::cuda::group_advantages_fwd));
+}

@@ -1,0 +1,16 @@
+// The launches, each defined beside its kernel in a .cu file that knows nothing of torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "gae.h"
+#include "group_advantages.h"
+#include "policy_loss.h"
+
+namespace fastrl::cuda {
+
+cudaError_t gae(const GaeParams& params, cudaStream_t stream);
+cudaError_t group_advantages(const GroupAdvantagesParams& params, cudaStream_t stream);
+cudaError_t policy_loss(const PolicyLossParams& params, unsigned blocks, cudaStream_t stream);
+
+}  // namespace fastrl::cuda
