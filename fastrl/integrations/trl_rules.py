@@ -206,10 +206,10 @@ SEAMS: tuple[Support, ...] = (
         note="nothing is guessed about the logits",
     ),
     Support(
-        option="LoRA, on the head too; `modules_to_save`; `cast_lm_head_to_fp32`; data parallel "
-        "(DDP); evaluation",
+        option="LoRA, `modules_to_save`, `cast_lm_head_to_fp32`, mixed precision, data parallel "
+        "(DDP), evaluation",
         handling="fused",
-        note="as the options above allow",
+        note="as the options above allow; LoRA on the head itself TRL refuses",
     ),
     Support(
         option="inputs beside token ids and mask (`pixel_values`, `token_type_ids`, ...)",
