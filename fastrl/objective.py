@@ -149,8 +149,9 @@ class Objective:
                 f"top_entropy_quantile must be at most 1, got {self.top_entropy_quantile}"
             )
         number("clip_low", self.clip_low, low=0.0, high=1.0 if self.ratio == "ppo_clip" else None)
-        for name in ("clip_high", "kl_coef"):
-            number(name, getattr(self, name), low=0.0)
+        # a weight may be capped below 1, and then only has to leave room above its lower bound
+        number("clip_high", self.clip_high, low=-self.clip_low if self.ratio == "cispo" else 0.0)
+        number("kl_coef", self.kl_coef, low=0.0)
         number("entropy_coef", self.entropy_coef)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             positive(name, getattr(self, name))

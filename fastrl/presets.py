@@ -40,7 +40,8 @@ _BY_SEQUENCE: Fields = {"count_empty": True}
 
 # verl: log-ratios within 20, KL (k3) within 10; losses with an aggregation of their own leave KL
 # and entropy to the configured one, whose default is token-mean.
-_VERL: Fields = {"rollout_weighs": "policy", "log_ratio_clamp": 20.0, "kl_clamp": 10.0}
+_VERL: Fields = {"rollout_weighs": "policy", "kl_clamp": 10.0}
+_WITHIN_20: Fields = {"log_ratio_clamp": 20.0}
 _OTHERS_BY_TOKEN: Fields = {"kl_aggregation": "token-mean", "entropy_aggregation": "token-mean"}
 
 # OpenRLHF: log-ratios within 20 except for gspo, KL within 10; KL and entropy always token-mean.
@@ -53,18 +54,21 @@ CONVENTIONS: dict[str, dict[str, Fields]] = {
         **_changed("grpo dr_grpo gspo gmpo sapo luspo", {**_TRL, **_BY_SEQUENCE}),
     },
     "verl": {
-        **_changed("ppo grpo dr_grpo dapo", {**_VERL, "dual_clip": 3.0}, grpo=PRESETS["bnpo"]),
-        **_changed("cispo", {**_VERL, "clip_low": 0.2, "clip_high": 0.2}),
+        **_changed(
+            "ppo grpo dr_grpo dapo", {**_VERL, **_WITHIN_20, "dual_clip": 3.0}, grpo=PRESETS["bnpo"]
+        ),
+        **_changed("cispo", {**_VERL, **_WITHIN_20, "clip_low": 0.2, "clip_high": 0.2}),
         **_changed(
             "gspo sapo gmpo",
             {**_VERL, **_OTHERS_BY_TOKEN},
             gspo={"level": "sequence-token", "log_ratio_clamp": (-inf, 10.0)},
-            gmpo={"log_ratio_clamp": None, "count_empty": True},
+            sapo=_WITHIN_20,
+            gmpo=_BY_SEQUENCE,
         ),
-        **_changed("reinforce", {**_VERL, "log_ratio_clamp": None}),
+        **_changed("reinforce", _VERL),
     },
     "openrlhf": {
-        **_changed("ppo grpo dapo", {**_OPENRLHF, "log_ratio_clamp": 20.0}, grpo=PRESETS["bnpo"]),
+        **_changed("ppo grpo dapo", {**_OPENRLHF, **_WITHIN_20}, grpo=PRESETS["bnpo"]),
         **_changed("gspo", {**_OPENRLHF, **_OTHERS_BY_TOKEN}),
     },
 }

@@ -249,6 +249,7 @@ OBJECTIVE = [
         ValueError,
         "sapo_temperature_pos has no effect with ratio",
     ),
+    ({"ratio": "cispo", "clip_high": -0.3}, ValueError, "clip_high must be finite and >= -0.2"),
     ({"ratio": "cispo", "dual_clip": 3.0}, ValueError, "dual_clip has no effect with ratio cispo"),
     ({"ratio": "cispo", "delta": 3.0}, ValueError, "delta has no effect with ratio cispo"),
     ({"ratio": "sapo", "clip_low": 0.1}, ValueError, "clip_low has no effect with ratio sapo"),

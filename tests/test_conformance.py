@@ -146,6 +146,13 @@ def test_trl(backend, preset, option, by_token):
     assert_conforms(backend, b, o, golden(trl, b, **settings, **more), normalizer)
 
 
+def test_trl_cispo_with_its_default_bound(backend):
+    b = batch(0.5, False)
+    o = Objective.preset("cispo", convention="trl", clip_high=0.2 - 1)
+    expected = golden(trl, b, loss_type="cispo", epsilon=(None, 0.2), num_items=50.0)
+    assert_conforms(backend, b, o, expected, {"policy": 50.0})
+
+
 @by_token
 def test_trl_delta(backend, by_token):
     b = batch(0.5, by_token)

@@ -184,6 +184,7 @@ BY_HAND = [
     ({"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 8.0, 0.5, -2.0, 5.0, -2.5),
     ({"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 2.0, 0.5, -2.0, 2.0, -1.0),
     ({"ratio": "cispo", "clip_low": 0.2, "clip_high": 4.0}, 0.5, 1.0, -2.0, 1.6, -0.8),
+    ({"ratio": "cispo", "clip_low": 1.0, "clip_high": -0.8}, 3.0, 0.5, -2.0, 0.2, -0.1),
     # sigmoid(1) = 0.7310586, times its complement 0.1966119
     ({"ratio": "sapo"}, 2.0, 1.0, 0.0, -2.9242344, -1.5728955),
     # sigmoid(1.05) = 0.7407749, times its complement 0.1920274; 4 / 1.05 = 3.8095238

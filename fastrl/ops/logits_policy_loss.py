@@ -51,7 +51,8 @@ def logits_policy_loss(
     anything of the size of the logits but their gradient. Where the objective is at token level
     the row is read once and its gradient written once, while it is still in cache:
     dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H), c_t = dL/dlogprob_t.
-    fp16 logits, sequence-level ratios and Python functions take a second read in the backward.
+    fp16 logits, ratios of sequences, masks of the objective and Python functions take a second
+    read in the backward.
 
     Args:
         logits: `[B, T, V]` or packed `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64:

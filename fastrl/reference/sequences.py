@@ -23,7 +23,11 @@ class Sequences:
         """Sum over the tokens of each sequence: `[B, T]` -> `[S]`."""
         if self.index is None:
             return x.sum(-1)
-        return x.new_zeros(self.count).index_add(0, self.index, x.reshape(-1))
+        zeros, flat = x.new_zeros(self.count), x.reshape(-1)
+        if x.device.type == "cpu":
+            return zeros.index_add(0, self.index, flat)
+        # sorted and so deterministic on a GPU, where index_add is not
+        return zeros.index_put((self.index,), flat, accumulate=True)
 
     def spread(self, per_sequence: Tensor, tokens: Tensor) -> Tensor:
         """Give each token the value of its sequence: `[S]` -> the shape of `tokens`."""
