@@ -32,7 +32,8 @@ def number(
     except OverflowError:
         raise ValueError(f"{name} must be {wanted}, got an integer beyond any float") from None
     inside = (low is None or value >= low) and (high is None or value <= high)
-    if not (math.isfinite(value) and inside):
+    # not math.isfinite: torch.compile(dynamic=True) traces floats
+    if not (inside and -math.inf < value < math.inf):
         raise ValueError(f"{name} must be {wanted}, got {value}")
     return value
 

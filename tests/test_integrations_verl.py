@@ -73,6 +73,21 @@ def test_chunked_entropy():
     close(chunked, ours.entropy_from_logits(logits))
 
 
+@pytest.mark.parametrize("name", ["entropy_from_logits", "logprobs_from_logits"])
+def test_token_functions_compile_as_verls_engines_do_it(name):
+    labels = (torch.arange(9),) if name == "logprobs_from_logits" else ()
+    function = getattr(ours, name)
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager")
+    for rows in (5, 7, 9):
+        logits, cut = torch.randn(rows, 33), [x[:rows] for x in labels]
+        a, b = (
+            value_and_gradient(lambda x, f=f, c=cut: f(x * 1.0, *c), logits)
+            for f in (compiled, function)
+        )
+        close(a[0], b[0])
+        close(a[1], b[1])
+
+
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.0), (0.0, 0.5)])
 def test_gae(theirs, gamma, lam):
     data = batch()
