@@ -1,0 +1,200 @@
+"""What compiled GPU kernels cost, read from their machine code, with no GPU.
+
+    python bench/sass.py build/targets/*.cubin
+
+NVIDIA cubins are read through the disassembler that the `triton` wheel carries (or one on PATH),
+AMD kernels from the assembly that Triton leaves beside them. A hot loop is an innermost loop that
+reads or writes global memory; a kernel without one is a single pass over its block, and its whole
+code is that pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+_GLOBAL = ("LDG", "STG", "LDGSTS")
+_BULK = ("UBLKCP", "UTMALDG", "UTMASTG", "UBLKRED")
+_SPILLS = ("LDL", "STL")
+_DOUBLE = re.compile(r"^(DADD|DMUL|DFMA|DSETP|DMNMX)\b|\.F64|64H\b")
+
+
+class Pass(NamedTuple):
+    """One pass of a thread through a loop (or through a kernel without loops)."""
+
+    instructions: int
+    mufu: int
+    loaded: int  # bytes from global memory
+    stored: int
+    shared: int  # bytes from shared memory
+    narrow: int  # global accesses under 16 bytes
+    barriers: int
+    is_loop: bool
+
+    def elements(self, element_bytes: int) -> float:
+        """How many elements the pass covers, from what it reads of them."""
+        return (self.loaded or self.shared or self.stored) / element_bytes
+
+
+class Kernel(NamedTuple):
+    name: str
+    registers: int
+    instructions: int
+    spills: int  # instructions that spill; for AMD, registers spilled
+    double: int  # 64-bit floating point instructions
+    bulk: int  # bulk copies, whose width is not in the code
+    passes: list[Pass]
+
+
+def read(path: Path) -> list[Kernel]:
+    """Return the kernels of a `.cubin`, or of the `.amdgcn` assembly beside a `.hsaco`."""
+    if path.suffix == ".hsaco":
+        return [_amd(path.with_suffix(".amdgcn"))]
+    usage = _output("cuobjdump", "-res-usage", str(path))
+    registers = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", usage))
+    return [
+        _nvidia(name, int(registers.get(name, -1)), labels, code)
+        for name, labels, code in _functions(_output("nvdisasm", "-c", str(path)))
+    ]
+
+
+def tool(name: str) -> str | None:
+    """Return the path of a CUDA tool: that of the triton wheel, or one on PATH."""
+    if importlib.util.find_spec("triton") is not None:
+        spec = importlib.util.find_spec("triton.backends.nvidia")
+        for place in (spec and spec.submodule_search_locations) or ():
+            if (Path(place) / "bin" / name).exists():
+                return str(Path(place) / "bin" / name)
+    return shutil.which(name)
+
+
+def _output(name: str, *arguments: str) -> str:
+    found = tool(name)
+    if found is None:
+        raise FileNotFoundError(f"{name} not found: install triton, or put {name} on PATH")
+    return subprocess.run([found, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _functions(text: str) -> Iterator[tuple[str, dict[str, int], list[str]]]:
+    """Name, labels and instructions of every function in a disassembly."""
+    for part in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.MULTILINE)[1:]:
+        labels: dict[str, int] = {}
+        code: list[str] = []
+        for line in part.splitlines():
+            if mark := re.match(r"^\s*(\.L_x?_?\w+):", line):
+                labels[mark[1]] = len(code)
+            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+                code.append(instruction[1].strip())
+        if code:
+            yield re.match(r"[^,\s]+", part)[0], labels, code
+
+
+def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) -> Kernel:
+    operations = [_operation(instruction) for instruction in code]
+    kinds = collections.Counter(operation.partition(".")[0] for operation in operations)
+    bodies = [operations[begin:end] for begin, end in _innermost(labels, code)]
+    hot = [body for body in bodies if any(_is(operation, _GLOBAL + _BULK) for operation in body)]
+    passes = [_pass(body, is_loop=True) for body in hot] or [_pass(operations, is_loop=False)]
+    return Kernel(
+        name=name,
+        registers=registers,
+        instructions=len(code),
+        spills=sum(kinds[kind] for kind in _SPILLS),
+        double=sum(bool(_DOUBLE.search(operation)) for operation in operations),
+        bulk=sum(kinds[kind] for kind in _BULK),
+        passes=passes,
+    )
+
+
+def _innermost(labels: dict[str, int], code: list[str]) -> list[tuple[int, int]]:
+    """Where the loops that hold no other loop begin and end."""
+    found = {}
+    for end, instruction in enumerate(code):
+        target = re.search(r"\bBRA\b.*?(\.L_x?_?\w+)", instruction)
+        begin = labels.get(target[1], end) if target else end
+        if begin < end:
+            found[begin] = max(end + 1, found.get(begin, 0))
+    spans = sorted(found.items())
+    return [
+        span
+        for span in spans
+        if not any(other != span and span[0] <= other[0] < span[1] for other in spans)
+    ]
+
+
+def _pass(operations: list[str], *, is_loop: bool) -> Pass:
+    kinds = collections.Counter(operation.partition(".")[0] for operation in operations)
+
+    def total(*names: str) -> int:
+        return sum(_width(operation) for operation in operations if _is(operation, names))
+
+    return Pass(
+        instructions=len(operations) - (kinds["NOP"]),
+        mufu=kinds["MUFU"],
+        loaded=total("LDG", "LDGSTS"),
+        stored=total("STG"),
+        shared=total("LDS"),
+        narrow=sum(_is(operation, _GLOBAL) and _width(operation) < 16 for operation in operations),
+        barriers=kinds["BAR"],
+        is_loop=is_loop,
+    )
+
+
+def _operation(instruction: str) -> str:
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction).partition(" ")[0]
+
+
+def _is(operation: str, names: tuple[str, ...]) -> bool:
+    return operation.partition(".")[0] in names
+
+
+def _width(operation: str) -> int:
+    """Bytes that one thread moves."""
+    return next((_WIDTHS[part] for part in operation.split(".")[1:] if part in _WIDTHS), 4)
+
+
+def _amd(path: Path) -> Kernel:
+    text = path.read_text()
+    fields = dict(re.findall(r"^\s*\.(\w+):\s+(\S+)\s*$", text, flags=re.MULTILINE))
+    code = re.findall(r"^\t([a-z]\w+)", text, flags=re.MULTILINE)
+    return Kernel(
+        name=fields.get("name", path.stem),
+        registers=int(fields.get("vgpr_count", -1)),
+        instructions=len(code),
+        spills=int(fields.get("vgpr_spill_count", 0)) + int(fields.get("sgpr_spill_count", 0)),
+        double=sum("_f64" in operation for operation in code),
+        bulk=0,
+        passes=[],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--element-bytes", type=int, default=2)
+    options = parser.parse_args()
+    for path in options.files:
+        for kernel in read(path):
+            print(
+                f"{path.name} {kernel.name}: {kernel.registers} registers, "
+                f"{kernel.instructions} instructions, {kernel.spills} spills, "
+                f"{kernel.double} in double"
+            )
+            for one in kernel.passes:
+                each = one.elements(options.element_bytes) or float("nan")
+                print(
+                    f"  {'loop' if one.is_loop else 'whole'}: {one.instructions / each:.2f} "
+                    f"instructions and {one.mufu / each:.2f} MUFU per element; {one}"
+                )
+
+
+if __name__ == "__main__":
+    main()
