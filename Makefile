@@ -14,7 +14,7 @@ BUILT := $(VENV)/.extension-built
 BUILD_LOG := $(VENV)/extension-build.log
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo test install lint format types check bench bench-smoke clean
+.PHONY: help train train-ppo test install lint format types check bench bench-smoke targets clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -26,6 +26,7 @@ help:
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all and the tests"
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps it)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes: do they run?"
+	@echo "make targets      GPU kernels compiled for every target, and what they cost (needs no GPU)"
 	@echo "make clean        removes what was built, and .venv's record of it"
 
 train: $(VENV)/.installed-train $(BUILT)
@@ -62,6 +63,9 @@ bench: $(VENV)/.installed-bench $(BUILT)
 bench-smoke: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py --smoke
 	$(PY) -m pytest bench --benchmark-disable -q --shapes=smoke
+
+targets: $(VENV)/.installed-triton
+	$(PY) bench/targets.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

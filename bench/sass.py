@@ -51,7 +51,8 @@ class Kernel(NamedTuple):
     spills: int  # instructions that spill; for AMD, registers spilled
     double: int  # 64-bit floating point instructions
     bulk: int  # bulk copies, whose width is not in the code
-    passes: list[Pass]
+    passes: list[Pass]  # through the hot loops
+    whole: Pass  # through everything
 
 
 def read(path: Path) -> list[Kernel]:
@@ -102,7 +103,7 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
     kinds = collections.Counter(operation.partition(".")[0] for operation in operations)
     bodies = [operations[begin:end] for begin, end in _innermost(labels, code)]
     hot = [body for body in bodies if any(_is(operation, _GLOBAL + _BULK) for operation in body)]
-    passes = [_pass(body, is_loop=True) for body in hot] or [_pass(operations, is_loop=False)]
+    whole = _pass(operations, is_loop=False)
     return Kernel(
         name=name,
         registers=registers,
@@ -110,7 +111,8 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
         spills=sum(kinds[kind] for kind in _SPILLS),
         double=sum(bool(_DOUBLE.search(operation)) for operation in operations),
         bulk=sum(kinds[kind] for kind in _BULK),
-        passes=passes,
+        passes=[_pass(body, is_loop=True) for body in hot] or [whole],
+        whole=whole,
     )
 
 
@@ -173,6 +175,7 @@ def _amd(path: Path) -> Kernel:
         double=sum("_f64" in operation for operation in code),
         bulk=0,
         passes=[],
+        whole=_pass([], is_loop=False),
     )
 
 

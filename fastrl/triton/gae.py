@@ -15,56 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
+from fastrl.triton.gae_maps import NEXT_VALUE, NO_U, UNMET, compose, scalars, scanned
+from fastrl.triton.target import Target
+
 BLOCK = 2048  # tokens of a program
 BEHIND = tl.constexpr(64)  # chunks behind one's own that are composed at a time
 
 WHOLE = tl.constexpr(0)  # sequences end inside their chunk
 MAPS = tl.constexpr(1)  # first of two launches: the map of each chunk
 APPLY = tl.constexpr(2)  # second of two: what comes from behind, then advantages
-
-# The state that wanders from token to token is h and, where that does not suffice, a second number
-# u: gamma V of the next valid token (a truncated token needs it without the trace), or, with a
-# bootstrap value per token, 1 while no valid token has been met. A map gives the new state from an
-# old one (h0, u0): h = a + c h0 + g u0, u = w + k u0.
-NO_U = tl.constexpr(0)
-NEXT_VALUE = tl.constexpr(1)
-UNMET = tl.constexpr(2)
-
-
-@triton.jit
-def _times(factor, x):
-    # a cut (factor 0) holds back NaN too
-    return tl.where(factor != 0, factor * x, 0.0)
-
-
-@triton.jit
-def _after(a1, c1, g1, w1, k1, a2, c2, g2, w2, k2):
-    """The map 2 applied to what the map 1 gives."""
-    a = a2 + _times(c2, a1) + tl.where(w1 != 0, _times(g2, w1), 0.0)
-    g = _times(c2, g1) + tl.where(k1 != 0, g2, 0.0)
-    return a, c2 * c1, g, w2 + tl.where(k2 != 0, w1, 0.0), k2 * k1
-
-
-@triton.jit
-def _after_both(
-    a1, c1, g1, w1, k1, ia, ic, ig, iw, ik, a2, c2, g2, w2, k2, ja, jc, jg, jw, jk
-):  # fmt: skip
-    """Composes maps, and beside each the map of all that came before it (j)."""
-    a, c, g, w, k = _after(a1, c1, g1, w1, k1, a2, c2, g2, w2, k2)
-    ja, jc, jg, jw, jk = _after(a1, c1, g1, w1, k1, ja, jc, jg, jw, jk)
-    return a, c, g, w, k, ja, jc, jg, jw, jk
-
-
-@triton.jit
-def _after_plain(a1, c1, a2, c2):
-    return a2 + _times(c2, a1), c2 * c1
-
-
-@triton.jit
-def _after_both_plain(a1, c1, ia, ic, a2, c2, ja, jc):
-    a, c = _after_plain(a1, c1, a2, c2)
-    ja, jc = _after_plain(a1, c1, ja, jc)
-    return a, c, ja, jc
 
 
 @triton.jit
@@ -132,37 +91,6 @@ def _token(state, token, gamma, decay, U: tl.constexpr, PER_TOKEN: tl.constexpr)
 
 
 @triton.jit
-def _scanned(state, U: tl.constexpr):
-    """Composes the maps of a chunk's groups: all up to each, and all before each."""
-    a, c, g, w, k = state
-    if U == NO_U:
-        a, c, ja, jc = tl.associative_scan(
-            (a, c, tl.zeros_like(a), tl.full(a.shape, 1.0, tl.float32)), 0, _after_both_plain
-        )
-        zero = tl.zeros_like(a)
-        return (a, c, zero, zero, zero), (ja, jc, zero, zero, zero)
-    zero, one = tl.zeros_like(a), tl.full(a.shape, 1.0, tl.float32)
-    a, c, g, w, k, ja, jc, jg, jw, jk = tl.associative_scan(
-        (a, c, g, w, k, zero, one, zero, zero, one), 0, _after_both
-    )
-    return (a, c, g, w, k), (ja, jc, jg, jw, jk)
-
-
-@triton.jit
-def _last(state):
-    """The map of a whole scan, as scalars."""
-    a, c, g, w, k = state
-    end = tl.arange(0, a.shape[0]) == a.shape[0] - 1
-    return (
-        tl.sum(tl.where(end, a, 0.0), 0),
-        tl.sum(tl.where(end, c, 0.0), 0),
-        tl.sum(tl.where(end, g, 0.0), 0),
-        tl.sum(tl.where(end, w, 0.0), 0),
-        tl.sum(tl.where(end, k, 0.0), 0),
-    )
-
-
-@triton.jit
 def _from_behind(maps, chunk, chunks, U: tl.constexpr):
     """What the chunks behind hand over: their maps composed until one does not ask further."""
     a, c, g, w, k = 0.0, 1.0, 0.0, 0.0, 1.0
@@ -184,9 +112,9 @@ def _from_behind(maps, chunk, chunks, U: tl.constexpr):
                 tl.load(row + 3 * chunks, mask=known, other=0.0),
                 tl.load(row + 4 * chunks, mask=known, other=1.0),
             )
-        whole, _ = _scanned(block, U)
-        b, d, e, f, h = _last(whole)
-        a, c, g, w, k = _after(b, d, e, f, h, a, c, g, w, k)
+        whole, _ = scanned(block, U)
+        b, d, e, f, h = scalars(whole)
+        a, c, g, w, k = compose(b, d, e, f, h, a, c, g, w, k)
         if U == NO_U:
             k = 0.0
         at += BEHIND
@@ -263,10 +191,10 @@ def gae_kernel(
     for i in tl.static_range(3, -1, -1):
         token = (valid[i], r[i], v[i], ts[i], us[i], ends[i], after[i])
         _, state = _token(state, token, gamma, decay, U, PER_TOKEN)
-    whole, behind = _scanned(state, U)
+    whole, behind = scanned(state, U)
     if PHASE == MAPS:
         chunks = tl.num_programs(0)
-        a, c, g, w, k = _last(whole)
+        a, c, g, w, k = scalars(whole)
         tl.store(maps + chunk, a)
         tl.store(maps + chunks + chunk, c)
         if U != NO_U:
@@ -278,20 +206,46 @@ def gae_kernel(
         if PHASE == APPLY:
             h0, u0 = _from_behind(maps, chunk, tl.num_programs(0), U)
         ja, jc, jg, jw, jk = behind
-        a, _, _, w, _ = _after(h0, 0.0, 0.0, u0, 0.0, ja, jc, jg, jw, jk)
+        a, _, _, w, _ = compose(h0, 0.0, 0.0, u0, 0.0, ja, jc, jg, jw, jk)
         state = (a, zero, zero, w, zero)
-        a3, state = _token(state, (valid[3], r[3], v[3], ts[3], us[3], ends[3], after[3]), gamma, decay, U, PER_TOKEN)
-        a2, state = _token(state, (valid[2], r[2], v[2], ts[2], us[2], ends[2], after[2]), gamma, decay, U, PER_TOKEN)
-        a1, state = _token(state, (valid[1], r[1], v[1], ts[1], us[1], ends[1], after[1]), gamma, decay, U, PER_TOKEN)
-        a0, state = _token(state, (valid[0], r[0], v[0], ts[0], us[0], ends[0], after[0]), gamma, decay, U, PER_TOKEN)
+        a3, state = _token(
+            state,
+            (valid[3], r[3], v[3], ts[3], us[3], ends[3], after[3]),
+            gamma,
+            decay,
+            U,
+            PER_TOKEN,
+        )
+        a2, state = _token(
+            state,
+            (valid[2], r[2], v[2], ts[2], us[2], ends[2], after[2]),
+            gamma,
+            decay,
+            U,
+            PER_TOKEN,
+        )
+        a1, state = _token(
+            state,
+            (valid[1], r[1], v[1], ts[1], us[1], ends[1], after[1]),
+            gamma,
+            decay,
+            U,
+            PER_TOKEN,
+        )
+        a0, state = _token(
+            state,
+            (valid[0], r[0], v[0], ts[0], us[0], ends[0], after[0]),
+            gamma,
+            decay,
+            U,
+            PER_TOKEN,
+        )
         advantage = _whole(a0, a1, a2, a3)
         tl.store(advantages + at, tl.where(active, advantage, 0.0), mask=inside)
         tl.store(returns + at, tl.where(active, advantage + value, 0.0), mask=inside)
 
 
-def gae_fwd(
-    rewards, values, mask, terminated, truncated, bootstrap_values, cu_seqlens, gamma, lam
-):
+def gae_fwd(rewards, values, mask, terminated, truncated, bootstrap_values, cu_seqlens, gamma, lam):
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     tokens, length = rewards.numel(), rewards.shape[1]
     if tokens == 0:
@@ -299,12 +253,13 @@ def gae_fwd(
     sequences = rewards.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     per_token = bootstrap_values is not None and bootstrap_values.dim() == 2
     u = UNMET if per_token else NO_U if truncated is None else NEXT_VALUE
+    block = _block(u)
     # as many whole sequences as fit, so that every program begins at a multiple of 16 bytes
-    span = 0 if cu_seqlens is not None else BLOCK // length * length
+    span = 0 if cu_seqlens is not None else block // length * length
     if span % 4:
-        span = BLOCK // length // 4 * 4 * length
-    whole = span > 0 or tokens <= BLOCK
-    span = span or BLOCK
+        span = block // length // 4 * 4 * length
+    whole = span > 0 or tokens <= block
+    span = span or block
     chunks = triton.cdiv(tokens, span)
     maps = None if whole else rewards.new_empty(5 if u != NO_U else 2, chunks)
     for phase in (WHOLE,) if whole else (MAPS, APPLY):
@@ -330,6 +285,55 @@ def gae_fwd(
             PER_TOKEN=per_token,
             PHASE=phase,
             ALIGNED=tokens % 4 == 0,
-            BLOCK=BLOCK,
+            BLOCK=block,
         )
     return advantages, returns
+
+
+def _block(u):
+    """Tokens of a program; maps of two numbers take twice the registers."""
+    return BLOCK if u == NO_U else BLOCK // 2
+
+
+def targets():
+    always = {
+        **dict.fromkeys(("rewards", "values", "advantages", "returns"), "*fp32"),
+        **dict.fromkeys(("tokens", "length", "sequences", "search_steps", "span"), "i32"),
+        **dict.fromkeys(("gamma", "lam"), "fp32"),
+        "mask": "*i1",
+    }
+    ends = {"terminated": "*i1", "truncated": "*i1"}
+    per_token = {**always, **ends, "bootstrap": "*fp32", "maps": "*fp32"}
+    packed = {**always, **ends, "bootstrap": "*fp32", "maps": "*fp32", "cu_seqlens": "*i32"}
+    # name, types, phase, state, bytes per token, instructions, accesses under 16 bytes: flags of a
+    # byte each, the map of the chunk, the search for a token's sequence
+    variants = [
+        ("gae", always, WHOLE, NO_U, 17, 85, 4),
+        ("gae_maps", {**always, "maps": "*fp32"}, MAPS, NO_U, 9, 70, 6),
+        ("gae_apply", {**always, "maps": "*fp32"}, APPLY, NO_U, 17, 95, 6),
+        ("gae_ends_apply", per_token, APPLY, UNMET, 23, 255, 17),
+        ("gae_packed_apply", packed, APPLY, NEXT_VALUE, 23, 260, 65),
+    ]
+    return [
+        Target(
+            name=name,
+            kernel=gae_kernel,
+            types=types,
+            constants={
+                "U": state.value,
+                "PER_TOKEN": state.value == UNMET.value,
+                "PHASE": phase.value,
+                "ALIGNED": True,
+                "BLOCK": _block(state),
+            },
+            divisible=(*(n for n, t in types.items() if t[0] == "*"), "tokens", "span"),
+            num_warps=4,
+            element_bytes=4,
+            bytes_per_element=moved,
+            instructions=instructions,
+            block=_block(state),
+            loops=0,
+            narrow=narrow,
+        )
+        for name, types, phase, state, moved, instructions, narrow in variants
+    ]

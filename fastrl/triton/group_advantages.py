@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS = 32  # rewards of a program
+from fastrl.triton.target import Target
+
+ROWS = 16  # rewards of a program
 COLUMNS = 64  # rewards that they are compared with at a time
 ALL_PAIRS = 4096  # the largest batch of ids that is not sorted first
 ONE_LAUNCH = 16384  # the largest batch whose std every program finds for itself
@@ -23,7 +25,6 @@ ONE_LAUNCH = 16384  # the largest batch whose std every program finds for itself
 CONSECUTIVE = tl.constexpr(0)
 ANY_ORDER = tl.constexpr(1)
 SORTED = tl.constexpr(2)
-
 
 
 @triton.jit
@@ -41,15 +42,16 @@ def _power_of_two(x):
 
 
 @triton.jit
-def _key(at, group_ids, group_size, count, MODE: tl.constexpr):
+def _key(at, group_ids, group_size, limit, MODE: tl.constexpr):
     if MODE == CONSECUTIVE:
         return at // group_size
-    return tl.load(group_ids + at, mask=at < count, other=0)
+    else:
+        return tl.load(group_ids + at, mask=at < limit, other=0)
 
 
 @triton.jit
-def _reward(at, rewards, order, count, MODE: tl.constexpr):
-    known = at < count
+def _reward(at, rewards, order, limit, MODE: tl.constexpr):
+    known = at < limit
     if MODE == SORTED:
         at = tl.load(order + at, mask=known, other=0)
     return tl.load(rewards + at, mask=known, other=0.0)
@@ -73,10 +75,10 @@ def _bound(key, group_ids, count, ABOVE: tl.constexpr):
 def _neighbours(first, last, group_ids, group_size, count, MODE: tl.constexpr):
     """Where the members of the groups of the rewards `first` to `last` lie."""
     if MODE == CONSECUTIVE:
-        begin = first // group_size * group_size // 16 * 16
-        return begin, tl.minimum((last // group_size + 1) * group_size, count)
+        end = tl.minimum((last // group_size + 1) * group_size, count)
+        return first // group_size * group_size, end
     elif MODE == SORTED:
-        begin = _bound(tl.load(group_ids + first), group_ids, count, False) // 16 * 16
+        begin = _bound(tl.load(group_ids + first), group_ids, count, False)
         return begin, _bound(tl.load(group_ids + last), group_ids, count, True)
     else:
         return first * 0, last * 0 + count
@@ -104,18 +106,17 @@ def _std(squares, size, correction, scale):
 
 
 @triton.jit
-def _known(begin, x, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, MODE: tl.constexpr):
+def _known(begin, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, MODE: tl.constexpr):
     """Which of COLUMNS rewards belong to a group without NaN and infinities."""
     columns = tl.arange(0, COLUMNS)
     key = _key(begin + columns, group_ids, group_size, count, MODE)
     last = tl.minimum(begin + COLUMNS, count) - 1
     first, end = _neighbours(begin, last, group_ids, group_size, count, MODE)
     spoiled = tl.zeros([COLUMNS], tl.int32)
-    for other in range(first, end, COLUMNS):
-        at = other + columns
-        broken = ~_finite(_reward(at, rewards, None, count, MODE))
-        same = key[:, None] == _key(at, group_ids, group_size, count, MODE)[None, :]
-        spoiled += tl.sum((same & broken[None, :]).to(tl.int32), 1)
+    for other in range(first, end):
+        if ~_finite(tl.load(rewards + other)):
+            its_key = other // group_size if MODE == CONSECUTIVE else tl.load(group_ids + other)
+            spoiled += (key == its_key).to(tl.int32)
     return (begin + columns < count) & (spoiled == 0)
 
 
@@ -129,31 +130,34 @@ def _batch_std(
     for begin in range(0, count, COLUMNS):
         broken += (~_finite(_reward(begin + columns, rewards, None, count, MODE))).to(tl.int32)
     some_broken = tl.sum(broken, 0) > 0
-    size, largest, high, low, squares = 0.0, 0.0, 0.0, 0.0, 0.0
-    mean, rest, cut, scale, inverse = 0.0, 0.0, 0.0, 1.0, 1.0
+    zero = tl.zeros([COLUMNS], tl.float32)
+    sizes, most, uppers, lowers, squares = zero, zero, zero, zero, zero
+    size, mean, rest, cut, scale, inverse = 0.0, 0.0, 0.0, 0.0, 1.0, 1.0
     for sweep in tl.static_range(3):
         for begin in range(0, count, COLUMNS):
             x = _reward(begin + columns, rewards, None, count, MODE)
             known = begin + columns < count
             if some_broken:
-                known = _known(begin, x, rewards, group_ids, group_size, count, COLUMNS, MODE)
+                known = _known(begin, rewards, group_ids, group_size, count, COLUMNS, MODE)
             x = tl.where(known, x, 0.0)
             if sweep == 0:
-                size += tl.sum(known.to(tl.float32), 0)
-                largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+                sizes += known.to(tl.float32)
+                most = tl.maximum(most, tl.abs(x))
             elif sweep == 1:
-                exact = (x + cut) - cut
-                high += tl.sum(exact, 0)
-                low += tl.sum(x - exact, 0)
+                upper = (x + cut) - cut
+                uppers += upper
+                lowers += x - upper
             else:
                 away = tl.where(known, ((x - mean) - rest) * inverse, 0.0)
-                squares += tl.sum(away * away, 0)
+                squares += away * away
         if sweep == 0:
+            size = tl.sum(sizes, 0)
+            largest = tl.max(most, 0)
             cut = _power_of_two(largest * size)[0] * 4
             scale, inverse = _power_of_two(largest)
         elif sweep == 1:
-            mean, rest = _mean(high, low, tl.maximum(size, 1.0))
-    return _std(squares, size, correction, scale)
+            mean, rest = _mean(tl.sum(uppers, 0), tl.sum(lowers, 0), tl.maximum(size, 1.0))
+    return _std(tl.sum(squares, 0), size, correction, scale)
 
 
 @triton.jit
@@ -177,7 +181,7 @@ def group_advantages_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    first = tl.program_id(0) * ROWS
     rows = first + tl.arange(0, ROWS)
     inside = rows < count
     x = _reward(rows, rewards, order, count, MODE)
@@ -185,38 +189,33 @@ def group_advantages_kernel(
     last = tl.minimum(first + ROWS, count) - 1
     begin, end = _neighbours(first, last, group_ids, group_size, count, MODE)
 
-    zero = tl.zeros([ROWS], tl.float32)
-    size, largest, high, low, squares = zero, zero, zero, zero, zero
-    mean, rest, cut, scale, inverse = zero, zero, zero, zero, zero
-    spread = tl.zeros([ROWS], tl.int32)
-    broken = tl.zeros([ROWS], tl.int32)
-    for sweep in tl.static_range(3):
-        for near in range(begin, end, COLUMNS):
-            at = tl.multiple_of(near, 16) + tl.arange(0, COLUMNS)
-            y = _reward(at, rewards, order, count, MODE)[None, :]
-            its_key = _key(at, group_ids, group_size, count, MODE)[None, :]
-            same = (key[:, None] == its_key) & (at < end)[None, :]
-            if sweep == 0:
-                size += tl.sum(same.to(tl.float32), 1)
-                spread += tl.sum((same & (y != x[:, None])).to(tl.int32), 1)
-                broken += tl.sum((same & ~_finite(y)).to(tl.int32), 1)
-                largest = tl.maximum(largest, tl.max(tl.where(same, tl.abs(y), 0.0), 1))
-            elif sweep == 1:
-                # sums of the upper parts are exact, in any order
-                upper = (y + cut[:, None]) - cut[:, None]
-                high += tl.sum(tl.where(same, upper, 0.0), 1)
-                low += tl.sum(tl.where(same, y - upper, 0.0), 1)
-            else:
-                away = ((y - mean[:, None]) - rest[:, None]) * inverse[:, None]
-                squares += tl.sum(tl.where(same, away * away, 0.0), 1)
-        if sweep == 0:
-            cut = _power_of_two(largest * size)[0] * 4
-            scale, inverse = _power_of_two(largest)
-        elif sweep == 1:
-            mean, rest = _mean(high, low, tl.maximum(size, 1.0))
-    mixed = spread > 0
-    mean = tl.where(mixed, mean, x)
-    std = tl.where(mixed, _std(squares, size, correction, scale), 0.0)
+    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sizes, others, broken, most = zeros, zeros, zeros, zeros
+    for near in range(begin, end, COLUMNS):
+        y, same = _compared(near, end, key, rewards, group_ids, order, group_size, COLUMNS, MODE)
+        sizes += tl.where(same, 1.0, 0.0)
+        others += tl.where(same & (y != x[:, None]), 1.0, 0.0)
+        broken += tl.where(same & ~_finite(y), 1.0, 0.0)
+        most = tl.maximum(most, tl.where(same, tl.abs(y), 0.0))
+    size, largest = tl.sum(sizes, 1), tl.max(most, 1)
+    mixed, finite = tl.sum(others, 1) > 0, tl.sum(broken, 1) == 0
+    scale, inverse = _power_of_two(largest)
+    cut = _power_of_two(largest * size)[0] * 4
+
+    uppers, lowers = zeros, zeros
+    for near in range(begin, end, COLUMNS):
+        y, same = _compared(near, end, key, rewards, group_ids, order, group_size, COLUMNS, MODE)
+        upper = (y + cut[:, None]) - cut[:, None]  # sums of these are exact, in any order
+        uppers += tl.where(same, upper, 0.0)
+        lowers += tl.where(same, y - upper, 0.0)
+    mean, rest = _mean(tl.sum(uppers, 1), tl.sum(lowers, 1), tl.maximum(size, 1.0))
+
+    squares = zeros
+    for near in range(begin, end, COLUMNS):
+        y, same = _compared(near, end, key, rewards, group_ids, order, group_size, COLUMNS, MODE)
+        away = ((y - mean[:, None]) - rest[:, None]) * inverse[:, None]
+        squares += tl.where(same, away * away, 0.0)
+    std = tl.where(mixed, _std(tl.sum(squares, 1), size, correction, scale), 0.0)
 
     advantage = x
     if BASELINE != 2:
@@ -227,11 +226,11 @@ def group_advantages_kernel(
         divisor = std
         if SCALE == 1:
             if batch_std is None:
-                divisor = zero + _batch_std(
+                divisor = tl.zeros_like(std) + _batch_std(
                     rewards, group_ids, group_size, count, correction, COLUMNS, MODE
                 )
             else:
-                divisor = zero + tl.load(batch_std)
+                divisor = tl.zeros_like(std) + tl.load(batch_std)
         advantage = tl.where(advantage == 0, 0.0, tl.div_rn(advantage, divisor + eps))
     alone = size == 1
     advantage = tl.where(alone, x if RAW else 0.0 * x, advantage)
@@ -240,16 +239,28 @@ def group_advantages_kernel(
     at = rows
     if MODE == SORTED:
         at = tl.load(order + rows, mask=inside, other=0)
-    tl.store(advantages + at, tl.where(broken > 0, nan, advantage), mask=inside)
-    tl.store(means + at, tl.where(broken > 0, nan, mean), mask=inside)
-    tl.store(stds + at, tl.where(broken > 0, nan, std), mask=inside)
-    tl.store(informatives + at, informative & (broken == 0), mask=inside)
+    tl.store(advantages + at, tl.where(finite, advantage, nan), mask=inside)
+    tl.store(means + at, tl.where(finite, tl.where(mixed, mean, x), nan), mask=inside)
+    tl.store(stds + at, tl.where(finite, std, nan), mask=inside)
+    tl.store(informatives + at, informative & finite, mask=inside)
+
+
+@triton.jit
+def _compared(
+    near, end, key, rewards, group_ids, order, group_size, COLUMNS: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """The next rewards, and for each row which of them are of its group."""
+    at = near + tl.arange(0, COLUMNS)
+    y = _reward(at, rewards, order, end, MODE)
+    its_key = _key(at, group_ids, group_size, end, MODE)
+    return y[None, :], (key[:, None] == its_key[None, :]) & (at < end)[None, :]
 
 
 def group_advantages_fwd(
     rewards, group_ids, group_size, baseline, scale, correction, eps, singleton
 ):
     count = rewards.numel()
+    assert count < 2**31 - ROWS, "positions of rewards are 32-bit"
     advantages, means, stds = (torch.empty_like(rewards) for _ in range(3))
     informative = torch.empty_like(rewards, dtype=torch.bool)
     outputs = (advantages, means, stds, informative)
@@ -298,3 +309,42 @@ def _std_of_finite(rewards, means, correction):
     squares = torch.where(known, x - x.sum() / size.clamp(min=1), 0.0).square().sum()
     freedom = size - correction
     return torch.where(freedom > 0, squares / freedom.clamp(min=1e-9), 0.0).sqrt().float()
+
+
+def targets():
+    floats = ("rewards", "advantages", "means", "stds")
+    types = {
+        **dict.fromkeys(floats, "*fp32"),
+        "informatives": "*i1",
+        **dict.fromkeys(("count", "group_size"), "i32"),
+        **dict.fromkeys(("correction", "eps"), "fp32"),
+    }
+    by_id = {**types, "group_ids": "*i64"}
+    variants = [
+        ("group_advantages", types, CONSECUTIVE, 0),
+        ("group_advantages_batch", types, CONSECUTIVE, 1),
+        ("group_advantages_ids", by_id, ANY_ORDER, 0),
+        ("group_advantages_ids_batch", by_id, ANY_ORDER, 1),
+        ("group_advantages_sorted", {**by_id, "order": "*i64"}, SORTED, 0),
+    ]
+    return [
+        Target(
+            name=name,
+            kernel=group_advantages_kernel,
+            types=types,
+            constants={
+                "BASELINE": 0,
+                "SCALE": scale,
+                "RAW": False,
+                "MODE": mode.value,
+                "ROWS": ROWS,
+                "COLUMNS": COLUMNS,
+            },
+            divisible=(*(n for n, t in types.items() if t[0] == "*"), "count"),
+            num_warps=4,
+            element_bytes=4,
+            bytes_per_element=17,  # of kilobytes in all: the launch is what it costs
+            options={"enable_fp_fusion": False},
+        )
+        for name, types, mode, scale in variants
+    ]

@@ -11,6 +11,15 @@ import triton.language as tl
 
 from fastrl.library import METRICS
 from fastrl.triton import objectives
+from fastrl.triton.loss_sums import (
+    RATIO_MAX,
+    RATIO_MIN,
+    ROW,
+    columns,
+    count_of_finished,
+    finish,
+    fold,
+)
 from fastrl.triton.objectives import (
     BIAS_CORRECTED,
     MAX_LOG_RATIO,
@@ -23,23 +32,14 @@ from fastrl.triton.objectives import (
     log_ratio_bounds,
     objective_terms,
 )
+from fastrl.triton.target import Target
 
 BLOCK = 1024  # tokens of a program at a time
-MOST_PROGRAMS = 1024  # at token level: beyond it programs take several blocks
+MOST_PROGRAMS = 512  # at token level: beyond it programs take several blocks
 NUM_WARPS = 8
-PARTS = tl.constexpr(64)  # rows of sums that the last program adds at a time
 
 TOKEN = tl.constexpr(0)
 SEQUENCE = tl.constexpr(1)
-
-# A row of sums holds the metrics in their order, and behind them what the loss needs.
-RATIO_MAX = tl.constexpr(METRICS.index("ratio_max"))
-RATIO_MIN = tl.constexpr(METRICS.index("ratio_min"))
-ACTIVE = tl.constexpr(METRICS.index("active_tokens"))
-WEIGHTED_KL = tl.constexpr(12)
-WEIGHTED_ENTROPY = tl.constexpr(13)
-BROKEN = tl.constexpr(14)
-ROW = tl.constexpr(16)
 
 
 @triton.jit
@@ -63,7 +63,9 @@ def _tokens(at, end, logprobs, advantages, mask, old_logprobs):
 
 
 @triton.jit
-def _shared_terms(POLICY: tl.constexpr, GMPO: tl.constexpr, mean, difference, advantage, logprob, c):
+def _shared_terms(
+    POLICY: tl.constexpr, GMPO: tl.constexpr, mean, difference, advantage, logprob, c
+):
     """The terms of a token of a sequence with this mean log-ratio."""
     if GMPO:
         ratio = exp(mean)
@@ -149,9 +151,10 @@ def policy_loss_kernel(
             shared_slope = tl.sum(total, 0) / size
 
     lowest, highest = log_ratio_bounds(c, MAX_LOG_RATIO)
-    policy_sum, kl_sum, kl_old_sum, entropy_sum, ratio_sum = zero, zero, zero, zero, zero
-    low_sum, high_sum, active_sum, idle_sum, broken_sum = zero, zero, zero, zero, zero
-    weighted_kl, weighted_entropy = zero, zero
+    none = tl.zeros([BLOCK // 4], tl.float32)
+    policy_sum, kl_sum, kl_old_sum, entropy_sum, ratio_sum = none, none, none, none, none
+    low_sum, high_sum, active_sum, idle_sum, broken_sum = none, none, none, none, none
+    weighted_kl, weighted_entropy = none, none
     ratio_max, ratio_min = zero - float("inf"), zero + float("inf")
     for start in range(begin, end, BLOCK):
         at = start + block
@@ -160,14 +163,12 @@ def policy_loss_kernel(
         )
         weight = _load(weights, at, inside, active)
         if LEVEL == TOKEN:
-            loss, slope, clip, _, ratio = objective_terms(
-                POLICY, difference, advantage, logprob, c
-            )
+            loss, slope, clip, _, ratio = objective_terms(POLICY, difference, advantage, logprob, c)
         else:
             loss, slope, clip, _, ratio = _shared_terms(
                 POLICY, GMPO, mean, difference, advantage, logprob, c
             )
-        policy_sum += weight * loss
+        policy_sum += fold(weight * loss)
         if LEVEL == SEQUENCE and MOVES:
             slope = zero + shared_slope
             if GMPO:
@@ -184,104 +185,50 @@ def policy_loss_kernel(
                 weight = _load(kl_weights, at, inside, active)
             if LEVEL != SEQUENCE:
                 kl_slope += ratio_slope
-            kl_sum += tl.where(active, kl, 0.0)
-            weighted_kl += weight * kl
+            kl_sum += fold(tl.where(active, kl, 0.0))
+            weighted_kl += fold(weight * kl)
             slope += tl.where(c.kl_coef != 0, weight * (c.kl_coef * kl_slope), 0.0)
         slope = tl.where(active, slope, 0.0)
         tl.store(slopes + at, slope, mask=inside)
         idle = active & (slope == 0)
         if entropy is None:
-            entropy_sum -= logprob
+            entropy_sum -= fold(logprob)
         else:
             bonus = _load(entropy, at, inside, active)
             if entropy_weights is not None:
                 entropy_weight = _load(entropy_weights, at, inside, active)
-            entropy_sum += bonus
-            weighted_entropy += entropy_weight * bonus
+            entropy_sum += fold(bonus)
+            weighted_entropy += fold(entropy_weight * bonus)
             idle = idle & (entropy_weight * c.entropy_coef == 0)
         if old_logprobs is not None:
             log_ratio = clamp(difference, lowest, highest)
-            kl_old_sum += expm1(log_ratio) - log_ratio
-        ratio_sum += tl.where(active, ratio, 0.0)
+            kl_old_sum += fold(expm1(log_ratio) - log_ratio)
+        ratio_sum += fold(tl.where(active, ratio, 0.0))
         ratio_max = tl.maximum(ratio_max, tl.where(active, ratio, -float("inf")))
         ratio_min = tl.minimum(ratio_min, tl.where(active, ratio, float("inf")))
-        broken_sum += (active & (ratio != ratio)).to(tl.float32)
-        low_sum += (clip < 0).to(tl.float32)
-        high_sum += (clip > 0).to(tl.float32)
-        active_sum += active.to(tl.float32)
-        idle_sum += idle.to(tl.float32)
+        broken_sum += fold((active & (ratio != ratio)).to(tl.float32))
+        low_sum += fold((clip < 0).to(tl.float32))
+        high_sum += fold((clip > 0).to(tl.float32))
+        active_sum += fold(active.to(tl.float32))
+        idle_sum += fold(idle.to(tl.float32))
 
-    clip_low, clip_high = tl.sum(low_sum, 0), tl.sum(high_sum, 0)
+    # in the order of the metrics; what stands behind them is for the loss
+    fields = columns(
+        columns(policy_sum, ratio_sum, high_sum, weighted_kl),
+        columns(kl_sum, none, low_sum + high_sum, weighted_entropy),
+        columns(kl_old_sum, none, active_sum, broken_sum),
+        columns(entropy_sum, low_sum, idle_sum, none),
+    )
     field = tl.arange(0, ROW)
-    row = tl.where(field == 0, tl.sum(policy_sum, 0), 0.0)
-    row = tl.where(field == 1, tl.sum(kl_sum, 0), row)
-    row = tl.where(field == 2, tl.sum(kl_old_sum, 0), row)
-    row = tl.where(field == 3, tl.sum(entropy_sum, 0), row)
-    row = tl.where(field == 4, tl.sum(ratio_sum, 0), row)
+    row = tl.sum(tl.reshape(fields, [BLOCK // 4, ROW]), 0)
     row = tl.where(field == RATIO_MAX, tl.max(ratio_max, 0), row)
     row = tl.where(field == RATIO_MIN, tl.min(ratio_min, 0), row)
-    row = tl.where(field == 7, clip_low, row)
-    row = tl.where(field == 8, clip_high, row)
-    row = tl.where(field == 9, clip_low + clip_high, row)
-    row = tl.where(field == ACTIVE, tl.sum(active_sum, 0), row)
-    row = tl.where(field == 11, tl.sum(idle_sum, 0), row)
-    row = tl.where(field == WEIGHTED_KL, tl.sum(weighted_kl, 0), row)
-    row = tl.where(field == WEIGHTED_ENTROPY, tl.sum(weighted_entropy, 0), row)
-    row = tl.where(field == BROKEN, tl.sum(broken_sum, 0), row)
     tl.store(parts + program * ROW + field, row)
     # every thread's part of the row stands before the count that lets another program read it
     tl.debug_barrier()
     programs = tl.num_programs(0)
     if tl.atomic_add(finished, 1) == programs - 1:
-        _finish(parts, programs, finished, loss_out, metrics, c)
-
-
-@triton.jit
-def _finish(parts, programs, finished, loss_out, metrics, c):
-    """Adds up the rows of sums, and leaves the count at 0 for the next launch."""
-    field = tl.arange(0, ROW)
-    sums = tl.zeros([PARTS, ROW], tl.float32)
-    highest = sums - float("inf")
-    lowest = sums + float("inf")
-    for first in range(0, programs, PARTS):
-        part = first + tl.arange(0, PARTS)[:, None]
-        known = part < programs
-        rows = tl.load(
-            parts + part * ROW + field[None, :], mask=known, other=0.0, cache_modifier=".cg"
-        )
-        sums += rows
-        highest = tl.maximum(highest, tl.where(known, rows, -float("inf")))
-        lowest = tl.minimum(lowest, tl.where(known, rows, float("inf")))
-    total = tl.sum(sums, 0)
-
-    active = tl.sum(tl.where(field == ACTIVE, total, 0.0), 0)
-    broken = tl.sum(tl.where(field == BROKEN, total, 0.0), 0)
-    nan = float("nan")
-    extreme = tl.where(field == RATIO_MAX, tl.max(highest, 0), tl.min(lowest, 0))
-    is_extreme = (field == RATIO_MAX) | (field == RATIO_MIN)
-    as_it_is = (field == 0) | (field == ACTIVE)
-    result = tl.where(as_it_is, total, total / tl.maximum(active, 1.0))
-    result = tl.where(is_extreme, tl.where(broken > 0, nan, extreme), result)
-    result = tl.where(active > 0, result, 0.0)
-    tl.store(metrics + field, result, mask=field < WEIGHTED_KL)
-    factor = tl.where(field == 0, 1.0, 0.0)
-    factor = tl.where(field == WEIGHTED_KL, c.kl_coef, factor)
-    factor = tl.where(field == WEIGHTED_ENTROPY, -c.entropy_coef, factor)
-    tl.store(loss_out, tl.sum(tl.where(factor != 0, factor * total, 0.0), 0))
-    tl.store(finished, 0)
-
-
-_counts: dict[tuple[int, int], torch.Tensor] = {}
-
-
-def _count_of_finished(device):
-    """A zero that the kernel leaves at zero: one for each stream, one for each captured graph."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _counts:
-        _counts[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counts[key]
+        finish(parts, programs, finished, loss_out, metrics, c)
 
 
 def policy_loss_fwd(
@@ -329,7 +276,7 @@ def policy_loss_fwd(
         cu_seqlens,
         slope,
         logprobs.new_empty(programs, ROW.value),
-        _count_of_finished(logprobs.device),
+        count_of_finished(logprobs.device),
         loss,
         metrics,
         tokens,
@@ -345,3 +292,51 @@ def policy_loss_fwd(
         num_warps=NUM_WARPS,
     )
     return loss, slope, metrics
+
+
+def targets():
+    floats = ("logprobs", "advantages", "weights", "old_logprobs", "slopes")
+    outputs = ("parts", "loss_out", "metrics")
+    plain = {
+        **dict.fromkeys((*floats, *outputs), "*fp32"),
+        **dict.fromkeys(("tokens", "length"), "i32"),
+        "mask": "*i1",
+        "finished": "*i32",
+        "c": Coefficients._make(["fp32"] * len(Coefficients._fields)),
+    }
+    optional = ("kl_weights", "entropy_weights", "ref_logprobs", "entropy")
+    full = {**plain, **dict.fromkeys(optional, "*fp32")}
+    packed = {**full, "cu_seqlens": "*i32"}
+    # name, types, policy, KL gradient, level, bytes per token, instructions, loops that stream
+    variants = [
+        ("policy_loss", plain, objectives.ppo_clip, 0, 0, 21, 120, 1),
+        ("policy_loss_full", full, objectives.sapo, 2, 0, 37, 215, 1),
+        ("policy_loss_sequence", plain, objectives.ppo_clip, 0, 1, 21, 220, 3),
+        ("policy_loss_packed", packed, objectives.gmpo, 0, 1, 37, 320, 3),
+    ]
+    return [
+        Target(
+            name=name,
+            kernel=policy_loss_kernel,
+            types=types,
+            constants={
+                "POLICY": policy,
+                "ESTIMATOR": objectives.k3,
+                "GRADIENT": gradient,
+                "LEVEL": level,
+                "GMPO": policy is objectives.gmpo,
+                "MOVES": True,
+                "BLOCK": BLOCK,
+            },
+            divisible=(*(n for n, t in types.items() if t[0] == "*"), "tokens", "length"),
+            num_warps=NUM_WARPS,
+            element_bytes=4,
+            bytes_per_element=moved,
+            instructions=instructions,
+            block=BLOCK,
+            loops=loops,
+            # flags are a byte each; packed sequences begin anywhere
+            narrow=1 if "cu_seqlens" not in types else 40,
+        )
+        for name, types, policy, gradient, level, moved, instructions, loops in variants
+    ]

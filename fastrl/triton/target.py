@@ -12,7 +12,8 @@ class Target(NamedTuple):
         name: of the cubin, `triton-<name>-<arch>.cubin`.
         kernel: the `triton.jit` function.
         types: of every run-time argument in Triton's words: `*bf16`, `fp32`, `i32`, `i64`.
-            An argument that stands neither here nor in `constants` is None.
+            A tuple of arguments is a tuple of types. An argument that stands neither here nor in
+            `constants` is None.
         constants: the values of the constexpr arguments.
         divisible: the arguments that are multiples of 16: aligned pointers, even strides.
         num_warps: as in the launch.
@@ -22,11 +23,16 @@ class Target(NamedTuple):
             loops do not run over something large.
         mufu: the same for the special functions.
         options: other compile options of the launch.
+        block: elements that a program takes in one pass of a loop, where the bytes that the loop
+            loads do not tell.
+        loops: how many of the loops stream, those that move most; None is all of them, 0 none: the
+            whole code is one pass.
+        narrow: accesses under 16 bytes that a pass may hold: flags of a byte each, single values.
     """
 
     name: str
     kernel: Any
-    types: dict[str, str]
+    types: dict[str, Any]
     constants: dict[str, Any]
     divisible: tuple[str, ...]
     num_warps: int
@@ -35,3 +41,6 @@ class Target(NamedTuple):
     instructions: float | None = None
     mufu: float | None = None
     options: dict[str, Any] | None = None
+    block: int | None = None
+    loops: int | None = None
+    narrow: int = 0

@@ -1,0 +1,275 @@
+"""`make targets`: every GPU kernel compiled for every target, and what its machine code costs.
+
+No GPU is needed. Triton kernels are compiled ahead of time from the `targets()` of their modules,
+those of csrc/cuda by nvcc where it is installed; the code is left in build/targets/ and read back
+by sass.py. The command fails where a kernel spills, computes in double, reads or writes less than
+16 bytes at a time where it streams, or passes its budget of instructions on sm_90.
+
+The predicted time is that of an H200 and the largest of three: bytes over 4.3 TB/s, instructions
+over the issue rate, special functions over theirs. It is a bound, not a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+BUILD = ROOT / "build" / "targets"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+BUDGETED = "sm_90"
+
+# of an H200, per second
+BYTES = 4.3e12
+ISSUED = 132 * 4 * 32 * 1.755e9  # instructions of single threads
+MUFU = 132 * 16 * 1.755e9
+
+
+class Report(NamedTuple):
+    """One kernel for one target; costs are per element of what it streams."""
+
+    name: str
+    architecture: str
+    kernel: str
+    registers: int
+    spills: int
+    double: int
+    narrow: int  # accesses under 16 bytes beyond those the target allows
+    instructions: float | None
+    mufu: float | None
+    milliseconds: float | None  # predicted for 1e9 elements
+    bound: str
+    failures: list[str]
+
+
+class CudaTarget(NamedTuple):
+    """What a kernel of csrc/cuda may cost on sm_90, by a part of its mangled name."""
+
+    kernel: str
+    element_bytes: int
+    bytes_per_element: float
+    instructions: float
+    mufu: float | None = None
+    narrow: int = 0
+
+
+#: The kernels of csrc/cuda with a budget; the others are held to no spills and no doubles.
+CUDA: tuple[CudaTarget, ...] = ()
+
+
+def triton_targets() -> list[Any]:
+    """Return what the `targets()` of every kernel module list."""
+    found = []
+    for path in sorted((ROOT / "fastrl" / "triton").glob("*.py")):
+        if "\ndef targets(" in path.read_text():
+            found += importlib.import_module(f"fastrl.triton.{path.stem}").targets()
+    return found
+
+
+def compile_triton(target: Any, architecture: str) -> Path:
+    """Compile one target and return its cubin (or hsaco, with its assembly beside it)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for place, name in enumerate(target.kernel.arg_names):
+        signature[name] = target.types.get(name, "constexpr")
+        if name not in target.types:
+            constants[(place,)] = target.constants.get(name)
+        if name in target.divisible:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    unknown = ({*target.types} | {*target.constants}) - {*target.kernel.arg_names}
+    assert not unknown, f"{target.name}: the kernel has no argument {unknown}"
+    amd = architecture.startswith("gfx")
+    gpu = (
+        GPUTarget("hip", architecture, 64) if amd else GPUTarget("cuda", int(architecture[3:]), 32)
+    )
+    options = {"num_warps": target.num_warps, **(target.options or {})}
+    compiled = triton.compile(
+        ASTSource(target.kernel, signature, constants, attributes), target=gpu, options=options
+    )
+    path = BUILD / f"triton-{target.name}-{architecture}.{'hsaco' if amd else 'cubin'}"
+    path.write_bytes(compiled.asm["hsaco" if amd else "cubin"])
+    if amd:
+        path.with_suffix(".amdgcn").write_text(compiled.asm["amdgcn"])
+    return path
+
+
+def report_triton(target: Any, architecture: str) -> Report:
+    import sass
+
+    (kernel,) = sass.read(compile_triton(target, architecture))
+    passes = sorted(kernel.passes, key=lambda one: -(one.loaded + one.stored))[: target.loops]
+    passes = [kernel.whole] if target.loops == 0 and kernel.passes else passes
+    each = None if target.block is None else target.block / (32 * target.num_warps)
+    costs = _costs(passes, target.element_bytes, each)
+    return _report(target.name, architecture, kernel, passes, costs, target)
+
+
+def cuda_targets() -> list[tuple[Path, str]]:
+    """Return the CUDA sources and the architectures to compile them for."""
+    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    return [(path, arch) for path in sources for arch in ARCHITECTURES if arch.startswith("sm_")]
+
+
+def report_cuda(source: Path, architecture: str) -> list[Report]:
+    import sass
+
+    path = BUILD / f"cuda-{source.stem}-{architecture}.cubin"
+    inputs = [source, *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.*h")]
+    if not path.exists() or path.stat().st_mtime < max(file.stat().st_mtime for file in inputs):
+        command = [nvcc() or "nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "-O3"]
+        command += [f"-I{ROOT / 'csrc'}", "-o", str(path), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    reports = []
+    for kernel in sass.read(path):
+        budget = next((one for one in CUDA if one.kernel in kernel.name), None)
+        costs = _costs(kernel.passes, budget.element_bytes) if budget else (None, None)
+        name = f"cuda {source.stem}"
+        reports.append(_report(name, architecture, kernel, kernel.passes, costs, budget))
+    return reports
+
+
+def nvcc() -> str | None:
+    """Return the CUDA compiler: of CUDA_HOME, of PATH, or where it is installed by default."""
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    return str(home / "bin" / "nvcc") if (home / "bin" / "nvcc").exists() else shutil.which("nvcc")
+
+
+def _costs(
+    passes: list[Any], element_bytes: int, each: float | None = None
+) -> tuple[float | None, float | None]:
+    """Instructions and special functions per element, over all hot loops together."""
+    counted = [(one, each or one.elements(element_bytes)) for one in passes]
+    counted = [(one, elements) for one, elements in counted if elements]
+    if not counted:
+        return None, None
+    return (
+        sum(one.instructions / elements for one, elements in counted),
+        sum(one.mufu / elements for one, elements in counted),
+    )
+
+
+def _report(
+    name: str, architecture: str, kernel: Any, passes: list[Any], costs: Any, target: Any
+) -> Report:
+    instructions, mufu = costs
+    failures = []
+    if kernel.spills:
+        failures.append(f"{kernel.spills} spills")
+    if kernel.double:
+        failures.append(f"{kernel.double} instructions in double")
+    streams = target is not None and target.instructions is not None
+    narrow = max((one.narrow for one in passes), default=0) - target.narrow if streams else 0
+    if narrow > 0:
+        failures.append(f"{narrow} accesses under 16 bytes in a pass")
+    if streams and architecture == BUDGETED:
+        for what, cost, budget in (
+            ("instructions", instructions, target.instructions),
+            ("MUFU", mufu, target.mufu),
+        ):
+            if budget is not None and not (cost is not None and cost <= budget):
+                failures.append(f"{cost} {what} per element, budget {budget}")
+    milliseconds, bound = None, ""
+    if streams and instructions is not None and architecture.startswith("sm_"):
+        seconds = {
+            "memory": target.bytes_per_element * 1e9 / BYTES,
+            "issue": instructions * 1e9 / ISSUED,
+            "MUFU": mufu * 1e9 / MUFU,
+        }
+        bound = max(seconds, key=seconds.__getitem__)
+        milliseconds = seconds[bound] * 1e3
+    return Report(
+        name=name,
+        architecture=architecture,
+        kernel=kernel.name,
+        registers=kernel.registers,
+        spills=kernel.spills,
+        double=kernel.double,
+        narrow=max(narrow, 0),
+        instructions=instructions if streams else None,
+        mufu=mufu if streams else None,
+        milliseconds=milliseconds,
+        bound=bound,
+        failures=failures,
+    )
+
+
+def _one(job: tuple[str, Any, str]) -> list[Report]:
+    kind, what, architecture = job
+    if kind == "cuda":
+        return report_cuda(what, architecture)
+    targets = {target.name: target for target in triton_targets()}
+    return [report_triton(targets[what], architecture)]
+
+
+def reports(architectures: tuple[str, ...], only: str = "", jobs: int = 2) -> list[Report]:
+    """Compile everything and read it back, in as many processes."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    work: list[tuple[str, Any, str]] = [
+        ("triton", target.name, architecture)
+        for target in triton_targets()
+        for architecture in architectures
+    ]
+    if nvcc() is not None:
+        work += [("cuda", *pair) for pair in cuda_targets() if pair[1] in architectures]
+    work = [job for job in work if only in f"{job[0]} {job[1]}"]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return [report for found in pool.imap(_one, work) for report in found]
+
+
+def table(found: list[Report]) -> str:
+    lines = [
+        "| kernel | target | registers | spills | narrow | instructions | MUFU | H200 ms / 1e9 |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for one in found:
+        costs = [f"{cost:.2f}" if cost is not None else "" for cost in one[7:9]]
+        predicted = "" if one.milliseconds is None else f"{one.milliseconds:.2f} ({one.bound})"
+        lines.append(
+            f"| {one.name} | {one.architecture} | {one.registers} | {one.spills} | {one.narrow} "
+            f"| {costs[0]} | {costs[1]} | {predicted} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
+    parser.add_argument("--only", default="", help="targets whose name holds this text")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
+    options = parser.parse_args()
+    if importlib.util.find_spec("triton") is None:
+        print("triton is not installed: nothing to compile (`pip install triton`)")
+        return 0
+    found = reports(tuple(options.arch), options.only, options.jobs)
+    if options.json:
+        print(json.dumps([report._asdict() for report in found]))
+        return 0
+    print(table(found))
+    if nvcc() is None:
+        print("\nnvcc is not installed: csrc/cuda was not compiled")
+    failures = [(one, failure) for one in found for failure in one.failures]
+    for one, failure in failures:
+        print(f"FAILED {one.name} {one.architecture} {one.kernel}: {failure}")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    # the code that runs here is compiled, not interpreted
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""GPU kernels, compiled ahead of time for every target: no spills, no doubles, within budget."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def from_bench(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+sass = from_bench("sass")
+targets = from_bench("targets")
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    # a process of its own: the tests of this one may run kernels in Triton's interpreter
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "bench" / "targets.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_keeps_what_its_target_says(reports, architecture):
+    found = [report for report in reports if report["architecture"] == architecture]
+    assert len(found) >= 10
+    assert {f"{one['name']}: {failure}" for one in found for failure in one["failures"]} == set()
+
+
+@needs_triton
+def test_kernels_that_stream_have_a_budget_and_a_prediction(reports):
+    budgeted = {one["name"] for one in reports if one["milliseconds"]}
+    assert {"gae", "gae_apply", "policy_loss", "policy_loss_sequence"} <= budgeted
+
+
+@pytest.mark.skipif(not list((ROOT / "csrc" / "cuda").glob("*.cu")), reason="there is no .cu")
+@pytest.mark.skipif(targets.nvcc() is None, reason="nvcc is not installed")
+@needs_triton
+def test_cuda_sources_were_compiled(reports):
+    compiled = {one["name"] for one in reports if one["name"].startswith("cuda ")}
+    assert compiled == {f"cuda {path.stem}" for path, _ in targets.cuda_targets()}
+
+
+LISTING = """
+	.section	.text.kernel,"ax",@progbits
+.L_x_0:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   FFMA R8, R4, R5, R8 ;
+        /*0020*/                   MUFU.EX2 R9, R8 ;
+.L_x_1:
+        /*0030*/              @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64+0x10] ;
+        /*0040*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+        /*0060*/               @P0 BRA `(.L_x_0) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+def kernel_of(*changes):
+    listing = LISTING
+    for old, new in changes:
+        assert old in listing
+        listing = listing.replace(old, new)
+    ((name, labels, code),) = sass._functions(listing)
+    return sass._nvidia(name, 32, labels, code)
+
+
+def test_the_innermost_loop_is_the_hot_one():
+    kernel = kernel_of()
+    assert (kernel.name, kernel.instructions) == ("kernel", 8)
+    (loop,) = kernel.passes
+    assert (loop.instructions, loop.loaded, loop.stored, loop.narrow) == (3, 16, 16, 0)
+    assert loop.elements(2) == 8
+    assert (kernel.whole.mufu, kernel.whole.loaded) == (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (("FFMA R8, R4", "STL [R1], R4 ; "), "spills"),
+        (("FFMA R8", "DFMA R8"), "double"),
+        (("MUFU.EX2", "MUFU.RCP64H"), "double"),
+        (("FFMA R8, R4, R5, R8", "F2F.F64.F32 R8, R4"), "double"),
+        (("FFMA R8, R4, R5, R8", "UBLKCP.S.G [UR8], [UR10], UR4"), "bulk"),
+    ],
+)
+def test_what_costs_dearly_is_counted(change, what):
+    assert getattr(kernel_of(), what) == 0
+    assert getattr(kernel_of(change), what) == 1
+
+
+@pytest.mark.parametrize("width", ["", ".U8", ".U16", ".64", ".CONSTANT"])
+def test_narrow_accesses_are_counted(width):
+    change = ("LDG.E.128.CONSTANT", f"LDG.E{width}")
+    assert kernel_of(change).passes[0].narrow == 1
+
+
+def test_a_kernel_without_loops_is_one_pass():
+    kernel = kernel_of(("               @P1 BRA `(.L_x_1)", "NOP"), ("BRA `(.L_x_0)", "EXIT"))
+    assert kernel.passes == [kernel.whole]
+    assert not kernel.whole.is_loop
+
+
+class Budget:
+    instructions, mufu, narrow, bytes_per_element = 3.0, 1.0, 0, 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "costs", "words"),
+    [
+        (None, (3.0, 1.0), None),
+        (None, (3.1, 1.0), "3.1 instructions per element, budget 3.0"),
+        (None, (3.0, 1.1), "1.1 MUFU per element, budget 1.0"),
+        (None, (None, None), "None instructions per element, budget 3.0"),
+        (("STG.E.128", "STG.E"), (3.0, 1.0), "1 accesses under 16 bytes in a pass"),
+        (("FFMA R8", "DADD R8"), (3.0, 1.0), "1 instructions in double"),
+        (("FFMA R8, R4, R5, R8", "LDL R8, [R1]"), (3.0, 1.0), "1 spills"),
+    ],
+)
+def test_a_kernel_that_costs_too_much_fails(change, costs, words):
+    kernel = kernel_of(*([change] if change else []))
+    report = targets._report("kernel", "sm_90", kernel, kernel.passes, costs, Budget)
+    assert report.failures[:1] == ([words] if words else [])
+
+
+def test_the_prediction_is_the_largest_of_three():
+    kernel = kernel_of()
+    for costs, bound in (((1.0, 0.1), "memory"), ((40.0, 0.1), "issue"), ((1.0, 9.0), "MUFU")):
+        assert targets._report("k", "sm_80", kernel, [], costs, Budget).bound == bound
