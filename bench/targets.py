@@ -225,7 +225,7 @@ def reports(architectures: tuple[str, ...], only: str = "", jobs: int = 2) -> li
     ]
     if nvcc() is not None:
         work += [("cuda", *pair) for pair in cuda_targets() if pair[1] in architectures]
-    work = [job for job in work if only in f"{job[0]} {job[1]}"]
+    work = [job for job in work if only in f"{job[0]} {getattr(job[1], 'stem', job[1])}"]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         return [report for found in pool.imap(_one, work) for report in found]
 

@@ -234,7 +234,7 @@ __device__ __forceinline__ GaeMap scan_block(const GaeParams& p, const GaeMap& o
 }
 
 template <int kThreads, bool kPerToken>
-__global__ void __launch_bounds__(kThreads) gae_scan(const __grid_constant__ GaeParams p) {
+__global__ void __launch_bounds__(kThreads, 2) gae_scan(const __grid_constant__ GaeParams p) {
   GaeShared<kThreads>* shared = shared_memory<GaeShared<kThreads>>();
   const int64_t chunks = num_blocks();
   int64_t chunk = 0;
