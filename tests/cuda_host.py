@@ -31,7 +31,10 @@ FLAGS = [
     f"-I{SOURCES}",
     '-DFASTRL_HOST_PRIMITIVES="host/primitives.h"',
 ]
-SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+SANITIZERS = {
+    "address": ["-O0", "-fsanitize=address,undefined"],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
 
 
 def compile_host(name, *flags):
@@ -64,10 +67,8 @@ def library(name):
 
 def run_program(name, sanitizer=None, *arguments, warp=8):
     """Run the program's own checks, under a sanitizer if one is named; return the finished run."""
-    flags = ["-O1", f"-DFASTRL_HOST_WARP={warp}"]
-    if sanitizer:
-        flags += [f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all"]
-    program = compile_host(name, *flags)
+    flags = SANITIZERS[sanitizer] + ["-fno-sanitize-recover=all"] if sanitizer else ["-O1"]
+    program = compile_host(name, f"-DFASTRL_HOST_WARP={warp}", *flags)
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     return subprocess.run(
         [str(program), *arguments], capture_output=True, text=True, timeout=300, env=environment

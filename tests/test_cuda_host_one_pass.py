@@ -3,7 +3,7 @@
 import cuda_vocabulary as kernels
 import pytest
 import torch
-from cuda_rows import assert_gradient, exact, gradient, make_rows
+from cuda_rows import CASES, assert_gradient, exact, gradient, make_rows
 
 from fastrl.ops.slopes import TokenSlopes
 
@@ -73,17 +73,7 @@ def test_policy_loss_of_every_objective(name, V, beside, clusters):
     assert_gradient(grad, expected, size)
 
 
-SHAPES = ((1, 0), (37, 2), (1003, 1), (4096, 0), (20000, 0), (24000, 8))
-OPTIONS = (
-    {},
-    {"temperature": 0.7, "logit_scale": 1.5, "logit_softcap": 8.0},
-    {"temperature": torch.tensor([[0.5, 1.0, 1.7], [0.9, 1.2, float("nan")]])},
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("V", "beside"), SHAPES)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("V", "beside", "dtype", "options"), CASES)
 def test_policy_loss_of_every_shape(V, beside, dtype, options):
     kinds, given, optional = OBJECTIVES["everything"]
     whole, logits, token_ids, active = make_rows(V, beside, dtype)

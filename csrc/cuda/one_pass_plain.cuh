@@ -66,7 +66,6 @@ __global__ void __launch_bounds__(kThreads)
       p.logprobs[row] = active ? s.plan.logprob : 0.0f;
       p.entropy[row] = active ? s.plan.entropy : 0.0f;
     }
-    sync_block();  // before the next row's plan
   }
 }
 

@@ -36,7 +36,7 @@ __global__ void sum_kernel(const __grid_constant__ SumParams p) {
     init(&s.full[0]);
     init(&s.full[1]);
   }
-  sync_block();
+  sync_cluster();
   if (t == 0) {
     load(0);
     load(1);

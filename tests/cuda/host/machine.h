@@ -16,6 +16,14 @@
 #include <thread>
 #include <vector>
 
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#endif
+
 #ifndef FASTRL_HOST_WARP
 #define FASTRL_HOST_WARP 8
 #endif
@@ -37,6 +45,25 @@ inline void require(bool ok, const char* what) {
 
 inline std::atomic<uint64_t> progress{0};
 
+// Sleeps while *at is `seen`. Not std::atomic::wait: what that shares between unrelated barriers
+// orders them, and would hide races from ThreadSanitizer.
+inline void sleep_while(const std::atomic<uint32_t>& at, uint32_t seen) {
+  for (int turn = 0; at.load(std::memory_order_acquire) == seen; ++turn) {
+#if defined(__linux__)
+    if (turn >= 4) {
+      syscall(SYS_futex, &at, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+      continue;
+    }
+#endif
+    std::this_thread::yield();
+  }
+}
+inline void wake_all([[maybe_unused]] std::atomic<uint32_t>& at) {
+#if defined(__linux__)
+  syscall(SYS_futex, &at, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
+
 class Barrier {
  public:
   explicit Barrier(unsigned threads) : threads_(threads) {}
@@ -46,11 +73,12 @@ class Barrier {
       arrived_.store(0, std::memory_order_relaxed);
       progress.fetch_add(1, std::memory_order_relaxed);
       generation_.fetch_add(1, std::memory_order_release);
-      generation_.notify_all();
+      wake_all(generation_);
       return;
     }
-    while (generation_.load(std::memory_order_acquire) == generation) generation_.wait(generation);
+    sleep_while(generation_, generation);
   }
+  bool met() const { return generation_.load(std::memory_order_relaxed) != 0; }
 
  private:
   const unsigned threads_;

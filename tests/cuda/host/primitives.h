@@ -181,6 +181,8 @@ inline void store_remote(float* shared, unsigned rank, float x) {
   host::require(offset >= 0 && offset < static_cast<ptrdiff_t>(host::here.shape->shared_bytes) &&
                     rank < cluster_size(),
                 "a remote store outside the shared memory of the cluster");
+  host::require(host::here.cluster->barrier.met(),
+                "a remote store to a block that may not run yet");
   *reinterpret_cast<float*>(host::here.cluster->blocks[rank]->shared + offset) = x;
 }
 
@@ -193,7 +195,7 @@ struct BulkBarrier {
   void add(int64_t bytes) {
     if (missing.fetch_add(bytes, std::memory_order_acq_rel) + bytes != 0) return;
     phase.fetch_add(1, std::memory_order_release);
-    phase.notify_all();
+    host::wake_all(phase);
   }
 };
 inline void init(BulkBarrier* barrier) { new (barrier) BulkBarrier{{0}, {0}}; }
@@ -210,7 +212,7 @@ inline void bulk_load(void* shared, const void* global, unsigned bytes, BulkBarr
 }
 inline void wait(BulkBarrier* barrier, unsigned parity) {
   for (uint32_t phase; (phase = barrier->phase.load(std::memory_order_acquire)) % 2 == parity;) {
-    barrier->phase.wait(phase);
+    host::sleep_while(barrier->phase, phase);
   }
 }
 inline void fence_bulk() {}

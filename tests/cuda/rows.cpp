@@ -1,0 +1,172 @@
+// The vocabulary kernels under the sanitizers, against a naive double loop. Of the types and
+// options only those are compiled that differ in what they touch: vectors that are aligned or not.
+#define FASTRL_PART_BYTES 512
+#include <cstdio>
+
+#include "cuda/logits_policy_loss.cuh"
+#include "cuda/token_stats.cuh"
+#include "cuda/token_stats_backward.cuh"
+#include "host/program.h"
+
+namespace fastrl::cuda {
+namespace {
+
+using host::AlignedCopy;
+using host::Random;
+constexpr int kThreads = kWarp > 16 ? kWarp : 16;
+constexpr double kClip = 0.2, kEntropyCoef = 0.05;
+
+enum class Path { kClusters, kPlain, kTwoCalls };
+
+float value(BFloat16 x) { return Element<BFloat16>::value(x); }
+
+// Rows of a vocabulary, `beside` elements apart, the first of them `offset` elements into a vector.
+class Problem {
+ public:
+  Problem(int rows, int vocabulary, int beside, int offset)
+      : rows_(rows),
+        vocabulary_(vocabulary),
+        stride_(vocabulary + beside),
+        // ends with the last row's last element, so that AddressSanitizer sees a step beyond it
+        bytes_((static_cast<size_t>(rows - 1) * stride_ + vocabulary) * 2),
+        logits_(bytes_, offset * 2),
+        token_ids_(rows),
+        active_(new bool[rows]),
+        advantages_(rows),
+        weights_(rows),
+        old_(rows),
+        logprobs_(rows),
+        entropy_(rows) {
+    Random random(vocabulary + beside + offset);
+    for (size_t i = 0; i < bytes_ / 2; ++i) {
+      at(logits_)[i] = Element<BFloat16>::from(3 * random.normal());
+    }
+    for (int row = 0; row < rows; ++row) {
+      token_ids_[row] = random.below(vocabulary);
+      active_[row] = row % 5 != 3;
+      advantages_[row] = random.normal();
+      weights_[row] = random.uniform();
+      old_[row] = -random.uniform() * 9;
+    }
+  }
+
+  bool run(Path path, bool in_place) {
+    AlignedCopy logits(bytes_, offset_of(logits_), logits_.data());
+    AlignedCopy grad(static_cast<size_t>(rows_) * vocabulary_ * 2);
+    const DeviceLimits limits{path == Path::kClusters ? 9 : 8, 6, 227 << 10, 228 << 10, 1 << 20};
+    LogitsPolicyLossParams p{};
+    p.in = {kBFloat16,         logits.data(), 1,       rows_, vocabulary_, 0,  stride_,
+            token_ids_.data(), active_.get(), nullptr, 1.0,   1.0,         0.0};
+    p.out = in_place ? GradientParams{logits.data(), 0, stride_}
+                     : GradientParams{grad.data(), 0, vocabulary_};
+    p.advantages = advantages_.data();
+    p.weights = weights_.data();
+    p.old_logprobs = old_.data();
+    p.ratio = Ratio::kPpoClip;
+    const float none = HUGE_VALF;
+    p.coefficients = {kClip, kClip, none, none, 1, 1, 0, none, none, none, kEntropyCoef};
+    p.logprobs = logprobs_.data();
+    p.entropy = entropy_.data();
+    const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
+    if (rows_are_aligned(call.rows, kBFloat16)) {
+      run_kernels<true>(call, limits, path);
+    } else {
+      run_kernels<false>(call, limits, path);
+    }
+    const int64_t stride = in_place ? stride_ : vocabulary_;
+    const BFloat16* result = at(in_place ? logits : grad);
+    for (int row = 0; row < rows_; ++row) {
+      if (!check(row, result + row * stride)) return false;
+    }
+    return true;
+  }
+
+ private:
+  template <bool kAligned>
+  void run_kernels(const LogitsPolicyLossCall& call, const DeviceLimits& limits, Path path) {
+    if (path != Path::kTwoCalls) {
+      launch_one_pass<BFloat16, kAligned, false, kThreads>(call, limits, 0);
+      return;
+    }
+    std::vector<float> unused(rows_), row_max(rows_), log_sum(rows_), flow(rows_),
+        flow_entropy(rows_);
+    const std::unique_ptr<bool[]> is_top1(new bool[rows_]);
+    const TokenStatsParams stats{call.p.in,       true,          true,          logprobs_.data(),
+                                 entropy_.data(), unused.data(), unused.data(), is_top1.get(),
+                                 row_max.data(),  log_sum.data()};
+    launch(token_stats_kernel<BFloat16, kAligned, false, Wanted::kSquares, kThreads>,
+           {4, kThreads, 1, PartSums<kThreads>::bytes(call.rows.parts.count)},
+           TokenStatsCall{stats, call.rows, call.scaling}, 0);
+    for (int row = 0; row < rows_; ++row) {
+      flow[row] = static_cast<float>(slope(row, logprobs_[row]));
+      flow_entropy[row] = static_cast<float>(-kEntropyCoef * weights_[row]);
+    }
+    const TokenStatsBackwardParams backward{call.p.in,           call.p.out,      row_max.data(),
+                                            log_sum.data(),      entropy_.data(), flow.data(),
+                                            flow_entropy.data(), nullptr};
+    launch(token_stats_backward_kernel<BFloat16, kAligned, false, kThreads>,
+           {7, kThreads, 1, sizeof(BackwardShared)},
+           TokenStatsBackwardCall{backward, call.rows, call.scaling}, 0);
+  }
+  double slope(int row, double logprob) const {
+    const double ratio = std::exp(logprob - old_[row]), a = advantages_[row];
+    const bool clipped = a > 0 ? ratio > 1 + kClip : ratio < 1 - kClip;
+    return clipped ? 0 : -ratio * a * weights_[row];
+  }
+
+  static BFloat16* at(AlignedCopy& x) { return reinterpret_cast<BFloat16*>(x.data()); }
+  static size_t offset_of(AlignedCopy& x) { return reinterpret_cast<uintptr_t>(x.data()) % 128; }
+
+  bool check(int row, const BFloat16* grad) {
+    const BFloat16* x = at(logits_) + row * stride_;
+    double sum = 0, sum_t = 0;
+    for (int j = 0; j < vocabulary_; ++j) {
+      sum += std::exp(value(x[j]));
+      sum_t += std::exp(value(x[j])) * value(x[j]);
+    }
+    const double log_sum = std::log(sum), entropy = log_sum - sum_t / sum;
+    const double logprob = value(x[token_ids_[row]]) - log_sum;
+    const double flow = slope(row, logprob);
+    bool ok = active_[row] ? std::fabs(logprobs_[row] - logprob) < 1e-5 &&
+                                 std::fabs(entropy_[row] - entropy) < 1e-5
+                           : logprobs_[row] == 0 && entropy_[row] == 0;
+    for (int j = 0; j < vocabulary_; ++j) {
+      const double log_p = value(x[j]) - log_sum, p = std::exp(log_p);
+      double want = flow * ((j == token_ids_[row]) - p);
+      want += kEntropyCoef * weights_[row] * p * (log_p + entropy);
+      if (!active_[row]) want = 0;
+      ok &= std::fabs(value(grad[j]) - want) <= 0.005 * std::fabs(want) + 1e-6;
+    }
+    if (!ok) std::fprintf(stderr, "row %d of %d x %d is wrong\n", row, rows_, vocabulary_);
+    return ok;
+  }
+
+  int rows_, vocabulary_;
+  int64_t stride_;
+  size_t bytes_;
+  AlignedCopy logits_;
+  std::vector<int64_t> token_ids_;
+  std::unique_ptr<bool[]> active_;
+  std::vector<float> advantages_, weights_, old_, logprobs_, entropy_;
+};
+
+}  // namespace
+}  // namespace fastrl::cuda
+
+int main() {
+  using fastrl::cuda::Path;
+  bool ok = true;
+  // vocabulary, elements between rows, elements before the first
+  const int shapes[][3] = {{1024, 0, 0}, {2048, 8, 8}, {1001, 0, 0}, {777, 3, 5}, {5, 0, 1}};
+  for (const auto& shape : shapes) {
+    fastrl::cuda::Problem problem(shape[0] == 1024 ? 30 : 12, shape[0], shape[1], shape[2]);
+    for (const Path path : {Path::kClusters, Path::kPlain, Path::kTwoCalls}) {
+      for (const bool in_place : {true, false}) {
+        if (problem.run(path, in_place)) continue;
+        std::fprintf(stderr, "path %d, in place %d\n", static_cast<int>(path), in_place);
+        ok = false;
+      }
+    }
+  }
+  return ok ? 0 : 1;
+}
