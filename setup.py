@@ -59,13 +59,18 @@ CUDA_OPERATORS = [
     "csrc/cuda/bind.cpp",
     "csrc/cuda/gae.cpp",
     "csrc/cuda/group_advantages.cpp",
+    "csrc/cuda/logits_policy_loss.cpp",
     "csrc/cuda/policy_loss.cpp",
+    "csrc/cuda/token_stats.cpp",
     "csrc/cuda/zero_word.cpp",
 ]
 CUDA_KERNELS = [
     "csrc/cuda/gae.cu",
     "csrc/cuda/group_advantages.cu",
+    "csrc/cuda/logits_policy_loss.cu",
     "csrc/cuda/policy_loss.cu",
+    "csrc/cuda/token_stats.cu",
+    "csrc/cuda/token_stats_backward.cu",
 ]
 CUDA_HEADERS = [
     "csrc/check.h",

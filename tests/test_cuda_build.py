@@ -75,7 +75,6 @@ import ctypes, os, torch
 from fastrl import library
 ctypes.CDLL({str(operators)!r}, mode=os.RTLD_LAZY)
 names = [name for name in library._SCHEMAS if library._places(name)[-1].startswith("fastrl_cuda")]
-names = [name for name in names if "logits" not in name and "token_stats" not in name]
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(sorted(name for name in names if not has("fastrl_cuda::" + name, "CUDA")))
 """

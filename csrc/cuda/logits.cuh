@@ -5,28 +5,9 @@
 #include <cmath>
 
 #include "elements.cuh"
+#include "logits.h"
 
 namespace fastrl::cuda {
-
-enum LogitsType : int { kFloat, kBFloat16, kHalf };
-
-// Rows [batch, tokens] of logits; element strides, row = b * tokens + t. Rows are contiguous.
-struct LogitsParams {
-  LogitsType type;
-  const void* logits;
-  int64_t batch, tokens, vocabulary, stride_b, stride_t;
-  // [batch, tokens], contiguous; without `temperatures` all rows have the one temperature
-  const int64_t* token_ids;
-  const bool* active;
-  const float* temperatures;
-  double temperature, logit_scale, logit_softcap;  // no softcap: 0
-};
-
-// Where the gradient goes: to the logits themselves, or to a buffer of the same type.
-struct GradientParams {
-  void* grad_logits;
-  int64_t stride_b, stride_t;
-};
 
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 

@@ -6,19 +6,6 @@
 
 namespace fastrl::cuda {
 
-// [batch, tokens], contiguous. Null: of `kl_weights` and `entropy_weights`, they are `weights`; of
-// the others, there are none. GMPO is not a function of one token.
-struct LogitsPolicyLossParams {
-  LogitsParams in;
-  GradientParams out;
-  const float *advantages, *weights, *kl_weights, *entropy_weights, *old_logprobs, *ref_logprobs;
-  Ratio ratio;
-  KlEstimator kl_estimator;
-  KlGradient kl_gradient;
-  Coefficients<float> coefficients;
-  float *logprobs, *entropy;
-};
-
 struct LogitsPolicyLossCall {
   LogitsPolicyLossParams p;
   RowGeometry rows;

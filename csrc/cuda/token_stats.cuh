@@ -7,15 +7,6 @@
 
 namespace fastrl::cuda {
 
-// [batch, tokens], contiguous; a statistic that is not wanted is 0.
-struct TokenStatsParams {
-  LogitsParams in;
-  bool with_entropy, with_sum_sq_probs;
-  float *logprobs, *entropy, *logsumexp, *sum_sq_probs;
-  bool* is_top1;
-  float *row_max, *log_sum;
-};
-
 struct TokenStatsCall {
   TokenStatsParams p;
   RowGeometry rows;

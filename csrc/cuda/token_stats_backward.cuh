@@ -7,14 +7,6 @@
 
 namespace fastrl::cuda {
 
-// [batch, tokens], contiguous; the gradients that flow back may be null.
-struct TokenStatsBackwardParams {
-  LogitsParams in;
-  GradientParams out;
-  const float *row_max, *log_sum, *entropy;  // as the forward returned them
-  const float *grad_logprobs, *grad_entropy, *grad_logsumexp;
-};
-
 struct TokenStatsBackwardCall {
   TokenStatsBackwardParams p;
   RowGeometry rows;
