@@ -127,6 +127,7 @@ double sum_slopes(const TokenInputs& in, int64_t begin, int64_t end, float mean)
   const bool kl =
       c.kl_coef != 0 && static_cast<KlGradient>(in.kl_gradient) == KlGradient::kBiasCorrected;
   DoubleSum total;
+  if (!policy && !kl) return 0;
   for (int64_t i = begin; i < end; i += kLanes) {
     const Tokens t(in, i, end);
     if (policy) total.add(t.weight * shared_terms(t, c, mean).slope);
