@@ -209,6 +209,7 @@ OPTIONS = {
         {"use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
         {},
     ),
+    "cispo capped below 1": ({"loss_type": "cispo"}, {}),
     "items in batch": ({}, {"num_items_in_batch": 90}),
     "items in batch, a tensor": ({"loss_type": "cispo", "epsilon_high": 5.0}, "items"),
     "rollout weights": ({}, "token ratio"),
@@ -302,7 +303,6 @@ REFUSED = {
         "loss_type": "luspo",
         "importance_sampling_level": "sequence",
     },
-    "epsilon_high must be at least 1 with loss_type cispo.*got 0.2": {"loss_type": "cispo"},
     "max_completion_length is needed with loss_type dr_grpo": {"loss_type": "dr_grpo"},
     r"delta must be above 1 \+ clip_high = 1.2, got 1.1": {"delta": 1.1},
     "sapo_temperature_pos must be above 0, got 0": {

@@ -46,10 +46,9 @@ SUPPORT = [
         note="its weights are of whole sequences under the current policy",
     ),
     Support(
-        option="`delta` not above `1 + epsilon_high`; cispo with `epsilon_high < 1`; sequence "
-        "level with cispo or sapo",
+        option="`delta` not above `1 + epsilon_high`; sequence level with cispo or sapo",
         handling="refused",
-        note="no `Objective` has such a bound; the last Liger refuses itself",
+        note="no `Objective` has such a bound; the others Liger refuses itself",
     ),
     Support(
         option="`compiled`, `chunk_size`",
@@ -141,7 +140,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         del compiled, chunk_size, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg
-        _refuse(loss_type, importance_sampling_level, beta, epsilon_high, max_completion_length)
+        _refuse(loss_type, importance_sampling_level, beta, max_completion_length)
         self.beta, self.loss_type, self.temperature = beta, loss_type, temperature
         self.use_ref_model = use_ref_model
         fields: dict[str, Any] = {**_AGGREGATIONS[loss_type], "level": importance_sampling_level}
@@ -297,13 +296,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return fastrl.masked_mean(kl, mask), clip_ratio
 
 
-def _refuse(
-    loss_type: str,
-    level: str,
-    beta: float,
-    epsilon_high: float,
-    max_completion_length: int | None,
-) -> None:
+def _refuse(loss_type: str, level: str, beta: float, max_completion_length: int | None) -> None:
     if loss_type == "vespo":
         raise NotImplementedError(
             f"loss_type must be one of {', '.join(_AGGREGATIONS)}; vespo weighs whole sequences "
@@ -321,11 +314,6 @@ def _refuse(
         raise NotImplementedError(
             "loss_type luspo needs importance_sampling_level sequence and beta 0: otherwise "
             f"Liger's average takes in padding; got {level} and {beta}"
-        )
-    if loss_type == "cispo" and epsilon_high < 1:
-        raise NotImplementedError(
-            "epsilon_high must be at least 1 with loss_type cispo, where it is the upper bound of "
-            f"the ratio itself; got {epsilon_high}"
         )
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("max_completion_length is needed with loss_type dr_grpo, got None")
