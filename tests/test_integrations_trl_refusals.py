@@ -78,6 +78,13 @@ def test_a_subclass_with_a_method_of_its_own_is_refused(method, trainer, monkeyp
         use_fastrl(trainer)
 
 
+def test_trls_own_subclass_with_another_loss_is_refused(trainer, monkeypatch):
+    gmpo = pytest.importorskip("trl.experimental.gmpo")
+    monkeypatch.setattr(trainer, "__class__", gmpo.GMPOTrainer)
+    with pytest.raises(ValueError, match="GMPOTrainer has a _compute_loss of its own"):
+        use_fastrl(trainer)
+
+
 def test_a_subclass_with_other_methods_is_taken(trainer, monkeypatch):
     class LoggingTrainer(trl.GRPOTrainer):
         def log(self, logs, start_time=None):
