@@ -139,9 +139,9 @@ PRIMITIVE: tuple[Support, ...] = (
         applies=lambda t: getattr(t, "loss_type", None) not in LOSS_TYPES,
     ),
     Support(
-        option="`delta` not above `1 + epsilon_high`; cispo with `epsilon_high < 1`",
+        option="`delta` not above `1 + epsilon_high`, `epsilon > 1`, or a negative `beta`",
         handling="primitive",
-        note="no `Objective` has such a bound; TRL computes it",
+        note="no `Objective` has such a value; TRL computes it",
         applies=_has_no_objective,
     ),
     Support(
