@@ -150,7 +150,7 @@ POLICY_LOSS = [
     ({"backend": "gpu"}, ValueError, "backend must be one of auto, reference, cpu ... got 'gpu'"),
     ({"backend": None}, TypeError, "backend must be a string, got NoneType"),
     ({"backend": "triton"}, ValueError, "backend 'triton' cannot do this call:"),
-    ({"backend": "cuda"}, ValueError, "backend 'cuda' cannot do this call: ... cuda"),
+    ({"backend": "cuda"}, ValueError, "backend 'cuda' cannot do this call"),
 ]
 
 
