@@ -151,7 +151,7 @@ def test_value_loss(theirs, mode, info):
 @pytest.mark.parametrize("plus", ["", "+"])
 def test_kl_penalty(theirs, kind, plus):
     data = batch(spread=1.5)
-    data.log_prob[0, :4] = data.old[0, :4] + torch.tensor([30.0, -30.0, 9.0, -2.6])
+    data.log_prob[0, :4] = data.old[0, :4] + torch.tensor([100.0, -90.0, 9.0, -2.6])
     a, b = (
         value_and_gradient(lambda x, n=n: n.kl_penalty(x, data.old, kind + plus), data.log_prob)
         for n in (ours, theirs)

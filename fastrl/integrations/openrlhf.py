@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import fastrl
 from fastrl import Objective
+from fastrl.integrations.kl_estimates import kl_estimate, straight_through
 from fastrl.integrations.openrlhf_correction import RolloutGate
 from fastrl.integrations.support import Support
 
 TRIED = (
     "Tried with the files of OpenRLHF 0.11.2 (`models/loss.py`, `models/utils.py`, the experience "
-    "maker); a whole run needs DeepSpeed, Ray and vLLM and was not tried."
+    "maker) and its unit tests of losses and KL; a whole run needs DeepSpeed, Ray and vLLM and was "
+    "not tried."
 )
 
 SUPPORT = [
@@ -38,7 +40,6 @@ SUPPORT = [
     Support(
         option="`compute_approx_kl`: `k1`, `k2`, `k3`, `unbiased_gradient`",
         handling="replaced",
-        note="log-ratios saturate at 80",
     ),
     Support(option="`get_advantages_and_returns`", handling="replaced"),
     Support(option="`compute_reward`, `get_cumulative_returns`, `aggregate_loss`", handling="own"),
@@ -260,7 +261,7 @@ def compute_approx_kl(
     kl_estimator: str = "k1",
     unbiased_gradient: bool = False,
 ) -> Tensor:
-    """Return a KL estimate per token within +-10, by `kl_divergence`: k1, k2 or k3.
+    """Return a KL estimate per token within +-10: k1, k2 or k3.
 
     `unbiased_gradient` keeps the value and takes the gradient of w k2 with the detached weight
     w = min(exp(log_probs - log_probs_old), 10), the gradient of the KL itself.
@@ -275,13 +276,14 @@ def compute_approx_kl(
         raise TypeError("log_probs_old must be a tensor or None; name kl_estimator by keyword")
     if kl_estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"kl_estimator must be one of k1, k2, k3; got {kl_estimator!r}")
-    value = fastrl.kl_divergence(log_probs, log_probs_base, estimator=kl_estimator, clamp=_KL_CLAMP)
+    value = kl_estimate(log_probs, log_probs_base, kl_estimator).clamp(-_KL_CLAMP, _KL_CLAMP)
     if not unbiased_gradient:
         return value
-    slope = fastrl.kl_divergence(log_probs, log_probs_base, estimator="k2")
+    slope = kl_estimate(log_probs, log_probs_base, "k2")
     if log_probs_old is not None:
-        slope = slope * (log_probs - log_probs_old).detach().exp().clamp(max=_KL_CLAMP)
-    return value.detach() + slope - slope.detach()
+        weight = (log_probs.detach().float() - log_probs_old.detach().float()).exp()
+        slope = slope * weight.clamp(max=_KL_CLAMP)
+    return straight_through(value, slope)
 
 
 def get_advantages_and_returns(

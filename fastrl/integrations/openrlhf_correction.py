@@ -69,8 +69,8 @@ class RolloutGate(NamedTuple):
         low, _ = self.threshold
         if self.gating != "ratio" and self.level != "off" and low > 0:
             raise ValueError(
-                f"is_correction_threshold must have no lower bound with gating {self.gating}, "
-                f"got {low}"
+                f"is_correction_threshold takes an upper bound only with gating {self.gating}, "
+                f"got the lower bound {low}"
             )
         return self
 

@@ -56,7 +56,7 @@ def use_fastrl() -> Replaced:
 
     Numbers are verl's, but for: results of masked tokens are 0; log-probabilities and entropies
     are fp32 also from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask gives
-    0 where verl gives NaN or an error; log-ratios saturate at 80.
+    0 where verl gives NaN or an error; log-ratios that verl leaves free saturate at 80.
 
     Returns:
         A handle with `undo()` and `names`, which is a context manager, too.
@@ -106,7 +106,7 @@ _NOTES = {
     "compute_gae_advantage_return": "masked tokens are 0",
     "compute_grpo_outcome_advantage": "a group of equal rewards gives exactly 0",
     "agg_loss": "an empty mask gives 0",
-    "kl_penalty": "log-ratios saturate at 80; `full` is refused, as in verl",
+    "kl_penalty": "`full` is refused, as in verl",
 }
 
 SUPPORT = [

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.integrations.kl_estimates import kl_estimate, straight_through
 from fastrl.integrations.verl_aggregation import aggregation
 from fastrl.ops.rows import refuse_unsafe_inplace
 
@@ -181,7 +182,7 @@ def compute_value_loss(
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Return a KL estimate per token, by `kl_divergence`.
+    """Return a KL estimate per token.
 
     `kl` / `k1`, `abs`, `mse` / `k2`, `low_var_kl` / `k3` (held within +-10); with a `+` the value
     is that of the estimator and the gradient that of k2, the gradient of the KL itself.
@@ -198,12 +199,10 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
             f"kl_penalty must be one of {', '.join(_KL_ESTIMATORS)}, with or without '+', "
             f"got {kl_penalty!r}"
         )
-    clamp = 10.0 if estimator == "k3" else None
-    value = fastrl.kl_divergence(logprob, ref_logprob, estimator=estimator, clamp=clamp)
+    value = kl_estimate(logprob, ref_logprob, estimator)
     if not kl_penalty.endswith("+") or estimator == "k2":
         return value
-    slope = fastrl.kl_divergence(logprob, ref_logprob, estimator="k2")
-    return slope - slope.detach() + value.detach()
+    return straight_through(value, kl_estimate(logprob, ref_logprob, "k2"))
 
 
 def _rows(name: str, logits: Tensor) -> Tensor:
