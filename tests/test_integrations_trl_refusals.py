@@ -122,6 +122,16 @@ def test_a_seam_that_has_moved_is_refused(trainer, monkeypatch):
         use_fastrl(trainer)
 
 
+@pytest.mark.parametrize(
+    ("backend", "sentence"),
+    [("quick", "backend must be one of"), ("cuda", "backend 'cuda' cannot do this call")],
+)
+def test_a_backend_that_cannot_run_here_is_refused(backend, sentence, trainer):
+    with pytest.raises(ValueError, match=sentence):
+        use_fastrl(trainer, backend=backend)
+    assert "_compute_loss" not in trainer.__dict__
+
+
 UNFUSED = {
     "GSPO": ("importance_sampling_level", "sequence", "importance_sampling_level"),
     "vespo": ("loss_type", "vespo", "vespo"),

@@ -25,6 +25,7 @@ from fastrl.integrations.trl_loss import FUSED_INPUTS, fused_loss
 from fastrl.integrations.trl_rules import PRIMITIVE, REFUSED
 from fastrl.integrations.trl_rules import SUPPORT as SUPPORT
 from fastrl.integrations.trl_scoring import token_stats, within
+from fastrl.ops.linear_token_stats import linear_token_stats
 
 TRIED = "Tried with TRL 1.14, 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
 
@@ -69,6 +70,8 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: str = "auto"
     lm_head(trainer.model)
     if getattr(trainer, "ref_model", None) is not None:
         lm_head(trainer.ref_model)
+    one = torch.zeros(1, 1, device=trainer.accelerator.device)
+    linear_token_stats(one, one, one[0].long(), backend=backend)  # refuses what cannot run there
     unfused = (rule for rule in PRIMITIVE if rule.applies is not None and rule.applies(trainer))
     reason = next((f"{rule.option}: {rule.note}" for rule in unfused), None)
     if fused and reason is not None:
