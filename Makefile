@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TESTS ?= fastrl tests
+INTERPRETED ?= tests
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -14,7 +15,8 @@ BUILT := $(VENV)/.extension-built
 BUILD_LOG := $(VENV)/extension-build.log
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo test install lint format types check bench bench-smoke targets clean
+.PHONY: help train train-ppo test test-interpreted install lint format types check bench \
+        bench-smoke targets clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -22,6 +24,7 @@ help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
 	@echo "make test         the tests (TESTS=tests/test_gae.py or ARGS='-k gae' for some)"
+	@echo "make test-interpreted    the tests of the Triton kernels, in Triton's interpreter on the CPU"
 	@echo "make install      .venv with everything for development"
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all and the tests"
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps it)"
@@ -37,6 +40,10 @@ train-ppo: $(VENV)/.installed-train $(BUILT)
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PY) -m pytest --doctest-modules $(TESTS) $(ARGS)
+
+# Triton reads TRITON_INTERPRET when it is imported, so its interpreter has a process of its own.
+test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreted $(INTERPRETED) $(ARGS)
 
 install: $(VENV)/.installed-dev $(BUILT)
 
@@ -54,7 +61,7 @@ format: $(VENV)/.installed-lint
 types: $(VENV)/.installed-lint $(VENV)/.installed-train
 	$(PY) -m mypy
 
-check: lint types bench-smoke test
+check: lint types bench-smoke test-interpreted test
 
 bench: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py $(ARGS)

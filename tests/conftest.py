@@ -7,6 +7,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fastrl import native
+from fastrl.triton.registration import INTERPRETED
+
+#: More takes the interpreter too long.
+MOST_INTERPRETED = 33_000
 
 settings.register_profile(
     "fastrl",
@@ -32,9 +36,13 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["triton"] if INTERPRETED else ["reference", "cpu"])
 def backend(request):
-    """Name of the backend under test; the compiled one may be absent, except in CI."""
+    """Name of the backend under test; the compiled one may be absent, except in CI.
+
+    Triton is interpreted on the CPU, in a process of its own (`make test-interpreted`): it reads
+    TRITON_INTERPRET when it is imported.
+    """
     need_extension(request.param)
     return request.param
 
@@ -50,3 +58,11 @@ def need_extension(backend):
         if os.environ.get("CI"):
             pytest.fail(f"CI must test the compiled extension: {native.missing}")
         pytest.skip(native.missing)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what `make test-interpreted` runs: tests of any backend, unless they are too large."""
+    for item in items:
+        size = item.callspec.params.get("vocabulary", 0) if hasattr(item, "callspec") else 0
+        if "backend" in getattr(item, "fixturenames", ()) and size <= MOST_INTERPRETED:
+            item.add_marker("interpreted")

@@ -22,7 +22,7 @@ MOST_LINES = 400
 CORE = {"backend", "checks", "library", "native", "objective", "presets", "rollout_correction"}
 ALLOWED = {
     "core": ({"triton", *CORE}, {"torch"}),
-    "triton": ({"triton", *CORE}, {"torch", "triton"}),
+    "triton": ({"triton", *CORE}, {"torch", "triton", "numpy"}),
     "reference": ({"reference", "objective", "rollout_correction"}, {"torch"}),
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
     "integrations": ({"", "ops", "integrations"}, {"torch", "transformers", "trl"}),

@@ -50,6 +50,8 @@ def missing() -> str | None:
 def _imported_at_first_call(name: str) -> Callable[..., Any]:
     @functools.cache
     def implementation() -> Callable[..., Any]:
+        if INTERPRETED:
+            importlib.import_module("fastrl.triton.interpreter").correct()
         stem = re.sub(r"_(fwd|bwd)_?$", "", name)
         return cast(
             "Callable[..., Any]", getattr(importlib.import_module(f"fastrl.triton.{stem}"), name)
