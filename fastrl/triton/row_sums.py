@@ -117,7 +117,10 @@ def row_statistics(sums, multiplier, squash, PLAN: tl.constexpr):
     entropy = tl.fma(-LN2, st / s, log_s)
     # the sums are relative to the rounded exponent, log_sum to the largest logit itself
     rest = tl.fma(v, multiplier, -finite_or_zero(v * multiplier))
-    return tl.fma(-LN2, rest, log_s), tl.where(entropy < 0, 0.0, entropy), ss / s / s
+    log_sum = tl.fma(-LN2, rest, log_s)
+    # no closer to 0 than a sum near 1 can tell
+    log_sum = tl.where(log_sum < 1.2e-7, 0.0, log_sum)
+    return log_sum, tl.where(entropy < 1.2e-7, 0.0, entropy), ss / s / s
 
 
 @triton.jit
