@@ -1,0 +1,118 @@
+"""The CUDA kernels on a GPU: the calls of workloads.py exact, captured, on streams, sanitized.
+
+What holds for every backend on a GPU is in the files beside this one; tests/test_gpu_workloads.py
+runs the same calls on the CPU.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from workloads import assert_equals_the_reference, of_logits, of_tokens, small
+
+from fastrl.backend import unavailable
+
+ROOT = Path(__file__).parent.parent.parent
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(unavailable("cuda") is not None, reason=str(unavailable("cuda"))),
+]
+
+
+def on_gpu(work):
+    return {name: x.cuda() for name, x in work.inputs.items()}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (33, 300), (16, 20000)], ids=str)
+def test_tokens_equal_the_reference_in_float64(shape):
+    for work in of_tokens(*shape):
+        assert_equals_the_reference(work, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 129, 1001, 32000, 151936, 262208])
+def test_logits_equal_the_reference_in_float64(vocabulary, dtype):
+    for work in of_logits(2, 5, vocabulary, dtype):
+        assert_equals_the_reference(work, "cuda")
+
+
+def test_nothing_waits_for_the_gpu():
+    for work in small():
+        inputs = on_gpu(work)
+        work.run(inputs, "cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            work.run(inputs, "cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cuda_graphs():
+    """Captured once, replayed on other inputs; eager calls between replays leave both alone."""
+    for work in [*small(), *of_tokens(33, 3000)]:
+        inputs = on_gpu(work)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            work.run(inputs, "cuda")
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = work.run(inputs, "cuda")
+        for step in range(3):
+            for name in ("old_logprobs", "rewards"):
+                if name in inputs:
+                    inputs[name].add_(0.01 * step)
+            eager = work.run(inputs, "cuda")
+            graph.replay()
+            for one, other in zip(captured, eager, strict=True):
+                assert torch.equal(one, other), work.name
+
+
+def test_streams_do_not_disturb_each_other():
+    """Kernels that count their blocks run on many streams at once."""
+    for work in of_tokens(65, 4000):
+        inputs = on_gpu(work)
+        wanted = work.run(inputs, "cuda")
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(8)]
+        results = []
+        for _ in range(4):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(work.run(inputs, "cuda"))
+        torch.cuda.synchronize()
+        for came in results:
+            for one, other in zip(came, wanted, strict=True):
+                assert torch.equal(one, other), work.name
+
+
+SANITIZER = shutil.which("compute-sanitizer")
+
+
+@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_under_compute_sanitizer(tool):
+    code = """
+import sys
+sys.path[:0] = ["tests/gpu"]
+import torch
+from workloads import small
+for work in small():
+    work.run({name: x.cuda() for name, x in work.inputs.items()}, "cuda")
+torch.cuda.synchronize()
+"""
+    done = subprocess.run(
+        [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        cwd=ROOT,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
