@@ -10,6 +10,7 @@ TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" chooses the GPUs to compile for, CUDA_HOME th
 MAX_JOBS how many files nvcc compiles at once.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -144,18 +145,24 @@ def runtime_folder(cuda: Path) -> str:
 def arch_flags(compiler: str) -> list[str]:
     """Return what nvcc is told about the GPUs to compile for."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    archs = chosen.replace(",", ";").replace(" ", ";").split(";") if chosen else CUDA_ARCHS
-    asked = [arch.removesuffix("+PTX").replace(".", "") for arch in archs if arch]
-    if not all(re.fullmatch(r"\d+[af]?", number) for number in asked):
+    archs = re.split("[;, ]+", chosen.strip()) if chosen.strip() else CUDA_ARCHS
+    if not all(re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch) for arch in archs):
         raise SystemExit(
             f'TORCH_CUDA_ARCH_LIST must list versions as in "8.0;9.0+PTX", got {chosen!r}'
         )
-    if not chosen:  # an older nvcc does not know the newest GPUs
-        listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True)
-        asked = [number for number in asked if f"sm_{number}" in listed.stdout.split()]
-    flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in asked]
-    if not chosen or archs[-1].endswith("+PTX"):
-        flags.append(f"-gencode=arch=compute_{asked[-1]},code=compute_{asked[-1]}")
+    numbers = [arch.removesuffix("+PTX").replace(".", "") for arch in archs]
+    # an older nvcc does not know the newest GPUs; a list made for torch names GPUs too old for us
+    listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True)
+    able = [
+        number
+        for number in numbers
+        if int(number.rstrip("af")) >= 80 and (chosen or f"sm_{number}" in listed.stdout.split())
+    ]
+    if not able:
+        raise SystemExit(f"the CUDA kernels need sm_80 or newer, got {', '.join(archs)}")
+    flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in able]
+    if archs[-1].endswith("+PTX"):
+        flags.append(f"-gencode=arch=compute_{able[-1]},code=compute_{able[-1]}")
     return flags
 
 
@@ -164,9 +171,10 @@ def compile_kernels(folder: str) -> list[str]:
     compiler = nvcc()
     flags = [*NVCC_FLAGS, *arch_flags(compiler)]
     newest = max(os.path.getmtime(name) for name in (*CUDA_HEADERS, __file__))
+    how = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
 
     def compiled(source: str) -> str:
-        target = os.path.join(folder, source + ".o")
+        target = os.path.join(folder, f"{source}.{how}.o")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if os.path.exists(target) and os.path.getmtime(target) > max(
             newest, os.path.getmtime(source)
