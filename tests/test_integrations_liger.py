@@ -1,11 +1,10 @@
 """Liger's fused GRPO loss on fastrl: its numbers, from its formulas and, where found, from it."""
 
-import importlib
-import importlib.util
 import types
 
 import pytest
 import torch
+from importable import importable
 
 from fastrl.integrations import liger as ours
 from fastrl.integrations.replacing import parameters
@@ -106,8 +105,9 @@ class WrittenDown:
 
 def implementations():
     yield "written down", WrittenDown
-    if importlib.util.find_spec("liger_kernel"):
-        yield "installed", getattr(importlib.import_module(HOME), NAME)
+    module = importable(HOME)
+    if module:
+        yield "installed", getattr(module, NAME)
 
 
 IMPLEMENTATIONS = dict(implementations())

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from importable import importable
 
 from fastrl.integrations import torchrl as ours
 
@@ -33,8 +34,8 @@ def written_down(
 
 def implementations():
     yield "written down", dict.fromkeys(NAMES, written_down)
-    if importlib.util.find_spec("torchrl"):
-        module = importlib.import_module(HOME)
+    module = importable(HOME)
+    if module:
         yield "installed", {name: getattr(module, name) for name in NAMES}
 
 
@@ -143,7 +144,7 @@ def test_functions_are_replaced_and_come_back(monkeypatch):
     assert sys.modules[HOME].generalized_advantage_estimate is own
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchrl"), reason="needs torchrl itself")
+@pytest.mark.skipif(importable(HOME) is None, reason="needs torchrl itself")
 def test_the_installed_estimator_runs_on_fastrl():
     advantages = importlib.import_module("torchrl.objectives.value.advantages")
     nn, TensorDict = (

@@ -1,13 +1,12 @@
 """verl on fastrl: its numbers, from verl where it is importable and from its formulas always."""
 
-import importlib
-import importlib.util
 import math
 import types
 
 import pytest
 import torch
 import verl_formulas
+from importable import importable
 from verl_cases import (
     CORE,
     FIELDS,
@@ -29,8 +28,8 @@ from fastrl.integrations import verl_policy_losses
 
 def implementations():
     yield types.SimpleNamespace(name="transcribed", config=transcribed, **vars(verl_formulas))
-    if importlib.util.find_spec("verl"):
-        modules = [importlib.import_module(name) for name in (TOKENS, CORE)]
+    modules = [importable(name) for name in (TOKENS, CORE)]
+    if all(modules):
         yield types.SimpleNamespace(
             name="installed", config=installed, **{**vars(modules[0]), **vars(modules[1])}
         )

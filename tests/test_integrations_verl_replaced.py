@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import verl_formulas
+from importable import importable
 from verl_cases import (
     CORE,
     FIELDS,
@@ -118,7 +119,7 @@ def test_without_verl():
         ours.use_fastrl()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="needs verl itself")
+@pytest.mark.skipif(importable(CORE) is None, reason="needs verl itself")
 def test_the_installed_verl_runs_on_fastrl():
     core = importlib.import_module(CORE)
     with ours.use_fastrl() as replaced:
@@ -139,7 +140,7 @@ def test_the_installed_verl_runs_on_fastrl():
     assert core.get_policy_loss_fn("vanilla") is core.compute_policy_loss_vanilla
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="needs verl itself")
+@pytest.mark.skipif(importable(CORE) is None, reason="needs verl itself")
 @pytest.mark.parametrize("name", [*POLICY_LOSSES, "dro"])
 def test_verls_own_ppo_loss_with_entropy_and_kl(name):
     losses = pytest.importorskip("verl.workers.utils.losses", exc_type=ImportError)

@@ -1,12 +1,12 @@
 """The changes that `docs/replace-the-loss.md` shows for other packages, on stand-ins of these."""
 
-import importlib.util
 import sys
 import types
 
 import pytest
 import torch
 import verl_formulas
+from importable import importable
 from test_replace_the_loss import blocks
 
 from fastrl.integrations import liger, openrlhf, torchrl, verl
@@ -86,7 +86,7 @@ def test_openrlhf(modules):
 def test_liger():
     ((before, after),) = blocks("Liger")
     results = []
-    for code in (before, after) if importlib.util.find_spec("liger_kernel") else (after,):
+    for code in (before, after) if importable("liger_kernel.chunked_loss") else (after,):
         torch.manual_seed(0)
         weight = torch.randn(11, 4, requires_grad=True)
         names = {

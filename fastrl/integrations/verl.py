@@ -52,7 +52,8 @@ def use_fastrl() -> Replaced:
     `compute_grpo_outcome_advantage` (and its vectorized form), `agg_loss`, `compute_value_loss`,
     `kl_penalty`, and the registered policy losses vanilla, gspo, sapo, cispo, geo_mean and gpg.
     All others (dppo_tv, dppo_kl, clip_cov, kl_cov, dro, bypass_mode, estimators such as rloo)
-    stay verl's own.
+    stay verl's own. Call it before verl builds its engines: they keep, compiled, the entropy
+    function that they find.
 
     Numbers are verl's, but for: results of masked tokens are 0; log-probabilities and entropies
     are fp32 also from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask gives

@@ -40,7 +40,7 @@ def aggregation(
     if mode == "token-mean":
         name, count = "batch_num_tokens", batch_num_tokens
     if mode == "seq-mean-token-sum-norm" and loss_scale_factor is not None:
-        how["length_norm"] = loss_scale_factor
+        how["length_norm"] = float(loss_scale_factor)
     if count is not None:
         count = count.to(mask.device) if isinstance(count, Tensor) else count
         how["normalizer"] = count / dp_size

@@ -206,8 +206,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
 
 def _rows(name: str, logits: Tensor) -> Tensor:
-    if type(logits) not in (Tensor, torch.nn.Parameter) or logits.is_nested:
-        kind = "a nested tensor" if logits.is_nested else f"a {type(logits).__name__}"
+    if logits.is_nested or type(logits).__name__ == "DTensor":
+        kind = "a nested tensor" if logits.is_nested else "a DTensor"
         raise TypeError(f"{name} must be a plain padded or packed tensor, got {kind}")
     return logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
 
