@@ -35,8 +35,8 @@ __device__ __forceinline__ unsigned cluster_size() {
 }
 // Every thread of every block of the cluster; what was stored before is seen after.
 __device__ __forceinline__ void sync_cluster() {
-  FASTRL_SM90(asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
-                           "barrier.cluster.wait.acquire.aligned;" :: : "memory");)
+  FASTRL_SM90(asm volatile("barrier.cluster.arrive.release;\n\t"
+                           "barrier.cluster.wait.acquire;" :: : "memory");)
 }
 // Stores to the same place in the shared memory of another block of the cluster.
 __device__ __forceinline__ void store_remote(float* shared, unsigned rank, float x) {

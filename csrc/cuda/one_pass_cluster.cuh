@@ -46,7 +46,7 @@ template <int kThreads>
 struct ClusterShared {
   static constexpr int kWarps = kThreads / kWarp;
   BulkBarrier full[2];
-  uint32_t inputs[2][kRowInputs];
+  RowInputs inputs[2];
   RowSums warps[kWarps];
   // About every block's part, by turns: a block may be one exchange ahead. The place of the squares
   // holds the chosen token's logit where it lies in that part.
@@ -91,12 +91,14 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   if (t < 2) init(&s.full[t]);
   for (int stage = 0; stage < 2; ++stage) {
     const unsigned row = block_index() / ranks + stage * clusters;
-    if (t < kRowInputs && row < rows.rows) s.inputs[stage][t] = fetch_input(call, t, row);
+    if (t < RowInputs::kWords && row < rows.rows) {
+      s.inputs[stage].word[t] = fetch_input(call, t, row);
+    }
   }
   sync_block();
   for (int stage = 0; stage < 2; ++stage) {
     const unsigned row = block_index() / ranks + stage * clusters;
-    if (row < rows.rows && s.inputs[stage][0]) fill(row, stage);
+    if (row < rows.rows && s.inputs[stage].active()) fill(row, stage);
   }
   sync_cluster();  // every block is there to be written to, and the first two rows' rest is seen
 
@@ -106,15 +108,15 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     const unsigned next = row + 2 * clusters;
     const bool has_next = next < rows.rows && next > row;
     // needed at the end of this turn, by when it has come
-    const uint32_t fetched = t < kRowInputs && has_next ? fetch_input(call, t, next) : 0;
-    const RowInputs& in = *reinterpret_cast<const RowInputs*>(s.inputs[stage]);
+    const uint32_t fetched = t < RowInputs::kWords && has_next ? fetch_input(call, t, next) : 0;
+    const RowInputs& in = s.inputs[stage];
     const Stores<T, kAligned> stores(reinterpret_cast<T*>(rows.grad_row(row)) + first, columns);
     bool zero = true;
-    if (in.active) {
-      const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.temperature)};
+    if (in.active()) {
+      const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.value(RowInputs::kTemperature))};
       const T* data = part_of(row, stage).shared;
       const SharedSource<T, kAligned> source{data, columns};
-      const int64_t token = in.token - first;
+      const int64_t token = in.token() - first;
       wait(&s.full[stage], parity >> stage & 1);
       parity ^= 1u << stage;
 
@@ -124,7 +126,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       sync_block();
       if (warp == 0) {
         const RowSums part = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
-        const bool here = in.token >= 0 && token >= 0 && token < columns;
+        const bool here = in.token() >= 0 && token >= 0 && token < columns;
         const float x = here ? source.element(static_cast<int>(token)) : 0.0f;
         float* to = &s.parts[exchange][rank].max;
         for (unsigned i = lane; i < 4 * ranks; i += kWarp) {
@@ -138,7 +140,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
         const RowSums* parts = s.parts[exchange];
         const RowSums total =
             reduce_sums<Wanted::kEntropy>(parts, static_cast<int>(ranks), exponents);
-        const float x = in.token >= 0 ? parts[in.token / rows.parts.columns].sum_sq : NAN;
+        const float x = in.token() >= 0 ? parts[in.token() / rows.parts.columns].sum_sq : NAN;
         const RowPlan plan = plan_row(p, in, total, x, exponents);
         if (lane == 0) {
           s.terms = plan.terms;
@@ -154,7 +156,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       zero = s.zero;
       if (!zero) {
         const GradientTerms terms = s.terms;
-        write_gradient<kThreads>(source, stores, in.token < 0 ? -1 : token, terms, exponents);
+        write_gradient<kThreads>(source, stores, in.token() < 0 ? -1 : token, terms, exponents);
       }
     } else if (t == 0 && rank == 0) {
       p.logprobs[row] = 0.0f;
@@ -164,12 +166,12 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
 
     if (!kAligned) fence_bulk();  // elements that threads stored will be overwritten by a copy
     sync_block();                 // nobody reads this stage any more
-    if (t < kRowInputs) s.inputs[stage][t] = fetched;
+    if (t < RowInputs::kWords) s.inputs[stage].word[t] = fetched;
     if (kAligned) {
       if (t == 0 && fetched) fill(next, stage);  // thread 0 fetched `active`
     } else {
       sync_block();
-      if (s.inputs[stage][0]) fill(next, stage);
+      if (s.inputs[stage].active()) fill(next, stage);
     }
   }
 }

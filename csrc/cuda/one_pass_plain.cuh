@@ -18,7 +18,7 @@ struct PlainShared {
 };
 
 template <typename T, bool kAligned, bool kSoftcap, int kThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     one_pass_plain_kernel(const __grid_constant__ LogitsPolicyLossCall call) {
   const LogitsPolicyLossParams& p = call.p;
   PlainShared<kThreads>& s = *shared_memory<PlainShared<kThreads>>();
@@ -26,7 +26,6 @@ __global__ void __launch_bounds__(kThreads)
   for (unsigned row = block_index(); row < call.rows.rows; row += num_blocks()) {
     T* grad = reinterpret_cast<T*>(call.rows.grad_row(row));
     const T* data = reinterpret_cast<const T*>(call.rows.row(row));
-    RowInputs in{};
     Exponents<kSoftcap> exponents{};
     const bool active = p.in.active[row];
     if (active) {
@@ -34,18 +33,16 @@ __global__ void __launch_bounds__(kThreads)
       const auto row_bytes = reinterpret_cast<const unsigned char*>(data);
       shared.template sweep<T, kAligned, Wanted::kEntropy, false>(call.rows, row_bytes, exponents);
       if (thread_index() < kWarp) {
-        uint32_t words[kRowInputs];
+        RowInputs in;
 #pragma unroll
-        for (int i = 0; i < kRowInputs; ++i) words[i] = fetch_input(call, i, row);
-        in = {static_cast<int>(words[0]), static_cast<int>(words[1]), bits_to_float(words[2]),
-              bits_to_float(words[3]),    bits_to_float(words[4]),    bits_to_float(words[5]),
-              bits_to_float(words[6]),    bits_to_float(words[7]),    bits_to_float(words[8])};
-        const float token = in.token >= 0 ? Element<T>::value(load_element(data + in.token)) : NAN;
+        for (int i = 0; i < RowInputs::kWords; ++i) in.word[i] = fetch_input(call, i, row);
+        const float token =
+            in.token() >= 0 ? Element<T>::value(load_element(data + in.token())) : NAN;
         const RowSums sums = reduce_sums<Wanted::kEntropy>(shared.parts, shared.count, exponents);
         const RowPlan plan = plan_row(p, in, sums, token, exponents);
         if (thread_index() == 0) {
           s.plan = plan;
-          s.token = in.token;
+          s.token = in.token();
         }
       }
       sync_block();

@@ -12,29 +12,45 @@ struct LogitsPolicyLossCall {
   Scaling scaling;
 };
 
-// What a row is told beside its logits, as words that as many threads fetch, one each.
+// What a row is told beside its logits, as words: as many threads fetch one each.
 struct RowInputs {
-  int active, token;  // token: -1 where there is none such
-  float temperature, advantage, weight, kl_weight, entropy_weight, old_logprob, ref_logprob;
+  enum {
+    kActive,
+    kToken,
+    kTemperature,
+    kAdvantage,
+    kWeight,
+    kKlWeight,
+    kEntropyWeight,
+    kOld,
+    kRef
+  };
+  static constexpr int kWords = kRef + 1;
+  uint32_t word[kWords];
+
+  __device__ __forceinline__ bool active() const { return word[kActive]; }
+  __device__ __forceinline__ int token() const { return static_cast<int>(word[kToken]); }  // or -1
+  __device__ __forceinline__ float value(int which) const { return bits_to_float(word[which]); }
 };
-constexpr int kRowInputs = sizeof(RowInputs) / sizeof(uint32_t);
 
 __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int which,
                                                 unsigned row) {
   const LogitsPolicyLossParams& p = call.p;
   const float* values = nullptr;
-  if (which == 0) return p.in.active[row];
-  if (which == 1) {
+  if (which == RowInputs::kActive) return p.in.active[row];
+  if (which == RowInputs::kToken) {
     const int64_t token = p.in.token_ids[row];
     return static_cast<uint32_t>(token >= 0 && token < call.rows.vocabulary ? token : -1);
   }
-  if (which == 2) values = p.in.temperatures;
-  if (which == 3) values = p.advantages;
-  if (which == 4) values = p.weights;
-  if (which == 5) values = p.kl_weights ? p.kl_weights : p.weights;
-  if (which == 6) values = p.entropy_weights ? p.entropy_weights : p.weights;
-  if (which == 7) values = p.old_logprobs;
-  if (which == 8) values = p.ref_logprobs;
+  if (which == RowInputs::kTemperature) values = p.in.temperatures;
+  if (which == RowInputs::kAdvantage) values = p.advantages;
+  if (which == RowInputs::kWeight) values = p.weights;
+  if (which == RowInputs::kKlWeight) values = p.kl_weights ? p.kl_weights : p.weights;
+  if (which == RowInputs::kEntropyWeight) {
+    values = p.entropy_weights ? p.entropy_weights : p.weights;
+  }
+  if (which == RowInputs::kOld) values = p.old_logprobs;
+  if (which == RowInputs::kRef) values = p.ref_logprobs;
   return values ? float_to_bits(values[row]) : 0;
 }
 
@@ -44,15 +60,16 @@ __device__ __forceinline__ RowFlow row_flow(const LogitsPolicyLossParams& p, con
   const Coefficients<float>& c = p.coefficients;
   // on policy the ratio is 1 by definition, but NaN stays NaN
   const float on_policy = logprob == logprob ? 0.0f : logprob;
-  const float difference = p.old_logprobs ? logprob - in.old_logprob : on_policy;
-  float slope =
-      in.weight * objective_terms<Math>(p.ratio, difference, in.advantage, logprob, c).slope;
+  const float difference = p.old_logprobs ? logprob - in.value(RowInputs::kOld) : on_policy;
+  const float advantage = in.value(RowInputs::kAdvantage);
+  const auto terms = objective_terms<Math>(p.ratio, difference, advantage, logprob, c);
+  float slope = in.value(RowInputs::kWeight) * terms.slope;
   if (c.kl_coef != 0) {
-    const auto kl =
-        kl_terms<Math>(p.kl_estimator, p.kl_gradient, in.ref_logprob - logprob, difference, c);
-    slope += c.kl_coef * in.kl_weight * (kl.slope + kl.ratio_slope);
+    const auto kl = kl_terms<Math>(p.kl_estimator, p.kl_gradient,
+                                   in.value(RowInputs::kRef) - logprob, difference, c);
+    slope += c.kl_coef * in.value(RowInputs::kKlWeight) * (kl.slope + kl.ratio_slope);
   }
-  return {slope, 0.0f, -c.entropy_coef * in.entropy_weight};
+  return {slope, 0.0f, -c.entropy_coef * in.value(RowInputs::kEntropyWeight)};
 }
 
 // From a row's sums to what its gradient is made of; all zero where it is.

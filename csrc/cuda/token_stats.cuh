@@ -14,7 +14,7 @@ struct TokenStatsCall {
 };
 
 template <typename T, bool kAligned, bool kSoftcap, Wanted kWanted, int kThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
     token_stats_kernel(const __grid_constant__ TokenStatsCall call) {
   const TokenStatsParams& p = call.p;
   const PartSums<kThreads> shared(shared_memory<unsigned char>(), call.rows.parts.count);

@@ -20,7 +20,7 @@ struct BackwardShared {
 // A block per part of a row. Of the chosen token's logit only the block that overwrites it has
 // need.
 template <typename T, bool kAligned, bool kSoftcap, int kThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kAligned && !kSoftcap ? 4 : 2)
     token_stats_backward_kernel(const __grid_constant__ TokenStatsBackwardCall call) {
   const TokenStatsBackwardParams& p = call.p;
   BackwardShared& s = *shared_memory<BackwardShared>();
