@@ -47,12 +47,12 @@ def nan_like(x):
     return torch.full_like(x, float("nan"))
 
 
-def token_stats(rows, like, *, with_entropy=True, with_sum_sq_probs=True):
+def token_stats(rows, like, *, with_entropy=True, with_sum_sq_probs=True, clusters=True):
     """Return what `token_stats_fwd` does."""
     out = [torch.full(like.shape, float("nan")) for _ in range(6)]
     is_top1 = torch.zeros(like.shape, dtype=torch.bool)
     call = library("vocabulary").token_stats
-    flags = (ctypes.c_bool(with_entropy), ctypes.c_bool(with_sum_sq_probs))
+    flags = [ctypes.c_bool(x) for x in (with_entropy, with_sum_sq_probs, clusters)]
     assert call(ctypes.byref(rows), *flags, pointers(*out), address(is_top1)) == 0
     return (*out[:4], is_top1, *out[4:])
 

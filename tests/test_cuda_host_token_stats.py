@@ -12,6 +12,8 @@ def test_token_stats(V, beside, dtype, options):
     _, logits, token_ids, active = make_rows(V, beside, dtype)
     rows = kernels.rows_of(logits, token_ids, active, **options)
     actual = kernels.token_stats(rows, token_ids)
+    alone = kernels.token_stats(rows, token_ids, clusters=False)
+    assert all(torch.equal(x, y) for x, y in zip(actual, alone, strict=True))
     expected = exact(logits, token_ids, active, **options)
     size = 1 + expected[2].abs() + expected[0].abs()
     for got, want in zip(actual[:4], expected[:4], strict=True):

@@ -61,15 +61,14 @@ Status launch(void (*kernel)(Params), const LaunchShape& shape, const Params& pa
 
 // How many clusters of this shape the device holds at once; 0 if it cannot hold any.
 template <typename Params>
-int resident_clusters(void (*kernel)(Params), LaunchShape shape, const DeviceLimits&) {
+int ask_resident_clusters(void (*kernel)(Params), LaunchShape shape, int device) {
   shape.blocks = shape.cluster;
   Configured<Params> configured(kernel, shape, nullptr);
   int clusters = 0;
   if (configured.status == kSuccess && shape.cluster > 1) {
     configured.status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &configured.config);
   } else if (configured.status == kSuccess) {
-    int device = 0, sms = 0, blocks = 0;
-    cudaGetDevice(&device);
+    int sms = 0, blocks = 0;
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     configured.status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &blocks, kernel, static_cast<int>(shape.threads), shape.shared_bytes);
@@ -80,6 +79,27 @@ int resident_clusters(void (*kernel)(Params), LaunchShape shape, const DeviceLim
     return 0;
   }
   return clusters;
+}
+
+// The same, asked once for launches that follow each other in a training step.
+template <typename Params>
+int resident_clusters(void (*kernel)(Params), const LaunchShape& shape, const DeviceLimits&) {
+  struct Answer {
+    void (*kernel)(Params);
+    int device;
+    unsigned cluster;
+    size_t shared_bytes;
+    int clusters;
+  };
+  static thread_local Answer last{};
+  int device = 0;
+  if (cudaGetDevice(&device) != kSuccess) return 0;
+  if (last.kernel != kernel || last.device != device || last.cluster != shape.cluster ||
+      last.shared_bytes != shape.shared_bytes) {
+    last = {kernel, device, shape.cluster, shape.shared_bytes,
+            ask_resident_clusters(kernel, shape, device)};
+  }
+  return last.clusters;
 }
 
 }  // namespace fastrl::cuda

@@ -5,6 +5,7 @@
 //   stage 1   ... row i+1 arrives               | row i+1: sums, exchange, gradient |
 #pragma once
 
+#include "part_sums.cuh"
 #include "row_loss.cuh"
 
 namespace fastrl::cuda {
@@ -128,12 +129,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
         const RowSums part = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
         const bool here = in.token() >= 0 && token >= 0 && token < columns;
         const float x = here ? source.element(static_cast<int>(token)) : 0.0f;
-        float* to = &s.parts[exchange][rank].max;
-        for (unsigned i = lane; i < 4 * ranks; i += kWarp) {
-          const unsigned field = i % 4;
-          const float pair[2] = {field & 1 ? part.sum : part.max, field & 1 ? x : part.sum_t};
-          store_remote(to + field, i / 4, field & 2 ? pair[1] : pair[0]);
-        }
+        broadcast({part.max, part.sum, part.sum_t, x}, &s.parts[exchange][rank]);
       }
       sync_cluster();
       if (warp == 0) {

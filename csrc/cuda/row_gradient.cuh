@@ -22,6 +22,9 @@ struct GradientTerms {
   float center, constant, linear, token_gradient;
 };
 
+// A sum near 1 tells no logarithm closer to 0.
+constexpr float kResolution = 1.2e-7f;
+
 // How far the largest logit's exponent is from 0, which rounding the center left.
 template <bool kSoftcap>
 __device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& exponents) {
@@ -32,8 +35,7 @@ __device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& e
 template <bool kSoftcap>
 __device__ __forceinline__ float logprob_of(float token, float max, float log_sum,
                                             const Exponents<kSoftcap>& exponents) {
-  const float t = (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural;
-  return t > log_sum ? 0.0f : t - log_sum;  // log_sum is rounded: 0 could lie below
+  return (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural - log_sum;
 }
 
 template <bool kSoftcap>
@@ -45,10 +47,11 @@ __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
   const float log_of_sum = std::log(sum);
   RowStats stats;
   stats.max = sums.max;
-  stats.log_sum = log_of_sum - residue(sums.max, exponents) * kLn2;
+  const float log_sum = log_of_sum - residue(sums.max, exponents) * kLn2;
+  stats.log_sum = log_sum < kResolution ? 0.0f : log_sum;
   stats.logprob = logprob_of(token, sums.max, stats.log_sum, exponents);
   const float entropy = log_of_sum - kLn2 * (sums.sum_t / sum);
-  stats.entropy = entropy < 0 ? 0.0f : entropy;
+  stats.entropy = entropy < kResolution ? 0.0f : entropy;
   const float top = exponents.squashed(sums.max);
   stats.logsumexp = std::fma(top, map.natural, stats.log_sum);
   stats.sum_sq_probs = sums.sum_sq / (sum * sum);

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
     token_stats_kernel(const __grid_constant__ TokenStatsCall call) {
   const TokenStatsParams& p = call.p;
   const PartSums<kThreads> shared(shared_memory<unsigned char>(), call.rows.parts.count);
-  for (unsigned row = block_index(); row < call.rows.rows; row += num_blocks()) {
+  const unsigned ranks = cluster_size();
+  for (unsigned row = block_index() / ranks; row < call.rows.rows; row += num_blocks() / ranks) {
     RowStats stats{};
     if (p.in.active[row]) {
       const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
         stats = finish(reduce_sums<kWanted>(shared.parts, shared.count, exponents), x, exponents);
       }
     }
-    if (thread_index() == 0) {
+    if (thread_index() == 0 && cluster_rank() == 0) {
       p.logprobs[row] = stats.logprob;
       p.entropy[row] = kWanted >= Wanted::kEntropy && p.with_entropy ? stats.entropy : 0.0f;
       p.logsumexp[row] = stats.logsumexp;
@@ -47,12 +48,19 @@ __global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
 }
 
 template <int kThreads = kVocabularyThreads>
-Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits&, Stream stream) {
+Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits& limits, Stream stream) {
   if (!fits(p.in)) return kInvalid;
   const TokenStatsCall call{p, geometry(p.in, nullptr), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
-  const LaunchShape shape{call.rows.rows, kThreads, 1,
-                          PartSums<kThreads>::bytes(call.rows.parts.count)};
+  const int parts = call.rows.parts.count;
+  // a block per row, or a cluster where that leaves SMs without work; the numbers are the same
+  unsigned ranks = 1;
+  while (limits.major >= 9 && ranks < 8 && 2 * ranks <= static_cast<unsigned>(parts) &&
+         2 * ranks * call.rows.rows <= 2 * static_cast<unsigned>(limits.sms)) {
+    ranks *= 2;
+  }
+  const LaunchShape shape{ranks * call.rows.rows, kThreads, ranks,
+                          PartSums<kThreads>::bytes(parts)};
   return for_variant(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
     using T = decltype(element);
     constexpr bool kAligned = aligned, kSoftcap = softcap;

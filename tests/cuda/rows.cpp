@@ -76,9 +76,9 @@ class Problem {
     const int64_t stride = in_place ? stride_ : vocabulary_;
     const BFloat16* result = at(in_place ? logits : grad);
     for (int row = 0; row < rows_; ++row) {
-      if (!check(row, result + row * stride)) return false;
+      ok_ &= check(row, result + row * stride);
     }
-    return true;
+    return ok_;
   }
 
  private:
@@ -94,9 +94,13 @@ class Problem {
     const TokenStatsParams stats{call.p.in,       true,          true,          logprobs_.data(),
                                  entropy_.data(), unused.data(), unused.data(), is_top1.get(),
                                  row_max.data(),  log_sum.data()};
-    launch(token_stats_kernel<BFloat16, kAligned, false, Wanted::kSquares, kThreads>,
-           {4, kThreads, 1, PartSums<kThreads>::bytes(call.rows.parts.count)},
-           TokenStatsCall{stats, call.rows, call.scaling}, 0);
+    const TokenStatsCall stats_call{stats, call.rows, call.scaling};
+    const auto kernel = token_stats_kernel<BFloat16, kAligned, false, Wanted::kSquares, kThreads>;
+    const size_t shared_bytes = PartSums<kThreads>::bytes(call.rows.parts.count);
+    launch(kernel, {4, kThreads, 1, shared_bytes}, stats_call, 0);
+    const std::vector<float> alone = logprobs_;
+    launch(kernel, {2u * rows_, kThreads, 2, shared_bytes}, stats_call, 0);
+    ok_ &= logprobs_ == alone;
     for (int row = 0; row < rows_; ++row) {
       flow[row] = static_cast<float>(slope(row, logprobs_[row]));
       flow_entropy[row] = static_cast<float>(-kEntropyCoef * weights_[row]);
@@ -141,6 +145,7 @@ class Problem {
     return ok;
   }
 
+  bool ok_ = true;
   int rows_, vocabulary_;
   int64_t stride_;
   size_t bytes_;

@@ -47,11 +47,11 @@ struct Rows {
   }
 };
 
-int token_stats(const Rows* rows, bool with_entropy, bool with_sum_sq_probs, float* const* out,
-                bool* is_top1) {
+int token_stats(const Rows* rows, bool with_entropy, bool with_sum_sq_probs, bool clusters,
+                float* const* out, bool* is_top1) {
   return launch_token_stats<kThreads>({rows->params(), with_entropy, with_sum_sq_probs, out[0],
                                        out[1], out[2], out[3], is_top1, out[4], out[5]},
-                                      limits(true), 0);
+                                      limits(clusters), 0);
 }
 
 // in: row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp
