@@ -22,6 +22,7 @@ from verl_cases import (
     value_and_gradient,
 )
 
+import fastrl
 from fastrl.integrations import verl as ours
 from fastrl.integrations import verl_policy_losses
 
@@ -60,7 +61,8 @@ def test_log_probabilities_may_overwrite_the_logits():
     leaf = torch.randn(4, 11, requires_grad=True)
     logits = leaf * 1.0
     ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()
-    close(logits.detach(), leaf.grad)  # the gradient stands where the logits were
+    if fastrl.get_backend() == "auto":  # the gradient stands where the logits were
+        close(logits.detach(), leaf.grad)
     logits = leaf.detach().clone().requires_grad_()  # a leaf keeps its values
     ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()
     close(logits.detach(), leaf.detach())
@@ -279,6 +281,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("message", "function", "case"), REFUSED, ids=[c for *_, c in REFUSED])
 def test_what_cannot_be_honoured_is_refused_by_name(message, function, case):
     x = torch.ones(2, 3)
