@@ -89,8 +89,8 @@ def cispo(ratio, log_ratio, moves, advantage, logprob, c):
 @triton.jit
 def sapo(ratio, log_ratio, moves, advantage, logprob, c):
     tau = tl.where(advantage > 0, c.sapo_temperature_pos, c.sapo_temperature_neg)
-    # beyond 85 the gate is shut to the last digit, and its product still fits a float
-    decay = exp(clamp(-tau * expm1(log_ratio), -85.0, 85.0))
+    # the slope is decay times ratio: 0 only beyond the largest ratio, and at 85 it fits a float
+    decay = exp(clamp(-tau * expm1(log_ratio), -200.0, 85.0))
     gate = 1.0 / (1.0 + decay)
     slope = -4.0 * gate * (decay * gate) * ratio * advantage
     return -4.0 / tau * gate * advantage, tl.where(moves, slope, 0.0), tl.zeros_like(advantage)
