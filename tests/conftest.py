@@ -66,5 +66,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         size = item.callspec.params.get("vocabulary", 0) if hasattr(item, "callspec") else 0
         long = size > MOST_INTERPRETED or getattr(item, "originalname", "") in LONG_INTERPRETED
+        long = long or getattr(item.module, "TOO_LONG_TO_INTERPRET", False)
         if "backend" in getattr(item, "fixturenames", ()) and not long:
             item.add_marker("interpreted")
