@@ -16,7 +16,7 @@ BUILD_LOG := $(VENV)/extension-build.log
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo test test-interpreted install lint format types check bench \
-        bench-smoke targets clean
+        bench-smoke targets gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -30,6 +30,7 @@ help:
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps it)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes: do they run?"
 	@echo "make targets      GPU kernels compiled for every target, and what they cost (needs no GPU)"
+	@echo "make gpu          on a machine with a GPU: build, its tests, benchmarks; installs nothing"
 	@echo "make clean        removes what was built, and .venv's record of it"
 
 train: $(VENV)/.installed-train $(BUILT)
@@ -69,10 +70,27 @@ bench: $(VENV)/.installed-bench $(BUILT)
 
 bench-smoke: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py --smoke
+	$(PY) bench/gpu.py --smoke
 	$(PY) -m pytest bench --benchmark-disable -q --shapes=smoke
 
 targets: $(VENV)/.installed-triton
 	$(PY) bench/targets.py $(ARGS)
+
+# Such a machine may have no network: the Python that has torch for CUDA is used as it is. It needs
+# pytest, setuptools and ninja; GPU_MINUTES is what the benchmarks may take.
+GPU_PYTHON ?= $(PYTHON)
+GPU_MINUTES ?= 4.5
+GPU_TESTS := env PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu --confcutdir=tests/gpu -q tests/gpu
+
+gpu:
+	$(GPU_PYTHON) setup.py build_ext --inplace
+	@failed=0; \
+	$(GPU_TESTS) || failed=1; \
+	if command -v compute-sanitizer > /dev/null; then \
+	  timeout 90 compute-sanitizer --error-exitcode 1 $(GPU_TESTS) -k "cuda and two_runs" || failed=1; \
+	fi; \
+	PYTHONPATH=. $(GPU_PYTHON) bench/gpu.py --minutes $(GPU_MINUTES) $(ARGS) || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,80 @@
+"""The matrix of bench/gpu.py: operators on shapes of real models, beside whatever peers there are.
+
+Inputs are made on the device: normal logits with one raised target per row, never zeros (a GPU
+computes faster on zeros). The shapes named `smoke` are tiny and run on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from gpu_item import Item
+from gpu_linear import linear_item
+from gpu_logits import logits_item
+from gpu_tokens import LEVELS, gae_item, groups_item, tokens_item
+
+
+class Shapes(NamedTuple):
+    logits: list[tuple[int, int, torch.dtype, float, bool]]  # N, V, dtype, density, sliced
+    linear: list[tuple[int, int, int, bool]]  # N, H, V, trained head
+    tokens: list[tuple[int, int]]
+    groups: list[tuple[int, int]]
+    gae: list[tuple[int, int]]
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHAPES = {
+    "gpu": Shapes(  # the most telling first: the run stops at its deadline
+        logits=[
+            (8192, 151936, BF16, 1.0, False),
+            (8192, 128256, BF16, 1.0, False),
+            (8192, 32000, BF16, 1.0, False),
+            (8192, 151936, BF16, 0.5, False),
+            (128, 151936, BF16, 1.0, False),
+            (2048, 262144, BF16, 1.0, False),
+            (2048, 50257, BF16, 1.0, False),
+            (2048, 151936, FP32, 1.0, False),
+            (2048, 129280, BF16, 1.0, True),
+            (32768, 32000, BF16, 1.0, False),
+        ],
+        linear=[
+            (8192, 4096, 128256, True),
+            (8192, 4096, 128256, False),
+            (8192, 896, 151936, True),
+            (2048, 2048, 151936, True),
+        ],
+        tokens=[(16, 4096), (64, 16384), (16, 640), (256, 40960)],
+        groups=[(128, 8), (16, 4), (1024, 16), (256, 64)],
+        gae=[
+            (16, 131072),
+            (8192, 2048),
+            (4096, 128),
+            (512, 4096),
+            (16, 32768),
+            (1, 1048576),
+        ],
+    ),
+    "smoke": Shapes(
+        logits=[(6, 200, FP32, 0.5, True), (4, 129, BF16, 1.0, False)],
+        linear=[(6, 8, 130, True), (6, 8, 130, False)],
+        tokens=[(3, 40)],
+        groups=[(4, 4)],
+        gae=[(3, 40)],
+    ),
+}
+
+
+def items(shapes: Shapes, device: torch.device) -> Iterator[Item]:
+    """The matrix, one shape of each kind in turn, so that a deadline leaves some of everything."""
+    kinds = [
+        [logits_item(device, *shape, gradient=False) for shape in shapes.logits],
+        [logits_item(device, *shape, gradient=True) for shape in shapes.logits],
+        [linear_item(device, *shape) for shape in shapes.linear],
+        [gae_item(device, *shape) for shape in shapes.gae],
+        [groups_item(device, *shape, by_id) for shape in shapes.groups for by_id in (False, True)],
+        [tokens_item(device, *shape, level) for shape in shapes.tokens for level in LEVELS],
+    ]
+    for turn in range(max(map(len, kinds))):
+        yield from (kind[turn] for kind in kinds if turn < len(kind))

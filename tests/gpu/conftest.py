@@ -1,0 +1,100 @@
+"""Tests that need a GPU (`make gpu`): every backend that works on its tensors, and how it is used.
+
+This folder stands by itself: it needs pytest and torch, and nothing else of the tests.
+"""
+
+import pytest
+import torch
+
+from fastrl.backend import unavailable
+
+GPU_BACKENDS = ("triton", "cuda", "reference")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.path.parent.name:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="there is no GPU that torch can use"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(20260923)
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(params=GPU_BACKENDS)
+def backend(request):
+    return _usable(request.param)
+
+
+@pytest.fixture(params=("triton", "cuda"))
+def kernels(request):
+    """The backends with kernels of their own on a GPU."""
+    return _usable(request.param)
+
+
+def _usable(name):
+    reason = unavailable(name)
+    if reason is not None:
+        pytest.skip(reason)
+    return name
+
+
+@pytest.fixture
+def no_sync():
+    """Any call that waits for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The names of the Triton kernels that are compiled while the test runs."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    names = []
+    compile_one = jit.JITFunction._do_compile
+
+    def counted(self, *arguments, **named):
+        names.append(self.__name__)
+        return compile_one(self, *arguments, **named)
+
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", counted)
+    return names
+
+
+@pytest.fixture
+def memory():
+    """A function that skips the test where the GPU has fewer free bytes."""
+
+    def needs(size):
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if free < size:
+            pytest.skip(f"needs {size / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
+
+    return needs
+
+
+@pytest.fixture
+def captured():
+    """A function that captures a call in a CUDA graph; it returns the answer and the replay."""
+
+    def capture(call):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()  # compiles and warms up outside the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            answer = call()
+        return answer, graph.replay
+
+    return capture
