@@ -11,7 +11,7 @@ from fastrl.triton.registration import INTERPRETED
 
 #: A larger vocabulary takes the interpreter too long, and so do these tests.
 MOST_INTERPRETED = 33_000
-LONG_INTERPRETED = ("test_micro_batches_with_one_normalizer_add_up",)
+LONG_INTERPRETED = ("test_micro_batches_with_one_normalizer_add_up", "test_many_groups")
 
 settings.register_profile(
     "fastrl",
