@@ -378,6 +378,7 @@ class TestBadHeads:
                 r"weight must have shape \[V, 4\].*\(7, 5\)",
             ),
             ({"hidden": torch.zeros(2, 7)}, ValueError, r"weight must have shape \[V, 7\]"),
+            ({"hidden": torch.zeros(2, 0)}, ValueError, r"hidden must have shape .*got \(2, 0\)"),
             ({"weight": "head"}, TypeError, "weight must be a tensor, got str"),
             ({"bias": torch.zeros(6)}, ValueError, r"bias must have shape \(7,\), got \(6,\)"),
             ({"lora": (torch.zeros(2, 4),)}, TypeError, "lora must be"),

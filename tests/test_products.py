@@ -63,6 +63,7 @@ def test_what_multiplies_is_chosen_by_device_dtype_and_machine(monkeypatch):
         class OnDevice:
             def __init__(self, tensor):
                 self.dtype, self.device = tensor.dtype, torch.device(device)
+                self.stride = tensor.stride
 
         return choose_products(*map(OnDevice, operands), torch.float32, backend)
 

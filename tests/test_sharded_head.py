@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch.distributed
 
+import fastrl
+
 RANK = """
 import torch
 import torch.distributed as dist
@@ -68,3 +70,10 @@ def test_gradients_are_averaged_over_the_ranks():
     ]
     messages = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], messages
+
+
+def test_hidden_states_in_parts_are_refused():
+    hidden = torch.zeros(2, 4)
+    hidden.full_tensor = lambda: hidden
+    with pytest.raises(TypeError, match="hidden must be a plain tensor, got a DTensor"):
+        fastrl.linear_token_logprobs(hidden, torch.zeros(7, 4), torch.tensor([0, 1]))

@@ -80,8 +80,8 @@ def linear_policy_loss(
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head, or None.
         chunk_tokens: rows at a time; None chooses from the vocabulary and the device.
         compact: leave idle rows out, which on a GPU costs one synchronisation; False keeps them.
-        metrics: if False, rows without advantage are not even projected where neither KL nor
-            entropy asks for them, and the metrics are empty.
+        metrics: if False, the metrics are empty, and where one visit is enough rows without
+            advantage are not even projected, unless KL or entropy asks for them.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.

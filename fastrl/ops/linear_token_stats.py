@@ -14,6 +14,7 @@ from fastrl.ops.first_derivative import first_derivative_only
 from fastrl.ops.linear_chunks import TokenRows
 from fastrl.ops.linear_head import LinearHead, as_head
 from fastrl.ops.rows import Rows, as_rows
+from fastrl.ops.sharded import is_sharded
 from fastrl.ops.token_stats import TokenStats
 
 Lora = tuple[Tensor, Tensor, float]
@@ -187,7 +188,9 @@ def linear_inputs(
 ) -> tuple[Rows, LinearHead]:
     """Check what the linear forms share; the rows' `logits` are the hidden states."""
     states = floating("hidden", hidden)
-    if states.dim() not in (2, 3):
+    if is_sharded(states):
+        raise TypeError("hidden must be a plain tensor, got a DTensor: pass its `full_tensor()`")
+    if states.dim() not in (2, 3) or states.shape[-1] == 0:
         raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
     head = as_head(states, weight, bias, lora)
     rows = as_rows(

@@ -133,7 +133,8 @@ def choose_products(
 ) -> ConvertedProducts:
     """Return how a call multiplies; float16 gradients would underflow, so they stay float32."""
     alike = hidden.dtype == weight.dtype == torch.bfloat16
-    if backend == "cpu" and alike and native.has_matrix_tiles():
+    # the tiles take a weight by rows or by columns, and no view that skips elements of both
+    if backend == "cpu" and alike and 1 in weight.stride() and native.has_matrix_tiles():
         return TileProducts()
     if backend in ("triton", "cuda") and alike and hidden.device.type == "cuda":
         return TensorCoreProducts(torch.bfloat16)
