@@ -3,6 +3,8 @@
 import pytest
 from measured import measured, needs_measuring
 
+from fastrl import native
+
 pytestmark = needs_measuring
 MEGA = 2**20
 
@@ -72,3 +74,22 @@ def test_from_hidden_the_peak_is_flat_in_the_number_of_rows(dtype, objective):
     assert long - short <= explained + 64 * MEGA, (short, long)
     parameters = vocabulary * width * (4 + size)  # summed in float32, returned in its dtype
     assert short <= 256 * MEGA + parameters + few * width * 8, short
+
+
+PARTIAL_SUMS = """
+def step(rows, columns, terms):
+    a, b = torch.ones(rows, terms), torch.ones(terms, columns, dtype=torch.bfloat16)
+    out = torch.zeros(rows, columns)
+    before = reset_peak()
+    torch.ops.fastrl.mixed_matmul_(out, a, b, False)
+    assert bool((out == terms).all())
+    return status("VmHWM") - before
+
+step(16, 16, 16)
+print(json.dumps(step(*case)))
+"""
+
+
+@pytest.mark.skipif(not native.has_matrix_tiles(), reason="no AMX tiles here")
+def test_a_product_with_long_sums_takes_at_most_32_mega_of_partial_sums():
+    assert measured(PARTIAL_SUMS, [1536, 5000, 16384]) <= 40 * MEGA

@@ -93,6 +93,7 @@ def test_products_of_other_libraries_between_ours_are_unharmed():
         (torch.empty(2, 4), torch.ones(2, 3), torch.ones(5, 4).bfloat16(), "must fit"),
         (torch.empty(2, 5), torch.ones(2, 3), torch.ones(3, 4).bfloat16(), "out must be row-major"),
         (torch.empty(2, 4).half(), torch.ones(2, 3), torch.ones(3, 4).bfloat16(), "out must have"),
+        (torch.empty(2, 4), torch.ones(2, 0), torch.ones(0, 4).bfloat16(), "must have terms"),
         (torch.empty(2, 4), torch.ones(2, 6)[:, ::2], torch.ones(3, 4).bfloat16(), "a must be"),
     ],
 )

@@ -1,4 +1,5 @@
 // out += a b with float32 sums from bfloat16 operands, spread over the threads.
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -16,7 +17,8 @@ namespace {
 // Results of a task; a task packs b once for all its rows.
 constexpr int64_t kRows = 512, kColumns = 1024;
 // Where the result has few tasks, its terms are cut into at most this many slices of at least this
-// length, whatever the number of threads, so that the sums do not depend on it.
+// length, so that there are about kFewTasks: more would only take memory, of up to 32 MiB. The
+// number of threads has no say in it, so that the sums do not depend on it.
 constexpr int64_t kMostSlices = 8, kSlice = 4096, kFewTasks = 16;
 
 bool has_matrix_tiles() { return has_tiles() && std::string(kernels().capability) == "avx512"; }
@@ -39,9 +41,10 @@ struct FreeWorkspace {
   void operator()(void* memory) const { std::free(memory); }
 };
 
+// A thread's memory for packed blocks, or null where there is none left.
 void* workspace() {
-  thread_local std::unique_ptr<void, FreeWorkspace> memory(
-      std::aligned_alloc(64, (tile_workspace_bytes() + 63) / 64 * 64));
+  thread_local std::unique_ptr<void, FreeWorkspace> memory;
+  if (!memory) memory.reset(std::aligned_alloc(64, (tile_workspace_bytes() + 63) / 64 * 64));
   return memory.get();
 }
 
@@ -57,6 +60,8 @@ void mixed_matmul_(Tensor& out, const Tensor& a, const Tensor& b, bool accumulat
   STD_TORCH_CHECK(left.columns == right.rows, "a and b must fit, got ", shape_text(a), " and ",
                   shape_text(b));
   const int64_t rows = left.rows, columns = right.columns, terms = left.columns;
+  STD_TORCH_CHECK(terms > 0, "a and b must have terms to add, got ", shape_text(a), " and ",
+                  shape_text(b));
   STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == rows && out.size(1) == columns &&
                       (out.stride(1) == 1 || columns <= 1),
                   "out must be row-major of shape (", rows, ", ", columns, "), got ",
@@ -64,11 +69,13 @@ void mixed_matmul_(Tensor& out, const Tensor& a, const Tensor& b, bool accumulat
   const int64_t down = parts(rows, kRows), across = parts(columns, kColumns);
   int64_t slices = 1;
   if (down * across < kFewTasks) {
-    slices = std::max<int64_t>(1, std::min(kMostSlices, terms / kSlice));
+    const int64_t wanted = parts(kFewTasks, std::max<int64_t>(1, down * across));
+    slices = std::max<int64_t>(1, std::min({kMostSlices, terms / kSlice, wanted}));
   }
   float* target = static_cast<float*>(out.mutable_data_ptr());
   const int64_t stride = out.stride(0);
   std::vector<float> partial((slices - 1) * rows * columns);
+  std::atomic<bool> out_of_memory{false};
   for_each_task(down * across * slices, [&](int64_t task) {
     const int64_t slice = task % slices, row = task / slices % down * kRows;
     const int64_t column = task / slices / down * kColumns;
@@ -81,8 +88,15 @@ void mixed_matmul_(Tensor& out, const Tensor& a, const Tensor& b, bool accumulat
     const MatrixOut result =
         slice == 0 ? MatrixOut{target, stride}
                    : MatrixOut{partial.data() + (slice - 1) * rows * columns, columns};
-    tile_matmul(left, right, result, part, accumulate && slice == 0, workspace());
+    void* const packed = workspace();
+    if (packed == nullptr) {
+      out_of_memory = true;
+      return;
+    }
+    tile_matmul(left, right, result, part, accumulate && slice == 0, packed);
   });
+  STD_TORCH_CHECK(!out_of_memory, "out of memory: a thread needs ", tile_workspace_bytes(),
+                  " bytes to multiply");
   if (slices == 1) return;
   for_each_range(rows, 16, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {

@@ -148,12 +148,16 @@ void pack_b_tile(const Matrix& b, int64_t k, int64_t column, int64_t terms, int6
   transpose(tile);
 }
 
+// What was written so far is in memory: GCC does not know what the tile instructions read there.
+inline void finish_writes(const void* memory) { __asm__ volatile("" ::"r"(memory) : "memory"); }
+
 // 32 x 32 results: high and low parts of the same rows of a meet the same columns of b.
 template <bool kSplit>
 void multiply_panels(const char* a_high, const char* a_low, const char* b, int64_t steps,
                      float* out, int64_t row_stride, bool add) {
   const int64_t stride = row_stride * 4;
   float* below = out + kTile * row_stride;
+  finish_writes(out);
   if (add) {
     _tile_loadd(0, out, stride);
     _tile_loadd(1, out + kTile, stride);
@@ -201,6 +205,7 @@ class TileShapes {
       config[16 + 2 * tile] = 64;  // bytes of a row
       config[48 + tile] = kTile;   // rows
     }
+    finish_writes(config);
     _tile_loadconfig(config);
   }
   ~TileShapes() {
@@ -277,6 +282,16 @@ void tile_matmul(const Matrix& a, const Matrix& b, const MatrixOut& out, const T
   }
 }
 
+}  // namespace fastrl::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+// This runs on every machine, so it must not be compiled for instructions that few have.
+namespace fastrl::cpu {
 namespace {
 
 bool find_tiles() {
@@ -297,12 +312,6 @@ bool has_tiles() {
 }
 
 }  // namespace fastrl::cpu
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
 
 #else
 
