@@ -15,6 +15,7 @@ from fastrl.triton.row_sums import row_statistics, row_sums, sums_of_blocks, tok
 from fastrl.triton.rows import (
     PER_TOKEN,
     RUN_TIME,
+    VARIANTS,
     parts_of,
     plan,
     row_arguments,
@@ -151,22 +152,15 @@ def targets() -> list[Target]:
     grpo = per_token | dict.fromkeys(("old_logprobs", "ref_logprobs"), "*fp32")
     grpo["c"] = Coefficients._make(["fp32"] * len(Coefficients._fields))  # type: ignore[assignment]
     found = []
-    for name, dtype, policy, regularized, options in (
-        ("", "bf16", 0, False, {}),
-        ("_kl_entropy", "bf16", 0, True, {}),
-        ("_sapo", "bf16", 2, True, {}),
-        ("_fp16", "fp16", 0, True, {}),
-        ("_fp32", "fp32", 0, True, {}),
-        ("_softcap", "bf16", 0, True, {"softcap": True}),
-        ("_per_row", "bf16", 0, True, {"per_row": True}),
-    ):
-        size, capped = 4 if dtype == "fp32" else 2, name == "_softcap"
+    for suffix, variant in {"_plain": VARIANTS[""], **VARIANTS}.items():
+        regularized = suffix != "_plain"  # by KL and entropy
         target = row_target(
-            f"logits_policy_loss{name}", _logits_policy_loss, dtype, grpo, **options,
-            bytes_per_element=2 * size, instructions=36 if capped else 16,
-            mufu=6.3 if capped else 2.4,
+            f"logits_policy_loss{suffix}", _logits_policy_loss, types=grpo, **variant._asdict(),
+            bytes_per_element=8 if variant.dtype == "fp32" else 4,
+            instructions=36 if variant.softcap else 16,
+            mufu=6.4 if variant.softcap else 2.4,
             constants={
-                "POLICY": POLICIES[policy],
+                "POLICY": POLICIES[0],
                 "KL_ESTIMATOR": KL[2] if regularized else None,
                 "KL_GRADIENT": 0,
             },

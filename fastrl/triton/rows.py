@@ -143,6 +143,23 @@ def row_arguments(
 _BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
 
 
+class Variant(NamedTuple):
+    """What else than a model's plain bf16 logits is compiled ahead of time."""
+
+    dtype: str
+    softcap: bool = False
+    per_row: bool = False
+
+
+#: By the end of the target's name.
+VARIANTS = {
+    "": Variant("bf16"),
+    "_fp32": Variant("fp32"),
+    "_fp16_per_row": Variant("fp16", per_row=True),
+    "_softcap_per_row": Variant("bf16", softcap=True, per_row=True),
+}
+
+
 def row_target(
     name: str, kernel: Any, dtype: str, types: dict[str, str], *, softcap: bool = False,
     per_row: bool = False, entropy: bool = True, **others: Any,

@@ -19,6 +19,7 @@ from fastrl.triton.row_sums import (
 from fastrl.triton.rows import (
     PER_TOKEN,
     RUN_TIME,
+    VARIANTS,
     exact_value,
     parts_of,
     plan,
@@ -159,15 +160,6 @@ def token_stats_bwd_(logits: Tensor, *arguments: Any) -> None:
     _write_gradient(logits, logits, *arguments)
 
 
-_VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("", "bf16", {}),
-    ("_fp16", "fp16", {}),
-    ("_fp32", "fp32", {}),
-    ("_softcap", "bf16", {"softcap": True}),
-    ("_per_row", "bf16", {"per_row": True}),
-)
-
-
 def targets() -> list[Target]:
     """Return what is compiled ahead of time."""
     floats = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "row_max", "log_sum")
@@ -184,18 +176,19 @@ def targets() -> list[Target]:
             bytes_per_element=4, instructions=7, mufu=1.2,
         ),
     ]  # fmt: skip
-    for suffix, dtype, options in _VARIANTS:
-        size, capped = 4 if dtype == "fp32" else 2, "softcap" in options
-        backward = 18.5 if capped else 8 if dtype == "fp16" else 7
+    for suffix, variant in VARIANTS.items():
+        size, capped = 4 if variant.dtype == "fp32" else 2, variant.softcap
+        options = variant._asdict()
         found += [
             row_target(
-                f"token_stats_fwd{suffix}", _token_stats_fwd, dtype, outputs, **options,
+                f"token_stats_fwd{suffix}", _token_stats_fwd, types=outputs, **options,
                 bytes_per_element=size, instructions=18 if capped else 9,
                 mufu=3.4 if capped else 1.2,
             ),
             row_target(
-                f"token_stats_bwd{suffix}", _token_stats_bwd, dtype, saved, **options,
-                bytes_per_element=2 * size, instructions=backward,
+                f"token_stats_bwd{suffix}", _token_stats_bwd, types=saved, **options,
+                bytes_per_element=2 * size,
+                instructions=18.5 if capped else 8 if variant.dtype == "fp16" else 7,
                 mufu=3.4 if capped else 1.2,
             ),
         ]  # fmt: skip
