@@ -171,7 +171,8 @@ def _amd(path: Path) -> Kernel:
         name=fields.get("name", path.stem),
         registers=int(fields.get("vgpr_count", -1)),
         instructions=len(code),
-        spills=int(fields.get("vgpr_spill_count", 0)) + int(fields.get("sgpr_spill_count", 0)),
+        # scalar registers move to lanes of vector registers, not to memory
+        spills=int(fields.get("vgpr_spill_count", 0)),
         double=sum("_f64" in operation for operation in code),
         bulk=0,
         passes=[],

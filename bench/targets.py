@@ -94,7 +94,8 @@ def compile_triton(target: Any, architecture: str) -> Path:
     gpu = (
         GPUTarget("hip", architecture, 64) if amd else GPUTarget("cuda", int(architecture[3:]), 32)
     )
-    options = {"num_warps": target.num_warps, **(target.options or {})}
+    warps = target.amd_num_warps if amd and target.amd_num_warps else target.num_warps
+    options = {"num_warps": warps, **(target.options or {})}
     compiled = triton.compile(
         ASTSource(target.kernel, signature, constants, attributes), target=gpu, options=options
     )
@@ -154,6 +155,8 @@ def _costs(
     """Instructions and special functions per element, over all hot loops together."""
     counted = [(one, each or one.elements(element_bytes)) for one in passes]
     counted = [(one, elements) for one, elements in counted if elements]
+    # a loop that only writes is for the rows that the others leave out
+    counted = [pair for pair in counted if pair[0].loaded or pair[0].shared] or counted
     if not counted:
         return None, None
     return (

@@ -184,6 +184,7 @@ def row_target(
         {"PLAN": plan, **constants},
         divisible=("logits", "grad", "vocabulary"),
         num_warps=_MOST_LANES // 32,
+        amd_num_warps=_MOST_LANES // 64,
         element_bytes=_BITS[dtype] // 8,
         options={"enable_fp_fusion": False},
         **others,

@@ -17,6 +17,7 @@ class Target(NamedTuple):
         constants: the values of the constexpr arguments.
         divisible: the arguments that are multiples of 16: aligned pointers, even strides.
         num_warps: as in the launch.
+        amd_num_warps: as in a launch with 64 threads per warp, where that differs.
         element_bytes: of one element of what the hot loops load.
         bytes_per_element: what memory moves per element in all, in and out.
         instructions: the budget of sm_90 per element, all hot loops together; None where the
@@ -44,3 +45,4 @@ class Target(NamedTuple):
     block: int | None = None
     loops: int | None = None
     narrow: int = 0
+    amd_num_warps: int | None = None
