@@ -114,7 +114,7 @@ def test_every_part_of_a_registered_op_exists(name):
     if stem not in COMPOSED:
         expected.append(f"fastrl/reference/{stem}.py")
     if stem not in LOOPS:
-        expected.append(f"csrc/cpu/{stem}.cpp")
+        expected += [f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cpp", f"csrc/cuda/{stem}.cu"]
     missing = [path for path in expected if not (ROOT / path).exists()]
     assert not missing
 

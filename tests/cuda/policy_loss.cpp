@@ -79,8 +79,33 @@ bool agrees(int64_t rows, int64_t length, int64_t level, Random random) {
   return false;
 }
 
+// At token level each log-probability is read once and each slope written once, 16 bytes at a time.
+bool moves_each_token_once() {
+  constexpr int64_t n = 400;
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float coefficients[] = {0.2f, 0.2f, infinity, infinity, 1, 1, 0, 1, infinity, infinity, 0};
+  host::AlignedCopy logprobs(4 * n), slope(4 * n), mask(n);
+  std::memset(logprobs.data(), 0, 4 * n);
+  std::memset(mask.data(), 1, n);
+  // the other inputs lie elsewhere, so that only this one is counted
+  host::AlignedCopy others(4 * n, 0, logprobs.data());
+  std::vector<unsigned char> loads(4 * n), stores(4 * n);
+  host::watched[0] = {logprobs.data(), 4 * n, loads.data(), nullptr};
+  host::watched[1] = {slope.data(), 4 * n, nullptr, stores.data()};
+  const auto floats = [](host::AlignedCopy& x) { return reinterpret_cast<float*>(x.data()); };
+  float loss, metrics[kNumMetrics];
+  policy_loss(floats(logprobs), floats(others), reinterpret_cast<bool*>(mask.data()),
+              floats(others), nullptr, nullptr, floats(others), nullptr, nullptr, nullptr, n, 1, 0,
+              0, 0, 0, coefficients, 128, &loss, floats(slope), metrics);
+  host::watched[0] = host::watched[1] = {};
+  const std::vector<unsigned char> once(4 * n, 1);
+  if (loads == once && stores == once) return true;
+  std::printf("a token is not moved once, in vectors\n");
+  return false;
+}
+
 int main() {
-  bool ok = true;
+  bool ok = moves_each_token_once();
   for (const int64_t level : {0, 1, 2}) {
     ok = agrees(3, 37, level, Random(level)) && ok;
     ok = agrees(1, 1, level, Random(9)) && ok;
