@@ -52,20 +52,18 @@ class Weighing(NamedTuple):
     def weights(self, logprobs: Tensor, entropy: Tensor | None) -> TermWeights:
         """Return the weights of each term; neither argument is looked at unless they `wait`."""
         o = self.objective
-        policy, kl, bonus = self.base
-        bonus = policy if bonus is None else bonus
+        policy = self.base.policy
+        kl, bonus = (policy if own is None else own for own in self.base[1:])
         old = logprobs if self.old_logprobs is None else self.old_logprobs
         sampled = old if self.rollout_logprobs is None else self.rollout_logprobs
         for correction in o.rollout_corrections:
             factor = reference.rollout_correction(
                 old, sampled, self.mask, self.sequences, correction
             )
-            if o.rollout_weighs == "policy":
-                kl = policy if kl is None else kl
-            elif kl is not None:
-                kl = kl * factor
+            together = kl is policy
             policy = policy * factor
-        alone = policy
+            if o.rollout_weighs == "policy-and-kl":
+                kl = policy if together else kl * factor
         if self.policy_weights is not None:
             policy = policy * torch.where(self.mask, self.policy_weights, 0.0)
         if o.off_policy_threshold is not None:
@@ -81,11 +79,12 @@ class Weighing(NamedTuple):
         if o.top_entropy_quantile < 1 and entropy is not None:
             top = reference.top_entropy(entropy, self.mask, o.top_entropy_quantile)
             policy = torch.where(top, policy, 0.0)
-            own = o.entropy_aggregation is not None
-            bonus = self.entropy_on(top) if own else torch.where(top, bonus, 0.0)
-        if kl is None and policy is not alone:
-            kl = alone
-        return TermWeights(policy, kl, None if bonus is policy else bonus)
+            bonus = self.entropy_on(top) if o.entropy_coef else bonus
+        return TermWeights(
+            policy,
+            kl if o.kl_coef and kl is not policy else None,
+            bonus if o.entropy_coef and bonus is not policy else None,
+        )
 
 
 def base_weights(
