@@ -4,6 +4,7 @@ The kernels themselves are compiled for every target by the tests of `make targe
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,19 @@ def test_every_source_is_in_the_build():
     missing = [path.name for path in sources if f'"csrc/cuda/{path.name}"' not in setup]
     assert len(sources) > 1
     assert missing == []
+
+
+def test_every_launch_is_defined_as_it_is_declared():
+    """A shared library may lack a function until it is called: nothing else would tell."""
+    signature = re.compile(r"cudaError_t (\w+\([^)]*\))")
+
+    def found(*paths):
+        text = " ".join(path.read_text() for path in paths)
+        return sorted(re.sub(r"\s+", " ", one) for one in signature.findall(text))
+
+    declared = found(ROOT / "csrc/cuda/launches.h")
+    assert declared == found(*(ROOT / "csrc/cuda").glob("*.cu"))
+    assert len(declared) == len(list((ROOT / "csrc/cuda").glob("*.cu")))
 
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc, and so no CUDA runtime to compile for")

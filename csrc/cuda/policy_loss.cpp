@@ -61,6 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> policy_loss_fwd(
   params.loss = loss.mutable_data_ptr<float>();
   params.metrics = metrics.mutable_data_ptr<float>();
   params.tokens = logprobs.numel();
+  STD_TORCH_CHECK(params.tokens < int64_t{1} << 32, "logprobs must hold fewer than 2^32 tokens");
   params.sequences = check_sequences(logprobs, cu_seqlens);
   params.row_length = logprobs.size(1);
   const unsigned blocks = policy_loss_blocks(&params);
