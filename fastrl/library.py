@@ -127,6 +127,9 @@ def _places(name: str) -> list[str]:
     return [f"{space}::{name}" for space in NAMESPACES.values() if space == "fastrl" or not once]
 
 
+#: The names of all operators.
+OPERATORS = tuple(_SCHEMAS)
+
 for _name, _schema in _SCHEMAS.items():
     for _place in _places(_name):
         torch.library.define(_place, _schema, tags=(torch.Tag.pt2_compliant_tag,))

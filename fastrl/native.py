@@ -50,7 +50,19 @@ def _load(module: str, compiler: str, install: str) -> str | None:
     return None
 
 
-missing = _load("fastrl._C", "a C++ compiler (g++ or clang++)", "pip install")
+def _out_of_date() -> str | None:
+    """Return why an extension that was loaded cannot be used, or None: it lacks operators."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in library.OPERATORS:
+        keys = ("CPU", "CompositeExplicitAutograd")
+        if not name.startswith("linear_") and not any(
+            has_kernel(f"fastrl::{name}", key) for key in keys
+        ):
+            return f"the compiled extension is older than fastrl (it lacks {name}); build it again"
+    return None
+
+
+missing = _load("fastrl._C", "a C++ compiler (g++ or clang++)", "pip install") or _out_of_date()
 if torch.version.cuda is None:
     cuda_missing = "this torch was built without CUDA"
 else:

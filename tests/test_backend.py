@@ -154,3 +154,10 @@ def test_functions_that_are_plain_torch_refuse_a_kernel_backend(call):
     call(backend="reference")
     with pytest.raises(ValueError, match=r"backend 'cpu' cannot do this call: .* plain torch"):
         call(backend="cpu")
+
+
+def test_an_extension_that_lacks_an_operator_is_out_of_date(compiled, monkeypatch):
+    assert native._out_of_date() is None
+    torch.library.define("fastrl::of_tomorrow", "() -> ()")
+    monkeypatch.setattr(native.library, "OPERATORS", ("of_tomorrow",))
+    assert "older than fastrl (it lacks of_tomorrow); build it again" in native._out_of_date()

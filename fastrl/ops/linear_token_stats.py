@@ -58,7 +58,8 @@ def linear_token_logprobs(
         backend: `auto`, or the backend that works on the chunks.
 
     Returns:
-        Log-probabilities in fp32, the shape of `token_ids`.
+        Log-probabilities in fp32, the shape of `token_ids`. GEMMs of fp32 operands are torch's:
+        `torch.set_float32_matmul_precision` below "highest" rounds them, too.
 
     Raises:
         TypeError: an argument has the wrong type.
