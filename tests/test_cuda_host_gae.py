@@ -9,9 +9,9 @@ from test_gae import *  # noqa: F403
 import fastrl
 
 
-@pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_under_sanitizers(sanitizer):
-    assert_program_passes("gae", sanitizer)
+@pytest.mark.parametrize(("sanitizer", "warp"), [("address", 32), ("thread", 8)])
+def test_under_sanitizers(sanitizer, warp):
+    assert_program_passes("gae", sanitizer, warp=warp)
 
 
 @pytest.mark.parametrize("bootstrap", [None, "sequence", "token"])

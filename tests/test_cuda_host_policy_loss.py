@@ -14,9 +14,9 @@ inf = float("inf")
 COEFFICIENTS = [0.2, 0.2, 3.0, inf, 1.0, 1.05, 0.1, 10.0, 20.0, inf, 0.01]
 
 
-@pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_under_sanitizers(sanitizer):
-    assert_program_passes("policy_loss", sanitizer)
+@pytest.mark.parametrize(("sanitizer", "warp"), [("address", 32), ("thread", 8)])
+def test_under_sanitizers(sanitizer, warp):
+    assert_program_passes("policy_loss", sanitizer, warp=warp)
 
 
 @pytest.mark.parametrize("offset", [0, 1])  # on and off the boundaries of vectors

@@ -9,7 +9,7 @@
 using namespace fastrl::cuda;
 using fastrl::cuda::host::Random;
 
-constexpr int kThreads = 16;  // chunks of 256 tokens
+constexpr int kThreads = 2 * kWarp;  // with warps of 8, chunks of 256 tokens
 
 // [tokens] each; scratch for the chunks is made here. `sequences`: of cu_seqlens, or rows.
 extern "C" int gae(const float* rewards, const float* values, const bool* mask,

@@ -26,7 +26,7 @@ extern "C" int group_advantages(const float* rewards, const int64_t* group_ids, 
   p.entries = entries.data(), p.entry_of = entry_of.data();
   p.num_entries = static_cast<int64_t>(entries.size());
   p.arrived = &arrived;
-  const int status = launch_group_advantages<16, 32>(p, 0);
+  const int status = launch_group_advantages<2 * kWarp, 4 * kWarp>(p, 0);
   return status != kSuccess || arrived != 0;
 }
 
@@ -76,7 +76,7 @@ int main() {
   bool ok = true;
   for (const int64_t scale : {0, 1}) {
     ok = agrees(9, 4, scale, Random(1)) && ok;
-    ok = agrees(2, 70, scale, Random(2)) && ok;  // a block per group
+    ok = agrees(2, kWholeBlockFrom<2 * kWarp> + 6, scale, Random(2)) && ok;  // a block per group
     ok = agrees(5, 1, scale, Random(3)) && ok;
   }
   return ok ? 0 : 1;

@@ -41,7 +41,7 @@ extern "C" int policy_loss(const float* logprobs, const float* advantages, const
   std::vector<TokenSums> parts(blocks);
   uint32_t arrived = 0;
   p.parts = parts.data(), p.arrived = &arrived;
-  const int status = launch_policy_loss<16, 16>(p, blocks, 0);
+  const int status = launch_policy_loss<2 * kWarp, 2 * kWarp>(p, blocks, 0);
   return status != kSuccess || arrived != 0;
 }
 
