@@ -52,6 +52,7 @@ class Kernel(NamedTuple):
     double: int  # 64-bit floating point instructions
     bulk: int  # bulk copies, whose width is not in the code
     passes: list[Pass]  # through the hot loops
+    sweeps: list[Pass]  # through the unrolled loops that read vectors of 16 bytes of a row
     whole: Pass  # through everything
 
 
@@ -103,6 +104,7 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
     kinds = collections.Counter(operation.partition(".")[0] for operation in operations)
     bodies = [operations[begin:end] for begin, end in _innermost(labels, code)]
     hot = [body for body in bodies if any(_is(operation, _GLOBAL + _BULK) for operation in body)]
+    sweeps = [_pass(body, is_loop=True) for body in bodies if _reads_vectors(body)]
     whole = _pass(operations, is_loop=False)
     return Kernel(
         name=name,
@@ -112,8 +114,16 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
         double=sum(bool(_DOUBLE.search(operation)) for operation in operations),
         bulk=sum(kinds[kind] for kind in _BULK),
         passes=[_pass(body, is_loop=True) for body in hot] or [whole],
+        sweeps=sweeps,
         whole=whole,
     )
+
+
+def _reads_vectors(body: list[str]) -> bool:
+    """Whether a loop reads several vectors per pass, and exponentiates what they hold."""
+    vectors = [op for op in body if _is(op, ("LDG", "LDS")) and _width(op) >= 16]
+    exponentials = [op for op in body if op.startswith("MUFU.EX2")]
+    return len(vectors) > 1 and len(exponentials) >= 4 * len(vectors)
 
 
 def _innermost(labels: dict[str, int], code: list[str]) -> list[tuple[int, int]]:
@@ -176,6 +186,7 @@ def _amd(path: Path) -> Kernel:
         double=sum("_f64" in operation for operation in code),
         bulk=0,
         passes=[],
+        sweeps=[],
         whole=_pass([], is_loop=False),
     )
 

@@ -6,6 +6,7 @@ the public function to the kernel.
 
 import ctypes
 
+import cuda_vocabulary as vocabulary
 import pytest
 import torch
 from cuda_host import library
@@ -71,11 +72,44 @@ def group_advantages_fwd(
     return *result, informative
 
 
+def token_stats_fwd(logits, token_ids, active, *others):
+    *scaling, with_entropy, with_sum_sq_probs = others
+    rows = vocabulary.rows_of(logits, token_ids, active, *scaling)
+    wanted = {"with_entropy": with_entropy, "with_sum_sq_probs": with_sum_sq_probs}
+    return vocabulary.token_stats(rows, token_ids, **wanted)
+
+
+def token_stats_bwd_(logits, token_ids, active, *others, grad=None):
+    *scaling, row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp = others
+    rows = vocabulary.rows_of(logits, token_ids, active, *scaling)
+    saved, grads = (row_max, log_sum, entropy), (grad_logprobs, grad_entropy, grad_logsumexp)
+    vocabulary.token_stats_backward(rows, saved, grads, grad)
+
+
+def token_stats_bwd(logits, *others):
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    token_stats_bwd_(logits, *others, grad=grad)
+    return grad
+
+
+def logits_policy_loss_fwd_(logits, token_ids, active, *others, grad=None):
+    scaling, inputs, kinds, coefficients = others[:4], others[4:10], others[10:13], others[13]
+    rows = vocabulary.rows_of(logits, token_ids, active, *scaling)
+    return vocabulary.logits_policy_loss(rows, inputs, kinds, coefficients, grad, clusters=True)
+
+
+def logits_policy_loss_fwd(logits, *others):
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return *logits_policy_loss_fwd_(logits, *others, grad=grad), grad
+
+
 @pytest.fixture(scope="module")
 def registered():
     """The operators, for as long as the tests of one file run."""
     operators = torch.library.Library("fastrl_cuda", "IMPL")
-    for implementation in (policy_loss_fwd, gae_fwd, group_advantages_fwd):
+    small = (policy_loss_fwd, gae_fwd, group_advantages_fwd)
+    stats = (token_stats_fwd, token_stats_bwd, token_stats_bwd_)
+    for implementation in (*small, *stats, logits_policy_loss_fwd, logits_policy_loss_fwd_):
         operators.impl(implementation.__name__, implementation, "CPU")
     yield
     operators._destroy()

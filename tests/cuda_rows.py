@@ -12,7 +12,7 @@ _SHAPES = ((1, 0), (37, 2), (1000, 0), (1003, 1), (5001, 0), (20000, 0), (40000,
 _OPTIONS = (
     {},
     {"temperature": 0.7, "logit_scale": 1.5, "logit_softcap": 8.0},
-    {"temperature": torch.tensor([[0.5, 1.0, 1.7], [0.9, 1.2, float("nan")]])},
+    {"temperatures": torch.tensor([[0.5, 1.0, 1.7], [0.9, 1.2, float("nan")]])},
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: (V, beside, dtype, options): every dtype and option with every shape, if not with each other
@@ -36,24 +36,21 @@ def make_rows(V, beside, dtype, B=2, T=3):
     return whole, logits, token_ids, active
 
 
-def exact(logits, token_ids, active, temperature=1.0, logit_scale=1.0, logit_softcap=None):
-    options = {"logit_scale": logit_scale, "logit_softcap": logit_softcap}
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.double()
-    return reference.token_stats(
-        logits.double(), token_ids, active, temperature=temperature, **options
-    )
+def exact(logits, token_ids, active, temperatures=None, temperature=1.0, **options):
+    options = {"logit_scale": 1.0, "logit_softcap": None, **options}
+    heat = temperature if temperatures is None else temperatures.double()
+    return reference.token_stats(logits.double(), token_ids, active, temperature=heat, **options)
 
 
-def gradient(logits, token_ids, active, grads, temperature=1.0, **options):
+def gradient(logits, token_ids, active, grads, temperatures=None, temperature=1.0, **options):
     """Return the gradient, and the magnitude of what is added up for each element of it."""
     leaf = logits.double()
     leaf[~active] = 0
     leaf.requires_grad_()
-    stats = exact(leaf, token_ids, active, temperature, **options)[:3]
+    stats = exact(leaf, token_ids, active, temperatures, temperature, **options)[:3]
     grads = [torch.where(active, grad.double(), 0.0) for grad in grads]
     loss = sum((stat * grad).sum() for stat, grad in zip(stats, grads, strict=True))
-    heat = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    heat = temperature if temperatures is None else temperatures[..., None]
     slope = torch.where(active[..., None], options.get("logit_scale", 1.0) / heat, 0.0)
     cap = options.get("logit_softcap")
     z = leaf.detach() * slope if cap is None else cap * torch.tanh(leaf * slope * heat / cap) / heat

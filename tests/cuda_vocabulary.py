@@ -21,16 +21,21 @@ class Rows(ctypes.Structure):
     )
 
 
-def rows_of(logits, token_ids, active, temperature=1.0, logit_scale=1.0, logit_softcap=None):
-    """Describe logits [B, T, V], which must stay alive; a tensor as temperature is per row."""
-    B, T, V = logits.shape
-    per_row = isinstance(temperature, torch.Tensor)
-    strides = (logits.stride(0), logits.stride(1))
-    inputs = (token_ids.data_ptr(), active.data_ptr(), temperature.data_ptr() if per_row else None)
-    heat = 1.0 if per_row else temperature
+def rows_of(
+    logits,
+    token_ids,
+    active,
+    temperatures=None,
+    temperature=1.0,
+    logit_scale=1.0,
+    logit_softcap=0.0,
+):
+    """Describe logits [B, T, V], which must stay alive, as must the per-token tensors."""
     kind = TYPES[logits.dtype]
-    place = (kind, logits.data_ptr(), B, T, V, *strides)
-    return Rows(*place, *inputs, heat, logit_scale, logit_softcap or 0.0)
+    place = (kind, logits.data_ptr(), *logits.shape, logits.stride(0), logits.stride(1))
+    heats = None if temperatures is None else temperatures.data_ptr()
+    inputs = (token_ids.data_ptr(), active.data_ptr(), heats)
+    return Rows(*place, *inputs, temperature, logit_scale, logit_softcap)
 
 
 def pointers(*tensors):

@@ -58,6 +58,8 @@ def test_kernels_that_stream_have_a_budget_and_a_prediction(reports):
 def test_cuda_sources_were_compiled(reports):
     compiled = {one["name"] for one in reports if one["name"].startswith("cuda ")}
     assert compiled == {f"cuda {path.stem}" for path, _ in targets.cuda_targets()}
+    budgeted = [one["name"] for one in reports if one["name"] in compiled and one["instructions"]]
+    assert {"cuda logits_policy_loss", "cuda token_stats"} <= set(budgeted)
 
 
 LISTING = """
