@@ -65,7 +65,7 @@ struct LogitMap {
   float natural;     // to an exponent of e
   float squash;
   float slope;  // dz/dx at x = 0
-  float floor;  // logits at or below count as -inf: low enough, and no product with it overflows
+  float floor;  // logits at or below count as -inf; no product with it overflows
 };
 
 struct Scaling {
@@ -84,7 +84,8 @@ struct Scaling {
     const float natural = temperatures ? scale / temperature : scale;
     const float multiplier = natural * kLog2E;
     const float low = -1e32f / (multiplier > 1.0f ? multiplier : 1.0f);
-    const float floor = Element<T>::value(Element<T>::from(std::fmax(low, Element<T>::kLowest)));
+    const float finite = Element<T>::value(Element<T>::from(std::fmax(low, Element<T>::kLowest)));
+    const float floor = squash > 0 ? -INFINITY : finite;  // a softcap holds all but -inf
     return {multiplier, natural, squash, temperatures ? slope / temperature : slope, floor};
   }
 };
