@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands, and it names everything that is public."""
+"""What README and examples show runs as it stands; the README names everything public."""
 
 import inspect
 import re
@@ -8,8 +8,9 @@ import pytest
 
 import fastrl
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+ROOT = Path(__file__).parent.parent
+README, EXAMPLES = ((ROOT / name).read_text() for name in ("README.md", "docs/examples.md"))
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README + EXAMPLES, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_there_are_examples():
