@@ -5,13 +5,11 @@
 // the chunks there, in their order, so that the bits do not depend on who was first.
 #pragma once
 
-#include "gae.h"
 #include "gae_map.cuh"
+#include "gae_run.cuh"
 
 namespace fastrl::cuda {
 
-constexpr int kRun = 16;  // tokens of a thread, one after another; as bools they are one vector
-constexpr int kVectors = kRun / 4;
 static_assert(sizeof(GaeMap) == kGaeMapBytes, "the operator allocates the maps");
 
 template <int kThreads>
@@ -20,82 +18,6 @@ struct GaeShared {
   GaeMap warps[kThreads / kWarp];
   GaeMap behind;  // of all that follows the chunk
   uint32_t chunk;
-};
-
-// Sixteen tokens from `first` on.
-struct Run {
-  const GaeParams& p;
-  int64_t first;
-  bool whole_warp;  // all tokens of the warp's runs exist and lie on 16-byte boundaries
-  Vec16* staged;    // the warp's
-
-  // A warp reads and writes 512 contiguous bytes at a time; where a thread finds its own vectors,
-  // the rotation keeps the banks of shared memory apart.
-  __device__ __forceinline__ int own_place(int j) const {
-    const int lane = thread_index() % kWarp;
-    return lane * kVectors + (j + lane / 2) % kVectors;
-  }
-  __device__ __forceinline__ static int striped_place(int j) {
-    const int vector = j * kWarp + thread_index() % kWarp, owner = vector / kVectors;
-    return owner * kVectors + (vector + owner / 2) % kVectors;
-  }
-  __device__ __forceinline__ int64_t striped_token(int j) const {
-    const int lane = thread_index() % kWarp;
-    return first - lane * kRun + (j * kWarp + lane) * 4;
-  }
-
-  __device__ __forceinline__ void load(const float* values, float (&x)[kRun]) const {
-    if (whole_warp) {
-      FASTRL_UNROLL
-      for (int j = 0; j < kVectors; ++j) {
-        staged[striped_place(j)] = load16_once(values + striped_token(j));
-      }
-      sync_warp();
-      FASTRL_UNROLL
-      for (int j = 0; j < kVectors; ++j) memcpy(x + 4 * j, &staged[own_place(j)], 16);
-      sync_warp();
-    } else {
-      FASTRL_UNROLL
-      for (int k = 0; k < kRun; ++k) x[k] = first + k < p.tokens ? values[first + k] : 0.0f;
-    }
-  }
-  __device__ __forceinline__ void store(float* values, const float (&x)[kRun]) const {
-    if (whole_warp) {
-      FASTRL_UNROLL
-      for (int j = 0; j < kVectors; ++j) memcpy(&staged[own_place(j)], x + 4 * j, 16);
-      sync_warp();
-      FASTRL_UNROLL
-      for (int j = 0; j < kVectors; ++j) {
-        store16_once(values + striped_token(j), staged[striped_place(j)]);
-      }
-      sync_warp();
-    } else {
-      FASTRL_UNROLL
-      for (int k = 0; k < kRun; ++k) {
-        if (first + k < p.tokens) values[first + k] = x[k];
-      }
-    }
-  }
-  __device__ __forceinline__ uint32_t existing() const {
-    const int64_t left = p.tokens - first;
-    return left >= kRun ? 0xffffu : left > 0 ? (1u << left) - 1u : 0u;
-  }
-  // One bit per token; tokens that do not exist are `otherwise`, as all are where `bools` is null.
-  __device__ __forceinline__ uint32_t load_bits(const bool* bools, bool otherwise) const {
-    if (!bools) return otherwise ? 0xffffu : 0u;
-    uint32_t bits = 0;
-    if (whole_warp) {
-      const Vec16 loaded = load16_once(bools + first);
-      FASTRL_UNROLL
-      for (int k = 0; k < kRun; ++k) bits |= (loaded.word[k / 4] >> (8 * (k % 4)) & 1u) << k;
-    } else {
-      FASTRL_UNROLL
-      for (int k = 0; k < kRun; ++k) {
-        bits |= uint32_t{first + k < p.tokens ? bools[first + k] : otherwise} << k;
-      }
-    }
-    return bits;
-  }
 };
 
 // The number of the sequence that holds a token, which exists.
@@ -249,12 +171,13 @@ __global__ void __launch_bounds__(kThreads, 2) gae_scan(const __grid_constant__ 
   const Run run{p, warp_first + lane * kRun, p.aligned && warp_first + of_warp <= p.tokens,
                 shared->staged + warp * (kWarp * kVectors)};
   GaeTokens<kPerToken> tokens;
-  run.load(p.rewards, tokens.reward);
-  run.load(p.values, tokens.value);
-  if constexpr (kPerToken) run.load(p.bootstrap, tokens.bootstrap);
+  const Run::Fetched rewards = run.fetch(p.rewards), values = run.fetch(p.values);
   tokens.active = run.load_bits(p.mask, true) & run.existing();
   tokens.terminated = run.load_bits(p.terminated, false);
   tokens.truncated = run.load_bits(p.truncated, false);
+  if constexpr (kPerToken) run.unpack(run.fetch(p.bootstrap), tokens.bootstrap);
+  run.unpack(rewards, tokens.reward);
+  run.unpack(values, tokens.value);
   tokens.find_ends(p, run.first);
 
   const GaeMap own = tokens.scan(p, run.first, GaeMap::identity(), [](int, float) {});
