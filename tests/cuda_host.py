@@ -2,6 +2,10 @@
 
 A program tests/cuda/NAME.cpp includes kernels and checks itself in `main`, which the sanitizers
 run; its `extern "C"` functions serve the tests in Python, through ctypes.
+
+What this cannot show: that the device version of the primitives does what its twin does, above all
+its instructions for clusters, bulk copies and the order of memory between them and the threads
+(`fence_bulk` does nothing here), and how many clusters a device holds. A GPU has to.
 """
 
 import ctypes

@@ -6,21 +6,21 @@ from inputs import make_logits
 
 from fastrl import reference
 
-# (vocabulary, elements beside each row): rows of one part and of many, aligned and not; the last
-# has more parts than a cluster has blocks, in float32 already the one before.
-_SHAPES = ((1, 0), (37, 2), (1000, 0), (1003, 1), (5001, 0), (20000, 0), (40000, 8))
+# (vocabulary, elements beside each row): rows of one part and of many, aligned and not
+_SHAPES = ((1, 0), (37, 2), (1000, 0), (1003, 1), (5001, 0))
 _OPTIONS = (
     {},
     {"temperature": 0.7, "logit_scale": 1.5, "logit_softcap": 8.0},
     {"temperatures": torch.tensor([[0.5, 1.0, 1.7], [0.9, 1.2, float("nan")]])},
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: (V, beside, dtype, options): every dtype and option with every shape, if not with each other
+#: (V, beside, dtype, options): every dtype and option with every shape, if not with each other;
+#: then rows of large parts, and of more parts than a cluster has blocks
 CASES = [
     (*shape, dtype, _OPTIONS[(i + j) % 3])
     for i, shape in enumerate(_SHAPES)
     for j, dtype in enumerate(_DTYPES)
-]
+] + [(20000, 0, torch.bfloat16, {}), (20000, 0, torch.float32, {})]
 
 
 def make_rows(V, beside, dtype, B=2, T=3):

@@ -164,7 +164,7 @@ int main() {
   // vocabulary, elements between rows, elements before the first
   const int shapes[][3] = {{1024, 0, 0}, {2048, 8, 8}, {1001, 0, 0}, {777, 3, 5}, {5, 0, 1}};
   for (const auto& shape : shapes) {
-    fastrl::cuda::Problem problem(shape[0] == 1024 ? 30 : 12, shape[0], shape[1], shape[2]);
+    fastrl::cuda::Problem problem(shape[0] == 1024 ? 16 : 7, shape[0], shape[1], shape[2]);
     for (const Path path : {Path::kClusters, Path::kPlain, Path::kTwoCalls}) {
       for (const bool in_place : {true, false}) {
         if (problem.run(path, in_place)) continue;
