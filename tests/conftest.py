@@ -1,5 +1,6 @@
 """What every test file shares: a fixed seed, and the backends that a test runs on."""
 
+import importlib
 import os
 
 import pytest
@@ -11,7 +12,12 @@ from fastrl.triton.registration import INTERPRETED
 
 #: A larger vocabulary takes the interpreter too long, and so do these tests.
 MOST_INTERPRETED = 33_000
-LONG_INTERPRETED = ("test_micro_batches_with_one_normalizer_add_up", "test_many_groups")
+LONG_INTERPRETED = (
+    "test_a_long_batch_is_as_exact_as_a_short_one",
+    "test_many_groups",
+    "test_many_short_sequences",
+    "test_micro_batches_with_one_normalizer_add_up",
+)
 
 settings.register_profile(
     "fastrl",
@@ -45,7 +51,17 @@ def backend(request):
     TRITON_INTERPRET when it is imported.
     """
     need_extension(request.param)
+    if request.param == "triton":
+        interpret_small_blocks()
     return request.param
+
+
+def interpret_small_blocks():
+    """A batch of a test then takes several programs, and the interpreter less time."""
+    gae = importlib.import_module("fastrl.triton.gae")
+    policy_loss = importlib.import_module("fastrl.triton.policy_loss")
+    gae.BLOCK, gae.BEHIND = 64, type(gae.BEHIND)(4)
+    policy_loss.BLOCK, policy_loss.MOST_PROGRAMS = 256, 4
 
 
 @pytest.fixture
