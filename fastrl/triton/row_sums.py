@@ -23,7 +23,7 @@ from fastrl.triton.rows import (
     RUN_TIME,
     at_least,
     blocks_of,
-    exact_value,
+    exact_difference,
     exponent,
     finite_or_zero,
     load_block,
@@ -126,7 +126,7 @@ def row_statistics(sums, multiplier, squash, PLAN: tl.constexpr):
 @triton.jit
 def token_logprob(x, largest, log_sum, slope, squash, PLAN: tl.constexpr):
     """Return log p of a logit; NaN where the logit is."""
-    t = (exact_value(x, squash, PLAN) - exact_value(largest, squash, PLAN)) * slope
+    t = exact_difference(x, largest, squash, PLAN) * slope
     return tl.where(x == float("-inf"), float("-inf"), t) - log_sum
 
 

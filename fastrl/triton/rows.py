@@ -269,14 +269,31 @@ def value(x, squash, PLAN: tl.constexpr):
 
 
 @triton.jit
+def tanh_of_half(x):
+    """Return tanh(x / 2) with all its digits: for single logits."""
+    shrinkage = expm1(-tl.abs(clamp(x, -80.0, 80.0)))
+    tanh = shrinkage / (2.0 + shrinkage)
+    return tl.where(x < 0, tanh, -tanh)
+
+
+@triton.jit
 def exact_value(x, squash, PLAN: tl.constexpr):
-    """Return v, and 1/2 more under a softcap, with all its digits: for single logits."""
+    """Return v, and 1/2 more under a softcap, with all its digits."""
     v = x
     if PLAN.softcap:
-        shrinkage = expm1(-tl.abs(clamp(x * (squash * LN2), -80.0, 80.0)))
-        v = 0.5 * shrinkage / (2.0 + shrinkage)  # -tanh / 2
-        v = tl.where(x < 0, v, -v)
+        v = 0.5 * tanh_of_half(x * (squash * LN2))
     return v
+
+
+@triton.jit
+def exact_difference(x, largest, squash, PLAN: tl.constexpr):
+    """Return v of one logit less v of another, with all the digits of the difference."""
+    difference = x - largest
+    if PLAN.softcap:  # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b)
+        inside = squash * LN2
+        product = tanh_of_half(x * inside) * tanh_of_half(largest * inside)
+        difference = 0.5 * tanh_of_half(difference * inside) * (1.0 - product)
+    return difference
 
 
 @triton.jit
