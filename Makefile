@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TESTS ?= fastrl tests
-INTERPRETED ?= tests
+INTERPRETED ?= $(wildcard tests/test_triton_*.py) $(addprefix tests/test_,$(addsuffix .py,\
+  edges gae group_advantages logits_policy_loss policy_loss token_stats))
 ARGS ?=
 
 PY := $(VENV)/bin/python
