@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,7 +29,6 @@ FLAGS = [
     "-pthread",
     "-Wall",
     "-Wextra",
-    "-Werror",
     "-Wno-unknown-pragmas",
     "-ffp-contract=off",
     f"-I{ROOT / 'csrc'}",
@@ -44,11 +44,9 @@ SANITIZERS = {
 def compile_host(name, *flags):
     """Compile tests/cuda/NAME.cpp unless that very source was compiled before; return the file."""
     if not shutil.which(COMPILER):
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must run the CUDA kernels on the host: there is no {COMPILER}")
-        pytest.skip(f"there is no C++ compiler '{COMPILER}'")
+        cannot_run(f"there is no C++ compiler '{COMPILER}'")
     sources = [*SOURCES.rglob("*.[ch]*"), *(ROOT / "csrc").glob("*.h")]
-    sources += (ROOT / "csrc" / "cuda").glob("*.cuh")
+    sources += (ROOT / "csrc" / "cuda").glob("*.*h")
     command = [COMPILER, *FLAGS, *flags, str(SOURCES / f"{name}.cpp")]
     digest = hashlib.sha256(" ".join(command).encode())
     for source in sorted(sources):
@@ -58,9 +56,17 @@ def compile_host(name, *flags):
         BUILT.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(f".{os.getpid()}")
         done = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
+        if re.search(r"cannot find .*[atu]*san", done.stderr):
+            cannot_run("the compiler comes without the libraries of its sanitizers")
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
         partial.rename(target)
     return target
+
+
+def cannot_run(reason):
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must run the CUDA kernels on the host, but {reason}")
+    pytest.skip(reason)
 
 
 @functools.cache
@@ -74,9 +80,12 @@ def run_program(name, sanitizer=None, *arguments, warp=8):
     flags = SANITIZERS[sanitizer] + ["-fno-sanitize-recover=all"] if sanitizer else ["-O1"]
     program = compile_host(name, f"-DFASTRL_HOST_WARP={warp}", *flags)
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    return subprocess.run(
-        [str(program), *arguments], capture_output=True, text=True, timeout=300, env=environment
-    )
+    command = [str(program), *arguments]
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
+    done = subprocess.run(command, **options)
+    if "unexpected memory mapping" in done.stderr:  # of some kernels, by older sanitizers
+        done = subprocess.run(["setarch", "--addr-no-randomize", *command], **options)
+    return done
 
 
 def assert_program_passes(name, sanitizer=None, warp=8):

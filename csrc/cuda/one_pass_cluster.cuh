@@ -56,12 +56,12 @@ struct ClusterShared {
   bool zero;
 
   static constexpr size_t kHeader = 1024;
-  static size_t stage_bytes(const RowGeometry& rows, size_t element_size) {
+  __host__ __device__ static unsigned stage_bytes(const RowGeometry& rows, unsigned element_size) {
     return (rows.parts.columns * element_size + 32 + 127) / 128 * 128;  // 32: not aligned
   }
-  static size_t bytes(const RowGeometry& rows, size_t element_size) {
+  static size_t bytes(const RowGeometry& rows, unsigned element_size) {
     static_assert(sizeof(ClusterShared) <= kHeader, "the stages begin behind it");
-    return kHeader + 2 * stage_bytes(rows, element_size);
+    return kHeader + 2 * size_t{stage_bytes(rows, element_size)};
   }
 };
 
@@ -77,8 +77,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   const unsigned clusters = num_blocks() / ranks;
   const int64_t first = static_cast<int64_t>(rank) * rows.parts.columns;
   const int columns = rows.columns(static_cast<int>(rank));
-  const unsigned stage_bytes =
-      static_cast<unsigned>((rows.parts.columns * sizeof(T) + 32 + 127) / 128 * 128);
+  const unsigned stage_bytes = Shared::stage_bytes(rows, sizeof(T));
   const auto part_of = [&](unsigned row, int stage) {
     unsigned char* at = shared_memory<unsigned char>() + Shared::kHeader + stage * stage_bytes;
     return StagedPart<T, kAligned>(rows.row(row), first, columns, at);
