@@ -34,7 +34,7 @@ def sequences_of(tokens, cu_seqlens):
     return tokens.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
 
 
-def policy_loss_fwd(logprobs, advantages, mask, weights, *others, fewest=0):
+def policy_loss_fwd(logprobs, advantages, mask, weights, *others, fewest=0, ranks=1):
     *optional, cu_seqlens, level, ratio, kl_estimator, kl_gradient, coefficients = others
     level = 1 if ratio == 3 else level  # as the operator has it: gmpo is of sequences
     loss, metrics = logprobs.new_empty(()), logprobs.new_empty(len(schemas.METRICS))
@@ -43,7 +43,7 @@ def policy_loss_fwd(logprobs, advantages, mask, weights, *others, fewest=0):
         "policy_loss",
         *(logprobs, advantages, mask, weights, *optional, cu_seqlens, logprobs.numel()),
         *(sequences_of(logprobs, cu_seqlens), level, ratio, kl_estimator, kl_gradient),
-        *(torch.tensor(coefficients), fewest, loss, slope, metrics),
+        *(torch.tensor(coefficients), fewest, ranks, loss, slope, metrics),
     )
     return loss, slope, metrics
 

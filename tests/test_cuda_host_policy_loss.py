@@ -33,6 +33,8 @@ def test_many_blocks_add_up_to_what_one_does(level, offset):
         options = (None, level, ratio, 2, level % len(KL_GRADIENTS), COEFFICIENTS)
         one = policy_loss_fwd(*inputs, *options, fewest=1000)
         many = policy_loss_fwd(*inputs, *options, fewest=32 if level == 0 and ratio != 3 else 2)
-        for whole, parts in zip(one, many, strict=True):
+        wide = policy_loss_fwd(*inputs, *options, fewest=2, ranks=4)  # a cluster per two sequences
+        for whole, parts, spread in zip(one, many, wide, strict=True):
             torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(spread, whole, rtol=1e-5, atol=1e-6)
         assert torch.equal(one[1], many[1])

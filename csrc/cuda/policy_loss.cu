@@ -2,6 +2,8 @@
 
 namespace fastrl::cuda {
 cudaError_t policy_loss(const PolicyLossParams& params, unsigned blocks, cudaStream_t stream) {
-  return launch_policy_loss(params, blocks, stream);
+  DeviceLimits limits;
+  const cudaError_t status = device_limits(&limits);
+  return status == cudaSuccess ? launch_policy_loss(params, blocks, limits, stream) : status;
 }
 }  // namespace fastrl::cuda

@@ -1,8 +1,8 @@
 // The policy loss from token log-probabilities: loss, slope per token and metrics in one launch.
 //
-// At token level a block takes a range of tokens; at the sequence levels it takes whole sequences
-// and reads each three times: mean log-ratio, sum of slopes, losses. The block that finishes last
-// adds up what the others left.
+// At token level a block takes a range of tokens; at the sequence levels a cluster of blocks takes
+// whole sequences and reads each three times: mean log-ratio, sum of slopes, losses. The block that
+// finishes last adds up what the others left.
 #pragma once
 
 #include "policy_tokens.cuh"
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   TokenSums sums{};
   const int64_t begin = block_index() * p.per_block, after = begin + p.per_block;
   const int64_t end = after < p.tokens ? after : p.tokens;
-  for_each_quad<kThreads>(p, begin, end,
+  for_each_quad<kThreads>(p, begin, end, 0, 1,
                           [&](const auto& q) { add_tokens<false>(q, begin, end, {}, &sums); });
   finish<kThreads>(p, sums, shared);
 }
@@ -65,12 +65,41 @@ __device__ __forceinline__ void sequence_bounds(const PolicyLossParams& p, int64
   *end = p.cu_seqlens[s + 1] < p.tokens ? p.cu_seqlens[s + 1] : p.tokens;
 }
 
+template <int kThreads>
+struct SequenceShared {
+  TokenSums warps[kThreads / kWarp];
+  float ranks[kMostRanks][3];  // sum and count of every block of the cluster
+};
+
+// Every thread of the cluster receives the sum over it, added up in the order of the blocks.
+template <int kThreads>
+__device__ __forceinline__ CountedSum sum_cluster(CountedSum x, SequenceShared<kThreads>* shared) {
+  x = sum_block<kThreads>(x, reinterpret_cast<CountedSum*>(shared->warps));
+  const unsigned ranks = cluster_size(), to = static_cast<unsigned>(thread_index());
+  if (ranks == 1) return x;
+  if (to < ranks) {
+    float* place = shared->ranks[cluster_rank()];
+    store_remote(place, to, x.sum.high);
+    store_remote(place + 1, to, x.sum.low);
+    store_remote(place + 2, to, bits_to_float(x.count));
+  }
+  sync_cluster();
+  x = CountedSum{};
+  for (unsigned rank = 0; rank < ranks; ++rank) {
+    const float* place = shared->ranks[rank];
+    x.add(CountedSum{{place[0], place[1]}, float_to_bits(place[2])});
+  }
+  sync_cluster();  // before the next sum is stored
+  return x;
+}
+
 // The mean of the log-ratios of a sequence, or of what gmpo averages.
 template <int kThreads>
 __device__ __forceinline__ float mean_log_ratio(const PolicyLossParams& p, int64_t begin,
-                                                int64_t end, CountedSum* shared, float* count) {
+                                                int64_t end, SequenceShared<kThreads>* shared,
+                                                float* count) {
   CountedSum own{};
-  for_each_quad<kThreads>(p, begin, end, [&](const auto& q) {
+  for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(), [&](const auto& q) {
     float x[kQuad];
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
@@ -82,7 +111,7 @@ __device__ __forceinline__ float mean_log_ratio(const PolicyLossParams& p, int64
     }
     add_quad(&own.sum, x);
   });
-  own = sum_block<kThreads>(own, shared);
+  own = sum_cluster(own, shared);
   *count = own.count ? static_cast<float>(own.count) : 1.0f;
   return own.sum.total() / *count;
 }
@@ -90,13 +119,14 @@ __device__ __forceinline__ float mean_log_ratio(const PolicyLossParams& p, int64
 // The part of the slope that every token of a sequence receives through the ratio they share.
 template <int kThreads>
 __device__ __forceinline__ float shared_slope(const PolicyLossParams& p, int64_t begin, int64_t end,
-                                              CountedSum* shared, float mean, float count) {
+                                              SequenceShared<kThreads>* shared, float mean,
+                                              float count) {
   const float kl_coef = p.coefficients.kl_coef;
   const bool policy = moves_the_ratio(p);
   const bool kl = kl_coef != 0.0f && p.kl_gradient == KlGradient::kBiasCorrected;
   if (p.level != Level::kSequence || !(policy || kl)) return 0.0f;
   CountedSum own{};
-  for_each_quad<kThreads>(p, begin, end, [&](const auto& q) {
+  for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(), [&](const auto& q) {
     float x[kQuad] = {};
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
@@ -114,27 +144,27 @@ __device__ __forceinline__ float shared_slope(const PolicyLossParams& p, int64_t
     }
     add_quad(&own.sum, x);
   });
-  return sum_block<kThreads>(own, shared).sum.total() / count;
+  return sum_cluster(own, shared).sum.total() / count;
 }
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     policy_loss_of_sequences(const __grid_constant__ PolicyLossParams p) {
-  TokenSums* shared = shared_memory<TokenSums>();
-  CountedSum* shared_sum = reinterpret_cast<CountedSum*>(shared);
+  SequenceShared<kThreads>* shared = shared_memory<SequenceShared<kThreads>>();
+  if (cluster_size() > 1) sync_cluster();  // nobody stores to a block that does not run yet
   TokenSums sums{};
-  const int64_t first = block_index() * p.per_block, after = first + p.per_block;
+  const int64_t first = block_index() / cluster_size() * p.per_block, after = first + p.per_block;
   for (int64_t s = first; s < after && s < p.sequences; ++s) {
     int64_t begin, end;
     sequence_bounds(p, s, &begin, &end);
     float count;
     SharedRatio ratio;
-    ratio.mean = mean_log_ratio<kThreads>(p, begin, end, shared_sum, &count);
-    ratio.slope = shared_slope<kThreads>(p, begin, end, shared_sum, ratio.mean, count);
-    for_each_quad<kThreads>(p, begin, end,
+    ratio.mean = mean_log_ratio<kThreads>(p, begin, end, shared, &count);
+    ratio.slope = shared_slope<kThreads>(p, begin, end, shared, ratio.mean, count);
+    for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(),
                             [&](const auto& q) { add_tokens<true>(q, begin, end, ratio, &sums); });
   }
-  finish<kThreads>(p, sums, shared);
+  finish<kThreads>(p, sums, shared->warps);
 }
 
 inline bool on_vector_boundaries(const PolicyLossParams& p) {
@@ -147,16 +177,25 @@ inline bool on_vector_boundaries(const PolicyLossParams& p) {
   return bits % 16 == 0;
 }
 
-// `params` as policy_loss_blocks left them, with room for as many parts.
+// `params` as policy_loss_blocks left them, with room for as many parts. Clusters need sm_90, and
+// room for all their blocks at once.
 template <int kTokenThreads = 256, int kSequenceThreads = 512>
-Status launch_policy_loss(PolicyLossParams params, unsigned blocks, Stream stream) {
-  const bool by_token = params.level == Level::kToken;
-  LaunchShape shape{blocks, static_cast<unsigned>(by_token ? kTokenThreads : kSequenceThreads)};
-  shape.shared_bytes = shape.threads / kWarp * sizeof(TokenSums);
+Status launch_policy_loss(PolicyLossParams params, unsigned blocks, const DeviceLimits& limits,
+                          Stream stream) {
   params.aligned = on_vector_boundaries(params);
-  return launch(
-      by_token ? policy_loss_of_tokens<kTokenThreads> : policy_loss_of_sequences<kSequenceThreads>,
-      shape, params, stream);
+  if (params.level == Level::kToken) {
+    const size_t bytes = kTokenThreads / kWarp * sizeof(TokenSums);
+    return launch(policy_loss_of_tokens<kTokenThreads>, {blocks, kTokenThreads, 1, bytes}, params,
+                  stream);
+  }
+  const auto kernel = policy_loss_of_sequences<kSequenceThreads>;
+  LaunchShape shape{blocks, kSequenceThreads, params.ranks,
+                    sizeof(SequenceShared<kSequenceThreads>)};
+  if (shape.cluster > 1 && (limits.major < 9 || resident_clusters(kernel, shape, limits) == 0)) {
+    shape.blocks /= shape.cluster;
+    shape.cluster = 1;
+  }
+  return launch(kernel, shape, params, stream);
 }
 
 }  // namespace fastrl::cuda

@@ -9,6 +9,7 @@ namespace fastrl::cuda {
 
 constexpr int kNumMetrics = 12;
 constexpr int64_t kPolicyPartBytes = 80;  // the sums of one block
+constexpr unsigned kMostRanks = 8;        // blocks of a cluster
 
 struct PolicyLossParams {
   // per token; those that may be absent are null
@@ -23,23 +24,32 @@ struct PolicyLossParams {
   KlEstimator kl_estimator;
   KlGradient kl_gradient;
   Coefficients<float> coefficients;
-  // a block works on this many tokens (level token) or sequences, and leaves a part of the sums
+  // a block works on this many tokens, at the sequence levels a cluster of so many blocks on this
+  // many sequences; every block leaves a part of the sums
   int64_t per_block;
+  unsigned ranks;
   void* parts;
   uint32_t* arrived;  // 0 before and after; not used where there is one block
   bool aligned;       // set by the launch: tokens may be read four at a time
 };
 
-// Sets per_block and returns the number of blocks: a function of the shape alone, so that the
-// order of summation is, and few enough for one block to add the parts up.
+// Sets per_block and ranks and returns the number of blocks: functions of the shape alone, so that
+// the order of summation is, and few enough for one block to add the parts up.
 inline unsigned policy_loss_blocks(PolicyLossParams* params) {
-  constexpr int64_t kMostParts = 2048, kFewestTokens = 2048;
+  constexpr int64_t kMostParts = 2048, kFewestTokens = 2048, kTokensOfRank = 4096;
   const bool by_token = params->level == Level::kToken;
   const int64_t work = by_token ? params->tokens : params->sequences;
   const int64_t fewest = by_token ? kFewestTokens : 1;
   params->per_block = fewest * ((work + fewest * kMostParts - 1) / (fewest * kMostParts));
+  params->ranks = 1;
   if (work <= 0) return 1;
-  return static_cast<unsigned>((work + params->per_block - 1) / params->per_block);
+  // sequences so few that they would leave most of the device idle, and long
+  while (!by_token && params->ranks < kMostRanks && work * params->ranks < 128 &&
+         params->tokens / work > kTokensOfRank * params->ranks) {
+    params->ranks *= 2;
+  }
+  const int64_t teams = (work + params->per_block - 1) / params->per_block;
+  return static_cast<unsigned>(teams) * params->ranks;
 }
 
 }  // namespace fastrl::cuda

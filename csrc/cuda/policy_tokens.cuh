@@ -125,14 +125,15 @@ struct Quad {
   }
 };
 
-// Calls `body` with every quad that holds tokens of [begin, end), spread over the block.
+// Calls `body` with every quad that holds tokens of [begin, end), spread over the cluster.
 template <int kThreads, typename Body>
 __device__ __forceinline__ void for_each_quad(const PolicyLossParams& p, int64_t begin, int64_t end,
-                                              const Body& body) {
+                                              unsigned rank, unsigned ranks, const Body& body) {
   const int64_t last = (end + kQuad - 1) / kQuad, whole = p.aligned ? p.tokens / kQuad : 0;
-  int64_t quad = begin / kQuad + thread_index();
-  for (; quad < last && quad < whole; quad += kThreads) body(Quad<true>(p, begin, end, quad));
-  for (; quad < last; quad += kThreads) body(Quad<false>(p, begin, end, quad));
+  const int64_t stride = int64_t{kThreads} * ranks;
+  int64_t quad = begin / kQuad + int64_t{kThreads} * rank + thread_index();
+  for (; quad < last && quad < whole; quad += stride) body(Quad<true>(p, begin, end, quad));
+  for (; quad < last; quad += stride) body(Quad<false>(p, begin, end, quad));
 }
 
 // The terms of a token of a sequence with this mean log-ratio.

@@ -16,8 +16,8 @@ extern "C" int policy_loss(const float* logprobs, const float* advantages, const
                            const float* ref_logprobs, const float* entropy,
                            const int32_t* cu_seqlens, int64_t tokens, int64_t sequences,
                            int64_t level, int64_t ratio, int64_t kl_estimator, int64_t kl_gradient,
-                           const float* coefficients, int64_t fewest, float* loss, float* slope,
-                           float* metrics) {
+                           const float* coefficients, int64_t fewest, int64_t ranks, float* loss,
+                           float* slope, float* metrics) {
   PolicyLossParams p{};
   p.logprobs = logprobs, p.advantages = advantages, p.mask = mask;
   p.weights = weights;
@@ -36,12 +36,14 @@ extern "C" int policy_loss(const float* logprobs, const float* advantages, const
   if (fewest) {
     const int64_t work = p.level == Level::kToken ? tokens : sequences;
     p.per_block = fewest;
-    blocks = static_cast<unsigned>(work ? (work + fewest - 1) / fewest : 1);
+    p.ranks = p.level == Level::kToken ? 1 : static_cast<unsigned>(ranks);
+    blocks = static_cast<unsigned>(work ? (work + fewest - 1) / fewest : 1) * p.ranks;
   }
   std::vector<TokenSums> parts(blocks);
   uint32_t arrived = 0;
   p.parts = parts.data(), p.arrived = &arrived;
-  const int status = launch_policy_loss<2 * kWarp, 2 * kWarp>(p, blocks, 0);
+  const DeviceLimits hopper{9, 132, 228 << 10, 228 << 10, 50 << 20};
+  const int status = launch_policy_loss<2 * kWarp, 2 * kWarp>(p, blocks, hopper, 0);
   return status != kSuccess || arrived != 0;
 }
 
@@ -62,7 +64,7 @@ bool agrees(int64_t rows, int64_t length, int64_t level, Random random) {
   for (int run = 0; run < 2; ++run) {
     policy_loss(logprobs.data(), advantages.data(), reinterpret_cast<bool*>(mask.data()),
                 weights.data(), nullptr, nullptr, old.data(), ref.data(), entropy.data(), nullptr,
-                n, rows, level, 4, 1, 0, coefficients, level == 0 ? 24 : 1, &loss[run],
+                n, rows, level, 4, 1, 0, coefficients, level == 0 ? 24 : 1, 1 + level, &loss[run],
                 slope.data(), metrics[run]);
   }
   // reinforce with k2: slope = w (0.1 (logprob - ref) - A), policy loss = -sum w A logprob
@@ -96,7 +98,7 @@ bool moves_each_token_once() {
   float loss, metrics[kNumMetrics];
   policy_loss(floats(logprobs), floats(others), reinterpret_cast<bool*>(mask.data()),
               floats(others), nullptr, nullptr, floats(others), nullptr, nullptr, nullptr, n, 1, 0,
-              0, 0, 0, coefficients, 128, &loss, floats(slope), metrics);
+              0, 0, 0, coefficients, 128, 1, &loss, floats(slope), metrics);
   host::watched[0] = host::watched[1] = {};
   const std::vector<unsigned char> once(4 * n, 1);
   if (loads == once && stores == once) return true;
