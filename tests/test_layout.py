@@ -115,6 +115,7 @@ def test_every_part_of_a_registered_op_exists(name):
         expected.append(f"fastrl/reference/{stem}.py")
     if stem not in LOOPS:
         expected += [f"csrc/cpu/{stem}.cpp", f"csrc/cuda/{stem}.cpp", f"csrc/cuda/{stem}.cu"]
+        expected.append(f"fastrl/triton/{stem}.py")
     missing = [path for path in expected if not (ROOT / path).exists()]
     assert not missing
 
@@ -128,6 +129,15 @@ def test_there_are_registered_ops():
 def test_the_extension_implements(name):
     keys = ("CPU", "CompositeExplicitAutograd")
     assert any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+
+
+@pytest.mark.parametrize("key", ["CUDA", "CPU"])
+@pytest.mark.parametrize("space", ["fastrl_triton"])
+def test_triton_implements_what_its_namespace_holds(space, key):
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(space)]
+    assert len(names) >= 8
+    lacking = [n for n in names if not torch._C._dispatch_has_kernel_for_dispatch_key(n, key)]
+    assert lacking == []
 
 
 def public(kind):
