@@ -159,6 +159,21 @@ def test_broken_rows(V, clusters):
     assert grad[0, 6].isfinite().all()
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("clusters", [True, False])
+def test_a_chosen_token_may_be_excluded(clusters, softcap):
+    logits, token_ids, active, inputs, *_ = everything(5001, torch.float32, 1, 3)
+    logits = logits.clone()
+    logits[0, 0, token_ids[0, 0]] = -float("inf")
+    numbers = kernels.coefficients(entropy_coef=0.1)
+    arguments = (token_ids, active, inputs, (4, 0, 0), numbers)
+    choice = {"inplace": False, "clusters": clusters, "logit_softcap": softcap or 0.0}
+    lp, _, grad = one_pass(logits, *arguments, **choice)
+    assert lp[0, 0] == -float("inf")
+    assert grad[0, 0, token_ids[0, 0]] == 0
+    assert lp[0, 1].isfinite()
+
+
 @pytest.mark.parametrize("clusters", [True, False])
 @pytest.mark.parametrize("V", [4096, 5001])
 def test_a_common_offset_costs_nothing(V, clusters):

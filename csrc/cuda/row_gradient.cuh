@@ -35,7 +35,8 @@ __device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& e
 template <bool kSoftcap>
 __device__ __forceinline__ float logprob_of(float token, float max, float log_sum,
                                             const Exponents<kSoftcap>& exponents) {
-  return (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural - log_sum;
+  const float t = (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural;
+  return (kSoftcap && token == -INFINITY ? token : t) - log_sum;  // excluded also under a softcap
 }
 
 template <bool kSoftcap>
