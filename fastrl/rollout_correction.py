@@ -19,7 +19,7 @@ class RolloutCorrection:
     | kind | weight of a token | names elsewhere |
     | --- | --- | --- |
     | `truncate` | the ratio, held within `[low, high]` | TIS; TRL `*_truncate`, OpenRLHF `tis` |
-    | `mask` | the ratio, 0 outside `[low, high]` | IcePop, MIS; TRL `*_mask`, verl `"low_high"` |
+    | `mask` | the ratio, 0 outside `[low, high]` | IcePop; TRL `*_mask`, verl `"low_high"` |
     | `filter` | 1, 0 outside `[low, high]` | rejection; verl `rollout_rs` |
 
     An `Objective` takes several as a tuple and multiplies them: OpenRLHF's `seq-mask-tis` is a
