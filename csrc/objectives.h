@@ -90,7 +90,7 @@ FASTRL_HD GmpoTerms<T, typename Math::Mask> gmpo_terms(T difference, T advantage
   const auto inside = (difference >= lowest) & (difference <= highest);
   const typename Math::Mask moves =
       (inside & ((rises & (log_ratio <= high)) | (falls & (log_ratio >= low)))) |
-      (difference != difference);
+      (difference != difference) | (advantage != advantage);
   return {Math::where(above, high, Math::where(below, low, log_ratio)), clip, moves};
 }
 
@@ -135,7 +135,9 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
     const T tau =
         Math::where(rises, Math::fill(c.sapo_temperature_pos), Math::fill(c.sapo_temperature_neg));
     const T four = Math::fill(S(4));
-    const T decay = Math::exp(-tau * Math::expm1(log_ratio));
+    // beyond the gate is as good as shut, and its slope would be 0 times infinity
+    const T steep = Math::fill(S(85)), depth = -tau * Math::expm1(log_ratio);
+    const T decay = Math::exp(Math::where(depth > steep, steep, depth));
     const T gate = one / (one + decay);
     loss = -four / tau * gate * advantage;
     slope = Math::where(moves, -four * gate * (decay * gate) * ratio * advantage, zero);

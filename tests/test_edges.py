@@ -7,6 +7,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
+from fastrl.objective import KL_ESTIMATORS, KL_GRADIENTS
 
 ONE, PAIR = torch.ones(1), torch.ones(1, 2)
 PRESETS = ["dapo", "gspo", "gmpo", "cispo", "sapo", "reinforce"]
@@ -26,6 +27,34 @@ def test_a_broken_token_on_policy_breaks_loss_and_gradient(backend, preset):
     ids = torch.tensor([[0, 1]])
     result = fastrl.logits_policy_loss(logits, ids, ONE, PAIR, objective=preset, backend=backend)
     assert torch.isnan(result.loss)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_broken_advantage_breaks_loss_and_gradient(backend, preset):
+    logprobs = torch.tensor([[-1.5, -1.0]], requires_grad=True)
+    result = fastrl.policy_loss(
+        logprobs, torch.tensor([math.nan]), PAIR, objective=preset, backend=backend
+    )
+    result.loss.backward()
+    assert torch.isnan(result.loss)
+    assert torch.isnan(logprobs.grad).all()
+
+
+@pytest.mark.parametrize("gradient", KL_GRADIENTS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_a_broken_reference_breaks_loss_and_gradient(backend, estimator, gradient):
+    logprobs = torch.tensor([[-1.5, -1.0]], requires_grad=True)
+    result = fastrl.policy_loss(
+        logprobs,
+        ONE,
+        PAIR,
+        ref_logprobs=torch.tensor([[math.nan, -1.0]]),
+        objective=Objective(kl_coef=0.1, kl_estimator=estimator, kl_gradient=gradient),
+        backend=backend,
+    )
+    result.loss.backward()
+    assert torch.isnan(result.loss)
+    assert logprobs.grad.isnan().tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("old", [None, torch.tensor([[-1.0, -1.0]])])

@@ -69,7 +69,9 @@ def test_functions_are_replaced_wherever_they_are_held_and_come_back(package):
         assert f"{CORE}.kl_penalty" in replaced.names
     assert own[0] == package.core.POLICY_LOSS_REGISTRY
     assert package.core.agg_loss is package.losses.agg_loss is own[1]
-    replaced.undo()  # nothing is left to do
+    with ours.use_fastrl():
+        replaced.undo()  # nothing is left to do, and the second use is not its own
+        assert package.core.agg_loss is ours.agg_loss
     assert package.core.agg_loss is own[1]
 
 

@@ -44,6 +44,7 @@ CASES = {
     "cispo, both bounds": ("cispo", {}),
     "sapo": ("sapo", {}),
     "sapo, sharp": ("sapo", {"sapo_temperature_pos": 10.0, "sapo_temperature_neg": 0.1}),
+    "sapo, steep": ("sapo", {"sapo_temperature_pos": 1e3, "sapo_temperature_neg": 2e3}),
     "gmpo": ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}),
     "reinforce": ("reinforce", {}),
 }

@@ -132,6 +132,22 @@ def test_a_bad_sequence_that_the_policy_has_left_teaches_nothing(backend):
     assert (logprobs.grad != 0).tolist() == [[False] * 2, [True] * 2, [True] * 2]
 
 
+def test_a_token_that_the_engine_could_not_score_is_no_evidence(backend):
+    # TRL's get_off_policy_mask: nan_to_num of the differences; their means are 0.3, 0.1
+    drift = torch.tensor([[math.nan, 0.6], [math.nan, 0.2]])
+    logprobs = torch.full((2, 2), -1.0, requires_grad=True)
+    result = fastrl.policy_loss(
+        logprobs,
+        torch.tensor([-1.0, -1.0]),
+        torch.ones(2, 2),
+        rollout_logprobs=logprobs.detach() + drift,
+        objective=Objective(off_policy_threshold=0.2),
+        backend=backend,
+    )
+    result.loss.backward()
+    assert (logprobs.grad != 0).tolist() == [[False] * 2, [True] * 2]
+
+
 def test_a_denominator_for_each_term(backend):
     inputs = policy_inputs(3, 4, widest(backend), "ragged")
     use = ("old_logprobs", "ref_logprobs", "entropy")

@@ -47,8 +47,9 @@ class Replaced:
         self._swap(self._pairs)
 
     def undo(self) -> None:
-        """Put the package's own functions back."""
+        """Put the package's own functions back; a second time does nothing."""
         self._swap([(ours, theirs) for theirs, ours in self._pairs])
+        self._pairs = []
 
     def __enter__(self) -> Replaced:
         return self

@@ -65,6 +65,8 @@ def policy_loss(
     slope, (sums, terms) = _slope(total, logprobs)
     # comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one
     slope = torch.where(terms.policy.isnan(), terms.policy, slope)
+    if objective.kl_coef:
+        slope = torch.where(terms.kl.isnan(), terms.kl, slope)
     slope = torch.where(mask, slope, 0.0)
     loss, policy = sums[0], sums[1]
     if objective.entropy_coef and entropy is not None:

@@ -19,9 +19,10 @@ def off_policy(
     """Say which tokens have A < 0 in a sequence whose mean of sampled - current is above.
 
     DeepSeek-V3.2 (arXiv 2512.02556): bad samples that the policy has left teach it nothing. A
-    mean that is NaN drops no token.
+    token whose difference is NaN is no evidence and counts as 0, as in TRL.
     """
-    drift = sequences.mean(sampled_logprobs - logprobs.detach(), mask)
+    difference = sampled_logprobs - logprobs.detach()
+    drift = sequences.mean(torch.where(difference.isnan(), 0.0, difference), mask)
     return mask & (advantages < 0) & (drift > threshold)
 
 

@@ -106,7 +106,7 @@ def gmpo_terms(difference, advantage, c):
     clip = tl.where(above & (advantage > 0), 1.0, tl.where(below, -1.0, 0.0))
     inside = (difference >= lowest) & (difference <= highest)
     free = (rises & (log_ratio <= c.clip_high)) | (falls & (log_ratio >= -c.clip_low))
-    moves = (inside & free) | (difference != difference)
+    moves = (inside & free) | (difference != difference) | (advantage != advantage)
     return tl.where(above, c.clip_high, tl.where(below, -c.clip_low, log_ratio)), clip, moves
 
 
