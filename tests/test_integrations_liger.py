@@ -81,7 +81,7 @@ class WrittenDown:
             f = -torch.minimum(free * A, r.clamp(low, high) * A)
             clipped = (r < low) & (A < 0) | (r > high) & (A > 0)
         if vllm_is_ratio is not None:
-            f = f * vllm_is_ratio
+            f = f * (vllm_is_ratio if vllm_is_ratio.dim() == 2 else vllm_is_ratio[:, None])
         metrics = []
         if o.beta:
             kl = torch.exp(ref - lp) - (ref - lp) - 1
@@ -214,6 +214,7 @@ OPTIONS = {
     "items in batch, a tensor": ({"loss_type": "cispo", "epsilon_high": 5.0}, "items"),
     "rollout weights": ({}, "token ratio"),
     "rollout weights of sequences": ({"loss_type": "grpo"}, "sequence ratio"),
+    "rollout weights of sequences, [B]": ({"loss_type": "grpo"}, "ratio of sequences"),
     "no reference": ({"use_ref_model": False}, {}),
     "reference from hidden states": ({}, "hidden"),
 }
@@ -232,6 +233,7 @@ def test_options(theirs, option):
         "items": {"num_items_in_batch": torch.tensor(90)},
         "token ratio": {"vllm_is_ratio": data.ratio},
         "sequence ratio": {"vllm_is_ratio": data.ratio[:, :1]},
+        "ratio of sequences": {"vllm_is_ratio": data.ratio[:, 0]},
         "hidden": {},
     }
     arguments |= changes[change] if isinstance(change, str) else change
@@ -325,8 +327,20 @@ def test_what_a_call_lacks_is_named():
     luspo = ours.LigerFusedLinearGRPOLoss(
         beta=0.0, loss_type="luspo", importance_sampling_level="sequence"
     )
-    with pytest.raises(NotImplementedError, match=r"vllm_is_ratio must have shape \[B, 1\] with"):
+    with pytest.raises(NotImplementedError, match=r"vllm_is_ratio must have shape \[B\] or \[B"):
         outcome(luspo, data, vllm_is_ratio=data.ratio)
+
+
+def test_as_many_sequences_as_tokens_have_a_ratio_each():
+    data = batch(T=4)
+    options = {"beta": 0.0, "loss_type": "grpo"}
+    by_sequence, spread = (
+        outcome(ours.LigerFusedLinearGRPOLoss(**options), data, vllm_is_ratio=ratio)
+        for ratio in (data.ratio[:, 0], data.ratio[:, :1].expand(4, 4))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(by_sequence, spread, strict=True))
+    with pytest.raises(ValueError, match=r"vllm_is_ratio must have shape \(4,\), \(4, 1\) or"):
+        outcome(ours.LigerFusedLinearGRPOLoss(**options), data, vllm_is_ratio=data.ratio[:1])
 
 
 @pytest.mark.skipif("installed" not in IMPLEMENTATIONS, reason="needs liger-kernel itself")

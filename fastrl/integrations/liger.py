@@ -190,7 +190,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ref_input: hidden states of the reference, where its log-probabilities are not given.
             ref_weight: of the reference's head.
             ref_bias: of the reference's head.
-            vllm_is_ratio: `[B, T]` or `[B, 1]`, factors of the policy term, or None.
+            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, factors of the policy term, or None.
             num_items_in_batch: tokens of the whole batch on all ranks, for dapo and cispo.
         """
         ids, mask = selected_token_ids, attention_mask
@@ -200,12 +200,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             if reference is None:
                 reference = self._reference(ids, mask, ref_input, ref_weight, ref_bias)
         if vllm_is_ratio is not None:
-            if self.loss_type == "luspo" and vllm_is_ratio.shape[-1] != 1:
-                raise NotImplementedError(
-                    "vllm_is_ratio must have shape [B, 1] with loss_type luspo, "
-                    f"got {tuple(vllm_is_ratio.shape)}"
-                )
-            vllm_is_ratio = vllm_is_ratio.expand(ids.shape)
+            vllm_is_ratio = self._factors(vllm_is_ratio, ids)
         rows, head = linear_inputs(
             _input, lin_weight, ids, bias, None, mask, self.temperature, 1.0, None, -100
         )
@@ -252,6 +247,22 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             return fastrl.linear_token_logprobs(
                 hidden, weight, ids, bias=bias, mask=mask, temperature=self.temperature
             )
+
+    def _factors(self, ratio: Tensor, ids: Tensor) -> Tensor:
+        """Return the ratio of each token, from that or from the ratio of its sequence."""
+        sequences, tokens = ids.shape
+        if ratio.shape not in ((sequences,), (sequences, 1), (sequences, tokens)):
+            raise ValueError(
+                f"vllm_is_ratio must have shape ({sequences},), ({sequences}, 1) or "
+                f"({sequences}, {tokens}), got {tuple(ratio.shape)}"
+            )
+        ratio = ratio.reshape(sequences, -1)
+        if self.loss_type == "luspo" and ratio.shape[1] != 1:
+            raise NotImplementedError(
+                "vllm_is_ratio must have shape [B] or [B, 1] with loss_type luspo, "
+                f"got {tuple(ratio.shape)}"
+            )
+        return ratio.expand(ids.shape)
 
     def _normalizer(self, mask: Tensor, count: float | Tensor | None) -> Tensor | None:
         if self.loss_type not in ("dapo", "cispo"):
