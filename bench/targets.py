@@ -238,8 +238,14 @@ def _one(job: tuple[str, Any, str]) -> list[Report]:
     return [report_triton(targets[what], architecture)]
 
 
-def reports(architectures: tuple[str, ...], only: str = "", jobs: int = 2) -> list[Report]:
-    """Compile everything and read it back, in as many processes."""
+def reports(
+    architectures: tuple[str, ...], only: str = "", jobs: int = 2, *, quick: bool = False
+) -> list[Report]:
+    """Compile everything and read it back, in as many processes.
+
+    Quick leaves out, on all architectures but the one with budgets, the further variants of each
+    Triton kernel and all of csrc/cuda.
+    """
     BUILD.mkdir(parents=True, exist_ok=True)
     work: list[tuple[str, Any, str]] = [
         ("triton", target.name, architecture)
@@ -248,6 +254,9 @@ def reports(architectures: tuple[str, ...], only: str = "", jobs: int = 2) -> li
     ]
     if nvcc() is not None:
         work += [("cuda", *pair) for pair in cuda_targets() if pair[1] in architectures]
+    if quick:
+        first = {target.kernel: target.name for target in reversed(triton_targets())}
+        work = [job for job in work if job[2] == BUDGETED or job[1] in first.values()]
     work = [job for job in work if only in f"{job[0]} {getattr(job[1], 'stem', job[1])}"]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         return [report for found in pool.imap(_one, work) for report in found]
@@ -273,12 +282,13 @@ def main() -> int:
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--only", default="", help="targets whose name holds this text")
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--quick", action="store_true", help="all on sm_90, else one of a kind")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
     options = parser.parse_args()
     if importlib.util.find_spec("triton") is None:
         print("triton is not installed: nothing to compile (`pip install triton`)")
         return 0
-    found = reports(tuple(options.arch), options.only, options.jobs)
+    found = reports(tuple(options.arch), options.only, options.jobs, quick=options.quick)
     if options.json:
         print(json.dumps([report._asdict() for report in found]))
         return 0
