@@ -26,6 +26,7 @@ TOKEN_WEIGHTS = [
     ({"aggregation": None}, TypeError, "aggregation must be a string, got NoneType"),
     ({"length_norm": 3}, ValueError, "length_norm has no effect with aggregation token-mean"),
     ({"group_size": 2}, ValueError, "group_size has no effect with aggregation token-mean"),
+    ({"count_empty": True}, ValueError, "count_empty has no effect with aggregation token-mean"),
     ({"normalizer": 0.0}, ValueError, "normalizer must be above 0, got 0"),
     ({"normalizer": [1]}, TypeError, "normalizer must be a number ... got list"),
     *(

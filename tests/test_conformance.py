@@ -304,10 +304,10 @@ def test_openrlhf(backend, preset, option, by_token, noise):
     assert_conforms(backend, b, o, golden(openrlhf, b, **settings, **more), tolerance=3e-8)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_every_preset_of_a_convention_is_held(convention):
-    tested = {"fastrl": CONVENTIONS["fastrl"], "trl": TRL, "verl": VERL, "openrlhf": OPENRLHF}
-    assert set(tested[convention]) == set(CONVENTIONS[convention])
+def test_every_preset_of_a_trainer_is_held():
+    tested = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF}
+    trainers = {name: set(presets) for name, presets in CONVENTIONS.items() if name != "fastrl"}
+    assert {name: set(presets) for name, presets in tested.items()} == trainers
 
 
 @pytest.mark.parametrize("preset", CONVENTIONS["fastrl"])

@@ -76,7 +76,8 @@ def policy_loss(
 
     Args:
         logprobs: `[B, T]` or packed `[N]`.
-        advantages: `[B]` or `[B, T]`; packed `[S]` (with `cu_seqlens`) or `[N]`.
+        advantages: `[B]` or `[B, T]`; packed `[S]` (with `cu_seqlens`) or `[N]`, which it is
+            taken for where S = N.
         mask: 0/1, the shape of `logprobs`; masked tokens are inert, whatever they hold.
         old_logprobs: those of the policy that the ratio is against; None is the on-policy case,
             ratio exactly 1.

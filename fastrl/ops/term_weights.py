@@ -121,7 +121,7 @@ def base_weights(
             length_norm=o.length_norm if aggregation == "seq-mean-token-sum-norm" else None,
             group_size=group_size if grouped else None,
             group_ids=group_ids if grouped else None,
-            count_empty=o.count_empty,
+            count_empty=o.count_empty and aggregation.startswith("seq-mean"),
             dtype=dtype,
         )
 

@@ -145,6 +145,11 @@ def weights_of(
             f"length_norm has no effect with aggregation {aggregation}; "
             "it is used by seq-mean-token-sum-norm"
         )
+    if count_empty and not aggregation.startswith("seq-mean"):
+        raise ValueError(
+            f"count_empty has no effect with aggregation {aggregation}; "
+            "it is used by the means over sequences"
+        )
     return reference.token_weights(
         mask,
         sequences,
