@@ -1,6 +1,6 @@
 // The part of primitives.cuh that begins with sm_90: clusters of blocks that reach into each
 // other's shared memory, and bulk copies that run beside the threads. Kernels that call any of it
-// are for such devices only; for others these bodies are empty, as the kernels are never launched.
+// are for such devices only; for others these bodies are empty, and the kernels are not launched.
 #pragma once
 
 namespace fastrl::cuda {

@@ -59,9 +59,22 @@ Status launch(void (*kernel)(Params), const LaunchShape& shape, const Params& pa
   return cudaLaunchKernelEx(&configured.config, kernel, params);
 }
 
+// Whether the code of a kernel comes from a compilation for sm_90 or later. PTX for an older GPU
+// runs on every newer one, but what a cluster is it does not know: the kernel is empty there.
+template <typename Params>
+bool knows_clusters(void (*kernel)(Params)) {
+  cudaFuncAttributes attributes{};
+  const void* function = reinterpret_cast<const void*>(kernel);
+  return cudaFuncGetAttributes(&attributes, function) == kSuccess && attributes.ptxVersion >= 90;
+}
+
 // How many clusters of this shape the device holds at once; 0 if it cannot hold any.
 template <typename Params>
 int ask_resident_clusters(void (*kernel)(Params), LaunchShape shape, int device) {
+  if (!knows_clusters(kernel)) {
+    (void)cudaGetLastError();
+    return 0;
+  }
   shape.blocks = shape.cluster;
   Configured<Params> configured(kernel, shape, nullptr);
   int clusters = 0;
