@@ -144,13 +144,13 @@ def runtime_folder(cuda: Path) -> str:
 
 def arch_flags(compiler: str) -> list[str]:
     """Return what nvcc is told about the GPUs to compile for."""
-    chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    archs = re.split("[;, ]+", chosen.strip()) if chosen.strip() else CUDA_ARCHS
+    chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    archs = re.split("[;, ]+", chosen) if chosen else CUDA_ARCHS
     if not all(re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch) for arch in archs):
         raise SystemExit(
             f'TORCH_CUDA_ARCH_LIST must list versions as in "8.0;9.0+PTX", got {chosen!r}'
         )
-    numbers = [arch.removesuffix("+PTX").replace(".", "") for arch in archs]
+    numbers = dict.fromkeys(arch.removesuffix("+PTX").replace(".", "") for arch in archs)
     # an older nvcc does not know the newest GPUs; a list made for torch names GPUs too old for us
     listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True)
     able = [
@@ -160,10 +160,11 @@ def arch_flags(compiler: str) -> list[str]:
     ]
     if not able:
         raise SystemExit(f"the CUDA kernels need sm_80 or newer, got {', '.join(archs)}")
-    flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in able]
-    if archs[-1].endswith("+PTX"):
-        flags.append(f"-gencode=arch=compute_{able[-1]},code=compute_{able[-1]}")
-    return flags
+    named = [arch.removesuffix("+PTX").replace(".", "") for arch in archs if arch.endswith("+PTX")]
+    with_ptx = [number for number in able if number in named] if chosen else able[-1:]
+    codes = [f"arch=compute_{number},code=sm_{number}" for number in able]
+    codes += [f"arch=compute_{number},code=compute_{number}" for number in with_ptx]
+    return [f"-gencode={code}" for code in codes]
 
 
 def compile_kernels(folder: str) -> list[str]:
