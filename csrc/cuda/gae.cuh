@@ -57,7 +57,7 @@ struct GaeTokens {
     for (int64_t s = sequence; s > 0; --s) {
       const int64_t begin = begin_of(p, s);
       if (begin <= first) break;
-      ends |= 1u << (begin - 1 - first);
+      if (begin <= last) ends |= 1u << (begin - 1 - first);  // where cu_seqlens rises
     }
   }
   __device__ __forceinline__ bool is_plain() const {
@@ -74,7 +74,8 @@ struct GaeTokens {
     for (int k = kRun - 1; k >= 0; --k) {
       if (ends >> k & 1) {
         while (s > 0 && begin_of(p, s) > first + k) --s;
-        const float after = p.kind == Bootstrap::kSequence ? p.bootstrap[s] : 0.0f;
+        const bool has_after = p.kind == Bootstrap::kSequence && s < p.sequences;
+        const float after = has_after ? p.bootstrap[s] : 0.0f;
         map = GaeMap::end_of_sequence(after, kPerToken);
       }
       if (active >> k & 1) {
