@@ -36,9 +36,11 @@ def compiled(monkeypatch):
     monkeypatch.setattr(jit.JITFunction, "_do_compile", compile_nothing)
     before = driver._active
     driver.set_active(gpu)
-    from fastrl.triton import logits_policy_loss, row_sums, token_stats
+    from fastrl.triton import gae, logits_policy_loss, policy_loss, row_sums, token_stats
 
     kernels = (
+        gae.gae_kernel,
+        policy_loss.policy_loss_kernel,
         token_stats._token_stats_fwd,
         token_stats._token_stats_bwd,
         logits_policy_loss._logits_policy_loss,
@@ -103,6 +105,57 @@ def test_few_rows_compile_nothing_anew_either(compiled, monkeypatch):
         all_kernels(B=1, T=length, V=160_000)
     once = {"_logits_policy_loss", "_sums_of_blocks", "_token_stats_bwd", "_token_stats_fwd"}
     assert sorted(compiled) == sorted(once)
+
+
+def test_logits_that_begin_anywhere_are_not_read_in_words():
+    """Strides alone do not tell: a slice of a buffer may begin at an odd logit."""
+    from fastrl.triton.rows import plan
+
+    buffer = torch.zeros(4 * 64 + 8, dtype=torch.bfloat16)
+    assert buffer.data_ptr() % 16 == 0
+    for start, aligned in ((0, True), (1, False), (2, False), (4, False), (8, True)):
+        logits = buffer[start : start + 4 * 64].view(2, 2, 64)
+        assert plan(logits, softcap=0.0)["PLAN"].aligned is aligned
+        fresh = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
+        assert plan(logits, fresh, softcap=0.0)["PLAN"].aligned is aligned
+
+
+def test_lengths_of_gae_compile_nothing_anew(compiled):
+    from fastrl.triton.gae import gae_fwd
+
+    def run(B, T, sequences):
+        x = torch.zeros(B, T)
+        bounds = None
+        if sequences is not None:
+            bounds = torch.linspace(0, T, sequences + 1).to(torch.int32)
+        gae_fwd(x, x, x.bool(), None, None, None, bounds, 0.9, 0.95)
+
+    for B, T, sequences in ((4, 4000, None), (1, 4000, 7), (1, 800, 7), (4, 48, None)):
+        run(B, T, sequences)  # two launches, or one where sequences end inside their chunk
+    assert len(compiled) == 6
+    for T in (1, 2, 8, 24, 40, 117 * 4, 100, 1000, 2000, 2052, 4136):
+        for B, sequences in ((4, None), (8, None), (1, 1), (1, 2), (1, 16)):
+            run(*((B, T) if sequences is None else (1, 4 * T)), sequences)
+    assert len(compiled) == 6
+
+
+def test_lengths_of_the_policy_loss_compile_a_few_kernels(compiled):
+    """One for lengths that are multiples of 16, one for others."""
+    from fastrl.triton.policy_loss import policy_loss_fwd
+
+    def run(T, level):
+        x = torch.zeros(4, T)
+        losses = (x, x, x.bool(), x, None, None, x, x, None, None)
+        policy_loss_fwd(*losses, level, 0, 2, 0, coefficients())
+
+    for level, most in ((0, 2), (1, 3)):
+        for T in (16, 4, 3):
+            run(T, level)
+        assert len(compiled) == most
+        for T in (2, 5, 12, 40, 48, 100, 117, 1500, 2048, 4001, 70_000, 600_000):
+            run(T, level)
+        assert len(compiled) == most
+        compiled.clear()
 
 
 def test_offsets_of_rows_have_64_bits():

@@ -25,6 +25,9 @@ WHOLE = tl.constexpr(0)  # sequences end inside their chunk
 MAPS = tl.constexpr(1)  # first of two launches: the map of each chunk
 APPLY = tl.constexpr(2)  # second of two: what comes from behind, then advantages
 
+#: Arguments whose value must not lead to another compilation; ALIGNED says what accesses need.
+RUN_TIME = ("tokens", "length", "sequences", "search_steps", "span")
+
 
 @triton.jit
 def _quarters(x):
@@ -121,7 +124,7 @@ def _from_behind(maps, chunk, chunks, U: tl.constexpr):
     return a, w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME)
 def gae_kernel(
     rewards,
     values,
@@ -326,7 +329,7 @@ def targets():
                 "ALIGNED": True,
                 "BLOCK": _block(state),
             },
-            divisible=(*(n for n, t in types.items() if t[0] == "*"), "tokens", "span"),
+            divisible=tuple(n for n, t in types.items() if t[0] == "*"),
             num_warps=4,
             element_bytes=4,
             bytes_per_element=moved,

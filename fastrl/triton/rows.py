@@ -99,9 +99,12 @@ def plan(
     """Return the plan of a launch on these tensors `[B, T, V]`, and its options."""
     lanes, width = lanes_of(tensors[0].shape[2]), 16 // tensors[0].element_size()
     aligned = all(
-        size == 1 or stride % width == 0
+        tensor.data_ptr() % 16 == 0
+        and all(
+            size == 1 or stride % width == 0
+            for size, stride in zip(tensor.shape[:2], tensor.stride(), strict=False)
+        )
         for tensor in tensors
-        for size, stride in zip(tensor.shape[:2], tensor.stride(), strict=False)
     )
     return {
         "PLAN": Plan(lanes, width, aligned, softcap != 0, entropy, squares),
