@@ -14,7 +14,7 @@ class Call {
  public:
   Call(const Tensor& like, const char* name) : device_(device_of(like, name)), guard_(device_) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
   int device() const { return device_; }
