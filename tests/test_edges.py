@@ -108,6 +108,35 @@ def test_lora_under_autocast(backend):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fill", [-1e9, -1e10, -1e20, -1e30, -1e38, "lowest"])
+def test_logits_filled_far_below_the_others(backend, fill, dtype):
+    """As by a mask over the vocabulary: stretches of a row hold nothing else."""
+    fill = torch.finfo(dtype).min if fill == "lowest" else fill
+    logits = torch.full((1, 2, 1500), fill)
+    logits[..., 700:705] = torch.randn(2, 5)
+    logits = logits.to(dtype)
+    ids = torch.tensor([[700, 704]])
+    outcomes = []
+    for given, name in ((logits, backend), (logits.double(), "reference")):
+        leaf = given.clone().requires_grad_()
+        stats = fastrl.token_stats(leaf, ids, temperature=2.0, backend=name)
+        (stats.logprobs + stats.entropy).sum().backward()
+        outcomes.append([stats.logprobs.detach(), stats.entropy.detach(), leaf.grad])
+    for found, wanted in zip(*outcomes, strict=True):
+        tolerance = 4e-3 if found.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=1e-5)
+
+
+def test_logits_of_any_size_have_a_softmax(backend):
+    for size in (1e9, 1e12, 1e30):
+        logits = size * torch.randn(1, 2, 300)
+        ids = logits.argmax(-1)
+        stats = fastrl.token_stats(logits, ids, backend=backend)
+        assert torch.equal(stats.logprobs, torch.zeros(1, 2))
+        assert torch.equal(stats.entropy, torch.zeros(1, 2))
+
+
 def test_a_softcap_holds_the_lowest_finite_logit(backend):
     logits = torch.tensor([[1.0, torch.finfo(torch.float32).min, 0.0]])
     actual = fastrl.token_logprobs(logits, torch.tensor([0]), logit_softcap=0.5, backend=backend)

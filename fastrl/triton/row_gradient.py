@@ -17,6 +17,7 @@ from fastrl.triton.rows import (
     LN2,
     at_least,
     exponent,
+    exponent_factor,
     finite_or_zero,
     load_block,
     tile_columns,
@@ -109,6 +110,7 @@ def row_gradient(
     if moves:
         known = (token_id >= 0) & (token_id < vocabulary)
         v = value(stats[0], squash, PLAN)
+        multiplier = exponent_factor(v, multiplier)
         reference = finite_or_zero(v * multiplier)
         rest = tl.fma(v, multiplier, -reference)
         chain = slope

@@ -25,6 +25,7 @@ from fastrl.triton.rows import (
     blocks_of,
     exact_difference,
     exponent,
+    exponent_factor,
     finite_or_zero,
     load_block,
     row_offset,
@@ -43,10 +44,12 @@ def block_sums(block, columns_left, multiplier, squash, MASKED: tl.constexpr, PL
     for tile in tl.static_range(1, TILES):
         largest = tl.maximum(largest, tiles[tile])  # loses NaN: the sum will show it
     largest = tl.max(largest, axis=1)
-    reference = finite_or_zero(value(largest, squash, PLAN) * multiplier)[:, None]
+    v = value(largest, squash, PLAN)
+    factor = exponent_factor(v, multiplier)
+    reference = finite_or_zero(v * factor)[:, None]
     for tile in tl.static_range(TILES):
         x = tiles[tile]
-        t = exponent(x, value(x, squash, PLAN), multiplier, reference, PLAN)
+        t = exponent(x, value(x, squash, PLAN), factor[:, None], reference, PLAN)
         if PLAN.entropy:
             t = at_least(t)
         e = tl.exp2(t)
@@ -116,7 +119,8 @@ def row_statistics(sums, multiplier, squash, PLAN: tl.constexpr):
     log_s = tl.where(s == 0, float("nan"), tl.log(s))
     entropy = tl.fma(-LN2, st / s, log_s)
     # the sums are relative to the rounded exponent, log_sum to the largest logit itself
-    rest = tl.fma(v, multiplier, -finite_or_zero(v * multiplier))
+    factor = exponent_factor(v, multiplier)
+    rest = tl.fma(v, factor, -finite_or_zero(v * factor))
     log_sum = tl.fma(-LN2, rest, log_s)
     # no closer to 0 than a sum near 1 can tell
     log_sum = tl.where(log_sum < 1.2e-7, 0.0, log_sum)

@@ -309,6 +309,17 @@ def exponent(x, v, multiplier, reference, PLAN: tl.constexpr):
 
 
 @triton.jit
+def exponent_factor(v, multiplier):
+    """Return what takes the place of the multiplier where v is the largest.
+
+    Beyond 2^30 two logits are equal or far apart, but the rounded reference may be hundreds away
+    from the exponent of the largest: a power of two multiplies without rounding.
+    """
+    power = (multiplier.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(v * multiplier) < 1073741824.0, multiplier, power)
+
+
+@triton.jit
 def at_least(t):
     """Hold an exponent at -200, where 2^t is 0 and 2^t * t still is; let NaN through."""
     return tl.maximum(t, -200.0, propagate_nan=tl.PropagateNan.ALL)
