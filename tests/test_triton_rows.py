@@ -150,6 +150,15 @@ def test_logprobs_are_never_above_zero():
         assert ((stats.entropy >= 0) & (stats.entropy < 1e-6)).all()
 
 
+def test_logits_of_any_size_have_a_softmax():
+    for size in (1e9, 1e12, 1e30):
+        logits = size * torch.randn(1, 2, 300)
+        ids = logits.argmax(-1)
+        stats = fastrl.token_stats(logits, ids, backend="triton")
+        assert torch.equal(stats.logprobs, torch.zeros(1, 2))
+        assert torch.equal(stats.entropy, torch.zeros(1, 2))
+
+
 def test_linear_forms_run_on_the_kernels():
     hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
     ids, mask = torch.randint(50, (6,)), torch.tensor([1, 1, 0, 1, 1, 1])

@@ -83,7 +83,8 @@ struct Scaling {
   __device__ __forceinline__ LogitMap map(float temperature) const {
     const float natural = temperatures ? scale / temperature : scale;
     const float multiplier = natural * kLog2E;
-    const float low = -1e32f / (multiplier > 1.0f ? multiplier : 1.0f);
+    // further down the rounding error of a product, which is exponentiated, would overflow
+    const float low = -1e9f / (multiplier > 1.0f ? multiplier : 1.0f);
     const float finite = Element<T>::value(Element<T>::from(std::fmax(low, Element<T>::kLowest)));
     const float floor = squash > 0 ? -INFINITY : finite;  // a softcap holds all but -inf
     return {multiplier, natural, squash, temperatures ? slope / temperature : slope, floor};
