@@ -149,8 +149,9 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Never joined with an addition.
+// A product and a sum that are never joined to a multiply-add.
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
 // Maxima that let NaN through.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;

@@ -35,8 +35,9 @@ __device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& e
 template <bool kSoftcap>
 __device__ __forceinline__ float logprob_of(float token, float max, float log_sum,
                                             const Exponents<kSoftcap>& exponents) {
-  const float t = (exponents.squashed(token) - exponents.squashed(max)) * exponents.map.natural;
-  return (kSoftcap && token == -INFINITY ? token : t) - log_sum;  // excluded also under a softcap
+  if (kSoftcap && token == -INFINITY) return token - log_sum;  // excluded also under a softcap
+  const float below = exponents.squashed(token) - exponents.squashed(max);
+  return std::fma(below, exponents.map.natural, -log_sum);
 }
 
 template <bool kSoftcap>
@@ -48,10 +49,11 @@ __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
   const float log_of_sum = std::log(sum);
   RowStats stats;
   stats.max = sums.max;
-  const float log_sum = log_of_sum - residue(sums.max, exponents) * kLn2;
+  // written as multiply-adds here and below: every kernel has the same bits
+  const float log_sum = std::fma(residue(sums.max, exponents), -kLn2, log_of_sum);
   stats.log_sum = log_sum < kResolution ? 0.0f : log_sum;
   stats.logprob = logprob_of(token, sums.max, stats.log_sum, exponents);
-  const float entropy = log_of_sum - kLn2 * (sums.sum_t / sum);
+  const float entropy = std::fma(sums.sum_t / sum, -kLn2, log_of_sum);
   stats.entropy = entropy < kResolution ? 0.0f : entropy;
   const float top = exponents.squashed(sums.max);
   stats.logsumexp = std::fma(top, map.natural, stats.log_sum);

@@ -119,11 +119,13 @@ __device__ __forceinline__ RowSums reduce_sums(RowSums s, const Exponents<kSoftc
 #pragma unroll
   for (int by = kWarp / 2; by > 0; by /= 2) max = max_nan(max, shuffle_xor(max, by));
   s = exponents.moved(s, max);
+  // a product that a lane did not round before it is added would set the lanes apart
+  const auto add_lanes = [](float x, int by) { return add_rounded(x, shuffle_xor(x, by)); };
 #pragma unroll
   for (int by = kWarp / 2; by > 0; by /= 2) {
-    s.sum += shuffle_xor(s.sum, by);
-    if (kWanted >= Wanted::kEntropy) s.sum_t += shuffle_xor(s.sum_t, by);
-    if (kWanted >= Wanted::kSquares) s.sum_sq += shuffle_xor(s.sum_sq, by);
+    s.sum = add_lanes(s.sum, by);
+    if (kWanted >= Wanted::kEntropy) s.sum_t = add_lanes(s.sum_t, by);
+    if (kWanted >= Wanted::kSquares) s.sum_sq = add_lanes(s.sum_sq, by);
   }
   return s;
 }
@@ -137,7 +139,8 @@ __device__ __forceinline__ RowSums reduce_sums(const RowSums* all, int n,
     const float max = max_nan(s.max, all[i].max);
     const RowSums next = exponents.moved(all[i], max);
     s = exponents.moved(s, max);
-    s = {max, s.sum + next.sum, s.sum_t + next.sum_t, s.sum_sq + next.sum_sq};
+    s = {max, add_rounded(s.sum, next.sum), add_rounded(s.sum_t, next.sum_t),
+         add_rounded(s.sum_sq, next.sum_sq)};
   }
   return reduce_sums<kWanted>(s, exponents);
 }

@@ -136,6 +136,7 @@ inline float flush(float x) { return std::fabs(x) < std::numeric_limits<float>::
 inline float fast_exp2(float x) { return flush(std::exp2(x)); }
 inline float fast_reciprocal(float x) { return flush(1.0f / x); }
 inline float multiply_rounded(float a, float b) { return a * b; }
+inline float add_rounded(float a, float b) { return a + b; }
 inline float max_nan(float a, float b) { return a != a ? a : (b != b ? b : (a > b ? a : b)); }
 inline uint32_t shift_pair(uint32_t low, uint32_t high, unsigned bits) {
   return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (bits & 31));
