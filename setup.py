@@ -172,7 +172,8 @@ def compile_kernels(folder: str) -> list[str]:
     compiler = nvcc()
     flags = [*NVCC_FLAGS, *arch_flags(compiler)]
     newest = max(os.path.getmtime(name) for name in (*CUDA_HEADERS, __file__))
-    how = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
+    toolkit = str(toolkit_folder(compiler))  # another one makes other code
+    how = hashlib.sha256(" ".join([toolkit, *flags]).encode()).hexdigest()[:8]
 
     def compiled(source: str) -> str:
         target = os.path.join(folder, f"{source}.{how}.o")

@@ -80,6 +80,31 @@ def test_gpus_to_compile_for(chosen, known, codes, tmp_path, monkeypatch):
     assert [flag.rpartition("=")[2] for flag in flags] == codes
 
 
+def test_another_toolkit_compiles_anew(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.write_text(
+        """#!/bin/sh
+test "$1" = -dryrun && echo "#\\$ TOP=$TOOLKIT" >&2 && exit
+while [ $# -gt 1 ]; do test "$1" = -o && touch "$2" && echo >> "$COUNT"; shift; done
+"""
+    )
+    compiler.chmod(0o755)
+    environment = {"FASTRL_BUILD": "none", "CUDA_HOME": str(tmp_path), "MAX_JOBS": "1"}
+    environment |= {"TORCH_CUDA_ARCH_LIST": "9.0", "COUNT": str(tmp_path / "count")}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
+    monkeypatch.chdir(ROOT)
+    setup = runpy.run_path("setup.py")
+    for toolkit, compiled in (("12.9", 1), ("12.9", 1), ("13.0", 2)):
+        monkeypatch.setenv("TOOLKIT", str(tmp_path / toolkit))
+        objects = setup["compile_kernels"](str(tmp_path / "objects"))
+        assert all(Path(one).exists() for one in objects)
+        count = len((tmp_path / "count").read_text().splitlines())
+        assert count == compiled * len(setup["CUDA_KERNELS"])
+
+
 @pytest.mark.parametrize("chosen", ["7.0;7.5", "Hopper", "9"])
 def test_gpus_that_cannot_be_compiled_for_are_refused(chosen, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTRL_BUILD", "none")
