@@ -172,6 +172,29 @@ def test_a_broken_rollout_logprob_is_seen(backend, kind):
     assert torch.isnan(result.loss)
 
 
+ALL_BITS = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a GPU's NaN
+
+
+@pytest.mark.parametrize("broken", ["advantages", "old_logprobs", "ref_logprobs", "upstream"])
+def test_a_nan_of_any_payload_fills_a_bfloat16_gradient(backend, broken):
+    """Rounded as a number it would carry into the sign and become 0."""
+    logits = torch.randn(1, 2, 64).bfloat16().requires_grad_()
+    ids = torch.tensor([[3, 5]])
+    per_token = {name: torch.full((1, 2), -1.0) for name in ("old_logprobs", "ref_logprobs")}
+    per_token["advantages"] = torch.ones(1, 2)
+    if broken == "upstream":
+        logprobs = fastrl.token_logprobs(logits, ids, backend=backend)
+        logprobs.backward(torch.stack([ALL_BITS, torch.ones(())])[None])
+    else:
+        per_token[broken][0, 0] = ALL_BITS
+        objective = Objective(kl_coef=0.1, entropy_coef=0.1)
+        fastrl.logits_policy_loss(
+            logits, ids, mask=PAIR, objective=objective, backend=backend, **per_token
+        ).loss.backward()
+    assert logits.grad[0, 0].isnan().all()
+    assert logits.grad[0, 1].isfinite().all()
+
+
 def test_numbers_beyond_any_float_are_refused_by_name():
     with pytest.raises(ValueError, match="gamma must be finite"):
         fastrl.gae(PAIR, PAIR, gamma=10**400)

@@ -77,7 +77,7 @@ void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPart
   const T* x = static_cast<const T*>(logits);
   const float max = block_max(x, n);
   // a block of nothing but -inf sums to exactly 0 whatever it is relative to
-  const Exponent<kSoftcap> exponent(map, max == -__builtin_inff() && !kSoftcap ? 0.0f : max);
+  const Exponent<kSoftcap> exponent(map, max == -__builtin_inff() ? 0.0f : max);
   Sums<kEntropy, kSquares> s0, s1, s2, s3;
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) {

@@ -1,6 +1,15 @@
 #include "rows.h"
 
 namespace fastrl::cpu {
+namespace {
+
+// The NaN that rounding to bfloat16 keeps: one with all bits set would carry into the sign and
+// come out as 0.
+float with_plain_nan(double x) {
+  return std::isnan(x) ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(x);
+}
+
+}  // namespace
 
 Rows::Rows(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
            const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
@@ -70,9 +79,9 @@ Rows::Plan Rows::plan_gradient(int64_t row, const RowStats& stats, const RowGrad
   plan.map = scaling_.map(row);
   plan.linear = flow.entropy != 0;
   plan.terms.max = stats.max;
-  plan.terms.constant = static_cast<float>(
+  plan.terms.constant = with_plain_nan(
       (flow.logsumexp - flow.logprob - flow.entropy * (stats.entropy - stats.log_sum)) * scale);
-  plan.terms.linear = static_cast<float>(-flow.entropy * kLn2 * scale);
+  plan.terms.linear = with_plain_nan(-flow.entropy * kLn2 * scale);
 
   // at the token the two parts would cancel as p nears 1
   const double p = std::exp(stats.logprob);

@@ -78,8 +78,9 @@ FASTRL_INLINE VecPair load_pair(const BFloat16* x) {
   __builtin_memcpy(&both, x, kVecBytes);
   return {float_of(both << 16), float_of(both & 0xffff0000u)};
 }
-// To nearest even, in the upper half of each lane. NaN needs no care: it comes from a bfloat16 or
-// from an operation, so that its lower half is 0 and rounding cannot carry into the sign.
+// To nearest even, in the upper half of each lane. NaN needs no care: it comes from a bfloat16,
+// from an operation, or is the plain one of rows.cpp, so that its lower half is 0 and rounding
+// cannot carry into the sign.
 FASTRL_INLINE vuint round_to_bfloat16(vfloat x) {
   const vuint bits = bits_of(x);
   return bits + 0x7fffu + ((bits >> 16) & 1u);
