@@ -56,11 +56,11 @@ struct ObjectiveTerms {
   T loss, slope, clip, log_ratio, ratio;
 };
 
-// slope: d value / d logprob at this ratio; ratio_slope: d value / d log_ratio, which adds to it
-// where the ratio is the token's own.
+// slope: d value / d logprob at this ratio; ratio_slope: d value / d log_ratio; own_slope: both
+// together, where the ratio is the token's own.
 template <typename T>
 struct KlTerms {
-  T value, slope, ratio_slope;
+  T value, slope, ratio_slope, own_slope;
 };
 
 // Clamp that lets NaN through.
@@ -68,6 +68,25 @@ template <typename Math, typename T = typename Math::Real>
 FASTRL_HD T clamp(T x, T low, T high) {
   const T raised = Math::where(x < low, low, x);
   return Math::where(raised > high, high, raised);
+}
+
+// Of two log-probabilities; 0 where both are the same infinity: a token that is excluded from both.
+template <typename Math, typename T = typename Math::Real>
+FASTRL_HD T difference_of(T logprob, T other) {
+  return Math::where(logprob == other, T{}, logprob - other);
+}
+
+// dL/dlogprob of a token: an infinite log-probability is a constant, but NaN reaches the gradient.
+template <typename Math, typename T = typename Math::Real>
+FASTRL_HD T token_slope(T logprob, T slope) {
+  const T rest = logprob - logprob;  // NaN where it is not finite
+  return Math::where((rest != rest) & (logprob == logprob) & (slope == slope), T{}, slope);
+}
+
+// slope * logprob; 0 where the slope is, also next to an infinite log-probability.
+template <typename Math, typename T = typename Math::Real>
+FASTRL_HD T weighted_logprob(T slope, T logprob) {
+  return Math::where((slope == T{}) & (logprob == logprob), T{}, slope * logprob);
 }
 
 // The clipped token log-ratio whose mean over the sequence GMPO exponentiates.
@@ -128,7 +147,7 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
   } else if (kind == Ratio::kCispo) {
     const T low = Math::fill(S(1) - c.clip_low), high = Math::fill(S(1) + c.clip_high);
     slope = -clamp<Math>(ratio, low, high) * advantage;  // the weight is detached
-    loss = slope * logprob;
+    loss = weighted_logprob<Math>(slope, logprob);
     clip = Math::where((ratio > high) & (rises | falls), one,
                        Math::where((ratio < low) & (rises | falls), -one, zero));
   } else if (kind == Ratio::kSapo) {
@@ -148,8 +167,8 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
     slope = Math::where(terms.moves, loss, zero);
     clip = terms.clip;
   } else {
-    loss = -advantage * logprob;
     slope = -advantage;
+    loss = weighted_logprob<Math>(slope, logprob);
   }
   // Comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one.
   slope = Math::where(loss == loss, slope, loss);
@@ -183,11 +202,12 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
     slope = Math::where(x < zero, one, Math::where(x > zero, -one, zero));
   }
   const T bound = Math::fill(c.kl_clamp);
-  slope = Math::where(in_range & (value >= -bound) & (value <= bound), slope, zero);
+  const auto inside = in_range & (value >= -bound) & (value <= bound);
+  slope = Math::where(inside, slope, zero);
   value = clamp<Math>(value, -bound, bound);
-  T ratio_slope = zero;
+  T ratio_slope = zero, own_slope = slope;
   if (gradient == KlGradient::kStraightThrough) {
-    slope = Math::where(in_range, -x, zero);  // that of k2
+    own_slope = slope = Math::where(in_range, -x, zero);  // that of k2
   } else if (corrected) {
     const T lowest = Math::fill(c.lowest_log_ratio(range));
     const T highest = Math::fill(c.highest_log_ratio(range));
@@ -196,8 +216,14 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
     value = ratio * value;
     slope = ratio * slope;
     ratio_slope = Math::where(moves, value, zero);
+    own_slope = slope + ratio_slope;
+    // of k3 the two are e^x apart from what is left of them
+    if (estimator == KlEstimator::kK3) {
+      own_slope = Math::where(inside & moves, -x * ratio, own_slope);
+    }
   }
-  return {value, Math::where(value == value, slope, value), ratio_slope};
+  return {value, Math::where(value == value, slope, value), ratio_slope,
+          Math::where(value == value, own_slope, value)};
 }
 
 }  // namespace fastrl

@@ -56,6 +56,10 @@ class Objective:
     | a function | `function(logprobs, old_logprobs, ref_logprobs, advantages)` | by autograd |
 
     `|log r|` saturates at 80 (slope 0 beyond), so nothing overflows; `log_ratio_clamp` tightens it.
+    Exactly on a bound the slope is that of the inside. Of two log-probabilities that are the same
+    infinity (a token that both policies exclude) the difference is 0: ratio 1, KL 0. A token whose
+    log-probability is infinite has the slope 0; its loss under `cispo` and `reinforce` is the
+    infinite product, or 0 where the advantage is 0.
     With the level `sequence-token` (GSPO-token) a token has the value of the sequence's ratio and
     the gradient of its own: `log r = sg[mean] + logprob - sg[logprob]`.
 

@@ -1,6 +1,7 @@
 """Log-ratios of +-200, masked and not, advantage 0, all kinks: gradients are never NaN."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -100,3 +101,26 @@ def test_float32_has_the_numbers_of_float64(backend, o):
         size = size + torch.tensor([2.718281828 ** (min(d, 40) + max(k, 0)) for d, k, _ in GRID])
     error = (came.double() - exact).abs() / size
     assert error[inside].max() < 1e-5
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence-token"])
+@pytest.mark.parametrize("log_ratio", [0.0, -3.0])
+@pytest.mark.parametrize("distance", [0.01, 1.0, 17.0, 30.0, 39.9, -17.0, -39.9])
+def test_the_slope_of_the_bias_corrected_k3_is_the_distance(backend, distance, log_ratio, level):
+    """d(r k3) = -r x for x = ref - logprob: two parts of size e^x that must not be subtracted."""
+    o = Objective(kl_coef=1.0, kl_gradient="bias-corrected", level=level)
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    for kind in {torch.float32, dtype}:
+        logprobs = torch.full((1, 2), -45.0, dtype=kind, requires_grad=True)
+        ref, old = logprobs.detach() + distance, logprobs.detach() - log_ratio
+        fastrl.policy_loss(
+            logprobs,
+            torch.zeros(1),
+            torch.tensor([[0, 1]]),
+            old_logprobs=old,
+            ref_logprobs=ref,
+            objective=o,
+            backend=backend,
+        ).loss.backward()
+        expected = -math.exp(log_ratio) * (ref - logprobs.detach())[0, 1].item()
+        assert logprobs.grad[0, 1].item() == pytest.approx(expected, rel=1e-6)

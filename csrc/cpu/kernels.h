@@ -39,10 +39,11 @@ struct TokenInputs {
   float coefficients[11];
 };
 
-// Of a sequence that shares one ratio: the mean of its log-ratios, and the part of the slope that
-// every one of its tokens receives.
+// Of a sequence that shares one ratio: the mean of its log-ratios, the part of the slope that every
+// one of its tokens receives, and whether it has a single token, whose ratio is its own.
 struct SharedRatio {
   float mean, slope;
+  bool alone;
 };
 
 // Sums over active tokens.
@@ -70,8 +71,9 @@ struct Kernels {
   // Sum of the log-ratios that a sequence averages (`sum`), and how many there are.
   void (*sum_log_ratios)(const TokenInputs& in, int64_t begin, int64_t end, double* sum,
                          int64_t* count);
-  // Sum of what moves a sequence's mean log-ratio, at this mean: w f' and the KL's ratio slope.
-  double (*sum_slopes)(const TokenInputs& in, int64_t begin, int64_t end, float mean);
+  // Sum of what moves a sequence's mean log-ratio, at this mean: w f' and the KL's ratio slope,
+  // which a token that is alone has in its own slope.
+  double (*sum_slopes)(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared);
 };
 
 // Null where the compiler's target has no such instructions.

@@ -45,18 +45,19 @@ class TokenLoss {
     using Math = ScalarMath<double>;
     // rounded as it is returned, so that a ratio to logprobs of an earlier call is exactly 1
     const double logprob = static_cast<float>(stats.logprob);
-    const double on_policy = logprob == logprob ? 0.0 : logprob;
-    const double difference = old_ ? logprob - static_cast<double>(old_[row]) : on_policy;
+    const double old = old_ ? static_cast<double>(old_[row]) : logprob;
+    const double difference = difference_of<Math>(logprob, old);
     const auto terms = objective_terms<Math>(
         ratio_, difference, static_cast<double>(advantages_[row]), logprob, coefficients_);
     double slope = weights_[row] * terms.slope;
     if (coefficients_.kl_coef != 0) {
+      const double from_ref = difference_of<Math>(static_cast<double>(ref_[row]), logprob);
       const auto kl =
-          kl_terms<Math>(kl_estimator_, kl_gradient_, static_cast<double>(ref_[row]) - logprob,
-                         difference, coefficients_);
-      slope += coefficients_.kl_coef * kl_weights_[row] * (kl.slope + kl.ratio_slope);
+          kl_terms<Math>(kl_estimator_, kl_gradient_, from_ref, difference, coefficients_);
+      slope += coefficients_.kl_coef * kl_weights_[row] * kl.own_slope;
     }
-    return {slope, 0.0, -coefficients_.entropy_coef * entropy_weights_[row]};
+    return {token_slope<Math>(logprob, slope), 0.0,
+            -coefficients_.entropy_coef * entropy_weights_[row]};
   }
 
  private:

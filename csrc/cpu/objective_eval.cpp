@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> objective_eval(
     out[1][i] = terms.slope;
     out[2][i] = terms.clip;
     out[3][i] = kl.value;
-    out[4][i] = kl.slope + kl.ratio_slope;
+    out[4][i] = kl.own_slope;
   }
   return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4]};
 }

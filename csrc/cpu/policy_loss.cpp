@@ -45,9 +45,9 @@ TokenSums sequence_loss(const Kernels& kernels, const TokenInputs& in, int64_t b
   int64_t count = 0;
   kernels.sum_log_ratios(in, begin, end, &sum, &count);
   const double n = static_cast<double>(std::max<int64_t>(count, 1));
-  SharedRatio shared{static_cast<float>(sum / n), 0.0f};
+  SharedRatio shared{static_cast<float>(sum / n), 0.0f, count == 1};
   if (static_cast<Level>(in.level) == Level::kSequence) {
-    shared.slope = static_cast<float>(kernels.sum_slopes(in, begin, end, shared.mean) / n);
+    shared.slope = static_cast<float>(kernels.sum_slopes(in, begin, end, shared) / n);
   }
   TokenSums sums;
   kernels.token_losses(in, begin, end, shared, &sums);

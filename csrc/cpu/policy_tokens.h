@@ -54,8 +54,8 @@ struct Tokens {
     advantage = load(in.advantages);
     weight = load(in.weights);
     // on policy the ratio is 1 by definition, but NaN stays NaN
-    difference = in.old_logprobs ? logprob - load(in.old_logprobs)
-                                 : where(logprob == logprob, vfloat{}, logprob);
+    difference =
+        difference_of<VectorMath>(logprob, in.old_logprobs ? load(in.old_logprobs) : logprob);
   }
   FASTRL_INLINE vfloat load(const float* values) const {
     vfloat x{};
@@ -68,9 +68,9 @@ struct Tokens {
   }
   // The KL to the reference, given the difference that the policy's ratio comes from.
   FASTRL_INLINE KlTerms<vfloat> kl(const Coefficients<float>& c, vfloat policy_difference) const {
-    return kl_terms<VectorMath>(static_cast<KlEstimator>(in.kl_estimator),
-                                static_cast<KlGradient>(in.kl_gradient),
-                                load(in.ref_logprobs) - logprob, policy_difference, c);
+    return kl_terms<VectorMath>(
+        static_cast<KlEstimator>(in.kl_estimator), static_cast<KlGradient>(in.kl_gradient),
+        difference_of<VectorMath>(load(in.ref_logprobs), logprob), policy_difference, c);
   }
   FASTRL_INLINE void store_slope(vfloat slope) const {
     const vfloat x = where(active, slope, vfloat{});
@@ -121,17 +121,17 @@ FASTRL_INLINE bool moves_the_ratio(const TokenInputs& in) {
   return ratio != Ratio::kCispo && ratio != Ratio::kReinforce;
 }
 
-double sum_slopes(const TokenInputs& in, int64_t begin, int64_t end, float mean) {
+double sum_slopes(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared) {
   const Coefficients<float> c = coefficients_of(in);
   const bool policy = moves_the_ratio(in);
-  const bool kl =
-      c.kl_coef != 0 && static_cast<KlGradient>(in.kl_gradient) == KlGradient::kBiasCorrected;
+  const bool corrected = static_cast<KlGradient>(in.kl_gradient) == KlGradient::kBiasCorrected;
+  const bool kl = c.kl_coef != 0 && corrected && !shared.alone;
   DoubleSum total;
   if (!policy && !kl) return 0;
   for (int64_t i = begin; i < end; i += kLanes) {
     const Tokens t(in, i, end);
-    if (policy) total.add(t.weight * shared_terms(t, c, mean).slope);
-    if (kl) total.add(t.load(in.kl_weights) * c.kl_coef * t.kl(c, fill(mean)).ratio_slope);
+    if (policy) total.add(t.weight * shared_terms(t, c, shared.mean).slope);
+    if (kl) total.add(t.load(in.kl_weights) * c.kl_coef * t.kl(c, fill(shared.mean)).ratio_slope);
   }
   return total.total();
 }
@@ -142,6 +142,7 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
   const Ratio ratio = static_cast<Ratio>(in.ratio);
   const Level level = static_cast<Level>(in.level);
   const bool own_slope = level != Level::kSequence || !moves_the_ratio(in);
+  const bool own_kl_slope = level != Level::kSequence || shared.alone;
   const vfloat lowest = fill(c.lowest_log_ratio()), highest = fill(c.highest_log_ratio());
   DoubleSum policy, weighted_kl, weighted_entropy, kl_sum, kl_old, entropy_sum, ratio_sum;
   vint active{}, clip_low{}, clip_high{}, zero_grad{};
@@ -164,10 +165,10 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
       if (c.kl_coef != 0) {
         const vfloat weight = t.load(in.kl_weights);
         weighted_kl.add(weight * kl.value);
-        slope += weight * (c.kl_coef * kl.slope);
-        if (level != Level::kSequence) slope += weight * (c.kl_coef * kl.ratio_slope);
+        slope += weight * (c.kl_coef * (own_kl_slope ? kl.own_slope : kl.slope));
       }
     }
+    slope = token_slope<VectorMath>(t.logprob, slope);
     t.store_slope(slope);
 
     policy.add(t.weight * terms.loss);

@@ -123,7 +123,9 @@ __device__ __forceinline__ float shared_slope(const PolicyLossParams& p, int64_t
                                               float count) {
   const float kl_coef = p.coefficients.kl_coef;
   const bool policy = moves_the_ratio(p);
-  const bool kl = kl_coef != 0.0f && p.kl_gradient == KlGradient::kBiasCorrected;
+  // a token that is alone has the slope through its ratio in its own
+  const bool corrected = p.kl_gradient == KlGradient::kBiasCorrected && count > 1.0f;
+  const bool kl = kl_coef != 0.0f && corrected;
   if (p.level != Level::kSequence || !(policy || kl)) return 0.0f;
   CountedSum own{};
   for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(), [&](const auto& q) {
@@ -161,6 +163,7 @@ __global__ void __launch_bounds__(kThreads)
     SharedRatio ratio;
     ratio.mean = mean_log_ratio<kThreads>(p, begin, end, shared, &count);
     ratio.slope = shared_slope<kThreads>(p, begin, end, shared, ratio.mean, count);
+    ratio.alone = count == 1.0f;
     for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(),
                             [&](const auto& q) { add_tokens<true>(q, begin, end, ratio, &sums); });
   }

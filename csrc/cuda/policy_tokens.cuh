@@ -51,9 +51,11 @@ struct CountedSum {
   }
 };
 
-// The ratio that the tokens of a sequence share, and the part of the slope that each receives.
+// The ratio that the tokens of a sequence share, the part of the slope that each receives, and
+// whether there is a single token, whose ratio is its own.
 struct SharedRatio {
   float mean, slope;
+  bool alone;
 };
 
 // Four tokens from `first` on. kWhole: all of them exist and lie on 16-byte boundaries.
@@ -85,10 +87,10 @@ struct Quad {
     load(p.advantages, advantage);
     load(p.weights, weight);
     load(p.old_logprobs ? p.old_logprobs : p.logprobs, difference);
-    // where both are the same infinity the ratio is 1, but NaN stays NaN
+    // on policy the ratio is 1 by definition, but NaN stays NaN
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
-      difference[k] = logprob[k] == difference[k] ? 0.0f : logprob[k] - difference[k];
+      difference[k] = difference_of<FloatMath>(logprob[k], difference[k]);
     }
   }
   __device__ __forceinline__ bool is_active(int k) const { return active >> k & 1; }
@@ -120,7 +122,8 @@ struct Quad {
     }
   }
   __device__ __forceinline__ KlTerms<float> kl(int k, float ref_logprob, float policy) const {
-    return kl_terms<FloatMath>(p.kl_estimator, p.kl_gradient, ref_logprob - logprob[k], policy,
+    return kl_terms<FloatMath>(p.kl_estimator, p.kl_gradient,
+                               difference_of<FloatMath>(ref_logprob, logprob[k]), policy,
                                p.coefficients);
   }
 };
@@ -198,7 +201,8 @@ __device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t en
     for (int k = 0; k < kQuad; ++k) {
       const auto kl = q.kl(k, x[k], kBySequence ? shared.mean : q.difference[k]);
       x[k] = q.is_active(k) ? kl.value : 0.0f;
-      const float moving = kl.slope + (p.level != Level::kSequence ? kl.ratio_slope : 0.0f);
+      const bool own = p.level != Level::kSequence || shared.alone;
+      const float moving = own ? kl.own_slope : kl.slope;
       if (c.kl_coef != 0.0f) slope[k] += weight[k] * (c.kl_coef * moving);
       weight[k] = q.is_active(k) ? weight[k] * kl.value : 0.0f;
     }
@@ -213,7 +217,7 @@ __device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t en
   for (int k = 0; k < kQuad; ++k) {
     if (!p.entropy) x[k] = -q.logprob[k];
     weighted[k] = bonus[k] * x[k];
-    slope[k] = q.is_active(k) ? slope[k] : 0.0f;
+    slope[k] = q.is_active(k) ? token_slope<FloatMath>(q.logprob[k], slope[k]) : 0.0f;
     sums->zero_grad += q.is_active(k) && slope[k] == 0.0f && bonus[k] * c.entropy_coef == 0.0f;
   }
   add_quad(&sums->entropy, x);

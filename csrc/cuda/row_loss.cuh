@@ -59,17 +59,18 @@ __device__ __forceinline__ RowFlow row_flow(const LogitsPolicyLossParams& p, con
   using Math = ScalarMath<float>;
   const Coefficients<float>& c = p.coefficients;
   // on policy the ratio is 1 by definition, but NaN stays NaN
-  const float on_policy = logprob == logprob ? 0.0f : logprob;
-  const float difference = p.old_logprobs ? logprob - in.value(RowInputs::kOld) : on_policy;
+  const float old = p.old_logprobs ? in.value(RowInputs::kOld) : logprob;
+  const float difference = difference_of<Math>(logprob, old);
   const float advantage = in.value(RowInputs::kAdvantage);
   const auto terms = objective_terms<Math>(p.ratio, difference, advantage, logprob, c);
   float slope = in.value(RowInputs::kWeight) * terms.slope;
   if (c.kl_coef != 0) {
-    const auto kl = kl_terms<Math>(p.kl_estimator, p.kl_gradient,
-                                   in.value(RowInputs::kRef) - logprob, difference, c);
-    slope += c.kl_coef * in.value(RowInputs::kKlWeight) * (kl.slope + kl.ratio_slope);
+    const float from_ref = difference_of<Math>(in.value(RowInputs::kRef), logprob);
+    const auto kl = kl_terms<Math>(p.kl_estimator, p.kl_gradient, from_ref, difference, c);
+    slope += c.kl_coef * in.value(RowInputs::kKlWeight) * kl.own_slope;
   }
-  return {slope, 0.0f, -c.entropy_coef * in.value(RowInputs::kEntropyWeight)};
+  return {token_slope<Math>(logprob, slope), 0.0f,
+          -c.entropy_coef * in.value(RowInputs::kEntropyWeight)};
 }
 
 // From a row's sums to what its gradient is made of; all zero where it is.

@@ -23,8 +23,8 @@ def kl_divergence(
 ) -> Tensor:
     """Return an estimate of KL(pi || ref) for each token sampled from pi.
 
-    With d = ref_logprobs - logprobs, held within +-80:  k1 = -d (unbiased, any sign),
-    k2 = d^2 / 2,  k3 = exp(d) - 1 - d (unbiased and never negative),  abs = |d|
+    With d = ref_logprobs - logprobs, held within +-80 (0 where both are the same infinity: a token
+    that both exclude):  k1 = -d (unbiased, any sign),  k2 = d^2 / 2,  k3 = exp(d) - 1 - d (unbiased and never negative),  abs = |d|
     (Schulman, "Approximating KL divergence", 2020). verl calls them kl, mse, low_var_kl and abs.
 
     Args:

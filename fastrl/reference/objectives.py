@@ -17,11 +17,38 @@ from torch import Tensor
 MAX_LOG_RATIO = 80.0
 
 
+def hold(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Hold x within `[low, high]`: slope 1 there, the bounds included, and 0 beyond; NaN stays.
+
+    (The slope of `torch.clamp` at a bound is 1 up to torch 2.13, and 0 from then on.)
+    """
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
+def difference(logprobs: Tensor, others: Tensor) -> Tensor:
+    """`logprobs - others`; 0 where both are the same infinity: a token that both exclude.
+
+    An infinite log-probability is a constant: nothing flows into it.
+    """
+    same = (logprobs == others) & others.isinf()
+    minuend, subtrahend = (
+        torch.where(same, 0.0, torch.where(x.isinf(), x.detach(), x)) for x in (logprobs, others)
+    )
+    return minuend - subtrahend
+
+
 def saturate(
     log_ratio: Tensor, low: float = inf, high: float = inf, limit: float = MAX_LOG_RATIO
 ) -> Tensor:
     """Hold a log-ratio within `[-low, high]`, each at most `limit`; beyond, the slope is 0."""
-    return log_ratio.clamp(-min(low, limit), min(high, limit))
+    return hold(log_ratio, -min(low, limit), min(high, limit))
+
+
+def weighted_logprob(weights: Tensor, logprobs: Tensor) -> Tensor:
+    """`weights * logprobs`; 0 where the weight is, also next to an infinite log-probability."""
+    constant = logprobs.isinf()
+    product = weights * torch.where(constant, logprobs.detach(), logprobs)
+    return torch.where(constant & (weights == 0), 0.0, product)
 
 
 def ppo_clip(
@@ -34,9 +61,9 @@ def ppo_clip(
 ) -> tuple[Tensor, Tensor]:
     """`-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`; A < 0: at most -dual_clip A."""
     ratio = log_ratio.exp()
-    free = ratio.clamp(max=delta) * advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = -torch.minimum(free, bounded)
+    free = hold(ratio, -inf, delta) * advantages
+    bounded = hold(ratio, 1 - clip_low, 1 + clip_high) * advantages
+    loss = -torch.where(bounded < free, bounded, free)
     above = (bounded < free) & (advantages > 0) | (ratio > delta) & (free <= bounded)
     above &= advantages != 0
     below = (bounded < free) & (advantages < 0)
@@ -54,7 +81,7 @@ def cispo(
     ratio = log_ratio.exp().detach()
     above = (ratio > 1 + clip_high) & (advantages != 0)
     below = (ratio < 1 - clip_low) & (advantages != 0)
-    loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
+    loss = weighted_logprob(-hold(ratio, 1 - clip_low, 1 + clip_high) * advantages, logprobs)
     return loss, above.to(torch.int8) - below.to(torch.int8)
 
 
@@ -74,7 +101,7 @@ def gmpo_log_ratio(
     rises = advantages >= 0
     above = rises & (log_ratio > clip_high) & (advantages != 0)
     below = ~rises & (log_ratio < -clip_low)
-    clipped = torch.where(rises, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    clipped = torch.where(rises, hold(log_ratio, -inf, clip_high), hold(log_ratio, -clip_low, inf))
     return clipped, above.to(torch.int8) - below.to(torch.int8)
 
 
@@ -85,7 +112,8 @@ def gmpo(mean_log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """`-A logprob`."""
-    return -advantages * logprobs, torch.zeros_like(advantages, dtype=torch.int8)
+    loss = weighted_logprob(-advantages, logprobs)
+    return loss, torch.zeros_like(advantages, dtype=torch.int8)
 
 
 def kl_estimate(
@@ -96,7 +124,7 @@ def kl_estimate(
     limit: float = MAX_LOG_RATIO,
 ) -> Tensor:
     """Estimate KL(pi || ref) from one sampled token: k1, k2, k3 or abs, then held within clamp."""
-    ref_minus_logprob = saturate(ref_logprobs - logprobs, limit=limit)
+    ref_minus_logprob = saturate(difference(ref_logprobs, logprobs), limit=limit)
     if estimator == "k1":
         kl = -ref_minus_logprob
     elif estimator == "k2":
@@ -105,7 +133,7 @@ def kl_estimate(
         kl = torch.expm1(ref_minus_logprob) - ref_minus_logprob
     else:
         kl = ref_minus_logprob.abs()
-    return kl if clamp == inf else kl.clamp(-clamp, clamp)
+    return kl if clamp == inf else hold(kl, -clamp, clamp)
 
 
 def kl_term(
@@ -115,20 +143,36 @@ def kl_term(
     estimator: str,
     gradient: str,
     clamp: float = inf,
+    bounds: tuple[float, float] = (inf, inf),
+    own: Tensor | bool = True,
 ) -> Tensor:
     """The KL as it enters the loss.
 
     `exact` is the estimate with its own gradient; `straight-through` its value with the gradient
     of k2, whose expectation is that of the KL; `bias-corrected` is the estimate times the ratio,
-    which makes value and gradient of k3 unbiased off policy.
+    which makes value and gradient of k3 unbiased off policy. `bounds` are those of `log_ratio`,
+    below and above; `own` says where it moves with the token's log-probability and no other's.
     """
     if gradient == "bias-corrected":
         # a product of two exponentials fits a float where each factor is held at half the range
         half = MAX_LOG_RATIO / 2
-        ratio = saturate(log_ratio, limit=half).exp()
-        return ratio * kl_estimate(logprobs, ref_logprobs, estimator, clamp, half)
+        held = saturate(log_ratio, *bounds, limit=half)
+        term = held.exp() * kl_estimate(logprobs, ref_logprobs, estimator, clamp, half)
+        if estimator == "k3":
+            # with x = ref - logprob: d(r k3) = r k3 - r (k3 + x) = -r x, where autograd would
+            # leave what remains of two parts as large as e^x
+            x = difference(ref_logprobs, logprobs).detach()
+            inside = (x.abs() <= half) & (torch.expm1(x) - x <= clamp)
+            free = inside & (held == log_ratio) & own
+            term = torch.where(free, _with_slope(term, logprobs, -held.exp() * x), term)
+        return term
     if gradient == "straight-through":
         k2 = kl_estimate(logprobs, ref_logprobs, "k2")
         value = kl_estimate(logprobs, ref_logprobs, estimator, clamp).detach()
         return value + (k2 - k2.detach())
     return kl_estimate(logprobs, ref_logprobs, estimator, clamp)
+
+
+def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+    """`value` with the slope that is written out, where x is finite."""
+    return value.detach() + slope.detach() * torch.where(x.isfinite(), x - x.detach(), 0.0)

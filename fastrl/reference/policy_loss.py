@@ -81,7 +81,9 @@ def policy_loss(
         highest = torch.where(mask, sign * x, -inf).amax() if x.numel() else x.new_tensor(-inf)
         return torch.where(count > 0, sign * highest, 0.0)
 
-    token_log_ratio = objectives.saturate(_difference(logprobs, old), *objective.log_ratio_bounds)
+    token_log_ratio = objectives.saturate(
+        objectives.difference(logprobs, old), *objective.log_ratio_bounds
+    )
     metrics = torch.stack(
         [
             policy,
@@ -130,13 +132,14 @@ def _terms(
     sequences: Sequences,
     o: Objective,
 ) -> _Terms:
-    log_ratio = _difference(logprobs, old)
+    log_ratio = objectives.difference(logprobs, old)
     if o.level != "token" and o.ratio != "gmpo":
         log_ratio = sequences.mean(log_ratio, mask)
     if o.level == "sequence-token":
         # the value of the sequence's ratio, the slope of the token's own
         own = torch.where(logprobs.isfinite(), logprobs - logprobs.detach(), 0.0)
         log_ratio = log_ratio.detach() + own
+    free_log_ratio = log_ratio
     log_ratio = objectives.saturate(log_ratio, *o.log_ratio_bounds)
     clip = torch.zeros_like(mask, dtype=torch.int8)
     if callable(o.ratio):
@@ -166,15 +169,23 @@ def _terms(
     kl = torch.zeros_like(logprobs)
     if ref is not None:
         kl = objectives.kl_term(
-            logprobs, ref, log_ratio, o.kl_estimator, o.kl_gradient, _bound(o.kl_clamp)
+            logprobs,
+            ref,
+            free_log_ratio,
+            o.kl_estimator,
+            o.kl_gradient,
+            _bound(o.kl_clamp),
+            o.log_ratio_bounds,
+            own=_own_ratio(mask, sequences, o.level),
         )
     return _Terms(policy, kl, log_ratio.exp().detach(), clip)
 
 
-def _difference(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Log r; where both are the same infinity the ratio is 1."""
-    same = (logprobs == old) & old.isinf()
-    return torch.where(same, 0.0, logprobs) - torch.where(same, 0.0, old)
+def _own_ratio(mask: Tensor, sequences: Sequences, level: str) -> Tensor:
+    """Say which tokens move their ratio alone."""
+    if level != "sequence":
+        return mask
+    return sequences.spread(sequences.total(mask.to(torch.int64)), mask) == 1
 
 
 def _bound(value: float | None) -> float:

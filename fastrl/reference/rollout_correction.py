@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.reference.objectives import saturate
+from fastrl.reference.objectives import difference, saturate
 from fastrl.reference.sequences import Sequences
 from fastrl.rollout_correction import RolloutCorrection
 
@@ -18,12 +18,12 @@ def rollout_correction(
     correction: RolloutCorrection,
 ) -> Tensor:
     """Return the detached weight is_t `[B, T]` of every token, by the kind of correction."""
-    difference = torch.where(mask, logprobs.detach() - rollout_logprobs, 0.0)
+    log_ratio = torch.where(mask, difference(logprobs.detach(), rollout_logprobs), 0.0)
     if correction.level == "sequence":
-        difference = sequences.spread(sequences.total(difference), difference)
+        log_ratio = sequences.spread(sequences.total(log_ratio), log_ratio)
     elif correction.level == "geometric":
-        difference = sequences.mean(difference, mask)
-    ratio = saturate(difference).exp()
+        log_ratio = sequences.mean(log_ratio, mask)
+    ratio = saturate(log_ratio).exp()
     if correction.kind == "truncate":
         return ratio.clamp(correction.low, correction.high)
     outside = (ratio < correction.low) | (ratio > correction.high)  # false for NaN, which stays

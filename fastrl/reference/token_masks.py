@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.reference.objectives import difference
 from fastrl.reference.sequences import Sequences
 
 
@@ -21,8 +22,8 @@ def off_policy(
     DeepSeek-V3.2 (arXiv 2512.02556): bad samples that the policy has left teach it nothing. A
     token whose difference is NaN is no evidence and counts as 0, as in TRL.
     """
-    difference = sampled_logprobs - logprobs.detach()
-    drift = sequences.mean(torch.where(difference.isnan(), 0.0, difference), mask)
+    gap = difference(sampled_logprobs, logprobs.detach())
+    drift = sequences.mean(torch.where(gap.isnan(), 0.0, gap), mask)
     return mask & (advantages < 0) & (drift > threshold)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.reference.objectives import hold
+
 
 def value_error(values: Tensor, returns: Tensor, loss: str) -> Tensor:
     """`(V - R)^2 / 2`, or Huber with its corner at 1: `|V - R| - 1/2` beyond it."""
@@ -22,6 +24,8 @@ def value_loss(
     free = value_error(values, returns, loss)
     if clip is None or old_values is None:
         return free, torch.zeros_like(values, dtype=torch.bool)
-    held = values.clamp(old_values - clip, old_values + clip)
-    bounded = value_error(held, returns, loss)
-    return torch.maximum(free, bounded), bounded > free
+    held = hold(values, old_values - clip, old_values + clip)
+    bounded = value_error(torch.where(old_values.isnan(), old_values, held), returns, loss)
+    clipped = bounded > free
+    # where both are equal the free one, whole: `torch.maximum` would take half of each slope
+    return torch.where(clipped | bounded.isnan(), bounded, free), clipped

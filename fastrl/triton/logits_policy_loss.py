@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.triton.objectives import KL, POLICIES, Coefficients, kl_terms, objective_terms
+from fastrl.triton.objectives import (
+    KL,
+    POLICIES,
+    Coefficients,
+    difference_of,
+    kl_terms,
+    objective_terms,
+    token_slope,
+)
 from fastrl.triton.row_gradient import row_gradient
 from fastrl.triton.row_sums import row_statistics, row_sums, sums_of_blocks, token_logprob
 from fastrl.triton.rows import (
@@ -43,21 +51,18 @@ def _slopes(
 ):  # fmt: skip
     """Return dL/dlogprob and dL/dentropy of a row; this is all that depends on the loss."""
     weight = tl.load(weights + index)
-    difference = tl.where(logprob == logprob, 0.0, logprob)  # on policy the ratio is 1
-    if old_logprobs is not None:
-        difference = logprob - tl.load(old_logprobs + index)
+    old = logprob if old_logprobs is None else tl.load(old_logprobs + index)
+    difference = difference_of(logprob, old)  # on policy the ratio is 1, but NaN stays NaN
     advantage = tl.load(advantages + index)
     _, policy_slope, _, _, _ = objective_terms(POLICY, difference, advantage, logprob, c)
     slope = weight * policy_slope
     if KL_ESTIMATOR is not None:
-        ref_minus_logprob = tl.load(ref_logprobs + index) - logprob
-        _, kl_slope, ratio_slope = kl_terms(
-            KL_ESTIMATOR, KL_GRADIENT, ref_minus_logprob, difference, c
-        )
+        ref_minus_logprob = difference_of(tl.load(ref_logprobs + index), logprob)
+        _, _, _, kl_slope = kl_terms(KL_ESTIMATOR, KL_GRADIENT, ref_minus_logprob, difference, c)
         kl_weight = weight if kl_weights is None else tl.load(kl_weights + index)
-        slope += c.kl_coef * kl_weight * (kl_slope + ratio_slope)
+        slope += c.kl_coef * kl_weight * kl_slope
     entropy_weight = weight if entropy_weights is None else tl.load(entropy_weights + index)
-    return slope, -c.entropy_coef * entropy_weight
+    return token_slope(logprob, slope), -c.entropy_coef * entropy_weight
 
 
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)

@@ -9,12 +9,12 @@ from fastrl.library import METRICS
 PARTS = tl.constexpr(64)  # rows of sums that are added at a time
 
 # A row of sums holds the metrics in their order, and behind them what the loss needs.
+RATIO_MEAN = tl.constexpr(METRICS.index("ratio_mean"))
 RATIO_MAX = tl.constexpr(METRICS.index("ratio_max"))
 RATIO_MIN = tl.constexpr(METRICS.index("ratio_min"))
 ACTIVE = tl.constexpr(METRICS.index("active_tokens"))
 WEIGHTED_KL = tl.constexpr(12)
 WEIGHTED_ENTROPY = tl.constexpr(13)
-BROKEN = tl.constexpr(14)
 ROW = tl.constexpr(16)
 
 
@@ -49,13 +49,13 @@ def finish(parts, programs, finished, loss_out, metrics, c):
     total = tl.sum(sums, 0)
 
     active = tl.sum(tl.where(field == ACTIVE, total, 0.0), 0)
-    broken = tl.sum(tl.where(field == BROKEN, total, 0.0), 0)
-    nan = float("nan")
+    # NaN where a ratio is, which the extremes of the programs may have lost
+    ratios = tl.sum(tl.where(field == RATIO_MEAN, total, 0.0), 0)
     extreme = tl.where(field == RATIO_MAX, tl.max(highest, 0), tl.min(lowest, 0))
     is_extreme = (field == RATIO_MAX) | (field == RATIO_MIN)
     as_it_is = (field == 0) | (field == ACTIVE)
     result = tl.where(as_it_is, total, total / tl.maximum(active, 1.0))
-    result = tl.where(is_extreme, tl.where(broken > 0, nan, extreme), result)
+    result = tl.where(is_extreme, tl.where(ratios == ratios, extreme, ratios), result)
     result = tl.where(active > 0, result, 0.0)
     tl.store(metrics + field, result, mask=field < WEIGHTED_KL)
     factor = tl.where(field == 0, 1.0, 0.0)

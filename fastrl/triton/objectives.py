@@ -61,6 +61,24 @@ def clamp(x, low, high):
 
 
 @triton.jit
+def difference_of(logprob, other):
+    """Of two log-probabilities; 0 where both are the same infinity: excluded from both."""
+    return tl.where(logprob == other, 0.0, logprob - other)
+
+
+@triton.jit
+def token_slope(logprob, slope):
+    """dL/dlogprob: an infinite log-probability is a constant, but NaN reaches the gradient."""
+    return tl.where((tl.abs(logprob) == float("inf")) & (slope == slope), 0.0, slope)
+
+
+@triton.jit
+def weighted_logprob(slope, logprob):
+    """Multiply; 0 where the slope is, also next to an infinite log-probability."""
+    return tl.where((slope == 0) & (logprob == logprob), 0.0, slope * logprob)
+
+
+@triton.jit
 def ppo_clip(ratio, log_ratio, moves, advantage, logprob, c):
     free = tl.where(ratio > c.delta, c.delta, ratio) * advantage
     bounded = clamp(ratio, 1.0 - c.clip_low, 1.0 + c.clip_high) * advantage
@@ -83,7 +101,8 @@ def cispo(ratio, log_ratio, moves, advantage, logprob, c):
     low, high = 1.0 - c.clip_low, 1.0 + c.clip_high
     slope = -clamp(ratio, low, high) * advantage  # the weight is detached
     clip = tl.where(ratio > high, 1.0, tl.where(ratio < low, -1.0, 0.0))
-    return slope * logprob, slope, tl.where((advantage > 0) | (advantage < 0), clip, 0.0)
+    clip = tl.where((advantage > 0) | (advantage < 0), clip, 0.0)
+    return weighted_logprob(slope, logprob), slope, clip
 
 
 @triton.jit
@@ -120,7 +139,7 @@ def gmpo(ratio, log_ratio, moves, advantage, logprob, c):
 
 @triton.jit
 def reinforce(ratio, log_ratio, moves, advantage, logprob, c):
-    return -advantage * logprob, -advantage, tl.zeros_like(advantage)
+    return weighted_logprob(-advantage, logprob), -advantage, tl.zeros_like(advantage)
 
 
 @triton.jit
@@ -169,22 +188,25 @@ def absolute(x):
 def kl_terms(
     ESTIMATOR: tl.constexpr, GRADIENT: tl.constexpr, difference, policy_difference, c
 ):  # fmt: skip
-    """Return value, slope by logprob at this ratio, and slope by the ratio's own logarithm.
+    """Return value, slope by logprob at this ratio, slope by the ratio's logarithm, and own slope.
 
-    `difference` is ref_logprob - logprob; `policy_difference` that of `objective_terms`, which only
-    the bias-corrected gradient looks at.
+    The last is by both together, where the ratio is the token's own. `difference` is
+    ref_logprob - logprob; `policy_difference` that of `objective_terms`, which only the
+    bias-corrected gradient looks at.
     """
     # a product of two exponentials fits a float where each factor is held at half the range
     limit: tl.constexpr = MAX_LOG_RATIO / 2 if GRADIENT == BIAS_CORRECTED else MAX_LOG_RATIO
     x = clamp(difference, -limit, limit)
     in_range = (difference >= -limit) & (difference <= limit)
     value, slope = ESTIMATOR(x)
-    inside = (value >= -c.kl_clamp) & (value <= c.kl_clamp)
-    slope = tl.where(in_range & inside, slope, 0.0)
+    inside = in_range & (value >= -c.kl_clamp) & (value <= c.kl_clamp)
+    slope = tl.where(inside, slope, 0.0)
     value = clamp(value, -c.kl_clamp, c.kl_clamp)
     ratio_slope = tl.zeros_like(value)
+    own_slope = slope
     if GRADIENT == STRAIGHT_THROUGH:
         slope = tl.where(in_range, -x, 0.0)  # that of k2
+        own_slope = slope
     elif GRADIENT == BIAS_CORRECTED:
         lowest, highest = log_ratio_bounds(c, limit)
         ratio = exp(clamp(policy_difference, lowest, highest))
@@ -192,7 +214,12 @@ def kl_terms(
         value = ratio * value
         slope = ratio * slope
         ratio_slope = tl.where(moves, value, 0.0)
-    return value, tl.where(value == value, slope, value), ratio_slope
+        own_slope = slope + ratio_slope
+        if ESTIMATOR is k3:  # the two are e^x apart from what is left of them
+            own_slope = tl.where(inside & moves, -x * ratio, own_slope)
+    broken = value != value
+    own_slope = tl.where(broken, value, own_slope)
+    return value, tl.where(broken, value, slope), ratio_slope, own_slope
 
 
 #: In the order of `fastrl.objective.RATIOS` and `KL_ESTIMATORS`.

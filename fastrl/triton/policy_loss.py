@@ -25,12 +25,14 @@ from fastrl.triton.objectives import (
     MAX_LOG_RATIO,
     Coefficients,
     clamp,
+    difference_of,
     exp,
     expm1,
     gmpo_terms,
     kl_terms,
     log_ratio_bounds,
     objective_terms,
+    token_slope,
 )
 from fastrl.triton.target import Target
 
@@ -54,11 +56,10 @@ def _tokens(at, end, logprobs, advantages, mask, old_logprobs):
     active = inside & (tl.load(mask + at, mask=inside, other=0) != 0)
     logprob = _load(logprobs, at, inside, active)
     advantage = _load(advantages, at, inside, active)
-    if old_logprobs is None:
-        # on policy the ratio is 1 by definition, but NaN stays NaN
-        difference = tl.where(logprob == logprob, 0.0, logprob)
-    else:
-        difference = logprob - _load(old_logprobs, at, inside, active)
+    old = logprob  # on policy the ratio is 1 by definition, but NaN stays NaN
+    if old_logprobs is not None:
+        old = _load(old_logprobs, at, inside, active)
+    difference = difference_of(logprob, old)
     return inside, active, logprob, advantage, difference
 
 
@@ -129,6 +130,7 @@ def policy_loss_kernel(
             count += active.to(tl.float32)
         size = tl.maximum(tl.sum(count, 0), 1.0)
         mean += tl.sum(total, 0) / size
+        alone = size == 1  # its ratio is its own, and the slope of the KL through it
         if LEVEL == SEQUENCE and (MOVES or GRADIENT == BIAS_CORRECTED):
             total = zero
             for start in range(begin, end, BLOCK):
@@ -146,14 +148,15 @@ def policy_loss_kernel(
                     if kl_weights is not None:
                         weight = _load(kl_weights, at, inside, active)
                     ref = _load(ref_logprobs, at, inside, active)
-                    _, _, slope = kl_terms(ESTIMATOR, GRADIENT, ref - logprob, mean, c)
-                    total += weight * (c.kl_coef * slope)
+                    from_ref = difference_of(ref, logprob)
+                    _, _, slope, _ = kl_terms(ESTIMATOR, GRADIENT, from_ref, mean, c)
+                    total += tl.where(alone, 0.0, weight * (c.kl_coef * slope))
             shared_slope = tl.sum(total, 0) / size
 
     lowest, highest = log_ratio_bounds(c, MAX_LOG_RATIO)
     none = tl.zeros([BLOCK // 4], tl.float32)
     policy_sum, kl_sum, kl_old_sum, entropy_sum, ratio_sum = none, none, none, none, none
-    low_sum, high_sum, active_sum, idle_sum, broken_sum = none, none, none, none, none
+    low_sum, high_sum, active_sum, idle_sum = none, none, none, none
     weighted_kl, weighted_entropy = none, none
     ratio_max, ratio_min = zero - float("inf"), zero + float("inf")
     for start in range(begin, end, BLOCK):
@@ -180,15 +183,19 @@ def policy_loss_kernel(
         if ref_logprobs is not None:
             ref = _load(ref_logprobs, at, inside, active)
             moved_by = difference if LEVEL == TOKEN else mean
-            kl, kl_slope, ratio_slope = kl_terms(ESTIMATOR, GRADIENT, ref - logprob, moved_by, c)
+            kl, kl_slope, _, own_slope = kl_terms(
+                ESTIMATOR, GRADIENT, difference_of(ref, logprob), moved_by, c
+            )
             if kl_weights is not None:
                 weight = _load(kl_weights, at, inside, active)
             if LEVEL != SEQUENCE:
-                kl_slope += ratio_slope
+                kl_slope = own_slope
+            elif GRADIENT == BIAS_CORRECTED:
+                kl_slope = tl.where(alone, own_slope, kl_slope)
             kl_sum += fold(tl.where(active, kl, 0.0))
             weighted_kl += fold(weight * kl)
             slope += tl.where(c.kl_coef != 0, weight * (c.kl_coef * kl_slope), 0.0)
-        slope = tl.where(active, slope, 0.0)
+        slope = tl.where(active, token_slope(logprob, slope), 0.0)
         tl.store(slopes + at, slope, mask=inside)
         idle = active & (slope == 0)
         if entropy is None:
@@ -206,7 +213,6 @@ def policy_loss_kernel(
         ratio_sum += fold(tl.where(active, ratio, 0.0))
         ratio_max = tl.maximum(ratio_max, tl.where(active, ratio, -float("inf")))
         ratio_min = tl.minimum(ratio_min, tl.where(active, ratio, float("inf")))
-        broken_sum += fold((active & (ratio != ratio)).to(tl.float32))
         low_sum += fold((clip < 0).to(tl.float32))
         high_sum += fold((clip > 0).to(tl.float32))
         active_sum += fold(active.to(tl.float32))
@@ -216,7 +222,7 @@ def policy_loss_kernel(
     fields = columns(
         columns(policy_sum, ratio_sum, high_sum, weighted_kl),
         columns(kl_sum, none, low_sum + high_sum, weighted_entropy),
-        columns(kl_old_sum, none, active_sum, broken_sum),
+        columns(kl_old_sum, none, active_sum, none),
         columns(entropy_sum, low_sum, idle_sum, none),
     )
     field = tl.arange(0, ROW)
