@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.reference.groups import dense_index, group_sum
+
 
 def group_advantages(
     rewards: Tensor,
@@ -19,55 +21,43 @@ def group_advantages(
     """Return advantages, mean, std and informative of the group of each reward, all `[N]`.
 
     Mean and variance take two passes in float64, so rewards that differ in the fifth digit keep
-    their spread. What is not finite stays in its group.
+    their spread. What is not finite stays in its group, and 0 stays 0 also where the deviation
+    that divides it is 0.
     """
     if rewards.numel() == 0:
         return rewards, rewards.clone(), rewards.clone(), rewards.to(torch.bool)
     x = rewards.double()
-    group = _dense_index(group_ids)
-    size = _group_sum(torch.ones_like(x), group)
-    mean = _group_sum(x, group) / size
-    std = _std(_group_sum((x - mean).square(), group), size - correction)
+    group = dense_index(group_ids)
+    size = group_sum(torch.ones_like(x), group)
+    mean = group_sum(x, group) / size
+    std = _std(group_sum((x - mean).square(), group), size - correction)
     lowest = x.new_zeros(x.shape).scatter_reduce(0, group, x, "amin", include_self=False)[group]
     highest = x.new_zeros(x.shape).scatter_reduce(0, group, x, "amax", include_self=False)[group]
     spread = lowest != highest
-    alone = size == 1
+    alone, finite = size == 1, mean.isfinite()
 
-    if baseline == "none":
-        advantages = x
-    else:
-        advantages = x - mean
+    advantages = x
+    if baseline != "none":
+        advantages = torch.where(spread | ~finite, x - mean, 0.0)
         if baseline == "leave_one_out":
             advantages = advantages * size / (size - 1).clamp(min=1)
+    divisor: Tensor | float = 1.0
     if scale == "group":
-        advantages = advantages / (std + eps)
+        divisor = std + eps
     elif scale == "batch":
-        known = mean.isfinite()
-        count = known.sum()
-        batch_mean = torch.where(known, x, 0.0).sum() / count.clamp(min=1)
-        squares = torch.where(known, (x - batch_mean).square(), 0.0).sum()
-        advantages = advantages / (_std(squares, count - correction) + eps)
-    if baseline != "none":  # also where eps is 0 and nothing divides
-        advantages = torch.where(spread | ~mean.isfinite(), advantages, 0.0)
+        count = finite.sum()
+        batch_mean = torch.where(finite, x, 0.0).sum() / count.clamp(min=1)
+        squares = torch.where(finite, (x - batch_mean).square(), 0.0).sum()
+        divisor = _std(squares, count - correction) + eps
+    advantages = torch.where((advantages == 0) & finite, 0.0, advantages / divisor)
     advantages = torch.where(alone, x if singleton == "raw" else 0.0 * x, advantages)
     informative = spread | (alone if singleton == "raw" else torch.zeros_like(alone))
     return (
         advantages.to(rewards.dtype),
         mean.to(rewards.dtype),
         std.to(rewards.dtype),
-        informative & mean.isfinite(),
+        informative & finite,
     )
-
-
-def _dense_index(group_ids: Tensor) -> Tensor:
-    """Number the groups 0, 1, ... in the order of their ids, without asking how many there are."""
-    ordered, order = group_ids.sort(stable=True)
-    starts = torch.cat([ordered.new_zeros(1, dtype=torch.int64), (ordered.diff() != 0).long()])
-    return torch.empty_like(starts).scatter(0, order, starts.cumsum(0))
-
-
-def _group_sum(x: Tensor, group: Tensor) -> Tensor:
-    return torch.zeros_like(x).index_add(0, group, x)[group]
 
 
 def _std(squares: Tensor, freedom: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.reference.groups import dense_index, group_sum
 from fastrl.reference.sequences import Sequences
 
 
@@ -31,10 +32,11 @@ def token_weights(
     lengths = sequences.total(valid)
     if aggregation == "prompt-mean":
         assert groups is not None
-        same_group = groups[:, None] == groups[None, :]
-        group_tokens = torch.where(same_group, lengths, 0.0).sum(-1)
+        index = dense_index(groups)
+        group_tokens = group_sum(lengths, index)
+        members = group_sum(torch.ones_like(lengths), index)
         # each group is counted once: a share of 1 / members from every member
-        count = torch.where(group_tokens > 0, 1 / same_group.sum(-1), 0.0).sum().round()
+        count = torch.where(group_tokens > 0, 1 / members, 0.0).sum().round()
         share = sequences.spread(1 / group_tokens.clamp(min=1), valid)
         return valid * share / _denominator(normalizer, count)
     counted = torch.ones_like(lengths) if count_empty else (lengths > 0).to(dtype)
