@@ -99,9 +99,22 @@ def refusal(
 
 
 def resolve(
-    backend: str, device: torch.device, dtype: torch.dtype, unable: str | None = None
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    unable: str | None = None,
+    *,
+    partly: bool = False,
 ) -> str:
-    """Return the concrete backend for a call; the arguments are those of `refusal`.
+    """Return the concrete backend for a call; the first arguments are those of `refusal`.
+
+    Args:
+        backend: as in `refusal`, or `auto`.
+        device: as in `refusal`.
+        dtype: as in `refusal`.
+        unable: as in `refusal`.
+        partly: whether a kernel that is unable to do all of the call can do its largest part; then
+            `auto` takes it for that. A named backend does the whole call or is refused.
 
     Raises:
         ValueError: the backend is unknown, or it was named and cannot do the call.
@@ -111,7 +124,8 @@ def resolve(
         backend = _default
     if backend == "auto":
         candidates = _PREFERENCE.get(device.type, ("reference",))
-        return next(name for name in candidates if refusal(name, device, dtype, unable) is None)
+        reason = None if partly else unable
+        return next(name for name in candidates if refusal(name, device, dtype, reason) is None)
     reason = refusal(backend, device, dtype, unable)
     if reason is not None:
         raise ValueError(f"backend {backend!r} cannot do this call: {reason}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from fastrl.tracing import is_traced
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> str:
@@ -21,8 +24,11 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> str:
 def number(
     name: str, value: object, *, low: float | None = None, high: float | None = None
 ) -> float:
-    """Return `value` as a float if it is a finite number with low <= value <= high."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return `value` as a float if it is a finite number with low <= value <= high.
+
+    The scalars of numpy are numbers, too.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     wanted = "finite"
     wanted += "" if low is None else f" and >= {low:g}"
@@ -46,6 +52,18 @@ def positive(name: str, value: object) -> float:
     return result
 
 
+def whole(name: str, value: object, *, low: int = -(2**63)) -> int:
+    """Return `value` as an int if it is an integer of 64 bits, at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    result = int(value)
+    if result < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}")
+    if result >= 2**63:
+        raise ValueError(f"{name} must be below 2**63, got {value}")
+    return result
+
+
 def flag(name: str, value: object) -> bool:
     """Return `value` if it is a bool."""
     if not isinstance(value, bool):
@@ -61,11 +79,29 @@ def tensor(name: str, value: object) -> Tensor:
 
 
 def floating(name: str, value: object) -> Tensor:
-    """Return `value` if it is a real floating-point tensor."""
+    """Return `value` if it is a floating-point tensor of a dtype that torch computes in."""
     result = tensor(name, value)
-    if not result.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {result.dtype}")
+    if result.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(
+            f"{name} must be a floating-point tensor (float32, bfloat16, float16 or float64), "
+            f"got {result.dtype}"
+        )
     return result
+
+
+def undistributed(name: str, value: Tensor) -> Tensor:
+    """Return `value` if it is no DTensor."""
+    if is_sharded(value):
+        raise TypeError(
+            f"{name} must be a plain tensor, got a DTensor: pass its `to_local()` where its rows "
+            "are spread over ranks, else its `full_tensor()`"
+        )
+    return value
+
+
+def is_sharded(value: object) -> bool:
+    """Say whether a tensor is a DTensor (FSDP2, tensor parallelism)."""
+    return hasattr(value, "full_tensor")
 
 
 def integer(name: str, value: object) -> Tensor:
@@ -96,7 +132,7 @@ def same_shape(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor
 
 def per_token(name: str, value: object) -> Tensor:
     """Return `value` if it is a floating-point tensor `[B, T]` or `[N]`."""
-    result = floating(name, value)
+    result = undistributed(name, floating(name, value))
     if result.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [B, T] or [N], got {tuple(result.shape)}")
     return result
@@ -114,7 +150,7 @@ def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
             raise ValueError(
                 f"{name} must be bool, integer or float 0/1, got {result[other][0].item()}"
             )
-    return result.to(torch.bool)
+    return saveable(result.to(torch.bool))
 
 
 def saveable(value: Tensor) -> Tensor:
@@ -126,12 +162,12 @@ def saveable(value: Tensor) -> Tensor:
 
 def can_read(value: Tensor) -> bool:
     """Say whether looking at the data costs nothing: on a CPU, and not while tracing."""
-    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+    return value.device.type == "cpu" and not is_traced(value)
 
 
 def sequence_bounds(cu_seqlens: object, tokens: int, like: Tensor) -> Tensor:
     """Return `cu_seqlens` as int32 `[S + 1]` if it cuts `tokens` packed tokens into sequences."""
-    result = integer("cu_seqlens", cu_seqlens)
+    result = integer("cu_seqlens", cu_seqlens).to(torch.int64)  # unsigned differences would wrap
     on_device("cu_seqlens", result, like, "the per-token tensors")
     if result.dim() != 1 or result.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(result.shape)}")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from math import inf
-from typing import Any, Literal, get_args
+from numbers import Real
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
 from fastrl.checks import flag, number, one_of, positive
-from fastrl.presets import preset_fields
+from fastrl.presets import Convention, Preset, preset_fields, values_of
 from fastrl.rollout_correction import RolloutCorrection
 
 Ratio = Literal["ppo_clip", "cispo", "sapo", "gmpo", "reinforce"]
@@ -38,6 +39,25 @@ LEVELS: tuple[str, ...] = get_args(Level)
 KL_ESTIMATORS: tuple[str, ...] = get_args(KlEstimator)
 KL_GRADIENTS: tuple[str, ...] = get_args(KlGradient)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+
+_NUMBERS = {
+    **dict.fromkeys(("off_policy_threshold", "dual_clip", "delta", "entropy_coef"), number),
+    **dict.fromkeys(("top_entropy_quantile", "kl_clamp", "length_norm"), positive),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), positive),
+}
+#: The ratios that look at a field, ...
+_USED_BY = {
+    **dict.fromkeys(("clip_low", "clip_high"), ("ppo_clip", "cispo", "gmpo")),
+    **dict.fromkeys(("dual_clip", "delta"), ("ppo_clip",)),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
+    "log_ratio_clamp": ("ppo_clip", "cispo", "sapo", "gmpo"),
+}
+#: ... and the field without which another has nothing to act on.
+_NEEDS = {
+    **dict.fromkeys(("kl_estimator", "kl_clamp", "kl_gradient", "kl_aggregation"), "kl_coef"),
+    "entropy_aggregation": "entropy_coef",
+    "rollout_weighs": "rollout_correction",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,9 +117,11 @@ class Objective:
             their tokens with negative advantage (DeepSeek-V3.2), or None.
         top_entropy_quantile: the share of tokens, those of the highest entropy, that keep policy
             term and entropy bonus; the others keep the KL alone (arXiv 2506.01939).
+        convention: whose preset this is. What that trainer has for a KL, an entropy bonus or a
+            rollout correction may stand here while there is none; else it raises.
 
     Raises:
-        ValueError: a field has no such value, or would have no effect with this `ratio`.
+        ValueError: a field has no such value, or would have no effect beside the others.
         TypeError: a field has a wrong type.
 
     Example:
@@ -133,6 +155,7 @@ class Objective:
     rollout_weighs: RolloutWeighs = "policy-and-kl"
     off_policy_threshold: float | None = None
     top_entropy_quantile: float = 1.0
+    convention: Convention = "fastrl"
 
     def __post_init__(self) -> None:
         if not callable(self.ratio):
@@ -145,27 +168,29 @@ class Objective:
             if getattr(self, name) is not None:
                 one_of(name, getattr(self, name), AGGREGATIONS)
         one_of("rollout_weighs", self.rollout_weighs, get_args(RolloutWeighs))
+        one_of("convention", self.convention, get_args(Convention))
         flag("count_empty", self.count_empty)
-        if self.off_policy_threshold is not None:
-            number("off_policy_threshold", self.off_policy_threshold)
-        if positive("top_entropy_quantile", self.top_entropy_quantile) > 1:
+
+        keep = object.__setattr__  # numbers of numpy, too, are kept as floats
+        for field in dataclasses.fields(self):
+            check, value = _NUMBERS.get(field.name), getattr(self, field.name)
+            if check and not (value is None and field.default is None):
+                keep(self, field.name, check(field.name, value))
+        farthest = 1.0 if self.ratio == "ppo_clip" else None
+        keep(self, "clip_low", number("clip_low", self.clip_low, low=0.0, high=farthest))
+        # a weight may be capped below 1, and then only has to leave room above its lower bound
+        nearest = -self.clip_low if self.ratio == "cispo" else 0.0
+        keep(self, "clip_high", number("clip_high", self.clip_high, low=nearest))
+        keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
+        keep(self, "log_ratio_clamp", _log_ratio_clamp(self.log_ratio_clamp))
+
+        if self.top_entropy_quantile > 1:
             raise ValueError(
                 f"top_entropy_quantile must be at most 1, got {self.top_entropy_quantile}"
             )
-        number("clip_low", self.clip_low, low=0.0, high=1.0 if self.ratio == "ppo_clip" else None)
-        # a weight may be capped below 1, and then only has to leave room above its lower bound
-        number("clip_high", self.clip_high, low=-self.clip_low if self.ratio == "cispo" else 0.0)
-        number("kl_coef", self.kl_coef, low=0.0)
-        number("entropy_coef", self.entropy_coef)
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            positive(name, getattr(self, name))
-        _check_log_ratio_clamp(self.log_ratio_clamp)
-        for name in ("kl_clamp", "length_norm"):
-            if getattr(self, name) is not None:
-                positive(name, getattr(self, name))
-        if self.dual_clip is not None and number("dual_clip", self.dual_clip) <= 1:
+        if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
-        if self.delta is not None and number("delta", self.delta) <= 1 + self.clip_high:
+        if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(
                 f"delta must be above 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}"
             )
@@ -175,26 +200,12 @@ class Objective:
                     "rollout_correction must be a RolloutCorrection, a tuple of them or None, "
                     f"got {type(correction).__name__}"
                 )
+        if self.rollout_correction == ():
+            raise ValueError("rollout_correction must hold at least one, or be None; got ()")
         self._refuse_what_has_no_effect()
 
     def _refuse_what_has_no_effect(self) -> None:
         ratio = "a function" if callable(self.ratio) else self.ratio
-        used_by = {
-            "clip_low": ("ppo_clip", "cispo", "gmpo"),
-            "clip_high": ("ppo_clip", "cispo", "gmpo"),
-            "dual_clip": ("ppo_clip",),
-            "delta": ("ppo_clip",),
-            "sapo_temperature_pos": ("sapo",),
-            "sapo_temperature_neg": ("sapo",),
-            "log_ratio_clamp": ("ppo_clip", "cispo", "sapo", "gmpo"),
-        }
-        for field in dataclasses.fields(self):
-            users = used_by.get(field.name)
-            if users and ratio not in users and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f"{field.name} has no effect with ratio {ratio}; "
-                    f"it is used by {', '.join(users)}"
-                )
         if ratio == "gmpo" and self.level != "sequence":
             raise ValueError(f"level must be 'sequence' with ratio gmpo, got {self.level!r}")
         if ratio in ("a function", "reinforce") and self.level != "token":
@@ -220,6 +231,24 @@ class Objective:
                 f"count_empty has no effect with aggregation {self.aggregation}; "
                 "it is used by the means over sequences"
             )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            users, needed = _USED_BY.get(field.name), _NEEDS.get(field.name)
+            if users and ratio not in users:
+                raise ValueError(
+                    f"{field.name} has no effect with ratio {ratio}; "
+                    f"it is used by {', '.join(users)}"
+                )
+            if needed is None or getattr(self, needed):
+                continue
+            # a trainer's own choice waits for the term that it is about
+            if value not in values_of(self.convention, field.name):
+                raise ValueError(
+                    f"{field.name} has no effect without {needed}; got {field.name}={value!r} "
+                    f"and {needed}={getattr(self, needed)}"
+                )
 
     @property
     def log_ratio_bounds(self) -> tuple[float, float]:
@@ -238,7 +267,9 @@ class Objective:
         return self.rollout_correction if several else (self.rollout_correction,)  # type: ignore[return-value]
 
     @classmethod
-    def preset(cls, name: str, *, convention: str = "fastrl", **changes: Any) -> Objective:
+    def preset(
+        cls, name: Preset, *, convention: Convention = "fastrl", **changes: Any
+    ) -> Objective:
         """Return a named loss of the literature, with fields changed as asked.
 
         | name | what it picks | paper | called elsewhere |
@@ -292,19 +323,20 @@ class Objective:
             >>> Objective.preset("ppo", convention="verl").dual_clip
             3.0
         """  # noqa: E501
-        return cls(**preset_fields(name, convention, changes))
+        fields = preset_fields(name, convention, changes)
+        return cls(**fields, convention=convention)
 
 
-def _check_log_ratio_clamp(clamp: object) -> None:
+def _log_ratio_clamp(clamp: object) -> float | tuple[float, float] | None:
     if clamp is None:
-        return
+        return None
     if not isinstance(clamp, tuple):
-        positive("log_ratio_clamp", clamp)
-        return
-    if len(clamp) != 2 or any(isinstance(x, bool) or not isinstance(x, int | float) for x in clamp):
+        return positive("log_ratio_clamp", clamp)
+    if len(clamp) != 2 or any(isinstance(x, bool) or not isinstance(x, Real) for x in clamp):
         raise TypeError(f"log_ratio_clamp must be a number or a pair (low, high), got {clamp}")
     if not clamp[0] < 0 < clamp[1]:
         raise ValueError(f"log_ratio_clamp must be (low, high) with low < 0 < high, got {clamp}")
+    return float(clamp[0]), float(clamp[1])
 
 
 def as_objective(objective: object) -> Objective:
@@ -312,7 +344,7 @@ def as_objective(objective: object) -> Objective:
     if isinstance(objective, Objective):
         return objective
     if isinstance(objective, str):
-        return Objective.preset(objective)
+        return Objective.preset(cast("Preset", objective))
     if callable(objective):
         return Objective(ratio=objective)
     raise TypeError(

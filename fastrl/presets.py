@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from fastrl.checks import one_of
 
+Preset = Literal[
+    "ppo",
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "luspo",
+    "reinforce",
+]
+Convention = Literal["fastrl", "trl", "verl", "openrlhf"]
 Fields = dict[str, Any]
 
 _SEQUENCE_RATIO: Fields = {"level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
@@ -94,6 +108,11 @@ def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
     if convention == "verl" and fields.get("kl_estimator", "k3") != "k3":
         fields["kl_clamp"] = changes.get("kl_clamp")  # only its k3 is held
     return fields
+
+
+def values_of(convention: str, field: str) -> set[Any]:
+    """The values that the presets of a convention give to a field."""
+    return {fields[field] for fields in CONVENTIONS[convention].values() if field in fields}
 
 
 def convention_table() -> str:

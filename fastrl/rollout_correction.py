@@ -49,8 +49,10 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         one_of("rollout_correction.kind", self.kind, ("truncate", "mask", "filter"))
         one_of("rollout_correction.level", self.level, ("token", "sequence", "geometric"))
-        number("rollout_correction.low", self.low, low=0.0)
-        if self.high != inf and positive("rollout_correction.high", self.high) <= self.low:
+        object.__setattr__(self, "low", number("rollout_correction.low", self.low, low=0.0))
+        if self.high != inf:
+            object.__setattr__(self, "high", positive("rollout_correction.high", self.high))
+        if self.high <= self.low:
             raise ValueError(
                 f"rollout_correction.high must be above low = {self.low}, got {self.high}"
             )

@@ -89,3 +89,8 @@ layouts = st.sampled_from(LAYOUTS)
 dtypes = st.sampled_from(FLOAT_DTYPES)
 seeds = st.integers(0, 2**31 - 1)
 poisons = st.sampled_from(POISONS)
+
+
+def backend_for(objective, backend):
+    """The backend to name for an objective: PyTorch evaluates a function."""
+    return "auto" if callable(objective.ratio) and backend != "reference" else backend

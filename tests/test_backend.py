@@ -62,15 +62,37 @@ def test_float64_is_refused_by_the_kernels(compiled):
         fastrl.token_logprobs(torch.zeros(1, 2).double(), torch.tensor([0]), backend="cpu")
 
 
-def test_a_python_objective_is_refused_by_the_kernels(compiled):
-    with pytest.raises(ValueError, match="the objective is a Python function"):
-        fastrl.policy_loss(
-            torch.zeros(1, 2),
-            torch.zeros(1),
-            torch.ones(1, 2),
-            objective=lambda new, old, ref, a: new * a,
-            backend="cpu",
-        )
+def forms_of_the_policy_loss(**options):
+    """The same call from log-probabilities, logits and hidden states."""
+    ids, ones = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)
+    rest = (torch.zeros(1), ones)
+    return [
+        lambda: fastrl.policy_loss(ones, *rest, **options),
+        lambda: fastrl.logits_policy_loss(torch.zeros(1, 2, 3), ids, *rest, **options),
+        lambda: fastrl.linear_policy_loss(
+            ones[..., None], torch.zeros(3, 1), ids, *rest, **options
+        ),
+    ]
+
+
+def negated(new, old, ref, a):
+    return -new * a
+
+
+@pytest.mark.parametrize("form", range(3))
+def test_a_python_objective_is_refused_by_the_kernels(compiled, form):
+    """Whichever form it is: where a backend is named it does the call, or says why it cannot."""
+    message = "backend 'cpu' cannot do this call: the objective is a Python function"
+    with pytest.raises(ValueError, match=message):
+        forms_of_the_policy_loss(objective=negated, backend="cpu")[form]()
+    fastrl.set_backend("cpu")
+    try:
+        with pytest.raises(ValueError, match=message):
+            forms_of_the_policy_loss(objective=negated)[form]()
+    finally:
+        fastrl.set_backend("auto")
+    for backend in ("auto", "reference"):
+        forms_of_the_policy_loss(objective=negated, backend=backend)[form]()
 
 
 def fresh(code, **environment):

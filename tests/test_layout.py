@@ -19,13 +19,25 @@ MODULES = sorted((ROOT / "fastrl").rglob("*.py"))
 MOST_LINES = 400
 
 # Each part of the package: what it may import of fastrl ("" is the public names), and of others.
-CORE = {"backend", "checks", "library", "native", "objective", "presets", "rollout_correction"}
+CORE = {
+    "backend",
+    "checks",
+    "library",
+    "native",
+    "objective",
+    "presets",
+    "rollout_correction",
+    "tracing",
+}
 ALLOWED = {
     "core": ({"triton", *CORE}, {"torch"}),
     "triton": ({"triton", *CORE}, {"torch", "triton", "numpy"}),
     "reference": ({"reference", "objective", "rollout_correction"}, {"torch"}),
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
-    "integrations": ({"", "ops", "integrations"}, {"torch", "transformers", "trl"}),
+    "integrations": (
+        {"", "ops", "integrations", "backend", "presets"},
+        {"torch", "transformers", "trl"},
+    ),
     "train": (
         {"", "ops", "integrations", "train", *CORE},
         {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm"},

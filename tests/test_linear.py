@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from inputs import backend_for
 
 import fastrl
 from fastrl import Objective, RolloutCorrection, native
@@ -98,7 +99,7 @@ def test_loss_and_gradients_agree_with_float64(backend, name, chunk):
         **options,
         objective=objective,
         chunk_tokens=chunk,
-        backend=backend,
+        backend=backend_for(objective, backend),
     )
     (result.loss * 0.5).backward()
     truth = in_float64(parameters)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inputs import backend_for
 from torch.utils.checkpoint import checkpoint
 
 import fastrl
@@ -44,7 +45,7 @@ def batch(vocabulary=129, dtype=torch.float32):
 
 def run(arguments, backend, objective, **options):
     """Loss, metrics and gradient of the logits."""
-    arguments = dict(arguments)
+    arguments, backend = dict(arguments), backend_for(objective, backend)
     logits = arguments.pop("logits").detach().clone().requires_grad_()
     positional = [arguments.pop(name) for name in ("token_ids", "advantages", "mask")]
     result = fastrl.logits_policy_loss(
@@ -93,6 +94,7 @@ def test_it_equals_its_parts(backend, name):
     arguments = batch()
     loss, metrics, _ = run(arguments, backend, OBJECTIVES[name])
     logits, token_ids, advantages, mask, old, ref = arguments.values()
+    backend = backend_for(OBJECTIVES[name], backend)
     stats = fastrl.token_stats(logits, token_ids, mask=mask, backend=backend)
     parts = fastrl.policy_loss(
         stats.logprobs,
@@ -102,7 +104,7 @@ def test_it_equals_its_parts(backend, name):
         ref_logprobs=ref,
         entropy=stats.entropy,
         objective=OBJECTIVES[name],
-        backend="reference" if callable(OBJECTIVES[name].ratio) else backend,
+        backend=backend,
     )
     assert torch.equal(loss, parts.loss)
     assert all(torch.equal(metrics[key], parts.metrics[key]) for key in metrics)

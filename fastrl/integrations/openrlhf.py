@@ -7,7 +7,7 @@ from fastrl.integrations.openrlhf import log_probs_from_logits  # in openrlhf/mo
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fastrl import Objective
 from fastrl.integrations.kl_estimates import kl_estimate, straight_through
 from fastrl.integrations.openrlhf_correction import RolloutGate
 from fastrl.integrations.support import Support
+from fastrl.presets import Preset
 
 TRIED = (
     "Tried with the files of OpenRLHF 0.11.2 (`models/loss.py`, `models/utils.py`, the experience "
@@ -123,7 +124,7 @@ class PolicyLoss(nn.Module):
                 enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type
             )
         self.objective = Objective.preset(
-            policy_loss_type,
+            cast("Preset", policy_loss_type),
             convention="openrlhf",
             clip_low=min(clip_eps_low, 1.0),  # a ratio is never below 0
             clip_high=clip_eps_high,

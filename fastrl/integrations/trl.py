@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.backend import Backend
 from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.trl_loss import FUSED_INPUTS, fused_loss
 from fastrl.integrations.trl_rules import PRIMITIVE, REFUSED
@@ -45,7 +46,7 @@ _ARGUMENTS = (
 _COMPARED_CALLS = 16
 
 
-def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: str = "auto") -> Handle:
+def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "auto") -> Handle:
     """Let a TRL trainer compute log-probabilities, and where it can its loss, with fastrl.
 
     Args:
@@ -89,7 +90,7 @@ class Handle:
         reason: why they do not, or None.
     """
 
-    def __init__(self, trainer: Any, reason: str | None, backend: str) -> None:
+    def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
         """Replace the methods of the instance."""
         self.fused = reason is None
         self.reason = reason

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.backend import Backend
 from fastrl.integrations.trl_rules import objective_of
 from fastrl.integrations.trl_scoring import completions
 from fastrl.ops.linear_policy_loss import one_pass
@@ -31,7 +32,7 @@ FUSED_INPUTS = frozenset(
 
 
 def fused_loss(
-    trainer: Any, model: nn.Module, inputs: dict[str, Any], backend: str
+    trainer: Any, model: nn.Module, inputs: dict[str, Any], backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, and log-probabilities and entropies `[B, K]` without gradient."""
     mask = inputs["completion_mask"]

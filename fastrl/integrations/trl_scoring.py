@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead, last_hidden_states, lm_head
 from fastrl.ops.linear_token_stats import linear_token_stats
 
@@ -51,7 +52,7 @@ def token_stats(
     *,
     batch_size: int,
     with_entropy: bool,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities and entropies `[B, count]`, 0 where masked; no wrapper."""
     wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)

@@ -14,6 +14,7 @@ from torch import Tensor
 import fastrl
 from fastrl import Objective
 from fastrl.integrations.verl_aggregation import aggregation
+from fastrl.presets import Preset
 
 Loss = tuple[Tensor, dict[str, Any]]
 
@@ -193,7 +194,7 @@ def _check(config: Any) -> None:
 
 
 def _objective(
-    name: str, mode: str, mask: Tensor, config: Any, changes: dict[str, Any]
+    name: Preset, mode: str, mask: Tensor, config: Any, changes: dict[str, Any]
 ) -> tuple[Objective, dict[str, Any]]:
     """Return the objective, and mask, normalizer and factor of verl's aggregation."""
     _check(config)

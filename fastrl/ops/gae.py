@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.backend import resolve
+from fastrl.backend import Backend, resolve
 from fastrl.checks import as_mask, floating, number, on_device, per_token, same_shape
 from fastrl.library import operators
 from fastrl.ops.token_weights import bounds_of
@@ -42,7 +42,7 @@ def gae(
     truncated: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Gae:
     """Return the advantages of Schulman et al. 2016 (arXiv 1506.02438) by a reverse scan.
 
@@ -123,7 +123,7 @@ def discounted_returns(
     truncated: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Return G_t = r_t + gamma G_{t+1}, the discounted reward to go, stepping over masked tokens.
 

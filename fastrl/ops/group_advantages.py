@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.backend import resolve
-from fastrl.checks import floating, integer, number, one_of, same_shape
+from fastrl.backend import Backend, resolve
+from fastrl.checks import floating, integer, number, one_of, same_shape, undistributed
 from fastrl.library import operators
 from fastrl.ops.token_weights import check_group_size
-from fastrl.presets import ADVANTAGE_CONVENTIONS
+from fastrl.presets import ADVANTAGE_CONVENTIONS, Convention
 
-BASELINES = ("mean", "leave_one_out", "none")
-SCALES = ("group", "batch", "none")
-SINGLETONS = ("zero", "raw")
+Baseline = Literal["mean", "leave_one_out", "none"]
+Scale = Literal["group", "batch", "none"]
+Singleton = Literal["zero", "raw"]
+
+BASELINES: tuple[str, ...] = get_args(Baseline)
+SCALES: tuple[str, ...] = get_args(Scale)
+SINGLETONS: tuple[str, ...] = get_args(Singleton)
 
 
 class GroupAdvantages(NamedTuple):
@@ -45,13 +49,13 @@ def group_advantages(
     *,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
-    baseline: str = "mean",
-    scale: str = "group",
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
     correction: float | None = None,
     eps: float | None = None,
-    singleton: str | None = None,
-    convention: str = "fastrl",
-    backend: str = "auto",
+    singleton: Singleton | None = None,
+    convention: Convention = "fastrl",
+    backend: Backend = "auto",
 ) -> GroupAdvantages:
     """Return (r - baseline) / (std + eps) within each group of answers to one prompt.
 
@@ -87,7 +91,7 @@ def group_advantages(
         >>> fastrl.group_advantages(rewards, group_size=4, correction=0, eps=0).advantages
         tensor([ 1.2649,  0.6325, -0.6325, -1.2649])
     """
-    r = floating("rewards", rewards).detach()
+    r = undistributed("rewards", floating("rewards", rewards)).detach()
     if r.dim() not in (1, 2):
         raise ValueError(f"rewards must have shape [N] or [P, G], got {tuple(r.shape)}")
     one_of("baseline", baseline, BASELINES)
@@ -95,7 +99,7 @@ def group_advantages(
     usual = ADVANTAGE_CONVENTIONS[one_of("convention", convention, tuple(ADVANTAGE_CONVENTIONS))]
     correction = number("correction", usual[0] if correction is None else correction, low=0.0)
     eps = number("eps", usual[1] if eps is None else eps, low=0.0)
-    singleton = one_of("singleton", usual[2] if singleton is None else singleton, SINGLETONS)
+    alone = one_of("singleton", usual[2] if singleton is None else singleton, SINGLETONS)
     if group_ids is not None:
         if group_size is not None:
             raise ValueError("group_size and group_ids cannot both be given")
@@ -104,10 +108,11 @@ def group_advantages(
     else:
         if group_size is None and r.dim() == 1:
             raise ValueError("group_size or group_ids is needed for rewards of shape [N]")
-        size = r.shape[1] if group_size is None else group_size
-        if r.dim() == 2 and size != r.shape[1]:
+        if group_size is None:
+            group_size = max(r.shape[1], 1)
+        size = check_group_size(group_size, r.numel(), "rewards")
+        if r.dim() == 2 and size != max(r.shape[1], 1):
             raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
-        size = check_group_size(size, r.numel(), "rewards") if r.numel() else 1
         ids = None
     flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
     chosen = resolve(backend, r.device, r.dtype)
@@ -121,7 +126,7 @@ def group_advantages(
             scale=scale,
             correction=correction,
             eps=eps,
-            singleton=singleton,
+            singleton=alone,
         )
     else:
         result = cast(
@@ -134,7 +139,7 @@ def group_advantages(
                 SCALES.index(scale),
                 correction,
                 eps,
-                SINGLETONS.index(singleton),
+                SINGLETONS.index(alone),
             ),
         )
     return GroupAdvantages(*(part.reshape(r.shape) for part in result))

@@ -8,23 +8,24 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.backend import torch_only
+from fastrl.backend import Backend, torch_only
 from fastrl.checks import floating, one_of, positive, same_shape
-from fastrl.objective import KL_ESTIMATORS
+from fastrl.objective import KL_ESTIMATORS, KlEstimator
 
 
 def kl_divergence(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     *,
-    estimator: str = "k3",
+    estimator: KlEstimator = "k3",
     clamp: float | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Return an estimate of KL(pi || ref) for each token sampled from pi.
 
     With d = ref_logprobs - logprobs, held within +-80 (0 where both are the same infinity: a token
-    that both exclude):  k1 = -d (unbiased, any sign),  k2 = d^2 / 2,  k3 = exp(d) - 1 - d (unbiased and never negative),  abs = |d|
+    that both exclude):  k1 = -d (unbiased, any sign),  k2 = d^2 / 2,  k3 = exp(d) - 1 - d
+    (unbiased and never negative),  abs = |d|
     (Schulman, "Approximating KL divergence", 2020). verl calls them kl, mse, low_var_kl and abs.
 
     Args:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.ops.first_derivative import first_derivative_only
+from fastrl.tracing import is_traced
 
 
 def with_gradients(
@@ -82,7 +83,7 @@ class _Overwritten(torch.autograd.Function):
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """Return grad * factor, in place where nobody can ask for the gradient again."""
-    if torch.compiler.is_compiling():
+    if is_traced(factor):
         return grad * factor.to(grad.dtype)
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return grad * factor

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastrl.checks import floating, number, on_device
+from fastrl.checks import floating, is_sharded, number, on_device
 from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.native import new_large
 from fastrl.ops.products import ConvertedProducts
-from fastrl.ops.sharded import gathered, is_sharded
+from fastrl.ops.sharded import gathered
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.backend import Backend
 from fastrl.checks import flag
 from fastrl.objective import Objective, TokenLoss
 from fastrl.ops.known_gradient import with_gradients
@@ -32,7 +33,9 @@ from fastrl.ops.policy_loss import (
 )
 from fastrl.ops.rows import Rows
 from fastrl.ops.term_weights import Normalizer, TermWeights
+from fastrl.presets import Preset
 from fastrl.reference import Sequences
+from fastrl.tracing import is_traced
 
 
 def linear_policy_loss(
@@ -55,12 +58,12 @@ def linear_policy_loss(
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     policy_weights: Tensor | None = None,
-    objective: str | Objective | TokenLoss = "grpo",
+    objective: Preset | Objective | TokenLoss = "grpo",
     normalizer: Normalizer | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> PolicyLoss:
     """Return `logits_policy_loss` of hidden @ weight^T + bias, never holding those logits.
 
@@ -68,7 +71,8 @@ def linear_policy_loss(
     floating-point operations, 4NHV with a frozen head, 2NHV without gradient. Masked rows enter
     no GEMM; rows whose slope is 0 (clipped, no advantage) enter none of the gradient's.
     What needs all current log-probabilities or entropies first (ratios of sequences, masks of the
-    objective, a rollout correction on policy) visits the rows twice (8NHV), in the same memory.
+    objective, a rollout correction on policy) visits the rows twice (8NHV), in the same memory; so
+    does a function as objective under `torch.compile`.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
@@ -96,7 +100,8 @@ def linear_policy_loss(
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
-        backend: `auto`, or the backend that works on the chunks.
+        backend: `auto`, or the backend that works on the chunks. A function as objective takes
+            `auto` or `reference`: PyTorch evaluates it, on log-probabilities from the fastest.
 
     Returns:
         `PolicyLoss`; the entropy among its metrics is exact.
@@ -144,10 +149,12 @@ def linear_policy_loss(
         cu_seqlens=cu_seqlens,
         dtype=head.dtype,
     )
-    options = chunk_options(chunk_tokens, compact, backend, head)
+    options = chunk_options(chunk_tokens, compact, backend, head, inputs.unable)
     flag("metrics", metrics)
     scoring = "reference" if inputs.unable else options.backend
-    if in_one_pass(inputs):
+    # a loop over chunks in Python would be cut to the values of one call
+    unrolled = callable(inputs.objective.ratio) and is_traced(rows.logits)
+    if in_one_pass(inputs) and not unrolled:
         result, _, _ = one_pass(rows, head, inputs, options, scoring, metrics=metrics)
     else:
         logprobs, entropy, *_ = stats_of_hidden(rows, head, options)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fastrl.backend import resolve
-from fastrl.checks import flag, floating, one_of
+from fastrl.backend import Backend, resolve
+from fastrl.checks import flag, floating, one_of, undistributed, whole
 from fastrl.ops.first_derivative import first_derivative_only
 from fastrl.ops.linear_chunks import TokenRows
 from fastrl.ops.linear_head import LinearHead, as_head
 from fastrl.ops.rows import Rows, as_rows
-from fastrl.ops.sharded import is_sharded
+from fastrl.ops.saved_tensors import save, saved
 from fastrl.ops.token_stats import TokenStats
 
 Lora = tuple[Tensor, Tensor, float]
@@ -34,7 +34,7 @@ def linear_token_logprobs(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     ignore_index: int = -100,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Return `token_logprobs` of hidden @ weight^T + bias, never holding those logits.
 
@@ -106,7 +106,7 @@ def linear_token_stats(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     ignore_index: int = -100,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> TokenStats:
     """Return `token_stats` of hidden @ weight^T + bias, never holding those logits.
 
@@ -188,9 +188,7 @@ def linear_inputs(
     ignore_index: object,
 ) -> tuple[Rows, LinearHead]:
     """Check what the linear forms share; the rows' `logits` are the hidden states."""
-    states = floating("hidden", hidden)
-    if is_sharded(states):
-        raise TypeError("hidden must be a plain tensor, got a DTensor: pass its `full_tensor()`")
+    states = undistributed("hidden", floating("hidden", hidden))
     if states.dim() not in (2, 3) or states.shape[-1] == 0:
         raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
     head = as_head(states, weight, bias, lora)
@@ -209,15 +207,19 @@ def linear_inputs(
 
 
 def chunk_options(
-    chunk_tokens: object, compact: object, backend: str, head: LinearHead
+    chunk_tokens: object,
+    compact: object,
+    backend: str,
+    head: LinearHead,
+    unable: str | None = None,
 ) -> ChunkOptions:
-    """Check how to walk the rows, and choose the backend for the chunks."""
+    """Check how to walk the rows, and choose the backend for the chunks.
+
+    `unable` says why it cannot score them, too.
+    """
     if chunk_tokens is not None:
-        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):
-            raise TypeError(f"chunk_tokens must be an int, got {type(chunk_tokens).__name__}")
-        if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    chosen = resolve(backend, head.weight.device, head.dtype)
+        chunk_tokens = whole("chunk_tokens", chunk_tokens, low=1)
+    chosen = resolve(backend, head.weight.device, head.dtype, unable, partly=True)
     return ChunkOptions(chunk_tokens, flag("compact", compact), chosen)
 
 
@@ -257,9 +259,8 @@ class _LinearTokenStats(torch.autograd.Function):
         *stats, row_max, log_sum = torch.ops.fastrl.linear_token_stats_fwd(
             hidden, weight, bias, lora_a, lora_b, lora_scale, *rows, *options
         )
-        ctx.save_for_backward(
-            hidden, weight, bias, lora_a, lora_b, *rows[:3], row_max, log_sum, stats[1]
-        )
+        parameters = (hidden, weight, bias, lora_a, lora_b)
+        save(ctx, *parameters, *rows[:3], row_max, log_sum, stats[1])
         ctx.scalars = (lora_scale, tuple(rows[3:]), options)
         ctx.mark_non_differentiable(stats[3], stats[4])
         ctx.set_materialize_grads(False)
@@ -268,7 +269,7 @@ class _LinearTokenStats(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *parameters, token_ids, active, heat, row_max, log_sum, entropy = ctx.saved_tensors
+        *parameters, token_ids, active, heat, row_max, log_sum, entropy = saved(ctx)
         lora_scale, scalars, options = ctx.scalars
         needs = list(ctx.needs_input_grad[:5])
         found = torch.ops.fastrl.linear_token_stats_bwd(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.backend import resolve
+from fastrl.backend import Backend, resolve
 from fastrl.checks import flag
 from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
@@ -21,6 +21,7 @@ from fastrl.ops.policy_loss import (
 from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
 from fastrl.ops.term_weights import Normalizer
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
+from fastrl.presets import Preset
 
 
 def logits_policy_loss(
@@ -37,13 +38,13 @@ def logits_policy_loss(
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     policy_weights: Tensor | None = None,
-    objective: str | Objective | TokenLoss = "grpo",
+    objective: Preset | Objective | TokenLoss = "grpo",
     normalizer: Normalizer | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     inplace: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> PolicyLoss:
     """Return `policy_loss` of the tokens' log-probabilities under softmax(z), z from logits.
 
@@ -76,7 +77,8 @@ def logits_policy_loss(
         inplace: let the gradient be written over the logits, which saves a tensor of their size
             (a permission: the reference backend has no use for it). The logits are gone then;
             a gradient through another use of them raises.
-        backend: `auto`, or the backend to use.
+        backend: `auto`, or the backend to use. A function as objective takes `auto` or `reference`:
+            PyTorch evaluates it, on log-probabilities from the fastest backend.
 
     Returns:
         `PolicyLoss`; the entropy among its metrics is exact.
@@ -113,7 +115,7 @@ def logits_policy_loss(
     )
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-    chosen = resolve(backend, logits.device, logits.dtype)
+    chosen = resolve(backend, logits.device, logits.dtype, inputs.unable, partly=True)
     if chosen != "reference" and _in_one_pass(logits, inputs):
         return _one_pass(logits, rows, inputs, chosen, inplace=inplace)
     logprobs, entropy, *_ = stats_of_rows(rows, chosen, with_entropy=True, inplace_backward=inplace)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.backend import torch_only
-from fastrl.checks import as_mask, flag, floating
+from fastrl.backend import Backend, torch_only
+from fastrl.checks import as_mask, flag, floating, whole
 
 
 def masked_mean(
-    x: Tensor, mask: Tensor, *, dim: int | None = None, backend: str = "auto"
+    x: Tensor, mask: Tensor, *, dim: int | None = None, backend: Backend = "auto"
 ) -> Tensor:
     """Return the mean of x over the entries where the mask is 1; 0 where there is none.
 
@@ -39,8 +39,7 @@ def masked_mean(
     values, valid = _masked(x, mask)
     if dim is None:
         return values.sum() / valid.sum().clamp(min=1)
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int or None, got {type(dim).__name__}")
+    dim = whole("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim()}), got {dim}")
     return values.sum(dim) / valid.sum(dim).clamp(min=1)
@@ -52,7 +51,7 @@ def whiten(
     *,
     shift_mean: bool = True,
     process_group: torch.distributed.ProcessGroup | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the masked entries, 0 at the others.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fastrl.checks import one_of
+from fastrl.checks import one_of, tensor
 from fastrl.library import METRICS
 
 _POLICY, _MAX, _MIN, _TOKENS = (
@@ -19,7 +20,7 @@ def reduce_metrics(
     metrics: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     process_group: torch.distributed.ProcessGroup | None = None,
     *,
-    policy_loss: str = "sum",
+    policy_loss: Literal["sum", "mean"] = "sum",
 ) -> dict[str, Tensor]:
     """Return the metrics of all micro-batches and ranks together, equal on every rank.
 
@@ -102,6 +103,11 @@ def _row(metrics: object) -> Tensor:
             f"metrics must have the names {', '.join(METRICS)}; "
             f"got {', '.join(map(str, metrics)) or 'none'}"
         )
+    for name in METRICS:
+        if tensor(f"metrics[{name!r}]", metrics[name]).dim() != 0:
+            raise ValueError(
+                f"metrics[{name!r}] must be a 0-d tensor, got shape {tuple(metrics[name].shape)}"
+            )
     return torch.stack([metrics[name].detach() for name in METRICS])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.backend import resolve
+from fastrl.backend import Backend, resolve
 from fastrl.checks import as_mask, floating, on_device, per_token, same_shape, saveable
 from fastrl.library import METRICS, operators
 from fastrl.objective import (
@@ -24,7 +24,9 @@ from fastrl.objective import (
 from fastrl.ops.known_gradient import with_gradients
 from fastrl.ops.term_weights import Normalizer, TermWeights, Weighing, base_weights
 from fastrl.ops.token_weights import bounds_of
+from fastrl.presets import Preset
 from fastrl.reference import Sequences
+from fastrl.tracing import refuse_transforms
 
 
 class PolicyLoss(NamedTuple):
@@ -59,12 +61,12 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     policy_weights: Tensor | None = None,
-    objective: str | Objective | TokenLoss = "grpo",
+    objective: Preset | Objective | TokenLoss = "grpo",
     normalizer: Normalizer | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> PolicyLoss:
     """Return the policy loss of PPO, GRPO and kin, fused with its gradient and its metrics.
 
@@ -95,7 +97,8 @@ def policy_loss(
         group_size: as in `token_weights`, for `prompt-mean`.
         group_ids: as in `token_weights`, for `prompt-mean`.
         cu_seqlens: int `[S + 1]`, where packed sequences begin and end.
-        backend: `auto`, or the backend to use.
+        backend: `auto`, or the backend to use. A function as objective takes `auto` or `reference`:
+            PyTorch evaluates it.
 
     Returns:
         `PolicyLoss`.
@@ -119,6 +122,7 @@ def policy_loss(
         >>> logprobs.grad  # the clip holds
         tensor([[0.]])
     """
+    refuse_transforms("policy_loss")
     tokens = per_token("logprobs", logprobs)
     inputs = loss_inputs(
         tokens,
@@ -163,7 +167,10 @@ class LossInputs(NamedTuple):
     def unable(self) -> str | None:
         """Why compiled kernels cannot evaluate the objective, or None."""
         if callable(self.objective.ratio):
-            return "the objective is a Python function"
+            return (
+                "the objective is a Python function, which PyTorch evaluates (where no backend is "
+                "named, the fastest does what is left)"
+            )
         return None
 
     def canonical(

@@ -16,7 +16,13 @@ from fastrl.checks import (
     positive,
     saveable,
     tensor,
+    undistributed,
+    whole,
 )
+from fastrl.tracing import refuse_transforms
+
+#: The largest logit_scale / temperature: the exponents of logits up to 1e8 fit float32.
+_STEEPEST = 1e30
 
 
 class Rows(NamedTuple):
@@ -58,7 +64,8 @@ def as_rows(
 
     The linear forms pass hidden states as `logits`, say so in `name`, and give the vocabulary.
     """
-    x = floating(name, logits)
+    refuse_transforms("a function of logits or hidden states")
+    x = undistributed(name, floating(name, logits))
     ids = integer("token_ids", token_ids).to(torch.int64)
     if ids.dim() not in (1, 2):
         raise ValueError(f"token_ids must have shape [B, T] or [N], got {tuple(ids.shape)}")
@@ -71,14 +78,13 @@ def as_rows(
     if vocabulary == 0:
         raise ValueError(f"{name} must have a vocabulary of at least 1, got {tuple(x.shape)}")
     on_device("token_ids", ids, x, name)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
-    active = ids != ignore_index
+    active = ids != whole("ignore_index", ignore_index)
     if mask is not None:
         active = active & as_mask("mask", mask, ids, "token_ids")
-    heat = _temperature(temperature, ids, active, x.dtype)
     scale = positive("logit_scale", logit_scale)
     softcap = None if logit_softcap is None else positive("logit_softcap", logit_softcap)
+    coldest = max(scale, softcap or 0.0) / _STEEPEST
+    heat = _temperature(temperature, ids, active, x.dtype, coldest)
     if can_read(ids):
         _refuse_ids_outside(ids, active, vocabulary)
     ids, active = saveable(ids), saveable(active)
@@ -89,10 +95,13 @@ def as_rows(
 
 
 def _temperature(
-    temperature: object, ids: Tensor, active: Tensor, dtype: torch.dtype
+    temperature: object, ids: Tensor, active: Tensor, dtype: torch.dtype, coldest: float
 ) -> float | Tensor:
     if not isinstance(temperature, Tensor):
-        return positive("temperature", temperature)
+        value = positive("temperature", temperature)
+        if value < coldest:
+            raise ValueError(_too_cold(coldest, value))
+        return value
     heat = floating("temperature", tensor("temperature", temperature))
     on_device("temperature", heat, ids, "token_ids")
     if heat.requires_grad:
@@ -113,7 +122,17 @@ def _temperature(
         bad = active & ~((heat > 0) & heat.isfinite())
         if bool(bad.any()):
             raise ValueError(f"temperature must be above 0 and finite, got {float(heat[bad][0])}")
+        cold = active & (heat < coldest)
+        if bool(cold.any()):
+            raise ValueError(_too_cold(coldest, float(heat[cold][0])))
     return heat
+
+
+def _too_cold(coldest: float, temperature: float) -> str:
+    return (
+        f"temperature must be at least {1 / _STEEPEST:g} times logit_scale and logit_softcap, "
+        f"here {coldest:g}, for float32 to hold their quotient; got {temperature}"
+    )
 
 
 def _refuse_ids_outside(ids: Tensor, active: Tensor, vocabulary: int) -> None:
@@ -139,10 +158,19 @@ def refuse_unsafe_inplace(name: str, logits: Tensor) -> None:
             f"{name}=True needs logits that are no view of a leaf: the gradient would be written "
             "over the leaf's values"
         )
-    if any(
-        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
-    ):
+    # (a compiled graph writes elsewhere, whatever is permitted)
+    if not torch.compiler.is_compiling() and _rows_overlap(logits):
         raise ValueError(
             f"{name}=True needs logits whose rows do not share memory, got strides "
             f"{tuple(logits.stride())} for shape {tuple(logits.shape)}"
         )
+
+
+def _rows_overlap(logits: Tensor) -> bool:
+    """Say whether an element may belong to two rows: some stride is within what is inside it."""
+    inside = 1
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride < inside:
+            return logits.numel() > 0
+        inside = max(inside, stride * (size - 1) + inside)
+    return False

@@ -10,11 +10,6 @@ from torch import Tensor
 from fastrl.ops.first_derivative import first_derivative_only
 
 
-def is_sharded(parameter: object) -> bool:
-    """Say whether a parameter is a DTensor (FSDP2, tensor parallelism)."""
-    return hasattr(parameter, "full_tensor")
-
-
 def gathered(parameter: Any) -> Tensor:
     """Return a DTensor whole; its gradient is the mean over the ranks that it lies on.
 

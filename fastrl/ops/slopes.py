@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isinf
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,8 +14,6 @@ from fastrl.objective import (
     KL_ESTIMATORS,
     KL_GRADIENTS,
     RATIOS,
-    KlEstimator,
-    KlGradient,
     Objective,
     Ratio,
 )
@@ -106,6 +104,13 @@ class TokenSlopes:
         low, high, dual, delta, pos, neg, kl_coef, kl_clamp, lowest, highest, entropy = (
             self.coefficients
         )
+        of_kl: dict[str, Any] = {}
+        if kl_coef:
+            of_kl = {
+                "kl_estimator": KL_ESTIMATORS[self.kl_estimator],
+                "kl_gradient": KL_GRADIENTS[self.kl_gradient],
+                "kl_clamp": None if isinf(kl_clamp) else kl_clamp,
+            }
 
         def bound(value: float) -> float | None:
             return None if isinf(value) else value
@@ -119,9 +124,7 @@ class TokenSlopes:
             sapo_temperature_pos=pos,
             sapo_temperature_neg=neg,
             kl_coef=kl_coef,
-            kl_estimator=cast("KlEstimator", KL_ESTIMATORS[self.kl_estimator]),
-            kl_gradient=cast("KlGradient", KL_GRADIENTS[self.kl_gradient]),
-            kl_clamp=bound(kl_clamp),
+            **of_kl,
             log_ratio_clamp=None if isinf(lowest) and isinf(highest) else (-lowest, highest),
             entropy_coef=entropy,
         )

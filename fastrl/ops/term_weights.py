@@ -145,6 +145,11 @@ def _normalizers(normalizer: object, o: Objective) -> tuple[object, object, obje
         name for name, used, apart in zip(TERMS, active, own, strict=True) if used and apart
     ]
     if isinstance(normalizer, Mapping):
+        if not normalizer:
+            raise ValueError(
+                "normalizer must hold the count of at least one of "
+                f"{', '.join(separate)} where it is a mapping, got none"
+            )
         for name in normalizer:
             if name not in separate:
                 raise ValueError(

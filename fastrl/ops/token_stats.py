@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.backend import resolve
+from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, one_of
 from fastrl.library import operators
 from fastrl.ops.first_derivative import first_derivative_only
@@ -50,7 +50,7 @@ def token_logprobs(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Return log softmax(z)[token] with z = softcap(logit_scale * logits) / temperature.
 
@@ -62,7 +62,8 @@ def token_logprobs(
     Args:
         logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
         token_ids: integers `[B, T]` or `[N]`.
-        temperature: above 0; a float, or a tensor `[B, T]`, `[N]`, `[B]` or `[B, 1]` per row.
+        temperature: a float, or a tensor `[B, T]`, `[N]`, `[B]` or `[B, 1]` per row; at least
+            1e-30 times `logit_scale` and `logit_softcap` (not checked in a tensor on a GPU).
         logit_scale: factor on the logits (Cohere, Granite), above 0.
         logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None.
         mask: 0/1, the shape of `token_ids`; masked rows give 0, whatever they hold.
@@ -111,7 +112,7 @@ def token_stats(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> TokenStats:
     """Return log-probability, entropy and kin of softmax(z) in one pass over the logits.
 

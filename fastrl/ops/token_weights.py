@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.backend import torch_only
+from fastrl.backend import Backend, torch_only
 from fastrl.checks import (
     as_mask,
     can_read,
@@ -19,22 +19,23 @@ from fastrl.checks import (
     positive,
     sequence_bounds,
     tensor,
+    whole,
 )
-from fastrl.objective import AGGREGATIONS
+from fastrl.objective import AGGREGATIONS, Aggregation
 from fastrl.reference import Sequences
 
 
 def token_weights(
     mask: Tensor,
     *,
-    aggregation: str,
+    aggregation: Aggregation,
     normalizer: float | Tensor | None = None,
     length_norm: float | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     count_empty: bool = False,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Return the weight w_t of every token, so that a loss is sum_t w_t * loss_t.
 
@@ -171,6 +172,8 @@ def _normalizer(
         raise ValueError("normalizer has no effect with aggregation token-sum")
     if not isinstance(normalizer, Tensor):
         return positive("normalizer", normalizer)
+    if normalizer.is_complex() or normalizer.dtype == torch.bool:
+        raise TypeError(f"normalizer must be a float or a tensor of one, got {normalizer.dtype}")
     if normalizer.numel() != 1:
         raise ValueError(
             f"normalizer must be a float or have one element, got shape {tuple(normalizer.shape)}"
@@ -202,7 +205,7 @@ def _groups(
                 f"group_ids must have shape ({sequences.count},), one for each sequence, "
                 f"got {tuple(ids.shape)}"
             )
-        return ids
+        return ids.to(torch.int64)
     if group_size is None:
         raise ValueError("group_size or group_ids is needed for aggregation prompt-mean")
     size = check_group_size(group_size, sequences.count, "sequences")
@@ -211,10 +214,7 @@ def _groups(
 
 def check_group_size(group_size: object, count: int, of: str) -> int:
     """Return `group_size` if it divides `count`."""
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size must be an int, got {type(group_size).__name__}")
-    if group_size < 1 or count % group_size:
-        raise ValueError(
-            f"group_size must be at least 1 and divide the number of {of} {count}, got {group_size}"
-        )
-    return group_size
+    size = whole("group_size", group_size, low=1)
+    if count % size:
+        raise ValueError(f"group_size must divide the number of {of} {count}, got {size}")
+    return size

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.backend import torch_only
+from fastrl.backend import Backend, torch_only
 from fastrl.checks import as_mask, one_of, per_token, positive, same_shape
+from fastrl.objective import Aggregation
 from fastrl.ops.masked import masked_mean
 from fastrl.ops.token_weights import bounds_of, weights_of
 
@@ -40,14 +41,14 @@ def value_loss(
     *,
     old_values: Tensor | None = None,
     clip: float | None = None,
-    loss: str = "mse",
-    aggregation: str = "token-mean",
+    loss: Literal["mse", "huber"] = "mse",
+    aggregation: Aggregation = "token-mean",
     normalizer: float | Tensor | None = None,
     length_norm: float | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> ValueLoss:
     """Return sum_t w_t e(V_t, R_t) with e(V, R) = (V - R)^2 / 2, or Huber with its corner at 1.
 

@@ -7,9 +7,10 @@ drift apart.
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, cast, get_args, get_origin
 
 from fastrl.objective import Objective
+from fastrl.presets import Preset
 
 
 def _option(default: Any, help: str, above: float | None = None, least: float | None = None) -> Any:  # noqa: A002
@@ -140,7 +141,7 @@ class GrpoConfig(RunConfig):
             for name in ("clip_low", "clip_high")
             if (value := getattr(self, name)) is not None
         }
-        objective = Objective.preset(self.objective, **changes)
+        objective = Objective.preset(cast("Preset", self.objective), **changes)
         if objective.aggregation == "seq-mean-token-sum-norm":  # the same length whatever the batch
             objective = replace(objective, length_norm=float(self.max_new_tokens))
         return objective
