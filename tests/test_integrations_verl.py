@@ -1,23 +1,18 @@
 """verl on fastrl: its numbers, from verl where it is importable and from its formulas always."""
 
-import math
-import types
-
 import pytest
 import torch
-import verl_formulas
-from importable import importable
 from verl_cases import (
-    CORE,
     FIELDS,
     GLOBAL,
     LOCAL,
     MODES,
     POLICY_LOSSES,
-    TOKENS,
     batch,
     close,
-    installed,
+    implementations,
+    policy_loss,
+    same_policy_loss,
     transcribed,
     value_and_gradient,
 )
@@ -26,15 +21,6 @@ import fastrl
 from fastrl import native
 from fastrl.integrations import verl as ours
 from fastrl.integrations import verl_policy_losses
-
-
-def implementations():
-    yield types.SimpleNamespace(name="transcribed", config=transcribed, **vars(verl_formulas))
-    modules = [importable(name) for name in (TOKENS, CORE)]
-    if all(modules):
-        yield types.SimpleNamespace(
-            name="installed", config=installed, **{**vars(modules[0]), **vars(modules[1])}
-        )
 
 
 @pytest.fixture(params=implementations(), ids=lambda found: found.name)
@@ -162,39 +148,6 @@ def test_kl_penalty(theirs, kind, plus):
     )
     close(a[0], b[0])
     close(a[1], b[1])
-
-
-def policy_loss(namespace, name, data, mode, info, weights=None, **fields):
-    """Return loss, gradient and metrics of a policy loss of ours or theirs."""
-    config = transcribed if namespace is verl_policy_losses else namespace.config
-    name = name if namespace is verl_policy_losses else f"compute_policy_loss_{name}"
-    loss, gradient, (metrics,) = value_and_gradient(
-        lambda x: getattr(namespace, name)(
-            old_log_prob=data.old,
-            log_prob=x,
-            advantages=data.advantages,
-            response_mask=data.mask,
-            loss_agg_mode=mode,
-            config=config(global_batch_info=info, **fields),
-            rollout_is_weights=weights,
-        ),
-        data.log_prob,
-    )
-    return loss, gradient, metrics
-
-
-def same_policy_loss(name, theirs, data, mode, info, weights=None, **fields):
-    fields = {**FIELDS.get(name, {}), **fields}
-    a, b = (
-        policy_loss(n, name, data, mode, info, weights, **fields)
-        for n in (verl_policy_losses, theirs)
-    )
-    close(a[0], b[0])
-    close(a[1], b[1])
-    assert a[2].keys() == b[2].keys()
-    assert all(type(value) is float for value in a[2].values())
-    for key, value in a[2].items():
-        assert math.isclose(value, b[2][key], rel_tol=1e-5, abs_tol=1e-5), key
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -1,9 +1,14 @@
 """Batches, configurations and comparisons that the tests of verl on fastrl share."""
 
 import importlib
+import math
 import types
 
 import torch
+import verl_formulas
+from importable import importable
+
+from fastrl.integrations import verl_policy_losses
 
 TOKENS = "verl.utils.torch_functional"
 CORE = "verl.trainer.ppo.core_algos"
@@ -37,6 +42,15 @@ def installed(global_batch_info, **fields):
     config = actor(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **fields)
     config.global_batch_info.update(global_batch_info)
     return config
+
+
+def implementations():
+    yield types.SimpleNamespace(name="transcribed", config=transcribed, **vars(verl_formulas))
+    modules = [importable(name) for name in (TOKENS, CORE)]
+    if all(modules):
+        yield types.SimpleNamespace(
+            name="installed", config=installed, **{**vars(modules[0]), **vars(modules[1])}
+        )
 
 
 def batch(seed=0, B=6, T=9, spread=0.4):
@@ -75,3 +89,36 @@ FIELDS = {
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "gspo": {"clip_ratio_low": 3e-2, "clip_ratio_high": 4e-2},
 }
+
+
+def policy_loss(namespace, name, data, mode, info, weights=None, **fields):
+    """Return loss, gradient and metrics of a policy loss of ours or theirs."""
+    config = transcribed if namespace is verl_policy_losses else namespace.config
+    name = name if namespace is verl_policy_losses else f"compute_policy_loss_{name}"
+    loss, gradient, (metrics,) = value_and_gradient(
+        lambda x: getattr(namespace, name)(
+            old_log_prob=data.old,
+            log_prob=x,
+            advantages=data.advantages,
+            response_mask=data.mask,
+            loss_agg_mode=mode,
+            config=config(global_batch_info=info, **fields),
+            rollout_is_weights=weights,
+        ),
+        data.log_prob,
+    )
+    return loss, gradient, metrics
+
+
+def same_policy_loss(name, theirs, data, mode, info, weights=None, **fields):
+    fields = {**FIELDS.get(name, {}), **fields}
+    a, b = (
+        policy_loss(n, name, data, mode, info, weights, **fields)
+        for n in (verl_policy_losses, theirs)
+    )
+    close(a[0], b[0])
+    close(a[1], b[1])
+    assert a[2].keys() == b[2].keys()
+    assert all(type(value) is float for value in a[2].values())
+    for key, value in a[2].items():
+        assert math.isclose(value, b[2][key], rel_tol=1e-5, abs_tol=1e-5), key

@@ -1,6 +1,6 @@
 """What verl 0.9 computes, written down from its formulas in float64, under its names and arguments.
 
-Masked tokens are selected away; autograd is the gradient.
+Masked tokens are selected away, the others are multiplied by their mask; autograd is the gradient.
 """
 
 import torch
@@ -10,8 +10,12 @@ def only(mask, x):
     return torch.where(mask.bool(), x.double(), 0.0)
 
 
+def weighed(mask, x):
+    return only(mask, x) * mask
+
+
 def mean(x, mask):
-    return only(mask, x).sum() / mask.sum()
+    return weighed(mask, x).sum() / mask.sum()
 
 
 def logprobs_from_logits(logits, labels, inplace_backward=True):
@@ -27,17 +31,17 @@ def entropy_from_logits_with_chunking(logits, chunk_size=2048):
 
 
 def compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam):
-    rewards, V = token_level_rewards.double(), values.double()
-    advantages, returns = torch.zeros_like(V), torch.zeros_like(V)
-    for b, row in enumerate(response_mask.bool()):
-        after, trace = 0.0, 0.0
-        for t in reversed(row.nonzero().flatten().tolist()):
-            trace = rewards[b, t] + gamma * after - V[b, t] + gamma * lam * trace
-            after = V[b, t]
-            advantages[b, t], returns[b, t] = trace, trace + V[b, t]
-    valid = advantages[response_mask.bool()]
-    white = (advantages - valid.mean()) / (valid.var() + 1e-8).sqrt()
-    return only(response_mask, white), returns
+    rewards, V, mask = token_level_rewards.double(), values.double(), response_mask.double()
+    advantages, (after, trace) = torch.zeros_like(V), torch.zeros(2, len(V)).double()
+    for t in reversed(range(V.shape[1])):
+        step = rewards[:, t] + gamma * after - V[:, t] + gamma * lam * trace
+        trace = mask[:, t] * step + (1 - mask[:, t]) * trace
+        after = mask[:, t] * V[:, t] + (1 - mask[:, t]) * after
+        advantages[:, t] = trace
+    returns, count = advantages + V, mask.sum()
+    centred = advantages - mean(advantages, mask)
+    white = centred / (mean(centred**2, mask) * count / (count - 1) + 1e-8).sqrt()
+    return only(mask, white), returns
 
 
 def compute_grpo_outcome_advantage(
@@ -58,7 +62,7 @@ def compute_grpo_outcome_advantage(
         result[i] = scores[i] - centre
         if norm_adv_by_std_in_grpo:
             result[i] /= spread + epsilon
-    result = only(response_mask, result[:, None].expand(response_mask.shape))
+    result = weighed(response_mask, result[:, None].expand(response_mask.shape))
     return result, result
 
 
@@ -84,7 +88,7 @@ def agg_loss(
     global_batch_size=None,
     loss_scale_factor=None,
 ):
-    x, lengths = only(loss_mask, loss_mat), loss_mask.sum(-1)
+    x, lengths = weighed(loss_mask, loss_mat), loss_mask.sum(-1)
     tokens = loss_mask.sum() if batch_num_tokens is None else batch_num_tokens
     sequences = (lengths > 0).sum() if global_batch_size is None else global_batch_size
     if loss_agg_mode == "token-mean":
@@ -97,7 +101,7 @@ def agg_loss(
         width = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
         return x.sum() / sequences * dp_size / width
     assert loss_agg_mode == "seq-mean-token-mean"
-    return (x.sum(-1) / lengths.clamp(min=1)).sum() / sequences * dp_size
+    return (x.sum(-1) / torch.where(lengths > 0, lengths, 1)).sum() / sequences * dp_size
 
 
 def compute_value_loss(
@@ -198,7 +202,7 @@ def compute_policy_loss_gspo(
 ):
     low, high = bounds(config)
     A, log_ratio = advantages.double(), only(response_mask, log_prob - old_log_prob)
-    of_sequence = log_ratio.sum(-1) / response_mask.sum(-1).clamp(min=1)
+    of_sequence = weighed(response_mask, log_ratio).sum(-1) / response_mask.sum(-1).clamp(min=1)
     moving = log_prob.double() - log_prob.double().detach()
     s = (moving + of_sequence.detach()[:, None]).clamp(max=10).exp()
     free, bounded = -A * s, -A * s.clamp(1 - low, 1 + high)
@@ -269,9 +273,11 @@ def compute_policy_loss_geo_mean(
     A = only(response_mask, advantages)
     held = log_ratio.clamp(-low, high)
     chosen = A.sign() * torch.minimum(A.sign() * log_ratio, A.sign() * held)
-    f = -A.sum(-1) / (lengths + 1e-8) * (chosen.sum(-1) / (lengths + 1e-8)).exp()
+    chosen = weighed(response_mask, chosen)
+    f = -weighed(response_mask, A).sum(-1) / (lengths + 1e-8)
+    f = f * (chosen.sum(-1) / (lengths + 1e-8)).exp()
     if rollout_is_weights is not None:
-        log_weights = only(response_mask, (rollout_is_weights + 1e-10).log())
+        log_weights = weighed(response_mask, (rollout_is_weights + 1e-10).log())
         f = f * (log_weights.sum(-1) / (lengths + 1e-8)).exp()
     beyond = held != log_ratio
     _, metrics = policy_loss(

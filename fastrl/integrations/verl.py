@@ -57,7 +57,8 @@ def use_fastrl() -> Replaced:
 
     Numbers are verl's, but for: results of masked tokens are 0; log-probabilities and entropies
     are fp32 also from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask gives
-    0 where verl gives NaN or an error; log-ratios that verl leaves free saturate at 80.
+    0 where verl gives NaN or an error; log-ratios that verl leaves free saturate at 80. A mask with
+    other values than 0 and 1 is multiplied by, as in verl.
 
     Returns:
         A handle with `undo()` and `names`, which is a context manager, too.
@@ -114,6 +115,11 @@ SUPPORT = [
     *(
         Support(option=f"`{item.name}`", handling="replaced", note=_NOTES.get(item.name, ""))
         for item in _REPLACEMENTS
+    ),
+    Support(
+        option="a `response_mask` with other values than 0 and 1",
+        handling="replaced",
+        note="multiplied by, as in verl",
     ),
     Support(
         option="loss modes `dppo_tv`, `dppo_kl`, `clip_cov`, `kl_cov`, `dro`, `bypass_mode`, and "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.integrations.verl_masks import factors
 
 _MODES = (
     "token-mean",
@@ -18,6 +19,22 @@ _MODES = (
 )
 
 
+class Aggregation(NamedTuple):
+    """How a loss is added up: scale * sum_t w_t factor_t loss_t.
+
+    Attributes:
+        mask: 0/1, `[B, T]`.
+        options: those of `token_weights`, which make w of the mask.
+        factors: `[B, T]`, of a mask whose values are not 0 and 1, or None.
+        scale: on the sum.
+    """
+
+    mask: Tensor
+    options: dict[str, Any]
+    factors: Tensor | None = None
+    scale: float = 1.0
+
+
 def aggregation(
     mode: str,
     mask: Tensor,
@@ -25,28 +42,36 @@ def aggregation(
     batch_num_tokens: float | Tensor | None = None,
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
-) -> tuple[dict[str, Any], float]:
-    """Return the options of `token_weights` for a mode of verl's, and a factor on the loss.
+) -> Aggregation:
+    """Return a mode of verl's as options of `token_weights`.
 
     verl divides by the count of the whole batch and multiplies by `dp_size`, against the mean
     over ranks that data parallelism takes of gradients: a `normalizer` of count / dp_size.
     """
     if mode not in _MODES:
         raise ValueError(f"loss_agg_mode must be one of {', '.join(_MODES)}; got {mode!r}")
-    how: dict[str, Any] = {"aggregation": mode}
-    if mode == "token-sum":
-        return how, dp_size
+    options: dict[str, Any] = {"aggregation": mode}
     name, count = "global_batch_size", global_batch_size
     if mode == "token-mean":
         name, count = "batch_num_tokens", batch_num_tokens
+    weights = factors(mask)
+    if weights is not None:
+        lengths = weights.sum(-1, keepdim=True)
+        mask = mask.bool() if mode.startswith("token") else mask.bool() & (lengths > 0)
+        if mode == "seq-mean-token-mean":
+            weights = weights * mask.sum(-1, keepdim=True) / (lengths + 1e-8)
+        elif mode == "token-mean" and dp_size == 1 and count is None:
+            count = lengths.sum()
+    if mode == "token-sum":
+        return Aggregation(mask, options, weights, dp_size)
     if mode == "seq-mean-token-sum-norm" and loss_scale_factor is not None:
-        how["length_norm"] = float(loss_scale_factor)
+        options["length_norm"] = float(loss_scale_factor)
     if count is not None:
         count = count.to(mask.device) if isinstance(count, Tensor) else count
-        how["normalizer"] = count / dp_size
+        options["normalizer"] = count / dp_size
     elif dp_size > 1:
         raise ValueError(f"{name} is needed for loss_agg_mode {mode} where dp_size > 1")
-    return how, 1.0
+    return Aggregation(mask, options, weights)
 
 
 def agg_loss(
@@ -60,6 +85,8 @@ def agg_loss(
 ) -> Tensor:
     """Return sum_t w_t loss_t with the weights of `token_weights`; the modes have the same names.
 
+    A mask with other values than 0 and 1 weighs the tokens by them, and counts by their sum.
+
     Example:
         >>> import torch
         >>> from fastrl.integrations.verl import agg_loss
@@ -67,8 +94,10 @@ def agg_loss(
         >>> agg_loss(loss, mask, "token-mean"), agg_loss(loss, mask, "seq-mean-token-mean")
         (tensor(3.), tensor(3.5000))
     """
-    how, factor = aggregation(
+    how = aggregation(
         loss_agg_mode, loss_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
     )
-    weights = fastrl.token_weights(loss_mask, **how)
-    return (weights * torch.where(loss_mask.bool(), loss_mat, 0.0)).sum() * factor
+    weights = fastrl.token_weights(how.mask, **how.options)
+    if how.factors is not None:
+        weights = weights * how.factors
+    return (weights * torch.where(how.mask.bool(), loss_mat, 0.0)).sum() * how.scale

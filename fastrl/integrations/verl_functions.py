@@ -10,7 +10,8 @@ from torch import Tensor
 
 import fastrl
 from fastrl.integrations.kl_estimates import kl_estimate, straight_through
-from fastrl.integrations.verl_aggregation import aggregation
+from fastrl.integrations.verl_aggregation import agg_loss, aggregation
+from fastrl.integrations.verl_masks import gae_with_factors, has_factors, masked_mean
 from fastrl.ops.rows import refuse_unsafe_inplace
 
 _KL_ESTIMATORS = {
@@ -76,6 +77,7 @@ def compute_gae_advantage_return(
     """Return whitened GAE advantages and returns `[B, T]`; masked tokens are stepped over.
 
     A_t = delta_t + gamma lam A_{t+1} by `gae`, then (A - mean) / sqrt(var + 1e-8) over the mask.
+    Mask values other than 0 and 1 interpolate between that and stepping over, as in verl.
 
     Example:
         >>> import torch
@@ -84,6 +86,10 @@ def compute_gae_advantage_return(
         >>> compute_gae_advantage_return(rewards, torch.zeros(1, 3), mask, 0.5, 1.0)[1]
         tensor([[0.5000, 0.0000, 1.0000]])
     """
+    if has_factors(response_mask):
+        return gae_with_factors(
+            token_level_rewards, values, response_mask, float(gamma), float(lam)
+        )
     result = fastrl.gae(
         token_level_rewards, values, response_mask, gamma=float(gamma), lam=float(lam)
     )
@@ -98,7 +104,7 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (r - mean) / (std + epsilon) of each response in its group, twice, `[B, T]`.
+    """Return (r - mean) / (std + epsilon) of each response times its mask, twice, `[B, T]`.
 
     r is the sum of a response's rewards, `index` names its group (any hashable), a group of one
     has mean 0 and std 1; `norm_adv_by_std_in_grpo=False` leaves the division out (Dr. GRPO).
@@ -126,7 +132,7 @@ def compute_grpo_outcome_advantage(
     if norm_adv_by_std_in_grpo:
         alone = group_ids.bincount(minlength=len(numbers))[group_ids] == 1
         scores = torch.where(alone, scores / (1 + epsilon), scores)
-    advantages = torch.where(response_mask.bool(), scores[:, None], 0.0)
+    advantages = torch.where(response_mask.bool(), scores[:, None], 0.0) * response_mask
     return advantages, advantages
 
 
@@ -167,18 +173,20 @@ def compute_value_loss(
         >>> compute_value_loss(2 * one, 0 * one, one, one, cliprange_value=0.5)
         (tensor(2.), tensor(0.))
     """
-    how, factor = aggregation(
-        loss_agg_mode,
-        response_mask,
-        dp_size,
-        batch_num_tokens,
-        global_batch_size,
-        loss_scale_factor,
-    )
+    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    how, clip = aggregation(loss_agg_mode, response_mask, *counts), float(cliprange_value)
+    if how.factors is not None:
+        valid, dtype = response_mask.bool(), torch.promote_types(vpreds.dtype, torch.float32)
+        v, r, old = (torch.where(valid, x, 0.0).to(dtype) for x in (vpreds, returns, values))
+        held = torch.where(v > old + clip, old + clip, torch.where(v < old - clip, old - clip, v))
+        free, bounded = (v - r).square() / 2, (held - r).square() / 2
+        share = masked_mean((bounded > free).to(v.dtype), response_mask)
+        loss = torch.where(bounded > free, bounded, free)  # not `maximum`, which halves ties
+        return agg_loss(loss, response_mask, loss_agg_mode, *counts), share
     result = fastrl.value_loss(
-        vpreds, returns, response_mask, old_values=values, clip=float(cliprange_value), **how
+        vpreds, returns, how.mask, old_values=values, clip=clip, **how.options
     )
-    return result.loss * factor, result.metrics["clip_fraction"]
+    return result.loss * how.scale, result.metrics["clip_fraction"]
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:

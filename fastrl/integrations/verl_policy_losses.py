@@ -1,7 +1,8 @@
 """verl's registered policy losses on `policy_loss`: vanilla, gspo, sapo, cispo, geo_mean, gpg.
 
 Each is a preset of the convention `verl` with the bounds of verl's `ActorConfig`, times the
-rollout weights, aggregated as in `agg_loss`. A masked token is inert, whatever it holds.
+rollout weights, aggregated as in `agg_loss`. A masked token is inert, whatever it holds; a mask
+with other values than 0 and 1 is multiplied by, as verl does it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor
 
 import fastrl
 from fastrl import Objective
-from fastrl.integrations.verl_aggregation import aggregation
+from fastrl.integrations.verl_aggregation import Aggregation, aggregation
+from fastrl.integrations.verl_masks import factors, masked_mean
 from fastrl.presets import Preset
 
 Loss = tuple[Tensor, dict[str, Any]]
@@ -70,12 +72,18 @@ def gspo(
     log s = mean over the sequence of log r, at most 10; f as in vanilla without dual clip.
     """
     low, high = _clip(config)
-    changes = {"clip_low": min(low, 1.0), "clip_high": high}
-    objective, how = _objective("gspo", loss_agg_mode, response_mask, config, changes)
-    loss = _loss(objective, how, log_prob, old_log_prob, advantages, rollout_is_weights)
-    with torch.no_grad():
-        log_ratio = log_prob - old_log_prob
+    changes: dict[str, Any] = {"clip_low": min(low, 1.0), "clip_high": high}
+    log_ratio, old = (log_prob - old_log_prob).detach(), old_log_prob
+    weights = factors(response_mask)
+    if weights is None:
         of_sequence = fastrl.masked_mean(log_ratio, response_mask, dim=-1)[:, None]
+    else:  # `Objective` has no such mean: each token is given it as its log-ratio
+        total = (weights * torch.where(response_mask.bool(), log_ratio, 0.0)).sum(-1)
+        of_sequence = (total / weights.sum(-1).clamp(min=1))[:, None]
+        old, changes["level"] = log_prob.detach() - of_sequence, "token"
+    objective, how = _objective("gspo", loss_agg_mode, response_mask, config, changes)
+    loss = _loss(objective, how, log_prob, old, advantages, rollout_is_weights)
+    with torch.no_grad():
         ratio = _held(of_sequence, objective).exp()
         clipped = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
     return loss, _metrics(response_mask, log_ratio, clipped)
@@ -143,19 +151,24 @@ def geo_mean(
     """
     del loss_agg_mode
     low, high = _clip(config)
-    objective = Objective.preset(
-        "gmpo", convention="verl", clip_low=low, clip_high=high, **_LIKE_THE_POLICY
-    )
     with torch.no_grad():
         log_ratio = log_prob - old_log_prob
-        clipped = log_ratio != log_ratio.clamp(-low, high)
+        above, below = log_ratio > high, log_ratio < -low
+        rises, falls = (above | below) & (advantages > 0), (above | below) & (advantages < 0)
         if rollout_is_weights is not None:
             logs = (rollout_is_weights + 1e-10).log()
-            rollout_is_weights = fastrl.masked_mean(logs, response_mask, dim=-1).exp()
+            rollout_is_weights = masked_mean(logs, response_mask, dim=-1).exp()
     counted = torch.where(advantages == 0, old_log_prob, log_prob)  # verl takes log r for 0 there
-    how = {"mask": response_mask}
-    loss = _loss(objective, how, counted, old_log_prob, advantages, rollout_is_weights)
-    rises, falls = clipped & (advantages > 0), clipped & (advantages < 0)
+    if factors(response_mask) is None:
+        objective = Objective.preset("gmpo", convention="verl", clip_low=low, clip_high=high)
+        how = Aggregation(response_mask, {})
+        loss = _loss(objective, how, counted, old_log_prob, advantages, rollout_is_weights)
+    else:  # `Objective` has no means over a sequence but the plain one
+        held = torch.where(rises & above, high, counted - old_log_prob)
+        held = torch.where(falls & below, -low, held)
+        loss = -masked_mean(advantages, response_mask, dim=-1)
+        loss = loss * masked_mean(held, response_mask, dim=-1).exp()
+        loss = (loss if rollout_is_weights is None else loss * rollout_is_weights).mean()
     return loss, _metrics(response_mask, log_ratio, rises, falls)
 
 
@@ -172,10 +185,6 @@ def gpg(
     del old_log_prob
     objective, how = _objective("reinforce", loss_agg_mode, response_mask, config, {})
     return _loss(objective, how, log_prob, None, advantages, rollout_is_weights), {}
-
-
-#: verl adds KL and entropy up by itself
-_LIKE_THE_POLICY: dict[str, Any] = {"kl_aggregation": None, "entropy_aggregation": None}
 
 
 def _clip(config: Any) -> tuple[float, float]:
@@ -195,34 +204,34 @@ def _check(config: Any) -> None:
 
 def _objective(
     name: Preset, mode: str, mask: Tensor, config: Any, changes: dict[str, Any]
-) -> tuple[Objective, dict[str, Any]]:
-    """Return the objective, and mask, normalizer and factor of verl's aggregation."""
+) -> tuple[Objective, Aggregation]:
+    """Return the objective, without the KL and entropy that verl adds up itself."""
     _check(config)
-    options, factor = aggregation(mode, mask, **config.global_batch_info)
-    how = {"mask": mask, "normalizer": options.pop("normalizer", None), "factor": factor}
-    fields = {**_LIKE_THE_POLICY, **changes, **options}
-    return Objective.preset(name, convention="verl", **fields), how
+    how = aggregation(mode, mask, **config.global_batch_info)
+    options = {key: value for key, value in how.options.items() if key != "normalizer"}
+    return Objective.preset(name, convention="verl", **changes, **options), how
 
 
 def _loss(
     objective: Objective,
-    how: dict[str, Any],
+    how: Aggregation,
     log_prob: Tensor,
     old_log_prob: Tensor | None,
     advantages: Tensor,
     weights: Tensor | None,
 ) -> Tensor:
+    if how.factors is not None:
+        weights = how.factors if weights is None else how.factors * weights
     result = fastrl.policy_loss(
         log_prob,
         advantages,
-        how["mask"],
+        how.mask,
         old_logprobs=old_log_prob,
         policy_weights=weights,
         objective=objective,
-        normalizer=how.get("normalizer"),
+        normalizer=how.options.get("normalizer"),
     )
-    factor: float = how.get("factor", 1.0)
-    return result.loss * factor
+    return result.loss * how.scale
 
 
 def _held(log_ratio: Tensor, objective: Objective) -> Tensor:
@@ -234,9 +243,9 @@ def _metrics(
     mask: Tensor, log_ratio: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None
 ) -> dict[str, float]:
     """Return verl's metrics as floats, with one synchronisation for all of them."""
-    kl = fastrl.masked_mean(-log_ratio.detach(), mask)
+    kl = masked_mean(-log_ratio.detach(), mask)
     shares = [
-        torch.zeros_like(kl) if share is None else fastrl.masked_mean(share.to(kl.dtype), mask)
+        torch.zeros_like(kl) if share is None else masked_mean(share.to(kl.dtype), mask)
         for share in (clipped, lower)
     ]
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
