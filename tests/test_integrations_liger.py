@@ -1,106 +1,18 @@
 """Liger's fused GRPO loss on fastrl: its numbers, from its formulas and, where found, from it."""
 
 import types
+import warnings
 
 import pytest
 import torch
 from importable import importable
+from liger_formulas import NO_SEQUENCES, SEQUENCES, WrittenDown
 
 from fastrl.integrations import liger as ours
 from fastrl.integrations.replacing import parameters
 
 HOME = "liger_kernel.chunked_loss"
 NAME = "LigerFusedLinearGRPOLoss"
-
-
-class WrittenDown:
-    """What liger-kernel 0.8 computes, from its formulas in float64."""
-
-    def __init__(
-        self,
-        beta=0.04,
-        use_ref_model=True,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        loss_type="dapo",
-        max_completion_length=None,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        temperature=1.0,
-        delta=None,
-        use_bias_correction_kl=False,
-        compiled=False,
-    ):
-        self.o = types.SimpleNamespace(**{k: v for k, v in vars().items() if k != "self"})
-
-    def __call__(
-        self,
-        _input,
-        lin_weight,
-        selected_token_ids,
-        attention_mask,
-        advantages,
-        bias=None,
-        ref_per_token_logps=None,
-        old_per_token_logps=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        vllm_is_ratio=None,
-        num_items_in_batch=None,
-    ):
-        o, mask, A = self.o, attention_mask.double(), advantages.double()[:, None]
-
-        def logprobs(hidden, weight, bias):
-            logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-            scaled = (logits / o.temperature).log_softmax(-1)
-            return scaled.gather(-1, selected_token_ids[..., None])[..., 0]
-
-        lp = logprobs(_input, lin_weight, bias)
-        ref = lp.detach()
-        if o.use_ref_model and ref_per_token_logps is not None:
-            ref = ref_per_token_logps.double()
-        elif o.use_ref_model and ref_input is not None:
-            ref = logprobs(ref_input, ref_weight, ref_bias).detach()
-        log_ratio = lp - (lp.detach() if old_per_token_logps is None else old_per_token_logps)
-        lengths = mask.sum(-1, keepdim=True)
-        if o.importance_sampling_level == "sequence":
-            log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / lengths.clamp(min=1)
-        r = log_ratio.exp()
-        clipped = torch.zeros_like(r, dtype=torch.bool)
-        if o.loss_type == "cispo":
-            f = -r.clamp(max=o.epsilon_high).detach() * A * lp
-            clipped = (r > o.epsilon_high) & (A > 0)
-        elif o.loss_type == "sapo":
-            tau = torch.where(A > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
-            f = -4 / tau * torch.sigmoid(tau * (r - 1)) * A
-        else:
-            low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
-            free = r if o.delta is None else r.clamp(max=o.delta)
-            f = -torch.minimum(free * A, r.clamp(low, high) * A)
-            clipped = (r < low) & (A < 0) | (r > high) & (A > 0)
-        if vllm_is_ratio is not None:
-            f = f * (vllm_is_ratio if vllm_is_ratio.dim() == 2 else vllm_is_ratio[:, None])
-        metrics = []
-        if o.beta:
-            kl = torch.exp(ref - lp) - (ref - lp) - 1
-            kl = kl * r if o.use_bias_correction_kl else kl
-            f = f + o.beta * kl
-            metrics = [(kl * mask).sum() / mask.sum()]
-        f = f * mask
-        metrics.append((clipped * mask).sum() / mask.sum())
-        B = mask.shape[0]
-        items = mask.sum() if num_items_in_batch is None else num_items_in_batch
-        loss = {
-            "grpo": lambda: (f.sum(-1, keepdim=True) / lengths.clamp(min=1)).sum() / B,
-            "bnpo": lambda: f.sum() / mask.sum(),
-            "dr_grpo": lambda: f.sum() / (B * o.max_completion_length),
-            "dapo": lambda: f.sum() / items,
-            "luspo": lambda: f.sum() / B,
-        }
-        total = loss[{"cispo": "dapo", "sapo": "grpo"}.get(o.loss_type, o.loss_type)]()
-        return total, tuple(metrics)
 
 
 def implementations():
@@ -296,10 +208,6 @@ REFUSED = {
     "importance_sampling_level must be token or sequence, got 'word'": {
         "importance_sampling_level": "word"
     },
-    "importance_sampling_level must be token with loss_type sapo": {
-        "loss_type": "sapo",
-        "importance_sampling_level": "sequence",
-    },
     "loss_type luspo needs .*got token and 0.0": {"loss_type": "luspo", "beta": 0.0},
     "loss_type luspo needs .*got sequence and 0.04": {
         "loss_type": "luspo",
@@ -318,6 +226,37 @@ REFUSED = {
 def test_what_cannot_be_honoured_is_refused_by_name(message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         ours.LigerFusedLinearGRPOLoss(**REFUSED[message])
+
+
+@pytest.mark.parametrize("loss_type", NO_SEQUENCES)
+def test_sequence_level_losses_that_liger_has_not_are_refused_in_its_words(theirs, loss_type):
+    data, options = batch(), {"loss_type": loss_type, "importance_sampling_level": "sequence"}
+    with pytest.raises(ValueError, match=SEQUENCES) as own:
+        outcome(theirs(compiled=False, **options), data, ref_per_token_logps=data.ref)
+    with pytest.raises(type(own.value), match=SEQUENCES) as found:
+        ours.LigerFusedLinearGRPOLoss(**options)
+    assert "importance_sampling_level must be 'token', got 'sequence'" in str(found.value)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_a_reference_given_twice_is_warned_of(theirs, beta):
+    data = batch()
+    given = dict(zip(("ref_input", "ref_weight", "ref_bias"), data.ref_tensors, strict=True))
+    options = {"beta": beta, "compiled": False}
+    found = []
+    for kind in (ours.LigerFusedLinearGRPOLoss, theirs):
+        with pytest.warns(UserWarning, match="ref_per_token_logps") as caught:
+            found.append(outcome(kind(**options), data, ref_per_token_logps=data.ref, **given))
+        assert len(caught) == 1
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+    loss_function = ours.LigerFusedLinearGRPOLoss(**options)
+    without = ours.LigerFusedLinearGRPOLoss(use_ref_model=False, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        once = outcome(loss_function, data, ref_per_token_logps=data.ref)
+        outcome(without, data, ref_per_token_logps=data.ref, **given)  # as in Liger
+    assert all(torch.equal(x, y) for x, y in zip(found[0], once, strict=True))
 
 
 def test_what_a_call_lacks_is_named():

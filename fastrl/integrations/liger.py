@@ -5,6 +5,7 @@ from fastrl.integrations.liger import LigerFusedLinearGRPOLoss
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -12,60 +13,13 @@ from torch import Tensor, nn
 
 import fastrl
 from fastrl import Objective
-from fastrl.integrations.support import Support
+from fastrl.integrations.liger_rules import AGGREGATIONS, refuse
+from fastrl.integrations.liger_rules import SUPPORT as SUPPORT
 from fastrl.ops.linear_policy_loss import in_one_pass, one_pass
 from fastrl.ops.linear_token_stats import chunk_options, linear_inputs, stats_of_hidden
 from fastrl.ops.policy_loss import loss_inputs, loss_of_logprobs
 
 TRIED = "Tried with liger-kernel 0.8.5: loss, metrics and gradients of its chunked path on a CPU."
-
-SUPPORT = [
-    Support(
-        option='`loss_type` `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"`',
-        handling="fused",
-        note="any `beta`, `epsilon_low`, `epsilon_high`, `delta`, `temperature`, `vllm_is_ratio`, "
-        "`use_bias_correction_kl`, `num_items_in_batch`, bias",
-    ),
-    Support(
-        option='`importance_sampling_level="sequence"`',
-        handling="primitive",
-        note="the ratio is known only after all tokens: the rows are visited twice",
-    ),
-    Support(
-        option='`loss_type="luspo"` with `importance_sampling_level="sequence"` and `beta=0`',
-        handling="primitive",
-    ),
-    Support(
-        option='`loss_type="luspo"` otherwise',
-        handling="refused",
-        note="Liger's own averages over padding, too",
-    ),
-    Support(
-        option='`loss_type="vespo"`',
-        handling="refused",
-        note="its weights are of whole sequences under the current policy",
-    ),
-    Support(
-        option="`delta` not above `1 + epsilon_high`; sequence level with cispo or sapo",
-        handling="refused",
-        note="no `Objective` has such a bound; the others Liger refuses itself",
-    ),
-    Support(
-        option="`compiled`, `chunk_size`",
-        handling="fused",
-        note="taken, and without effect: nothing is compiled, fastrl cuts its own chunks",
-    ),
-]
-
-_AGGREGATIONS: dict[str, dict[str, Any]] = {
-    "grpo": {"aggregation": "seq-mean-token-mean", "count_empty": True},
-    "bnpo": {"aggregation": "token-mean"},
-    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "count_empty": True},
-    "dapo": {"aggregation": "token-mean"},
-    "cispo": {"aggregation": "token-mean"},
-    "sapo": {"aggregation": "seq-mean-token-mean", "count_empty": True},
-    "luspo": {"aggregation": "seq-mean-token-sum", "count_empty": True},
-}
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -140,10 +94,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         del compiled, chunk_size, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg
-        _refuse(loss_type, importance_sampling_level, beta, max_completion_length)
+        refuse(loss_type, importance_sampling_level, beta, max_completion_length)
         self.beta, self.loss_type, self.temperature = beta, loss_type, temperature
         self.use_ref_model = use_ref_model
-        fields: dict[str, Any] = {**_AGGREGATIONS[loss_type], "level": importance_sampling_level}
+        fields: dict[str, Any] = {**AGGREGATIONS[loss_type], "level": importance_sampling_level}
         if loss_type == "dr_grpo":
             fields["length_norm"] = max_completion_length
         if loss_type == "cispo":
@@ -178,6 +132,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the loss and the metrics: the mean KL where beta is not 0, and the clip ratio.
 
+        A reference given twice, by `ref_per_token_logps` and `ref_input`, is warned of.
+
         Args:
             _input: hidden states, `[B, T, H]`.
             lin_weight: of the LM head, `[V, H]`.
@@ -194,6 +150,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             num_items_in_batch: tokens of the whole batch on all ranks, for dapo and cispo.
         """
         ids, mask = selected_token_ids, attention_mask
+        if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            warnings.warn(
+                "ref_per_token_logps and ref_input are both given: ref_per_token_logps is taken",
+                stacklevel=4,  # the frames between are nn.Module's
+            )
         reference = None
         if self.objective.kl_coef:
             reference = ref_per_token_logps
@@ -305,26 +266,3 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         kl = fastrl.kl_divergence(logprobs, reference.to(logprobs.dtype))
         kl = kl * ratio if o.kl_gradient == "bias-corrected" else kl
         return fastrl.masked_mean(kl, mask), clip_ratio
-
-
-def _refuse(loss_type: str, level: str, beta: float, max_completion_length: int | None) -> None:
-    if loss_type == "vespo":
-        raise NotImplementedError(
-            f"loss_type must be one of {', '.join(_AGGREGATIONS)}; vespo weighs whole sequences "
-            "under the current policy, which fastrl does not have"
-        )
-    if loss_type not in _AGGREGATIONS:
-        raise ValueError(f"loss_type must be one of {', '.join(_AGGREGATIONS)}; got {loss_type!r}")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level must be token or sequence, got {level!r}")
-    if level == "sequence" and loss_type in ("cispo", "sapo"):
-        raise ValueError(
-            f"importance_sampling_level must be token with loss_type {loss_type}, got 'sequence'"
-        )
-    if loss_type == "luspo" and (level == "token" or beta):
-        raise NotImplementedError(
-            "loss_type luspo needs importance_sampling_level sequence and beta 0: otherwise "
-            f"Liger's average takes in padding; got {level} and {beta}"
-        )
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ValueError("max_completion_length is needed with loss_type dr_grpo, got None")

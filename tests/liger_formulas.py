@@ -1,0 +1,104 @@
+"""What liger-kernel 0.8 computes for GRPO and kin, written down from its formulas in float64."""
+
+import types
+import warnings
+
+import torch
+
+#: The losses that have no form with a ratio per sequence, and how Liger says so.
+NO_SEQUENCES = ("cispo", "sapo", "vespo")
+SEQUENCES = "Sequence-level importance sampling is not supported for loss_type="
+
+
+class WrittenDown:
+    """Liger's `LigerFusedLinearGRPOLoss`, the whole batch at once."""
+
+    def __init__(
+        self,
+        beta=0.04,
+        use_ref_model=True,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        temperature=1.0,
+        delta=None,
+        use_bias_correction_kl=False,
+        compiled=False,
+    ):
+        self.o = types.SimpleNamespace(**{k: v for k, v in vars().items() if k != "self"})
+
+    def __call__(
+        self,
+        _input,
+        lin_weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        vllm_is_ratio=None,
+        num_items_in_batch=None,
+    ):
+        o, mask, A = self.o, attention_mask.double(), advantages.double()[:, None]
+        if o.importance_sampling_level == "sequence" and o.loss_type in NO_SEQUENCES:
+            raise ValueError(f"{SEQUENCES} {o.loss_type}")
+        if o.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            warnings.warn("ref_per_token_logps goes before ref_input", stacklevel=2)
+
+        def logprobs(hidden, weight, bias):
+            logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+            scaled = (logits / o.temperature).log_softmax(-1)
+            return scaled.gather(-1, selected_token_ids[..., None])[..., 0]
+
+        lp = logprobs(_input, lin_weight, bias)
+        ref = lp.detach()
+        if o.use_ref_model and ref_per_token_logps is not None:
+            ref = ref_per_token_logps.double()
+        elif o.use_ref_model and ref_input is not None:
+            ref = logprobs(ref_input, ref_weight, ref_bias).detach()
+        log_ratio = lp - (lp.detach() if old_per_token_logps is None else old_per_token_logps)
+        lengths = mask.sum(-1, keepdim=True)
+        if o.importance_sampling_level == "sequence":
+            log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / lengths.clamp(min=1)
+        r = log_ratio.exp()
+        clipped = torch.zeros_like(r, dtype=torch.bool)
+        if o.loss_type == "cispo":
+            f = -r.clamp(max=o.epsilon_high).detach() * A * lp
+            clipped = (r > o.epsilon_high) & (A > 0)
+        elif o.loss_type == "sapo":
+            tau = torch.where(A > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+            f = -4 / tau * torch.sigmoid(tau * (r - 1)) * A
+        else:
+            low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
+            free = r if o.delta is None else r.clamp(max=o.delta)
+            f = -torch.minimum(free * A, r.clamp(low, high) * A)
+            clipped = (r < low) & (A < 0) | (r > high) & (A > 0)
+        if vllm_is_ratio is not None:
+            f = f * (vllm_is_ratio if vllm_is_ratio.dim() == 2 else vllm_is_ratio[:, None])
+        metrics = []
+        if o.beta:
+            kl = torch.exp(ref - lp) - (ref - lp) - 1
+            kl = kl * r if o.use_bias_correction_kl else kl
+            f = f + o.beta * kl
+            metrics = [(kl * mask).sum() / mask.sum()]
+        f = f * mask
+        metrics.append((clipped * mask).sum() / mask.sum())
+        B = mask.shape[0]
+        items = mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = {
+            "grpo": lambda: (f.sum(-1, keepdim=True) / lengths.clamp(min=1)).sum() / B,
+            "bnpo": lambda: f.sum() / mask.sum(),
+            "dr_grpo": lambda: f.sum() / (B * o.max_completion_length),
+            "dapo": lambda: f.sum() / items,
+            "luspo": lambda: f.sum() / B,
+        }
+        total = loss[{"cispo": "dapo", "sapo": "grpo"}.get(o.loss_type, o.loss_type)]()
+        return total, tuple(metrics)
