@@ -26,6 +26,15 @@ class Replacement(NamedTuple):
     optional: bool = False
 
 
+#: our functions that stand for another package's at the moment, and what they stand for
+_STANDING_FOR: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def original(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the package's own function that ours stands for at the moment, or None."""
+    return _STANDING_FOR.get(function)
+
+
 class Replaced:
     """Functions of a package that run on fastrl until `undo`, or until the `with` block ends.
 
@@ -45,10 +54,13 @@ class Replaced:
         self._pairs = [(theirs, item.function) for item, theirs in found if theirs is not None]
         self.names = tuple(f"{item.module}.{item.name}" for item, theirs in found if theirs)
         self._swap(self._pairs)
+        _STANDING_FOR.update((ours, theirs) for theirs, ours in self._pairs)
 
     def undo(self) -> None:
         """Put the package's own functions back; a second time does nothing."""
         self._swap([(ours, theirs) for theirs, ours in self._pairs])
+        for _, ours in self._pairs:
+            _STANDING_FOR.pop(ours, None)
         self._pairs = []
 
     def __enter__(self) -> Replaced:

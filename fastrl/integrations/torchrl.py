@@ -6,13 +6,14 @@ with fastrl.integrations.torchrl.use_fastrl():
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.integrations.replacing import Replaced, Replacement
+from fastrl.integrations.replacing import Replaced, Replacement, original
 from fastrl.integrations.support import Support
 
 TRIED = "Tried with torchrl 0.14.1: the functions, and its `GAE` estimator around them."
@@ -24,9 +25,15 @@ SUPPORT = [
         note="`done`, `terminated`, any `time_dim` and `[*B, T, F]`; differentiable once",
     ),
     Support(
-        option="`gamma` or `lmbda` per step, or learned",
-        handling="refused",
-        note="a tensor of one element is fine",
+        option="`gamma`, `lmbda`: numbers, or tensors of one element, as `GAE` holds them",
+        handling="replaced",
+        note="read on the host; on a GPU a call waits for the device once, as torchrl's own "
+        "vectorised function does",
+    ),
+    Support(
+        option="`gamma` or `lmbda` per step (`steps_to_next_obs` of `GAE`), or learned",
+        handling="own",
+        note="refused where ours is called without `use_fastrl`",
     ),
     Support(
         option="TD(0), TD(1), TD(lambda), V-trace; `GRPOLoss` and other loss modules",
@@ -39,6 +46,7 @@ def use_fastrl() -> Replaced:
     """Replace torchrl's `generalized_advantage_estimate` and its vectorized form by ours.
 
     torchrl's own modules, its `GAE` estimator among them, call ours from then on, in this process.
+    Ours hands a call with gamma or lmbda per step, or learned, on to torchrl's own function.
 
     Returns:
         A handle with `undo()` and `names`, which is a context manager, too.
@@ -79,8 +87,10 @@ def generalized_advantage_estimate(
     with the value V'_t of the next state as it is given. Differentiable, as torchrl's is, once.
 
     Args:
-        gamma: discount in [0, 1]; a number or a tensor of one element.
-        lmbda: trace decay in [0, 1]; a number or a tensor of one element.
+        gamma: discount in [0, 1]; a number or a tensor of one element, which is read on the host
+            (two of them at once). More than one, or one with a gradient, is for torchrl's own
+            function, which computes the whole call then.
+        lmbda: trace decay in [0, 1]; as gamma.
         state_value: V, `[*B, T, F]`.
         next_state_value: V', the shape of V.
         reward: the shape of V.
@@ -91,7 +101,8 @@ def generalized_advantage_estimate(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: shapes differ, `time_dim` is out of range, gamma or lmbda is.
-        NotImplementedError: gamma or lmbda holds several values or requires a gradient.
+        NotImplementedError: gamma or lmbda holds several values or requires a gradient, and
+            torchrl's own function is not known, because `use_fastrl` is not in use.
 
     Example:
         >>> import torch
@@ -100,7 +111,11 @@ def generalized_advantage_estimate(
         >>> generalized_advantage_estimate(0.5, 1.0, zero, zero, torch.ones(3, 1), done)[0].T
         tensor([[1.7500, 1.5000, 1.0000]])
     """
-    decay, trace = _number("gamma", gamma), _number("lmbda", lmbda)
+    own = _own(generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
+    if own is not None:
+        tensors = (state_value, next_state_value, reward, done, terminated)
+        return own(gamma, lmbda, *tensors, time_dim=time_dim)  # type: ignore[no-any-return]
+    decay, trace = _numbers(gamma, lmbda)
     terminated = done if terminated is None else terminated
     inputs = {
         "next_state_value": next_state_value,
@@ -140,16 +155,10 @@ def vec_generalized_advantage_estimate(
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
     """Return `generalized_advantage_estimate`, which has no loop to be rid of."""
-    return generalized_advantage_estimate(
-        gamma,
-        lmbda,
-        state_value,
-        next_state_value,
-        reward,
-        done,
-        terminated,
-        time_dim=time_dim,
-    )
+    own = _own(vec_generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
+    function = generalized_advantage_estimate if own is None else own
+    tensors = (state_value, next_state_value, reward, done, terminated)
+    return function(gamma, lmbda, *tensors, time_dim=time_dim)
 
 
 class _Scan(torch.autograd.Function):
@@ -170,16 +179,33 @@ class _Scan(torch.autograd.Function):
         return found.flip(-1).to(grad.dtype), None, None
 
 
-def _number(name: str, value: float | Tensor) -> float:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
+def _own(function: Callable[..., Any], **given: float | Tensor) -> Callable[..., Any] | None:
+    """Return torchrl's own function if gamma and lmbda need it, None if they are numbers."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            continue
+        learned = value.requires_grad and torch.is_grad_enabled()
+        if value.numel() == 1 and not learned:
+            continue
+        own = original(function)
+        if own is None:
+            came = "one that requires a gradient" if learned else f"shape {tuple(value.shape)}"
             raise NotImplementedError(
-                f"{name} must be one number for all steps, got a tensor of shape "
-                f"{tuple(value.shape)}"
+                f"{name} must be a number or a tensor of one element without a gradient, got "
+                f"{came}; torchrl's own function takes it while `use_fastrl` is in use"
             )
-        if value.requires_grad:
-            raise NotImplementedError(f"{name} must not require a gradient: it has none here")
-        value = value.item()
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {value}")
-    return float(value)
+        return own
+    return None
+
+
+def _numbers(gamma: float | Tensor, lmbda: float | Tensor) -> tuple[float, float]:
+    """Return both as floats; two tensors are read together, so that a GPU is waited for once."""
+    if isinstance(gamma, Tensor) and isinstance(lmbda, Tensor) and gamma.device == lmbda.device:
+        gamma, lmbda = torch.stack([gamma.reshape(()), lmbda.reshape(())]).tolist()
+    found = []
+    for name, value in (("gamma", gamma), ("lmbda", lmbda)):
+        number = float(value)
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {number}")
+        found.append(number)
+    return found[0], found[1]
