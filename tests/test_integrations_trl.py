@@ -9,6 +9,7 @@ from trl_runs import make_trainer, needed, run, save_model
 
 trl = needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl_saturation import METRIC  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,8 +50,9 @@ def settings(config):
 def assert_same_numbers(ours, theirs):
     assert len(ours) == len(theirs) == 10
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert a.keys() == b.keys()
-        for name in a.keys() - TIMES:
+        assert a.keys() - {METRIC} == b.keys()
+        assert a.get(METRIC, 0) == 0
+        for name in b.keys() - TIMES:
             assert a[name] == pytest.approx(b[name], abs=1e-4, nan_ok=True), (step, name)
 
 
@@ -74,6 +76,8 @@ def test_every_step_logs_the_same_numbers(config, tiny_path, tmp_path):
     clipped = [step.get("clip_ratio/region_mean", step.get("cispo_clip_ratio")) for step in steps]
     if config["num_iterations"] == 2 and config["loss"] != "sapo":
         assert max(clipped) > 0
+    two_policies = config["num_iterations"] == 2 or config["beta"] > 0
+    assert (METRIC in steps[0]) == (handle.fused and two_policies)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
@@ -120,6 +124,7 @@ def test_evaluation_logs_the_same_numbers(fused, tiny_path, tmp_path):
         torch.manual_seed(0)
         values = trainer.evaluate()
         found.append({k: v for k, v in values.items() if "runtime" not in k and "per_sec" not in k})
+    assert found[1].pop(f"eval_{METRIC}", 0) == 0
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 

@@ -8,6 +8,7 @@ from trl_runs import VOCABULARY, make_trainer, needed, save_model
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl_saturation import METRIC  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,6 +54,7 @@ def compare(trainer, inputs, *, fused=True, tolerance=1e-4):
     with use_fastrl(trainer, fused=fused):
         ours = loss_of(trainer, inputs)
     assert ours[0] == pytest.approx(theirs[0], abs=tolerance)
+    assert ours[1].pop(METRIC, [0]) == [0]
     assert ours[1].keys() == theirs[1].keys()
     for name, values in ours[1].items():
         assert values == pytest.approx(theirs[1][name], abs=tolerance, nan_ok=True), name

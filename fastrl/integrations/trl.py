@@ -6,7 +6,8 @@ trainer.train()
 
 Two methods of the instance are replaced, those that TRL's own subclasses override:
 `_get_per_token_logps_and_entropies`, and where the configuration allows `_compute_loss`. Metrics
-are logged by TRL's own code, from log-probabilities and entropies that it is handed.
+are logged by TRL's own code, from log-probabilities and entropies that it is handed; one more
+counts the log-ratios that the fused loss holds where TRL's overflow.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.trl_loss import FUSED_INPUTS, fused_loss
 from fastrl.integrations.trl_rules import PRIMITIVE, REFUSED
 from fastrl.integrations.trl_rules import SUPPORT as SUPPORT
+from fastrl.integrations.trl_saturation import (
+    count_saturated,
+    log_saturated,
+    warn_of_saturation,
+)
 from fastrl.integrations.trl_scoring import token_stats, within
 from fastrl.ops.linear_token_stats import linear_token_stats
 
@@ -48,6 +54,11 @@ _COMPARED_CALLS = 16
 
 def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "auto") -> Handle:
     """Let a TRL trainer compute log-probabilities, and where it can its loss, with fastrl.
+
+    The fused loss holds log-ratios within 80 (the two of the bias-corrected KL within 40), where
+    TRL's overflows: a run that has diverged goes on with finite gradients, where TRL's gets NaN.
+    The metric `fastrl/saturated_ratio_fraction` is the share of such tokens, and the first of them
+    gives a RuntimeWarning.
 
     Args:
         trainer: an instance of `GRPOTrainer` or `RLOOTrainer`, before `train()`.
@@ -98,6 +109,7 @@ class Handle:
         self._backend = backend
         self._ready: tuple[Tensor, Tensor] | None = None
         self._comparisons = 0
+        self._warned_of_saturation = False
         self._scores = getattr(trainer, _SCORES)
         self._loss = getattr(trainer, _LOSS)
 
@@ -175,13 +187,20 @@ class Handle:
             return fused_loss(self._trainer, inner, inputs, self._backend)
 
         loss, logprobs, entropy = within(self._trainer, model, of_model)
+        saturated = count_saturated(self._trainer, inputs, logprobs)
         self._ready = logprobs, entropy
         try:
             with torch.no_grad():
                 own = self._loss(model, inputs)  # logs TRL's metrics
         finally:
             self._ready = None
-        self._compare(loss, own)
+        # TRL has read its metrics from the device just now: reading one more waits for nothing
+        fraction = 0.0 if saturated is None else log_saturated(self._trainer, saturated)
+        if fraction == 0:
+            self._compare(loss, own)
+        elif not self._warned_of_saturation:
+            self._warned_of_saturation = True
+            warn_of_saturation(self._trainer, fraction)
         return loss
 
     def _compare(self, loss: Tensor, own: Tensor) -> None:

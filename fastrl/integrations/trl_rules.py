@@ -29,7 +29,7 @@ def objective_of(trainer: Any) -> Objective:
     options: dict[str, Any] = {"ratio": ratio, "aggregation": aggregation, "kl_coef": trainer.beta}
     if trainer.beta and getattr(trainer.args, "use_bias_correction_kl", False):
         options["kl_gradient"] = "bias-corrected"
-    if getattr(trainer, "_entropy_bonus_enabled", False):
+    if getattr(trainer, "_entropy_bonus_enabled", False) and trainer.entropy_coef:
         options |= {"entropy_coef": trainer.entropy_coef, "entropy_aggregation": "token-mean"}
     if ratio == "ppo_clip":
         options |= {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
