@@ -7,7 +7,7 @@ fastrl.linear_token_logprobs(hidden[:, :-1], token_ids=input_ids[:, 1:], **head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -71,7 +71,8 @@ _TRANSFORMS: dict[str, Callable[[nn.Module], tuple[float, float | None]]] = {
 def lm_head(model: nn.Module) -> LmHead:
     """Return the LM head of a causal language model, with what its model does to the logits.
 
-    LoRA on the head (PEFT) and a trainable copy of it (`modules_to_save`) are seen.
+    LoRA on the head (PEFT) and a trainable copy of it (`modules_to_save`) are seen. The head is
+    read and never called: its hooks do not fire.
 
     Args:
         model: a `transformers` causal language model, or a PEFT model around one.
@@ -112,6 +113,9 @@ def lm_head(model: nn.Module) -> LmHead:
 def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
     """Return what the LM head is applied to: the backbone's last hidden states, `[B, T, H]`.
 
+    The backbone is called, and not the causal language model or a wrapper around it: the hooks of
+    these (`register_forward_hook` and kin) do not fire, those of the backbone and its layers do.
+
     Args:
         model: as in `lm_head`.
         **inputs: `input_ids`, `attention_mask`, `position_ids`, ... as the model takes them.
@@ -122,18 +126,53 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
     return states
 
 
+def modules_with_silent_hooks(model: nn.Module) -> list[str]:
+    """Return the types of the modules with hooks that `last_hidden_states` and `lm_head` pass by.
+
+    These are the causal language model, the wrappers around it and its head. Hooks of torch's
+    data parallelism, accelerate and TRL are left out: what they do is done here in another way.
+
+    Args:
+        model: as in `lm_head`.
+    """
+    passed_by = [*_wrappers_and_causal(model)]
+    passed_by.append(passed_by[-1].get_output_embeddings())  # type: ignore[operator]
+    return [type(module).__name__ for module in passed_by if any(map(_of_a_user, _hooks(module)))]
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
+
+
+def _of_a_user(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # of a partial
+    home = f"{getattr(function, '__module__', None) or type(function).__module__}."
+    return not home.startswith(("torch.distributed.", "accelerate.", "trl."))
+
+
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the causal language model inside DDP, torch.compile and PEFT wrappers."""
+    *_, causal = _wrappers_and_causal(model)
+    return causal
+
+
+def _wrappers_and_causal(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model and what it wraps, down to the causal language model."""
     while True:
+        yield model
         if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             _refuse_prompt_learning(model)
+            yield model.base_model  # type: ignore[misc]
             model = model.get_base_model()  # type: ignore[operator]
         elif isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod  # type: ignore[assignment]
         else:
-            return model
+            return
 
 
 def _refuse_prompt_learning(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.backend import Backend
-from fastrl.integrations.transformers import lm_head
+from fastrl.integrations.transformers import lm_head, modules_with_silent_hooks
 from fastrl.integrations.trl_loss import FUSED_INPUTS, fused_loss
 from fastrl.integrations.trl_rules import PRIMITIVE, REFUSED
 from fastrl.integrations.trl_rules import SUPPORT as SUPPORT
@@ -59,6 +60,10 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "a
     TRL's overflows: a run that has diverged goes on with finite gradients, where TRL's gets NaN.
     The metric `fastrl/saturated_ratio_fraction` is the share of such tokens, and the first of them
     gives a RuntimeWarning.
+
+    Hooks on the causal language model, its PEFT wrapper or its LM head do not see these calls: the
+    backbone is called, and the weight of the head is read. Where there are some, a UserWarning
+    says so.
 
     Args:
         trainer: an instance of `GRPOTrainer` or `RLOOTrainer`, before `train()`.
@@ -109,7 +114,7 @@ class Handle:
         self._backend = backend
         self._ready: tuple[Tensor, Tensor] | None = None
         self._comparisons = 0
-        self._warned_of_saturation = False
+        self._warned_of_saturation = self._warned_of_hooks = False
         self._scores = getattr(trainer, _SCORES)
         self._loss = getattr(trainer, _LOSS)
 
@@ -124,6 +129,7 @@ class Handle:
         self._set = {_SCORES: scores, _LOSS: loss} if self.fused else {_SCORES: scores}
         for name, function in self._set.items():
             setattr(trainer, name, function)
+        self._warn_of_hooks()
 
     def undo(self) -> None:
         """Give the trainer its own methods back; a second time does nothing."""
@@ -165,6 +171,8 @@ class Handle:
                 **others,
             )
 
+        self._warn_of_hooks()
+
         def of_model(inner: nn.Module) -> tuple[Tensor, Tensor | None]:
             return token_stats(
                 self._trainer,
@@ -182,6 +190,8 @@ class Handle:
     def _fused(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not FUSED_INPUTS.issuperset(name for name, x in inputs.items() if x is not None):
             return self._loss(model, inputs)  # type: ignore[no-any-return]
+
+        self._warn_of_hooks()
 
         def of_model(inner: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
             return fused_loss(self._trainer, inner, inputs, self._backend)
@@ -202,6 +212,27 @@ class Handle:
             self._warned_of_saturation = True
             warn_of_saturation(self._trainer, fraction)
         return loss
+
+    def _warn_of_hooks(self) -> None:
+        """Warn once; callbacks of the trainer may register hooks when training begins."""
+        if self._warned_of_hooks:
+            return
+        models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
+        found = [
+            name
+            for model in models
+            if model is not None
+            for name in modules_with_silent_hooks(model)
+        ]
+        if found:
+            self._warned_of_hooks = True
+            names = ", ".join(dict.fromkeys(found))
+            warnings.warn(
+                f"hooks on {names} do not see the forward passes of this trainer's losses and "
+                "scores: fastrl calls the backbone and reads the weight of the LM head; hooks on "
+                "the backbone (model.get_decoder()) and its layers do fire",
+                stacklevel=4,
+            )
 
     def _compare(self, loss: Tensor, own: Tensor) -> None:
         if self._comparisons >= _COMPARED_CALLS:

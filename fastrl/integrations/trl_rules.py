@@ -212,6 +212,12 @@ SEAMS: tuple[Support, ...] = (
         note="as the options above allow; LoRA on the head itself TRL refuses",
     ),
     Support(
+        option="hooks on the causal language model, its PEFT wrapper or its LM head "
+        "(`register_forward_hook`, ...)",
+        handling="fused",
+        note="they do not see these calls, and a warning says so; those of the backbone fire",
+    ),
+    Support(
         option="inputs beside token ids and mask (`pixel_values`, `token_type_ids`, ...)",
         handling="own",
         note="decided call by call",
