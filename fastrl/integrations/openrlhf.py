@@ -123,6 +123,7 @@ class PolicyLoss(nn.Module):
             self.gate = RolloutGate.of_0_11_0(
                 enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type
             )
+        # without KL and entropy, which the trainer adds up by itself
         self.objective = Objective.preset(
             cast("Preset", policy_loss_type),
             convention="openrlhf",
@@ -130,8 +131,6 @@ class PolicyLoss(nn.Module):
             clip_high=clip_eps_high,
             dual_clip=dual_clip,
             aggregation=_aggregation(self.token_level_loss),
-            kl_aggregation=None,  # the trainer adds KL and entropy up by itself
-            entropy_aggregation=None,
         )
         self.clip_range = (1 - clip_eps_low, 1 + clip_eps_high)
 
