@@ -127,6 +127,18 @@ def test_adapters_that_cannot_be_reproduced_are_refused():
         lm_head(adapted(target_modules=["lm_head"], use_dora=True))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_that_acts_through_its_wrapper_is_refused():
+    if "alora_invocation_tokens" not in needed("peft").LoraConfig.__dataclass_fields__:
+        pytest.skip("needs a PEFT with activated LoRA")
+    model = adapted(
+        target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8]
+    )
+    for function in (lm_head, last_hidden_states):
+        with pytest.raises(ValueError, match="must not use an activated LoRA"):
+            function(model)
+
+
 def test_the_loss_runs_from_a_model():
     model = tiny("qwen3 tied")
     input_ids = torch.randint(3, 97, (2, 9))

@@ -164,7 +164,7 @@ def _wrappers_and_causal(model: nn.Module) -> Iterator[nn.Module]:
     while True:
         yield model
         if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            _refuse_prompt_learning(model)
+            _refuse_what_a_wrapper_does(model)
             yield model.base_model  # type: ignore[misc]
             model = model.get_base_model()  # type: ignore[operator]
         elif isinstance(model, nn.parallel.DistributedDataParallel):
@@ -175,12 +175,17 @@ def _wrappers_and_causal(model: nn.Module) -> Iterator[nn.Module]:
             return
 
 
-def _refuse_prompt_learning(model: nn.Module) -> None:
+def _refuse_what_a_wrapper_does(model: nn.Module) -> None:
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise ValueError(
             "model must not use a prompt-learning adapter: its virtual tokens are added by the "
             "wrapper, not by the backbone"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ValueError(
+            "model must not use an activated LoRA (alora_invocation_tokens): from which token on "
+            "it acts is told to the layers by the wrapper, not by the backbone"
         )
 
 

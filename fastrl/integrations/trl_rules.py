@@ -201,7 +201,8 @@ SEAMS: tuple[Support, ...] = (
     ),
     Support(
         option="a head that `fastrl.integrations.transformers.lm_head` does not know (model type, "
-        "quantised weight, DoRA, LoRA dropout on the head, prompt learning)",
+        "quantised weight, DoRA, LoRA dropout on the head), or an adapter whose wrapper acts "
+        "(prompt learning, activated LoRA)",
         handling="refused",
         note="nothing is guessed about the logits",
     ),
