@@ -5,7 +5,15 @@
 
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 12)
+// clang before 14 ends every function that uses tiles with a tilerelease, so that the next one
+// would meet an illegal instruction; an older compiler goes without the tiles
+#if defined(__clang__)
+#define FASTRL_COMPILES_TILES (__clang_major__ >= 14)
+#else
+#define FASTRL_COMPILES_TILES (__GNUC__ >= 12)
+#endif
+
+#if defined(__x86_64__) && defined(__linux__) && FASTRL_COMPILES_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
