@@ -1,9 +1,10 @@
 """Corrections to Triton's interpreter, which the tests run in place of a GPU.
 
 A fused multiply-add rounds once there, as the kernels rely on where logits share a large offset;
-the interpreter rounds twice. It cuts float32 off to bfloat16 where a GPU rounds to nearest. And
-most of its time goes into patching the language anew whenever one function calls another, and into
-a second evaluation of integer arithmetic in 64 bits.
+the interpreter rounds twice. It cuts float32 off to bfloat16 where a GPU rounds to nearest. Before
+Triton 3.7 no bound of a loop is an integer to numpy 2.4, which converts arrays of no dimension
+alone. And most of its time goes into patching the language anew whenever one function calls
+another, and into a second evaluation of integer arithmetic in 64 bits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ def _call(self: Any, *arguments: Any, **named: Any) -> Any:
     return self.rewrite()(*arguments, **named)
 
 
+def _patch_tensor(tensor: Any, *scope: Any) -> None:
+    _original_patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+
 _original_cast = interpreter.InterpreterBuilder.cast_impl
+_original_patch_tensor = interpreter._patch_lang_tensor
 
 
 def correct() -> None:
@@ -49,5 +56,6 @@ def correct() -> None:
     interpreter.InterpreterBuilder.create_fma = _fma
     interpreter.InterpreterBuilder.cast_impl = _cast
     interpreter.InterpretedFunction.__call__ = _call
+    interpreter._patch_lang_tensor = _patch_tensor
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
