@@ -1,7 +1,9 @@
 """Build the compiled extensions; everything else about the package is in pyproject.toml.
 
 FASTRL_BUILD=auto   build what this environment can: `fastrl._C` with torch and a C++ compiler,
-                    `fastrl._C_cuda` with nvcc and a torch for CUDA besides (default)
+                    `fastrl._C_cuda` with nvcc and a torch for CUDA besides; what cannot be
+                    compiled is left out, with the reason (default)
+FASTRL_BUILD=strict the same, but a compilation that fails is an error: for development
 FASTRL_BUILD=cpu    build the first alone, or fail
 FASTRL_BUILD=cuda   build both, or fail; needs nvcc, but neither a GPU nor a torch for CUDA
 FASTRL_BUILD=none   pure Python: the reference and Triton backends
@@ -17,68 +19,22 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from glob import glob
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.errors import CompileError
 
-CPU_SOURCES = [
-    "csrc/bind.cpp",
-    "csrc/cpu/capability.cpp",
-    "csrc/cpu/gae.cpp",
-    "csrc/cpu/group_advantages.cpp",
-    "csrc/cpu/kernels_avx2.cpp",
-    "csrc/cpu/kernels_avx512.cpp",
-    "csrc/cpu/kernels_plain.cpp",
-    "csrc/cpu/logits_policy_loss.cpp",
-    "csrc/cpu/mixed_matmul.cpp",
-    "csrc/cpu/objective_eval.cpp",
-    "csrc/cpu/policy_loss.cpp",
-    "csrc/cpu/rows.cpp",
-    "csrc/cpu/tile_matmul.cpp",
-    "csrc/cpu/token_stats.cpp",
-]
-HEADERS = [
-    "csrc/check.h",
-    "csrc/objectives.h",
-    "csrc/cpu/isa.h",
-    "csrc/cpu/kernels.h",
-    "csrc/cpu/large_pages.h",
-    "csrc/cpu/logits.h",
-    "csrc/cpu/parallel.h",
-    "csrc/cpu/policy_tokens.h",
-    "csrc/cpu/row_blocks.h",
-    "csrc/cpu/rows.h",
-    "csrc/cpu/sequences.h",
-    "csrc/cpu/tile_matmul.h",
-    "csrc/cpu/vec.h",
-]
+CPU_SOURCES = ["csrc/bind.cpp", *sorted(glob("csrc/cpu/*.cpp"))]
+HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cpu/*.h")])
 # The operators, which see torch, are C++; the kernels and their launches, which do not, are CUDA.
-CUDA_OPERATORS = [
-    "csrc/cuda/bind.cpp",
-    "csrc/cuda/gae.cpp",
-    "csrc/cuda/group_advantages.cpp",
-    "csrc/cuda/logits_policy_loss.cpp",
-    "csrc/cuda/policy_loss.cpp",
-    "csrc/cuda/token_stats.cpp",
-    "csrc/cuda/zero_word.cpp",
-]
-CUDA_KERNELS = [
-    "csrc/cuda/gae.cu",
-    "csrc/cuda/group_advantages.cu",
-    "csrc/cuda/logits_policy_loss.cu",
-    "csrc/cuda/policy_loss.cu",
-    "csrc/cuda/token_stats.cu",
-    "csrc/cuda/token_stats_backward.cu",
-]
-CUDA_HEADERS = [
-    "csrc/check.h",
-    "csrc/objectives.h",
-    *glob("csrc/cuda/*.h"),
-    *glob("csrc/cuda/*.cuh"),
-]
+CUDA_OPERATORS = sorted(glob("csrc/cuda/*.cpp"))
+CUDA_KERNELS = sorted(glob("csrc/cuda/*.cu"))
+CUDA_HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cuda/*.h"), *glob("csrc/cuda/*.cuh")])
 # one binary for torch 2.10 and all later
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000")]
 COMPILE_FLAGS = [
@@ -93,20 +49,25 @@ COMPILE_FLAGS = [
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-g0"]
 # one cubin serves the later GPUs of its generation; PTX of the last serves the generations after
 CUDA_ARCHS = ["8.0", "9.0", "10.0+PTX"]
+COMPILER = os.environ.get("CXX") or "c++"
+#: What an extension is called where it is left out, and what is needed for it.
+BACKENDS = {
+    "fastrl._C": ("compiled CPU backend", "cpu"),
+    "fastrl._C_cuda": ("CUDA extension", "cuda"),
+}
 
 
 def why_not() -> str:
     """Return one clause on what keeps the extension from being built here, or ''."""
     if sys.platform == "win32":
         return "its vector code needs GCC or Clang, not MSVC"
-    compiler = os.environ.get("CXX", "c++").split()[0]
-    if not shutil.which(compiler):
-        return f"there is no C++ compiler '{compiler}'"
+    if not shutil.which(COMPILER.split()[0]):
+        return f"there is no C++ compiler '{COMPILER.split()[0]}'"
     # pip hides what is installed from an isolated build; the torch to build for is there
     sys.path.append(sysconfig.get_path("purelib"))
     try:
         import torch.utils.cpp_extension  # noqa: F401
-    except ImportError:
+    except (ImportError, OSError):  # OSError: a library that torch is linked with is missing
         return (
             "torch cannot be imported in the build environment (install torch first, then use "
             "`pip install --no-build-isolation`)"
@@ -193,35 +154,104 @@ def compile_kernels(folder: str) -> list[str]:
         return list(pool.map(compiled, CUDA_KERNELS))
 
 
-def cuda_wanted(choice: str) -> bool:
-    """Decide whether the CUDA extension is built too; fails if it must be and cannot."""
+def leave_out(name: str, reason: str) -> None:
+    """Say that an extension is not built, and why."""
+    print(f"fastrl: installing without the {BACKENDS[name][0]}, because {reason}.", flush=True)
+
+
+@contextmanager
+def recorded(printed: list[str]) -> Iterator[None]:
+    """Add what this process and its compilers print to `printed`, and show it at the end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    shown = [os.dup(descriptor) for descriptor in (1, 2)]
+    with tempfile.TemporaryFile() as record:
+        for descriptor in (1, 2):
+            os.dup2(record.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, before in zip((1, 2), shown, strict=True):
+                os.dup2(before, descriptor)
+                os.close(before)
+            record.seek(0)
+            text = record.read()
+            printed.append(text.decode(errors="backslashreplace"))
+            with open(1, "wb", closefd=False) as out:
+                out.write(text)
+
+
+def why_it_failed(error: BaseException, printed: str = "") -> str:
+    """Return the first line in which a compiler says what is wrong, or else the error's own."""
+    said = re.search(r"^.*\b(error|fatal)\s*:.*$", printed, re.MULTILINE)
+    line = said[0] if said else (str(error).splitlines() or [type(error).__name__])[0]
+    return line.removeprefix("fastrl: ").strip().rstrip(".")
+
+
+def files_of(name: str, folder: str = ".") -> list[str]:
+    """Return the files of an extension under a folder, of whatever Python they are."""
+    return glob(os.path.join(folder, *name.split(".")) + ".*so")
+
+
+def outdated(name: str) -> list[str]:
+    """Return the files of an extension in the source tree that are older than the sources."""
+    newest = max(os.path.getmtime(path) for path in glob("csrc/**/*.*", recursive=True))
+    return [path for path in files_of(name) if os.path.getmtime(path) < newest]
+
+
+def remove(paths: list[str]) -> None:
+    """Remove what an earlier build has left: it would be shipped or loaded as if it were new."""
+    for path in paths:
+        print(f"fastrl: removing {os.path.normpath(path)} of an earlier build", flush=True)
+        os.remove(path)
+
+
+def cuda_extension(choice: str) -> dict[str, object]:
+    """Return where the toolkit is for the CUDA extension; {} where none is built."""
     if choice == "cpu":
-        return False
-    if choice == "auto":
+        return {}
+    if choice != "cuda":
         import torch
 
         if torch.version.cuda is None:
-            return False
+            return {}
         if not nvcc():
-            print("fastrl: installing without the CUDA extension, because there is no nvcc.")
-            return False
+            leave_out("fastrl._C_cuda", "there is no nvcc")
+            return {}
     elif not nvcc():
         raise SystemExit("FASTRL_BUILD=cuda, but there is no nvcc: install the CUDA toolkit.")
-    return True
+    try:
+        toolkit = toolkit_folder(nvcc())
+        return {
+            "include_dirs": [str(toolkit / "include")],
+            "library_dirs": [runtime_folder(toolkit)],
+            "libraries": ["cudart_static", "rt", "dl", "pthread"],
+            # libtorch is what brings in the part of torch that knows CUDA, where there is one
+            "extra_link_args": ["-Wl,--exclude-libs,ALL", "-Wl,--no-as-needed", "-ltorch"],
+        }
+    except (SystemExit, OSError) as error:
+        if choice != "auto":
+            raise
+        leave_out("fastrl._C_cuda", why_it_failed(error))
+        return {}
 
 
 def extensions() -> dict[str, object]:
     """Return what setup() needs to build the extensions; nothing for pure Python."""
-    choice = os.environ.get("FASTRL_BUILD", "auto")
-    if choice not in ("auto", "none", "cpu", "cuda"):
-        raise SystemExit(f"FASTRL_BUILD must be auto, none, cpu or cuda, got {choice!r}")
+    choice = os.environ.get("FASTRL_BUILD") or "auto"
+    if choice not in ("auto", "strict", "none", "cpu", "cuda"):
+        raise SystemExit(f"FASTRL_BUILD must be auto, strict, none, cpu or cuda, got {choice!r}")
     if choice == "none":
         return {}
     reason = why_not()
-    if reason and choice != "auto":
+    if reason and choice not in ("auto", "strict"):
         raise SystemExit(f"FASTRL_BUILD={choice}, but {reason}.")
     if reason:
-        print(f"fastrl: installing without the compiled CPU backend, because {reason}.")
+        leave_out("fastrl._C", reason)
+        if {"build_ext", "editable_wheel"} & {*sys.argv}:  # the source tree is what is imported
+            remove([path for name in BACKENDS for path in outdated(name)])
         return {}
 
     from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -238,35 +268,64 @@ def extensions() -> dict[str, object]:
             **options,
         )
 
-    class BuildWithKernels(BuildExtension):
-        """Lets nvcc compile the kernels first: torch's own way needs a torch for CUDA."""
+    class Build(BuildExtension):
+        """Lets nvcc compile the CUDA kernels first: torch's own way needs a torch for CUDA.
+
+        With `auto` it leaves out what cannot be compiled.
+        """
+
+        def build_extensions(self) -> None:
+            self.failed: list[str] = []
+            with self.excused(*self.extensions):
+                super().build_extensions()
+            self.extensions = [one for one in self.extensions if one.name not in self.failed]
+            self.distribution.ext_modules = self.extensions
+            for name in self.not_made():
+                remove(files_of(name, self.build_lib))
+            wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
+            if wheel and not self.extensions and not self.editable_mode:
+                wheel.root_is_pure = True
 
         def build_extension(self, extension: object) -> None:
-            if extension.name == "fastrl._C_cuda":
-                extension.extra_objects = compile_kernels(self.build_temp)
-            super().build_extension(extension)
+            with self.excused(extension):
+                if extension.name == "fastrl._C_cuda":
+                    extension.extra_objects = compile_kernels(self.build_temp)
+                super().build_extension(extension)
+
+        @contextmanager
+        def excused(self, *extensions: object) -> Iterator[None]:
+            """With `auto` an error leaves these extensions out."""
+            printed: list[str] = []
+            try:
+                with recorded(printed) if choice == "auto" else nullcontext():
+                    yield
+            except (Exception, SystemExit) as error:
+                if choice != "auto":
+                    raise
+                why = why_it_failed(error, "".join(printed))
+                for name in [one.name for one in extensions if one.name not in self.failed]:
+                    self.failed.append(name)
+                    _, needed = BACKENDS[name]
+                    compilers = f"{nvcc()} with {COMPILER}" if needed == "cuda" else COMPILER
+                    leave_out(name, f"{compilers} does not compile it: {why}")
+                    print(f"fastrl: FASTRL_BUILD={needed} makes that an error.", flush=True)
+
+        def not_made(self) -> set[str]:
+            return {*BACKENDS} - {extension.name for extension in self.extensions}
+
+        def copy_extensions_to_source(self) -> None:
+            super().copy_extensions_to_source()
+            for name in self.not_made():
+                remove(files_of(name) if name in self.failed else outdated(name))
 
     modules = [module("fastrl._C", CPU_SOURCES, depends=HEADERS)]
-    if cuda_wanted(choice):
-        toolkit = toolkit_folder(nvcc())
-        modules.append(
-            module(
-                "fastrl._C_cuda",
-                CUDA_OPERATORS,
-                [*MACROS, ("USE_CUDA", "1")],
-                depends=[*CUDA_HEADERS, *CUDA_KERNELS],
-                include_dirs=[str(toolkit / "include")],
-                library_dirs=[runtime_folder(toolkit)],
-                libraries=["cudart_static", "rt", "dl", "pthread"],
-                # libtorch is what brings in the part of torch that knows CUDA, where there is one
-                extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--no-as-needed", "-ltorch"],
-            )
-        )
+    if toolkit := cuda_extension(choice):
+        macros = [*MACROS, ("USE_CUDA", "1")]
+        depends = [*CUDA_HEADERS, *CUDA_KERNELS]
+        modules.append(module("fastrl._C_cuda", CUDA_OPERATORS, macros, depends=depends, **toolkit))
     return {
         "ext_modules": modules,
-        "cmdclass": {
-            "build_ext": BuildWithKernels.with_options(use_ninja=bool(shutil.which("ninja")))
-        },
+        "cmdclass": {"build_ext": Build.with_options(use_ninja=bool(shutil.which("ninja")))},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 

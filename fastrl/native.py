@@ -62,7 +62,10 @@ def _out_of_date() -> str | None:
     return None
 
 
-missing = _load("fastrl._C", "a C++ compiler (g++ or clang++)", "pip install") or _out_of_date()
+missing = (
+    _load("fastrl._C", "a C++ compiler (g++ or clang++)", "FASTRL_BUILD=cpu pip install")
+    or _out_of_date()
+)
 if torch.version.cuda is None:
     cuda_missing = "this torch was built without CUDA"
 else:
