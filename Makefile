@@ -16,10 +16,14 @@ SOURCES := $(shell find csrc -type f 2>/dev/null)
 FASTRL_BUILD ?= strict
 BUILT := $(if $(filter none,$(FASTRL_BUILD)),without-extension,$(VENV)/.extension-built)
 BUILD_LOG := $(VENV)/extension-build.log
+# The Triton that each torch brings in its builds for GPUs: it is what tests and budgets run with.
+# The builds for CPUs bring none.
+TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
+CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo test test-interpreted install lint format types check bench \
-        bench-smoke targets gpu clean without-extension
+        bench-smoke targets gpu clean without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -111,14 +115,23 @@ $(PY):
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-torch: | $(PY)
+# another TORCH installs anew
+$(VENV)/.torch-asked: FORCE | $(PY)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+# What is installed later must not bring another torch: a pin of Triton once did, and unseen.
+$(VENV)/.installed-torch: $(VENV)/.torch-asked | $(PY)
 	@echo "installing $(TORCH) (once; this can take minutes)"
 	$(PIP) install 'setuptools>=77' wheel ninja packaging $(TORCH)
+	@$(PY) -c "from importlib.metadata import version; torch = version('torch'); \
+	  pairs = (pair.split(':') for pair in '$(TRITON_OF)'.split()); \
+	  print('torch==' + torch, *('triton==' + own for of, own in pairs if torch.startswith(of + '.')), sep='\n')" \
+	  > $(CONSTRAINTS)
 	@touch $@
 
 # The package itself is installed in place; building the extension is the next rule's business.
 $(VENV)/.installed-%: pyproject.toml setup.py $(VENV)/.installed-torch
-	FASTRL_BUILD=none $(PIP) install --no-build-isolation -e '.[$*]'
+	FASTRL_BUILD=none $(PIP) install --no-build-isolation -c $(CONSTRAINTS) -e '.[$*]'
 	@touch $@
 
 $(VENV)/.extension-built: setup.py $(SOURCES) $(VENV)/.installed-torch
