@@ -49,6 +49,7 @@ class Kernel(NamedTuple):
     registers: int
     instructions: int
     spills: int  # instructions that spill; for AMD, registers spilled
+    spills_in_loops: int  # of these, those in an innermost loop; for AMD, all of them
     double: int  # 64-bit floating point instructions
     bulk: int  # bulk copies, whose width is not in the code
     passes: list[Pass]  # through the hot loops
@@ -111,6 +112,7 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
         registers=registers,
         instructions=len(code),
         spills=sum(kinds[kind] for kind in _SPILLS),
+        spills_in_loops=sum(_is(operation, _SPILLS) for body in bodies for operation in body),
         double=sum(bool(_DOUBLE.search(operation)) for operation in operations),
         bulk=sum(kinds[kind] for kind in _BULK),
         passes=[_pass(body, is_loop=True) for body in hot] or [whole],
@@ -183,6 +185,7 @@ def _amd(path: Path) -> Kernel:
         instructions=len(code),
         # scalar registers move to lanes of vector registers, not to memory
         spills=int(fields.get("vgpr_spill_count", 0)),
+        spills_in_loops=int(fields.get("vgpr_spill_count", 0)),
         double=sum("_f64" in operation for operation in code),
         bulk=0,
         passes=[],

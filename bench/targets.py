@@ -3,7 +3,9 @@
 No GPU is needed. Triton kernels are compiled ahead of time from the `targets()` of their modules,
 those of csrc/cuda by nvcc where it is installed; the code is left in build/targets/ and read back
 by sass.py. The command fails where a kernel spills, computes in double, reads or writes less than
-16 bytes at a time where it streams, or passes its budget of instructions on sm_90.
+16 bytes at a time where it streams, or passes its budget of instructions on sm_90. The budgets of
+Triton kernels hold for the Tritons that the torch releases from 2.10 to 2.15 bring; where one of
+these spills outside of all loops, the kernel's target names it. What another Triton costs is shown.
 
 The predicted time is that of an H200 and the largest of three: bytes over 4.3 TB/s, instructions
 over the issue rate, special functions over theirs. It is a bound, not a measurement.
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "targets"
+TRITONS = ("3.6", "3.7", "3.8", "3.9")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 BUDGETED = "sm_90"
 
@@ -49,6 +52,7 @@ class Report(NamedTuple):
     milliseconds: float | None  # predicted for 1e9 elements
     bound: str
     failures: list[str]
+    notes: tuple[str, ...] = ()  # the same of a compiler that the budgets are not for
 
 
 class CudaTarget(NamedTuple):
@@ -120,13 +124,20 @@ def compile_triton(target: Any, architecture: str) -> Path:
 
 def report_triton(target: Any, architecture: str) -> Report:
     import sass
+    import triton
 
     (kernel,) = sass.read(compile_triton(target, architecture))
     passes = sorted(kernel.passes, key=lambda one: -(one.loaded + one.stored))[: target.loops]
     passes = [kernel.whole] if target.loops == 0 and kernel.passes else passes
     each = None if target.block is None else target.block / (32 * target.num_warps)
     costs = _costs(passes, target.element_bytes, each)
-    return _report(target.name, architecture, kernel, passes, costs, target)
+    compiler = ".".join(triton.__version__.split(".")[:2])
+    report = _report(target.name, architecture, kernel, passes, costs, target, compiler)
+    if compiler not in TRITONS:
+        held = f"Triton {compiler}, where the budgets are for {', '.join(TRITONS)}"
+        told = tuple(f"{failure} ({held})" for failure in report.failures)
+        return report._replace(failures=[], notes=told)
+    return report
 
 
 def cuda_targets() -> list[tuple[Path, str]]:
@@ -187,12 +198,19 @@ def _costs(
 
 
 def _report(
-    name: str, architecture: str, kernel: Any, passes: list[Any], costs: Any, target: Any
+    name: str,
+    architecture: str,
+    kernel: Any,
+    passes: list[Any],
+    costs: Any,
+    target: Any,
+    compiler: str = "",
 ) -> Report:
     instructions, mufu = costs
     failures = []
-    if kernel.spills:
-        failures.append(f"{kernel.spills} spills")
+    allowed = (getattr(target, "spills", None) or {}).get(compiler, 0)
+    if kernel.spills > allowed or kernel.spills_in_loops:
+        failures.append(f"{kernel.spills} spills, {kernel.spills_in_loops} of them in loops")
     if kernel.double:
         failures.append(f"{kernel.double} instructions in double")
     streams = target is not None and target.instructions is not None
@@ -296,10 +314,11 @@ def main() -> int:
     print(table(found))
     if nvcc() is None:
         print("\nnvcc is not installed: csrc/cuda was not compiled")
-    failures = [(one, failure) for one in found for failure in one.failures]
-    for one, failure in failures:
-        print(f"FAILED {one.name} {one.architecture} {one.kernel}: {failure}")
-    return int(bool(failures))
+    for word, lines in (("NOTE", "notes"), ("FAILED", "failures")):
+        for one in found:
+            for line in getattr(one, lines):
+                print(f"{word} {one.name} {one.architecture} {one.kernel}: {line}")
+    return int(any(one.failures for one in found))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -123,6 +124,7 @@ def test_the_innermost_loop_is_the_hot_one():
     ("change", "what"),
     [
         (("FFMA R8, R4", "STL [R1], R4 ; "), "spills"),
+        (("LDG.E.128.CONSTANT R4, desc[UR4][R2.64+0x10]", "LDL R4, [R1]"), "spills_in_loops"),
         (("FFMA R8", "DFMA R8"), "double"),
         (("MUFU.EX2", "MUFU.RCP64H"), "double"),
         (("FFMA R8, R4, R5, R8", "F2F.F64.F32 R8, R4"), "double"),
@@ -159,13 +161,88 @@ class Budget:
         (None, (None, None), "None instructions per element, budget 3.0"),
         (("STG.E.128", "STG.E"), (3.0, 1.0), "1 accesses under 16 bytes in a pass"),
         (("FFMA R8", "DADD R8"), (3.0, 1.0), "1 instructions in double"),
-        (("FFMA R8, R4, R5, R8", "LDL R8, [R1]"), (3.0, 1.0), "1 spills"),
+        (("FFMA R8, R4, R5, R8", "LDL R8, [R1]"), (3.0, 1.0), "1 spills, 0 of them in loops"),
     ],
 )
 def test_a_kernel_that_costs_too_much_fails(change, costs, words):
     kernel = kernel_of(*([change] if change else []))
     report = targets._report("kernel", "sm_90", kernel, kernel.passes, costs, Budget)
     assert report.failures[:1] == ([words] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("place", "compiler", "fails"),
+    [
+        ("FFMA R8, R4, R5, R8", "3.9", False),
+        ("FFMA R8, R4, R5, R8", "3.8", True),
+        ("FFMA R8, R4, R5, R8", "", True),
+        ("LDG.E.128.CONSTANT R4, desc[UR4][R2.64+0x10]", "3.9", True),  # in a loop
+    ],
+)
+def test_only_the_triton_that_a_target_names_may_spill_and_outside_of_loops(place, compiler, fails):
+    class Named(Budget):
+        spills: ClassVar = {"3.9": 1}
+
+    kernel = kernel_of((place, "LDL R4, [R1]"))
+    report = targets._report("k", "sm_90", kernel, kernel.passes, (3.0, 1.0), Named, compiler)
+    assert bool(report.failures) == fails
+
+
+@needs_triton
+@pytest.mark.parametrize(("version", "held"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False)])
+def test_the_budgets_are_for_the_tritons_of_the_supported_torch(version, held, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    kernel = kernel_of(("FFMA R8, R4, R5, R8", "LDL R4, [R1]"))
+    monkeypatch.setattr("sass.read", lambda _: [kernel])
+    monkeypatch.setattr(targets, "compile_triton", lambda *_: None)
+    report = targets.report_triton(targets.triton_targets()[0], "sm_90")
+    assert bool(report.failures) == held
+    assert (
+        any(f"Triton {version.rpartition('.')[0]}, where" in note for note in report.notes) != held
+    )
+
+
+@needs_triton
+def test_every_launch_and_every_target_says_what_the_compiler_may_fuse(monkeypatch):
+    """The default of Triton 3.10 is another than that of the releases before."""
+    code = r"""
+import json, torch
+from triton.runtime.jit import JITFunction
+found = {}
+def run(self, *_, grid, warmup, **options):
+    found.setdefault(self.__name__, set()).add(str(options.get("enable_fp_fusion")))
+JITFunction.run = run
+from fastrl.triton import gae, group_advantages, logits_policy_loss, policy_loss, rows, token_stats
+row, ids = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.long)
+gae.gae_fwd(row, row, None, None, None, None, None, 0.9, 0.9)
+gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, None, 0.9, 0.9)
+group_advantages.group_advantages_fwd(torch.ones(6), None, 3, 0, 0, 1.0, 1e-6, 0)
+coefficients = [0.2, 0.2, 1e9, 1e9, 1.0, 1.05, 0.1, 1e9, 1e9, 1e9, 0.01]
+for level in (0, 1):
+    policy_loss.policy_loss_fwd(*[row] * 4, *[None] * 6, level, 0, 2, 0, coefficients)
+loss = (row, row, None, None, row, row, 0, 2, 0, coefficients)
+for rows.processors in (lambda device: 0, lambda device: 132):
+    logits = torch.zeros(1, 1, 40_000)
+    one = [x[:1, :1] for x in (ids, row > 0)]
+    token_stats.token_stats_fwd(logits, *one, None, 1.0, 1.0, 0.0, True, False)
+    per_row = [row[:1, :1]] * 4
+    token_stats.token_stats_bwd(logits, *one, None, 1.0, 1.0, 0.0, *per_row, None, None)
+    short = [x[:1, :1] if isinstance(x, torch.Tensor) else x for x in loss]
+    logits_policy_loss.logits_policy_loss_fwd(logits, *one, None, 1.0, 1.0, 0.0, *short)
+print(json.dumps({name: sorted(values) for name, values in found.items()}))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    launched = json.loads(done.stdout)
+    for target in targets.triton_targets():
+        name = target.kernel.fn.__name__
+        assert launched[name] == [str(target.options["enable_fp_fusion"])], name
+    assert launched["_sums_of_blocks"] == ["False"]  # has no target, and goes with the others
+    assert len(launched) >= 7
 
 
 def test_the_prediction_is_the_largest_of_three():

@@ -289,6 +289,7 @@ def gae_fwd(rewards, values, mask, terminated, truncated, bootstrap_values, cu_s
             PHASE=phase,
             ALIGNED=tokens % 4 == 0,
             BLOCK=block,
+            enable_fp_fusion=True,
         )
     return advantages, returns
 
@@ -337,6 +338,7 @@ def targets():
             block=_block(state),
             loops=0,
             narrow=narrow,
+            options={"enable_fp_fusion": True},
         )
         for name, types, phase, state, moved, instructions, narrow in variants
     ]

@@ -164,6 +164,7 @@ def targets() -> list[Target]:
             bytes_per_element=8 if variant.dtype == "fp32" else 4,
             instructions=36 if variant.softcap else 16,
             mufu=6.4 if variant.softcap else 2.4,
+            spills={"3.8": 4, "3.9": 6} if variant.softcap else None,
             constants={
                 "POLICY": POLICIES[0],
                 "KL_ESTIMATOR": KL[2] if regularized else None,

@@ -296,6 +296,7 @@ def policy_loss_fwd(
         MOVES=policy not in (objectives.cispo, objectives.reinforce),
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
     return loss, slope, metrics
 
@@ -343,6 +344,8 @@ def targets():
             loops=loops,
             # flags are a byte each; packed sequences begin anywhere
             narrow=1 if "cu_seqlens" not in types else 40,
+            options={"enable_fp_fusion": True},
+            spills={"3.6": 3} if name == "policy_loss_sequence" else None,
         )
         for name, types, policy, gradient, level, moved, instructions, loops in variants
     ]

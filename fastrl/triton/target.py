@@ -24,6 +24,8 @@ class Target(NamedTuple):
             loops do not run over something large.
         mufu: the same for the special functions.
         options: other compile options of the launch.
+        spills: instructions outside of all loops that may spill, by the Triton that makes them:
+            ptxas then keeps to fewer registers, so that another program fits on a multiprocessor.
         block: elements that a program takes in one pass of a loop, where the bytes that the loop
             loads do not tell.
         loops: how many of the loops stream, those that move most; None is all of them, 0 none: the
@@ -46,3 +48,4 @@ class Target(NamedTuple):
     loops: int | None = None
     narrow: int = 0
     amd_num_warps: int | None = None
+    spills: dict[str, int] | None = None
