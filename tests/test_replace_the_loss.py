@@ -42,19 +42,32 @@ def test_code_is_python(heading):
             compile(code or "", heading, "exec")
 
 
-def test_trl(tmp_path):
+#: How many changes of each section these tests run, and those of the file for other packages.
+CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 1, "torchrl": 1, "A loop of your own": 2}
+
+
+def test_every_change_is_run():
+    found = {
+        heading: sum(before is not None for before, _ in blocks(re.escape(heading)))
+        for heading in re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE)
+    }
+    assert {heading: count for heading, count in found.items() if count} == CHANGES
+
+
+def test_trl(tmp_path, monkeypatch):
     needed("trl")
     trainer = make_trainer(save_model(tmp_path / "model"), output_dir=tmp_path, max_steps=1)
     names = dict.fromkeys(("model", "reward", "config", "dataset"))
     names["GRPOTrainer"] = lambda **_: trainer
-    (_, change), (_, handle) = blocks("TRL")
+    (_, change), (_, complete) = blocks("TRL")
     exec(change, names)
     assert trainer.state.global_step == 1
     assert "_compute_loss" in trainer.__dict__
-    names["use_fastrl"](fake := make_trainer(trainer.model, output_dir=tmp_path)).undo()
-    names["trainer"] = fake
-    exec(handle, names)
-    assert "_compute_loss" not in fake.__dict__
+    monkeypatch.chdir(tmp_path)
+    exec(complete, names := {})
+    assert names["handle"].fused
+    assert names["trainer"].state.global_step == 1
+    assert "_compute_loss" not in names["trainer"].__dict__
 
 
 def rows(count=8, length=9):
