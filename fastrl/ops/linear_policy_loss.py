@@ -149,9 +149,9 @@ def linear_policy_loss(
         cu_seqlens=cu_seqlens,
         dtype=head.dtype,
     )
-    options = chunk_options(chunk_tokens, compact, backend, head, inputs.unable)
+    options = chunk_options(chunk_tokens, compact, backend, head, inputs.unable())
     flag("metrics", metrics)
-    scoring = "reference" if inputs.unable else options.backend
+    scoring = "reference" if inputs.unable() else options.backend
     # a loop over chunks in Python would be cut to the values of one call
     unrolled = callable(inputs.objective.ratio) and is_traced(rows.logits)
     if in_one_pass(inputs) and not unrolled:
@@ -164,7 +164,7 @@ def linear_policy_loss(
 
 def in_one_pass(inputs: LossInputs) -> bool:
     """Say whether a row's slope is known once its own log-probability is."""
-    return inputs.objective.level == "token" and not inputs.weighing.wait
+    return inputs.objective.level == "token" and not inputs.weighing.wait()
 
 
 def one_pass(

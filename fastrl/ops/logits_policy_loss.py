@@ -115,11 +115,11 @@ def logits_policy_loss(
     )
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-    chosen = resolve(backend, logits.device, logits.dtype, inputs.unable, partly=True)
+    chosen = resolve(backend, logits.device, logits.dtype, inputs.unable(), partly=True)
     if chosen != "reference" and _in_one_pass(logits, inputs):
         return _one_pass(logits, rows, inputs, chosen, inplace=inplace)
     logprobs, entropy, *_ = stats_of_rows(rows, chosen, with_entropy=True, inplace_backward=inplace)
-    return loss_of_logprobs(logprobs, entropy, inputs, "reference" if inputs.unable else chosen)
+    return loss_of_logprobs(logprobs, entropy, inputs, "reference" if inputs.unable() else chosen)
 
 
 def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
@@ -132,7 +132,7 @@ def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
         and logits.dtype != torch.float16
         and not callable(objective.ratio)
         and objective.level == "token"
-        and not inputs.weighing.wait
+        and not inputs.weighing.wait()
     )
 
 

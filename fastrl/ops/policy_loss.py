@@ -145,7 +145,7 @@ def policy_loss(
         raise ValueError("entropy is needed where objective.top_entropy_quantile is below 1")
     if entropy is not None:
         entropy = inputs.canonical("entropy", entropy, tokens, keep_gradient=True)
-    chosen = resolve(backend, tokens.device, tokens.dtype, inputs.unable)
+    chosen = resolve(backend, tokens.device, tokens.dtype, inputs.unable())
     return loss_of_logprobs(
         inputs.canonical("logprobs", tokens, tokens, keep_gradient=True), entropy, inputs, chosen
     )
@@ -163,9 +163,9 @@ class LossInputs(NamedTuple):
     sequences: Sequences
     objective: Objective
 
-    @property
+    # no property: torch.compile of torch 2.10 traces none of a NamedTuple
     def unable(self) -> str | None:
-        """Why compiled kernels cannot evaluate the objective, or None."""
+        """Return why compiled kernels cannot evaluate the objective, or None."""
         if callable(self.objective.ratio):
             return (
                 "the objective is a Python function, which PyTorch evaluates (where no backend is "

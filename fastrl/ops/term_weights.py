@@ -42,9 +42,9 @@ class Weighing(NamedTuple):
     old_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
 
-    @property
+    # no property: torch.compile of torch 2.10 traces none of a NamedTuple
     def wait(self) -> bool:
-        """Whether the weights are known only after the current log-probabilities."""
+        """Say whether the weights are known only after the current log-probabilities."""
         o = self.objective
         on_policy = self.old_logprobs is None and bool(o.rollout_corrections)
         return on_policy or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
