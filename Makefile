@@ -6,7 +6,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TESTS ?= fastrl tests
 INTERPRETED ?= $(wildcard tests/test_triton_*.py) $(addprefix tests/test_,$(addsuffix .py,\
-  edges gae group_advantages logits_policy_loss policy_loss registered_ops token_stats))
+  bounds edges excluded_tokens extreme_ratios gae group_advantages logits_policy_loss policy_loss \
+  registered_ops token_stats))
 ARGS ?=
 
 PY := $(VENV)/bin/python
