@@ -1,0 +1,237 @@
+"""Float64 values that carry a bound of the error that a narrower arithmetic may make.
+
+An implementation rounds after every operation. From `x` with the error `e`, the operation `f` in
+an arithmetic of unit roundoff `u` makes `f(x)` with an error of at most
+
+    |f(x + e) - f(x)|  +  roundings * u |f(x)|  +  underflow,
+
+the underflow being the smallest normal number, as a kernel may flush what is below it to 0. A
+result beyond the largest number has an infinite error: whatever follows from it is accepted.
+The bound of a result is that of its formula, so nothing is tuned for a single case.
+
+An operation on exact operands whose result the arithmetic holds is exact, and what is decided by
+it (is a ratio beyond a clip bound?) is certain. A decision whose two sides lie closer than their
+errors is in doubt: `choose` then covers both results, and `Doubts` counts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+
+from .arithmetic import Arithmetic
+
+#: exp, log, tanh and kin: two units in the last place, which are four unit roundoffs.
+FUNCTION_ROUNDINGS = 4
+#: A sum of n terms rounds n - 1 times; with probability 1 - 2 exp(-lambda^2 / 2), here 1 - 3e-14,
+#: these roundings add up to lambda sqrt(n) (Higham and Mary 2019, SIAM J. Sci. Comput. 41).
+SUM_LAMBDA = 8.0
+#: float32 holds the multiples of this up to 2^14, so sums of such terms are exact.
+GRID = 2.0**-10
+
+
+def sum_roundings(terms: int) -> float:
+    """How many unit roundoffs of the sum of magnitudes a sum of so many terms may be off."""
+    return min(max(terms - 1, 0), SUM_LAMBDA * terms**0.5)
+
+
+@dataclasses.dataclass
+class Doubts:
+    """How many decisions of a case lie within rounding of their bound, by kind."""
+
+    counts: Counter = dataclasses.field(default_factory=Counter)
+
+    def add(self, kind: str, where: np.ndarray) -> None:
+        found = int(np.count_nonzero(where))
+        if found:
+            self.counts[kind] += found
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A yes or no for every entry, and where rounding may turn it round."""
+
+    yes: np.ndarray
+    doubtful: np.ndarray
+
+    def __and__(self, other: Decision | np.ndarray) -> Decision:
+        other = other if isinstance(other, Decision) else certain(other)
+        either = (self.doubtful & (other.yes | other.doubtful)) | (
+            other.doubtful & (self.yes | self.doubtful)
+        )
+        return Decision(self.yes & other.yes, either)
+
+    def __or__(self, other: Decision) -> Decision:
+        return ~(~self & ~other)
+
+    def __invert__(self) -> Decision:
+        return Decision(~self.yes, self.doubtful)
+
+
+def certain(yes: np.ndarray) -> Decision:
+    """A decision without doubt."""
+    yes = np.asarray(yes, bool)
+    return Decision(yes, np.zeros(yes.shape, bool))
+
+
+class Bounded:
+    """Values, bounds of their errors, and the arithmetic that makes them."""
+
+    __slots__ = ("arithmetic", "error", "value")
+    __array_priority__ = 1  # so that an array on the left leaves the operation to this class
+
+    def __init__(self, value: object, error: object, arithmetic: Arithmetic) -> None:
+        self.value = np.asarray(value, np.float64)
+        self.error = np.broadcast_to(np.asarray(error, np.float64), self.value.shape)
+        self.arithmetic = arithmetic
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    def like(self, value: object) -> Bounded:
+        """Return a constant: exact if the arithmetic holds it, else rounded once."""
+        if isinstance(value, Bounded):
+            return value
+        return constant(value, self.arithmetic)
+
+    def _made(
+        self, value: np.ndarray, error: np.ndarray, sure: object, exact: object, by: object = 1.0
+    ) -> Bounded:
+        """Add the error of the operation itself; `sure` says where inf and NaN are no accident."""
+        u = self.arithmetic
+        magnitude = np.abs(value)
+        rounding = by * u.unit * (magnitude + error) + np.where(value == 0, 0.0, u.smallest)
+        error = error + np.where(exact, 0.0, rounding)
+        error = np.where((magnitude + error > u.largest) | np.isnan(error), np.inf, error)
+        return Bounded(value, np.where(np.isfinite(value) | ~np.asarray(sure), error, 0.0), u)
+
+    def _certain(self) -> np.ndarray:
+        """Say where sign, and being 0, infinite or NaN, are beyond doubt."""
+        return (self.error == 0) | (np.abs(self.value) > self.error)
+
+    def __add__(self, other: object) -> Bounded:
+        other = self.like(other)
+        with np.errstate(all="ignore"):
+            value = self.value + other.value
+            error = self.error + other.error
+            exact = (error == 0) & self.arithmetic.holds_sum(self.value, other.value, value)
+            return self._made(value, error, np.isfinite(error), exact)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Bounded:
+        return Bounded(-self.value, self.error, self.arithmetic)
+
+    def __sub__(self, other: object) -> Bounded:
+        return self + -self.like(other)
+
+    def __rsub__(self, other: object) -> Bounded:
+        return self.like(other) + -self
+
+    def __mul__(self, other: object) -> Bounded:
+        other = self.like(other)
+        with np.errstate(all="ignore"):
+            a, b = np.abs(self.value), np.abs(other.value)
+            value = self.value * other.value
+            error = _product(a, other.error) + _product(b, self.error) + self.error * other.error
+            exact = (error == 0) & self.arithmetic.holds_product(self.value, other.value, value)
+            return self._made(value, error, self._certain() & other._certain(), exact)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: object) -> Bounded:
+        other = self.like(other)
+        with np.errstate(all="ignore"):
+            value = self.value / other.value
+            room = np.maximum(np.abs(other.value) - other.error, 0)
+            error = (self.error + _product(np.abs(value), other.error)) / room
+            error = np.where((self.error == 0) & (other.error == 0), 0.0, error)
+            power_of_two = np.abs(np.frexp(other.value)[0]) == 0.5
+            exact = (error == 0) & (power_of_two | (self.value == 0))
+            sure = self._certain() & other._certain()
+            return self._made(value, error, sure, exact, 2)  # 2: by the rounded reciprocal
+
+    def __abs__(self) -> Bounded:
+        return Bounded(np.abs(self.value), self.error, self.arithmetic)
+
+    def function(
+        self, value: np.ndarray, error: np.ndarray, exact: object, by: object = 0.0
+    ) -> Bounded:
+        """Return values of a function with the error that its argument's error makes."""
+        return self._made(value, error, np.isfinite(error), exact, FUNCTION_ROUNDINGS + by)
+
+    def __getitem__(self, index: object) -> Bounded:
+        return Bounded(self.value[index], self.error[index], self.arithmetic)
+
+    def reshape(self, *shape: int) -> Bounded:
+        return Bounded(self.value.reshape(*shape), self.error.reshape(*shape), self.arithmetic)
+
+    def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Bounded:
+        """Return sums, with the error of their terms and of the additions."""
+        u = self.arithmetic
+        with np.errstate(all="ignore"):
+            value = self.value.sum(axis, keepdims=keepdims)
+            magnitude = np.abs(self.value).sum(axis, keepdims=keepdims)
+            terms = (self.value != 0).sum(axis, keepdims=keepdims)
+            on_grid = (self.value % GRID == 0).all(axis, keepdims=keepdims)
+            on_grid &= magnitude < GRID / max(u.unit, 2.0**-24)
+            error = self.error.sum(axis, keepdims=keepdims)
+            exact = (error == 0) & (on_grid | (terms <= 1))
+            most = np.minimum(np.maximum(terms - 1, 0), SUM_LAMBDA * np.sqrt(terms))
+            error = error + np.where(exact, 0.0, most * u.unit * magnitude)
+            # partial sums may overflow where the sum does not
+            overflows = (magnitude > u.largest) & np.isfinite(magnitude)
+            error = np.where(overflows, np.inf, error)
+            return self._made(value, error, np.isfinite(error), True)
+
+
+def _product(magnitude: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """|x| e, where nothing comes of no error: inf * 0 is 0 here."""
+    return np.where(error == 0, 0.0, magnitude * error)
+
+
+def constant(value: object, arithmetic: Arithmetic) -> Bounded:
+    """Return a number as the arithmetic holds it: exactly, or rounded once."""
+    value = np.asarray(value, np.float64)
+    exact = arithmetic.holds_sum(value, np.zeros(()), value) | ~np.isfinite(value)
+    with np.errstate(all="ignore"):
+        error = np.where(exact, 0.0, arithmetic.unit * np.abs(value) + arithmetic.subnormal)
+    return Bounded(value, error, arithmetic)
+
+
+def where(condition: np.ndarray, yes: Bounded, no: Bounded) -> Bounded:
+    """Return `yes` or `no`, entry by entry."""
+    return Bounded(
+        np.where(condition, yes.value, no.value),
+        np.where(condition, yes.error, no.error),
+        yes.arithmetic,
+    )
+
+
+def choose(decision: Decision, yes: Bounded, no: Bounded) -> Bounded:
+    """Return `yes` or `no`, entry by entry; where the decision is in doubt, a bound of both."""
+    chosen = where(decision.yes, yes, no)
+    other = where(decision.yes, no, yes)
+    with np.errstate(all="ignore"):
+        both = np.maximum(chosen.error, np.abs(chosen.value - other.value) + other.error)
+    both = np.where(chosen.value == other.value, np.maximum(chosen.error, other.error), both)
+    both = np.where(np.isnan(both), np.inf, both)
+    return Bounded(
+        np.where(decision.doubtful & np.isnan(chosen.value), other.value, chosen.value),
+        np.where(decision.doubtful, both, chosen.error),
+        chosen.arithmetic,
+    )
+
+
+def beyond(a: Bounded, bound: object) -> Decision:
+    """Decide a > bound; False where one of them is NaN."""
+    bound = a.like(bound)
+    with np.errstate(all="ignore"):
+        yes = a.value > bound.value
+        error = a.error + bound.error
+        near = np.abs(a.value - bound.value) <= error
+    near = np.where(np.isinf(error), True, near) & (error > 0)
+    return Decision(yes, near & ~np.isnan(a.value) & ~np.isnan(bound.value))
