@@ -1,0 +1,235 @@
+"""The policy loss of the valid tokens: loss, gradients and metrics, from the docstrings.
+
+L = sum_t w_t is_t [c_t f_t + beta k_t] - entropy_coef sum_t w_t H_t. The derivatives are formulas,
+not the product of a differentiation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+
+from ..bounded import Bounded, Decision, Doubts, choose, where
+from ..functions import exp, expm1, held, mean
+from . import terms
+from .geometric import geometric_ratio
+from .masks import off_policy, rollout_weights, top_entropy
+from .sequences import means, sums, taken
+from .terms import Term, difference, zeros
+from .valid_tokens import Tokens
+
+
+@dataclasses.dataclass
+class Loss:
+    """What is expected of a call; the slopes are dL/dlogprob and dL/dH of each token."""
+
+    loss: Bounded
+    slope: Bounded
+    entropy_slope: Bounded
+    metrics: dict[str, Bounded]
+
+
+@dataclasses.dataclass
+class Ratio:
+    """The log ratio of a token as the objective has it."""
+
+    own: Bounded  # of the token alone, held within the bounds
+    x: Bounded  # of the level
+    stuck: Decision  # held at a bound, where there is no slope
+    shared: bool  # the tokens of a sequence share its slope
+    bounded_each: bool = False  # each of them within bounds of its own
+
+
+@dataclasses.dataclass
+class Weights:
+    """The weights of the valid tokens in each term."""
+
+    policy: Bounded
+    kl: Bounded
+    #: those of the entropy bonus, by the tokens that `top_entropy_quantile` drops
+    entropy_on: Callable[[Decision | None], Bounded]
+
+
+Function = Callable[[Tokens, Bounded], Term]
+
+
+def log_ratio(tokens: Tokens, fields: dict) -> Ratio:
+    """Return the log ratio by level, held within 80 and `log_ratio_clamp`."""
+    logprobs = tokens.logprobs
+    if tokens.old is None:
+        x = where(np.isnan(logprobs.value), logprobs, zeros(logprobs))
+    else:
+        x = difference(logprobs, tokens.old)
+    clamp = fields["log_ratio_clamp"]
+    low, high = clamp if isinstance(clamp, tuple) else (-(clamp or inf), clamp or inf)
+    low, high = max(low, -terms.SATURATION), min(high, terms.SATURATION)
+    own, stuck = held(x, low, high)
+    if fields["level"] == "token" or fields["ratio"] == "gmpo":
+        return Ratio(own, own, stuck, shared=False)
+    of_sequence, stuck = held(means(x, tokens.sequence, tokens.count), low, high)
+    index, shared = tokens.sequence, fields["level"] == "sequence"
+    return Ratio(own, taken(of_sequence, index), taken(stuck, index), shared)
+
+
+def policy_loss(
+    tokens: Tokens,
+    fields: dict,
+    weights: Weights,
+    doubts: Doubts,
+    function: Function | None = None,
+) -> Loss:
+    """Return what is expected."""
+    ratio = log_ratio(tokens, fields)
+    if fields["ratio"] == "gmpo":
+        ratio, term = geometric_ratio(tokens, ratio, fields)
+    else:
+        term = _term(tokens, ratio, fields, function)
+    doubts.add("clip", (term.low | term.high).doubtful)
+    doubts.add("log ratio bound", ratio.stuck.doubtful)
+    importance = rollout_weights(tokens, fields, doubts)
+    off, top = off_policy(tokens, fields, doubts), top_entropy(tokens, fields, doubts)
+    weight = _policy_weight(tokens, weights.policy, importance)
+    for dropped in (off, top):
+        if dropped is not None:
+            weight = choose(dropped, zeros(weight), weight)
+    policy = _times(weight, term.value, doubts)
+    through, own = (_times(weight, part, doubts) for part in (term.through, term.own))
+    slope = _slope(tokens, ratio, through, own)
+    if function is None:
+        slope = _constant_where_infinite(slope, tokens, policy)
+    else:  # whatever automatic differentiation makes of NaN
+        unknown = np.isnan(policy.value)
+        slope = Bounded(slope.value, np.where(unknown, np.inf, slope.error), slope.arithmetic)
+    loss = policy.sum()
+    kl = None
+    if tokens.ref is not None:
+        kl = _kl_term(tokens, ratio, fields)
+        if fields["kl_coef"]:
+            by = weights.kl * fields["kl_coef"]
+            if importance is not None and fields["rollout_weighs"] == "policy-and-kl":
+                by = by * importance
+            part = _times(by, kl.value, doubts)
+            through, own = (_times(by, each, doubts) for each in (kl.through, kl.own))
+            kl_slope = _slope(tokens, ratio, through, own)
+            loss = loss + part.sum()
+            slope = slope + _constant_where_infinite(kl_slope, tokens, part)
+            doubts.add("kl bound", (kl.low | kl.high).doubtful)
+    entropy_slope = _entropy_slope(weights.entropy_on(top), fields, top)
+    if fields["entropy_coef"]:
+        bonus = entropy_slope * tokens.entropy
+        loss = loss + (bonus if top is None else choose(top, zeros(bonus), bonus)).sum()
+    metrics = _metrics(tokens, ratio, term, kl, slope, entropy_slope) | {
+        "policy_loss": policy.sum()
+    }
+    return Loss(loss, slope, entropy_slope, metrics)
+
+
+def _term(tokens: Tokens, ratio: Ratio, fields: dict, function: Function | None) -> Term:
+    kind, a, logprobs = fields["ratio"], tokens.advantages, tokens.logprobs
+    if function is not None:
+        return function(tokens, ratio.own)
+    if kind == "ppo_clip":
+        return terms.ppo_clip(ratio.x, a, fields)
+    if kind == "cispo":
+        return terms.cispo(ratio.x, a, logprobs, fields)
+    if kind == "sapo":
+        return terms.sapo(ratio.x, a, fields)
+    return terms.reinforce(a, logprobs)
+
+
+def _times(weight: Bounded, x: Bounded, doubts: Doubts) -> Bounded:
+    """Return weight times x; what 0 leaves of infinity and NaN is unsaid."""
+    product = weight * x
+    lost = (weight.value == 0) & ~np.isfinite(x.value)
+    lost = lost | (x.value == 0) & ~np.isfinite(weight.value)
+    doubts.add("unsaid: 0 times what is not finite", lost)
+    return Bounded(product.value, np.where(lost, np.inf, product.error), product.arithmetic)
+
+
+def _policy_weight(tokens: Tokens, weight: Bounded, importance: Bounded | None) -> Bounded:
+    for factor in (importance, tokens.policy_weights):
+        weight = weight if factor is None else weight * factor
+    return weight
+
+
+def _slope(tokens: Tokens, ratio: Ratio, through: Bounded, own: Bounded) -> Bounded:
+    """dL/dlogprob from the derivatives by log ratio and by log-probability."""
+    total = through
+    if ratio.shared:
+        n = np.maximum(np.bincount(tokens.sequence, minlength=tokens.count), 1).astype(float)
+        total = taken(sums(through, tokens.sequence, tokens.count) / n, tokens.sequence)
+    lost = np.isnan(through.value)
+    if ratio.bounded_each:  # unsaid: what a token at its bound has of a NaN that it shares
+        lost_at_bound = Bounded(
+            total.value, np.where(lost & ratio.stuck.yes, np.inf, 0), own.arithmetic
+        )
+        total = where(lost, lost_at_bound, total)
+    return choose(ratio.stuck & ~lost, zeros(total), total) + own
+
+
+def _constant_where_infinite(slope: Bounded, tokens: Tokens, part: Bounded) -> Bounded:
+    """An infinite log-probability is a constant; a NaN loss reaches the gradient."""
+    lost = np.isnan(part.value)
+    infinite = np.isinf(tokens.logprobs.value) & ~lost
+    slope = where(infinite, zeros(slope), slope)
+    unsure = np.isinf(slope.error)
+    return where(lost & ~unsure, Bounded(np.where(lost, np.nan, 0.0), 0.0, slope.arithmetic), slope)
+
+
+def _kl_term(tokens: Tokens, ratio: Ratio, fields: dict) -> Term:
+    d = difference(tokens.ref, tokens.logprobs)
+    term = terms.kl_term(d, ratio.x, fields)
+    if fields["kl_gradient"] != "bias-corrected" or ratio.shared:
+        return term
+    slope = terms.bias_corrected_slope(d, ratio.x, ratio.stuck, fields)
+    return dataclasses.replace(term, own=slope, through=zeros(slope))
+
+
+def _entropy_slope(weight: Bounded, fields: dict, top: Decision | None) -> Bounded:
+    if not fields["entropy_coef"]:
+        return zeros(weight)
+    slope = weight * -fields["entropy_coef"]
+    return slope if top is None else choose(top, zeros(slope), slope)
+
+
+def _metrics(
+    tokens: Tokens,
+    ratio: Ratio,
+    term: Term,
+    kl: Term | None,
+    slope: Bounded,
+    entropy_slope: Bounded,
+) -> dict[str, Bounded]:
+    """Means over the valid tokens; all 0 where there is none."""
+    r = exp(ratio.x)
+    entropy = -tokens.logprobs if tokens.entropy is None else tokens.entropy
+    still = _zero(slope) & _zero(entropy_slope)
+    of_tokens = {
+        "kl": zeros(r) if kl is None else kl.value,
+        "kl_old": expm1(ratio.own) - ratio.own,
+        "entropy": entropy,
+        "ratio_mean": r,
+        "clip_low": _share(term.low, r),
+        "clip_high": _share(term.high, r),
+        "clip_fraction": _share(term.low | term.high, r),
+        "zero_grad_fraction": _share(still, r),
+    }
+    n = len(r.value)
+    metrics = {name: mean(x) if n else x.sum() for name, x in of_tokens.items()}
+    metrics["active_tokens"] = Bounded(float(n), 0.0, r.arithmetic)
+    for name, extreme in (("ratio_max", np.max), ("ratio_min", np.min)):
+        value = extreme(r.value) if n else 0.0
+        metrics[name] = Bounded(value, r.error.max() if n else 0.0, r.arithmetic)
+    return metrics
+
+
+def _zero(x: Bounded) -> Decision:
+    return Decision(x.value == 0, (np.abs(x.value) <= x.error) & (x.error > 0))
+
+
+def _share(decision: Decision, like: Bounded) -> Bounded:
+    one = 1 + zeros(like)
+    return choose(decision, one, zeros(like))
