@@ -1,0 +1,32 @@
+"""Drawing options: quick random choices from a seed that is a line of text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+
+class Chance:
+    """Random choices of one case."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def of(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def pick(self, values: Sequence[Any]) -> Any:
+        return self._random.choice(values)
+
+    def weighed(self, values: dict[Any, float]) -> Any:
+        return self._random.choices(list(values), list(values.values()))[0]
+
+    def whole(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def some(self, values: Sequence[Any], share: float) -> tuple[Any, ...]:
+        """Return none of the values in most cases, and else about this share of them."""
+        if self.of(0.5):
+            return ()
+        return tuple(value for value in values if self.of(share))

@@ -1,0 +1,218 @@
+"""Draws objectives whose every field has an effect, and what they need from the call."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from .chance import Chance
+from .objectives import CONVENTIONS, DEFAULTS, PRESETS
+from .own_objectives import OWN
+
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+)
+#: Aggregations that need no sequences, for packed tokens whose sequences are unknown.
+OF_TOKENS = AGGREGATIONS[:2]
+DISTANCES = ("equal", "near", "far", "bounds", "huge")
+
+
+def objective_options(chance: Chance, function: str, options: dict) -> dict[str, Any]:
+    """Return the objective of a case and the tensors that it needs."""
+    convention = chance.weighed({"fastrl": 3, "trl": 1, "verl": 1, "openrlhf": 0.6})
+    objective = chance.pick(sorted(CONVENTIONS[convention]))
+    if convention == "fastrl" and chance.of(0.15):
+        objective = chance.pick(sorted(OWN))
+    preset = {**PRESETS.get(objective, {}), **CONVENTIONS[convention].get(objective, {})}
+    usual = {**DEFAULTS, **preset, "ratio": preset.get("ratio", "ppo_clip")}
+    if objective in OWN:
+        usual["ratio"] = objective
+    fields: dict[str, Any] = {}
+    fields |= _bounds(chance, usual)
+    fields |= _level(chance, usual)
+    fields |= _kl(chance, usual)
+    fields |= _entropy(chance, function, usual)
+    fields |= _masks(chance, usual)
+    needs = _aggregations(chance, options, {**usual, **fields}, fields)
+    if needs is None:  # packed without sequences: an objective of tokens alone
+        return objective_options(chance, function, {**options, "layout": "cut"}) | {"layout": "cut"}
+    full = {**usual, **fields}
+    uses_rollout = full["rollout_correction"] or full["off_policy_threshold"] is not None
+    old = chance.pick((None, *DISTANCES))
+    rollout = chance.pick(DISTANCES) if full["rollout_correction"] else None
+    if not rollout and uses_rollout and chance.of(0.5):
+        rollout = chance.pick(DISTANCES)
+    return {
+        "objective": objective,
+        "convention": convention,
+        "fields": fields,
+        "old": old,
+        "ref": chance.pick(DISTANCES) if full["kl_coef"] or chance.of(0.1) else None,
+        "rollout": rollout,
+        "entropy": function == "policy_loss" and (_needs_entropy(full) or chance.of(0.1)),
+        "values": chance.pick(("grid", "grid", "real")),
+        "policy_weights": chance.weighed({None: 6, "token": 1, "sequence": 1}),
+        "advantages": chance.pick(("token", "sequence")),
+        **needs,
+        **_of_layout(chance, options, needs),
+    }
+
+
+def _of_layout(chance: Chance, options: dict, needs: dict) -> dict[str, Any]:
+    if options["layout"] != "packed":
+        return {}
+    of_tokens: dict[str, Any] = {"advantages": "token"}
+    return of_tokens | {"policy_weights": chance.pick((None, None, "token"))}
+
+
+def _needs_entropy(fields: dict) -> bool:
+    return bool(fields["entropy_coef"]) or fields["top_entropy_quantile"] < 1
+
+
+def _bounds(chance: Chance, usual: dict) -> dict[str, Any]:
+    ratio, fields = usual["ratio"], {}
+    if ratio in ("ppo_clip", "cispo", "gmpo") and chance.of(0.35):
+        fields["clip_low"] = chance.pick((0.0, 0.2, 0.5, 1.0))
+        fields["clip_high"] = chance.pick((0.0, 0.2, 0.5, 3.0))
+    high = fields.get("clip_high", usual["clip_high"])
+    if ratio == "ppo_clip" and chance.of(0.15):
+        fields["dual_clip"] = chance.pick((1.5, 3.0, 10.0))
+    if ratio == "ppo_clip" and chance.of(0.15):
+        fields["delta"] = 1 + high + chance.pick((0.125, 0.5, 4.0))
+    if ratio in ("ppo_clip", "cispo", "sapo", "gmpo") and chance.of(0.2):
+        fields["log_ratio_clamp"] = chance.pick((0.5, 2.0, 20.0, (-1.0, 2.0), (-inf, 10.0)))
+    if ratio == "sapo" and chance.of(0.3):
+        fields["sapo_temperature_pos"] = chance.pick((0.5, 1.0, 3.0))
+        fields["sapo_temperature_neg"] = chance.pick((0.5, 1.05, 10.0))
+    return fields
+
+
+def _level(chance: Chance, usual: dict) -> dict[str, Any]:
+    if usual["ratio"] not in ("ppo_clip", "cispo", "sapo") or chance.of(0.8):
+        return {}
+    return {"level": chance.pick(("token", "sequence", "sequence-token"))}
+
+
+def _kl(chance: Chance, usual: dict) -> dict[str, Any]:
+    if chance.of(0.6):
+        return {}
+    fields: dict[str, Any] = {"kl_coef": chance.pick((0.04, 0.5, 1.0))}
+    if chance.of(0.6):
+        fields["kl_estimator"] = chance.pick(("k1", "k2", "k3", "abs"))
+    if chance.of(0.25):
+        fields["kl_clamp"] = chance.pick((0.5, 2.0, 10.0))
+    if chance.of(0.35):
+        kinds = ["straight-through"] + ["bias-corrected"] * (usual["ratio"] != "gmpo")
+        fields["kl_gradient"] = chance.pick(kinds)
+    return fields
+
+
+def _entropy(chance: Chance, function: str, usual: dict) -> dict[str, Any]:
+    if chance.of(0.8):
+        return {}
+    return {"entropy_coef": chance.pick((0.01, 0.5, -0.25))}
+
+
+def _masks(chance: Chance, usual: dict) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if chance.of(0.2):
+        several = 1 if chance.of(0.8) else 2
+        fields["rollout_correction"] = [_correction(chance) for _ in range(several)]
+        if chance.of(0.4):
+            fields["rollout_weighs"] = chance.pick(("policy", "policy-and-kl"))
+    if chance.of(0.08):
+        fields["off_policy_threshold"] = chance.pick((-0.5, 0.0, 0.25, 2.0))
+    if usual["ratio"] != "gmpo" and chance.of(0.08):
+        fields["top_entropy_quantile"] = chance.pick((0.2, 0.5, 0.25, 0.9))
+    return fields
+
+
+def _correction(chance: Chance) -> dict[str, Any]:
+    kind = chance.pick(("truncate", "mask", "filter"))
+    low, high = chance.pick(((0.0, 2.0), (0.5, 2.0), (0.5, 1.5), (1.0, 3.0), (0.0, 1.0)))
+    if chance.of(0.15) and (kind == "truncate" or low > 0):
+        high = inf
+    level = chance.pick(("token", "sequence", "geometric"))
+    return {"kind": kind, "level": level, "low": low, "high": high}
+
+
+def _aggregations(chance: Chance, options: dict, full: dict, fields: dict) -> dict[str, Any] | None:
+    """Draw how terms are added up into `fields`; return what that needs, None if it cannot be."""
+    unknown = options["layout"] == "packed"
+    corrections = full["rollout_correction"] or ()
+    if unknown and (
+        full["level"] != "token"
+        or full["off_policy_threshold"] is not None
+        or any(correction["level"] != "token" for correction in corrections)
+    ):
+        return None
+    choices = OF_TOKENS if unknown else AGGREGATIONS
+    if chance.of(0.35) or unknown:
+        fields["aggregation"] = chance.pick(choices)
+    for term in ("kl", "entropy"):
+        if full[f"{term}_coef"] and (chance.of(0.15) or (unknown and full[f"{term}_aggregation"])):
+            fields[f"{term}_aggregation"] = chance.pick(choices)
+    full = {**full, **fields}
+    used = {"policy": full["aggregation"]}
+    for term in ("kl", "entropy"):
+        if full[f"{term}_aggregation"] is not None:
+            used[term] = full[f"{term}_aggregation"]
+    if unknown and not set(used.values()) <= set(OF_TOKENS):
+        return None
+    by_sequence = any(name.startswith("seq-mean") for name in used.values())
+    if full["count_empty"] and not by_sequence:
+        fields["count_empty"] = False
+    elif by_sequence and chance.of(0.15):
+        fields["count_empty"] = True
+    with_norm = "seq-mean-token-sum-norm" in used.values()
+    if with_norm and (chance.of(0.4) or options["layout"] != "padded"):
+        fields["length_norm"] = chance.pick((1.0, 8.0, 100.0, 7))
+    needs: dict[str, Any] = {}
+    if "prompt-mean" in used.values():
+        needs["groups"] = _grouping(chance, options)
+    divided = {
+        term: name
+        for term, name in used.items()
+        if name != "token-sum" and (term == "policy" or full[f"{term}_coef"])
+    }
+    if divided and chance.of(0.3):
+        terms = {term for term in used if term == "policy" or full[f"{term}_coef"]}
+        if terms == {"policy"} and chance.of(0.7):
+            needs["normalizer"] = _number(chance)
+        else:
+            needs["normalizer"] = {term: _number(chance) for term in divided if chance.of(0.8)}
+    return needs
+
+
+def _grouping(chance: Chance, options: dict) -> str | int:
+    divisors = [k for k in (1, 2, 3, 4) if options["sequences"] % k == 0]
+    return "ids" if chance.of(0.5) or not divisors else chance.pick(divisors)
+
+
+def _number(chance: Chance) -> Any:
+    value = chance.pick((1.0, 3.0, 17, 0.5, 1000.0))
+    return (value,) if chance.of(0.3) else value
+
+
+def normalizer(chance: Chance, aggregation: str) -> Any:
+    """Return a normalizer, or None."""
+    return _number(chance) if aggregation != "token-sum" and chance.of(0.3) else None
+
+
+def weight_options(chance: Chance, options: dict) -> tuple[dict[str, Any], str]:
+    """Return the options of a weighing by itself, `fields` among them, and its aggregation."""
+    aggregation = chance.pick(OF_TOKENS if options["layout"] == "packed" else AGGREGATIONS)
+    fields: dict[str, Any] = {}
+    if aggregation.startswith("seq-mean") and chance.of(0.3):
+        fields["count_empty"] = True
+    if aggregation.endswith("norm") and (chance.of(0.5) or options["layout"] != "padded"):
+        fields["length_norm"] = chance.pick((1.0, 8.0, 100.0, 7))
+    drawn: dict[str, Any] = {"fields": fields}
+    if aggregation == "prompt-mean":
+        drawn["groups"] = _grouping(chance, options)
+    return drawn, aggregation
