@@ -1,0 +1,49 @@
+"""Run cases, or one that is pasted: python -m tests.fuzz "Case('gae', tokens=3)"."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .case import parse
+from .examine import examine
+from .run import Run, lines_of, perform
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("case", nargs="?", help="a line that a run printed")
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-shrink", action="store_true")
+    given = parser.parse_args()
+    if given.case is not None:
+        return one(given.case, given.backend, given.device)
+    run = Run(
+        given.cases,
+        given.seed,
+        given.first,
+        given.backend,
+        given.device,
+        shrink=not given.no_shrink,
+    )
+    report = perform(run)
+    say(lines_of(report, run))
+    return 1 if report.failures else 0
+
+
+def say(lines: list[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def one(line: str, backend: str, device: str) -> int:
+    verdict = examine(parse(line), backend, device)
+    say([*map(str, verdict.differences), f"{len(verdict.differences)} parts differ"])
+    say([f"in doubt: {dict(verdict.doubts)}"])
+    return 1 if verdict.differences else 0
+
+
+sys.exit(main())

@@ -1,0 +1,77 @@
+"""One case: call, oracle, comparison."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from . import advantages_call, linear_call, policy_call, rows_call, values_call
+from .bounded import Doubts
+from .case import Case
+from .compare import Difference, differences
+from .refusals import PLAIN, refusal_differences
+
+Examined = Callable[[Case, str, str, Doubts], tuple[dict, dict]]
+EXAMINED: dict[str, Examined] = {
+    "token_logprobs": rows_call.examined,
+    "token_stats": rows_call.examined,
+    "linear_token_logprobs": linear_call.examined_stats,
+    "linear_token_stats": linear_call.examined_stats,
+    "policy_loss": policy_call.examined_tokens,
+    "logits_policy_loss": policy_call.examined_logits,
+    "linear_policy_loss": linear_call.examined_loss,
+    "value_loss": values_call.examined_value_loss,
+    "kl_divergence": values_call.examined_kl,
+    "group_advantages": advantages_call.examined_groups,
+    "gae": advantages_call.examined_gae,
+    "discounted_returns": advantages_call.examined_gae,
+    "token_weights": values_call.examined_weights,
+    "whiten": values_call.examined_mean,
+    "masked_mean": values_call.examined_mean,
+    "reduce_metrics": values_call.examined_reduce,
+}
+COMPILED = ("cpu", "triton", "cuda")
+
+
+class Verdict(NamedTuple):
+    """What came of a case: nothing differs, or what does; decisions in doubt; a refusal."""
+
+    differences: list[Difference]
+    doubts: Counter
+    refused: bool
+
+
+def backend_of(case: Case, backend: str) -> str:
+    """Return the backend of a call: plain torch and functions of one's own have no compiled one."""
+    plain = case.function in PLAIN or case.objective.startswith("own")
+    return "auto" if plain and backend in COMPILED else backend
+
+
+def examine(case: Case, backend: str, device: str) -> Verdict:
+    """Return what differs between a case and its oracle."""
+    if case.wrong is not None:
+        return Verdict(refusal_differences(case, backend), Counter(), refused=True)
+    doubts = Doubts()
+    chosen = backend_of(case, backend)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            got, want = EXAMINED[case.function](case, chosen, device, doubts)
+    except Exception as error:
+        name = type(error).__name__
+        text = str(error).splitlines()[0] if str(error) else ""
+        found = [Difference("call", f"raised {name}: {_stem(text)}", text)]
+        return Verdict(found, doubts.counts, refused=False)
+    return Verdict(differences(got, want, doubts), doubts.counts, refused=False)
+
+
+def _stem(text: str) -> str:
+    """The beginning of a message without its numbers: what tells one error from another."""
+    return re.sub(r"[\d.\[\](), -]+", " ", text)[:60].strip()
+
+
+def signature(case: Case, difference: Difference) -> tuple[str, str, str]:
+    return case.function, difference.part, difference.kind
