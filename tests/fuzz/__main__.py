@@ -1,13 +1,18 @@
-"""Run cases, or one that is pasted: python -m tests.fuzz "Case('gae', tokens=3)"."""
+"""Runs cases, or one that is pasted: python -m tests.fuzz "Case('gae', tokens=3)"."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from .case import parse
 from .examine import examine
-from .run import Run, lines_of, perform
+from .run import Run, lines_of
+from .supervise import supervised
+
+#: More than this share of cases with a decision in doubt, and a run says too little.
+MOST_IN_DOUBT = 0.2
 
 
 def main() -> int:
@@ -16,8 +21,10 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--backend", default="cpu", help="auto, reference, cpu, triton or cuda")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--function", help="one function instead of all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-shrink", action="store_true")
     given = parser.parse_args()
     if given.case is not None:
@@ -28,15 +35,16 @@ def main() -> int:
         given.first,
         given.backend,
         given.device,
+        interpreted=os.environ.get("TRITON_INTERPRET") == "1",
         shrink=not given.no_shrink,
+        function=given.function,
     )
-    report = perform(run)
+    report = supervised(run, given.jobs)
     say(lines_of(report, run))
+    if report.share_in_doubt > MOST_IN_DOUBT:
+        say([f"more than {MOST_IN_DOUBT:.0%} of the cases have something in doubt"])
+        return 1
     return 1 if report.failures else 0
-
-
-def say(lines: list[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def one(line: str, backend: str, device: str) -> int:
@@ -44,6 +52,10 @@ def one(line: str, backend: str, device: str) -> int:
     say([*map(str, verdict.differences), f"{len(verdict.differences)} parts differ"])
     say([f"in doubt: {dict(verdict.doubts)}"])
     return 1 if verdict.differences else 0
+
+
+def say(lines: list[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 sys.exit(main())

@@ -7,18 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-import fastrl
-
 from .arithmetic import of_results
-from .bounded import Bounded, Doubts
+from .bounded import Bounded
 from .case import Case
-from .compare import Part
+from .compare import Got, Part, part
 from .logits_data import as_held
 from .oracle.advantages import gae, group_advantages
-from .policy_call import moved
-from .rows_call import part
 from .tensors import bounds_tensor, flat_tensor, laid_out, mask_tensor, token_tensor
 from .tokens import Tokens, tokens_of
+from .trial import Trial
 
 #: eps and singleton by convention
 CONVENTIONS = {
@@ -44,8 +41,9 @@ def _rewards(case: Case, total: int, of_group: np.ndarray | None = None) -> np.n
     return as_held(drawn, case.dtype)
 
 
-def examined_groups(case: Case, backend: str, device: str, doubts: Doubts) -> tuple[dict, dict]:
+def examined_groups(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `group_advantages`; sequences are groups, tokens their size."""
+    case = trial.case
     groups, size = case.sequences, case.tokens
     total = groups * size
     given = dict(case.parameters)
@@ -61,9 +59,7 @@ def examined_groups(case: Case, backend: str, device: str, doubts: Doubts) -> tu
         ids = torch.from_numpy(names).to(getattr(torch, case.ids_dtype))
         arguments["group_ids"] = laid_out(ids.view(shape), case.token_layout)
     tensor = laid_out(flat_tensor(case, rewards, case.dtype).view(shape), case.token_layout)
-    result = fastrl.group_advantages(
-        tensor.to(device), backend=backend, **moved(arguments, device), **given
-    )
+    result = trial.call(trial.moved(tensor), **trial.moved(arguments), **given)
     eps, singleton = CONVENTIONS[given.pop("convention", "fastrl")]
     usual = {"baseline": "mean", "scale": "group", "correction": 1.0}
     options = {**usual, "eps": eps, "singleton": singleton, **given}
@@ -81,8 +77,9 @@ def _part(x: object, shape: tuple[int, ...], dtype: str) -> Part:
     return Part(x.reshape(shape), "bool")
 
 
-def examined_gae(case: Case, backend: str, device: str, doubts: Doubts) -> tuple[dict, dict]:
+def examined_gae(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `gae` or `discounted_returns`."""
+    case = trial.case
     tokens = tokens_of(case)
     rewards = _rewards(case, tokens.total)
     values = as_held(
@@ -108,14 +105,8 @@ def examined_gae(case: Case, backend: str, device: str, doubts: Doubts) -> tuple
     with_values = case.function == "gae"
     if with_values:
         inputs.append(token_tensor(case, tokens, values, case.dtype))
-    inputs = [x.to(device) for x in inputs]
-    mask = mask_tensor(case, tokens)
-    result = getattr(fastrl, case.function)(
-        *inputs,
-        None if mask is None else mask.to(device),
-        backend=backend,
-        **moved(arguments, device),
-    )
+    inputs.append(mask_tensor(case, tokens))
+    result = trial.call(*trial.moved(inputs), **trial.moved(arguments))
     arithmetic = of_results(case.dtype)
     made, returns = gae(
         rewards,

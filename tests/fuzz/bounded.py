@@ -17,6 +17,7 @@ errors is in doubt: `choose` then covers both results, and `Doubts` counts it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 
 import numpy as np
@@ -84,7 +85,9 @@ class Bounded:
 
     def __init__(self, value: object, error: object, arithmetic: Arithmetic) -> None:
         self.value = np.asarray(value, np.float64)
-        self.error = np.broadcast_to(np.asarray(error, np.float64), self.value.shape)
+        error = np.asarray(error, np.float64)
+        same = error.shape == self.value.shape
+        self.error = error if same else np.broadcast_to(error, self.value.shape)
         self.arithmetic = arithmetic
 
     @property
@@ -114,11 +117,10 @@ class Bounded:
 
     def __add__(self, other: object) -> Bounded:
         other = self.like(other)
-        with np.errstate(all="ignore"):
-            value = self.value + other.value
-            error = self.error + other.error
-            exact = (error == 0) & self.arithmetic.holds_sum(self.value, other.value, value)
-            return self._made(value, error, np.isfinite(error), exact)
+        value = self.value + other.value
+        error = self.error + other.error
+        exact = (error == 0) & self.arithmetic.holds_sum(self.value, other.value, value)
+        return self._made(value, error, np.isfinite(error), exact)
 
     __radd__ = __add__
 
@@ -133,26 +135,24 @@ class Bounded:
 
     def __mul__(self, other: object) -> Bounded:
         other = self.like(other)
-        with np.errstate(all="ignore"):
-            a, b = np.abs(self.value), np.abs(other.value)
-            value = self.value * other.value
-            error = _product(a, other.error) + _product(b, self.error) + self.error * other.error
-            exact = (error == 0) & self.arithmetic.holds_product(self.value, other.value, value)
-            return self._made(value, error, self._certain() & other._certain(), exact)
+        a, b = np.abs(self.value), np.abs(other.value)
+        value = self.value * other.value
+        error = _product(a, other.error) + _product(b, self.error) + self.error * other.error
+        exact = (error == 0) & self.arithmetic.holds_product(self.value, other.value, value)
+        return self._made(value, error, self._certain() & other._certain(), exact)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: object) -> Bounded:
         other = self.like(other)
-        with np.errstate(all="ignore"):
-            value = self.value / other.value
-            room = np.maximum(np.abs(other.value) - other.error, 0)
-            error = (self.error + _product(np.abs(value), other.error)) / room
-            error = np.where((self.error == 0) & (other.error == 0), 0.0, error)
-            power_of_two = np.abs(np.frexp(other.value)[0]) == 0.5
-            exact = (error == 0) & (power_of_two | (self.value == 0))
-            sure = self._certain() & other._certain()
-            return self._made(value, error, sure, exact, 2)  # 2: by the rounded reciprocal
+        value = self.value / other.value
+        room = np.maximum(np.abs(other.value) - other.error, 0)
+        error = (self.error + _product(np.abs(value), other.error)) / room
+        error = np.where((self.error == 0) & (other.error == 0), 0.0, error)
+        power_of_two = np.abs(np.frexp(other.value)[0]) == 0.5
+        exact = (error == 0) & (power_of_two | (self.value == 0))
+        sure = self._certain() & other._certain()
+        return self._made(value, error, sure, exact, 2)  # 2: by the rounded reciprocal
 
     def __abs__(self) -> Bounded:
         return Bounded(np.abs(self.value), self.error, self.arithmetic)
@@ -172,20 +172,19 @@ class Bounded:
     def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Bounded:
         """Return sums, with the error of their terms and of the additions."""
         u = self.arithmetic
-        with np.errstate(all="ignore"):
-            value = self.value.sum(axis, keepdims=keepdims)
-            magnitude = np.abs(self.value).sum(axis, keepdims=keepdims)
-            terms = (self.value != 0).sum(axis, keepdims=keepdims)
-            on_grid = (self.value % GRID == 0).all(axis, keepdims=keepdims)
-            on_grid &= magnitude < GRID / max(u.unit, 2.0**-24)
-            error = self.error.sum(axis, keepdims=keepdims)
-            exact = (error == 0) & (on_grid | (terms <= 1))
-            most = np.minimum(np.maximum(terms - 1, 0), SUM_LAMBDA * np.sqrt(terms))
-            error = error + np.where(exact, 0.0, most * u.unit * magnitude)
-            # partial sums may overflow where the sum does not
-            overflows = (magnitude > u.largest) & np.isfinite(magnitude)
-            error = np.where(overflows, np.inf, error)
-            return self._made(value, error, np.isfinite(error), True)
+        value = self.value.sum(axis, keepdims=keepdims)
+        finite = np.where(np.isfinite(self.value), np.abs(self.value), 0.0)
+        magnitude = finite.sum(axis, keepdims=keepdims)
+        terms = (self.value != 0).sum(axis, keepdims=keepdims)
+        on_grid = (self.value % GRID == 0).all(axis, keepdims=keepdims)
+        on_grid &= magnitude < GRID / max(u.unit, 2.0**-24)
+        error = self.error.sum(axis, keepdims=keepdims)
+        exact = (error == 0) & (on_grid | (terms <= 1))
+        most = np.minimum(np.maximum(terms - 1, 0), SUM_LAMBDA * np.sqrt(terms))
+        error = error + np.where(exact, 0.0, most * u.unit * magnitude)
+        # partial sums may overflow where the sum does not
+        error = np.where(magnitude > u.largest, np.inf, error)
+        return self._made(value, error, np.isfinite(error), True)
 
 
 def _product(magnitude: np.ndarray, error: np.ndarray) -> np.ndarray:
@@ -195,10 +194,20 @@ def _product(magnitude: np.ndarray, error: np.ndarray) -> np.ndarray:
 
 def constant(value: object, arithmetic: Arithmetic) -> Bounded:
     """Return a number as the arithmetic holds it: exactly, or rounded once."""
+    if isinstance(value, float | int):
+        return _number(float(value), arithmetic)
+    return _constant(value, arithmetic)
+
+
+@functools.lru_cache(maxsize=1000)
+def _number(value: float, arithmetic: Arithmetic) -> Bounded:
+    return _constant(value, arithmetic)
+
+
+def _constant(value: object, arithmetic: Arithmetic) -> Bounded:
     value = np.asarray(value, np.float64)
     exact = arithmetic.holds_sum(value, np.zeros(()), value) | ~np.isfinite(value)
-    with np.errstate(all="ignore"):
-        error = np.where(exact, 0.0, arithmetic.unit * np.abs(value) + arithmetic.subnormal)
+    error = np.where(exact, 0.0, arithmetic.unit * np.abs(value) + arithmetic.subnormal)
     return Bounded(value, error, arithmetic)
 
 
@@ -215,8 +224,7 @@ def choose(decision: Decision, yes: Bounded, no: Bounded) -> Bounded:
     """Return `yes` or `no`, entry by entry; where the decision is in doubt, a bound of both."""
     chosen = where(decision.yes, yes, no)
     other = where(decision.yes, no, yes)
-    with np.errstate(all="ignore"):
-        both = np.maximum(chosen.error, np.abs(chosen.value - other.value) + other.error)
+    both = np.maximum(chosen.error, np.abs(chosen.value - other.value) + other.error)
     both = np.where(chosen.value == other.value, np.maximum(chosen.error, other.error), both)
     both = np.where(np.isnan(both), np.inf, both)
     return Bounded(
@@ -226,12 +234,16 @@ def choose(decision: Decision, yes: Bounded, no: Bounded) -> Bounded:
     )
 
 
+def unbounded(x: Bounded, where_: np.ndarray) -> Bounded:
+    """Return x with anything accepted at some places."""
+    return Bounded(x.value, np.where(where_, np.inf, x.error), x.arithmetic)
+
+
 def beyond(a: Bounded, bound: object) -> Decision:
     """Decide a > bound; False where one of them is NaN."""
     bound = a.like(bound)
-    with np.errstate(all="ignore"):
-        yes = a.value > bound.value
-        error = a.error + bound.error
-        near = np.abs(a.value - bound.value) <= error
+    yes = a.value > bound.value
+    error = a.error + bound.error
+    near = np.abs(a.value - bound.value) <= error
     near = np.where(np.isinf(error), True, near) & (error > 0)
     return Decision(yes, near & ~np.isnan(a.value) & ~np.isnan(bound.value))

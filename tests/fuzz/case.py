@@ -17,6 +17,9 @@ import numpy as np
 SIMPLEST: dict[str, Any] = {
     "seed": 0,
     "mode": "grad",  # or no-grad, inference
+    "threads": 1,
+    "twice": False,  # whether the backward runs twice
+    "constants": "usual",  # or of-inference: made in inference mode
     "wrong": None,  # a name in `refusals.WRONG`: what is illegal about the call
     # tokens
     "sequences": 1,

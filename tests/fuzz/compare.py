@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from torch import Tensor
 
 from .arithmetic import FORMATS
 from .bounded import Bounded, Decision, Doubts
 from .functions import stored
+from .tensors import numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Difference:
         return f"{self.part}: {self.kind}: {self.text}"
 
 
+#: The numbers of a part of a result, and their dtype.
+Got = tuple[np.ndarray, str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One part of a result as the oracle expects it."""
@@ -33,7 +39,14 @@ class Part:
     waited_for: float | None = None
 
 
-def differences(got: dict[str, object], want: dict[str, Part], doubts: Doubts) -> list[Difference]:
+def part(x: Tensor | None) -> Got | None:
+    """Return what a tensor holds."""
+    return None if x is None else (numbers(x), str(x.dtype).removeprefix("torch."))
+
+
+def differences(
+    got: dict[str, Got | None], want: dict[str, Part], doubts: Doubts
+) -> list[Difference]:
     """Return what differs, in the order of the parts; `got` holds (numbers, dtype) or None."""
     found = []
     for name, part in want.items():
@@ -75,9 +88,8 @@ def _compare(name: str, got: np.ndarray, part: Part, doubts: Doubts) -> Differen
         nothing = (want.value == 0) & (want.error == 0)
         doubts.add("unsaid: NaN as upstream gradient of a loss", nothing)
         want = Bounded(want.value, np.where(nothing, np.inf, want.error), want.arithmetic)
-    doubts.add("overflow", np.isinf(want.error).any(-1))
-    with np.errstate(all="ignore"):
-        near = np.abs(got - want.value) <= want.error
+    doubts.add("unbounded", np.isinf(want.error).any(-1))
+    near = np.abs(got - want.value) <= want.error
     equal = (got == want.value) | (np.isnan(got) & np.isnan(want.value)) | np.isinf(want.error)
     wrong = ~(near | equal)
     kind = "nan" if (np.isnan(got) != np.isnan(want.value))[wrong].any() else "value"
@@ -95,8 +107,7 @@ def _first(
     if not wrong.any():
         return None
     if error is not None:  # the worst, in units of its bound
-        with np.errstate(all="ignore"):
-            excess = np.where(wrong, np.abs(got - want) / (error + 1e-300), -1.0)
+        excess = np.where(wrong, np.abs(got - want) / (error + 1e-300), -1.0)
         at = np.unravel_index(
             int(np.argmax(np.where(np.isnan(excess), np.inf, excess))), wrong.shape
         )

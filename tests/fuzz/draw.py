@@ -35,10 +35,12 @@ LOSSES = ("policy_loss", "logits_policy_loss", "linear_policy_loss")
 SHARE_WRONG = 0.02
 
 
-def draw(seed: int, index: int, *, float64: bool, interpreted: bool) -> Case:
+def draw(
+    seed: int, index: int, function: str | None = None, *, float64: bool, interpreted: bool
+) -> Case:
     """Return the case of this number: the same in every run."""
     chance = Chance(f"{seed} {index}")
-    function = chance.weighed(FUNCTIONS)
+    function = function or chance.weighed(FUNCTIONS)
     if chance.of(SHARE_WRONG) and wrongs_of(function):
         return Case(function, wrong=chance.pick(wrongs_of(function)), seed=chance.whole(0, 9))
     options: dict[str, Any] = {"seed": chance.whole(0, 10**6)}
@@ -48,6 +50,9 @@ def draw(seed: int, index: int, *, float64: bool, interpreted: bool) -> Case:
         {"ones": 4, "random": 4, "zero": 1, "some-zero": 2, "expanded": 1, "strided": 1}
         | {"first": 1, "nan": 0.2, "large": 0.3}
     )
+    options["threads"] = 2 if chance.of(0.1) else 1
+    options["twice"] = chance.of(0.1)
+    options["constants"] = "of-inference" if chance.of(0.08) else "usual"
     options["mode"] = chance.weighed({"grad": 12, "no-grad": 1, "inference": 1})
     if function in WITH_ROWS or function in LINEAR:
         options |= row_options(chance, function, options, interpreted)
@@ -57,6 +62,7 @@ def draw(seed: int, index: int, *, float64: bool, interpreted: bool) -> Case:
         options |= objective_options(chance, function, options)
     if function in PLAIN:
         options |= PLAIN[function](chance, options)
+    options["twice"] = options["twice"] and not options.get("inplace", False)
     options["features"] = _features(chance, function, options)
     return Case(function, **options)
 

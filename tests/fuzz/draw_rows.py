@@ -33,6 +33,7 @@ def row_options(chance: Chance, function: str, options: dict, interpreted: bool)
         ),
         "autocast": chance.of(0.03),
     }
+    drawn["threads"] = 2 if chance.of(0.1 if size == "small" else 0.5) else 1
     if size == "large":  # few rows take another path than many
         drawn["sequences"] = min(options["sequences"], chance.pick((1, 2, 4)))
     if options["layout"] == "padded" and chance.of(0.15):

@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import advantages_call, linear_call, policy_call, rows_call, values_call
-from .bounded import Doubts
-from .case import Case
-from .compare import Difference, differences
-from .refusals import PLAIN, refusal_differences
+import numpy as np
 
-Examined = Callable[[Case, str, str, Doubts], tuple[dict, dict]]
+from . import advantages_call, linear_call, policy_call, rows_call, values_call
+from .case import Case
+from .compare import Difference, Got, Part, differences
+from .refusals import PLAIN, refusal_differences
+from .trial import Trial
+
+Examined = Callable[[Trial], tuple[dict[str, Got], dict[str, Part]]]
 EXAMINED: dict[str, Examined] = {
     "token_logprobs": rows_call.examined,
     "token_stats": rows_call.examined,
@@ -54,18 +56,21 @@ def examine(case: Case, backend: str, device: str) -> Verdict:
     """Return what differs between a case and its oracle."""
     if case.wrong is not None:
         return Verdict(refusal_differences(case, backend), Counter(), refused=True)
-    doubts = Doubts()
-    chosen = backend_of(case, backend)
+    trial = Trial(case, backend_of(case, backend), device)
     try:
-        with warnings.catch_warnings():
+        with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            got, want = EXAMINED[case.function](case, chosen, device, doubts)
+            got, want = EXAMINED[case.function](trial)
     except Exception as error:
         name = type(error).__name__
         text = str(error).splitlines()[0] if str(error) else ""
         found = [Difference("call", f"raised {name}: {_stem(text)}", text)]
-        return Verdict(found, doubts.counts, refused=False)
-    return Verdict(differences(got, want, doubts), doubts.counts, refused=False)
+        return Verdict(found, trial.doubts.counts, refused=False)
+    with np.errstate(all="ignore"):
+        found = differences(got, want, trial.doubts)
+    if trial.changed():
+        found.append(Difference("given tensors", "changed", "the call wrote into one of them"))
+    return Verdict(found, trial.doubts.counts, refused=False)
 
 
 def _stem(text: str) -> str:

@@ -10,30 +10,28 @@ from .bounded import Bounded, Decision, beyond, choose, where
 
 def exp(x: Bounded) -> Bounded:
     """Return e^x; kernels take 2^(x log2 e), which makes |x| roundings of the argument more."""
-    with np.errstate(all="ignore"):
-        value = np.exp(x.value)
-        finite = np.where(np.isfinite(x.value), x.value, 0.0)
-        grown = np.where(x.error == 0, 0.0, value * np.expm1(x.error))
-        return x.function(value, grown, (x.error == 0) & ((value == 1) | (value == 0)), abs(finite))
+    value = np.exp(x.value)
+    finite = np.where(np.isfinite(x.value), x.value, 0.0)
+    grown = np.where(x.error == 0, 0.0, value * np.expm1(x.error))
+    return x.function(value, grown, (x.error == 0) & ((value == 1) | (value == 0)), abs(finite))
 
 
 def expm1(x: Bounded) -> Bounded:
     """Return e^x - 1, with a relative error where x is small."""
-    with np.errstate(all="ignore"):
-        value = np.expm1(x.value)
-        finite = np.where(np.isfinite(x.value), x.value, 0.0)
-        grown = np.where(x.error == 0, 0.0, np.exp(x.value) * np.expm1(x.error))
-        exact = (x.error == 0) & ((value == 0) | np.isinf(x.value))
-        return x.function(value, grown, exact, abs(finite))
+    value = np.expm1(x.value)
+    finite = np.where(np.isfinite(x.value), x.value, 0.0)
+    grown = np.where(x.error == 0, 0.0, np.exp(x.value) * np.expm1(x.error))
+    exact = (x.error == 0) & ((value == 0) | np.isinf(x.value))
+    return x.function(value, grown, exact, abs(finite))
 
 
 def sigmoid(x: Bounded) -> Bounded:
-    """Return 1 / (1 + e^-x), whose slope is at most 1/4 and at most its own value."""
-    with np.errstate(all="ignore"):
-        value = 1 / (1 + np.exp(-x.value))
-        grown = np.minimum(0.25 * x.error, value * np.expm1(np.minimum(x.error, 700.0)))
-        by = np.where(np.isfinite(x.value), np.minimum(np.abs(x.value), 100.0), 0.0)
-        return x.function(value, np.where(x.error == 0, 0.0, grown), np.isinf(x.value), by)
+    """Return 1 / (1 + e^-x)."""
+    value = 1 / (1 + np.exp(-x.value))
+    high, low = (1 / (1 + np.exp(-(x.value + side * x.error))) for side in (1, -1))
+    grown = np.maximum(high - value, value - low)
+    by = np.where(np.isfinite(x.value), np.minimum(np.abs(x.value), 100.0), 0.0)
+    return x.function(value, np.where(x.error == 0, 0.0, grown), np.isinf(x.value), by)
 
 
 def square(x: Bounded) -> Bounded:
@@ -74,10 +72,11 @@ def stored(x: Bounded, dtype: str, waited_for: float | None = None) -> Bounded:
     if kept.unit <= x.arithmetic.unit:
         return x
     waited = waited_for is not None and abs(np.frexp(waited_for)[0]) != 0.5
-    with np.errstate(all="ignore"):
-        rounding = kept.unit * (np.abs(x.value) + x.error) * (1 + waited)
-        rounding = rounding + kept.subnormal / 2 * (1 + abs(waited_for or 0.0))
-        error = x.error + np.where((x.value == 0) & (x.error == 0), 0.0, rounding)
-        error = np.where(np.abs(x.value) + error > kept.largest, np.inf, error)
+    rounding = kept.unit * (np.abs(x.value) + x.error) * (1 + waited)
+    rounding = rounding + kept.subnormal / 2 * (1 + abs(waited_for or 0.0))
+    error = x.error + np.where((x.value == 0) & (x.error == 0), 0.0, rounding)
+    infinite = (np.abs(x.value) - error > 2 * kept.largest) & np.isfinite(x.value)
+    error = np.where(np.abs(x.value) + error > kept.largest, np.inf, error)
     error = np.where(np.isfinite(x.value), error, x.error)
-    return Bounded(x.value, error, x.arithmetic)
+    value = np.where(infinite, np.copysign(np.inf, x.value), x.value)
+    return Bounded(value, np.where(infinite, 0.0, error), x.arithmetic)

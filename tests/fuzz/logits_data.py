@@ -37,8 +37,7 @@ def logits_of(case: Case, tokens: Tokens, ids: np.ndarray) -> np.ndarray:
     x = random.standard_normal((n, v)) * case.spread
     for feature in FEATURES:
         if case.has(feature) and n:
-            with np.errstate(all="ignore"):
-                x = _FEATURE.get(feature, _unchanged)(x, ids, case.random(feature), case)
+            x = _FEATURE.get(feature, _unchanged)(x, ids, case.random(feature), case)
     if case.logits_layout == "expanded" and not tokens.packed:
         x = np.tile(x.reshape(*tokens.shape, v)[:1], (tokens.shape[0], 1, 1)).reshape(n, v)
     return as_held(x, case.dtype)

@@ -1,13 +1,14 @@
-"""Runs many cases, shrinks what fails, and says what there was."""
+"""Runs cases, shrinks what fails, and gathers what there was."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .case import Case
+from .compare import Difference
 from .draw import draw
 from .examine import examine, signature
 from .shrink import shrunk
@@ -30,11 +31,11 @@ class Report:
     """What a run did."""
 
     cases: Counter = dataclasses.field(default_factory=Counter)  # by function
-    refused: Counter = dataclasses.field(default_factory=Counter)  # by function
-    ambiguous_cases: Counter = dataclasses.field(default_factory=Counter)  # by kind
-    decisions: Counter = dataclasses.field(default_factory=Counter)  # by kind
+    refused: int = 0
     failing: int = 0
-    with_doubt: int = 0
+    in_doubt: int = 0
+    doubtful_cases: Counter = dataclasses.field(default_factory=Counter)  # by kind
+    decisions: Counter = dataclasses.field(default_factory=Counter)  # by kind
     failures: dict[Signature, Failure] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
@@ -42,12 +43,27 @@ class Report:
     def total(self) -> int:
         return sum(self.cases.values())
 
+    @property
+    def share_in_doubt(self) -> float:
+        return self.in_doubt / max(self.total, 1)
+
     def add(self, case: Case, refused: bool, doubts: Counter) -> None:
         self.cases[case.function] += 1
-        self.refused[case.function] += refused
-        self.with_doubt += bool(doubts)
+        self.refused += refused
+        self.in_doubt += bool(doubts)
         self.decisions.update(doubts)
-        self.ambiguous_cases.update(doubts.keys())
+        self.doubtful_cases.update(doubts.keys())
+
+    def merge(self, other: Report) -> None:
+        for name in ("cases", "doubtful_cases", "decisions"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("refused", "failing", "in_doubt"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for kind, failure in other.failures.items():
+            if kind in self.failures:
+                self.failures[kind].count += failure.count
+            else:
+                self.failures[kind] = failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +77,19 @@ class Run:
     device: str = "cpu"
     interpreted: bool = False
     shrink: bool = True
+    function: str | None = None  # None: any
 
     def case(self, index: int) -> Case:
         return draw(
             self.seed,
             index,
+            self.function,
             float64=self.backend in ("reference", "auto"),
             interpreted=self.interpreted,
         )
+
+    def indices(self) -> range:
+        return range(self.first, self.first + self.cases)
 
 
 def fails_as(kind: Signature, run: Run) -> Callable[[Case], bool]:
@@ -81,34 +102,38 @@ def fails_as(kind: Signature, run: Run) -> Callable[[Case], bool]:
     return fails
 
 
-def perform(run: Run, before: Callable[[int], None] = lambda index: None) -> Report:
-    """Run the cases; `before` hears the number of each."""
+def perform(
+    run: Run,
+    known: Iterable[Signature] = (),
+    before: Callable[[int], None] = lambda index: None,
+) -> Report:
+    """Run the cases; `before` hears the number of each; failures that are known are not shrunk."""
     report, started = Report(), time.monotonic()
-    for index in range(run.first, run.first + run.cases):
+    for index in run.indices():
         before(index)
         case = run.case(index)
         verdict = examine(case, run.backend, run.device)
         report.add(case, verdict.refused, verdict.doubts)
         if verdict.differences:
             report.failing += 1
-            _note(report, case, verdict.differences[0], run)
+            _note(report, case, verdict.differences[0], run, set(known))
     report.seconds = time.monotonic() - started
     return report
 
 
-def _note(report: Report, case: Case, difference: object, run: Run) -> None:
+def _note(
+    report: Report, case: Case, difference: Difference, run: Run, known: set[Signature]
+) -> None:
     kind = signature(case, difference)
-    known = report.failures.get(kind)
-    if known is not None:
-        known.count += 1
+    if kind in report.failures:
+        report.failures[kind].count += 1
         return
-    small = shrunk(case, fails_as(kind, run)) if run.shrink else case
-    texts = [
-        str(one)
-        for one in examine(small, run.backend, run.device).differences
-        if signature(small, one) == kind
-    ]
-    report.failures[kind] = Failure(case, small, texts[0] if texts else str(difference))
+    small, text = case, str(difference)
+    if run.shrink and kind not in known:
+        small = shrunk(case, fails_as(kind, run))
+        again = examine(small, run.backend, run.device).differences
+        text = next((str(one) for one in again if signature(small, one) == kind), text)
+    report.failures[kind] = Failure(case, small, text)
 
 
 def lines_of(report: Report, run: Run) -> list[str]:
@@ -116,18 +141,17 @@ def lines_of(report: Report, run: Run) -> list[str]:
     lines = [
         f"{report.total} cases of seed {run.seed} on {run.backend} in {report.seconds:.0f} s: "
         f"{report.failing} failed in {len(report.failures)} ways, "
-        f"{sum(report.refused.values())} were refused as they should be, "
-        f"{report.with_doubt} have something in doubt",
+        f"{report.refused} were refused as they should be, "
+        f"{report.in_doubt} have something in doubt ({report.share_in_doubt:.1%})",
         "  cases: " + _counts(report.cases),
-        "  in doubt, cases: " + _counts(report.ambiguous_cases),
+        "  in doubt, cases: " + _counts(report.doubtful_cases),
         "  in doubt, decisions: " + _counts(report.decisions),
     ]
     for (function, part, kind), failure in sorted(report.failures.items()):
-        lines += [
-            "",
-            f"{function}, {part}, {kind}: {failure.count} cases; {failure.text}",
-            f"    {failure.shrunk}",
-        ]
+        lines += ["", f"{function}, {part}, {kind}: {failure.count} cases; {failure.text}"]
+        lines += [f"    {failure.shrunk}"]
+        if failure.found != failure.shrunk:
+            lines += [f"    found as {failure.found}"]
     return lines
 
 

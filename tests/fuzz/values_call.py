@@ -8,20 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import fastrl
-
+from . import policy_data
 from .arithmetic import FLOAT32, of_results
-from .bounded import Bounded, Doubts
+from .bounded import Bounded
 from .case import Case
-from .compare import Part
+from .compare import Got, Part, part
 from .functions import mean
 from .logits_data import as_held
 from .oracle.values import explained_variance, kl_divergence, value_terms, whiten
 from .oracle.weights import token_weights
-from .policy_call import UPSTREAM, moved, placed, scaled, upstream, upstream_factor
-from .rows_call import part
+from .policy_call import UPSTREAM, placed, scaled, upstream, zero_or_lost
 from .tensors import bounds_tensor, flat_tensor, mask_tensor, token_tensor
 from .tokens import tokens_of
+from .trial import Trial
 from .weighing import group_arguments, normalizer_argument, normalizer_of, weighing_of
 
 METRICS = [
@@ -63,21 +62,21 @@ def _weight_arguments(case: Case) -> dict[str, Any]:
     return arguments
 
 
-def examined_weights(case: Case, backend: str, device: str, doubts: Doubts) -> tuple[dict, dict]:
+def examined_weights(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `token_weights`."""
+    case = trial.case
     tokens = tokens_of(case)
-    arguments = moved(_weight_arguments(case), device)
-    result = fastrl.token_weights(
-        mask_tensor(case, tokens).to(device), backend=backend, **arguments
-    )
+    given = trial.moved([mask_tensor(case, tokens)])
+    result = trial.call(*given, **trial.moved(_weight_arguments(case)))
     parameters = dict(case.parameters)
     weighing = weighing_of(case, tokens, tokens.valid, parameters)
     want = token_weights(weighing, parameters["aggregation"], normalizer_of(case), FLOAT32)
     return {"weights": part(result)}, {"weights": Part(want.reshape(*tokens.shape), "float32")}
 
 
-def examined_value_loss(case: Case, backend: str, device: str, doubts: Doubts) -> tuple[dict, dict]:
+def examined_value_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `value_loss`."""
+    case = trial.case
     tokens = tokens_of(case)
     values, returns = (_drawn(case, what, tokens.total) for what in ("values", "returns"))
     old = None
@@ -86,11 +85,9 @@ def examined_value_loss(case: Case, backend: str, device: str, doubts: Doubts) -
         by = case.random("old").choice([0.0, 0.5, -0.5, 0.25, 1.0, -2.0], tokens.total)
         old = as_held(values + by, case.dtype)
         arguments["old_values"] = token_tensor(case, tokens, old, case.dtype)
-    leaf = token_tensor(case, tokens, values, case.dtype).to(device)
-    leaf.requires_grad_(case.mode == "grad")
-    target = token_tensor(case, tokens, returns, case.dtype).to(device)
-    mask = mask_tensor(case, tokens).to(device)
-    result = fastrl.value_loss(leaf, target, mask, backend=backend, **moved(arguments, device))
+    leaf = trial.leaf(token_tensor(case, tokens, values, case.dtype))
+    constants = [token_tensor(case, tokens, returns, case.dtype), mask_tensor(case, tokens)]
+    result = trial.call(leaf, *trial.moved(constants), **trial.moved(arguments))
     arithmetic, valid = of_results(case.dtype), tokens.valid
     parameters = {"aggregation": "token-mean", "loss": "mse", **case.parameters}
     weighing = weighing_of(case, tokens, valid, parameters)
@@ -99,7 +96,7 @@ def examined_value_loss(case: Case, backend: str, device: str, doubts: Doubts) -
     v, r = (Bounded(x[valid], 0.0, arithmetic) for x in (values, returns))
     before = None if old is None else Bounded(old[valid], 0.0, arithmetic)
     value, slope, clipped = value_terms(v, r, before, parameters.get("clip"), parameters["loss"])
-    doubts.add("value clip", clipped.doubtful)
+    trial.doubts.add("value clip", clipped.doubtful)
     share = Bounded(clipped.yes.astype(float), clipped.doubtful.astype(float), arithmetic)
     n = int(valid.sum())
     averages = {"value_mean": v, "return_mean": r, "clip_fraction": share}
@@ -109,56 +106,54 @@ def examined_value_loss(case: Case, backend: str, device: str, doubts: Doubts) -
     got |= {f"metric {name}": part(x) for name, x in result.metrics.items()}
     want = {"loss": Part((w * value).sum(), arithmetic.name)}
     want |= {f"metric {name}": Part(x) for name, x in metrics.items()}
-    if case.mode == "grad":
-        result.loss.backward(upstream(case, result.loss).to(device))
-        full = scaled(w * slope, upstream_factor(case, arithmetic), slope.value == 0)
+    if trial.differentiates(leaf):
+        trial.backward([leaf], [result.loss], [upstream(case, result.loss)])
+        full = scaled(w * slope, case)
         got["grad values"] = part(leaf.grad)
         waited_for = UPSTREAM[case.upstream]
         want["grad values"] = Part(placed(full, valid, tokens.shape), case.dtype, waited_for)
     return got, want
 
 
-def examined_kl(case: Case, backend: str, device: str, doubts: Doubts) -> tuple[dict, dict]:
+def examined_kl(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `kl_divergence`."""
-    from . import policy_data
-
+    case = trial.case
     tokens = tokens_of(case)
     logprobs = policy_data.logprobs_of(case, tokens)
     fields = {"kl_clamp": case.parameters.get("clamp")}
     ref = policy_data.ref_of(case, logprobs, fields)
-    leaves = [token_tensor(case, tokens, logprobs, case.dtype).to(device)]
-    leaves.append(token_tensor(case, tokens, ref, case.token_dtype).to(device))
-    for leaf in leaves:
-        leaf.requires_grad_(case.mode == "grad")
-    result = fastrl.kl_divergence(*leaves, backend=backend, **case.parameters)
+    leaves = [trial.leaf(token_tensor(case, tokens, logprobs, case.dtype))]
+    leaves.append(trial.leaf(token_tensor(case, tokens, ref, case.token_dtype)))
+    result = trial.call(*leaves, **case.parameters)
     arithmetic = of_results(case.dtype, case.token_dtype)
     estimator, clamp = case.parameters.get("estimator", "k3"), fields["kl_clamp"]
     bounded = (Bounded(x, 0.0, arithmetic) for x in (logprobs, ref))
     value, *slopes = kl_divergence(*bounded, estimator, clamp)
     got = {"kl": part(result)}
     want = {"kl": Part(value.reshape(*tokens.shape), arithmetic.name)}
-    if case.mode == "grad":
+    if trial.differentiates(*leaves):
         g = case.random("upstream kl").choice([0.0, 1.0, -0.75], tokens.total)
-        result.backward(flat_tensor(case, g, arithmetic.name).view(tokens.shape).to(device))
+        given = flat_tensor(case, g, arithmetic.name).view(tokens.shape)
+        trial.backward(leaves, [result], [given])
         dtypes = (case.dtype, case.token_dtype)
         for name, leaf, slope, dtype in zip(
             ("logprobs", "ref"), leaves, slopes, dtypes, strict=True
         ):
-            total = scaled(slope, Bounded(g, 0.0, arithmetic), g == 0)
+            asked = Bounded(g, 0.0, arithmetic)
+            total = zero_or_lost(asked, slope * asked)
             got[f"grad {name}"] = part(leaf.grad)
             want[f"grad {name}"] = Part(total.reshape(*tokens.shape), dtype)
     return got, want
 
 
-def examined_mean(case: Case, backend: str, device: str, doubts: Doubts) -> tuple[dict, dict]:
+def examined_mean(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `masked_mean` and `whiten`."""
+    case = trial.case
     tokens = tokens_of(case)
     x = _drawn(case, "x", tokens.total)
-    leaf = token_tensor(case, tokens, x, case.dtype).to(device)
-    leaf.requires_grad_(case.mode == "grad")
-    mask = mask_tensor(case, tokens).to(device)
+    leaf = trial.leaf(token_tensor(case, tokens, x, case.dtype))
     arithmetic, valid = of_results(case.dtype), tokens.valid
-    result = getattr(fastrl, case.function)(leaf, mask, backend=backend, **case.parameters)
+    result = trial.call(leaf, trial.moved(mask_tensor(case, tokens)), **case.parameters)
     if case.function == "whiten":
         white = whiten(
             Bounded(x[valid], 0.0, arithmetic), shift_mean=case.parameters.get("shift_mean", True)
@@ -169,9 +164,9 @@ def examined_mean(case: Case, backend: str, device: str, doubts: Doubts) -> tupl
     count = valid.reshape(tokens.shape).sum(dim)
     want_mean = selected.sum(dim) / np.maximum(count, 1).astype(float)
     got, want = {"mean": part(result)}, {"mean": Part(want_mean, arithmetic.name)}
-    if case.mode == "grad":
+    if trial.differentiates(leaf):
         g = np.asarray(case.random("upstream").choice([0.0, 1.0, -0.75], want_mean.shape), float)
-        result.backward(torch.tensor(g, dtype=result.dtype, device=device))
+        trial.backward([leaf], [result], [torch.tensor(g, dtype=result.dtype)])
         share = Bounded(g, 0.0, arithmetic) / np.maximum(count, 1).astype(float)
         spread = [
             np.broadcast_to(y if dim is None else np.expand_dims(y, dim), tokens.shape)
@@ -185,8 +180,9 @@ def examined_mean(case: Case, backend: str, device: str, doubts: Doubts) -> tupl
     return got, want
 
 
-def examined_reduce(case: Case, backend: str, device: str, doubts: Doubts) -> tuple[dict, dict]:
+def examined_reduce(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `reduce_metrics`; sequences are micro-batches."""
+    case = trial.case
     count = max(case.sequences, 1)
     random = case.random("metrics")
     drawn = {name: as_held(np.abs(random.standard_normal(count)), case.dtype) for name in METRICS}
@@ -196,13 +192,10 @@ def examined_reduce(case: Case, backend: str, device: str, doubts: Doubts) -> tu
         drawn[name] = np.where(active == 0, 0.0, drawn[name])
     dtype = getattr(torch, case.dtype)
     given: list[dict[str, Tensor]] = [
-        {
-            name: torch.tensor(values[i], dtype=dtype, device=device)
-            for name, values in drawn.items()
-        }
+        {name: torch.tensor(values[i], dtype=dtype) for name, values in drawn.items()}
         for i in range(count)
     ]
-    result = fastrl.reduce_metrics(given[0] if count == 1 else given, **case.parameters)
+    result = trial.call(trial.moved(given[0] if count == 1 else given), **case.parameters)
     arithmetic = of_results(case.dtype)
     total, some = active.sum(), active > 0
     want = {}

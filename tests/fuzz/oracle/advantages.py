@@ -23,41 +23,41 @@ def group_advantages(
     informative = np.zeros(n, bool)
     correction = options["correction"]
     unit = max(arithmetic.unit, OF_FLOAT64)
-    with np.errstate(all="ignore"):
-        together = _mean_and_std(rewards[_in_finite_groups(rewards, groups)], correction)[1]
-        for group in np.unique(groups):
-            inside = groups == group
-            r = rewards[inside]
-            mean[inside], deviation = _mean_and_std(r, correction)
-            std[inside] = deviation
-            size = np.abs(r).max()
-            errors[1, inside] = _relative(r.mean(), unit) + OF_FLOAT64 * size
-            errors[2, inside] = _relative(deviation, 2 * unit) + OF_FLOAT64 * size
-            equal = (r == r[0]).all() if np.isfinite(r).all() else False
-            informative[inside] = not equal and not np.isnan(r).any() and np.isfinite(r).all()
-            if len(r) == 1:
-                raw = options["singleton"] == "raw"
-                advantages[inside] = r if raw else np.where(np.isfinite(r), 0.0, np.nan)
-                informative[inside] = raw and np.isfinite(r).all()
-                continue
-            divisor = _divisor(deviation, together, options)
-            centred, error = _centred(r, size, options["baseline"])
-            if equal and options["baseline"] != "none":
-                centred, error = np.zeros(len(r)), 0.0
-            nothing = (centred == 0) & (divisor == 0)
-            made = np.where(nothing, 0.0, centred / divisor)
-            advantages[inside] = made
-            # what float64 loses in the deviation, if that is next to nothing, counts here
-            lost = OF_FLOAT64 * size / divisor
-            errors[0, inside] = _relative(made, 3 * unit + lost) + np.where(
-                error, error / divisor, 0
-            )
+    together = _mean_and_std(rewards[_in_finite_groups(rewards, groups)], correction)[1]
+    for group in np.unique(groups):
+        inside = groups == group
+        r = rewards[inside]
+        mean[inside], deviation = _mean_and_std(r, correction)
+        std[inside] = deviation
+        size = np.abs(r).max()
+        errors[1, inside] = _relative(r.mean(), unit) + OF_FLOAT64 * size
+        errors[2, inside] = _relative(deviation, 2 * unit) + OF_FLOAT64 * size
+        equal = (r == r[0]).all() if np.isfinite(r).all() else False
+        informative[inside] = not equal and not np.isnan(r).any() and np.isfinite(r).all()
+        if len(r) == 1:
+            raw = options["singleton"] == "raw"
+            advantages[inside] = r if raw else np.where(np.isfinite(r), 0.0, np.nan)
+            informative[inside] = raw and np.isfinite(r).all()
+            continue
+        divisor = _divisor(deviation, together, options)
+        centred, error = _centred(r, size, options["baseline"])
+        if equal and options["baseline"] != "none":
+            centred, error = np.zeros(len(r)), 0.0
+        nothing = (centred == 0) & (divisor == 0)
+        made = np.where(nothing, 0.0, centred / divisor)
+        advantages[inside] = made
+        # what float64 loses in the deviation, if that is next to nothing, counts here
+        lost = OF_FLOAT64 * size / divisor
+        errors[0, inside] = _relative(made, 3 * unit + lost) + np.where(error, error / divisor, 0)
     values = (advantages, mean, std)
+    # unsaid: what else there is in a group of an infinite reward, which is to stay in it
+    infinite = np.isin(groups, groups[np.isinf(rewards)])
     parts = {}
     for name, value, error in zip(("advantages", "mean", "std"), values, errors, strict=True):
         error = np.where(np.isfinite(value), np.where(np.isnan(error), np.inf, error), 0.0)
         if name == "advantages":
             error = np.where(value == 0, 0.0, error)
+        error = np.where(infinite, np.inf, error)
         parts[name] = Bounded(value, error, arithmetic)
     return {**parts, "informative": informative}
 

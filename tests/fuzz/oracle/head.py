@@ -55,7 +55,7 @@ class LinearHead:
     def gradients(self, dx: Bounded) -> dict[str, Bounded]:
         """Return the gradients of hidden states and parameters from that of the logits `[n, V]`."""
         value = dx.value
-        magnitude = np.abs(value)
+        magnitude = _finite(value)
         error = dx.error + self.entering * magnitude
         n, vocabulary = value.shape
         h = np.where(
@@ -108,14 +108,15 @@ class LinearHead:
         by: np.ndarray,
         rounds: float,
     ) -> tuple[np.ndarray, np.ndarray]:
-        size = np.abs(by)
+        size = _finite(by)
         made = error @ size + rounds * (magnitude @ size)
         some = (magnitude + error).any(1, keepdims=True)  # of nothing comes exactly nothing
         return value @ by, made + np.where(some, self._underflow(value.shape[1], by), 0.0)
 
     def _bounded(self, value: np.ndarray, error: np.ndarray) -> Bounded:
-        error = np.where(np.isnan(error) & ~np.isnan(value), np.inf, error)
-        return Bounded(value, np.where(np.isnan(value), 0.0, error), self.arithmetic)
+        error = np.where(np.isnan(error), np.inf, error)
+        certain = ~np.isfinite(value) & np.isfinite(error)
+        return Bounded(value, np.where(certain, 0.0, error), self.arithmetic)
 
 
 def _finite(x: np.ndarray) -> np.ndarray:

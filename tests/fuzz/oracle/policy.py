@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from ..bounded import Bounded, Decision, Doubts, choose, where
+from ..bounded import Bounded, Decision, Doubts, choose, unbounded, where
 from ..functions import exp, expm1, held, mean
 from . import terms
 from .geometric import geometric_ratio
@@ -97,9 +97,12 @@ def policy_loss(
             weight = choose(dropped, zeros(weight), weight)
     policy = _times(weight, term.value, doubts)
     through, own = (_times(weight, part, doubts) for part in (term.through, term.own))
+    infinite = np.isinf(tokens.advantages.value)
+    doubts.add("unsaid: an infinite advantage", infinite)
+    policy, through, own = (unbounded(part, infinite) for part in (policy, through, own))
     slope = _slope(tokens, ratio, through, own)
     if function is None:
-        slope = _constant_where_infinite(slope, tokens, policy)
+        slope = _constant_where_infinite(slope, tokens, ratio, policy)
     else:  # whatever automatic differentiation makes of NaN
         unknown = np.isnan(policy.value)
         slope = Bounded(slope.value, np.where(unknown, np.inf, slope.error), slope.arithmetic)
@@ -115,7 +118,7 @@ def policy_loss(
             through, own = (_times(by, each, doubts) for each in (kl.through, kl.own))
             kl_slope = _slope(tokens, ratio, through, own)
             loss = loss + part.sum()
-            slope = slope + _constant_where_infinite(kl_slope, tokens, part)
+            slope = slope + _constant_where_infinite(kl_slope, tokens, ratio, part)
             doubts.add("kl bound", (kl.low | kl.high).doubtful)
     entropy_slope = _entropy_slope(weights.entropy_on(top), fields, top)
     if fields["entropy_coef"]:
@@ -170,11 +173,15 @@ def _slope(tokens: Tokens, ratio: Ratio, through: Bounded, own: Bounded) -> Boun
     return choose(ratio.stuck & ~lost, zeros(total), total) + own
 
 
-def _constant_where_infinite(slope: Bounded, tokens: Tokens, part: Bounded) -> Bounded:
+def _constant_where_infinite(
+    slope: Bounded, tokens: Tokens, ratio: Ratio, part: Bounded
+) -> Bounded:
     """An infinite log-probability is a constant; a NaN loss reaches the gradient."""
+    slope = unbounded(slope, np.isinf(part.error) & np.isnan(part.value))
     lost = np.isnan(part.value)
     infinite = np.isinf(tokens.logprobs.value) & ~lost
-    slope = where(infinite, zeros(slope), slope)
+    shared = ratio.shared & np.isnan(slope.value)  # unsaid: what it has of another token's NaN
+    slope = where(infinite, unbounded(zeros(slope), shared), slope)
     unsure = np.isinf(slope.error)
     return where(lost & ~unsure, Bounded(np.where(lost, np.nan, 0.0), 0.0, slope.arithmetic), slope)
 
@@ -227,7 +234,8 @@ def _metrics(
 
 
 def _zero(x: Bounded) -> Decision:
-    return Decision(x.value == 0, (np.abs(x.value) <= x.error) & (x.error > 0))
+    near = (np.abs(x.value) <= x.error) & (x.error > 0)
+    return Decision(x.value == 0, near | np.isinf(x.error))
 
 
 def _share(decision: Decision, like: Bounded) -> Bounded:

@@ -29,6 +29,8 @@ class Head:
     temperature: np.ndarray  # [N]
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    #: whether tanh is made from e^x, whose terms cancel where it is small
+    tanh_by_exp: bool = False
 
 
 class Rows:
@@ -45,9 +47,8 @@ class Rows:
         self.arithmetic, self.ids = arithmetic, ids
         self.n, self.vocabulary = x.shape
         self._all = np.arange(self.n)
-        with np.errstate(all="ignore"):
-            self._squash(x, np.broadcast_to(x_error, x.shape), head)
-            self._normalise()
+        self._squash(x, np.broadcast_to(x_error, x.shape), head)
+        self._normalise()
 
     def _squash(self, x: np.ndarray, x_error: np.ndarray, head: Head) -> None:
         """z, its error, and dz/dx with its own."""
@@ -81,6 +82,8 @@ class Rows:
         magnitude = np.where(np.isfinite(z), np.abs(z), 0.0)
         underflow = u.smallest * (1 + cap) * (1 + 1 / temperature) * (rounds > 0)
         error = rounds * u.unit * magnitude + self.slope * x_error + underflow
+        if head.tanh_by_exp:
+            error = error + FUNCTION_ROUNDINGS * u.unit * cap / temperature
         self.slope_error = slope_error
         with_differences = 2 * np.maximum(magnitude, np.where(np.isfinite(x), np.abs(x), 0))
         self.overflows = ((with_differences > u.largest) & np.isfinite(z)).any(1)
@@ -104,7 +107,10 @@ class Rows:
         self.log_s = np.log(s)
         # relative error of s, without and with that of z
         own = (p * per_term).sum(1, keepdims=True) * u + (adding + RESCALINGS) * u
-        inherited = (p * e).sum(1, keepdims=True)
+        # of small errors of z the first order and a quarter; of others the largest of the row
+        most = e.max(1, keepdims=True, initial=0.0)
+        small = most < 0.1
+        inherited = np.where(small, 1.25 * (p * e).sum(1, keepdims=True), most)
         log_error = own + FUNCTION_ROUNDINGS * u * self.log_s
         self.log_p = t - self.log_s
         away = np.where(np.isfinite(self.log_p), -self.log_p, 0.0)
@@ -112,10 +118,10 @@ class Rows:
         self.p = p
         # p may be made as exp(t) / s or as exp(log p)
         relative = self.log_p_error + (FUNCTION_ROUNDINGS + 2 + distance + away) * u
-        self.p_error = p * np.expm1(np.minimum(relative, 700.0)) + self.arithmetic.smallest
-        self.p_error = np.where(
-            p == 0, np.where(np.isneginf(z), 0.0, self.arithmetic.smallest), self.p_error
-        )
+        highest = np.exp(np.minimum(np.where(np.isneginf(z), z, self.log_p + relative), 0.0))
+        down = -p * np.expm1(-relative)
+        self.p_error = np.maximum(highest - p, down) + self.arithmetic.smallest
+        self.p_error = np.where(np.isneginf(z), 0.0, self.p_error)
         self.top, self.t, self.distance = top, t, distance
         weighted = (p * distance).sum(1, keepdims=True)
         self.entropy_value = self.log_s + weighted
@@ -123,16 +129,20 @@ class Rows:
             p > 0, p * np.abs(np.where(p > 0, self.log_p, 0) + self.entropy_value), 0
         )
         self.entropy_error = (
-            (sensitivity * e).sum(1, keepdims=True)
+            1.25 * (sensitivity * e).sum(1, keepdims=True)
             + log_error
             + own * weighted
             + (p * distance * per_term).sum(1, keepdims=True) * u
             + adding * u * weighted
             + 2 * u * self.entropy_value
         )
+        everything = np.log(self.vocabulary) + self.entropy_error
+        self.entropy_error = np.where(small, self.entropy_error, everything)
         self.lse_error = inherited + log_error + u * np.abs(top + self.log_s)
         self.squares = (p * p).sum(1)
-        self.squares_error = (2 * p * self.p_error).sum(1) + (adding + 2) * u * self.squares
+        self.squares_error = ((2 * p + self.p_error) * self.p_error).sum(1) + (
+            adding + 2
+        ) * u * self.squares
 
     def _of_rows(self, value: np.ndarray, error: np.ndarray) -> Bounded:
         error = np.where(self.overflows, np.inf, np.where(np.isfinite(value), error, 0.0))
@@ -162,12 +172,11 @@ class Rows:
     def is_top1(self) -> Decision:
         chosen = (self._all, self.ids)
         z, e = self.z[chosen][:, None], self.z_error[chosen][:, None]
-        with np.errstate(all="ignore"):
-            equal = (self.x == self.x[chosen][:, None]) & (e == self.z_error)
-            surely_above = self.z - self.z_error > z + e
-            surely_not = (
-                equal | (self.z + self.z_error < z - e) | (self.z == z) & (self.z_error + e == 0)
-            )
+        equal = (self.x == self.x[chosen][:, None]) & (e == self.z_error)
+        surely_above = self.z - self.z_error > z + e
+        surely_not = (
+            equal | (self.z + self.z_error < z - e) | (self.z == z) & (self.z_error + e == 0)
+        )
         surely_not[chosen] = True
         yes = ~(self.z > z).any(1)
         doubtful = ~surely_above.any(1) & ~surely_not.all(1)
@@ -176,50 +185,45 @@ class Rows:
     def gradient(self, logprobs: Bounded, entropy: Bounded, logsumexp: Bounded) -> Bounded:
         """Return dL/dx of upstream gradients `[N]`, zeros for an output that has none."""
         u = self.arithmetic.unit
-        with np.errstate(all="ignore"):
-            g_l, g_h, g_s = (g.value[:, None] for g in (logprobs, entropy, logsumexp))
-            e_l, e_h, e_s = (g.error[:, None] for g in (logprobs, entropy, logsumexp))
-            p, banned = self.p, np.isneginf(self.z)
-            log_p = np.where(p > 0, self.log_p, 0.0)
-            centred = np.where(p > 0, log_p + self.entropy_value, 0.0)
-            chosen = (self._all, self.ids)
-            share = -p  # of the chosen one 1 - p
-            share[chosen] += 1
-            value = np.where(g_l == 0, 0, g_l * share) + np.where(g_h == 0, 0, -g_h * p * centred)
-            value = value + np.where(g_s == 0, 0, g_s * p)
-            away = np.where(
-                p > 0, np.abs(log_p) + self.entropy_value + self.distance + self.log_s, 0
-            )
-            asked = np.where((g_h == 0) & (e_h == 0), 0, (np.abs(g_h) + e_h) * away)
-            magnitude = np.abs(g_l) + e_l + np.abs(g_s) + e_s + asked
-            centred_error = np.where(p > 0, self.log_p_error + self.entropy_error, 0.0)
-            error = self.p_error * magnitude + p * (
-                np.where(g_h == 0, 0, np.abs(g_h) * centred_error) + 4 * u * magnitude
-            )
-            error = error + p * (e_l + e_s) + np.where(e_h == 0, 0, p * np.abs(centred) * e_h)
-            error[chosen] += e_l[:, 0] + 2 * u * np.abs(g_l[:, 0])
-            idle = np.broadcast_to((g_l == 0) & (g_h == 0) & (g_s == 0), value.shape)
-            idle = idle & (e_l == 0) & (e_h == 0) & (e_s == 0)
-            value = np.where(banned & ~np.isnan(self.p), 0.0, value)
-            error = np.where(banned | idle, 0.0, error)
-            # unsaid: what a row without distribution gets where nothing is asked of it, and what a
-            # banned column gets where NaN is asked of the row
-            unsaid = idle & self.undefined[:, None] | (p == 0) & np.isnan(g_l + g_h + g_s)
-            unsaid = unsaid | np.isinf(e_l + e_h + e_s)
-            unsaid = unsaid | np.isinf(g_l + g_h + g_s) | banned & self.undefined[:, None]
-            result = value * self.slope
-            total = np.abs(self.slope) * error + np.abs(value) * self.slope_error
-            total = total + 2 * u * np.abs(result)
-            total = np.where(
-                error == 0, np.where(value == 0, 0.0, total), total + self.arithmetic.smallest
-            )
-            largest = self.arithmetic.largest
-            beyond = np.abs(result) + total > largest
-            # on the way: a product of what is asked for and dz/dx, before p makes it small
-            beyond = beyond | (magnitude * np.abs(self.slope) > largest) & ~np.isinf(magnitude)
-            total = np.where((beyond & ~idle) | np.isnan(total), np.inf, total)
-            total = np.where(
-                np.isfinite(result), total, np.where(self.overflows[:, None], np.inf, 0.0)
-            )
-            total = np.where(self.overflows[:, None] & ~idle | unsaid, np.inf, total)
+        g_l, g_h, g_s = (g.value[:, None] for g in (logprobs, entropy, logsumexp))
+        e_l, e_h, e_s = (g.error[:, None] for g in (logprobs, entropy, logsumexp))
+        p, banned = self.p, np.isneginf(self.z)
+        log_p = np.where(p > 0, self.log_p, 0.0)
+        centred = np.where(p > 0, log_p + self.entropy_value, 0.0)
+        chosen = (self._all, self.ids)
+        share = -p  # of the chosen one 1 - p
+        share[chosen] += 1
+        value = np.where(g_l == 0, 0, g_l * share) + np.where(g_h == 0, 0, -g_h * p * centred)
+        value = value + np.where(g_s == 0, 0, g_s * p)
+        away = np.where(p > 0, np.abs(log_p) + self.entropy_value + self.distance + self.log_s, 0)
+        asked = np.where((g_h == 0) & (e_h == 0), 0, (np.abs(g_h) + e_h) * away)
+        magnitude = np.abs(g_l) + e_l + np.abs(g_s) + e_s + asked
+        centred_error = np.where(p > 0, self.log_p_error + self.entropy_error, 0.0)
+        error = self.p_error * magnitude + p * (
+            np.where(g_h == 0, 0, np.abs(g_h) * centred_error) + 4 * u * magnitude
+        )
+        error = error + p * (e_l + e_s) + np.where(e_h == 0, 0, p * np.abs(centred) * e_h)
+        error[chosen] += e_l[:, 0] + 2 * u * np.abs(g_l[:, 0])
+        idle = np.broadcast_to((g_l == 0) & (g_h == 0) & (g_s == 0), value.shape)
+        idle = idle & (e_l == 0) & (e_h == 0) & (e_s == 0)
+        value = np.where(banned & ~np.isnan(self.p), 0.0, value)
+        error = np.where(banned | idle, 0.0, error)
+        # unsaid: what a row without distribution gets where nothing is asked of it, and what a
+        # banned column gets where NaN is asked of the row
+        unsaid = idle & self.undefined[:, None] | (p == 0) & np.isnan(g_l + g_h + g_s)
+        unsaid = unsaid | np.isinf(e_l + e_h + e_s)
+        unsaid = unsaid | np.isinf(g_l + g_h + g_s) | banned & self.undefined[:, None]
+        result = value * self.slope
+        total = np.abs(self.slope) * error + np.abs(value) * self.slope_error
+        total = total + 2 * u * np.abs(result)
+        total = np.where(
+            error == 0, np.where(value == 0, 0.0, total), total + self.arithmetic.smallest
+        )
+        largest = self.arithmetic.largest
+        beyond = np.abs(result) + total > largest
+        # on the way: a product of what is asked for and dz/dx, before p makes it small
+        beyond = beyond | (magnitude * np.abs(self.slope) > largest) & ~np.isinf(magnitude)
+        total = np.where((beyond & ~idle) | np.isnan(total), np.inf, total)
+        total = np.where(np.isfinite(result), total, np.where(self.overflows[:, None], np.inf, 0.0))
+        total = np.where(self.overflows[:, None] & ~idle | unsaid, np.inf, total)
         return Bounded(result, total, self.arithmetic)

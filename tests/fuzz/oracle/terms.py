@@ -34,7 +34,7 @@ class Term:
 
 
 def zeros(like: Bounded) -> Bounded:
-    return constant(np.zeros(like.shape), like.arithmetic)
+    return Bounded(np.zeros(like.shape), 0.0, like.arithmetic)
 
 
 def never(like: Bounded) -> Decision:
@@ -107,8 +107,10 @@ def sapo(x: Bounded, advantages: Bounded, fields: dict) -> Term:
     gate = sigmoid(argument)
     value = -(gate * 4.0 / tau * advantages)
     rest = sigmoid(-argument)
-    # of 1 - s, whose terms cancel
-    rest = Bounded(rest.value, rest.error + 2 * rest.arithmetic.unit, rest.arithmetic)
+    # of 1 - s, whose terms cancel, until s rounds to 1
+    unit = rest.arithmetic.unit
+    lost = np.where(rest.value > unit / 8, 2 * unit, rest.value)
+    rest = Bounded(rest.value, rest.error + lost, rest.arithmetic)
     # so may those of r = 1 + (r - 1), where r is small
     moving = Bounded(r.value, r.error + 2 * r.arithmetic.unit, r.arithmetic)
     slope = -(gate * rest * 4.0 * moving * advantages)
@@ -129,8 +131,7 @@ def kl_value(d: Bounded, estimator: str) -> tuple[Bounded, Bounded]:
         return d * d / 2.0, -d
     if estimator == "k3":
         slope = -expm1(d)
-        with np.errstate(all="ignore"):  # of 1 and e^d, the terms of the slope
-            terms = 2 * d.arithmetic.unit * (2 + np.abs(slope.value))
+        terms = 2 * d.arithmetic.unit * (2 + np.abs(slope.value))
         terms = np.where((slope.error == 0) | ~np.isfinite(slope.value), 0.0, terms)
         return expm1(d) - d, Bounded(slope.value, slope.error + terms, d.arithmetic)
     sign = constant(np.sign(d.value), d.arithmetic)

@@ -84,9 +84,8 @@ def whiten(x: Bounded, *, shift_mean: bool) -> Bounded:
     off = x - middle
     variance = (off * off).sum() / float(n - 1) if n > 1 else x.sum() * 0.0
     total = variance + 1e-8
-    with np.errstate(all="ignore"):
-        root = np.sqrt(total.value)
-        error = total.error / (2 * root)
+    root = np.sqrt(total.value)
+    error = total.error / (2 * root)
     deviation = total.function(root, error, exact=False)
     white = off / (deviation + zeros(x))
     return white if shift_mean else white + middle
