@@ -7,8 +7,11 @@ TORCH ?= torch==2.13.0
 TESTS ?= fastrl tests
 INTERPRETED ?= $(wildcard tests/test_triton_*.py) $(addprefix tests/test_,$(addsuffix .py,\
   bounds edges excluded_tokens extreme_ratios gae group_advantages logits_policy_loss policy_loss \
-  registered_ops token_stats))
+  registered_ops token_stats)) tests/fuzz/test_fuzz.py
 ARGS ?=
+CASES ?= 2000
+SEED ?= 0
+BACKEND ?= cpu
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
@@ -23,7 +26,7 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo test test-interpreted install lint format types check bench \
+.PHONY: help train train-ppo test test-interpreted fuzz install lint format types check bench \
         bench-smoke targets gpu clean without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -33,6 +36,7 @@ help:
 	@echo "make train-ppo    the same by PPO"
 	@echo "make test         the tests (TESTS=tests/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-interpreted    the tests of the Triton kernels, in Triton's interpreter on the CPU"
+	@echo "make fuzz         random cases against an oracle in float64 (CASES=50000 SEED=1 BACKEND=reference)"
 	@echo "make install      .venv with everything for development"
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all and the tests"
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps it)"
@@ -53,6 +57,10 @@ test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 # Triton reads TRITON_INTERPRET when it is imported, so its interpreter has a process of its own.
 test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreted $(INTERPRETED) $(ARGS)
+
+# FASTRL_CPU_CAPABILITY=avx2 or plain, and TRITON_INTERPRET=1 with BACKEND=triton, choose the kernels.
+fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
+	$(PY) -m tests.fuzz --cases $(CASES) --seed $(SEED) --backend $(BACKEND) $(ARGS)
 
 install: $(VENV)/.installed-dev $(BUILT)
 

@@ -8,11 +8,8 @@ import sys
 
 from .case import parse
 from .examine import examine
-from .run import Run, lines_of
+from .run import MOST_IN_DOUBT, Run, lines_of
 from .supervise import supervised
-
-#: More than this share of cases with a decision in doubt, and a run says too little.
-MOST_IN_DOUBT = 0.2
 
 
 def main() -> int:

@@ -185,7 +185,8 @@ def _aggregations(chance: Chance, options: dict, full: dict, fields: dict) -> di
         if terms == {"policy"} and chance.of(0.7):
             needs["normalizer"] = _number(chance)
         else:
-            needs["normalizer"] = {term: _number(chance) for term in divided if chance.of(0.8)}
+            given = {term: _number(chance) for term in divided if chance.of(0.8)}
+            needs["normalizer"] = given or None
     return needs
 
 

@@ -29,7 +29,7 @@ def row_options(chance: Chance, function: str, options: dict, interpreted: bool)
         ),
         "ids_dtype": chance.weighed({"int64": 5, "int32": 1}),
         "temperature": chance.weighed(
-            {1.0: 8, 0.7: 2, 1e-3: 0.5, 100.0: 0.3, 1e-30: 0.1, "per-token": 1.5}
+            {1.0: 8, 0.7: 2, 1e-3: 0.5, 100.0: 0.3, 1e-28: 0.1, "per-token": 1.5}
         ),
         "autocast": chance.of(0.03),
     }

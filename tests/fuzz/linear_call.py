@@ -68,7 +68,7 @@ def examined_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     unseen = np.zeros(oracle.n, bool)
     if not case.metrics:  # a row without advantage need not even be projected
         advantages = of_tokens(inputs.advantages, tokens)[active]
-        unseen = oracle.undefined & (advantages == 0)
+        unseen = (advantages == 0) & ~np.isfinite(loss.slope.value)
         trial.doubts.add("unseen rows", unseen)
     got, want = loss_parts(result), expected_parts(loss, linear.arithmetic)
     if not case.metrics:

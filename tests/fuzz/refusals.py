@@ -141,6 +141,23 @@ WRONG: dict[str, Wrong] = {
         lambda given, backend: {"objective": Objective(aggregation="token-sum"), "normalizer": 2.0},
     ),
     "a function on a compiled backend": Wrong(LOSSES, "function", _own),
+    "a normalizer of no term": Wrong(LOSSES, "normalizer", _with(normalizer={})),
+    "rows that overlap, in place": Wrong(
+        ("token_logprobs", "token_stats"),
+        "inplace_backward",
+        lambda given, backend: {
+            "logits": torch.zeros(1, 3, 4, requires_grad=True).expand(2, 3, 4),
+            "inplace_backward": True,
+        },
+    ),
+    "a leaf, in place": Wrong(
+        WITH_LOGITS[2:],
+        "inplace",
+        lambda given, backend: {
+            "logits": torch.zeros(2, 3, 4, requires_grad=True),
+            "inplace": True,
+        },
+    ),
     "groups that do not divide": Wrong(("group_advantages",), "group_size", _with(group_size=4)),
     "no groups": Wrong(("group_advantages",), "group_size", _with(group_size=None)),
     "a negative eps": Wrong(("group_advantages",), "eps", _with(eps=-1.0)),

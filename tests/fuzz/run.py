@@ -13,6 +13,10 @@ from .draw import draw
 from .examine import examine, signature
 from .shrink import shrunk
 
+#: More than this share of cases with something in doubt, and a run says too little. About 11 of
+#: 100 are drawn so: rows without a distribution and infinities on purpose, the rest on bounds.
+MOST_IN_DOUBT = 0.2
+
 Signature = tuple[str, str, str]
 
 

@@ -165,12 +165,15 @@ def _slope(tokens: Tokens, ratio: Ratio, through: Bounded, own: Bounded) -> Boun
         n = np.maximum(np.bincount(tokens.sequence, minlength=tokens.count), 1).astype(float)
         total = taken(sums(through, tokens.sequence, tokens.count) / n, tokens.sequence)
     lost = np.isnan(through.value)
+    # unsaid: what a token that is held at a bound has of another token's NaN
+    total = unbounded(total, ratio.shared & np.isnan(total.value) & ~lost)
     if ratio.bounded_each:  # unsaid: what a token at its bound has of a NaN that it shares
         lost_at_bound = Bounded(
             total.value, np.where(lost & ratio.stuck.yes, np.inf, 0), own.arithmetic
         )
         total = where(lost, lost_at_bound, total)
-    return choose(ratio.stuck & ~lost, zeros(total), total) + own
+    held_still = ratio.stuck & ~lost & np.isfinite(total.error)
+    return choose(held_still, zeros(total), total) + own
 
 
 def _constant_where_infinite(

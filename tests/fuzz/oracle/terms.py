@@ -63,10 +63,10 @@ def ppo_clip(x: Bounded, advantages: Bounded, fields: dict) -> Term:
     outside = choose(under, 1 + zeros(r) - fields["clip_low"], capped)
     factor = where(negative, outside, inside)
     if fields["delta"] is not None:
-        high = high | (beyond(r, fields["delta"]) & maybe(negative, unknown))
+        high = high | (beyond(r, fields["delta"]) & maybe(negative, unknown | infinite))
     if fields["dual_clip"] is not None:
         most = zeros(r) + fields["dual_clip"]
-        dual = beyond(factor, most) & maybe(negative, unknown)
+        dual = beyond(factor, most) & maybe(negative, unknown | infinite)
         factor, high, low = choose(dual, most, factor), high | dual, low & ~dual.yes
     slope = choose(low | high, zeros(r), -(r * a))
     lost = np.isnan((a * r).value)
