@@ -135,8 +135,12 @@ def gae(
         terms = (rewards[t], gamma * value, -values[t], gamma * lam * advantage)
         made = terms[0] + terms[1] + terms[2] + terms[3]
         magnitude = sum(abs(term) for term in terms)
-        error = gamma * lam * error + 7 * unit * magnitude + arithmetic.smallest * (magnitude > 0)
-        advantages[t], errors[t] = made, error if math.isfinite(made) else 0.0
+        # unsaid: what a discount of 0 leaves of infinity and NaN
+        lost = math.isinf(error) or (gamma == 0 and not math.isfinite(value))
+        lost = lost or (gamma * lam == 0 and not math.isfinite(advantage))
+        rounding = 7 * unit * magnitude + arithmetic.smallest * (magnitude > 0)
+        error = math.inf if lost else gamma * lam * error + rounding
+        advantages[t], errors[t] = made, error if math.isfinite(made) or math.isinf(error) else 0.0
         ahead[sequence[t]] = (values[t], made, errors[t])
     made = Bounded(advantages, errors, arithmetic)
     return made, made + Bounded(np.where(valid, values, 0.0), 0.0, arithmetic)

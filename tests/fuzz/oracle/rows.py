@@ -195,7 +195,8 @@ class Rows:
         share[chosen] += 1
         value = np.where(g_l == 0, 0, g_l * share) + np.where(g_h == 0, 0, -g_h * p * centred)
         value = value + np.where(g_s == 0, 0, g_s * p)
-        away = np.where(p > 0, np.abs(log_p) + self.entropy_value + self.distance + self.log_s, 0)
+        far = np.where(np.isfinite(self.log_p), np.abs(self.log_p), 0.0)
+        away = far + self.entropy_value + self.distance + self.log_s
         asked = np.where((g_h == 0) & (e_h == 0), 0, (np.abs(g_h) + e_h) * away)
         magnitude = np.abs(g_l) + e_l + np.abs(g_s) + e_s + asked
         centred_error = np.where(p > 0, self.log_p_error + self.entropy_error, 0.0)
