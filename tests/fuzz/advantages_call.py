@@ -35,6 +35,8 @@ def _rewards(case: Case, total: int, of_group: np.ndarray | None = None) -> np.n
         drawn = drawn + 1000.0
     if case.has("equal-groups") and of_group is not None:
         drawn = of_group * 0.1 + 0.7
+    if case.has("zero-groups") and of_group is not None:
+        drawn = np.where(of_group % 2 == 0, 0.0, drawn)
     for feature, value in (("nan-rewards", np.nan), ("inf-rewards", np.inf)):
         if case.has(feature):
             drawn = np.where(case.random(feature).random(total) < 0.2, value, drawn)

@@ -126,7 +126,13 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
 NO_ENTROPY = ("nan-row", "nan-one", "positive-inf", "inf-row", "inf-chosen", "inf-block")
 PLAIN_FEATURES = {
     "kl_divergence": ("logprob-inf", "ref-inf", "ref-both-inf", "nan-logprob", "nan-ref"),
-    "group_advantages": ("offset", "equal-groups", "nan-rewards", "inf-rewards"),
+    "group_advantages": (
+        "offset",
+        "equal-groups",
+        "zero-groups",
+        "nan-rewards",
+        "inf-rewards",
+    ),
     "gae": ("offset", "nan-rewards", "inf-rewards"),
     "discounted_returns": ("offset", "nan-rewards", "inf-rewards"),
     "value_loss": ("offset", "equal", "nan-values", "nan-returns"),

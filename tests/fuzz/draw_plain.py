@@ -17,7 +17,7 @@ def _groups(chance: Chance, options: dict) -> dict[str, Any]:
     if chance.of(0.3):
         parameters["correction"] = chance.pick((0, 1, 0.5, 2))
     if chance.of(0.4):
-        parameters["eps"] = chance.pick((0.0, 0, 1e-8, 1e-4, 1.0))
+        parameters["eps"] = chance.pick((0.0, 0.0, 0, 1e-8, 1e-4, 1.0))
     if chance.of(0.3):
         parameters["singleton"] = chance.pick(("raw", "zero"))
     if chance.of(0.3):

@@ -73,7 +73,7 @@ def stored(x: Bounded, dtype: str, waited_for: float | None = None) -> Bounded:
         return x
     waited_for = None if waited_for is not None and np.isnan(waited_for) else waited_for
     waited = waited_for is not None and abs(np.frexp(waited_for)[0]) != 0.5
-    rounding = kept.unit * (np.abs(x.value) + x.error) * (1 + waited)
+    rounding = kept.unit * (np.abs(x.value) + x.error) * (1 + 2 * waited)
     rounding = rounding + kept.subnormal / 2 * (1 + abs(waited_for or 0.0))
     error = x.error + np.where((x.value == 0) & (x.error == 0), 0.0, rounding)
     infinite = (np.abs(x.value) - error > 2 * kept.largest) & np.isfinite(x.value)
