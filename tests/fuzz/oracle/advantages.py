@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..arithmetic import Arithmetic
+from ..arithmetic import FLOAT64, Arithmetic
 from ..bounded import Bounded
 
 #: Mean and variance are made in float64, to a relative error that float32 does not see.
@@ -48,15 +48,22 @@ def group_advantages(
         advantages[inside] = made
         # what float64 loses in the deviation, if that is next to nothing, counts here
         lost = OF_FLOAT64 * size / divisor
-        errors[0, inside] = _relative(made, 3 * unit + lost) + np.where(error, error / divisor, 0)
+        off = _relative(made, 3 * unit + lost) + np.where(error, error / divisor, 0)
+        if arithmetic is FLOAT64 and not divisor > OF_FLOAT64 * size:
+            off = np.where(nothing, 0.0, np.inf)
+        by_batch = options["baseline"] == "none" and options["scale"] == "batch"
+        if by_batch and np.isnan(r).any():  # unsaid: whether the others of the group are NaN
+            off = np.where(np.isnan(r), off, np.inf)
+        errors[0, inside] = off
     values = (advantages, mean, std)
     # unsaid: what else there is in a group of an infinite reward, which is to stay in it
     infinite = np.isin(groups, groups[np.isinf(rewards)])
     parts = {}
     for name, value, error in zip(("advantages", "mean", "std"), values, errors, strict=True):
-        error = np.where(np.isfinite(value), np.where(np.isnan(error), np.inf, error), 0.0)
+        error = np.where(np.isnan(error), np.inf, error)
+        error = np.where(np.isfinite(value) | np.isinf(error), error, 0.0)
         if name == "advantages":
-            error = np.where(value == 0, 0.0, error)
+            error = np.where((value == 0) & np.isfinite(error), 0.0, error)
         error = np.where(infinite, np.inf, error)
         parts[name] = Bounded(value, error, arithmetic)
     return {**parts, "informative": informative}
