@@ -68,14 +68,17 @@ def draw(
 
 
 def _tokens(chance: Chance, function: str, interpreted: bool) -> dict[str, Any]:
-    size = chance.weighed({"tiny": 6, "small": 6, "long": 0.3, "many": 0.2, "none": 0.3})
-    if size in ("long", "many") and (function in WITH_ROWS + LINEAR or interpreted):
+    size = chance.weighed(
+        {"tiny": 6, "small": 6, "long": 0.3, "longest": 0.03, "many": 0.2, "none": 0.3}
+    )
+    if size in ("long", "longest", "many") and (function in WITH_ROWS + LINEAR or interpreted):
         size = "small"
     sequences, tokens = {
         "none": (chance.whole(0, 2), 0),
         "tiny": (chance.whole(0, 3), chance.whole(1, 3)),
         "small": (chance.whole(1, 5), chance.whole(1, 9)),
         "long": (chance.whole(1, 3), chance.whole(50, 700)),
+        "longest": (1, chance.whole(3000, 9000)),
         "many": (chance.whole(30, 90), chance.whole(1, 3)),
     }[size]
     return {

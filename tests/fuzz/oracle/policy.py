@@ -181,6 +181,7 @@ def _constant_where_infinite(
 ) -> Bounded:
     """An infinite log-probability is a constant; a NaN loss reaches the gradient."""
     slope = unbounded(slope, np.isinf(part.error) & np.isnan(part.value))
+    slope = unbounded(slope, np.isinf(tokens.logprobs.error))  # it may have become infinite
     lost = np.isnan(part.value)
     infinite = np.isinf(tokens.logprobs.value) & ~lost
     shared = ratio.shared & np.isnan(slope.value)  # unsaid: what it has of another token's NaN
