@@ -99,13 +99,17 @@ def policy_loss(
     through, own = (_times(weight, part, doubts) for part in (term.through, term.own))
     infinite = np.isinf(tokens.advantages.value)
     doubts.add("unsaid: an infinite advantage", infinite)
+    # the factors may be multiplied in any order, and overflow before one of them makes them small
+    factors = np.abs(weight.value * tokens.advantages.value) * np.exp(np.maximum(ratio.x.value, 0))
+    infinite = infinite | (factors > weight.arithmetic.largest)
     policy, through, own = (unbounded(part, infinite) for part in (policy, through, own))
     slope = _slope(tokens, ratio, through, own)
     if function is None:
         slope = _constant_where_infinite(slope, tokens, ratio, policy)
     else:  # whatever automatic differentiation makes of NaN
         unknown = np.isnan(policy.value)
-        slope = Bounded(slope.value, np.where(unknown, np.inf, slope.error), slope.arithmetic)
+        slope = unbounded(slope, unknown)
+    slope = unbounded(slope, np.isinf(tokens.logprobs.error))  # one that may have become infinite
     loss = policy.sum()
     kl = None
     if tokens.ref is not None:
@@ -168,10 +172,10 @@ def _slope(tokens: Tokens, ratio: Ratio, through: Bounded, own: Bounded) -> Boun
     # unsaid: what a token that is held at a bound has of another token's NaN
     total = unbounded(total, ratio.shared & np.isnan(total.value) & ~lost)
     if ratio.bounded_each:  # unsaid: what a token at its bound has of a NaN that it shares
-        lost_at_bound = Bounded(
-            total.value, np.where(lost & ratio.stuck.yes, np.inf, 0), own.arithmetic
+        at_bound = lost & (ratio.stuck.yes | ratio.stuck.doubtful)
+        total = where(
+            lost, Bounded(total.value, np.where(at_bound, np.inf, 0), own.arithmetic), total
         )
-        total = where(lost, lost_at_bound, total)
     held_still = ratio.stuck & ~lost & np.isfinite(total.error)
     return choose(held_still, zeros(total), total) + own
 
@@ -180,14 +184,13 @@ def _constant_where_infinite(
     slope: Bounded, tokens: Tokens, ratio: Ratio, part: Bounded
 ) -> Bounded:
     """An infinite log-probability is a constant; a NaN loss reaches the gradient."""
-    slope = unbounded(slope, np.isinf(part.error) & np.isnan(part.value))
-    slope = unbounded(slope, np.isinf(tokens.logprobs.error))  # it may have become infinite
-    lost = np.isnan(part.value)
+    lost, unsure = np.isnan(part.value), np.isinf(part.error)
     infinite = np.isinf(tokens.logprobs.value) & ~lost
     shared = ratio.shared & np.isnan(slope.value)  # unsaid: what it has of another token's NaN
-    slope = where(infinite, unbounded(zeros(slope), shared), slope)
-    unsure = np.isinf(slope.error)
-    return where(lost & ~unsure, Bounded(np.where(lost, np.nan, 0.0), 0.0, slope.arithmetic), slope)
+    slope = where(infinite, unbounded(zeros(slope), shared | unsure), slope)
+    slope = unbounded(slope, lost & unsure)
+    reaches = lost & np.isfinite(slope.error)
+    return where(reaches, Bounded(np.where(lost, np.nan, 0.0), 0.0, slope.arithmetic), slope)
 
 
 def _kl_term(tokens: Tokens, ratio: Ratio, fields: dict) -> Term:

@@ -215,7 +215,7 @@ class Rows:
         unsaid = unsaid | np.isinf(e_l + e_h + e_s)
         unsaid = unsaid | np.isinf(g_l + g_h + g_s) | banned & self.undefined[:, None]
         result = value * self.slope
-        total = np.abs(self.slope) * error + np.abs(value) * self.slope_error
+        total = np.abs(self.slope) * error + (np.abs(value) + error) * self.slope_error
         total = total + 2 * u * np.abs(result)
         total = np.where(
             error == 0, np.where(value == 0, 0.0, total), total + self.arithmetic.smallest
