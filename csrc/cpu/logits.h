@@ -22,7 +22,7 @@ class Logits {
     check_cpu(logits, "logits");
     STD_TORCH_CHECK(logits.dim() == 3, "logits must have shape [B, T, V], got ",
                     shape_text(logits));
-    STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1,
+    STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1 || logits.numel() == 0,
                     "logits must have stride 1 along the vocabulary, got ", logits.stride(2));
     switch (logits.scalar_type()) {
       case ScalarType::Float:

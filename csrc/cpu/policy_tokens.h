@@ -182,6 +182,8 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
     if (in.old_logprobs) {
       const vfloat log_ratio = clamp<VectorMath>(t.difference, lowest, highest);
       kl_old.add(VectorMath::expm1(log_ratio) - log_ratio);
+    } else {
+      kl_old.add(t.difference);  // 0 or NaN
     }
     ratio_sum.add(where(t.active, terms.ratio, vfloat{}));
     const vint is_nan = terms.ratio != terms.ratio;

@@ -61,8 +61,8 @@ RowStats Rows::restore(int64_t row, float max, double log_sum, double entropy) c
 
 RowStats Rows::finish(int64_t row, const RowSum& sum) const {
   RowStats stats = restore(row, sum.max(), sum.log_sum(), sum.entropy());
-  stats.logsumexp =
-      static_cast<double>(squashed(sum.max())) * scaling_.multiplier(row) + stats.log_sum;
+  const double top = static_cast<double>(squashed(sum.max())) * scaling_.multiplier(row);
+  stats.logsumexp = sum.empty() ? -std::numeric_limits<double>::infinity() : top + stats.log_sum;
   stats.sum_sq_probs = sum.sum_sq_probs();
   stats.is_top1 = squashed(logits_.value(row, token_ids_[row])) >= squashed(sum.max());
   return stats;

@@ -33,9 +33,9 @@ class RowSum {
   }
 
   float max() const { return max_; }
-  // a row of nothing but -inf has no softmax
+  bool empty() const { return sums_.sum == 0; }  // nothing but -inf: there is no softmax
   double log_sum() const {
-    return sums_.sum == 0 ? std::numeric_limits<double>::quiet_NaN() : std::log(sums_.sum);
+    return empty() ? std::numeric_limits<double>::quiet_NaN() : std::log(sums_.sum);
   }
   double entropy() const {
     const double entropy = log_sum() - kLn2 * sums_.sum_t / sums_.sum;

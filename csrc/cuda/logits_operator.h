@@ -29,7 +29,7 @@ inline LogitsParams check_logits(const Tensor& logits, const Tensor& token_ids,
                                  const Tensor& active, const std::optional<Tensor>& temperatures,
                                  double temperature, double logit_scale, double logit_softcap) {
   STD_TORCH_CHECK(logits.dim() == 3, "logits must have shape [B, T, V], got ", shape_text(logits));
-  STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1,
+  STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1 || logits.numel() == 0,
                   "logits must have stride 1 along the vocabulary, got ", logits.stride(2));
   check_device(token_ids, logits, "token_ids", "logits");
   check_dtype(token_ids, ScalarType::Long, "token_ids");

@@ -184,15 +184,14 @@ __device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t en
   }
   add_quad(&sums->policy, x);
   add_quad(&sums->ratio, ratio);
-  if (p.old_logprobs) {
-    FASTRL_UNROLL
-    for (int k = 0; k < kQuad; ++k) {
-      const float log_ratio =
-          clamp<FloatMath>(q.difference[k], c.lowest_log_ratio(), c.highest_log_ratio());
-      x[k] = FloatMath::expm1(log_ratio) - log_ratio;
-    }
-    add_quad(&sums->kl_old, x);
+  FASTRL_UNROLL
+  for (int k = 0; k < kQuad; ++k) {
+    const float log_ratio =
+        clamp<FloatMath>(q.difference[k], c.lowest_log_ratio(), c.highest_log_ratio());
+    // on policy the difference is 0 or NaN
+    x[k] = p.old_logprobs ? FloatMath::expm1(log_ratio) - log_ratio : q.difference[k];
   }
+  add_quad(&sums->kl_old, x);
   if (p.ref_logprobs) {
     float weight[kQuad];
     q.load(p.ref_logprobs, x);

@@ -44,8 +44,8 @@ template <bool kSoftcap>
 __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
                                            const Exponents<kSoftcap>& exponents) {
   const LogitMap& map = exponents.map;
-  // a row of nothing but -inf has no softmax
-  const float sum = sums.max <= map.floor ? NAN : sums.sum;
+  const bool empty = sums.max <= map.floor;  // nothing but -inf: there is no softmax
+  const float sum = empty ? NAN : sums.sum;
   const float log_of_sum = std::log(sum);
   RowStats stats;
   stats.max = sums.max;
@@ -56,7 +56,7 @@ __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
   const float entropy = std::fma(sums.sum_t / sum, -kLn2, log_of_sum);
   stats.entropy = entropy < kResolution ? 0.0f : entropy;
   const float top = exponents.squashed(sums.max);
-  stats.logsumexp = std::fma(top, map.natural, stats.log_sum);
+  stats.logsumexp = empty ? -INFINITY : std::fma(top, map.natural, stats.log_sum);
   stats.sum_sq_probs = sums.sum_sq / (sum * sum);
   stats.is_top1 = exponents.squashed(token) >= top;
   return stats;

@@ -27,6 +27,8 @@ def kl_divergence(
     that both exclude):  k1 = -d (unbiased, any sign),  k2 = d^2 / 2,  k3 = exp(d) - 1 - d
     (unbiased and never negative),  abs = |d|
     (Schulman, "Approximating KL divergence", 2020). verl calls them kl, mse, low_var_kl and abs.
+    An infinite log-probability is a constant, with the gradient 0; of any other the gradient is NaN
+    where the estimate is.
 
     Args:
         logprobs: of the policy, any shape; the gradient flows here and to `ref_logprobs`.
@@ -55,4 +57,6 @@ def kl_divergence(
     one_of("estimator", estimator, KL_ESTIMATORS)
     bound = inf if clamp is None else positive("clamp", clamp)
     dtype = torch.float64 if current.dtype == torch.float64 else torch.float32
-    return reference.kl_estimate(current.to(dtype), ref.to(dtype), estimator, bound)
+    kl = reference.kl_estimate(current.to(dtype), ref.to(dtype), estimator, bound)
+    # the slopes of k1 and abs do not look at the difference, and would be finite
+    return kl * torch.where(kl.isnan(), kl.detach(), 1.0)

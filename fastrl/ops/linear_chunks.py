@@ -117,13 +117,10 @@ def write_chunk_gradient(
     if backend == "reference":
         with torch.enable_grad():
             leaf = logits.detach().clone().requires_grad_()
-            outputs = reference_stats(leaf, rows)[:3]
-            terms = [
-                (output * grad).sum()
-                for output, grad in zip(outputs, grads, strict=True)
-                if grad is not None
-            ]
-            logits.copy_(torch.autograd.grad(torch.stack(terms).sum(), leaf)[0])
+            outputs = zip(reference_stats(leaf, rows)[:3], grads, strict=True)
+            asked = [(output, grad) for output, grad in outputs if grad is not None]
+        differentiated, upstream = zip(*asked, strict=True)
+        logits.copy_(torch.autograd.grad(differentiated, leaf, upstream)[0])
         return
     operators(backend).token_stats_bwd_(
         logits[None],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.backend import Backend
-from fastrl.checks import flag
+from fastrl.checks import flag, tensor
 from fastrl.objective import Objective, TokenLoss
 from fastrl.ops.known_gradient import with_gradients
 from fastrl.ops.linear_head import LinearHead
@@ -128,7 +128,7 @@ def linear_policy_loss(
         token_ids,
         bias,
         lora,
-        mask,
+        tensor("mask", mask),
         temperature,
         logit_scale,
         logit_softcap,
@@ -201,6 +201,8 @@ def one_pass(
     logprobs, entropy, *grads = found
     shape = rows.token_ids.shape
     logprobs, entropy = logprobs.reshape(shape), entropy.reshape(shape)
+    if not metrics:  # nobody has looked at the others: 0 times what they seem to lose can be NaN
+        inputs = inputs._replace(mask=inputs.mask & weights.counts())
     loss, _, values = evaluate(logprobs, entropy, weights, inputs, scoring)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
@@ -248,7 +250,7 @@ def _custom_pass(
 
     shared: tuple[Any, ...] = (*head.parameters(), head.lora_scale, *token_rows(rows), *options)
     call = LinearCall(hidden, *shared)
-    moves = torch.stack([x.reshape(-1) != 0 for x in weights if x is not None]).any(0)
+    moves = weights.counts().reshape(-1)
     return tuple(linear_loss_pass(call, moves, slope_of, needs, metrics=metrics))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend import Backend, resolve
-from fastrl.checks import flag
+from fastrl.checks import flag, tensor
 from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
 from fastrl.ops.known_gradient import before_overwriting, mark_overwritten, with_gradients
@@ -97,7 +97,8 @@ def logits_policy_loss(
         >>> logits.grad[0, 0]  # -A (onehot - p) / tokens
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
-    rows = as_rows(logits, token_ids, mask, temperature, logit_scale, logit_softcap, ignore_index)
+    given = tensor("mask", mask)
+    rows = as_rows(logits, token_ids, given, temperature, logit_scale, logit_softcap, ignore_index)
     inputs = loss_inputs(
         token_ids,
         rows.active.reshape(token_ids.shape),

@@ -96,7 +96,7 @@ def whiten(
     centred = torch.where(valid, values - mean, 0.0)
     variance = total(centred.square()) / (count - 1).clamp(min=1)
     scaled = centred * torch.rsqrt(variance + 1e-8)
-    return scaled if shift_mean else torch.where(valid, scaled + mean, 0.0)
+    return torch.where(valid, scaled if shift_mean else scaled + mean, 0.0)
 
 
 def _masked(x: object, mask: object) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,10 @@ class TermWeights(NamedTuple):
     kl: Tensor | None
     entropy: Tensor | None
 
+    def counts(self) -> Tensor:
+        """Say which tokens have a weight in any term."""
+        return torch.stack([of_term != 0 for of_term in self if of_term is not None]).any(0)
+
 
 class Weighing(NamedTuple):
     """What the weights are made of; all tensors are `[B, T]`."""

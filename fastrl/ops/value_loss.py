@@ -125,6 +125,6 @@ def value_loss(
             "value_mean": masked_mean(v, valid),
             "return_mean": mean_return,
             "clip_fraction": masked_mean(clipped.to(dtype), valid),
-            "explained_variance": torch.where(spread > 0, explained, 0.0),
+            "explained_variance": torch.where(spread == 0, 0.0, explained),
         }
     return ValueLoss((weights * per_token_loss).sum(), metrics)

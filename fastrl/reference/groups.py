@@ -9,7 +9,7 @@ from torch import Tensor
 def dense_index(group_ids: Tensor) -> Tensor:
     """Number the groups 0, 1, ... in the order of their ids, without asking how many there are."""
     ordered, order = group_ids.sort(stable=True)
-    starts = torch.cat([ordered.new_zeros(1, dtype=torch.int64), (ordered.diff() != 0).long()])
+    starts = torch.cat([torch.zeros_like(ordered[:1]), (ordered.diff() != 0).to(ordered.dtype)])
     return torch.empty_like(starts).scatter(0, order, starts.cumsum(0))
 
 

@@ -164,7 +164,8 @@ def kl_term(
             x = difference(ref_logprobs, logprobs).detach()
             inside = (x.abs() <= half) & (torch.expm1(x) - x <= clamp)
             free = inside & (held == log_ratio) & own
-            term = torch.where(free, _with_slope(term, logprobs, -held.exp() * x), term)
+            slope = torch.where(free, -held.exp() * x, 0.0)  # 0 times an infinite x is NaN
+            term = torch.where(free, _with_slope(term, logprobs, slope), term)
         return term
     if gradient == "straight-through":
         k2 = kl_estimate(logprobs, ref_logprobs, "k2")

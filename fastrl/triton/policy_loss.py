@@ -210,6 +210,8 @@ def policy_loss_kernel(
         if old_logprobs is not None:
             log_ratio = clamp(difference, lowest, highest)
             kl_old_sum += fold(expm1(log_ratio) - log_ratio)
+        else:
+            kl_old_sum += fold(difference)  # 0 or NaN
         ratio_sum += fold(tl.where(active, ratio, 0.0))
         ratio_max = tl.maximum(ratio_max, tl.where(active, ratio, -float("inf")))
         ratio_min = tl.minimum(ratio_min, tl.where(active, ratio, float("inf")))

@@ -67,7 +67,7 @@ def ppo_clip(x: Bounded, advantages: Bounded, fields: dict) -> Term:
     if fields["dual_clip"] is not None:
         most = zeros(r) + fields["dual_clip"]
         dual = beyond(factor, most) & maybe(negative, unknown | infinite)
-        factor, high, low = choose(dual, most, factor), high | dual, low & ~dual.yes
+        factor, high, low = choose(dual, most, factor), high | dual, low & ~dual
     slope = choose(low | high, zeros(r), -(r * a))
     lost = np.isnan((a * r).value)
     return Term(-(factor * a), where(lost, a * r, slope), zeros(r), low, high)
@@ -160,6 +160,13 @@ def kl_term(d: Bounded, x: Bounded, fields: dict) -> Term:
     return Term(r * value, through, r * own, clamped, saturated | far)
 
 
+def _in_any_order(k: Bounded, slope: Bounded) -> Bounded:
+    """Their sum, also where each of them is added to the slope of the policy by itself."""
+    total = k + slope
+    rounding = k.arithmetic.unit * (np.abs(k.value) + np.abs(slope.value))
+    return Bounded(total.value, total.error + rounding, k.arithmetic)
+
+
 def bias_corrected_slope(d: Bounded, x: Bounded, stuck: Decision, fields: dict) -> Bounded:
     """d(r k)/dlogprob where r is the token's own: by k in closed form, as the terms cancel.
 
@@ -170,7 +177,7 @@ def bias_corrected_slope(d: Bounded, x: Bounded, stuck: Decision, fields: dict) 
     k, slope = kl_value(d, fields["kl_estimator"])
     x, far = held(x, -BIAS_SATURATION, BIAS_SATURATION)
     r, nothing = exp(x), zeros(d)
-    total = -d if fields["kl_estimator"] == "k3" else k + slope
+    total = -d if fields["kl_estimator"] == "k3" else _in_any_order(k, slope)
     clamped = never(d)
     if fields["kl_clamp"] is not None:
         k, clamped = held(k, -fields["kl_clamp"], fields["kl_clamp"])

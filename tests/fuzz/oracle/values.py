@@ -68,11 +68,9 @@ def kl_divergence(
         value, clamped = held(value, -clamp, clamp)
         stuck = stuck | clamped
     slope = choose(stuck, zeros(d), slope)
-    lost = np.isnan(value.value)
-    own = np.isinf(logprobs.value) & ~lost
-    other = np.isinf(ref.value) & ~lost
-    by_logprobs = where(lost, value, where(own, zeros(d), slope))
-    return value, by_logprobs, where(lost, value, where(other, zeros(d), -slope))
+    slope = where(np.isnan(value.value), value, slope)
+    by_logprobs = where(np.isinf(logprobs.value), zeros(d), slope)
+    return value, by_logprobs, where(np.isinf(ref.value), zeros(d), -slope)
 
 
 def whiten(x: Bounded, *, shift_mean: bool) -> Bounded:
