@@ -83,10 +83,10 @@ FASTRL_HD T token_slope(T logprob, T slope) {
   return Math::where((rest != rest) & (logprob == logprob) & (slope == slope), T{}, slope);
 }
 
-// slope * logprob; 0 where the slope is, also next to an infinite log-probability.
+// weight * value; 0 where the weight is, also next to an infinite value.
 template <typename Math, typename T = typename Math::Real>
-FASTRL_HD T weighted_logprob(T slope, T logprob) {
-  return Math::where((slope == T{}) & (logprob == logprob), T{}, slope * logprob);
+FASTRL_HD T weighted(T weight, T value) {
+  return Math::where((weight == T{}) & (value == value), T{}, weight * value);
 }
 
 // The clipped token log-ratio whose mean over the sequence GMPO exponentiates.
@@ -147,7 +147,7 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
   } else if (kind == Ratio::kCispo) {
     const T low = Math::fill(S(1) - c.clip_low), high = Math::fill(S(1) + c.clip_high);
     slope = -clamp<Math>(ratio, low, high) * advantage;  // the weight is detached
-    loss = weighted_logprob<Math>(slope, logprob);
+    loss = weighted<Math>(slope, logprob);
     clip = Math::where((ratio > high) & (rises | falls), one,
                        Math::where((ratio < low) & (rises | falls), -one, zero));
   } else if (kind == Ratio::kSapo) {
@@ -168,7 +168,7 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
     clip = terms.clip;
   } else {
     slope = -advantage;
-    loss = weighted_logprob<Math>(slope, logprob);
+    loss = weighted<Math>(slope, logprob);
   }
   // Comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one.
   slope = Math::where(loss == loss, slope, loss);

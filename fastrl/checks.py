@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fastrl.tracing import is_traced
+
+#: the dtypes that torch computes in
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> str:
@@ -26,22 +30,24 @@ def number(
 ) -> float:
     """Return `value` as a float if it is a finite number with low <= value <= high.
 
-    The scalars of numpy are numbers, too.
+    The scalars of numpy are numbers, too; those of a symbolic trace stay what they are.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
+    traced = isinstance(value, torch.SymInt | torch.SymFloat)
+    if isinstance(value, bool) or not (traced or isinstance(value, int | float | numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    result = cast("float", value)
     wanted = "finite"
     wanted += "" if low is None else f" and >= {low:g}"
     wanted += "" if high is None else f" and <= {high:g}"
     try:
-        value = float(value)
+        result = result if traced else float(result)
     except OverflowError:
         raise ValueError(f"{name} must be {wanted}, got an integer beyond any float") from None
-    inside = (low is None or value >= low) and (high is None or value <= high)
+    inside = (low is None or result >= low) and (high is None or result <= high)
     # not math.isfinite: torch.compile(dynamic=True) traces floats
-    if not (inside and -math.inf < value < math.inf):
-        raise ValueError(f"{name} must be {wanted}, got {value}")
-    return value
+    if not (inside and -math.inf < result < math.inf):
+        raise ValueError(f"{name} must be {wanted}, got {result}")
+    return result
 
 
 def positive(name: str, value: object) -> float:
@@ -54,9 +60,11 @@ def positive(name: str, value: object) -> float:
 
 def whole(name: str, value: object, *, low: int = -(2**63)) -> int:
     """Return `value` as an int if it is an integer of 64 bits, at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int | numbers.Integral):
+    traced = isinstance(value, torch.SymInt)
+    if isinstance(value, bool) or not (traced or isinstance(value, int | numbers.Integral)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    result = int(value)
+    result = cast("int", value)
+    result = result if traced else int(result)
     if result < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
     if result >= 2**63:
@@ -75,28 +83,23 @@ def tensor(name: str, value: object) -> Tensor:
     """Return `value` if it is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    return value
-
-
-def floating(name: str, value: object) -> Tensor:
-    """Return `value` if it is a floating-point tensor of a dtype that torch computes in."""
-    result = tensor(name, value)
-    if result.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise TypeError(
-            f"{name} must be a floating-point tensor (float32, bfloat16, float16 or float64), "
-            f"got {result.dtype}"
-        )
-    return result
-
-
-def undistributed(name: str, value: Tensor) -> Tensor:
-    """Return `value` if it is no DTensor."""
     if is_sharded(value):
         raise TypeError(
             f"{name} must be a plain tensor, got a DTensor: pass its `to_local()` where its rows "
             "are spread over ranks, else its `full_tensor()`"
         )
     return value
+
+
+def floating(name: str, value: object) -> Tensor:
+    """Return `value` if it is a floating-point tensor of a dtype that torch computes in."""
+    result = tensor(name, value)
+    if result.dtype not in FLOATS:
+        raise TypeError(
+            f"{name} must be a floating-point tensor (float32, bfloat16, float16 or float64), "
+            f"got {result.dtype}"
+        )
+    return result
 
 
 def is_sharded(value: object) -> bool:
@@ -132,7 +135,7 @@ def same_shape(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor
 
 def per_token(name: str, value: object) -> Tensor:
     """Return `value` if it is a floating-point tensor `[B, T]` or `[N]`."""
-    result = undistributed(name, floating(name, value))
+    result = floating(name, value)
     if result.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [B, T] or [N], got {tuple(result.shape)}")
     return result
@@ -141,7 +144,7 @@ def per_token(name: str, value: object) -> Tensor:
 def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
     """Return a 0/1 mask of the shape of `like` as bool."""
     result = tensor(name, value)
-    if result.is_complex():
+    if result.is_complex() or (result.is_floating_point() and result.dtype not in FLOATS):
         raise TypeError(f"{name} must be bool, integer or float 0/1, got {result.dtype}")
     same_shape(name, result, like, like_name)
     if result.dtype != torch.bool and can_read(result):

@@ -79,7 +79,7 @@ class Objective:
     Exactly on a bound the slope is that of the inside. Of two log-probabilities that are the same
     infinity (a token that both policies exclude) the difference is 0: ratio 1, KL 0. A token whose
     log-probability is infinite has the slope 0; its loss under `cispo` and `reinforce` is the
-    infinite product, or 0 where the advantage is 0.
+    infinite product, or 0 where the advantage or the weight is 0.
     With the level `sequence-token` (GSPO-token) a token has the value of the sequence's ratio and
     the gradient of its own: `log r = sg[mean] + logprob - sg[logprob]`.
 

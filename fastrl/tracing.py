@@ -25,13 +25,15 @@ def refuse_transforms(function: str) -> None:
     Raises:
         RuntimeError: a transform is under way.
     """
-    if not torch.compiler.is_compiling() and _transformed():
+    if _transformed():
         raise RuntimeError(
             f"{function} cannot be transformed by torch.func (grad, vmap, jvp, ...): its gradient "
             "comes from a kernel; use backward() or torch.autograd.grad, and a batch in place of "
-            "vmap"
+            "vmap (the functions of logits that are no losses also have backend='reference')"
         )
 
 
+# asked while torch.compile traces, which has the transforms under way as well
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -67,6 +67,33 @@ CALLS = [
         TypeError,
         "weight must be a floating-point tensor (float32, ... got torch.float8_e4m3fn",
     ),
+    (
+        lambda: loss(mask=ones(2, 3).to(torch.float8_e4m3fn)),
+        TypeError,
+        "mask must be bool, integer or float 0/1, got torch.float8_e4m3fn",
+    ),
+    # a mask that is none
+    *(
+        (lambda call=call: call(None), TypeError, "mask must be a tensor, got NoneType")
+        for call in (
+            lambda mask: loss(mask=mask),
+            lambda mask: fastrl.logits_policy_loss(logits, ids, zeros(2), mask),
+            lambda mask: fastrl.linear_policy_loss(
+                zeros(2, 3, 4), zeros(5, 4), ids, zeros(2), mask
+            ),
+        )
+    ),
+    # functions that return no loss
+    (
+        lambda: loss(lambda logprobs, old, ref, advantages: logprobs > 0),
+        TypeError,
+        "objective must return a floating-point loss, got torch.bool",
+    ),
+    (
+        lambda: loss(lambda logprobs, old, ref, advantages: logprobs.detach()),
+        ValueError,
+        "objective must return a loss that autograd can follow to logprobs, got a constant",
+    ),
     # groups without members
     (
         lambda: fastrl.group_advantages(zeros(0), group_size=-3),
@@ -85,6 +112,11 @@ CALLS = [
         "metrics['kl'] must be a 0-d tensor, got shape (3,)",
     ),
     (lambda: metrics_of(kl=0.5), TypeError, "metrics['kl'] must be a tensor, got float"),
+    (
+        lambda: metrics_of(kl=torch.tensor(1)),
+        TypeError,
+        "metrics['kl'] must be a floating-point tensor ... got torch.int64",
+    ),
     # numbers of more than 64 bits
     (
         lambda: fastrl.token_logprobs(logits, ids, ignore_index=2**70),
@@ -130,7 +162,21 @@ CALLS = [
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-39),
         ValueError,
-        "temperature must be at least 1e-30 times logit_scale ... here 1e-30, ... got 1e-39",
+        "temperature must lie in [1e-30, 1e+30], for float32 to hold its products; got 1e-39",
+    ),
+    *(
+        (
+            lambda name=name, value=value: fastrl.token_logprobs(logits, ids, **{name: value}),
+            ValueError,
+            f"{name} must lie in [1e-30, 1e+30], ... got {value}",
+        )
+        for name in ("temperature", "logit_scale", "logit_softcap")
+        for value in (1e-320, 1e300)
+    ),
+    (
+        lambda: fastrl.token_logprobs(logits, ids, logit_scale=1e10, logit_softcap=1e-25),
+        ValueError,
+        "logit_softcap must be at least 1e-30 times logit_scale, here 1e-20, ... got 1e-25",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-29, logit_scale=100.0),

@@ -114,4 +114,16 @@ def test_a_broken_old_value_breaks_the_value_loss():
     values = torch.tensor([[1.0]], requires_grad=True)
     options = {"old_values": torch.full((1, 1), math.nan), "clip": 0.5}
     result = fastrl.value_loss(values, ONE, ONE, **options)
+    result.loss.backward()
     assert result.loss.isnan()
+    assert values.grad.isnan()
+
+
+@pytest.mark.parametrize("returns", [math.inf, 3e38])
+def test_returns_beyond_any_square_have_the_slope_of_the_free_branch(returns):
+    slopes = []
+    for options in ({"old_values": ONE, "clip": 0.5}, {}):
+        values = torch.tensor([[1.0]], requires_grad=True)
+        fastrl.value_loss(values, torch.tensor([[returns]]), ONE, **options).loss.backward()
+        slopes.append(values.grad.item())
+    assert slopes == [-math.inf, -math.inf]

@@ -21,6 +21,7 @@ def test_a_broken_token_on_policy_breaks_loss_and_gradient(backend, preset):
     result.loss.backward()
     assert torch.isnan(result.loss)
     assert torch.isnan(logprobs.grad[0, 0])
+    assert all(result.metrics[name].isnan() for name in ("kl_old", "ratio_mean", "ratio_max"))
     logits = torch.zeros(1, 2, 3)
     logits[0, 0] = math.nan
     logits.requires_grad_()
@@ -198,3 +199,77 @@ def test_a_nan_of_any_payload_fills_a_bfloat16_gradient(backend, broken):
 def test_numbers_beyond_any_float_are_refused_by_name():
     with pytest.raises(ValueError, match="gamma must be finite"):
         fastrl.gae(PAIR, PAIR, gamma=10**400)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (1, 0), (0,)])
+def test_without_a_token_loss_and_gradients_are_zero(backend, shape):
+    """Also with prompts to count, and logits whose strides say nothing."""
+    prompts = {"group_size": 1, "objective": fastrl.Objective(aggregation="prompt-mean")}
+    cut = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if len(shape) == 1 else {}
+    ids, mask = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
+    advantages = torch.zeros(shape[0] if len(shape) == 2 else 0)
+    whole = torch.zeros(*shape, 6, requires_grad=True)
+    logprobs = torch.zeros(shape, requires_grad=True)
+    weight = torch.zeros(3, 3, requires_grad=True)
+    for options in ({}, prompts):
+        given = {"backend": backend, **cut, **options}
+        losses = [
+            fastrl.policy_loss(logprobs, advantages, mask, **given),
+            fastrl.logits_policy_loss(whole[..., ::2], ids, advantages, mask, **given),
+            fastrl.linear_policy_loss(whole[..., ::2], weight, ids, advantages, mask, **given),
+        ]
+        sum(result.loss for result in losses).backward()
+        assert all(result.loss == 0 for result in losses)
+        assert all((x.grad == 0).all() for x in (whole, logprobs, weight))
+
+
+def test_a_weight_of_zero_is_no_reason_to_project_a_row(backend):
+    """The ratio of a row that nobody looked at may overflow with its advantage."""
+    hidden, weight = torch.tensor([[-300.0], [1.0]]), torch.tensor([[1.0], [-1.0]])
+    ids, mask = torch.tensor([0, 0]), torch.ones(2)
+    advantages, old = torch.tensor([-1e6, 1.0]), torch.tensor([-600.0, -0.125])
+    losses = [
+        fastrl.linear_policy_loss(
+            hidden.clone().requires_grad_(),
+            weight,
+            ids,
+            advantages,
+            mask,
+            old_logprobs=old,
+            policy_weights=torch.tensor([0.0, 1.0]),
+            objective="ppo",
+            metrics=metrics,
+            backend=backend,
+        ).loss
+        for metrics in (True, False)
+    ]
+    assert losses[0].isfinite()
+    assert losses[0] == losses[1]
+
+
+def test_broken_returns_break_the_explained_variance():
+    one = torch.ones(1, 2)
+    metrics = fastrl.value_loss(one, torch.tensor([[math.nan, 1.0]]), one).metrics
+    assert metrics["explained_variance"].isnan()
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_broken_entry_leaves_masked_ones_zero(shift_mean, broken):
+    x, mask = torch.tensor([1.0, broken, 3.0]), torch.tensor([1, 1, 0])
+    white = fastrl.whiten(x, mask, shift_mean=shift_mean)
+    assert white[:2].isnan().all()
+    assert white[2] == 0
+
+
+@pytest.mark.parametrize("estimator", fastrl.objective.KL_ESTIMATORS)
+@pytest.mark.parametrize("ref", [-1.0, math.nan, -math.inf])
+def test_a_broken_log_probability_breaks_its_divergence(estimator, ref):
+    logprobs = torch.tensor([math.nan, -1.0], requires_grad=True)
+    refs = torch.tensor([ref, -1.25], requires_grad=True)
+    kl = fastrl.kl_divergence(logprobs, refs, estimator=estimator)
+    kl.sum().backward()
+    assert kl[0].isnan()
+    assert logprobs.grad[0].isnan()
+    assert refs.grad[0] == 0 if math.isinf(ref) else refs.grad[0].isnan()
+    assert all(x.grad[1].isfinite() for x in (logprobs, refs))

@@ -4,6 +4,7 @@ Where two log-probabilities that are subtracted are the same infinity, their dif
 infinite log-probability is a constant, which no gradient flows into.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -86,6 +87,65 @@ def test_kl_divergence_of_a_token_that_both_ban_is_zero(estimator):
     assert kl.tolist() == [0.0, 0.0]
     assert all(x.grad[0] == 0 for x in pair)
     assert all(x.grad.isfinite().all() for x in pair)
+
+
+@pytest.mark.parametrize("ref", [-INF, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("gradient", KL_GRADIENTS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_a_token_that_the_reference_alone_bans_has_the_slope_of_its_policy(
+    backend, estimator, gradient, ref
+):
+    """The KL is held at a bound: of its slope only what the ratio adds is left."""
+    o = Objective(kl_coef=0.1, kl_estimator=estimator, kl_gradient=gradient)
+    slopes = []
+    for distance in (ref, -400.0):
+        _, slope = loss_of(backend, o, banned=False, ref=torch.tensor([[distance, -1.5, -0.75]]))
+        slopes.append(slope)
+    assert slopes[0].isfinite().all()
+    assert torch.equal(*slopes)
+
+
+@pytest.mark.parametrize("objective", ["cispo", "reinforce"])
+@pytest.mark.parametrize("drop", ["weight", "rollout", "off policy"])
+def test_a_banned_token_that_is_dropped_costs_nothing(backend, objective, drop):
+    logprobs = torch.tensor([[-1.0, -2.0], [-INF, -1.0]], requires_grad=True)
+    o, options = fastrl.Objective.preset(objective), {}
+    if drop == "weight":
+        options = {"policy_weights": torch.tensor([[1.0, 1.0], [0.0, 0.0]])}
+    elif drop == "rollout":
+        correction = RolloutCorrection(kind="mask", low=0.5, high=2.0)
+        o = dataclasses.replace(o, rollout_correction=correction)
+        options = {
+            "old_logprobs": torch.tensor([[-1.0, -2.0], [-9.0, -9.0]]),
+            "rollout_logprobs": torch.tensor([[-1.0, -2.0], [-1.0, -1.0]]),
+        }
+    else:
+        o = dataclasses.replace(o, off_policy_threshold=0.5)
+        options = {"rollout_logprobs": torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])}
+    advantages = torch.tensor([1.0, -1.0])
+    mask = torch.ones(2, 2)
+    result = fastrl.policy_loss(logprobs, advantages, mask, objective=o, **options, backend=backend)
+    result.loss.backward()
+    assert result.loss == 0.75  # of the first sequence: 3 / 4
+    assert logprobs.grad.tolist() == [[-0.25, -0.25], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_sum_over_a_row_of_banned_tokens_is_zero(backend, softcap):
+    logits = torch.zeros(1, 3, 4200)
+    logits[0, 0] = -INF
+    logits[0, 1, 7] = math.nan
+    stats = fastrl.token_stats(
+        logits,
+        torch.zeros(1, 3, dtype=torch.int64),
+        outputs=("logsumexp", "logprobs"),
+        logit_softcap=softcap,
+        backend=backend,
+    )
+    assert stats.logsumexp[0, 0] == -INF
+    assert stats.logsumexp[0, 1].isnan()
+    torch.testing.assert_close(stats.logsumexp[0, 2], torch.tensor(math.log(4200)))
+    assert stats.logprobs[0, :2].isnan().all()  # there is no distribution
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

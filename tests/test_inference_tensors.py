@@ -123,6 +123,21 @@ def test_they_are_constants_like_any_others(backend, name, mask_dtype):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("compact", [True, False])
+def test_an_upstream_gradient(backend, compact):
+    hidden = torch.randn(3, 4, requires_grad=True)
+    weight, ids = torch.randn(11, 4), torch.tensor([1, 2, 3])
+    grads = []
+    for make in (torch.ones, lambda size: torch.inference_mode()(torch.ones)(size)):
+        upstream = make(3)
+        logprobs = fastrl.linear_token_logprobs(
+            hidden, weight, ids, compact=compact, backend=backend
+        )
+        grads.append(torch.autograd.grad(logprobs, hidden, upstream)[0])
+    assert upstream.is_inference()
+    assert torch.equal(*grads)
+
+
 def test_a_frozen_head_is_kept_and_not_copied():
     with torch.inference_mode():
         weight = torch.randn(11, 4)

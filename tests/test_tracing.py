@@ -123,6 +123,27 @@ def test_symbolic_shapes(name):
     torch.testing.assert_close(graph(other, another), call(other, another), rtol=1e-5, atol=1e-6)
 
 
+#: calls that take a size of the trace as a number
+SIZED = {
+    "group_advantages": lambda x, b: fastrl.group_advantages(x, backend=b).advantages,
+    "group_size": lambda x, b: (
+        fastrl.group_advantages(x[:, 0], group_size=x.shape[0] // 2, backend=b).advantages
+    ),
+    "normalizer": lambda x, b: (
+        fastrl.policy_loss(
+            x, x[:, 0], torch.ones_like(x), normalizer=x.shape[0] * x.shape[1], backend=b
+        ).loss
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_symbolic_size_is_a_number(backend, name):
+    graph = make_fx(lambda x: SIZED[name](x, backend), tracing_mode="symbolic")(torch.randn(6, 5))
+    for x in (torch.randn(4, 7), torch.randn(8, 2)):
+        torch.testing.assert_close(graph(x), SIZED[name](x, backend))
+
+
 TRANSFORMS = {
     "grad": lambda call, x: torch.func.grad(lambda y: call(y).sum())(x),
     "vmap": lambda call, x: torch.vmap(call)(torch.stack([x, x])),
@@ -138,6 +159,35 @@ def test_transforms_of_torch_func_are_refused(name, transform):
     batch = batch_of(3)
     with pytest.raises(RuntimeError, match="cannot be transformed by torch"):
         TRANSFORMS[transform](lambda x: call(x, batch), first_of(width, 3))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_transforms_are_refused_in_compiled_code_too(name, whole):
+    """A graph that calls a kernel within a transform would have the gradient 0."""
+    width, call = FORMS[name]
+    batch = batch_of(3)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=whole, backend="aot_eager")
+    def slope(x):
+        return torch.func.grad(lambda y: call(y, batch).sum())(x)
+
+    with pytest.raises(RuntimeError, match="cannot be transformed by torch"):
+        slope(first_of(width, 3))
+
+
+def test_statistics_of_the_reference_are_plain_torch_and_have_transforms():
+    batch, x = batch_of(3), first_of(V, 3)
+
+    def logprobs(x):
+        return fastrl.token_logprobs(x, batch["ids"], backend="reference")
+
+    leaf = x.clone().requires_grad_()
+    logprobs(leaf).sum().backward()
+    torch.testing.assert_close(torch.func.grad(lambda x: logprobs(x).sum())(x), leaf.grad)
+    both = torch.vmap(logprobs)(torch.stack([x, 2 * x]))
+    torch.testing.assert_close(both, torch.stack([logprobs(x), logprobs(2 * x)]))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -168,3 +218,36 @@ def test_a_dtensor_is_refused_by_name(mesh):
         spread = DTensor.from_local(first_of(width, 3), mesh, [Replicate()])
         with pytest.raises(TypeError, match=r"must be a plain tensor, got a DTensor: .*to_local"):
             call(spread, batch)
+
+
+def test_every_other_tensor_is_refused_by_name_too(mesh):
+    def spread(x):
+        return DTensor.from_local(x, mesh, [Replicate()])
+
+    tokens, ids, mask = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
+    calls = {
+        "mask": lambda x: fastrl.policy_loss(tokens, tokens, x(mask)),
+        "advantages": lambda x: fastrl.policy_loss(tokens, x(tokens), mask),
+        "old_logprobs": lambda x: fastrl.policy_loss(tokens, tokens, mask, old_logprobs=x(tokens)),
+        "policy_weights": lambda x: fastrl.policy_loss(
+            tokens, tokens, mask, policy_weights=x(tokens)
+        ),
+        "entropy": lambda x: fastrl.policy_loss(tokens, tokens, mask, entropy=x(tokens)),
+        "normalizer": lambda x: fastrl.policy_loss(
+            tokens, tokens, mask, normalizer=x(torch.ones(()))
+        ),
+        "token_ids": lambda x: fastrl.token_logprobs(torch.zeros(2, 3, 4), x(ids)),
+        "temperature": lambda x: fastrl.token_logprobs(
+            torch.zeros(2, 3, 4), ids, temperature=x(torch.ones(2))
+        ),
+        "cu_seqlens": lambda x: fastrl.policy_loss(
+            tokens[0], tokens[0], mask[0], cu_seqlens=x(torch.tensor([0, 3]))
+        ),
+        "group_ids": lambda x: fastrl.group_advantages(tokens, group_ids=x(ids)),
+        "values": lambda x: fastrl.gae(tokens, x(tokens)),
+        "ref_logprobs": lambda x: fastrl.kl_divergence(tokens, x(tokens)),
+        "x": lambda x: fastrl.whiten(x(tokens), mask),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name} must be a plain tensor, got a DTensor"):
+            call(spread)

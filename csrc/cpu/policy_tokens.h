@@ -171,7 +171,7 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
     slope = token_slope<VectorMath>(t.logprob, slope);
     t.store_slope(slope);
 
-    policy.add(t.weight * terms.loss);
+    policy.add(weighted<VectorMath>(t.weight, terms.loss));
     if (in.entropy) {
       const vfloat entropy = t.load(in.entropy);
       entropy_sum.add(entropy);

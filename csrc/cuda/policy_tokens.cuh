@@ -175,7 +175,7 @@ __device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t en
       const bool moves = gmpo_terms<FloatMath>(q.difference[k], q.advantage[k], c).moves;
       slope[k] = moves ? slope[k] : 0.0f;
     }
-    x[k] = q.is_active(k) ? q.weight[k] * terms.loss : 0.0f;
+    x[k] = q.is_active(k) ? weighted<FloatMath>(q.weight[k], terms.loss) : 0.0f;
     ratio[k] = q.is_active(k) ? terms.ratio : 0.0f;
     if (q.is_active(k)) sums->add_ratio_range(terms.ratio, terms.ratio, sums->active == 0);
     sums->active += q.is_active(k);

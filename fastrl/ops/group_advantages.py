@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.backend import Backend, resolve
-from fastrl.checks import floating, integer, number, one_of, same_shape, undistributed
+from fastrl.checks import floating, integer, number, one_of, same_shape
 from fastrl.library import operators
 from fastrl.ops.token_weights import check_group_size
 from fastrl.presets import ADVANTAGE_CONVENTIONS, Convention
@@ -91,7 +91,7 @@ def group_advantages(
         >>> fastrl.group_advantages(rewards, group_size=4, correction=0, eps=0).advantages
         tensor([ 1.2649,  0.6325, -0.6325, -1.2649])
     """
-    r = undistributed("rewards", floating("rewards", rewards)).detach()
+    r = floating("rewards", rewards).detach()
     if r.dim() not in (1, 2):
         raise ValueError(f"rewards must have shape [N] or [P, G], got {tuple(r.shape)}")
     one_of("baseline", baseline, BASELINES)
@@ -114,6 +114,8 @@ def group_advantages(
         if r.dim() == 2 and size != max(r.shape[1], 1):
             raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
         ids = None
+        if isinstance(size, torch.SymInt):  # the operators take an int, which would be this call's
+            ids, size = torch.arange(r.numel(), device=r.device) // size, 0
     flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
     chosen = resolve(backend, r.device, r.dtype)
     if chosen == "reference":

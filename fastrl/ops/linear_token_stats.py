@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from fastrl.backend import Backend, resolve
-from fastrl.checks import flag, floating, one_of, undistributed, whole
+from fastrl.checks import flag, floating, one_of, whole
 from fastrl.ops.first_derivative import first_derivative_only
 from fastrl.ops.linear_chunks import TokenRows
 from fastrl.ops.linear_head import LinearHead, as_head
 from fastrl.ops.rows import Rows, as_rows
 from fastrl.ops.saved_tensors import save, saved
 from fastrl.ops.token_stats import TokenStats
+from fastrl.tracing import refuse_transforms
 
 Lora = tuple[Tensor, Tensor, float]
 
@@ -188,7 +189,8 @@ def linear_inputs(
     ignore_index: object,
 ) -> tuple[Rows, LinearHead]:
     """Check what the linear forms share; the rows' `logits` are the hidden states."""
-    states = undistributed("hidden", floating("hidden", hidden))
+    refuse_transforms("a function of hidden states")
+    states = floating("hidden", hidden)
     if states.dim() not in (2, 3) or states.shape[-1] == 0:
         raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
     head = as_head(states, weight, bias, lora)

@@ -22,6 +22,7 @@ from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
 from fastrl.ops.term_weights import Normalizer
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
 from fastrl.presets import Preset
+from fastrl.tracing import refuse_transforms
 
 
 def logits_policy_loss(
@@ -97,6 +98,7 @@ def logits_policy_loss(
         >>> logits.grad[0, 0]  # -A (onehot - p) / tokens
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
+    refuse_transforms("logits_policy_loss")
     given = tensor("mask", mask)
     rows = as_rows(logits, token_ids, given, temperature, logit_scale, logit_softcap, ignore_index)
     inputs = loss_inputs(

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastrl.checks import one_of, tensor
+from fastrl.checks import floating, one_of
 from fastrl.library import METRICS
 
 _POLICY, _MAX, _MIN, _TOKENS = (
@@ -104,7 +104,7 @@ def _row(metrics: object) -> Tensor:
             f"got {', '.join(map(str, metrics)) or 'none'}"
         )
     for name in METRICS:
-        if tensor(f"metrics[{name!r}]", metrics[name]).dim() != 0:
+        if floating(f"metrics[{name!r}]", metrics[name]).dim() != 0:
             raise ValueError(
                 f"metrics[{name!r}] must be a 0-d tensor, got shape {tuple(metrics[name].shape)}"
             )

@@ -16,12 +16,11 @@ from fastrl.checks import (
     positive,
     saveable,
     tensor,
-    undistributed,
     whole,
 )
-from fastrl.tracing import refuse_transforms
 
-#: The largest logit_scale / temperature: the exponents of logits up to 1e8 fit float32.
+#: The largest of logit_scale, logit_softcap, temperature and their quotients: the exponents of
+#: logits up to 1e8 fit float32. The smallest is its reciprocal.
 _STEEPEST = 1e30
 
 
@@ -64,8 +63,7 @@ def as_rows(
 
     The linear forms pass hidden states as `logits`, say so in `name`, and give the vocabulary.
     """
-    refuse_transforms("a function of logits or hidden states")
-    x = undistributed(name, floating(name, logits))
+    x = floating(name, logits)
     ids = integer("token_ids", token_ids).to(torch.int64)
     if ids.dim() not in (1, 2):
         raise ValueError(f"token_ids must have shape [B, T] or [N], got {tuple(ids.shape)}")
@@ -81,8 +79,13 @@ def as_rows(
     active = ids != whole("ignore_index", ignore_index)
     if mask is not None:
         active = active & as_mask("mask", mask, ids, "token_ids")
-    scale = positive("logit_scale", logit_scale)
-    softcap = None if logit_softcap is None else positive("logit_softcap", logit_softcap)
+    scale = _moderate("logit_scale", logit_scale)
+    softcap = None if logit_softcap is None else _moderate("logit_softcap", logit_softcap)
+    if softcap is not None and softcap < scale / _STEEPEST:
+        raise ValueError(
+            f"logit_softcap must be at least {1 / _STEEPEST:g} times logit_scale, here "
+            f"{scale / _STEEPEST:g}, for float32 to hold their quotient; got {softcap}"
+        )
     coldest = max(scale, softcap or 0.0) / _STEEPEST
     heat = _temperature(temperature, ids, active, x.dtype, coldest)
     if can_read(ids):
@@ -94,11 +97,21 @@ def as_rows(
     return Rows(x, ids, active, heat, scale, softcap)
 
 
+def _moderate(name: str, value: object) -> float:
+    result = positive(name, value)
+    if not 1 / _STEEPEST <= result <= _STEEPEST:
+        raise ValueError(
+            f"{name} must lie in [{1 / _STEEPEST:g}, {_STEEPEST:g}], for float32 to hold its "
+            f"products; got {result}"
+        )
+    return result
+
+
 def _temperature(
     temperature: object, ids: Tensor, active: Tensor, dtype: torch.dtype, coldest: float
 ) -> float | Tensor:
     if not isinstance(temperature, Tensor):
-        value = positive("temperature", temperature)
+        value = _moderate("temperature", temperature)
         if value < coldest:
             raise ValueError(_too_cold(coldest, value))
         return value

@@ -14,6 +14,7 @@ from fastrl.checks import flag, one_of
 from fastrl.library import operators
 from fastrl.ops.first_derivative import first_derivative_only
 from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
+from fastrl.tracing import refuse_transforms
 
 
 class TokenStats(NamedTuple):
@@ -65,7 +66,8 @@ def token_logprobs(
         temperature: a float, or a tensor `[B, T]`, `[N]`, `[B]` or `[B, 1]` per row; at least
             1e-30 times `logit_scale` and `logit_softcap` (not checked in a tensor on a GPU).
         logit_scale: factor on the logits (Cohere, Granite), above 0.
-        logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None.
+        logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None. These three lie in
+            [1e-30, 1e30].
         mask: 0/1, the shape of `token_ids`; masked rows give 0, whatever they hold.
         ignore_index: rows with this id give 0, too.
         inplace_backward: let the backward write the gradient over the logits, which saves a
@@ -187,6 +189,7 @@ def stats_of_rows(
             logit_scale=rows.logit_scale,
             logit_softcap=rows.logit_softcap,
         )
+    refuse_transforms(f"token_stats on the {backend} backend")
     return cast(
         "tuple[Tensor, ...]",
         _TokenStats.apply(  # type: ignore[no-untyped-call]

@@ -172,6 +172,7 @@ def _normalizer(
         raise ValueError("normalizer has no effect with aggregation token-sum")
     if not isinstance(normalizer, Tensor):
         return positive("normalizer", normalizer)
+    tensor("normalizer", normalizer)
     if normalizer.is_complex() or normalizer.dtype == torch.bool:
         raise TypeError(f"normalizer must be a float or a tensor of one, got {normalizer.dtype}")
     if normalizer.numel() != 1:

@@ -56,7 +56,8 @@ def policy_loss(
 
     def total(current: Tensor) -> tuple[Tensor, tuple[Tensor, _Terms]]:
         terms = _terms(current, old, ref, advantages, mask, sequences, objective)
-        policy = (weights * valid(terms.policy)).sum()
+        lost = valid(terms.policy)
+        policy = torch.where((weights == 0) & lost.isinf(), 0.0, weights * lost).sum()
         loss = policy
         if objective.kl_coef and ref is not None:
             loss = loss + objective.kl_coef * (kl_weights * valid(terms.kl)).sum()
@@ -115,6 +116,10 @@ def _slope(
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is):
         current = logprobs.detach().requires_grad_()
         loss, (sums, terms) = total(current)
+        if not loss.requires_grad:
+            raise ValueError(
+                "objective must return a loss that autograd can follow to logprobs, got a constant"
+            )
         (slope,) = torch.autograd.grad(loss, current)
     return slope, (sums.detach(), _Terms(*(term.detach() for term in terms)))
 
@@ -150,6 +155,9 @@ def _terms(
                 "objective must return a loss per token of the shape of logprobs "
                 f"{tuple(logprobs.shape)}, got {came}"
             )
+        if not policy.is_floating_point():
+            raise TypeError(f"objective must return a floating-point loss, got {policy.dtype}")
+        policy = policy.to(logprobs.dtype)
     elif o.ratio == "ppo_clip":
         policy, clip = objectives.ppo_clip(
             log_ratio, advantages, o.clip_low, o.clip_high, _bound(o.dual_clip), _bound(o.delta)

@@ -21,11 +21,14 @@ def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor | None, clip: float | None, loss: str
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of every token, and where the clipped branch is the larger one."""
-    free = value_error(values, returns, loss)
     if clip is None or old_values is None:
-        return free, torch.zeros_like(values, dtype=torch.bool)
+        return value_error(values, returns, loss), torch.zeros_like(values, dtype=torch.bool)
     held = hold(values, old_values - clip, old_values + clip)
-    bounded = value_error(torch.where(old_values.isnan(), old_values, held), returns, loss)
-    clipped = bounded > free
+    lost = old_values.isnan()
+    held = torch.where(lost, values + old_values, held)  # NaN, and so is the slope
+    with torch.no_grad():
+        free, bounded = (value_error(x, returns, loss) for x in (values, held))
+        clipped = bounded > free
     # where both are equal the free one, whole: `torch.maximum` would take half of each slope
-    return torch.where(clipped | bounded.isnan(), bounded, free), clipped
+    taken = torch.where(clipped | lost, held, values)
+    return value_error(taken, returns, loss), clipped

@@ -73,9 +73,9 @@ def token_slope(logprob, slope):
 
 
 @triton.jit
-def weighted_logprob(slope, logprob):
-    """Multiply; 0 where the slope is, also next to an infinite log-probability."""
-    return tl.where((slope == 0) & (logprob == logprob), 0.0, slope * logprob)
+def weighted(weight, value):
+    """Multiply; 0 where the weight is, also next to an infinite value."""
+    return tl.where((weight == 0) & (value == value), 0.0, weight * value)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def cispo(ratio, log_ratio, moves, advantage, logprob, c):
     slope = -clamp(ratio, low, high) * advantage  # the weight is detached
     clip = tl.where(ratio > high, 1.0, tl.where(ratio < low, -1.0, 0.0))
     clip = tl.where((advantage > 0) | (advantage < 0), clip, 0.0)
-    return weighted_logprob(slope, logprob), slope, clip
+    return weighted(slope, logprob), slope, clip
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def gmpo(ratio, log_ratio, moves, advantage, logprob, c):
 
 @triton.jit
 def reinforce(ratio, log_ratio, moves, advantage, logprob, c):
-    return weighted_logprob(-advantage, logprob), -advantage, tl.zeros_like(advantage)
+    return weighted(-advantage, logprob), -advantage, tl.zeros_like(advantage)
 
 
 @triton.jit

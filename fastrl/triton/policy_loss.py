@@ -33,6 +33,7 @@ from fastrl.triton.objectives import (
     log_ratio_bounds,
     objective_terms,
     token_slope,
+    weighted,
 )
 from fastrl.triton.target import Target
 
@@ -171,7 +172,7 @@ def policy_loss_kernel(
             loss, slope, clip, _, ratio = _shared_terms(
                 POLICY, GMPO, mean, difference, advantage, logprob, c
             )
-        policy_sum += fold(weight * loss)
+        policy_sum += fold(weighted(weight, loss))
         if LEVEL == SEQUENCE and MOVES:
             slope = zero + shared_slope
             if GMPO:

@@ -66,12 +66,16 @@ def stored(x: Bounded, dtype: str, waited_for: float | None = None) -> Bounded:
     """Return x as a tensor of this dtype holds it: rounded once more, subnormal or flushed.
 
     The gradient of a loss is made with the loss and waits in the dtype of its tensor; the upstream
-    gradient that it `waited_for` multiplies it, and it rounds again.
+    gradient that it `waited_for` multiplies it, underflow and all, and it rounds again.
     """
     kept = FORMATS[dtype]
+    waited_for = None if waited_for is not None and np.isnan(waited_for) else waited_for
+    if waited_for is not None:
+        some = (x.value != 0) | (x.error != 0)
+        underflow = np.where(some, x.arithmetic.smallest * abs(waited_for), 0.0)
+        x = Bounded(x.value, x.error + underflow, x.arithmetic)
     if kept.unit <= x.arithmetic.unit:
         return x
-    waited_for = None if waited_for is not None and np.isnan(waited_for) else waited_for
     waited = waited_for is not None and abs(np.frexp(waited_for)[0]) != 0.5
     rounding = kept.unit * (np.abs(x.value) + x.error) * (1 + 2 * waited)
     rounding = rounding + kept.subnormal / 2 * (1 + abs(waited_for or 0.0))

@@ -11,7 +11,7 @@ from .bounded import Bounded, unbounded
 from .compare import Got, Part, part
 from .head_data import HeadData, head_arguments, head_of, oracle_of, tensors_of
 from .oracle.head import LinearHead
-from .policy_call import UPSTREAM, expected_parts, loss_parts, row_gradient, scaled, upstream
+from .policy_call import UPSTREAM, expected_parts, loss_parts, row_gradient, upstream
 from .policy_data import of_tokens
 from .policy_inputs import PolicyInputs
 from .rows_call import differentiate, parts_of, upstreams_of
@@ -78,7 +78,8 @@ def examined_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
         trial.backward(list(moving.values()), [result.loss], [upstream(case, result.loss)])
         got |= {f"grad {name}": part(leaf.grad) for name, leaf in moving.items()}
         dx = unbounded(row_gradient(oracle, loss, case), unseen[:, None])
-        idle = _idle(scaled(loss.slope, case), scaled(loss.entropy_slope, case)) & ~unseen
+        idle = _idle(loss.slope, loss.entropy_slope) & ~unseen
+        linear = dataclasses.replace(linear, factor=abs(UPSTREAM[case.upstream]))
         for name, of_loss in _gradient_parts(rows, head, linear, dx, idle).items():
             want[name] = dataclasses.replace(of_loss, waited_for=UPSTREAM[case.upstream])
     return got, want

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import policy_data
 from .arithmetic import Arithmetic, of_results
-from .bounded import Bounded, constant
+from .bounded import Bounded, constant, unbounded
 from .case import Case
 from .compare import Got, Part, part
 from .logits_data import logits_of
@@ -92,7 +92,12 @@ def examined_logits(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
 def row_gradient(oracle: Rows, loss: Loss, case: Case) -> Bounded:
     """Return dL/dx of the active rows."""
     nothing = Bounded(np.zeros(oracle.n), 0.0, oracle.arithmetic)
-    return oracle.gradient(scaled(loss.slope, case), scaled(loss.entropy_slope, case), nothing)
+    slopes = (loss.slope, loss.entropy_slope)
+    gradient = oracle.gradient(*(scaled(slope, case) for slope in slopes), nothing)
+    if UPSTREAM[case.upstream] != 0:
+        return gradient
+    made = oracle.gradient(*slopes, nothing)  # before it is multiplied by 0
+    return unbounded(gradient, ~np.isfinite(made.error))
 
 
 def upstream(case: Case, loss: Tensor) -> Tensor:

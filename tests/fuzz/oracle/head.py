@@ -25,6 +25,8 @@ class LinearHead:
     arithmetic: Arithmetic
     #: relative error with which the gradient of the logits enters its GEMMs
     entering: float = 0.0
+    #: what multiplies the gradients once they are made
+    factor: float = 1.0
 
     def _rounds(self, terms: int) -> float:
         return (sum_roundings(terms) + 2) * self.arithmetic.unit
@@ -111,7 +113,8 @@ class LinearHead:
         size = _finite(by)
         made = error @ size + rounds * (magnitude @ size)
         some = (magnitude + error).any(1, keepdims=True)  # of nothing comes exactly nothing
-        return value @ by, made + np.where(some, self._underflow(value.shape[1], by), 0.0)
+        underflow = self._underflow(value.shape[1], by) * max(1.0, self.factor)
+        return value @ by, made + np.where(some, underflow, 0.0)
 
     def _bounded(self, value: np.ndarray, error: np.ndarray) -> Bounded:
         error = np.where(np.isnan(error), np.inf, error)

@@ -95,7 +95,7 @@ def policy_loss(
     for dropped in (off, top):
         if dropped is not None:
             weight = choose(dropped, zeros(weight), weight)
-    policy = _times(weight, term.value, doubts)
+    policy = _times(weight, _finite_where_weightless(weight, term.value), doubts)
     through, own = (_times(weight, part, doubts) for part in (term.through, term.own))
     infinite = np.isinf(tokens.advantages.value)
     doubts.add("unsaid: an infinite advantage", infinite)
@@ -154,6 +154,12 @@ def _times(weight: Bounded, x: Bounded, doubts: Doubts) -> Bounded:
     lost = lost | (x.value == 0) & ~np.isfinite(weight.value)
     doubts.add("unsaid: 0 times what is not finite", lost)
     return Bounded(product.value, np.where(lost, np.inf, product.error), product.arithmetic)
+
+
+def _finite_where_weightless(weight: Bounded, x: Bounded) -> Bounded:
+    """A weight of 0 makes an infinite loss 0."""
+    infinite = np.isinf(x.value) & (x.error == 0)
+    return where((weight.value == 0) & (weight.error == 0) & infinite, zeros(x), x)
 
 
 def _policy_weight(tokens: Tokens, weight: Bounded, importance: Bounded | None) -> Bounded:
