@@ -98,7 +98,8 @@ class Objective:
         delta: cap of the unclipped ratio, above 1 + clip_high (INTELLECT-2), or None.
         sapo_temperature_pos: `tau` for positive advantages.
         sapo_temperature_neg: `tau` for the others.
-        kl_coef: weight `beta` of the KL to `ref_logprobs`.
+        kl_coef: weight `beta` of the KL to `ref_logprobs`. With 0 the other fields of the KL must
+            be left out, also by a schedule that ends there.
         kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`.
         kl_clamp: bound of the estimate of a token, or None.
         kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.

@@ -33,7 +33,10 @@ def refuse_transforms(function: str) -> None:
         )
 
 
-# asked while torch.compile traces, which has the transforms under way as well
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# torch.compile asks while it traces, with the transforms of the traced code under way. This is
+# `torch.compiler.assume_constant_result` without its import of torch._dynamo, of a second.
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
