@@ -50,6 +50,8 @@ SIMPLEST: dict[str, Any] = {
     "weight_dtype": "like",
     "bias": False,
     "lora": 0,
+    "lora_dtype": "like",  # the weight
+    "lora_scale": 1,
     "chunk_tokens": None,
     "compact": True,
     "metrics": True,

@@ -69,6 +69,10 @@ def head_options(chance: Chance, function: str) -> dict[str, Any]:
     }
     if chance.of(0.15):
         drawn["weight_dtype"] = chance.pick(("float32", "bfloat16", "float16"))
+    if drawn["lora"]:
+        drawn["lora_scale"] = chance.pick((0.75, 1, 2, -1.5))
+        if chance.of(0.4):
+            drawn["lora_dtype"] = chance.pick(("float32", "bfloat16", "float16"))
     names = ["hidden", "weight"] + ["bias"] * drawn["bias"]
     names += ["lora_a", "lora_b"] * bool(drawn["lora"])
     if chance.of(0.3):

@@ -20,8 +20,6 @@ from .trial import Trial
 #: The gradient of the logits enters the GEMMs of two bfloat16 operands as the sum of two bfloat16
 #: on the matrix tiles of a CPU, and rounded to bfloat16 on the tensor cores of a GPU.
 ENTERING = {"cpu": 2.0**-16, "cuda": 2.0**-8}
-#: The factor of a LoRA, and of hidden states so that logits have the spread of the case.
-LORA_SCALE = 0.75
 
 
 @dataclasses.dataclass
@@ -37,6 +35,7 @@ def head_of(case: Case, rows: LogitRows) -> HeadData:
     random = case.random("head")
     width, vocabulary = case.hidden, case.vocabulary
     weight_dtype = case.dtype if case.weight_dtype == "like" else case.weight_dtype
+    lora_dtype = weight_dtype if case.lora_dtype == "like" else case.lora_dtype
     hidden = random.standard_normal((rows.tokens.total, width)) * case.spread
     if case.has("nan-row"):
         hidden[random.random(len(hidden)) < 0.3] = np.nan
@@ -52,7 +51,8 @@ def head_of(case: Case, rows: LogitRows) -> HeadData:
         parameters["lora_a"] = random.standard_normal((case.lora, width)) / width**0.5
         parameters["lora_b"] = random.standard_normal((vocabulary, case.lora)) / case.lora**0.5
     dtypes = {"hidden": case.dtype} | dict.fromkeys(parameters, weight_dtype)
-    held = {name: as_held(values, weight_dtype) for name, values in parameters.items()}
+    dtypes |= dict.fromkeys(("lora_a", "lora_b"), lora_dtype)
+    held = {name: as_held(values, dtypes[name]) for name, values in parameters.items()}
     return HeadData(as_held(hidden, case.dtype), held, dtypes)
 
 
@@ -77,7 +77,7 @@ def head_arguments(case: Case, leaves: dict[str, Tensor]) -> dict[str, Any]:
     if "bias" in leaves:
         arguments["bias"] = leaves["bias"]
     if "lora_a" in leaves:
-        arguments["lora"] = (leaves["lora_a"], leaves["lora_b"], LORA_SCALE)
+        arguments["lora"] = (leaves["lora_a"], leaves["lora_b"], case.lora_scale)
     if case.chunk_tokens is not None:
         arguments["chunk_tokens"] = case.chunk_tokens
     if not case.compact:
@@ -94,7 +94,7 @@ def oracle_of(trial: Trial, rows: LogitRows, head: HeadData) -> tuple[LinearHead
     parameters = head.parameters
     lora = None
     if case.lora:
-        lora = (parameters["lora_a"], parameters["lora_b"], LORA_SCALE)
+        lora = (parameters["lora_a"], parameters["lora_b"], float(case.lora_scale))
     linear = LinearHead(
         head.hidden[active],
         parameters["weight"],
