@@ -102,7 +102,7 @@ def examined_gae(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     if bootstrap is not None:
         arguments["bootstrap_values"] = bootstrap
     if tokens.bounds is not None:
-        arguments["cu_seqlens"] = bounds_tensor(tokens)
+        arguments["cu_seqlens"] = bounds_tensor(case, tokens)
     inputs = [token_tensor(case, tokens, rewards, case.dtype)]
     with_values = case.function == "gae"
     if with_values:

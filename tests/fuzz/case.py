@@ -25,6 +25,7 @@ SIMPLEST: dict[str, Any] = {
     "sequences": 1,
     "tokens": 1,  # per sequence; of packed sequences the longest
     "layout": "padded",  # or packed (one sequence), cut (by cu_seqlens)
+    "bounds_dtype": "int32",  # of cu_seqlens
     "mask": "all",
     "mask_dtype": "bool",
     "masked_values": "usual",
@@ -69,6 +70,7 @@ SIMPLEST: dict[str, Any] = {
     "values": "grid",
     "normalizer": None,
     "groups": None,
+    "groups_dtype": "int64",  # of the ids of sequences
     # values, advantages, means
     "parameters": {},
 }

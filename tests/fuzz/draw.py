@@ -85,6 +85,7 @@ def _tokens(chance: Chance, function: str, interpreted: bool) -> dict[str, Any]:
         "sequences": sequences,
         "tokens": tokens,
         "layout": chance.weighed({"padded": 5, "cut": 3, "packed": 1}),
+        "bounds_dtype": "int32" if chance.of(0.6) else "int64",
         "mask": chance.weighed(
             {"all": 3, "ragged": 4, "holes": 4, "without-first": 1, "one": 0.5, "none": 0.3}
         ),

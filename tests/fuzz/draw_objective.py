@@ -174,7 +174,7 @@ def _aggregations(chance: Chance, options: dict, full: dict, fields: dict) -> di
         fields["length_norm"] = chance.pick((1.0, 8.0, 100.0, 7))
     needs: dict[str, Any] = {}
     if "prompt-mean" in used.values():
-        needs["groups"] = _grouping(chance, options)
+        needs |= _grouping(chance, options)
     divided = {
         term: name
         for term, name in used.items()
@@ -190,9 +190,11 @@ def _aggregations(chance: Chance, options: dict, full: dict, fields: dict) -> di
     return needs
 
 
-def _grouping(chance: Chance, options: dict) -> str | int:
+def _grouping(chance: Chance, options: dict) -> dict[str, Any]:
     divisors = [k for k in (1, 2, 3, 4) if options["sequences"] % k == 0]
-    return "ids" if chance.of(0.5) or not divisors else chance.pick(divisors)
+    if chance.of(0.5) or not divisors:
+        return {"groups": "ids", "groups_dtype": chance.pick(("int64", "int32"))}
+    return {"groups": chance.pick(divisors)}
 
 
 def _number(chance: Chance) -> Any:
@@ -215,5 +217,5 @@ def weight_options(chance: Chance, options: dict) -> tuple[dict[str, Any], str]:
         fields["length_norm"] = chance.pick((1.0, 8.0, 100.0, 7))
     drawn: dict[str, Any] = {"fields": fields}
     if aggregation == "prompt-mean":
-        drawn["groups"] = _grouping(chance, options)
+        drawn |= _grouping(chance, options)
     return drawn, aggregation

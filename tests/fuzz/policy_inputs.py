@@ -47,7 +47,7 @@ class PolicyInputs:
             given["normalizer"] = normalizer_argument(case)
         given |= group_arguments(case, tokens)
         if tokens.bounds is not None:
-            given["cu_seqlens"] = bounds_tensor(tokens)
+            given["cu_seqlens"] = bounds_tensor(case, tokens)
         return given
 
     def constants(self) -> list[Tensor]:

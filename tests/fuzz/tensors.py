@@ -89,10 +89,10 @@ def mask_tensor(case: Case, tokens: Tokens) -> Tensor | None:
     return laid_out(mask.view(tokens.shape), case.token_layout)
 
 
-def bounds_tensor(tokens: Tokens, dtype: str = "int32") -> Tensor | None:
+def bounds_tensor(case: Case, tokens: Tokens) -> Tensor | None:
     if tokens.bounds is None:
         return None
-    return torch.from_numpy(tokens.bounds).to(dtype_of(dtype))
+    return torch.from_numpy(tokens.bounds).to(dtype_of(case.bounds_dtype))
 
 
 def numbers(x: Tensor | None) -> np.ndarray | None:

@@ -58,7 +58,7 @@ def _weight_arguments(case: Case) -> dict[str, Any]:
     if case.normalizer is not None:
         arguments["normalizer"] = normalizer_argument(case)
     if tokens.bounds is not None:
-        arguments["cu_seqlens"] = bounds_tensor(tokens)
+        arguments["cu_seqlens"] = bounds_tensor(case, tokens)
     return arguments
 
 

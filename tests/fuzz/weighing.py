@@ -19,12 +19,14 @@ def group_arguments(case: Case, tokens: Tokens) -> dict[str, Any]:
     if case.groups is None:
         return {}
     if case.groups == "ids":
-        return {"group_ids": torch.from_numpy(_group_ids(case, tokens))}
+        ids = torch.from_numpy(_group_ids(case, tokens))
+        return {"group_ids": ids.to(getattr(torch, case.groups_dtype))}
     return {"group_size": case.groups}
 
 
 def _group_ids(case: Case, tokens: Tokens) -> np.ndarray:
-    return case.random("groups").choice([7, -3, 0, 2**40], tokens.count)
+    far = 2**31 - 1 if case.groups_dtype == "int32" else 2**40
+    return case.random("groups").choice([7, -3, 0, far], tokens.count)
 
 
 def groups_of(case: Case, tokens: Tokens) -> np.ndarray | None:
