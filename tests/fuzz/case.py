@@ -38,7 +38,8 @@ SIMPLEST: dict[str, Any] = {
     "spread": 1.0,
     "logits_layout": "contiguous",
     "ids_dtype": "int64",
-    "temperature": 1.0,  # a float, or per-token, per-sequence, per-sequence-column
+    "temperature": 1.0,  # a float, or 0-d, per-token, per-sequence, per-sequence-column
+    "temperature_dtype": "float32",  # of a tensor
     "logit_scale": 1.0,
     "logit_softcap": None,
     "ignore_index": -100,

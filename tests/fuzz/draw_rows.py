@@ -29,7 +29,7 @@ def row_options(chance: Chance, function: str, options: dict, interpreted: bool)
         ),
         "ids_dtype": chance.weighed({"int64": 5, "int32": 1}),
         "temperature": chance.weighed(
-            {1.0: 8, 0.7: 2, 1e-3: 0.5, 100.0: 0.3, 1e-28: 0.1, "per-token": 1.5}
+            {1.0: 8, 0.7: 2, 1e-3: 0.5, 100.0: 0.3, 1e-28: 0.1, "per-token": 1.5, "0-d": 0.5}
         ),
         "autocast": chance.of(0.03),
     }
@@ -38,6 +38,8 @@ def row_options(chance: Chance, function: str, options: dict, interpreted: bool)
         drawn["sequences"] = min(options["sequences"], chance.pick((1, 2, 4)))
     if options["layout"] == "padded" and chance.of(0.15):
         drawn["temperature"] = chance.pick(("per-sequence", "per-sequence-column"))
+    if isinstance(drawn["temperature"], str) and chance.of(0.5):
+        drawn["temperature_dtype"] = chance.pick(("float16", "bfloat16", "float64"))
     if chance.of(0.15):
         drawn["logit_scale"] = chance.pick((0.5, 0.3, 2.0, 0.0625))
     if chance.of(0.15):

@@ -63,10 +63,17 @@ def rows_of(case: Case) -> LogitRows:
 def _temperatures(case: Case, tokens: Tokens) -> np.ndarray:
     if not isinstance(case.temperature, str):
         return np.full(tokens.total, float(case.temperature))
-    of_count = tokens.total if case.temperature == "per-token" else tokens.shape[0]
+    if case.temperature == "0-d":
+        of_count = 1
+    else:
+        of_count = tokens.total if case.temperature == "per-token" else tokens.shape[0]
     drawn = case.random("temperature").choice([0.5, 0.7, 1.0, 1.3, 3.0, 10.0], of_count)
-    drawn = as_held(drawn, "float32")
-    return drawn if case.temperature == "per-token" else np.repeat(drawn, tokens.shape[1])
+    drawn = as_held(drawn, case.temperature_dtype)
+    return (
+        drawn
+        if case.temperature == "per-token"
+        else np.repeat(drawn, tokens.total // max(of_count, 1))
+    )
 
 
 def token_options(rows: LogitRows) -> dict[str, Any]:
@@ -76,12 +83,15 @@ def token_options(rows: LogitRows) -> dict[str, Any]:
     if isinstance(temperature, str):
         held = rows.temperature
         if temperature == "per-token":
-            temperature = token_tensor(case, tokens, held, "float32")
+            temperature = token_tensor(case, tokens, held, case.temperature_dtype)
+        elif temperature == "0-d":
+            one = held[:1] if held.size else np.ones(1)
+            temperature = flat_tensor(case, one, case.temperature_dtype)[0]
         else:
             column = (tokens.shape[0],) + (1,) * (temperature == "per-sequence-column")
             of_sequences = np.ones(tokens.shape[0])
             of_sequences[:] = held.reshape(tokens.shape)[:, 0] if held.size else 1.0
-            temperature = flat_tensor(case, of_sequences, "float32")
+            temperature = flat_tensor(case, of_sequences, case.temperature_dtype)
             temperature = temperature.view(column)
     options = {
         "temperature": temperature,
