@@ -83,9 +83,10 @@ def examined_gae(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `gae` or `discounted_returns`."""
     case = trial.case
     tokens = tokens_of(case)
+    dtypes = case.dtypes
     rewards = _rewards(case, tokens.total)
     values = as_held(
-        np.round(case.random("values").standard_normal(tokens.total) * 8) / 8, case.dtype
+        np.round(case.random("values").standard_normal(tokens.total) * 8) / 8, dtypes[1]
     )
     parameters = dict(case.parameters)
     flags, arguments = (
@@ -106,10 +107,10 @@ def examined_gae(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     inputs = [token_tensor(case, tokens, rewards, case.dtype)]
     with_values = case.function == "gae"
     if with_values:
-        inputs.append(token_tensor(case, tokens, values, case.dtype))
+        inputs.append(token_tensor(case, tokens, values, dtypes[1]))
     inputs.append(mask_tensor(case, tokens))
     result = trial.call(*trial.moved(inputs), **trial.moved(arguments))
-    arithmetic = of_results(case.dtype)
+    arithmetic = of_results(*dtypes[: len(inputs) - 1])
     made, returns = gae(
         rewards,
         values if with_values else np.zeros(tokens.total),
@@ -136,13 +137,14 @@ def _following(case: Case, tokens: Tokens, kind: str | None) -> tuple[Any, Any]:
         return None, None
     random = case.random("bootstrap")
     total = tokens.total if kind == "token" else tokens.count
-    drawn = as_held(np.round(random.standard_normal(total) * 8) / 4, case.dtype)
+    dtype = case.dtypes[2]
+    drawn = as_held(np.round(random.standard_normal(total) * 8) / 4, dtype)
     # [B] is taken for per-token values where the two shapes are the same
     of_tokens = kind == "token" or tokens.shape == (tokens.count,)
     per_token = drawn if of_tokens else drawn[tokens.sequence]
     truncated = per_token if of_tokens else np.full(tokens.total, np.nan)
     if kind == "token":
-        tensor = token_tensor(case, tokens, drawn, case.dtype)
+        tensor = token_tensor(case, tokens, drawn, dtype)
     else:
-        tensor = flat_tensor(case, drawn, case.dtype)
+        tensor = flat_tensor(case, drawn, dtype)
     return np.stack([per_token, truncated], 1), tensor

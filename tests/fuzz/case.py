@@ -73,6 +73,8 @@ SIMPLEST: dict[str, Any] = {
     "groups": None,
     "groups_dtype": "int64",  # of the ids of sequences
     # values, advantages, means
+    "second_dtype": "like",  # of the values of gae, the returns of value_loss
+    "third_dtype": "like",  # of bootstrap and old values
     "parameters": {},
 }
 
@@ -101,6 +103,12 @@ class Case:
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    @property
+    def dtypes(self) -> tuple[str, str, str]:
+        """The dtypes of arguments that need not have the same."""
+        others = (self.second_dtype, self.third_dtype)
+        return self.dtype, *(self.dtype if name == "like" else name for name in others)
 
     def changed(self, **options: Any) -> Case:
         return Case(self.function, **{**self.options, **options})

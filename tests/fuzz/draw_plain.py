@@ -33,6 +33,19 @@ def _groups(chance: Chance, options: dict) -> dict[str, Any]:
     }
 
 
+def _other_dtypes(chance: Chance, options: dict) -> dict[str, Any]:
+    """Return the dtypes of all arguments in half of the cases; float64 beside another, too."""
+    if chance.of(0.5):
+        return {}
+    known = ["float32", "float32", "bfloat16", "float16"]
+    first, second = options["dtype"], chance.pick(known)
+    if first == "float64":
+        known.append(first)
+        if chance.of(0.5):
+            first, second = second, first
+    return {"dtype": first, "second_dtype": second, "third_dtype": chance.pick(known)}
+
+
 def _gae(chance: Chance, options: dict) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if chance.of(0.7):
@@ -47,6 +60,7 @@ def _gae(chance: Chance, options: dict) -> dict[str, Any]:
     if options["layout"] == "packed" and parameters.get("bootstrap") == "sequence":
         parameters["bootstrap"] = "token"
     return {
+        **_other_dtypes(chance, options),
         "parameters": parameters,
         "mask": "absent" if chance.of(0.2) else options["mask"],
         "values": chance.pick(("grid", "real")),
@@ -56,6 +70,8 @@ def _gae(chance: Chance, options: dict) -> dict[str, Any]:
 def _returns(chance: Chance, options: dict) -> dict[str, Any]:
     drawn = _gae(chance, options)
     drawn["parameters"].pop("lam", None)
+    if options["dtype"] == "float64":  # there is no second
+        drawn["dtype"] = "float64"
     return drawn
 
 
@@ -72,6 +88,7 @@ def _value_loss(chance: Chance, options: dict) -> dict[str, Any]:
         drawn["parameters"]["clip"] = chance.pick((0.2, 0.25, 0.5, 1.0))
     if chance.of(0.4):
         drawn["parameters"]["loss"] = chance.pick(("mse", "huber"))
+    drawn |= _other_dtypes(chance, options)
     return drawn | {"values": chance.pick(("grid", "real")), "spread": chance.pick((0.0, 1.0, 5.0))}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import policy_data
 from .arithmetic import FLOAT32, of_results
-from .bounded import Bounded
+from .bounded import Bounded, constant
 from .case import Case
 from .compare import Got, Part, part
 from .functions import mean
@@ -39,7 +39,7 @@ METRICS = [
 ]
 
 
-def _drawn(case: Case, what: str, total: int) -> np.ndarray:
+def _drawn(case: Case, what: str, total: int, dtype: str) -> np.ndarray:
     drawn = case.random(what).standard_normal(total) * case.spread
     drawn = np.round(drawn * 8) / 8 if case.values == "grid" else drawn
     if case.has("offset"):
@@ -49,7 +49,7 @@ def _drawn(case: Case, what: str, total: int) -> np.ndarray:
     for feature, value in ((f"nan-{what}", np.nan), (f"inf-{what}", np.inf)):
         if case.has(feature):
             drawn = np.where(case.random(feature).random(total) < 0.2, value, drawn)
-    return as_held(drawn, case.dtype)
+    return as_held(drawn, dtype)
 
 
 def _weight_arguments(case: Case) -> dict[str, Any]:
@@ -78,23 +78,25 @@ def examined_value_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `value_loss`."""
     case = trial.case
     tokens = tokens_of(case)
-    values, returns = (_drawn(case, what, tokens.total) for what in ("values", "returns"))
+    of_values, of_returns, of_old = case.dtypes
+    values = _drawn(case, "values", tokens.total, of_values)
+    returns = _drawn(case, "returns", tokens.total, of_returns)
     old = None
     arguments = _weight_arguments(case)
     if "clip" in arguments:
         by = case.random("old").choice([0.0, 0.5, -0.5, 0.25, 1.0, -2.0], tokens.total)
-        old = as_held(values + by, case.dtype)
-        arguments["old_values"] = token_tensor(case, tokens, old, case.dtype)
+        old = as_held(values + by, of_old)
+        arguments["old_values"] = token_tensor(case, tokens, old, of_old)
     leaf = trial.leaf(token_tensor(case, tokens, values, case.dtype))
-    constants = [token_tensor(case, tokens, returns, case.dtype), mask_tensor(case, tokens)]
+    constants = [token_tensor(case, tokens, returns, of_returns), mask_tensor(case, tokens)]
     result = trial.call(leaf, *trial.moved(constants), **trial.moved(arguments))
     arithmetic, valid = of_results(case.dtype), tokens.valid
     parameters = {"aggregation": "token-mean", "loss": "mse", **case.parameters}
     weighing = weighing_of(case, tokens, valid, parameters)
     of_case = normalizer_of(case)
     w = token_weights(weighing, parameters["aggregation"], of_case, arithmetic)[valid]
-    v, r = (Bounded(x[valid], 0.0, arithmetic) for x in (values, returns))
-    before = None if old is None else Bounded(old[valid], 0.0, arithmetic)
+    v, r = (constant(x[valid], arithmetic) for x in (values, returns))
+    before = None if old is None else constant(old[valid], arithmetic)
     value, slope, clipped = value_terms(v, r, before, parameters.get("clip"), parameters["loss"])
     trial.doubts.add("value clip", clipped.doubtful)
     share = Bounded(clipped.yes.astype(float), clipped.doubtful.astype(float), arithmetic)
@@ -150,7 +152,7 @@ def examined_mean(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     """Examine `masked_mean` and `whiten`."""
     case = trial.case
     tokens = tokens_of(case)
-    x = _drawn(case, "x", tokens.total)
+    x = _drawn(case, "x", tokens.total, case.dtype)
     leaf = trial.leaf(token_tensor(case, tokens, x, case.dtype))
     arithmetic, valid = of_results(case.dtype), tokens.valid
     result = trial.call(leaf, trial.moved(mask_tensor(case, tokens)), **case.parameters)
