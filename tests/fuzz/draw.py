@@ -139,7 +139,10 @@ PLAIN_FEATURES = {
     ),
     "gae": ("offset", "nan-rewards", "inf-rewards"),
     "discounted_returns": ("offset", "nan-rewards", "inf-rewards"),
-    "value_loss": ("offset", "equal", "nan-values", "nan-returns"),
+    "value_loss": (
+        *("offset", "equal", "nan-values", "nan-returns", "nan-old"),
+        *("inf-values", "inf-returns", "inf-old"),
+    ),
     "whiten": ("offset", "equal", "nan-x", "inf-x"),
     "masked_mean": ("offset", "equal", "nan-x", "inf-x"),
 }

@@ -63,17 +63,11 @@ def rows_of(case: Case) -> LogitRows:
 def _temperatures(case: Case, tokens: Tokens) -> np.ndarray:
     if not isinstance(case.temperature, str):
         return np.full(tokens.total, float(case.temperature))
-    if case.temperature == "0-d":
-        of_count = 1
-    else:
-        of_count = tokens.total if case.temperature == "per-token" else tokens.shape[0]
+    counts = {"0-d": 1, "per-token": tokens.total}
+    of_count = counts.get(case.temperature, tokens.shape[0])
     drawn = case.random("temperature").choice([0.5, 0.7, 1.0, 1.3, 3.0, 10.0], of_count)
     drawn = as_held(drawn, case.temperature_dtype)
-    return (
-        drawn
-        if case.temperature == "per-token"
-        else np.repeat(drawn, tokens.total // max(of_count, 1))
-    )
+    return np.repeat(drawn, tokens.total // max(of_count, 1))
 
 
 def token_options(rows: LogitRows) -> dict[str, Any]:

@@ -46,10 +46,15 @@ def _drawn(case: Case, what: str, total: int, dtype: str) -> np.ndarray:
         drawn = drawn + 1000.0
     if case.has("equal"):
         drawn = np.full(total, 0.7)
+    return as_held(_not_finite(case, what, drawn), dtype)
+
+
+def _not_finite(case: Case, what: str, drawn: np.ndarray) -> np.ndarray:
+    """Return the numbers with the NaN and infinities of the case among them."""
     for feature, value in ((f"nan-{what}", np.nan), (f"inf-{what}", np.inf)):
         if case.has(feature):
-            drawn = np.where(case.random(feature).random(total) < 0.2, value, drawn)
-    return as_held(drawn, dtype)
+            drawn = np.where(case.random(feature).random(len(drawn)) < 0.2, value, drawn)
+    return drawn
 
 
 def _weight_arguments(case: Case) -> dict[str, Any]:
@@ -85,7 +90,8 @@ def examined_value_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     arguments = _weight_arguments(case)
     if "clip" in arguments:
         by = case.random("old").choice([0.0, 0.5, -0.5, 0.25, 1.0, -2.0], tokens.total)
-        old = as_held(values + by, of_old)
+        old = np.where(np.isinf(values), 0.0, values) + by
+        old = as_held(_not_finite(case, "old", old), of_old)
         arguments["old_values"] = token_tensor(case, tokens, old, of_old)
     leaf = trial.leaf(token_tensor(case, tokens, values, case.dtype))
     constants = [token_tensor(case, tokens, returns, of_returns), mask_tensor(case, tokens)]

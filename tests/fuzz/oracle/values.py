@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..bounded import Bounded, beyond, certain, choose, constant, where
+from ..bounded import Bounded, Decision, beyond, certain, choose, constant, unbounded, where
 from ..functions import held, mean
 from .terms import difference, kl_value, zeros
 
@@ -33,10 +33,16 @@ def value_terms(
     clipped, clipped_slope = value_error(old + moved, r, kind)
     same = ~outside.yes & ~outside.doubtful & (old.value + (v - old).value == v.value)
     larger = beyond(clipped, free) & ~same
-    lost = np.isnan(free.value + clipped.value)
+    lost = np.isnan(free.value) | np.isnan(clipped.value)
+    nothing = np.where(lost, np.nan, 0.0)
     inner = choose(outside, zeros(v), clipped_slope)
-    value = where(lost, free + clipped, choose(larger, clipped, free))
-    return value, where(lost, free + clipped, choose(larger, inner, slope)), larger
+    value = where(lost, free + nothing, choose(larger, clipped, free))
+    slope = where(lost, free + nothing, choose(larger, inner, slope))
+    # unsaid: a clipped error whose formula has a difference of two infinities
+    given = np.isnan(v.value) | np.isnan(r.value) | np.isnan(old.value)
+    unsaid = np.isnan(clipped.value) & ~np.isnan(free.value) & ~given
+    larger = Decision(larger.yes, larger.doubtful | unsaid)
+    return unbounded(value, unsaid), unbounded(slope, unsaid), larger
 
 
 def explained_variance(v: Bounded, r: Bounded) -> Bounded:
