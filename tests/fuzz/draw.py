@@ -145,4 +145,5 @@ PLAIN_FEATURES = {
     ),
     "whiten": ("offset", "equal", "nan-x", "inf-x"),
     "masked_mean": ("offset", "equal", "nan-x", "inf-x"),
+    "reduce_metrics": ("nan-metric",),
 }

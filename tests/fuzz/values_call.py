@@ -197,6 +197,9 @@ def examined_reduce(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     active = random.integers(0, case.tokens + 1, count).astype(float)
     drawn["active_tokens"] = active
     for name in METRICS:  # a micro-batch without tokens has zeros
+        if case.has("nan-metric") and name != "active_tokens":
+            broken = case.random(f"nan {name}").random(count) < 0.2
+            drawn[name] = np.where(broken, np.nan, drawn[name])
         drawn[name] = np.where(active == 0, 0.0, drawn[name])
     dtype = getattr(torch, case.dtype)
     given: list[dict[str, Tensor]] = [
