@@ -167,7 +167,7 @@ class Bounded:
         return Bounded(self.value[index], self.error[index], self.arithmetic)
 
     def reshape(self, *shape: int) -> Bounded:
-        return Bounded(self.value.reshape(*shape), self.error.reshape(*shape), self.arithmetic)
+        return Bounded(self.value.reshape(shape), self.error.reshape(shape), self.arithmetic)
 
     def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Bounded:
         """Return sums, with the error of their terms and of the additions."""

@@ -24,7 +24,7 @@ SIMPLEST: dict[str, Any] = {
     # tokens
     "sequences": 1,
     "tokens": 1,  # per sequence; of packed sequences the longest
-    "layout": "padded",  # or packed (one sequence), cut (by cu_seqlens)
+    "layout": "padded",  # or packed (one sequence), cut (by cu_seqlens), 0-d, 3-d
     "bounds_dtype": "int32",  # of cu_seqlens
     "mask": "all",
     "mask_dtype": "bool",

@@ -92,6 +92,10 @@ def _value_loss(chance: Chance, options: dict) -> dict[str, Any]:
     return drawn | {"values": chance.pick(("grid", "real")), "spread": chance.pick((0.0, 1.0, 5.0))}
 
 
+def _any_shape(chance: Chance, options: dict) -> dict[str, Any]:
+    return {"layout": chance.pick(("0-d", "3-d")) if chance.of(0.3) else options["layout"]}
+
+
 def _kl(chance: Chance, options: dict) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if chance.of(0.8):
@@ -104,13 +108,16 @@ def _kl(chance: Chance, options: dict) -> dict[str, Any]:
         "values": chance.pick(("grid", "real")),
         "mask": "all",
         "masked_values": "usual",
+        **_any_shape(chance, options),
     }
 
 
 def _mean(chance: Chance, options: dict) -> dict[str, Any]:
-    dims = (None, 0, -1) if options["layout"] != "padded" else (None, 0, 1, -1, -2)
-    dim = chance.pick(dims)
+    shape = _any_shape(chance, options)
+    axes = {"0-d": 0, "3-d": 3, "padded": 2}.get(shape["layout"], 1)
+    dim = chance.pick((None, *range(-axes, axes)))
     return {
+        **shape,
         "parameters": {} if dim is None else {"dim": dim},
         "values": chance.pick(("grid", "real")),
         "spread": chance.pick((0.0, 1.0, 100.0)),
@@ -119,6 +126,7 @@ def _mean(chance: Chance, options: dict) -> dict[str, Any]:
 
 def _whiten(chance: Chance, options: dict) -> dict[str, Any]:
     return {
+        **_any_shape(chance, options),
         "parameters": {"shift_mean": False} if chance.of(0.3) else {},
         "values": chance.pick(("grid", "real")),
         "spread": chance.pick((0.0, 1e-4, 1.0, 100.0)),

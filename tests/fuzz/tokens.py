@@ -13,7 +13,7 @@ from .case import Case
 class Tokens:
     """Tokens in a row: which sequence each belongs to, and which are valid."""
 
-    shape: tuple[int, ...]  # [B, T], or packed [N]
+    shape: tuple[int, ...]  # [B, T], or packed [N]; of means [], [B, 2, T]
     sequence: np.ndarray  # [N]
     count: int  # sequences
     bounds: np.ndarray | None  # cu_seqlens
@@ -35,6 +35,11 @@ def tokens_of(case: Case) -> Tokens:
     if case.layout == "padded":
         shape, count, bounds = (case.sequences, case.tokens), case.sequences, None
         sequence = np.repeat(np.arange(count), case.tokens)
+    elif case.layout == "0-d":
+        shape, count, bounds, sequence = (), 1, None, np.zeros(1, int)
+    elif case.layout == "3-d":
+        shape, count, bounds = (case.sequences, 2, case.tokens), case.sequences, None
+        sequence = np.repeat(np.arange(count), 2 * case.tokens)
     elif case.layout == "packed":
         shape, count, bounds = (case.sequences * case.tokens,), 1, None
         sequence = np.zeros(shape, int)
