@@ -44,6 +44,10 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
     full = {**usual, **fields}
     uses_rollout = full["rollout_correction"] or full["off_policy_threshold"] is not None
     old = chance.pick((None, *DISTANCES))
+    on_threshold = full["off_policy_threshold"] is not None and function == "policy_loss"
+    if on_threshold and chance.of(0.5):  # where the log-probabilities have no error
+        fields["off_policy_threshold"], old = 0.0, chance.pick(("equal", None))
+        uses_rollout = full["rollout_correction"]
     rollout = chance.pick(DISTANCES) if full["rollout_correction"] else None
     if not rollout and uses_rollout and chance.of(0.5):
         rollout = chance.pick(DISTANCES)

@@ -34,6 +34,7 @@ FEATURES = (
     "tiny-advantages",
     "zero-advantages",
     "equal-advantages",
+    "negative-advantages",
 )
 
 
@@ -141,6 +142,8 @@ def advantages_of(case: Case, tokens: Tokens) -> np.ndarray:
         drawn = np.full(count, random.choice([-1.5, -1.0, 0.5, 1.0]))
     if case.has("zero-advantages"):
         drawn = np.where(random.random(count) < 0.8, 0.0, drawn)
+    if case.has("negative-advantages"):
+        drawn = -np.abs(drawn)
     drawn = drawn * (2.0**100 if case.has("large-advantages") else 1)
     drawn = drawn * (2.0**-100 if case.has("tiny-advantages") else 1)
     drawn = _some(case, "nan-advantages", drawn, np.nan)
