@@ -7,7 +7,8 @@ import os
 import sys
 
 from .case import parse
-from .examine import examine
+from .draw import FUNCTIONS
+from .examine import BACKENDS, examine
 from .run import MOST_IN_DOUBT, Run, lines_of
 from .supervise import supervised
 
@@ -18,9 +19,9 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--backend", default="cpu", help="auto, reference, cpu, triton or cuda")
+    parser.add_argument("--backend", default="cpu", choices=BACKENDS)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--function", help="one function instead of all")
+    parser.add_argument("--function", choices=FUNCTIONS, help="one function instead of all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-shrink", action="store_true")
     given = parser.parse_args()

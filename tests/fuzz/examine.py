@@ -36,6 +36,7 @@ EXAMINED: dict[str, Examined] = {
     "reduce_metrics": values_call.examined_reduce,
 }
 COMPILED = ("cpu", "triton", "cuda")
+BACKENDS = ("auto", "reference", *COMPILED)
 
 
 class Verdict(NamedTuple):
