@@ -36,7 +36,7 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
     fields |= _bounds(chance, usual)
     fields |= _level(chance, usual)
     fields |= _kl(chance, usual)
-    fields |= _entropy(chance, function, usual)
+    fields |= _entropy(chance)
     fields |= _masks(chance, usual)
     needs = _aggregations(chance, options, {**usual, **fields}, fields)
     if needs is None:  # packed without sequences: an objective of tokens alone
@@ -116,7 +116,7 @@ def _kl(chance: Chance, usual: dict) -> dict[str, Any]:
     return fields
 
 
-def _entropy(chance: Chance, function: str, usual: dict) -> dict[str, Any]:
+def _entropy(chance: Chance) -> dict[str, Any]:
     if chance.of(0.8):
         return {}
     return {"entropy_coef": chance.pick((0.01, 0.5, -0.25))}

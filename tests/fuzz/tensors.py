@@ -10,7 +10,7 @@ from .case import Case
 from .tokens import Tokens
 
 #: What stands where the mask is 0, which must change nothing.
-MASKED_VALUES = {"nan": np.nan, "1e30": 1e30, "inf": np.inf, "negative-inf": -np.inf}
+MASKED_VALUES = {"nan": np.nan, "1e30": 1e30, "inf": np.inf}
 #: A NaN whose payload a careless rounding to 16 bits carries over into the sign: 0.
 NAN_PAYLOADS = {
     torch.float32: (torch.int32, 0x7FFFFFFF),
