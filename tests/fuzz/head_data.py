@@ -104,4 +104,4 @@ def oracle_of(trial: Trial, rows: LogitRows, head: HeadData) -> tuple[LinearHead
         ENTERING[trial.device.partition(":")[0]] if alike else 0.0,
     )
     x, error = linear.logits()
-    return linear, Rows(x, rows.ids[active], rows.head(trial.backend), arithmetic, error)
+    return linear, Rows(x, rows.ids[active], rows.head(trial), arithmetic, error)

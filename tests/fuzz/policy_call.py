@@ -64,7 +64,7 @@ def examined_logits(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     rows = rows_of(case)
     tokens, active = rows.tokens, rows.active
     logits = logits_of(case, tokens, rows.ids)
-    oracle = Rows(logits[active], rows.ids[active], rows.head(trial.backend), rows.arithmetic)
+    oracle = Rows(logits[active], rows.ids[active], rows.head(trial), rows.arithmetic)
     trial.doubts.add("unsaid: a row without distribution", oracle.undefined)
     logprobs = np.zeros(tokens.total)
     logprobs[active] = oracle.logprobs.value

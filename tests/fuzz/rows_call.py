@@ -34,7 +34,7 @@ def examined(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     result = trial.call(given, trial.moved(ids_tensor(rows)), **trial.moved(arguments))
     parts = parts_of(result)
     active = rows.active
-    oracle = Rows(logits[active], rows.ids[active], rows.head(trial.backend), rows.arithmetic)
+    oracle = Rows(logits[active], rows.ids[active], rows.head(trial), rows.arithmetic)
     trial.doubts.add("unsaid: a row without distribution", oracle.undefined)
     got = {name: part(x) for name, x in parts.items()}
     want = expected_parts(rows, oracle)

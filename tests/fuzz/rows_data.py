@@ -15,6 +15,7 @@ from .logits_data import as_held, ids_of
 from .oracle.rows import Head
 from .tensors import flat_tensor, laid_out, numbers, token_tensor
 from .tokens import Tokens, tokens_of
+from .trial import Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,9 @@ class LogitRows:
     def arithmetic(self) -> Arithmetic:
         return of_results(self.case.dtype)
 
-    def head(self, backend: str) -> Head:
-        case = self.case
-        by_exp = backend in ("triton", "cuda")
-        return Head(self.temperature[self.active], case.logit_scale, case.logit_softcap, by_exp)
+    def head(self, trial: Trial) -> Head:
+        case, heat = self.case, self.temperature[self.active]
+        return Head(heat, case.logit_scale, case.logit_softcap, trial.on_gpu_kernels)
 
     def spread(self, value: np.ndarray) -> np.ndarray:
         """Return the values of active rows among zeros, `[N, ...]`."""

@@ -25,6 +25,12 @@ class Trial:
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
     _before: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
 
+    @property
+    def on_gpu_kernels(self) -> bool:
+        """Say whether the kernels are Triton's or CUDA's, by name or as what `auto` chooses."""
+        chosen = self.backend == "auto" and self.device.startswith("cuda")
+        return chosen or self.backend in ("triton", "cuda")
+
     def call(self, *given: Any, **options: Any) -> Any:
         """Call the function of the case in its mode."""
         case = self.case
