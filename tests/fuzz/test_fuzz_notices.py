@@ -95,7 +95,10 @@ def test_a_refusal_that_is_missing_is_noticed(monkeypatch):
 
 def test_the_shrunk_line_fails_in_the_same_way_and_is_simpler(monkeypatch):
     replaced(monkeypatch, "policy_loss", without_kl)
-    for kind, failure in failures_of("policy_loss").items():
+    failures = failures_of("policy_loss")
+    differing = {kind: failures[kind] for kind in failures if kind[1] != "call"}  # no refusals
+    assert differing
+    for kind, failure in differing.items():
         pasted = parse(repr(failure.shrunk))
         assert pasted == failure.shrunk
         assert fails_as(kind, REFERENCE)(pasted)
