@@ -79,7 +79,8 @@ class Objective:
     Exactly on a bound the slope is that of the inside. Of two log-probabilities that are the same
     infinity (a token that both policies exclude) the difference is 0: ratio 1, KL 0. A token whose
     log-probability is infinite has the slope 0; its loss under `cispo` and `reinforce` is the
-    infinite product, or 0 where the advantage or the weight is 0.
+    infinite product, or 0 where the advantage is 0. A token of weight 0 adds neither loss nor
+    slope, unless it is NaN.
     With the level `sequence-token` (GSPO-token) a token has the value of the sequence's ratio and
     the gradient of its own: `log r = sg[mean] + logprob - sg[logprob]`.
 
@@ -115,9 +116,11 @@ class Objective:
         rollout_weighs: the terms that they weigh, `"policy-and-kl"` or `"policy"`.
         off_policy_threshold: sequences whose mean of `old_logprobs - logprobs`
             (`rollout_logprobs`, where given, for the old ones) is above lose the policy term of
-            their tokens with negative advantage (DeepSeek-V3.2), or None.
+            their tokens with negative advantage (DeepSeek-V3.2), or None. A difference that is
+            NaN counts as 0.
         top_entropy_quantile: the share of tokens, those of the highest entropy, that keep policy
-            term and entropy bonus; the others keep the KL alone (arXiv 2506.01939).
+            term and entropy bonus; the others keep the KL alone (arXiv 2506.01939). A token whose
+            entropy is NaN keeps both.
         convention: whose preset this is. What that trainer has for a KL, an entropy bonus or a
             rollout correction may stand here while there is none; else it raises.
 

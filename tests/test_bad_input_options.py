@@ -162,13 +162,13 @@ CALLS = [
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-39),
         ValueError,
-        "temperature must lie in [1e-30, 1e+30], for float32 to hold its products; got 1e-39",
+        "temperature must lie in [1e-30, 1e+30] beside logit_scale, for float32 ... got 1e-39",
     ),
     *(
         (
             lambda name=name, value=value: fastrl.token_logprobs(logits, ids, **{name: value}),
             ValueError,
-            f"{name} must lie in [1e-30, 1e+30], ... got {value}",
+            f"{name} must lie in [1e-30, ... got {value}",
         )
         for name in ("temperature", "logit_scale", "logit_softcap")
         for value in (1e-320, 1e300)
@@ -176,22 +176,32 @@ CALLS = [
     (
         lambda: fastrl.token_logprobs(logits, ids, logit_scale=1e10, logit_softcap=1e-25),
         ValueError,
-        "logit_softcap must be at least 1e-30 times logit_scale, here 1e-20, ... got 1e-25",
+        "logit_softcap must lie in [1e-20, 1e+30] beside logit_scale, ... got 1e-25",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-29, logit_scale=100.0),
         ValueError,
-        "temperature must be at least 1e-30 times ... here 1e-28, ... got 1e-29",
+        "temperature must lie in [1e-28, 1e+30] beside logit_scale, ... got 1e-29",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-29, logit_softcap=30.0),
         ValueError,
-        "temperature must be at least 1e-30 times ... here 3e-29, ... got 1e-29",
+        "temperature must lie in [3e-29, 1e+30] beside logit_scale, logit_softcap, ... got 1e-29",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=torch.tensor([1.0, 1e-40])),
         ValueError,
-        "temperature must be at least 1e-30 times ... got 9.99",
+        "temperature must lie in [1e-30, 1e+30] beside logit_scale, ... got 9.99",
+    ),
+    (
+        lambda: fastrl.token_logprobs(logits, ids, temperature=torch.tensor(1e35)),
+        ValueError,
+        "temperature must lie in [1e-30, 1e+30] beside logit_scale, ... got 1.00",
+    ),
+    (
+        lambda: fastrl.token_logprobs(logits, ids, logit_scale=1e-20, temperature=1e20),
+        ValueError,
+        "temperature must lie in [1e-30, 1e+10] beside logit_scale, ... got 1e+20",
     ),
 ]
 

@@ -119,6 +119,15 @@ def test_a_broken_old_value_breaks_the_value_loss():
     assert values.grad.isnan()
 
 
+@pytest.mark.parametrize("options", [{}, {"old_values": ONE, "clip": 0.5}])
+def test_an_infinite_return_has_the_huber_slope_of_its_sign(options):
+    for returns, slope in ((math.inf, -1.0), (-math.inf, 1.0)):
+        values = torch.tensor([[1.0]], requires_grad=True)
+        target = torch.tensor([[returns]])
+        fastrl.value_loss(values, target, ONE, loss="huber", **options).loss.backward()
+        assert values.grad.item() == slope
+
+
 @pytest.mark.parametrize("returns", [math.inf, 3e38])
 def test_returns_beyond_any_square_have_the_slope_of_the_free_branch(returns):
     slopes = []

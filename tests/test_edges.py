@@ -1,5 +1,6 @@
 """Corners where a wrong answer would pass in silence; each was wrong once."""
 
+import itertools
 import math
 
 import pytest
@@ -273,3 +274,61 @@ def test_a_broken_log_probability_breaks_its_divergence(estimator, ref):
     assert logprobs.grad[0].isnan()
     assert refs.grad[0] == 0 if math.isinf(ref) else refs.grad[0].isnan()
     assert all(x.grad[1].isfinite() for x in (logprobs, refs))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("advantage", [math.inf, -math.inf])
+def test_a_weight_of_zero_drops_an_infinite_advantage(backend, preset, advantage):
+    found = []
+    for given in (advantage, math.copysign(1.0, advantage)):
+        logprobs = torch.tensor([[-2.0, -1.0]], requires_grad=True)
+        result = fastrl.policy_loss(
+            logprobs,
+            torch.tensor([[given, 1.0]]),
+            PAIR,
+            policy_weights=torch.tensor([[0.0, 1.0]]),
+            objective=preset,
+            backend=backend,
+        )
+        result.loss.backward()
+        found.append((result.loss.detach(), logprobs.grad))
+        logits = torch.zeros(1, 2, 3, requires_grad=True)
+        result = fastrl.logits_policy_loss(
+            logits,
+            torch.tensor([[0, 1]]),
+            torch.tensor([[given, 1.0]]),
+            PAIR,
+            policy_weights=torch.tensor([[0.0, 1.0]]),
+            objective=preset,
+            backend=backend,
+        )
+        result.loss.backward()
+        found[-1] += (result.loss.detach(), logits.grad)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(x.isfinite().all() for x in found[0])
+
+
+def test_scalings_at_their_bounds(backend):
+    logits, ids = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([0])
+    sizes = (1e-30, 1e-10, 1.0, 1e10, 1e30)
+    for scale, softcap, temperature in itertools.product(sizes, (None, *sizes), sizes):
+        beside = [scale, temperature, 1.0] + ([] if softcap is None else [softcap])
+        if max(beside) / min(beside) > 1.0001e30:
+            continue
+        if backend == "triton" and softcap is not None and softcap > 1e3 * scale:
+            continue  # its tanh has an absolute error of 2^-22, and the logits this times softcap
+        found = []
+        for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+            leaf = logits.to(dtype, copy=True).requires_grad_()
+            stats = fastrl.token_stats(
+                leaf,
+                ids,
+                temperature=temperature,
+                logit_scale=scale,
+                logit_softcap=softcap,
+                backend=name,
+            )
+            (stats.logprobs + stats.entropy).sum().backward()
+            found.append([stats.logprobs.detach(), stats.entropy.detach(), leaf.grad])
+        for got, wanted in zip(*found, strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-6)

@@ -49,7 +49,7 @@ class TokenLoss {
     const double difference = difference_of<Math>(logprob, old);
     const auto terms = objective_terms<Math>(
         ratio_, difference, static_cast<double>(advantages_[row]), logprob, coefficients_);
-    double slope = weights_[row] * terms.slope;
+    double slope = weighted<Math>(static_cast<double>(weights_[row]), terms.slope);
     if (coefficients_.kl_coef != 0) {
       const double from_ref = difference_of<Math>(static_cast<double>(ref_[row]), logprob);
       const auto kl =

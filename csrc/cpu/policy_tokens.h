@@ -130,7 +130,9 @@ double sum_slopes(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
   if (!policy && !kl) return 0;
   for (int64_t i = begin; i < end; i += kLanes) {
     const Tokens t(in, i, end);
-    if (policy) total.add(t.weight * shared_terms(t, c, shared.mean).slope);
+    if (policy) {
+      total.add(weighted<VectorMath>(t.weight, shared_terms(t, c, shared.mean).slope));
+    }
     if (kl) total.add(t.load(in.kl_weights) * c.kl_coef * t.kl(c, fill(shared.mean)).ratio_slope);
   }
   return total.total();
@@ -154,7 +156,7 @@ void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio
             ? shared_terms(t, c, shared.mean)
             : objective_terms<VectorMath>(ratio, t.difference, t.advantage, t.logprob, c);
     vfloat slope = fill(shared.slope);
-    if (own_slope) slope += t.weight * terms.slope;
+    if (own_slope) slope += weighted<VectorMath>(t.weight, terms.slope);
     if (ratio == Ratio::kGmpo) {
       const vint moves = gmpo_terms<VectorMath>(t.difference, t.advantage, c).moves;
       slope = where(moves, slope, vfloat{});

@@ -132,7 +132,9 @@ __device__ __forceinline__ float shared_slope(const PolicyLossParams& p, int64_t
     float x[kQuad] = {};
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
-      if (policy && q.is_active(k)) x[k] = q.weight[k] * shared_terms(q, k, mean).slope;
+      if (policy && q.is_active(k)) {
+        x[k] = weighted<FloatMath>(q.weight[k], shared_terms(q, k, mean).slope);
+      }
     }
     if (kl) {
       float ref_logprob[kQuad], weight[kQuad];

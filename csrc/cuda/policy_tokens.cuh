@@ -170,7 +170,7 @@ __device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t en
                                    : objective_terms<FloatMath>(p.ratio, q.difference[k],
                                                                 q.advantage[k], q.logprob[k], c);
     slope[k] = kBySequence ? shared.slope : 0.0f;
-    if (own_slope) slope[k] += q.weight[k] * terms.slope;
+    if (own_slope) slope[k] += weighted<FloatMath>(q.weight[k], terms.slope);
     if (p.ratio == Ratio::kGmpo) {
       const bool moves = gmpo_terms<FloatMath>(q.difference[k], q.advantage[k], c).moves;
       slope[k] = moves ? slope[k] : 0.0f;
@@ -211,16 +211,16 @@ __device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t en
   float bonus[kQuad] = {};  // entropy_coef times its weight
   if (c.entropy_coef != 0.0f) q.load(p.entropy_weights, bonus);
   if (p.entropy) q.load(p.entropy, x);
-  float weighted[kQuad];
+  float of_entropy[kQuad];
   FASTRL_UNROLL
   for (int k = 0; k < kQuad; ++k) {
     if (!p.entropy) x[k] = -q.logprob[k];
-    weighted[k] = bonus[k] * x[k];
+    of_entropy[k] = bonus[k] * x[k];
     slope[k] = q.is_active(k) ? token_slope<FloatMath>(q.logprob[k], slope[k]) : 0.0f;
     sums->zero_grad += q.is_active(k) && slope[k] == 0.0f && bonus[k] * c.entropy_coef == 0.0f;
   }
   add_quad(&sums->entropy, x);
-  if (c.entropy_coef != 0.0f) add_quad(&sums->weighted_entropy, weighted);
+  if (c.entropy_coef != 0.0f) add_quad(&sums->weighted_entropy, of_entropy);
   q.store_slope(slope, begin, end);
 }
 

@@ -63,7 +63,7 @@ __device__ __forceinline__ RowFlow row_flow(const LogitsPolicyLossParams& p, con
   const float difference = difference_of<Math>(logprob, old);
   const float advantage = in.value(RowInputs::kAdvantage);
   const auto terms = objective_terms<Math>(p.ratio, difference, advantage, logprob, c);
-  float slope = in.value(RowInputs::kWeight) * terms.slope;
+  float slope = weighted<Math>(in.value(RowInputs::kWeight), terms.slope);
   if (c.kl_coef != 0) {
     const float from_ref = difference_of<Math>(in.value(RowInputs::kRef), logprob);
     const auto kl = kl_terms<Math>(p.kl_estimator, p.kl_gradient, from_ref, difference, c);

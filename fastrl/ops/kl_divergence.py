@@ -58,5 +58,6 @@ def kl_divergence(
     bound = inf if clamp is None else positive("clamp", clamp)
     dtype = torch.float64 if current.dtype == torch.float64 else torch.float32
     kl = reference.kl_estimate(current.to(dtype), ref.to(dtype), estimator, bound)
-    # the slopes of k1 and abs do not look at the difference, and would be finite
-    return kl * torch.where(kl.isnan(), kl.detach(), 1.0)
+    if estimator in ("k1", "abs") and kl.requires_grad:  # their slopes would be finite at NaN
+        kl = kl * torch.where(kl.isnan(), kl.detach(), 1.0)
+    return kl

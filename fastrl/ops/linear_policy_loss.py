@@ -85,7 +85,8 @@ def linear_policy_loss(
         chunk_tokens: rows at a time; None chooses from the vocabulary and the device.
         compact: leave idle rows out, which on a GPU costs one synchronisation; False keeps them.
         metrics: if False, the metrics are empty, and where one visit is enough rows without
-            advantage are not even projected, unless KL or entropy asks for them.
+            advantage or weight are not even projected, whatever they hold, unless KL or entropy
+            asks for them.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.

@@ -15,12 +15,11 @@ from fastrl.checks import (
     on_device,
     positive,
     saveable,
-    tensor,
     whole,
 )
 
-#: The largest of logit_scale, logit_softcap, temperature and their quotients: the exponents of
-#: logits up to 1e8 fit float32. The smallest is its reciprocal.
+#: The largest of temperature, logit_scale, logit_softcap and their quotients, and the reciprocal of
+#: the smallest: float32 holds them, and the exponents of logits up to 1e8.
 _STEEPEST = 1e30
 
 
@@ -79,15 +78,12 @@ def as_rows(
     active = ids != whole("ignore_index", ignore_index)
     if mask is not None:
         active = active & as_mask("mask", mask, ids, "token_ids")
-    scale = _moderate("logit_scale", logit_scale)
-    softcap = None if logit_softcap is None else _moderate("logit_softcap", logit_softcap)
-    if softcap is not None and softcap < scale / _STEEPEST:
-        raise ValueError(
-            f"logit_softcap must be at least {1 / _STEEPEST:g} times logit_scale, here "
-            f"{scale / _STEEPEST:g}, for float32 to hold their quotient; got {softcap}"
-        )
-    coldest = max(scale, softcap or 0.0) / _STEEPEST
-    heat = _temperature(temperature, ids, active, x.dtype, coldest)
+    scale = _moderate("logit_scale", logit_scale, {})
+    scales = {"logit_scale": scale}
+    softcap = None
+    if logit_softcap is not None:
+        softcap = scales["logit_softcap"] = _moderate("logit_softcap", logit_softcap, scales)
+    heat = _temperature(temperature, ids, active, x.dtype, scales)
     if can_read(ids):
         _refuse_ids_outside(ids, active, vocabulary)
     ids, active = saveable(ids), saveable(active)
@@ -97,25 +93,30 @@ def as_rows(
     return Rows(x, ids, active, heat, scale, softcap)
 
 
-def _moderate(name: str, value: object) -> float:
+def _moderate(name: str, value: object, beside: dict[str, float]) -> float:
+    """Return a number above 0 that float32 holds, and its quotients with those beside it."""
     result = positive(name, value)
-    if not 1 / _STEEPEST <= result <= _STEEPEST:
+    low, high = _bounds(beside)
+    if not low <= result <= high:
+        others = f" beside {', '.join(beside)}" if beside else ""
         raise ValueError(
-            f"{name} must lie in [{1 / _STEEPEST:g}, {_STEEPEST:g}], for float32 to hold its "
-            f"products; got {result}"
+            f"{name} must lie in [{low:g}, {high:g}]{others}, for float32 to hold what is made of "
+            f"it; got {result}"
         )
     return result
 
 
+def _bounds(beside: dict[str, float]) -> tuple[float, float]:
+    others = (1.0, *beside.values())
+    return max(others) / _STEEPEST, min(others) * _STEEPEST
+
+
 def _temperature(
-    temperature: object, ids: Tensor, active: Tensor, dtype: torch.dtype, coldest: float
+    temperature: object, ids: Tensor, active: Tensor, dtype: torch.dtype, scales: dict[str, float]
 ) -> float | Tensor:
     if not isinstance(temperature, Tensor):
-        value = _moderate("temperature", temperature)
-        if value < coldest:
-            raise ValueError(_too_cold(coldest, value))
-        return value
-    heat = floating("temperature", tensor("temperature", temperature))
+        return _moderate("temperature", temperature, scales)
+    heat = floating("temperature", temperature)
     on_device("temperature", heat, ids, "token_ids")
     if heat.requires_grad:
         raise ValueError("temperature must not require a gradient: it has none")
@@ -135,17 +136,11 @@ def _temperature(
         bad = active & ~((heat > 0) & heat.isfinite())
         if bool(bad.any()):
             raise ValueError(f"temperature must be above 0 and finite, got {float(heat[bad][0])}")
-        cold = active & (heat < coldest)
-        if bool(cold.any()):
-            raise ValueError(_too_cold(coldest, float(heat[cold][0])))
+        low, high = _bounds(scales)
+        steep = active & ((heat < low) | (heat > high))
+        if bool(steep.any()):
+            _moderate("temperature", float(heat[steep][0]), scales)
     return heat
-
-
-def _too_cold(coldest: float, temperature: float) -> str:
-    return (
-        f"temperature must be at least {1 / _STEEPEST:g} times logit_scale and logit_softcap, "
-        f"here {coldest:g}, for float32 to hold their quotient; got {temperature}"
-    )
 
 
 def _refuse_ids_outside(ids: Tensor, active: Tensor, vocabulary: int) -> None:

@@ -63,11 +63,10 @@ def token_logprobs(
     Args:
         logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
         token_ids: integers `[B, T]` or `[N]`.
-        temperature: a float, or a tensor `[B, T]`, `[N]`, `[B]` or `[B, 1]` per row; at least
-            1e-30 times `logit_scale` and `logit_softcap` (not checked in a tensor on a GPU).
+        temperature: a float, or a tensor `[]`, `[B, T]`, `[N]`, `[B]` or `[B, 1]` per row.
         logit_scale: factor on the logits (Cohere, Granite), above 0.
-        logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None. These three lie in
-            [1e-30, 1e30].
+        logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None. These three and their
+            quotients lie in [1e-30, 1e30] (not checked in a tensor on a GPU).
         mask: 0/1, the shape of `token_ids`; masked rows give 0, whatever they hold.
         ignore_index: rows with this id give 0, too.
         inplace_backward: let the backward write the gradient over the logits, which saves a

@@ -53,6 +53,8 @@ def policy_loss(
     logprobs, advantages = valid(logprobs.detach()), valid(advantages)
     old = logprobs if old_logprobs is None else valid(old_logprobs)
     ref = None if ref_logprobs is None else valid(ref_logprobs)
+    # a token of weight 0 is dropped: autograd would multiply the weight by an infinite slope
+    advantages = torch.where((weights == 0) & advantages.isinf(), advantages.sign(), advantages)
 
     def total(current: Tensor) -> tuple[Tensor, tuple[Tensor, _Terms]]:
         terms = _terms(current, old, ref, advantages, mask, sequences, objective)

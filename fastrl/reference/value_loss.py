@@ -14,7 +14,9 @@ def value_error(values: Tensor, returns: Tensor, loss: str) -> Tensor:
     if loss == "mse":
         return 0.5 * difference.square()
     size = difference.abs()
-    return torch.where(size <= 1, 0.5 * difference.square(), size - 0.5)
+    inside = size <= 1
+    # the branch that is not taken has the slope 0, not 0 times an infinite difference
+    return torch.where(inside, 0.5 * torch.where(inside, difference, 0.0).square(), size - 0.5)
 
 
 def value_loss(

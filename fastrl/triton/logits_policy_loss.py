@@ -17,6 +17,7 @@ from fastrl.triton.objectives import (
     kl_terms,
     objective_terms,
     token_slope,
+    weighted,
 )
 from fastrl.triton.row_gradient import row_gradient
 from fastrl.triton.row_sums import row_statistics, row_sums, sums_of_blocks, token_logprob
@@ -55,7 +56,7 @@ def _slopes(
     difference = difference_of(logprob, old)  # on policy the ratio is 1, but NaN stays NaN
     advantage = tl.load(advantages + index)
     _, policy_slope, _, _, _ = objective_terms(POLICY, difference, advantage, logprob, c)
-    slope = weight * policy_slope
+    slope = weighted(weight, policy_slope)
     if KL_ESTIMATOR is not None:
         ref_minus_logprob = difference_of(tl.load(ref_logprobs + index), logprob)
         _, _, _, kl_slope = kl_terms(KL_ESTIMATOR, KL_GRADIENT, ref_minus_logprob, difference, c)

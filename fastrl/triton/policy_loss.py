@@ -144,7 +144,7 @@ def policy_loss_kernel(
                     _, slope, _, _, _ = _shared_terms(
                         POLICY, GMPO, mean, difference, advantage, logprob, c
                     )
-                    total += weight * slope
+                    total += weighted(weight, slope)
                 if GRADIENT == BIAS_CORRECTED:
                     if kl_weights is not None:
                         weight = _load(kl_weights, at, inside, active)
@@ -179,7 +179,7 @@ def policy_loss_kernel(
                 _, _, free = gmpo_terms(difference, advantage, c)
                 slope = tl.where(free, slope, 0.0)
         else:
-            slope = weight * slope + shared_slope
+            slope = weighted(weight, slope) + shared_slope
         entropy_weight = weight
         if ref_logprobs is not None:
             ref = _load(ref_logprobs, at, inside, active)
