@@ -120,6 +120,13 @@ def test_a_broken_old_value_breaks_the_value_loss():
 
 
 @pytest.mark.parametrize("options", [{}, {"old_values": ONE, "clip": 0.5}])
+def test_a_broken_value_has_the_huber_slope_nan(options):
+    values = torch.tensor([[math.nan]], requires_grad=True)
+    fastrl.value_loss(values, ONE, ONE, loss="huber", **options).loss.backward()
+    assert values.grad.isnan()
+
+
+@pytest.mark.parametrize("options", [{}, {"old_values": ONE, "clip": 0.5}])
 def test_an_infinite_return_has_the_huber_slope_of_its_sign(options):
     for returns, slope in ((math.inf, -1.0), (-math.inf, 1.0)):
         values = torch.tensor([[1.0]], requires_grad=True)

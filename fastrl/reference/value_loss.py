@@ -14,9 +14,9 @@ def value_error(values: Tensor, returns: Tensor, loss: str) -> Tensor:
     if loss == "mse":
         return 0.5 * difference.square()
     size = difference.abs()
-    inside = size <= 1
+    far = size > 1  # not where it is NaN: the slope of abs is 0 there
     # the branch that is not taken has the slope 0, not 0 times an infinite difference
-    return torch.where(inside, 0.5 * torch.where(inside, difference, 0.0).square(), size - 0.5)
+    return torch.where(far, size - 0.5, 0.5 * torch.where(far, 0.0, difference).square())
 
 
 def value_loss(
