@@ -315,8 +315,10 @@ def test_scalings_at_their_bounds(backend):
         beside = [scale, temperature, 1.0] + ([] if softcap is None else [softcap])
         if max(beside) / min(beside) > 1.0001e30:
             continue
-        if backend == "triton" and softcap is not None and softcap > 1e3 * scale:
+        if backend in ("triton", "cuda") and softcap is not None and softcap > 1e3 * scale:
             continue  # its tanh has an absolute error of 2^-22, and the logits this times softcap
+        if backend == "cuda" and max(scale, softcap or 0.0) > 1e15 * temperature:
+            continue  # the gradient of the entropy has a factor there that no float32 holds
         found = []
         for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
             leaf = logits.to(dtype, copy=True).requires_grad_()

@@ -123,6 +123,18 @@ def test_they_are_constants_like_any_others(backend, name, mask_dtype):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("objective", ["ppo", "gspo", lambda logprobs, old, ref, a: -a * logprobs])
+def test_the_metrics_of_an_evaluation_are_those_of_training(backend, objective):
+    """The share of tokens without gradient, too, though nothing is differentiated there."""
+    logprobs, advantages, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1), torch.ones(1, 2)
+    options = {"objective": objective, "backend": "auto" if callable(objective) else backend}
+    trained = fastrl.policy_loss(logprobs, advantages, mask, **options).metrics
+    with torch.inference_mode():
+        of_inference = [x.clone() for x in (logprobs, advantages, mask)]
+        for given in ((logprobs, advantages, mask), of_inference):
+            assert fastrl.policy_loss(*given, **options).metrics == trained
+
+
 @pytest.mark.parametrize("compact", [True, False])
 def test_an_upstream_gradient(backend, compact):
     hidden = torch.randn(3, 4, requires_grad=True)

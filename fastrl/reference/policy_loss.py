@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
@@ -44,6 +46,22 @@ def policy_loss(
     weighs each term. Masked tokens are replaced by 0 before any arithmetic, so what they hold is
     inert.
     """
+    inference = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    if inference and not _transforms_in_inference_mode():
+        with torch.inference_mode(False):
+            return policy_loss(
+                logprobs.clone(),
+                advantages.clone(),
+                mask.clone(),
+                weights.clone(),
+                dataclasses.replace(sequences, index=_copy(sequences.index)),
+                objective,
+                old_logprobs=_copy(old_logprobs),
+                ref_logprobs=_copy(ref_logprobs),
+                entropy=_copy(entropy),
+                kl_weights=_copy(kl_weights),
+                entropy_weights=_copy(entropy_weights),
+            )
     kl_weights = weights if kl_weights is None else kl_weights
     entropy_weights = weights if entropy_weights is None else entropy_weights
 
@@ -104,6 +122,17 @@ def policy_loss(
         ]
     )
     return loss, slope, metrics
+
+
+@functools.cache
+def _transforms_in_inference_mode() -> bool:
+    """Say whether `torch.func.grad` differentiates there; that of torch 2.10 gives zeros."""
+    with torch.inference_mode():
+        return bool(torch.func.grad(torch.square)(torch.ones(())) == 2)
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
 
 
 def _slope(
