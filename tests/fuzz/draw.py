@@ -122,8 +122,8 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
     known += PLAIN_FEATURES.get(function, ())
     found = chance.some(known, min(0.5, 1.5 / max(len(known), 1)))
     top = dict(options.get("fields", {})).get("top_entropy_quantile", 1.0) < 1
-    if top:  # which tokens a quantile of NaN keeps is unsaid
-        found = tuple(name for name in found if name not in ("nan-entropy", *NO_ENTROPY))
+    if top:  # the entropy of a row without distribution is unsaid
+        found = tuple(name for name in found if name not in NO_ENTROPY)
     return found + (("nan-payload",) if chance.of(0.1) else ())
 
 

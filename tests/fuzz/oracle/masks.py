@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..bounded import Bounded, Decision, Doubts, beyond, choose
+from ..bounded import Bounded, Decision, Doubts, beyond, choose, where
 from ..functions import exp, held
 from .sequences import means, sums, taken
 from .terms import SATURATION, difference, zeros
@@ -50,9 +50,10 @@ def off_policy(tokens: Tokens, fields: dict, doubts: Doubts) -> Decision | None:
     other = tokens.rollout if tokens.rollout is not None else tokens.old
     logprobs = tokens.logprobs
     gone = zeros(logprobs) if other is None else difference(other, logprobs)
+    gone = where(np.isnan(gone.value), zeros(gone), gone)
     far = means(gone, tokens.sequence, tokens.count)
     above = beyond(far, fields["off_policy_threshold"])
-    above = Decision(above.yes, above.doubtful | np.isnan(far.value))  # unsaid: a mean of NaN
+    above = Decision(above.yes, above.doubtful | np.isnan(far.value))  # unsaid: inf - inf
     dropped = taken(above, tokens.sequence) & (tokens.advantages.value < 0)
     doubts.add("off-policy threshold", dropped.doubtful)
     return dropped
@@ -61,11 +62,11 @@ def off_policy(tokens: Tokens, fields: dict, doubts: Doubts) -> Decision | None:
 def top_entropy(tokens: Tokens, fields: dict, doubts: Doubts) -> Decision | None:
     """Decide which tokens `top_entropy_quantile` drops; None where it keeps all."""
     share, entropy = fields["top_entropy_quantile"], tokens.entropy
-    n = 0 if entropy is None else len(entropy.value)
+    n = 0 if entropy is None else np.count_nonzero(~np.isnan(entropy.value))  # NaN stays
     if share == 1 or n == 0:
         return None
     u = entropy.arithmetic.unit
-    order = np.argsort(entropy.value, kind="stable")
+    order = np.argsort(entropy.value, kind="stable")[:n]  # NaN is the last
     value, error = entropy.value[order], entropy.error[order]
     place = (1 - share) * (n - 1)
     known = share * 1024 % 1 == 0  # so is the place, exactly
@@ -77,6 +78,6 @@ def top_entropy(tokens: Tokens, fields: dict, doubts: Doubts) -> Decision | None
     threshold = Bounded(at, max(high - at, at - low) + around + rounding, entropy.arithmetic)
     dropped = beyond(threshold + zeros(entropy), entropy)
     if whole and np.count_nonzero(dropped.doubtful) == 1:  # the threshold is that token's entropy
-        dropped = Decision(dropped.yes, np.zeros(n, bool))
+        dropped = Decision(dropped.yes, np.zeros(dropped.yes.shape, bool))
     doubts.add("top entropy", dropped.doubtful)
     return dropped
