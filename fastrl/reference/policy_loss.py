@@ -126,7 +126,7 @@ def policy_loss(
 
 @functools.cache
 def _transforms_in_inference_mode() -> bool:
-    """Say whether `torch.func.grad` differentiates there; that of torch 2.10 gives zeros."""
+    """Say whether `torch.func.grad` differentiates there: in torch 2.10 it returns zeros."""
     with torch.inference_mode():
         return bool(torch.func.grad(torch.square)(torch.ones(())) == 2)
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from .arithmetic import Arithmetic
 
-#: exp, log, tanh and kin: two units in the last place, which are four unit roundoffs.
+#: exp, log, tanh and the like: two units in the last place, which are four unit roundoffs.
 FUNCTION_ROUNDINGS = 4
 #: A sum of n terms rounds n - 1 times; with probability 1 - 2 exp(-lambda^2 / 2), here 1 - 3e-14,
 #: these roundings add up to lambda sqrt(n) (Higham and Mary 2019, SIAM J. Sci. Comput. 41).

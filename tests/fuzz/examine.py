@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
 
 
 def backend_of(case: Case, backend: str) -> str:
-    """Return the backend of a call: plain torch and functions of one's own have no compiled one."""
+    """Return the backend of a call: plain torch and user functions have no compiled one."""
     plain = case.function in PLAIN or case.objective.startswith("own")
     return "auto" if plain and backend in COMPILED else backend
 

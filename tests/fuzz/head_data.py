@@ -86,7 +86,7 @@ def head_arguments(case: Case, leaves: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def oracle_of(trial: Trial, rows: LogitRows, head: HeadData) -> tuple[LinearHead, Rows]:
-    """Return the oracle of the head, and that of the rows of logits that it makes."""
+    """Return the oracle of the head, and the oracle of the rows of logits that it makes."""
     case = trial.case
     active = rows.active
     arithmetic = of_results(case.dtype, head.dtypes["weight"])
