@@ -46,7 +46,7 @@ def policy_loss(
     weighs each term. Masked tokens are replaced by 0 before any arithmetic, so what they hold is
     inert.
     """
-    inference = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     if inference and not _transforms_in_inference_mode():
         with torch.inference_mode(False):
             return policy_loss(
