@@ -7,7 +7,7 @@ an arithmetic of unit roundoff `u` makes `f(x)` with an error of at most
 
 the underflow being the smallest normal number, as a kernel may flush what is below it to 0. A
 result beyond the largest number has an infinite error: whatever follows from it is accepted.
-The bound of a result is that of its formula, so nothing is tuned for a single case.
+Bounds follow from the formulas alone; none is tuned for a single case.
 
 An operation on exact operands whose result the arithmetic holds is exact, and what is decided by
 it (is a ratio beyond a clip bound?) is certain. A decision whose two sides lie closer than their

@@ -1,4 +1,4 @@
-"""Functions of one's own as objectives: in torch for fastrl, by formula for the oracle."""
+"""User-defined objectives: in torch for fastrl, by formula for the oracle."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return x
     if layout == "expanded":
         return x[:1].expand(x.shape) if bool((x == x[:1]).all()) else x
-    if layout == "odd":  # the base address is that of no vector
+    if layout == "odd":  # the base address is not aligned to a vector
         base = _unused(x.numel() + 1, x)
         return base[1:].view(x.shape).copy_(x)
     if layout == "sliced":

@@ -5,7 +5,7 @@ The bounds of error, in unit roundoffs u, with t_j = z_j - max z and s = sum exp
 - z: a rounding per scalar and operation, relative; what comes in (a GEMM's error) times dz/dx;
 - s: of each term 1 + |t_j| for the argument, `FUNCTION_ROUNDINGS` for exp, then the additions, and
   `RESCALINGS` for bringing parts of a row to one maximum; relative, as no term is negative;
-- log p: that of s, of log s and of the subtractions; the error of the maximum cancels;
+- log p: the errors of s, of log s and of the subtractions; the error of the maximum cancels;
 - p_j: e^(log p_j) with the error of its argument; gradients: of every term, so that where terms
   cancel the bound follows their magnitudes.
 """
@@ -105,7 +105,7 @@ class Rows:
         adding = sum_roundings(self.vocabulary)
         per_term = FUNCTION_ROUNDINGS + 1 + 2 * distance
         self.log_s = np.log(s)
-        # relative error of s, without and with that of z
+        # relative error of s, without and with the error of z
         own = (p * per_term).sum(1, keepdims=True) * u + (adding + RESCALINGS) * u
         # of small errors of z the first order and a quarter; of others the largest of the row
         most = e.max(1, keepdims=True, initial=0.0)
