@@ -55,7 +55,7 @@ class LinearHead:
         return self.arithmetic.smallest * terms * (1 + largest)
 
     def gradients(self, dx: Bounded) -> dict[str, Bounded]:
-        """Return the gradients of hidden states and parameters, given the gradient of the logits `[n, V]`."""
+        """Return the gradients of hidden states and parameters, given dL/dlogits `[n, V]`."""
         value = dx.value
         magnitude = _finite(value)
         error = dx.error + self.entering * magnitude
