@@ -5,9 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TESTS ?= fastrl tests
-INTERPRETED ?= $(wildcard tests/test_triton_*.py) $(addprefix tests/test_,$(addsuffix .py,\
+INTERPRETED ?= $(wildcard tests/triton/test_triton_*.py) $(addprefix tests/ops/test_,$(addsuffix .py,\
   bounds edges excluded_tokens extreme_ratios gae group_advantages logits_policy_loss policy_loss \
-  registered_ops token_stats)) tests/fuzz/test_fuzz.py
+  token_stats)) tests/contract/test_registered_ops.py tests/fuzz/test_fuzz.py
 ARGS ?=
 CASES ?= 2000
 SEED ?= 0
@@ -34,7 +34,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
-	@echo "make test         the tests (TESTS=tests/test_gae.py or ARGS='-k gae' for some)"
+	@echo "make test         the tests (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-interpreted    the tests of the Triton kernels, in Triton's interpreter on the CPU"
 	@echo "make fuzz         random cases against an oracle in float64 (CASES=50000 SEED=1 BACKEND=reference)"
 	@echo "make install      .venv with everything for development"

@@ -29,12 +29,12 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.errors import CompileError
 
-CPU_SOURCES = ["csrc/bind.cpp", *sorted(glob("csrc/cpu/*.cpp"))]
-HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cpu/*.h")])
+CPU_SOURCES = ["csrc/bind.cpp", *sorted(glob("csrc/cpu/*/*.cpp"))]
+HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cpu/**/*.h", recursive=True)])
 # The operators, which see torch, are C++; the kernels and their launches, which do not, are CUDA.
-CUDA_OPERATORS = sorted(glob("csrc/cuda/*.cpp"))
-CUDA_KERNELS = sorted(glob("csrc/cuda/*.cu"))
-CUDA_HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cuda/*.h"), *glob("csrc/cuda/*.cuh")])
+CUDA_OPERATORS = sorted(glob("csrc/cuda/torch/*.cpp"))
+CUDA_KERNELS = sorted(glob("csrc/cuda/*/*.cu"))
+CUDA_HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cuda/*/*.h"), *glob("csrc/cuda/*/*.cuh")])
 # one binary for torch 2.10 and all later
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000")]
 COMPILE_FLAGS = [

@@ -85,9 +85,10 @@ CUDA: tuple[CudaTarget, ...] = (
 def triton_targets() -> list[Any]:
     """Return what the `targets()` of every kernel module list."""
     found = []
-    for path in sorted((ROOT / "fastrl" / "triton").glob("*.py")):
+    for path in sorted((ROOT / "fastrl" / "triton").rglob("*.py")):
         if "\ndef targets(" in path.read_text():
-            found += importlib.import_module(f"fastrl.triton.{path.stem}").targets()
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found += importlib.import_module(name).targets()
     return found
 
 
@@ -142,7 +143,7 @@ def report_triton(target: Any, architecture: str) -> Report:
 
 def cuda_targets() -> list[tuple[Path, str]]:
     """Return the CUDA sources and the architectures to compile them for."""
-    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
     return [(path, arch) for path in sources for arch in ARCHITECTURES if arch.startswith("sm_")]
 
 
@@ -150,7 +151,7 @@ def report_cuda(source: Path, architecture: str) -> list[Report]:
     import sass
 
     path = BUILD / f"cuda-{source.stem}-{architecture}.cubin"
-    inputs = [source, *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.*h")]
+    inputs = [source, *(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").rglob("*.*h")]
     if not path.exists() or path.stat().st_mtime < max(file.stat().st_mtime for file in inputs):
         command = [nvcc() or "nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "-O3"]
         command += [f"-I{ROOT / 'csrc'}", "-o", str(path), str(source)]

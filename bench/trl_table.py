@@ -28,8 +28,8 @@ from memory import _peak, _reset_peak
 from fastrl.integrations.transformers import last_hidden_states
 from fastrl.integrations.trl import use_fastrl
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from trl_runs import make_trainer, save_model
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support.trl_runs import make_trainer, save_model
 
 FORMS = ("backbone", "TRL", "use_fastrl, fused=False", "use_fastrl")
 

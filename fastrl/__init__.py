@@ -3,6 +3,7 @@
 from fastrl import native as _native  # noqa: F401  registers the operators
 from fastrl.backend import get_backend, set_backend
 from fastrl.objective import Objective
+from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.ops.gae import Gae, discounted_returns, gae
 from fastrl.ops.group_advantages import GroupAdvantages, group_advantages
 from fastrl.ops.kl_divergence import kl_divergence
@@ -15,7 +16,6 @@ from fastrl.ops.policy_loss import PolicyLoss, policy_loss
 from fastrl.ops.token_stats import TokenStats, token_logprobs, token_stats
 from fastrl.ops.token_weights import token_weights
 from fastrl.ops.value_loss import ValueLoss, value_loss
-from fastrl.rollout_correction import RolloutCorrection
 
 __version__ = "0.1.0"
 

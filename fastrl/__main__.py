@@ -10,7 +10,7 @@ import torch
 import fastrl
 from fastrl.backend import BACKENDS, get_backend, unavailable
 from fastrl.native import cpu_capability
-from fastrl.triton.registration import INTERPRETED
+from fastrl.triton.runtime.registration import INTERPRETED
 
 
 def report() -> str:

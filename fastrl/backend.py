@@ -12,7 +12,7 @@ import torch
 
 from fastrl import native
 from fastrl.checks import one_of
-from fastrl.triton import registration as triton
+from fastrl.triton.runtime import registration as triton
 
 Backend = Literal["auto", "reference", "cpu", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fastrl import native
-from fastrl.triton.registration import INTERPRETED
+from fastrl.triton.runtime.registration import INTERPRETED
 
 #: A larger vocabulary takes the interpreter too long, and so do these tests; of two runs in it
 #: there is nothing to learn.
@@ -65,7 +65,7 @@ def backend(request):
 def interpret_small_blocks():
     """A batch of a test then takes several programs, and the interpreter less time."""
     gae = importlib.import_module("fastrl.triton.gae")
-    policy_loss = importlib.import_module("fastrl.triton.policy_loss")
+    policy_loss = importlib.import_module("fastrl.triton.tokens.policy_loss")
     gae.BLOCK, gae.BEHIND = 64, type(gae.BEHIND)(4)
     policy_loss.BLOCK, policy_loss.MOST_PROGRAMS = 256, 4
 

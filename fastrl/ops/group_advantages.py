@@ -11,8 +11,8 @@ from fastrl import reference
 from fastrl.backend import Backend, resolve
 from fastrl.checks import floating, integer, number, one_of, same_shape
 from fastrl.library import operators
+from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, Convention
 from fastrl.ops.token_weights import check_group_size
-from fastrl.presets import ADVANTAGE_CONVENTIONS, Convention
 
 Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["group", "batch", "none"]

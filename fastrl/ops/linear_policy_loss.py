@@ -11,9 +11,12 @@ from fastrl import reference
 from fastrl.backend import Backend
 from fastrl.checks import flag, tensor
 from fastrl.objective import Objective, TokenLoss
-from fastrl.ops.known_gradient import with_gradients
-from fastrl.ops.linear_head import LinearHead
-from fastrl.ops.linear_kernels import LinearCall, linear_loss_pass
+from fastrl.objective.presets import Preset
+from fastrl.ops._autograd.known_gradient import with_gradients
+from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._linear.passes import LinearCall, linear_loss_pass
+from fastrl.ops._loss.term_weights import Normalizer, TermWeights
+from fastrl.ops._rows import Rows
 from fastrl.ops.linear_token_stats import (
     ChunkOptions,
     Lora,
@@ -31,9 +34,6 @@ from fastrl.ops.policy_loss import (
     loss_of_logprobs,
     named_metrics,
 )
-from fastrl.ops.rows import Rows
-from fastrl.ops.term_weights import Normalizer, TermWeights
-from fastrl.presets import Preset
 from fastrl.reference import Sequences
 from fastrl.tracing import is_traced
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, floating, one_of, whole
-from fastrl.ops.first_derivative import first_derivative_only
-from fastrl.ops.linear_chunks import TokenRows
-from fastrl.ops.linear_head import LinearHead, as_head
-from fastrl.ops.rows import Rows, as_rows
-from fastrl.ops.saved_tensors import save, saved
+from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.ops._autograd.saved_tensors import save, saved
+from fastrl.ops._linear.chunks import TokenRows
+from fastrl.ops._linear.head import LinearHead, as_head
+from fastrl.ops._rows import Rows, as_rows
 from fastrl.ops.token_stats import TokenStats
 from fastrl.tracing import refuse_transforms
 

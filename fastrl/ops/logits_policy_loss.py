@@ -9,7 +9,10 @@ from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, tensor
 from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
-from fastrl.ops.known_gradient import before_overwriting, mark_overwritten, with_gradients
+from fastrl.objective.presets import Preset
+from fastrl.ops._autograd.known_gradient import before_overwriting, mark_overwritten, with_gradients
+from fastrl.ops._loss.term_weights import Normalizer
+from fastrl.ops._rows import Rows, as_rows, refuse_unsafe_inplace
 from fastrl.ops.policy_loss import (
     LossInputs,
     PolicyLoss,
@@ -18,10 +21,7 @@ from fastrl.ops.policy_loss import (
     loss_of_logprobs,
     named_metrics,
 )
-from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
-from fastrl.ops.term_weights import Normalizer
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
-from fastrl.presets import Preset
 from fastrl.tracing import refuse_transforms
 
 

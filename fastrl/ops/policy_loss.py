@@ -21,10 +21,10 @@ from fastrl.objective import (
     TokenLoss,
     as_objective,
 )
-from fastrl.ops.known_gradient import with_gradients
-from fastrl.ops.term_weights import Normalizer, TermWeights, Weighing, base_weights
+from fastrl.objective.presets import Preset
+from fastrl.ops._autograd.known_gradient import with_gradients
+from fastrl.ops._loss.term_weights import Normalizer, TermWeights, Weighing, base_weights
 from fastrl.ops.token_weights import bounds_of
-from fastrl.presets import Preset
 from fastrl.reference import Sequences
 from fastrl.tracing import refuse_transforms
 

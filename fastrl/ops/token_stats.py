@@ -12,8 +12,8 @@ from fastrl import reference
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, one_of
 from fastrl.library import operators
-from fastrl.ops.first_derivative import first_derivative_only
-from fastrl.ops.rows import Rows, as_rows, refuse_unsafe_inplace
+from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.ops._rows import Rows, as_rows, refuse_unsafe_inplace
 from fastrl.tracing import refuse_transforms
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.reference.objectives import difference, saturate
 from fastrl.reference.sequences import Sequences
-from fastrl.rollout_correction import RolloutCorrection
 
 
 def rollout_correction(

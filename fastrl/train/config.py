@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast, get_args, get_origin
 
 from fastrl.objective import Objective
-from fastrl.presets import Preset
+from fastrl.objective.presets import Preset
 
 
 def _option(default: Any, help: str, above: float | None = None, least: float | None = None) -> Any:  # noqa: A002

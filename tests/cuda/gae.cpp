@@ -1,5 +1,5 @@
 // Generalised advantage estimation against the recurrence in double.
-#include "cuda/gae.cuh"
+#include "cuda/gae/gae.cuh"
 
 #include <cmath>
 #include <cstdio>

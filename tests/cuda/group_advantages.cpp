@@ -1,5 +1,5 @@
 // Group advantages: the hash table of ids finds what consecutive groups are, to the bit.
-#include "cuda/group_advantages.cuh"
+#include "cuda/groups/group_advantages.cuh"
 
 #include <cstdio>
 

@@ -1,5 +1,5 @@
 // The policy loss of tokens and of sequences: the same bits whoever comes first, and the sum.
-#include "cuda/policy_loss.cuh"
+#include "cuda/tokens/policy_loss.cuh"
 
 #include <cstdio>
 

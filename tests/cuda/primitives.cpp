@@ -1,6 +1,6 @@
 // The host machine itself: a cluster that sums what a bulk copy brought, block by block.
-#include "cuda/primitives.cuh"
-#include "cuda/reduce.cuh"
+#include "cuda/device/primitives.cuh"
+#include "cuda/device/reduce.cuh"
 #include "host/program.h"
 
 namespace fastrl::cuda {

@@ -3,9 +3,9 @@
 #define FASTRL_PART_BYTES 512
 #include <cstdio>
 
-#include "cuda/logits_policy_loss.cuh"
-#include "cuda/token_stats.cuh"
-#include "cuda/token_stats_backward.cuh"
+#include "cuda/vocabulary/logits_policy_loss.cuh"
+#include "cuda/vocabulary/token_stats.cuh"
+#include "cuda/vocabulary/token_stats_backward.cuh"
 #include "host/program.h"
 
 namespace fastrl::cuda {

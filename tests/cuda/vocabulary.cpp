@@ -1,8 +1,8 @@
 // The vocabulary kernels on the host machine, for the tests in Python.
 #define FASTRL_PART_BYTES 2048
-#include "cuda/logits_policy_loss.cuh"
-#include "cuda/token_stats.cuh"
-#include "cuda/token_stats_backward.cuh"
+#include "cuda/vocabulary/logits_policy_loss.cuh"
+#include "cuda/vocabulary/token_stats.cuh"
+#include "cuda/vocabulary/token_stats_backward.cuh"
 
 namespace {
 

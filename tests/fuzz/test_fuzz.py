@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastrl.triton.registration import INTERPRETED
+from fastrl.triton.runtime.registration import INTERPRETED
 
 from .run import MOST_IN_DOUBT, Run, lines_of, perform
 

@@ -1,7 +1,7 @@
 """The CUDA kernels on a GPU: the calls of workloads.py exact, captured, on streams, sanitized.
 
-What holds for every backend on a GPU is in the files beside this one; tests/test_gpu_workloads.py
-runs the same calls on the CPU.
+What holds for every backend on a GPU is in the files beside this one;
+tests/triton/test_gpu_workloads.py runs the same calls on the CPU.
 """
 
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from workloads import assert_equals_the_reference, of_logits, of_tokens, small
 
 from fastrl.backend import unavailable
+from tests.gpu.workloads import assert_equals_the_reference, of_logits, of_tokens, small
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [
@@ -101,7 +101,7 @@ def test_under_compute_sanitizer(tool):
 import sys
 sys.path[:0] = ["tests/gpu"]
 import torch
-from workloads import small
+from tests.gpu.workloads import small
 for work in small():
     work.run({name: x.cuda() for name, x in work.inputs.items()}, "cuda")
 torch.cuda.synchronize()

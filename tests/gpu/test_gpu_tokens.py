@@ -7,7 +7,7 @@ import torch
 
 import fastrl
 from fastrl.library import operators
-from fastrl.presets import PRESETS
+from fastrl.objective.presets import PRESETS
 
 CUDA = "cuda"
 

@@ -1,4 +1,4 @@
-// The host version of csrc/cuda/primitives.cuh: the same names, on the machine of machine.h.
+// The host version of csrc/cuda/device/primitives.cuh: the same names, on the machine of machine.h.
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,123 @@
+// Advantages of rewards relative to their group. Small next to everything else: one thread.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <tuple>
+
+#include "../../check.h"
+
+namespace fastrl::cpu {
+namespace {
+
+enum class Baseline : int64_t { kMean, kLeaveOneOut, kNone };
+enum class Scale : int64_t { kGroup, kBatch, kNone };
+enum class Singleton : int64_t { kZero, kRaw };
+
+struct Moments {
+  double mean, std;
+};
+
+// Two passes; the deviation is 0 where no degree of freedom is left.
+template <typename Value>
+Moments moments(int64_t begin, int64_t end, double correction, const Value& value) {
+  const double n = static_cast<double>(end - begin), freedom = n - correction;
+  double sum = 0, squares = 0;
+  for (int64_t i = begin; i < end; ++i) sum += value(i);
+  const double mean = n > 0 ? sum / n : 0.0;
+  for (int64_t i = begin; i < end; ++i) squares += (value(i) - mean) * (value(i) - mean);
+  return {mean, std::sqrt(freedom > 0 ? squares / freedom : 0.0 * squares)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
+    const Tensor& rewards, const std::optional<Tensor>& group_ids, int64_t group_size,
+    int64_t baseline, int64_t scale, double correction, double eps, int64_t singleton) {
+  check_like(rewards, rewards, ScalarType::Float, "rewards", "rewards");
+  STD_TORCH_CHECK(rewards.dim() == 1, "rewards must have shape [N], got ", shape_text(rewards));
+  STD_TORCH_CHECK(baseline >= 0 && baseline <= 2, "baseline must be 0 to 2, got ", baseline);
+  STD_TORCH_CHECK(scale >= 0 && scale <= 2, "scale must be 0 to 2, got ", scale);
+  STD_TORCH_CHECK(singleton >= 0 && singleton <= 1, "singleton must be 0 or 1, got ", singleton);
+  const int64_t count = rewards.numel();
+
+  // the members of a group side by side, in their own order
+  std::vector<int64_t> order(count), bounds;
+  std::iota(order.begin(), order.end(), 0);
+  if (group_size > 0) {
+    STD_TORCH_CHECK(count % group_size == 0, "rewards must hold whole groups of ", group_size,
+                    ", got ", count);
+    for (int64_t i = 0; i < count; i += group_size) bounds.push_back(i);
+  } else {
+    STD_TORCH_CHECK(group_ids.has_value(), "group_ids must be given when group_size is 0");
+    check_like(*group_ids, rewards, ScalarType::Long, "group_ids", "rewards");
+    const int64_t* ids = group_ids->const_data_ptr<int64_t>();
+    const auto before = [&](int64_t a, int64_t b) { return ids[a] < ids[b]; };
+    if (!std::is_sorted(ids, ids + count)) std::stable_sort(order.begin(), order.end(), before);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i == 0 || ids[order[i]] != ids[order[i - 1]]) bounds.push_back(i);
+    }
+  }
+  bounds.push_back(count);
+
+  const float* reward = rewards.const_data_ptr<float>();
+  const auto member = [&](int64_t i) { return static_cast<double>(reward[order[i]]); };
+  std::vector<Moments> groups;
+  for (size_t g = 0; g + 1 < bounds.size(); ++g) {
+    groups.push_back(moments(bounds[g], bounds[g + 1], correction, member));
+  }
+  double batch_std = 0;
+  if (static_cast<Scale>(scale) == Scale::kBatch) {
+    std::vector<double> known;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      if (!std::isfinite(groups[g].mean)) continue;
+      for (int64_t i = bounds[g]; i < bounds[g + 1]; ++i) known.push_back(member(i));
+    }
+    const int64_t size = static_cast<int64_t>(known.size());
+    batch_std = moments(0, size, correction, [&](int64_t i) { return known[i]; }).std;
+  }
+
+  const Tensor advantages = empty_like_tokens(rewards, ScalarType::Float);
+  const Tensor means = empty_like_tokens(rewards, ScalarType::Float);
+  const Tensor stds = empty_like_tokens(rewards, ScalarType::Float);
+  const Tensor informatives = empty_like_tokens(rewards, ScalarType::Bool);
+  float* out_advantage = advantages.mutable_data_ptr<float>();
+  float* out_mean = means.mutable_data_ptr<float>();
+  float* out_std = stds.mutable_data_ptr<float>();
+  bool* out_informative = informatives.mutable_data_ptr<bool>();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const int64_t begin = bounds[g], end = bounds[g + 1];
+    const double n = static_cast<double>(end - begin);
+    const bool finite = std::isfinite(groups[g].mean), alone = end - begin == 1;
+    bool equal = finite;
+    for (int64_t i = begin; equal && i < end; ++i) equal = member(i) == member(begin);
+    const double mean = equal ? member(begin) : groups[g].mean;
+    const double std = equal ? 0.0 : groups[g].std;
+    const double divisor = static_cast<Scale>(scale) == Scale::kNone    ? 1.0
+                           : static_cast<Scale>(scale) == Scale::kGroup ? std + eps
+                                                                        : batch_std + eps;
+    const bool raw = static_cast<Singleton>(singleton) == Singleton::kRaw;
+    for (int64_t i = begin; i < end; ++i) {
+      const double r = member(i);
+      double advantage = r;
+      if (static_cast<Baseline>(baseline) != Baseline::kNone) {
+        advantage = r - mean;  // exactly 0 where all are equal
+        if (static_cast<Baseline>(baseline) == Baseline::kLeaveOneOut) {
+          advantage *= n / std::max(n - 1, 1.0);
+        }
+      }
+      if (advantage != 0 || !finite) advantage /= divisor;  // 0 / 0 is 0 here
+      if (alone) advantage = raw ? r : 0.0 * r;
+      const int64_t at = order[i];
+      out_advantage[at] = static_cast<float>(advantage);
+      out_mean[at] = static_cast<float>(mean);
+      out_std[at] = static_cast<float>(std);
+      out_informative[at] = finite && (alone ? raw : !equal);
+    }
+  }
+  return {advantages, means, stds, informatives};
+}
+
+}  // namespace
+}  // namespace fastrl::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
+  m.impl("group_advantages_fwd", TORCH_BOX(&fastrl::cpu::group_advantages_fwd));
+}

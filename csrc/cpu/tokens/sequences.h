@@ -1,0 +1,40 @@
+// Where sequences begin and end: rows of a padded [B, T] tensor, or cu_seqlens of a packed [1, N].
+#pragma once
+
+#include "../../check.h"
+
+namespace fastrl::cpu {
+
+class Sequences {
+ public:
+  Sequences(const Tensor& tokens, const std::optional<Tensor>& cu_seqlens)
+      : count_(tokens.size(0)), length_(tokens.size(1)) {
+    if (!cu_seqlens) return;
+    check_cpu(*cu_seqlens, "cu_seqlens");
+    check_dtype(*cu_seqlens, ScalarType::Int, "cu_seqlens");
+    STD_TORCH_CHECK(
+        cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1 && cu_seqlens->is_contiguous(),
+        "cu_seqlens must be contiguous of shape [S + 1], got ", shape_text(*cu_seqlens));
+    STD_TORCH_CHECK(tokens.size(0) == 1, "cu_seqlens must come with packed tokens [1, N], got ",
+                    shape_text(tokens));
+    cu_seqlens_ = cu_seqlens->const_data_ptr<int32_t>();
+    count_ = cu_seqlens->size(0) - 1;
+    STD_TORCH_CHECK(cu_seqlens_[0] == 0, "cu_seqlens must begin with 0, got ", cu_seqlens_[0]);
+    for (int64_t s = 0; s < count_; ++s) {
+      STD_TORCH_CHECK(cu_seqlens_[s + 1] >= cu_seqlens_[s], "cu_seqlens must not decrease, got ",
+                      cu_seqlens_[s], " before ", cu_seqlens_[s + 1]);
+    }
+    STD_TORCH_CHECK(cu_seqlens_[count_] == length_, "cu_seqlens must end with the ", length_,
+                    " tokens, got ", cu_seqlens_[count_]);
+  }
+
+  int64_t count() const { return count_; }
+  int64_t begin(int64_t s) const { return cu_seqlens_ ? cu_seqlens_[s] : s * length_; }
+  int64_t end(int64_t s) const { return cu_seqlens_ ? cu_seqlens_[s + 1] : (s + 1) * length_; }
+
+ private:
+  int64_t count_, length_;
+  const int32_t* cu_seqlens_ = nullptr;
+};
+
+}  // namespace fastrl::cpu

@@ -1,0 +1,192 @@
+// What the operators on logits share: a row's statistics from its blocks, a row's gradient, and the
+// walk over rows. A row is always cut in the same blocks and their sums combined in their order, so
+// a result depends neither on the rows beside it nor on how many threads work on one row.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "logits.h"
+#include "../parallel.h"
+
+namespace fastrl::cpu {
+
+// The sums over the blocks seen so far, relative to the largest exponent among them.
+class RowSum {
+ public:
+  // `exponent` is that of the block's largest logit.
+  void add(const BlockPartial& block, double exponent) {
+    Sums next{block.sum, block.sum_t, block.sum_sq};
+    const double rise = exponent == exponent_ ? 0.0 : exponent - exponent_;
+    if (rise > 0) {
+      sums_.lower(rise);
+      exponent_ = exponent;
+    } else if (rise < 0) {
+      next.lower(-rise);
+    }
+    sums_.sum += next.sum;
+    sums_.sum_t += next.sum_t;
+    sums_.sum_sq += next.sum_sq;
+    max_ = block.max > max_ ? block.max : max_;
+  }
+
+  float max() const { return max_; }
+  bool empty() const { return sums_.sum == 0; }  // nothing but -inf: there is no softmax
+  double log_sum() const {
+    return empty() ? std::numeric_limits<double>::quiet_NaN() : std::log(sums_.sum);
+  }
+  double entropy() const {
+    const double entropy = log_sum() - kLn2 * sums_.sum_t / sums_.sum;
+    return entropy < 0 ? 0.0 : entropy;
+  }
+  double sum_sq_probs() const { return sums_.sum_sq / (sums_.sum * sums_.sum); }
+
+ private:
+  struct Sums {
+    double sum, sum_t, sum_sq;
+    void lower(double by) {
+      const double t = -std::fmin(by, 1e4);  // infinite for a block of -inf, whose sums are 0
+      const double factor = std::exp2(t);
+      sum_t = (sum_t + t * sum) * factor;
+      sum *= factor;
+      sum_sq *= factor * factor;
+    }
+  };
+  Sums sums_{0, 0, 0};
+  double exponent_ = -std::numeric_limits<double>::infinity();
+  float max_ = -std::numeric_limits<float>::infinity();
+};
+
+struct RowStats {
+  float max;  // largest raw logit
+  double logprob, log_sum, entropy;
+  double logsumexp = 0, sum_sq_probs = 0;
+  bool is_top1 = false;
+};
+
+// What flows back into a row.
+struct RowGradient {
+  double logprob = 0, logsumexp = 0, entropy = 0;
+};
+
+constexpr int64_t kTaskBytes = int64_t{8} << 20;
+
+class Rows {
+ public:
+  Rows(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+       const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
+       double logit_softcap);
+
+  // The first sweep: which sums are wanted.
+  struct Reduction {
+    bool entropy, sum_sq_probs;
+  };
+
+  // Visits every row once. Of an active row the statistics are computed if `reduction` is given,
+  // else `visit` fills in the first four with `restore`; visit(row, stats) returns what flows
+  // back, and the row's gradient is written to `grad` if that is given; `grad` may be the logits.
+  // For the other rows idle(row) is called and the gradient is 0. Neither may throw.
+  template <typename Visit, typename Idle>
+  void walk(const Reduction* reduction, const Logits* grad, const Visit& visit,
+            const Idle& idle) const {
+    const int64_t blocks = logits_.blocks();
+    const auto one_row = [&](int64_t row) {
+      if (!active_[row]) {
+        idle(row);
+        if (grad) std::memset(grad->writable(row, 0), 0, grad->row_bytes());
+        return;
+      }
+      RowStats stats{};
+      if (reduction) {
+        RowSum sum;
+        for (int64_t block = 0; block < blocks; ++block) {
+          add(&sum, row, block_partial(row, block, *reduction));
+        }
+        stats = finish(row, sum);
+      }
+      const RowGradient flow = visit(row, stats);
+      if (!grad) return;
+      const Plan plan = plan_gradient(row, stats, flow);
+      for (int64_t block = 0; block < blocks; ++block) write_gradient(plan, block, *grad);
+    };
+    const int64_t threads = torch::stable::get_num_threads();
+    if (threads == 1 || blocks == 1 || num_active_ == 0 || num_active_ >= 4 * threads) {
+      // Enough work for one task; threads that begin rows side by side in new memory would each
+      // clear the same large page, so there as much as spans several pages, and balance allows.
+      const int64_t fresh = grad ? kTaskBytes / (grad->row_bytes() + 1) : 0;
+      const int64_t rows_at_once =
+          std::max<int64_t>({1, 8 * kBlock / (logits_.vocabulary() + 1),
+                             std::min<int64_t>(fresh, logits_.rows() / (8 * threads))});
+      for_each_range(logits_.rows(), rows_at_once, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) one_row(row);
+      });
+      return;
+    }
+
+    // few rows: the same blocks, shared out over the threads
+    std::vector<int64_t> rows;
+    for (int64_t row = 0; row < logits_.rows(); ++row) {
+      active_[row] ? rows.push_back(row) : one_row(row);
+    }
+    const int64_t count = static_cast<int64_t>(rows.size());
+    std::vector<BlockPartial> partials(reduction ? count * blocks : 0);
+    if (reduction) {
+      for_each_task(count * blocks, [&](int64_t task) {
+        partials[task] = block_partial(rows[task / blocks], task % blocks, *reduction);
+      });
+    }
+    std::vector<Plan> plans(count);
+    for (int64_t i = 0; i < count; ++i) {
+      RowStats stats{};
+      if (reduction) {
+        RowSum sum;
+        for (int64_t block = 0; block < blocks; ++block) {
+          add(&sum, rows[i], partials[i * blocks + block]);
+        }
+        stats = finish(rows[i], sum);
+      }
+      const RowGradient flow = visit(rows[i], stats);
+      if (grad) plans[i] = plan_gradient(rows[i], stats, flow);
+    }
+    if (grad) {
+      for_each_task(count * blocks, [&](int64_t task) {
+        write_gradient(plans[task / blocks], task % blocks, *grad);
+      });
+    }
+  }
+
+  // What the forward saved about a row, for a gradient without the first sweep.
+  RowStats restore(int64_t row, float max, double log_sum, double entropy) const;
+
+  const Logits& logits() const { return logits_; }
+
+ private:
+  // A row's gradient, ready to be written block by block.
+  struct Plan {
+    int64_t row;
+    LogitMap map;
+    GradientTerms terms;
+    float token_gradient;
+    bool zero, linear;
+  };
+
+  BlockPartial block_partial(int64_t row, int64_t block, const Reduction& reduction) const;
+  void add(RowSum* sum, int64_t row, const BlockPartial& partial) const;
+  RowStats finish(int64_t row, const RowSum& sum) const;
+  Plan plan_gradient(int64_t row, const RowStats& stats, const RowGradient& flow) const;
+  void write_gradient(const Plan& plan, int64_t block, const Logits& grad) const;
+  float squashed(float x) const {
+    return scaling_.softcap() ? kernels_.tanh(x, scaling_.squash()) : x;
+  }
+
+  Logits logits_;
+  Scaling scaling_;
+  const Kernels& kernels_;
+  const int64_t* token_ids_;
+  const bool* active_;
+  int64_t num_active_ = 0;
+};
+
+}  // namespace fastrl::cpu

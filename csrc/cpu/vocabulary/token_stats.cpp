@@ -1,0 +1,116 @@
+// Log-probability, entropy and kin of chosen tokens from their logits, and the gradient.
+#include <tuple>
+
+#include "../large_pages.h"
+#include "rows.h"
+
+namespace fastrl::cpu {
+namespace {
+
+using Stats = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+                      const std::optional<Tensor>& temperatures, double temperature,
+                      double logit_scale, double logit_softcap, bool with_entropy,
+                      bool with_sum_sq_probs) {
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
+  Tensor floats[6];
+  float* out[6];
+  for (int i = 0; i < 6; ++i) {
+    floats[i] = empty_like_tokens(token_ids, ScalarType::Float);
+    out[i] = floats[i].mutable_data_ptr<float>();
+  }
+  const Tensor is_top1 = empty_like_tokens(token_ids, ScalarType::Bool);
+  bool* top1 = is_top1.mutable_data_ptr<bool>();
+
+  const auto write = [&](int64_t row, const RowStats& stats) {
+    out[0][row] = static_cast<float>(stats.logprob);
+    out[1][row] = with_entropy ? static_cast<float>(stats.entropy) : 0.0f;
+    out[2][row] = static_cast<float>(stats.logsumexp);
+    out[3][row] = with_sum_sq_probs ? static_cast<float>(stats.sum_sq_probs) : 0.0f;
+    out[4][row] = stats.max;
+    out[5][row] = static_cast<float>(stats.log_sum);
+    top1[row] = stats.is_top1;
+  };
+  const Rows::Reduction reduction{with_entropy, with_sum_sq_probs};
+  rows.walk(
+      &reduction, nullptr,
+      [&](int64_t row, const RowStats& stats) {
+        write(row, stats);
+        return RowGradient{};
+      },
+      [&](int64_t row) { write(row, RowStats{}); });
+  return {floats[0], floats[1], floats[2], floats[3], is_top1, floats[4], floats[5]};
+}
+
+struct Backward {
+  Tensor row_max, log_sum, entropy;
+  std::optional<Tensor> grad_logprobs, grad_entropy, grad_logsumexp;
+};
+
+void write_grad(const Rows& rows, const Tensor& token_ids, const Backward& saved,
+                const Logits& grad) {
+  const auto check = [&](const auto& tensor, const char* name) {
+    check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
+  };
+  check(saved.row_max, "row_max");
+  check(saved.log_sum, "log_sum");
+  check(saved.entropy, "entropy");
+  check(saved.grad_logprobs, "grad_logprobs");
+  check(saved.grad_entropy, "grad_entropy");
+  check(saved.grad_logsumexp, "grad_logsumexp");
+  const float* row_max = saved.row_max.const_data_ptr<float>();
+  const float* log_sum = saved.log_sum.const_data_ptr<float>();
+  const float* entropy = saved.entropy.const_data_ptr<float>();
+  const float* grad_logprobs = data_or_null<float>(saved.grad_logprobs);
+  const float* grad_entropy = data_or_null<float>(saved.grad_entropy);
+  const float* grad_logsumexp = data_or_null<float>(saved.grad_logsumexp);
+  const auto at = [](const float* values, int64_t row) {
+    return values ? static_cast<double>(values[row]) : 0.0;
+  };
+  rows.walk(
+      nullptr, &grad,
+      [&](int64_t row, RowStats& stats) {
+        stats = rows.restore(row, row_max[row], log_sum[row], entropy[row]);
+        return RowGradient{at(grad_logprobs, row), at(grad_logsumexp, row), at(grad_entropy, row)};
+      },
+      [](int64_t) {});
+}
+
+Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+                       const std::optional<Tensor>& temperatures, double temperature,
+                       double logit_scale, double logit_softcap, const Tensor& row_max,
+                       const Tensor& log_sum, const Tensor& entropy,
+                       const std::optional<Tensor>& grad_logprobs,
+                       const std::optional<Tensor>& grad_entropy,
+                       const std::optional<Tensor>& grad_logsumexp) {
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
+  const Tensor grad = new_gradient(logits);
+  write_grad(rows, token_ids,
+             {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
+             Logits(grad));
+  return grad;
+}
+
+void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+                      const std::optional<Tensor>& temperatures, double temperature,
+                      double logit_scale, double logit_softcap, const Tensor& row_max,
+                      const Tensor& log_sum, const Tensor& entropy,
+                      const std::optional<Tensor>& grad_logprobs,
+                      const std::optional<Tensor>& grad_entropy,
+                      const std::optional<Tensor>& grad_logsumexp) {
+  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
+  rows.logits().check_rows_are_apart();
+  write_grad(rows, token_ids,
+             {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
+             rows.logits());
+}
+
+}  // namespace
+}  // namespace fastrl::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
+  m.impl("token_stats_fwd", TORCH_BOX(&fastrl::cpu::token_stats_fwd));
+  m.impl("token_stats_bwd", TORCH_BOX(&fastrl::cpu::token_stats_bwd));
+  m.impl("token_stats_bwd_", TORCH_BOX(&fastrl::cpu::token_stats_bwd_));
+}

@@ -1,0 +1,128 @@
+// The logits argument of the vocabulary kernels: where each row lies, how a row is cut in parts,
+// and how its values become exponents of two.
+#pragma once
+
+#include <cmath>
+
+#include "../device/elements.cuh"
+#include "logits.h"
+
+namespace fastrl::cuda {
+
+constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+
+#if !defined(FASTRL_PART_BYTES)  // tests have small ones, for many parts of short rows
+#define FASTRL_PART_BYTES (48 << 10)
+#endif
+constexpr int64_t kMaxPartBytes = FASTRL_PART_BYTES;  // twice, for two blocks on an SM of sm_90
+constexpr int64_t kLargePartBytes = 9 * kMaxPartBytes / 4;
+constexpr int kMaxCluster = 16;
+
+// A row is cut in parts of whole vectors. Each part is reduced on its own and the parts in order,
+// whoever works on them: a result depends on the size of the vocabulary and its type alone.
+struct Parts {
+  int count;
+  int columns;  // of every part but the last
+};
+inline Parts cut_row(int64_t vocabulary, int64_t element_size) {
+  constexpr int64_t kColumns = 64;  // parts begin at multiples of 128 bytes of the row
+  const auto columns = [&](int64_t parts) {
+    return (vocabulary + parts * kColumns - 1) / (parts * kColumns) * kColumns;
+  };
+  for (const int64_t limit : {kMaxPartBytes, kLargePartBytes}) {
+    for (int parts = limit == kMaxPartBytes ? 1 : kMaxCluster; parts <= kMaxCluster; parts *= 2) {
+      if (columns(parts) * element_size <= limit) return {parts, static_cast<int>(columns(parts))};
+    }
+  }
+  const int64_t most = kMaxPartBytes / element_size;
+  return {static_cast<int>((vocabulary + most - 1) / most), static_cast<int>(most)};
+}
+
+// What kernels need of LogitsParams beside the pointers.
+struct RowGeometry {
+  const unsigned char* logits;
+  unsigned char* grad;                                       // null: none
+  int64_t stride_b, stride_t, grad_stride_b, grad_stride_t;  // bytes
+  int64_t vocabulary;
+  unsigned rows, tokens;
+  Parts parts;
+
+  __device__ __forceinline__ const unsigned char* row(unsigned row) const {
+    return logits + (row / tokens) * stride_b + (row % tokens) * stride_t;
+  }
+  __device__ __forceinline__ unsigned char* grad_row(unsigned row) const {
+    return grad + (row / tokens) * grad_stride_b + (row % tokens) * grad_stride_t;
+  }
+  __device__ __forceinline__ int columns(int part) const {
+    const int64_t rest = vocabulary - static_cast<int64_t>(part) * parts.columns;
+    return static_cast<int>(rest < parts.columns ? (rest < 0 ? 0 : rest) : parts.columns);
+  }
+};
+
+// z log2(e) = multiplier * x, or multiplier * tanh(squash * x) with a softcap.
+struct LogitMap {
+  float multiplier;  // to an exponent of two
+  float natural;     // to an exponent of e
+  float squash;
+  float slope;  // dz/dx at x = 0
+  float floor;  // logits at or below count as -inf; no product with it overflows
+};
+
+struct Scaling {
+  const float* temperatures;
+  float scale, squash, slope;  // divided by the temperature where all rows have one
+
+  static Scaling of(const LogitsParams& p) {
+    const double heat = p.temperatures ? 1.0 : p.temperature;
+    const bool capped = p.logit_softcap > 0;
+    return {p.temperatures, static_cast<float>((capped ? p.logit_softcap : p.logit_scale) / heat),
+            capped ? static_cast<float>(p.logit_scale / p.logit_softcap) : 0.0f,
+            static_cast<float>(p.logit_scale / heat)};
+  }
+  template <typename T>
+  __device__ __forceinline__ LogitMap map(float temperature) const {
+    const float natural = temperatures ? scale / temperature : scale;
+    const float multiplier = natural * kLog2E;
+    // further down the rounding error of a product, which is exponentiated, would overflow
+    const float low = -1e9f / (multiplier > 1.0f ? multiplier : 1.0f);
+    const float finite = Element<T>::value(Element<T>::from(std::fmax(low, Element<T>::kLowest)));
+    const float floor = squash > 0 ? -INFINITY : finite;  // a softcap holds all but -inf
+    return {multiplier, natural, squash, temperatures ? slope / temperature : slope, floor};
+  }
+};
+
+inline RowGeometry geometry(const LogitsParams& p, const GradientParams* grad) {
+  const int64_t size = p.type == kFloat ? 4 : 2;
+  RowGeometry g{};
+  g.logits = static_cast<const unsigned char*>(p.logits);
+  g.stride_b = p.stride_b * size;
+  g.stride_t = p.stride_t * size;
+  if (grad) {
+    g.grad = static_cast<unsigned char*>(grad->grad_logits);
+    g.grad_stride_b = grad->stride_b * size;
+    g.grad_stride_t = grad->stride_t * size;
+  }
+  g.vocabulary = p.vocabulary;
+  g.rows = static_cast<unsigned>(p.batch * p.tokens);
+  g.tokens = static_cast<unsigned>(p.tokens);
+  g.parts = cut_row(p.vocabulary, size);
+  return g;
+}
+
+// Whether every row begins and ends at a multiple of 16 bytes, here and in the gradient.
+inline bool rows_are_aligned(const RowGeometry& g, LogitsType type) {
+  const int64_t size = type == kFloat ? 4 : 2;
+  int64_t bits = reinterpret_cast<intptr_t>(g.logits) | (g.vocabulary * size);
+  bits |= reinterpret_cast<intptr_t>(g.grad);
+  if (g.rows > g.tokens) bits |= g.stride_b | g.grad_stride_b;
+  if (g.tokens > 1) bits |= g.stride_t | g.grad_stride_t;
+  return bits % 16 == 0;
+}
+
+// More rows than an index here can count would be beyond any memory.
+inline bool fits(const LogitsParams& p) {
+  return p.batch >= 0 && p.tokens >= 0 && p.vocabulary > 0 &&
+         p.batch * p.tokens < (int64_t{1} << 31) && p.vocabulary < (int64_t{1} << 31);
+}
+
+}  // namespace fastrl::cuda

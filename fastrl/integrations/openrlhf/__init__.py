@@ -1,0 +1,325 @@
+"""OpenRLHF's losses and advantages under its names: import them from here instead.
+
+from fastrl.integrations.openrlhf import PolicyLoss  # in openrlhf/trainer/ray/ppo_actor.py
+from fastrl.integrations.openrlhf import ValueLoss  # in openrlhf/trainer/ray/ppo_critic.py
+from fastrl.integrations.openrlhf import log_probs_from_logits  # in openrlhf/models/actor.py
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+import fastrl
+from fastrl import Objective
+from fastrl.integrations.kl_estimates import kl_estimate, straight_through
+from fastrl.integrations.openrlhf.correction import RolloutGate
+from fastrl.integrations.support import Support
+from fastrl.objective.presets import Preset
+
+TRIED = (
+    "Tried with the files of OpenRLHF 0.11.2 (`models/loss.py`, `models/utils.py`, the experience "
+    "maker) and its unit tests of losses and KL; a whole run needs DeepSpeed, Ray and vLLM and was "
+    "not tried."
+)
+
+SUPPORT = [
+    Support(
+        option="`PolicyLoss`: `ppo`, `gspo`, dual clip, `token_level_loss`, global counts, every "
+        "`is_correction_*`",
+        handling="replaced",
+        note="the options of 0.11.0 (`enable_vllm_is_correction`, ...) too",
+    ),
+    Support(option="`ValueLoss`", handling="replaced"),
+    Support(
+        option="`log_probs_from_logits`",
+        handling="replaced",
+        note="fp32 from 16-bit logits too; the logits are not divided in place",
+    ),
+    Support(
+        option="`compute_approx_kl`: `k1`, `k2`, `k3`, `unbiased_gradient`",
+        handling="replaced",
+    ),
+    Support(option="`get_advantages_and_returns`", handling="replaced"),
+    Support(option="`compute_reward`, `get_cumulative_returns`, `aggregate_loss`", handling="own"),
+    Support(
+        option="options that OpenRLHF refuses; a correction without `rollout_log_probs`",
+        handling="refused",
+    ),
+]
+
+#: Where OpenRLHF holds a KL estimate of a token, and the weight of `unbiased_gradient`.
+_KL_CLAMP = 10.0
+
+
+class PolicyLoss(nn.Module):
+    """OpenRLHF's `PolicyLoss` on `policy_loss`: PPO with dual clip, or GSPO.
+
+    ppo: f = -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A), for A < 0 at most
+    -dual_clip A, times the rollout correction. gspo: r is the sequence's geometric mean.
+
+    The arguments are those of OpenRLHF 0.11.2; its `forward` returns (loss, clip_ratio, ppo_kl,
+    vllm_kl, is_filter_ratio). With those of 0.11.0 (`enable_vllm_is_correction=...`) the last is
+    left out, as there.
+
+    Args:
+        clip_eps_low: distance of the lower bound from 1.
+        clip_eps_high: distance of the upper bound from 1.
+        dual_clip: cap c > 1 for negative advantages, or None.
+        token_level_loss: mean over tokens; False: over sequences of token means (gspo: always).
+        policy_loss_type: `ppo` or `gspo`.
+        is_correction_level: `off`, `token` or `seq`: what the rollout correction judges.
+        is_correction_mode: `mask` or `clip`: drop what lies outside the threshold, or hold it.
+        is_correction_gating: `ratio`, `binary_kl` or `tv`: by what it is judged.
+        is_correction_threshold: (low, high).
+        enable_vllm_is_correction: of 0.11.0, in place of `is_correction_level`.
+        vllm_is_truncated_threshold: of 0.11.0, (low, high).
+        vllm_is_correction_type: of 0.11.0: `tis`, `icepop` or `seq-mask-tis`.
+
+    Raises:
+        ValueError: an option has no such value, or options do not go together.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.openrlhf import PolicyLoss
+        >>> old, mask = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> loss, clip_ratio, *_ = PolicyLoss()(torch.tensor([[0.5, 0.0]]), old, mask, mask)
+        >>> loss, clip_ratio
+        (tensor(-1.1000), tensor(0.5000))
+    """
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        token_level_loss: bool = True,
+        policy_loss_type: str = "ppo",
+        is_correction_level: str = "off",
+        is_correction_mode: str = "mask",
+        is_correction_gating: str = "ratio",
+        is_correction_threshold: tuple[float, float] = (0.5, 5.0),
+        *,
+        enable_vllm_is_correction: bool | None = None,
+        vllm_is_truncated_threshold: tuple[float, float] | None = None,
+        vllm_is_correction_type: str = "tis",
+    ) -> None:
+        super().__init__()
+        if policy_loss_type not in ("ppo", "gspo"):
+            raise ValueError(f"policy_loss_type must be ppo or gspo, got {policy_loss_type!r}")
+        self.policy_loss_type = policy_loss_type
+        self.token_level_loss = token_level_loss and policy_loss_type == "ppo"
+        self.as_in_0_11_0 = enable_vllm_is_correction is not None
+        if enable_vllm_is_correction is None:
+            self.gate = RolloutGate(
+                is_correction_level,
+                is_correction_mode,
+                is_correction_gating,
+                is_correction_threshold,
+            ).checked()
+        else:
+            self.gate = RolloutGate.of_0_11_0(
+                enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type
+            )
+        # without KL and entropy, which the trainer adds up by itself
+        self.objective = Objective.preset(
+            cast("Preset", policy_loss_type),
+            convention="openrlhf",
+            clip_low=min(clip_eps_low, 1.0),  # a ratio is never below 0
+            clip_high=clip_eps_high,
+            dual_clip=dual_clip,
+            aggregation=_aggregation(self.token_level_loss),
+        )
+        self.clip_range = (1 - clip_eps_low, 1 + clip_eps_high)
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | None = None,
+        global_batch_size: float | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio); the last two may be None.
+
+        Args:
+            log_probs: of the policy, `[B, T]`.
+            old_log_probs: of the policy that sampled, as the trainer computes them.
+            advantages: `[B, T]`.
+            action_mask: 0/1, `[B, T]`; None is all ones.
+            rollout_log_probs: of the policy that sampled, as the engine computed them.
+            dp_size: ranks whose gradients will be averaged.
+            batch_num_tokens: tokens of the whole batch, or None: of this one.
+            global_batch_size: sequences of the whole batch, or None: of this one.
+        """
+        mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+        if self.gate.level != "off" and rollout_log_probs is None:
+            raise ValueError("rollout_log_probs is needed where the rollout correction is on")
+        old, weights, vllm_kl, filtered = old_log_probs, None, None, None
+        if self.gate.level != "off" and rollout_log_probs is not None:
+            if self.policy_loss_type == "ppo":
+                weights, vllm_kl, filtered = self.gate.weigh(old, rollout_log_probs, mask)
+            else:
+                old = rollout_log_probs
+        loss = fastrl.policy_loss(
+            log_probs,
+            advantages,
+            mask,
+            old_logprobs=old,
+            policy_weights=weights,
+            objective=self.objective,
+            normalizer=_normalizer(
+                self.token_level_loss, dp_size, batch_num_tokens, global_batch_size
+            ),
+        ).loss
+        with torch.no_grad():
+            log_ratio = log_probs - old
+            if self.policy_loss_type == "ppo":
+                low, high = self.objective.log_ratio_bounds
+                ratio = log_ratio.clamp(-low, high).exp()
+            else:
+                ratio = fastrl.masked_mean(log_ratio, mask, dim=-1).exp()[:, None]
+            clipped = ratio.clamp(*self.clip_range) * advantages < ratio * advantages
+            clip_ratio = fastrl.masked_mean(clipped.to(log_ratio.dtype), mask)
+            ppo_kl = fastrl.masked_mean(old_log_probs - log_probs, mask)
+        found = (loss, clip_ratio, ppo_kl, vllm_kl, filtered)
+        return found[:4] if self.as_in_0_11_0 else found
+
+
+class ValueLoss(nn.Module):
+    """OpenRLHF's `ValueLoss` on `value_loss`.
+
+    max((V - R)^2, (V_old + clip(V - V_old, -clip_eps, clip_eps) - R)^2) / 2; without `clip_eps`
+    the first alone.
+
+    Args:
+        clip_eps: how far a value may move, or None.
+        token_level_loss: mean over tokens; False: over sequences of token means.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.openrlhf import ValueLoss
+        >>> one = torch.ones(1, 2)
+        >>> ValueLoss(clip_eps=0.5)(2 * one, one, 0 * one, one)
+        tensor(2.)
+    """
+
+    def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True) -> None:
+        super().__init__()
+        self.clip_eps = clip_eps
+        self.token_level_loss = token_level_loss
+
+    def forward(
+        self,
+        values: Tensor,
+        old_values: Tensor,
+        returns: Tensor,
+        action_mask: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | None = None,
+        global_batch_size: float | None = None,
+    ) -> Tensor:
+        """Return the loss; the arguments are as in `PolicyLoss`."""
+        return fastrl.value_loss(
+            values,
+            returns,
+            torch.ones_like(values) if action_mask is None else action_mask,
+            old_values=None if self.clip_eps is None else old_values,
+            clip=self.clip_eps,
+            aggregation=_aggregation(self.token_level_loss),
+            normalizer=_normalizer(
+                self.token_level_loss, dp_size, batch_num_tokens, global_batch_size
+            ),
+        ).loss
+
+
+def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return log softmax(logits / temperature)[label], `[...]`, in fp32, by `token_logprobs`.
+
+    The logits are left as they are; OpenRLHF's own divides them in place.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.openrlhf import log_probs_from_logits
+        >>> log_probs_from_logits(torch.zeros(1, 4), torch.tensor([2]))
+        tensor([-1.3863])
+    """
+    rows = logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
+    found = fastrl.token_logprobs(rows, labels.reshape(rows.shape[:-1]), temperature=temperature)
+    return found.reshape(labels.shape)
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    log_probs_old: Tensor | None = None,
+    kl_estimator: str = "k1",
+    unbiased_gradient: bool = False,
+) -> Tensor:
+    """Return a KL estimate per token within +-10: k1, k2 or k3.
+
+    `unbiased_gradient` keeps the value and takes the gradient of w k2 with the detached weight
+    w = min(exp(log_probs - log_probs_old), 10), the gradient of the KL itself.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.openrlhf import compute_approx_kl
+        >>> compute_approx_kl(torch.tensor([-1.0]), torch.tensor([-2.0]), kl_estimator="k2")
+        tensor([0.5000])
+    """
+    if isinstance(log_probs_old, str):
+        raise TypeError("log_probs_old must be a tensor or None; name kl_estimator by keyword")
+    if kl_estimator not in ("k1", "k2", "k3"):
+        raise ValueError(f"kl_estimator must be one of k1, k2, k3; got {kl_estimator!r}")
+    value = kl_estimate(log_probs, log_probs_base, kl_estimator).clamp(-_KL_CLAMP, _KL_CLAMP)
+    if not unbiased_gradient:
+        return value
+    slope = kl_estimate(log_probs, log_probs_base, "k2")
+    if log_probs_old is not None:
+        weight = (log_probs.detach().float() - log_probs_old.detach().float()).exp()
+        slope = slope * weight.clamp(max=_KL_CLAMP)
+    return straight_through(value, slope)
+
+
+def get_advantages_and_returns(
+    values: Tensor,
+    rewards: Tensor,
+    action_mask: Tensor | None,
+    gamma: float,
+    lambd: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the advantages and returns of OpenRLHF's experience maker, `[B, T]`, by `gae`.
+
+    Masked tokens count as steps of reward 0 and value 0, where `gae` with a mask (and verl) steps
+    over them: the two differ where a mask has holes.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.openrlhf import get_advantages_and_returns
+        >>> rewards, mask = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[1, 0, 1]])
+        >>> get_advantages_and_returns(torch.zeros(1, 3), rewards, mask, 0.5, 1.0)[1]
+        tensor([[0.2500, 0.5000, 1.0000]])
+    """
+    if action_mask is not None:
+        values, rewards = (torch.where(action_mask.bool(), x, 0.0) for x in (values, rewards))
+    found = fastrl.gae(rewards, values, gamma=float(gamma), lam=float(lambd))
+    return found.advantages, found.returns
+
+
+def _aggregation(token_level_loss: bool) -> Literal["token-mean", "seq-mean-token-mean"]:
+    return "token-mean" if token_level_loss else "seq-mean-token-mean"
+
+
+def _normalizer(
+    token_level_loss: bool,
+    dp_size: int,
+    batch_num_tokens: float | None,
+    global_batch_size: float | None,
+) -> float | None:
+    count = batch_num_tokens if token_level_loss else global_batch_size
+    return None if count is None else count / dp_size

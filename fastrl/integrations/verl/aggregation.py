@@ -1,0 +1,103 @@
+"""verl's ways to add up a loss, as token weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.integrations.verl.masks import factors
+
+_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+
+
+class Aggregation(NamedTuple):
+    """How a loss is added up: scale * sum_t w_t factor_t loss_t.
+
+    Attributes:
+        mask: 0/1, `[B, T]`.
+        options: those of `token_weights`, which make w of the mask.
+        factors: `[B, T]`, of a mask whose values are not 0 and 1, or None.
+        scale: on the sum.
+    """
+
+    mask: Tensor
+    options: dict[str, Any]
+    factors: Tensor | None = None
+    scale: float = 1.0
+
+
+def aggregation(
+    mode: str,
+    mask: Tensor,
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Aggregation:
+    """Return a mode of verl's as options of `token_weights`.
+
+    verl divides by the count of the whole batch and multiplies by `dp_size`, against the mean
+    over ranks that data parallelism takes of gradients: a `normalizer` of count / dp_size.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"loss_agg_mode must be one of {', '.join(_MODES)}; got {mode!r}")
+    options: dict[str, Any] = {"aggregation": mode}
+    name, count = "global_batch_size", global_batch_size
+    if mode == "token-mean":
+        name, count = "batch_num_tokens", batch_num_tokens
+    weights = factors(mask)
+    if weights is not None:
+        lengths = weights.sum(-1, keepdim=True)
+        mask = mask.bool() if mode.startswith("token") else mask.bool() & (lengths > 0)
+        if mode == "seq-mean-token-mean":
+            weights = weights * mask.sum(-1, keepdim=True) / (lengths + 1e-8)
+        elif mode == "token-mean" and dp_size == 1 and count is None:
+            count = lengths.sum()
+    if mode == "token-sum":
+        return Aggregation(mask, options, weights, dp_size)
+    if mode == "seq-mean-token-sum-norm" and loss_scale_factor is not None:
+        options["length_norm"] = float(loss_scale_factor)
+    if count is not None:
+        count = count.to(mask.device) if isinstance(count, Tensor) else count
+        options["normalizer"] = count / dp_size
+    elif dp_size > 1:
+        raise ValueError(f"{name} is needed for loss_agg_mode {mode} where dp_size > 1")
+    return Aggregation(mask, options, weights)
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
+) -> Tensor:
+    """Return sum_t w_t loss_t with the weights of `token_weights`; the modes have the same names.
+
+    A mask with other values than 0 and 1 weighs the tokens by them, and counts by their sum.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.verl import agg_loss
+        >>> loss, mask = torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[1, 1], [1, 0]])
+        >>> agg_loss(loss, mask, "token-mean"), agg_loss(loss, mask, "seq-mean-token-mean")
+        (tensor(3.), tensor(3.5000))
+    """
+    how = aggregation(
+        loss_agg_mode, loss_mask, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+    )
+    weights = fastrl.token_weights(how.mask, **how.options)
+    if how.factors is not None:
+        weights = weights * how.factors
+    return (weights * torch.where(how.mask.bool(), loss_mat, 0.0)).sum() * how.scale

@@ -1,0 +1,1 @@
+"""What the custom autograd functions share."""

@@ -1,0 +1,92 @@
+"""Losses whose gradient was computed together with them: autograd only has to pass it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.tracing import is_traced
+
+
+def with_gradients(
+    loss: Tensor, gradients: Sequence[tuple[Tensor | None, Tensor | None]]
+) -> Tensor:
+    """Return the loss with these gradients: pairs of a tensor and dL/d(tensor).
+
+    A gradient may share memory with its tensor, and may wait in a wider dtype.
+    """
+    tensors, grads = zip(*gradients, strict=True)
+    return cast("Tensor", _KnownGradients.apply(loss, *tensors, *grads))  # type: ignore[no-untyped-call]
+
+
+class _KnownGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *pairs: Tensor | None) -> Tensor:
+        tensors, grads = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        return loss.clone()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        found = [
+            _scaled(grad, grad_loss).to(dtype) if need and grad is not None else None
+            for grad, dtype, need in zip(
+                ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[1:], strict=False
+            )
+        ]
+        return (None, *found, *([None] * len(found)))
+
+
+def before_overwriting(logits: Tensor) -> Tensor:
+    """Return the logits as they hang in the graph now, to take the gradient once they are gone."""
+    return cast("Tensor", _Alias.apply(logits))  # type: ignore[no-untyped-call]
+
+
+def mark_overwritten(logits: Tensor) -> None:
+    """Tell autograd that the logits are gone: a gradient through any later use of them raises."""
+    _Overwritten.apply(logits)  # type: ignore[no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        ctx.set_materialize_grads(False)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        if grad is not None and bool((grad != 0).any()):
+            raise RuntimeError(
+                "the logits were modified by an inplace operation: inplace=True wrote the gradient "
+                "over them, and they were used again afterwards"
+            )
+        return grad
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """Return grad * factor, in place where nobody can ask for the gradient again."""
+    if is_traced(factor):
+        return grad * factor.to(grad.dtype)
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return grad * factor
+    if factor.device.type == "cpu" and float(factor) == 1.0:
+        return grad
+    return grad.mul_(factor)

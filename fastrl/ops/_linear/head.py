@@ -1,0 +1,173 @@
+"""The LM head as the linear forms take it: checked, projected chunk by chunk, differentiated.
+
+Logits are float32 (float64 from float64) whatever the operands, and gradients of parameters are
+summed in that dtype; `products` has the GEMMs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastrl.checks import floating, is_sharded, number, on_device
+from fastrl.library import arithmetic_dtype, stored_dtype
+from fastrl.native import new_large
+from fastrl.ops._linear.products import ConvertedProducts
+from fastrl.ops._linear.sharded import gathered
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """logits = hidden weight^T + bias + lora_scale (hidden lora_a^T) lora_b^T."""
+
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    lora_scale: float
+    products: ConvertedProducts
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of logits, sums and accumulated gradients."""
+        return self.products.dtype
+
+    def parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return weight, bias, lora_a, lora_b."""
+        return self.weight, self.bias, self.lora_a, self.lora_b
+
+    def project(self, hidden: Tensor, logits: Tensor) -> None:
+        """Write the logits `[C, V]` of hidden states `[C, H]`, in `products.operand_dtype`."""
+        self.products.logits(hidden, self.weight, logits)
+        if self.lora_a is not None and self.lora_b is not None:
+            low_rank = hidden.to(self.dtype) @ self.lora_a.to(self.dtype).t()
+            low_rank *= self.lora_scale
+            logits.addmm_(low_rank, self.lora_b.to(self.dtype).t())
+        if self.bias is not None:
+            logits.add_(self.bias)
+
+
+class HeadGradients:
+    """Gradients of the head's parameters, summed over chunks; those not needed take no memory."""
+
+    def __init__(self, head: LinearHead, needs: tuple[bool, ...]) -> None:
+        """`needs` says which of weight, bias, lora_a, lora_b want a gradient."""
+        self._head = head
+        self._sums = [
+            new_large(parameter, parameter.shape, head.dtype)
+            if need and parameter is not None
+            else None
+            for parameter, need in zip(head.parameters(), needs, strict=True)
+        ]
+        for total in self._sums[1:]:
+            if total is not None:
+                total.zero_()
+        self._weight_begun = False  # the largest sum is written by its first chunk, not zeroed
+
+    def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
+        """Add a chunk: its logits' gradient `[C, V]`, its hidden states, where theirs goes.
+
+        The logits' gradient is used up.
+        """
+        head, products = self._head, self._head.products
+        weight, bias, *_ = self._sums
+        if bias is not None:
+            bias.add_(grad_logits.sum(0))
+        through_lora = self._add_lora(grad_logits, hidden, further=grad_hidden is not None)
+        operand = products.gradient_operand(grad_logits)
+        if grad_hidden is not None:
+            products.hidden_gradient(operand, head.weight, grad_hidden)
+            if through_lora is not None:
+                grad_hidden.addmm_(*through_lora)
+        if weight is not None:
+            products.weight_gradient(operand, hidden, weight, begun=self._weight_begun)
+            self._weight_begun = True
+
+    def _add_lora(
+        self, grad_logits: Tensor, hidden: Tensor, *, further: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add to the gradients of the adapter; return the factors of what hidden states get."""
+        head = self._head
+        lora_a, lora_b = self._sums[2:]
+        if head.lora_a is None or head.lora_b is None:
+            return None
+        a, b, hidden = (x.to(head.dtype) for x in (head.lora_a, head.lora_b, hidden))
+        if lora_b is not None:
+            lora_b.addmm_(grad_logits.t(), hidden @ a.t(), alpha=head.lora_scale)
+        if lora_a is None and not further:
+            return None
+        grad_low_rank = (grad_logits @ b).mul_(head.lora_scale)
+        if lora_a is not None:
+            lora_a.addmm_(grad_low_rank.t(), hidden)
+        return grad_low_rank, a
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Return the sums in the parameters' dtypes (float16 stays float32: it may be scaled yet).
+
+        A gradient that was not needed is an empty tensor.
+        """
+        head = self._head
+        if self._sums[0] is not None and not self._weight_begun:
+            self._sums[0].zero_()
+        return tuple(
+            head.weight.new_empty(0)
+            if total is None or parameter is None
+            else _stored(total, stored_dtype(parameter))
+            for total, parameter in zip(self._sums, head.parameters(), strict=True)
+        )
+
+
+def _stored(total: Tensor, dtype: torch.dtype) -> Tensor:
+    if total.dtype == dtype:
+        return total
+    return new_large(total, total.shape, dtype).copy_(total)
+
+
+def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> LinearHead:
+    """Check an LM head against hidden states `[..., H]`."""
+    matrix = _gathered("weight", weight)
+    if matrix.dim() != 2 or matrix.shape[1] != hidden.shape[-1] or matrix.shape[0] == 0:
+        raise ValueError(
+            f"weight must have shape [V, {hidden.shape[-1]}] for hidden of shape "
+            f"{tuple(hidden.shape)}, got {tuple(matrix.shape)}"
+        )
+    vocabulary, width = matrix.shape
+    offset = None if bias is None else _gathered("bias", bias)
+    if offset is not None and offset.shape != (vocabulary,):
+        raise ValueError(f"bias must have shape ({vocabulary},), got {tuple(offset.shape)}")
+    a, b, scale = None, None, 1.0
+    if lora is not None:
+        if not isinstance(lora, tuple | list) or len(lora) != 3:
+            raise TypeError(f"lora must be (A [r, H], B [V, r], scale), got {type(lora).__name__}")
+        a, b = _gathered("lora[0]", lora[0]), _gathered("lora[1]", lora[1])
+        scale = number("lora[2]", lora[2])
+        if a.dim() != 2 or a.shape[1] != width or b.shape != (vocabulary, a.shape[0]):
+            raise ValueError(
+                f"lora must be (A [r, {width}], B [{vocabulary}, r], scale), "
+                f"got shapes {tuple(a.shape)} and {tuple(b.shape)}"
+            )
+    for name, value in (("weight", matrix), ("bias", offset), ("lora[0]", a), ("lora[1]", b)):
+        if value is not None:
+            on_device(name, value, hidden, "hidden")
+    products = ConvertedProducts(arithmetic_dtype(hidden, matrix))
+    return LinearHead(matrix, offset, a, b, scale, products)
+
+
+def _gathered(name: str, parameter: object) -> Tensor:
+    """Return a whole parameter: FSDP2 shards are gathered, emptied ZeRO-3 shards refused."""
+    if is_sharded(parameter):
+        parameter = gathered(parameter)
+    result = floating(name, parameter)
+    if result.numel() == 0 and (hasattr(result, "ds_id") or result.dim() == 1):
+        raise ValueError(
+            f"{name} is empty: ZeRO-3 has partitioned it; gather it around the call, with "
+            "`deepspeed.zero.GatheredParameters(parameter)`"
+        )
+    return result

@@ -1,0 +1,1 @@
+"""The reverse scan of generalised advantage estimation."""

@@ -1,0 +1,1 @@
+"""Advantages within groups of rewards."""

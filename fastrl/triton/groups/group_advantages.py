@@ -1,0 +1,350 @@
+"""Advantages of rewards relative to their group, in one launch.
+
+A program compares its rewards with every reward that may be of their groups, whatever the order:
+three sweeps (size and largest, mean, deviation) over the group's neighbourhood where groups are
+consecutive, over the whole batch where ids name them. A batch with ids that is too large for that
+is sorted by torch first, and the sweeps run over runs of equal ids.
+
+There is no 64-bit float: each reward is cut at a power of two above the sum of its group into a
+part whose sums are exact and a rest that is tiny, so the mean is known beyond float32 and a
+difference from it is right to its own last digits. Nothing may be contracted into an FMA here.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastrl.triton.runtime.target import Target
+
+ROWS = 16  # rewards of a program
+COLUMNS = 64  # rewards that they are compared with at a time
+ALL_PAIRS = 4096  # the largest batch of ids that is not sorted first
+ONE_LAUNCH = 16384  # the largest batch whose std every program finds for itself
+
+# how the members of a group are found
+CONSECUTIVE = tl.constexpr(0)
+ANY_ORDER = tl.constexpr(1)
+SORTED = tl.constexpr(2)
+
+
+@triton.jit
+def _finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _power_of_two(x):
+    """The largest power of two that is not above x, and its inverse."""
+    exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
+    return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
+def _key(at, group_ids, group_size, limit, MODE: tl.constexpr):
+    if MODE == CONSECUTIVE:
+        return at // group_size
+    else:
+        return tl.load(group_ids + at, mask=at < limit, other=0)
+
+
+@triton.jit
+def _reward(at, rewards, order, limit, MODE: tl.constexpr):
+    known = at < limit
+    if MODE == SORTED:
+        at = tl.load(order + at, mask=known, other=0)
+    return tl.load(rewards + at, mask=known, other=0.0)
+
+
+@triton.jit
+def _bound(key, group_ids, count, ABOVE: tl.constexpr):
+    """The first place in sorted ids that holds no less than the key (ABOVE: more than it)."""
+    low = tl.zeros_like(key)
+    high = low + count
+    while low < high:
+        middle = (low + high) // 2
+        there = tl.load(group_ids + middle)
+        before = there <= key if ABOVE else there < key
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _neighbours(first, last, group_ids, group_size, count, MODE: tl.constexpr):
+    """Where the members of the groups of the rewards `first` to `last` lie."""
+    if MODE == CONSECUTIVE:
+        end = tl.minimum((last // group_size + 1) * group_size, count)
+        return first // group_size * group_size, end
+    elif MODE == SORTED:
+        begin = _bound(tl.load(group_ids + first), group_ids, count, False)
+        return begin, _bound(tl.load(group_ids + last), group_ids, count, True)
+    else:
+        return first * 0, last * 0 + count
+
+
+@triton.jit
+def _mean(high, low, size):
+    """The quotient of a sum in two parts, in two parts again."""
+    mean = tl.div_rn(high, size)
+    # mean * size without rounding, after Dekker: halves of the digits multiply exactly
+    upper, count = mean * 4097, size * 4097
+    upper, count = upper - (upper - mean), count - (count - size)
+    lower, few = mean - upper, size - count
+    rest = ((high - upper * count) - upper * few) - lower * count - lower * few
+    rest = tl.div_rn(rest + low, size)
+    rounded = mean + rest
+    return rounded, rest - (rounded - mean)
+
+
+@triton.jit
+def _std(squares, size, correction, scale):
+    freedom = size - correction
+    variance = tl.div_rn(squares, tl.maximum(freedom, 1e-9))
+    return tl.where(freedom > 0, tl.sqrt_rn(variance) * scale, 0.0)
+
+
+@triton.jit
+def _known(begin, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, MODE: tl.constexpr):
+    """Which of COLUMNS rewards belong to a group without NaN and infinities."""
+    columns = tl.arange(0, COLUMNS)
+    key = _key(begin + columns, group_ids, group_size, count, MODE)
+    last = tl.minimum(begin + COLUMNS, count) - 1
+    first, end = _neighbours(begin, last, group_ids, group_size, count, MODE)
+    spoiled = tl.zeros([COLUMNS], tl.int32)
+    for other in range(first, end):
+        if ~_finite(tl.load(rewards + other)):
+            its_key = other // group_size if MODE == CONSECUTIVE else tl.load(group_ids + other)
+            spoiled += (key == its_key).to(tl.int32)
+    return (begin + columns < count) & (spoiled == 0)
+
+
+@triton.jit
+def _batch_std(
+    rewards, group_ids, group_size, count, correction, COLUMNS: tl.constexpr, MODE: tl.constexpr
+):
+    """The deviation of all rewards whose group is finite; every program finds it for itself."""
+    columns = tl.arange(0, COLUMNS)
+    broken = tl.zeros([COLUMNS], tl.int32)
+    for begin in range(0, count, COLUMNS):
+        broken += (~_finite(_reward(begin + columns, rewards, None, count, MODE))).to(tl.int32)
+    some_broken = tl.sum(broken, 0) > 0
+    zero = tl.zeros([COLUMNS], tl.float32)
+    sizes, most, uppers, lowers, squares = zero, zero, zero, zero, zero
+    size, mean, rest, cut, scale, inverse = 0.0, 0.0, 0.0, 0.0, 1.0, 1.0
+    for sweep in tl.static_range(3):
+        for begin in range(0, count, COLUMNS):
+            x = _reward(begin + columns, rewards, None, count, MODE)
+            known = begin + columns < count
+            if some_broken:
+                known = _known(begin, rewards, group_ids, group_size, count, COLUMNS, MODE)
+            x = tl.where(known, x, 0.0)
+            if sweep == 0:
+                sizes += known.to(tl.float32)
+                most = tl.maximum(most, tl.abs(x))
+            elif sweep == 1:
+                upper = (x + cut) - cut
+                uppers += upper
+                lowers += x - upper
+            else:
+                away = tl.where(known, ((x - mean) - rest) * inverse, 0.0)
+                squares += away * away
+        if sweep == 0:
+            size = tl.sum(sizes, 0)
+            largest = tl.max(most, 0)
+            cut = _power_of_two(largest * size)[0] * 4
+            scale, inverse = _power_of_two(largest)
+        elif sweep == 1:
+            mean, rest = _mean(tl.sum(uppers, 0), tl.sum(lowers, 0), tl.maximum(size, 1.0))
+    return _std(tl.sum(squares, 0), size, correction, scale)
+
+
+@triton.jit
+def group_advantages_kernel(
+    rewards,
+    group_ids,
+    order,
+    batch_std,
+    advantages,
+    means,
+    stds,
+    informatives,
+    count,
+    group_size,
+    correction,
+    eps,
+    BASELINE: tl.constexpr,
+    SCALE: tl.constexpr,
+    RAW: tl.constexpr,
+    MODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    inside = rows < count
+    x = _reward(rows, rewards, order, count, MODE)
+    key = _key(rows, group_ids, group_size, count, MODE)
+    last = tl.minimum(first + ROWS, count) - 1
+    begin, end = _neighbours(first, last, group_ids, group_size, count, MODE)
+
+    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sizes, others, broken, most = zeros, zeros, zeros, zeros
+    for near in range(begin, end, COLUMNS):
+        y, same = _compared(near, end, key, rewards, group_ids, order, group_size, COLUMNS, MODE)
+        sizes += tl.where(same, 1.0, 0.0)
+        others += tl.where(same & (y != x[:, None]), 1.0, 0.0)
+        broken += tl.where(same & ~_finite(y), 1.0, 0.0)
+        most = tl.maximum(most, tl.where(same, tl.abs(y), 0.0))
+    size, largest = tl.sum(sizes, 1), tl.max(most, 1)
+    mixed, finite = tl.sum(others, 1) > 0, tl.sum(broken, 1) == 0
+    scale, inverse = _power_of_two(largest)
+    cut = _power_of_two(largest * size)[0] * 4
+
+    uppers, lowers = zeros, zeros
+    for near in range(begin, end, COLUMNS):
+        y, same = _compared(near, end, key, rewards, group_ids, order, group_size, COLUMNS, MODE)
+        upper = (y + cut[:, None]) - cut[:, None]  # sums of these are exact, in any order
+        uppers += tl.where(same, upper, 0.0)
+        lowers += tl.where(same, y - upper, 0.0)
+    mean, rest = _mean(tl.sum(uppers, 1), tl.sum(lowers, 1), tl.maximum(size, 1.0))
+
+    squares = zeros
+    for near in range(begin, end, COLUMNS):
+        y, same = _compared(near, end, key, rewards, group_ids, order, group_size, COLUMNS, MODE)
+        away = ((y - mean[:, None]) - rest[:, None]) * inverse[:, None]
+        squares += tl.where(same, away * away, 0.0)
+    std = tl.where(mixed, _std(tl.sum(squares, 1), size, correction, scale), 0.0)
+
+    advantage = x
+    if BASELINE != 2:
+        advantage = tl.where(mixed, (x - mean) - rest, 0.0)
+        if BASELINE == 1:
+            advantage *= tl.div_rn(size, tl.maximum(size - 1, 1.0))
+    if SCALE != 2:
+        divisor = std
+        if SCALE == 1:
+            if batch_std is None:
+                divisor = tl.zeros_like(std) + _batch_std(
+                    rewards, group_ids, group_size, count, correction, COLUMNS, MODE
+                )
+            else:
+                divisor = tl.zeros_like(std) + tl.load(batch_std)
+        advantage = tl.where(advantage == 0, 0.0, tl.div_rn(advantage, divisor + eps))
+    alone = size == 1
+    advantage = tl.where(alone, x if RAW else 0.0 * x, advantage)
+    informative = tl.where(alone, RAW, mixed)
+    nan = float("nan")
+    at = rows
+    if MODE == SORTED:
+        at = tl.load(order + rows, mask=inside, other=0)
+    tl.store(advantages + at, tl.where(finite, advantage, nan), mask=inside)
+    tl.store(means + at, tl.where(finite, tl.where(mixed, mean, x), nan), mask=inside)
+    tl.store(stds + at, tl.where(finite, std, nan), mask=inside)
+    tl.store(informatives + at, informative & finite, mask=inside)
+
+
+@triton.jit
+def _compared(
+    near, end, key, rewards, group_ids, order, group_size, COLUMNS: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """The next rewards, and for each row which of them are of its group."""
+    at = near + tl.arange(0, COLUMNS)
+    y = _reward(at, rewards, order, end, MODE)
+    its_key = _key(at, group_ids, group_size, end, MODE)
+    return y[None, :], (key[:, None] == its_key[None, :]) & (at < end)[None, :]
+
+
+def group_advantages_fwd(
+    rewards, group_ids, group_size, baseline, scale, correction, eps, singleton
+):
+    count = rewards.numel()
+    assert count < 2**31 - ROWS, "positions of rewards are 32-bit"
+    advantages, means, stds = (torch.empty_like(rewards) for _ in range(3))
+    informative = torch.empty_like(rewards, dtype=torch.bool)
+    outputs = (advantages, means, stds, informative)
+    if count == 0:
+        return outputs
+    mode, order = CONSECUTIVE, None
+    if group_size <= 0:
+        mode = ANY_ORDER
+        if count > ALL_PAIRS:
+            mode = SORTED
+            group_ids, order = group_ids.sort()
+
+    def launch(scale, batch_std):
+        group_advantages_kernel[(triton.cdiv(count, ROWS),)](
+            rewards,
+            None if mode == CONSECUTIVE else group_ids,
+            order,
+            batch_std,
+            *outputs,
+            count,
+            group_size,
+            correction,
+            eps,
+            BASELINE=baseline,
+            SCALE=scale,
+            RAW=bool(singleton),
+            MODE=mode.value,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            enable_fp_fusion=False,
+        )
+
+    if scale == 1 and (mode == SORTED or count > ONE_LAUNCH):
+        launch(2, None)
+        launch(1, _std_of_finite(rewards, means, correction))
+    else:
+        launch(scale, None)
+    return outputs
+
+
+def _std_of_finite(rewards, means, correction):
+    """The deviation over a large batch, by torch: what each program would take too long for."""
+    known = means.isfinite()
+    size = known.sum()
+    x = torch.where(known, rewards, 0.0).double()
+    squares = torch.where(known, x - x.sum() / size.clamp(min=1), 0.0).square().sum()
+    freedom = size - correction
+    return torch.where(freedom > 0, squares / freedom.clamp(min=1e-9), 0.0).sqrt().float()
+
+
+def targets():
+    floats = ("rewards", "advantages", "means", "stds")
+    types = {
+        **dict.fromkeys(floats, "*fp32"),
+        "informatives": "*i1",
+        **dict.fromkeys(("count", "group_size"), "i32"),
+        **dict.fromkeys(("correction", "eps"), "fp32"),
+    }
+    by_id = {**types, "group_ids": "*i64"}
+    variants = [
+        ("group_advantages", types, CONSECUTIVE, 0),
+        ("group_advantages_batch", types, CONSECUTIVE, 1),
+        ("group_advantages_ids", by_id, ANY_ORDER, 0),
+        ("group_advantages_ids_batch", by_id, ANY_ORDER, 1),
+        ("group_advantages_sorted", {**by_id, "order": "*i64"}, SORTED, 0),
+    ]
+    return [
+        Target(
+            name=name,
+            kernel=group_advantages_kernel,
+            types=types,
+            constants={
+                "BASELINE": 0,
+                "SCALE": scale,
+                "RAW": False,
+                "MODE": mode.value,
+                "ROWS": ROWS,
+                "COLUMNS": COLUMNS,
+            },
+            divisible=(*(n for n, t in types.items() if t[0] == "*"), "count"),
+            num_warps=4,
+            element_bytes=4,
+            bytes_per_element=17,  # of kilobytes in all: the launch is what it costs
+            options={"enable_fp_fusion": False},
+        )
+        for name, types, mode, scale in variants
+    ]

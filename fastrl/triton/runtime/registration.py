@@ -1,0 +1,76 @@
+"""The operators of `fastrl_triton`; Triton and the kernels are imported at the first call of each.
+
+The key CPU serves Triton's interpreter: `TRITON_INTERPRET=1`, set before Triton is imported, runs
+the kernels on CPU tensors, slowly, which is how the tests hold them against the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+
+from fastrl.library import NAMESPACES
+
+#: Operator X_fwd, X_bwd, X_fwd_ or X_bwd_ is the function of that name in this module.
+MODULES = {
+    "token_stats": "fastrl.triton.vocabulary.token_stats",
+    "logits_policy_loss": "fastrl.triton.vocabulary.logits_policy_loss",
+    "policy_loss": "fastrl.triton.tokens.policy_loss",
+    "gae": "fastrl.triton.gae.gae",
+    "group_advantages": "fastrl.triton.groups.group_advantages",
+}
+OPERATORS = (
+    "token_stats_fwd",
+    "token_stats_bwd",
+    "token_stats_bwd_",
+    "logits_policy_loss_fwd",
+    "logits_policy_loss_fwd_",
+    "policy_loss_fwd",
+    "gae_fwd",
+    "group_advantages_fwd",
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def missing() -> str | None:
+    """Return one sentence on why the Triton kernels cannot run here, or None."""
+    if not _INSTALLED:
+        return "triton is not installed (`pip install triton`)"
+    if not INTERPRETED and not torch.cuda.is_available():
+        return (
+            "there is no GPU that torch can use (TRITON_INTERPRET=1 in the environment interprets "
+            "the kernels on the CPU, for tests)"
+        )
+    return None
+
+
+def _imported_at_first_call(name: str) -> Callable[..., Any]:
+    @functools.cache
+    def implementation() -> Callable[..., Any]:
+        if INTERPRETED:
+            importlib.import_module("fastrl.triton.runtime.interpreter").correct()
+        module = importlib.import_module(MODULES[re.sub(r"_(fwd|bwd)_?$", "", name)])
+        return cast("Callable[..., Any]", getattr(module, name))
+
+    def run(first: torch.Tensor, *arguments: Any) -> Any:
+        # Triton launches on the current device, whatever the device of the tensors
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+            return implementation()(first, *arguments)
+
+    return run
+
+
+for _name in OPERATORS:
+    _run = _imported_at_first_call(_name)
+    for _key in ("CUDA", "CPU"):
+        torch.library.impl(f"{NAMESPACES['triton']}::{_name}", _key, _run)

@@ -1,0 +1,290 @@
+"""Liger's fused GRPO loss on fastrl: its numbers, from its formulas and, where found, from it."""
+
+import types
+import warnings
+
+import pytest
+import torch
+
+from fastrl.integrations import liger as ours
+from fastrl.integrations.replacing import parameters
+from tests.support.importable import importable
+from tests.support.liger_formulas import NO_SEQUENCES, SEQUENCES, WrittenDown
+
+HOME = "liger_kernel.chunked_loss"
+NAME = "LigerFusedLinearGRPOLoss"
+
+
+def implementations():
+    yield "written down", WrittenDown
+    module = importable(HOME)
+    if module:
+        yield "installed", getattr(module, NAME)
+
+
+IMPLEMENTATIONS = dict(implementations())
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def theirs(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+def batch(seed=0, B=4, T=7, H=8, V=23):
+    torch.manual_seed(seed)
+    mask = (torch.rand(B, T) < 0.8).float()
+    mask[:, 0] = 1
+    mask[1] = 0  # a completion without a token
+    hidden, weight = torch.randn(B, T, H), 0.3 * torch.randn(V, H)
+    ids = torch.randint(V, (B, T))
+    near = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    return types.SimpleNamespace(
+        tensors=(hidden, weight, 0.1 * torch.randn(V)),
+        ids=ids,
+        mask=mask,
+        advantages=torch.tensor([1.5, -0.5, -1.0, 0.7]),
+        old=near + 0.3 * torch.randn(B, T),
+        ref=near + 0.3 * torch.randn(B, T),
+        ratio=torch.rand(B, T) * 2,
+        ref_tensors=(hidden + 0.1 * torch.randn(B, T, H), weight + 0.02 * torch.randn(V, H), None),
+    )
+
+
+def outcome(loss_function, data, *, with_bias=True, **arguments):
+    hidden, weight, bias = (x.clone().requires_grad_() for x in data.tensors)
+    loss, metrics = loss_function(
+        hidden,
+        weight,
+        data.ids,
+        data.mask,
+        data.advantages,
+        bias=bias if with_bias else None,
+        **arguments,
+    )
+    (3 * loss).backward()
+    grads = (hidden.grad, weight.grad, bias.grad if with_bias else torch.zeros(1))
+    return loss.detach(), *metrics, *grads
+
+
+def same(theirs, options, arguments, data, **more):
+    a = outcome(ours.LigerFusedLinearGRPOLoss(compiled=False, **options), data, **arguments, **more)
+    b = outcome(theirs(compiled=False, **options), data, **arguments, **more)
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+
+
+LOSSES = {
+    "grpo": {},
+    "bnpo": {},
+    "dr_grpo": {"max_completion_length": 11},
+    "dapo": {"epsilon_low": 0.1, "epsilon_high": 0.28},
+    "cispo": {"epsilon_high": 1.2},
+    "sapo": {"sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.3},
+}
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_token_level(theirs, loss_type, beta, on_policy):
+    data = batch()
+    options = {"loss_type": loss_type, "beta": beta, "temperature": 0.8, **LOSSES[loss_type]}
+    arguments = {"ref_per_token_logps": data.ref}
+    if not on_policy:
+        arguments["old_per_token_logps"] = data.old
+    same(theirs, options, arguments, data)
+
+
+BY_SEQUENCE = [(name, beta) for name in ("grpo", "bnpo", "dr_grpo", "dapo") for beta in (0.0, 0.04)]
+
+
+@pytest.mark.parametrize(("loss_type", "beta"), [*BY_SEQUENCE, ("luspo", 0.0)])
+def test_sequence_level(theirs, loss_type, beta):
+    data = batch()
+    options = {
+        "loss_type": loss_type,
+        "beta": beta,
+        "importance_sampling_level": "sequence",
+        "max_completion_length": 11,
+        "epsilon_low": 0.05,
+        "epsilon_high": 0.05,
+    }
+    arguments = {"ref_per_token_logps": data.ref, "old_per_token_logps": data.old}
+    same(theirs, options, arguments, data)
+
+
+OPTIONS = {
+    "delta": ({"delta": 1.25}, {}),
+    "bias-corrected KL": ({"use_bias_correction_kl": True}, {}),
+    "bias-corrected KL of sequences": (
+        {"use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
+        {},
+    ),
+    "cispo capped below 1": ({"loss_type": "cispo"}, {}),
+    "items in batch": ({}, {"num_items_in_batch": 90}),
+    "items in batch, a tensor": ({"loss_type": "cispo", "epsilon_high": 5.0}, "items"),
+    "rollout weights": ({}, "token ratio"),
+    "rollout weights of sequences": ({"loss_type": "grpo"}, "sequence ratio"),
+    "rollout weights of sequences, [B]": ({"loss_type": "grpo"}, "ratio of sequences"),
+    "no reference": ({"use_ref_model": False}, {}),
+    "reference from hidden states": ({}, "hidden"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(theirs, option):
+    data = batch(seed=1)
+    options, change = OPTIONS[option]
+    arguments = {"ref_per_token_logps": data.ref, "old_per_token_logps": data.old}
+    if change == "hidden":
+        arguments = dict(
+            zip(("ref_input", "ref_weight", "ref_bias"), data.ref_tensors, strict=True)
+        )
+    changes = {
+        "items": {"num_items_in_batch": torch.tensor(90)},
+        "token ratio": {"vllm_is_ratio": data.ratio},
+        "sequence ratio": {"vllm_is_ratio": data.ratio[:, :1]},
+        "ratio of sequences": {"vllm_is_ratio": data.ratio[:, 0]},
+        "hidden": {},
+    }
+    arguments |= changes[change] if isinstance(change, str) else change
+    same(theirs, options, arguments, data, with_bias=False)
+
+
+@pytest.mark.parametrize("items", [None, 90])
+def test_tokens_are_counted_over_all_ranks(items, monkeypatch):
+    data = batch()
+    distributed = {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda: 4,
+        "all_reduce": lambda tokens: tokens.mul_(5),  # the other three have as many together
+    }
+    alone = ours.LigerFusedLinearGRPOLoss(beta=0.0)
+    expected, _ = alone(*data.tensors[:2], data.ids, data.mask, data.advantages)
+    for name, function in distributed.items():
+        monkeypatch.setattr(torch.distributed, name, function)
+    found, _ = alone(
+        *data.tensors[:2], data.ids, data.mask, data.advantages, num_items_in_batch=items
+    )
+    tokens = data.mask.sum()
+    share = (5 * tokens if items is None else items) / 4
+    torch.testing.assert_close(found, expected * tokens / share)
+
+
+def test_masked_tokens_are_inert():
+    data, poisoned = batch(), batch()
+    for x in (poisoned.old, poisoned.ref, poisoned.ratio, poisoned.tensors[0]):
+        x[poisoned.mask == 0] = float("nan")
+    loss_function = ours.LigerFusedLinearGRPOLoss()
+    a, b = (
+        outcome(
+            loss_function,
+            d,
+            ref_per_token_logps=d.ref,
+            old_per_token_logps=d.old,
+            vllm_is_ratio=d.ratio,
+        )
+        for d in (data, poisoned)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_frozen_head_gets_no_gradient():
+    data = batch()
+    hidden = data.tensors[0].clone().requires_grad_()
+    arguments = (data.ids, data.mask, data.advantages)
+    loss, _ = ours.LigerFusedLinearGRPOLoss(beta=0.0)(hidden, data.tensors[1], *arguments)
+    loss.backward()
+    assert hidden.grad.abs().sum() > 0
+    with torch.no_grad():
+        again, _ = ours.LigerFusedLinearGRPOLoss(beta=0.0)(hidden, data.tensors[1], *arguments)
+    assert torch.equal(loss.detach(), again)
+
+
+REFUSED = {
+    "loss_type must be one of .*vespo weighs whole sequences": {"loss_type": "vespo"},
+    "loss_type must be one of .*got 'ppo'": {"loss_type": "ppo"},
+    "importance_sampling_level must be token or sequence, got 'word'": {
+        "importance_sampling_level": "word"
+    },
+    "loss_type luspo needs .*got token and 0.0": {"loss_type": "luspo", "beta": 0.0},
+    "loss_type luspo needs .*got sequence and 0.04": {
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+    },
+    "max_completion_length is needed with loss_type dr_grpo": {"loss_type": "dr_grpo"},
+    r"delta must be above 1 \+ clip_high = 1.2, got 1.1": {"delta": 1.1},
+    "sapo_temperature_pos must be above 0, got 0": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        ours.LigerFusedLinearGRPOLoss(**REFUSED[message])
+
+
+@pytest.mark.parametrize("loss_type", NO_SEQUENCES)
+def test_sequence_level_losses_that_liger_has_not_are_refused_in_its_words(theirs, loss_type):
+    data, options = batch(), {"loss_type": loss_type, "importance_sampling_level": "sequence"}
+    with pytest.raises(ValueError, match=SEQUENCES) as own:
+        outcome(theirs(compiled=False, **options), data, ref_per_token_logps=data.ref)
+    with pytest.raises(type(own.value), match=SEQUENCES) as found:
+        ours.LigerFusedLinearGRPOLoss(**options)
+    assert "importance_sampling_level must be 'token', got 'sequence'" in str(found.value)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_a_reference_given_twice_is_warned_of(theirs, beta):
+    data = batch()
+    given = dict(zip(("ref_input", "ref_weight", "ref_bias"), data.ref_tensors, strict=True))
+    options = {"beta": beta, "compiled": False}
+    found = []
+    for kind in (ours.LigerFusedLinearGRPOLoss, theirs):
+        with pytest.warns(UserWarning, match="ref_per_token_logps") as caught:
+            found.append(outcome(kind(**options), data, ref_per_token_logps=data.ref, **given))
+        assert len(caught) == 1
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+    loss_function = ours.LigerFusedLinearGRPOLoss(**options)
+    without = ours.LigerFusedLinearGRPOLoss(use_ref_model=False, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        once = outcome(loss_function, data, ref_per_token_logps=data.ref)
+        outcome(without, data, ref_per_token_logps=data.ref, **given)  # as in Liger
+    assert all(torch.equal(x, y) for x, y in zip(found[0], once, strict=True))
+
+
+def test_what_a_call_lacks_is_named():
+    data = batch()
+    with pytest.raises(ValueError, match="ref_per_token_logps, or ref_input with ref_weight"):
+        outcome(ours.LigerFusedLinearGRPOLoss(), data)
+    luspo = ours.LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type="luspo", importance_sampling_level="sequence"
+    )
+    with pytest.raises(NotImplementedError, match=r"vllm_is_ratio must have shape \[B\] or \[B"):
+        outcome(luspo, data, vllm_is_ratio=data.ratio)
+
+
+def test_as_many_sequences_as_tokens_have_a_ratio_each():
+    data = batch(T=4)
+    options = {"beta": 0.0, "loss_type": "grpo"}
+    by_sequence, spread = (
+        outcome(ours.LigerFusedLinearGRPOLoss(**options), data, vllm_is_ratio=ratio)
+        for ratio in (data.ratio[:, 0], data.ratio[:, :1].expand(4, 4))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(by_sequence, spread, strict=True))
+    with pytest.raises(ValueError, match=r"vllm_is_ratio must have shape \(4,\), \(4, 1\) or"):
+        outcome(ours.LigerFusedLinearGRPOLoss(**options), data, vllm_is_ratio=data.ratio[:1])
+
+
+@pytest.mark.skipif("installed" not in IMPLEMENTATIONS, reason="needs liger-kernel itself")
+def test_the_parameters_are_those_of_liger():
+    own = IMPLEMENTATIONS["installed"]
+    for method in ("__init__", "forward"):
+        found = [getattr(kind, method) for kind in (ours.LigerFusedLinearGRPOLoss, own)]
+        assert parameters(found[0]) == parameters(found[1])

@@ -1,0 +1,133 @@
+"""A run that has diverged: TRL's weights become NaN, with fastrl it goes on and says so."""
+
+import types
+import warnings
+
+import pytest
+import torch
+
+from tests.support.trl_runs import make_trainer, needed, run, save_model
+
+needed("trl")
+from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl.rules import objective_of  # noqa: E402
+from fastrl.integrations.trl.saturation import HELD_WITHIN, METRIC, count_saturated  # noqa: E402
+from fastrl.reference.objectives import MAX_LOG_RATIO  # noqa: E402
+
+#: Steps so long that after the first one the log-probabilities of the samples lie far apart.
+DIVERGING = {
+    "loss_type": "grpo",
+    "beta": 0.04,
+    "num_iterations": 3,
+    "learning_rate": 50.0,
+    "max_grad_norm": 0.0,
+    "max_steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+def finite(trainer):
+    return all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+
+
+def saturation_warnings(caught):
+    return [found for found in caught if "the run has diverged" in str(found.message)]
+
+
+def test_a_diverged_run_goes_on_is_logged_and_warned_of_once(tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps, losses, handle = run(trainer, use_fastrl)
+    assert handle.fused
+    assert len(steps) == DIVERGING["max_steps"]
+    assert finite(trainer)
+    assert torch.tensor(losses).isfinite().all()
+    assert steps[0][METRIC] == 0
+    assert all(0 < step[METRIC] <= 1 for step in steps[1:3])
+    (found,) = saturation_warnings(caught)
+    assert found.category is RuntimeWarning
+    assert "beyond 40" in str(found.message)  # the bias-corrected KL is TRL's default
+    assert METRIC in str(found.message)
+
+
+def test_the_same_run_spoils_the_weights_in_trl(tiny_path, tmp_path):
+    for use in ({}, {"use": lambda trainer: use_fastrl(trainer, fused=False)}):
+        trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(RuntimeError, match="probability tensor contains"):
+                run(trainer, **use)
+        assert not finite(trainer)
+        assert not saturation_warnings(caught)
+
+
+def trainer_of(beta, corrected):
+    return types.SimpleNamespace(
+        beta=beta, args=types.SimpleNamespace(use_bias_correction_kl=corrected)
+    )
+
+
+@pytest.mark.parametrize(
+    ("beta", "corrected", "expected"),
+    [(0.0, True, [1, 4]), (0.04, False, [2, 4]), (0.04, True, [4, 4])],
+)
+def test_what_is_counted(beta, corrected, expected):
+    assert HELD_WITHIN == MAX_LOG_RATIO
+    inputs = {
+        "completion_mask": torch.tensor([[1, 1, 1, 1, 0]]),
+        "old_per_token_logps": torch.tensor([[-81.0, -41.0, 0.0, 0.0, -99.0]]),
+        "ref_per_token_logps": torch.tensor([[0.0, 0.0, -90.0, -45.0, -99.0]]),
+    }
+    trainer = trainer_of(beta, corrected)
+    assert count_saturated(trainer, inputs, torch.zeros(1, 5)).tolist() == expected
+    del inputs["old_per_token_logps"]
+    if not beta:
+        assert count_saturated(trainer, inputs, torch.zeros(1, 5)) is None
+
+
+def test_a_ratio_that_trl_can_still_hold_is_not_held_against_trl(tiny_path, tmp_path):
+    # between 80 and 88 TRL's loss is finite, and another number than ours
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, loss_type="grpo", beta=0.0)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    ids, ones = torch.tensor([[5, 6, 7, 8]] * 2), torch.ones(2, 4, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :2],
+        "prompt_mask": ones[:, :2],
+        "completion_ids": ids[:, 2:],
+        "completion_mask": ones[:, 2:],
+        "advantages": torch.tensor([1.0, -1.0]),
+        "old_per_token_logps": torch.tensor([[-4.0, -4.0], [-89.0, -4.0]]),
+        "num_items_in_batch": torch.tensor(4),
+    }
+    theirs = trainer.compute_loss(trainer.model, dict(inputs))
+    assert theirs.isfinite()
+    with (
+        use_fastrl(trainer),
+        pytest.warns(RuntimeWarning, match="25.00% of the tokens .*beyond 80"),
+    ):
+        ours = trainer.compute_loss(trainer.model, dict(inputs))
+    assert ours.isfinite()
+    assert ours < theirs / 2
+    assert trainer._metrics["train"][METRIC] == [0.25]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_objective_has_no_field_without_effect(adaptive):
+    trainer = types.SimpleNamespace(
+        loss_type="grpo",
+        beta=0.0,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        entropy_coef=0.0,
+        _entropy_bonus_enabled=adaptive,  # which TRL sets for an adaptive bonus of 0, too
+        args=types.SimpleNamespace(use_bias_correction_kl=True, delta=None),
+    )
+    objective = objective_of(trainer)
+    assert objective.kl_gradient == "exact"
+    assert objective.entropy_aggregation is None

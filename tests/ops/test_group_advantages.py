@@ -1,0 +1,251 @@
+"""Advantages relative to a group: against a loop in float64, and what went wrong elsewhere."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastrl
+from tests.support.closeness import assert_within_budget
+from tests.support.inputs import FLOAT_DTYPES, dtypes, seeds
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+BASELINES = ("mean", "leave_one_out", "none")
+SCALES = ("group", "batch", "none")
+nan = math.nan
+
+
+def deviation(rewards, correction):
+    """Standard deviation, 0 where no degree of freedom is left."""
+    freedom = len(rewards) - correction
+    if freedom <= 0:
+        return 0.0
+    mean = statistics.fmean(rewards)
+    return math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / freedom)
+
+
+def exact_group_advantages(
+    rewards, ids, baseline="mean", scale="group", correction=1, eps=1e-4, singleton="zero"
+):
+    """The four outputs as float64 (bool) tensors, reward by reward."""
+    rewards = rewards.double().tolist()
+    members = {g: [r for r, i in zip(rewards, ids, strict=True) if i == g] for g in ids}
+    known = [r for rs in members.values() if all(map(math.isfinite, rs)) for r in rs]
+    rows = []
+    for r, g in zip(rewards, ids, strict=True):
+        group = members[g]
+        if not all(map(math.isfinite, group)):
+            rows.append((nan, nan, nan, False))
+            continue
+        n, mean, std = len(group), statistics.fmean(group), deviation(group, correction)
+        advantage = r
+        if baseline == "mean":
+            advantage = r - mean
+        elif baseline == "leave_one_out" and n > 1:
+            advantage = r - (math.fsum(group) - r) / (n - 1)
+        if baseline != "none" and len(set(group)) == 1:
+            advantage = 0.0
+        divisor = {"group": std, "batch": deviation(known, correction), "none": 1.0 - eps}[scale]
+        advantage = advantage / (divisor + eps) if advantage else 0.0
+        if n == 1:
+            advantage = r if singleton == "raw" else 0.0
+        informative = singleton == "raw" if n == 1 else len(set(group)) > 1
+        rows.append((advantage, mean, std, informative))
+    advantages, means, stds, informative = zip(*rows, strict=True) if rows else ((),) * 4
+    columns = (torch.tensor(x, dtype=torch.float64) for x in (advantages, means, stds))
+    return *columns, torch.tensor(informative, dtype=torch.bool)
+
+
+def assert_exact(backend, rewards, ids, atol=0.0, **options):
+    came = fastrl.group_advantages(
+        rewards, group_ids=torch.tensor(ids, dtype=torch.int64), **options, backend=backend
+    )
+    exact = exact_group_advantages(rewards, ids, **options)
+    for name, actual, wanted in zip(came._fields, came, exact, strict=True):
+        if wanted.dtype == torch.bool:
+            assert torch.equal(actual, wanted)
+        else:
+            try:
+                assert_within_budget(actual, wanted, ulps=4, atol=atol)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+    return came
+
+
+def test_the_number_worked_in_the_contract(backend):
+    result = fastrl.group_advantages(
+        torch.tensor([1.0, 0.8, 0.4, 0.2]), group_size=4, correction=0, eps=0, backend=backend
+    )
+    expected = [1.2649, 0.6325, -0.6325, -1.2649]
+    assert result.advantages.tolist() == pytest.approx(expected, abs=5e-5)
+    assert result.mean.tolist() == pytest.approx([0.6] * 4)
+    assert result.std.tolist() == pytest.approx([math.sqrt(0.1)] * 4)
+    assert result.informative.all()
+
+
+@pytest.mark.parametrize("eps", [0, 1e-4])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize(("value", "n"), [(0.1, 8), (0.1, 7), (1e-30, 3), (1e30, 6), (0.0, 5)])
+def test_a_group_of_equal_rewards_gives_exactly_zero(backend, value, n, baseline, scale, eps):
+    rewards = torch.tensor([value] * n + [1.0, 2.0])
+    ids = torch.tensor([0] * n + [1] * 2)
+    options = {"baseline": baseline, "scale": scale, "eps": eps, "backend": backend}
+    result = fastrl.group_advantages(rewards, group_ids=ids, **options)
+    assert (result.advantages[:n] == 0).all()
+    assert result.informative.tolist() == [False] * n + [True] * 2
+    assert (result.std[:n] == 0).all()
+    assert (result.mean[:n] == rewards[0]).all()
+    alone = fastrl.group_advantages(rewards[:n], group_size=n, **options)
+    assert (alone.advantages == 0).all()
+
+
+def test_rewards_that_differ_in_the_fifth_digit_keep_their_spread(backend):
+    rewards = 1 + 1e-5 * torch.arange(8, dtype=torch.float32)
+    result = fastrl.group_advantages(rewards, group_size=8, eps=1e-8, backend=backend)
+    exact = exact_group_advantages(rewards, [0] * 8, eps=1e-8)[0]
+    torch.testing.assert_close(result.advantages.double(), exact, rtol=0, atol=1e-3)
+    assert result.informative.all()
+
+
+@pytest.mark.parametrize("singleton", ["zero", "raw"])
+@pytest.mark.parametrize("correction", [0, 1, 2, 1.5])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_ragged_groups_in_random_order(backend, baseline, scale, correction, singleton):
+    ids = [10] * 1 + [-4] * 2 + [7] * 5 + [2**40] * 8 + [0] * 3
+    ids = [ids[i] for i in torch.randperm(len(ids)).tolist()]
+    options = {"baseline": baseline, "scale": scale, "correction": correction}
+    assert_exact(backend, torch.randn(len(ids)), ids, **options, singleton=singleton)
+
+
+@pytest.mark.parametrize("bad", [nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_what_is_not_finite_stays_in_its_group(backend, baseline, scale, bad):
+    ids = [0, 0, 1, 1, 2, 2, 2, 0]
+    rewards = torch.randn(8)
+    others = [i for i, g in enumerate(ids) if g != 1]
+    options = {"baseline": baseline, "scale": scale}
+    alone = fastrl.group_advantages(
+        rewards[others], group_ids=torch.tensor(ids)[others], **options, backend=backend
+    )
+    rewards[2] = bad
+    came = fastrl.group_advantages(rewards, group_ids=torch.tensor(ids), **options, backend=backend)
+    for part, wanted in zip(came, alone, strict=True):
+        assert torch.equal(part[others], wanted)
+    assert not came.informative[[2, 3]].any()
+    if math.isnan(bad):
+        assert_exact(backend, rewards, ids, **options) if baseline != "none" else None
+        assert came.mean[[2, 3]].isnan().all()
+    else:
+        assert not came.mean[[2, 3]].isfinite().any()
+
+
+@pytest.mark.parametrize(("singleton", "expected"), [("zero", 0.0), ("raw", 0.7)])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_group_of_one(backend, baseline, scale, singleton, expected):
+    options = {"baseline": baseline, "scale": scale, "singleton": singleton, "backend": backend}
+    result = fastrl.group_advantages(torch.tensor([0.7]), group_size=1, **options)
+    assert result.advantages.item() == pytest.approx(expected)
+    assert result.mean.item() == pytest.approx(0.7)
+    assert result.std.item() == 0
+    assert result.informative.item() == (singleton == "raw")
+
+
+def test_leave_one_out_by_hand(backend):
+    # 1 - (0.5 + 0) / 2, 0.5 - (1 + 0) / 2, 0 - (1 + 0.5) / 2
+    result = fastrl.group_advantages(
+        torch.tensor([1.0, 0.5, 0.0]),
+        group_size=3,
+        baseline="leave_one_out",
+        scale="none",
+        backend=backend,
+    )
+    assert result.advantages.tolist() == pytest.approx([0.75, 0.0, -0.75])
+
+
+def test_two_rewards_give_one_over_root_two(backend):
+    result = fastrl.group_advantages(torch.tensor([3.0, 1.0]), group_size=2, eps=0, backend=backend)
+    assert result.advantages.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+
+
+def test_sizes_ids_and_rows_are_the_same_grouping(backend):
+    rewards = torch.randn(12)
+    by_size = fastrl.group_advantages(rewards, group_size=4, backend=backend)
+    ids = torch.arange(12) // 4
+    by_ids = fastrl.group_advantages(rewards, group_ids=ids, backend=backend)
+    by_rows = fastrl.group_advantages(rewards.view(3, 4), backend=backend)
+    for size, one, row in zip(by_size, by_ids, by_rows, strict=True):
+        assert row.shape == (3, 4)
+        torch.testing.assert_close(one, size, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(row.flatten(), size, rtol=1e-6, atol=1e-7)
+
+
+def test_many_groups(backend):
+    rewards = torch.randn(70000, 2)
+    result = fastrl.group_advantages(rewards, scale="none", backend=backend)
+    half = (rewards[:, 0].double() - rewards[:, 1]) / 2
+    assert_within_budget(result.advantages, torch.stack([half, -half], 1), size=10)
+
+
+def test_large_offsets_do_not_cost_the_spread(backend):
+    # E[x^2] - E[x]^2 would lose everything here
+    rewards = 1e6 + torch.arange(6, dtype=torch.float32)
+    result = fastrl.group_advantages(rewards, group_size=6, eps=0, backend=backend)
+    exact = (torch.arange(6).double() - 2.5) / math.sqrt(3.5)
+    assert_within_budget(result.advantages, exact)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=12), dtypes, seeds, st.booleans())
+def test_any_ids(backend, ids, dtype, seed, repeat):
+    torch.manual_seed(seed)
+    ids = [*ids, *ids[: len(ids) // 2]] if repeat else ids
+    rewards = (torch.randn(len(ids)) * 2).round().to(dtype)  # with equal ones
+    assert_exact(backend, rewards, ids)
+
+
+@given(st.permutations(range(9)), st.sampled_from(BASELINES), st.sampled_from(SCALES))
+def test_the_order_of_the_rewards_does_not_matter(backend, order, baseline, scale):
+    rewards, ids = torch.randn(9), torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    options = {"baseline": baseline, "scale": scale, "backend": backend}
+    straight = fastrl.group_advantages(rewards, group_ids=ids, **options)
+    order = torch.tensor(order)
+    mixed = fastrl.group_advantages(rewards[order], group_ids=ids[order], **options)
+    torch.testing.assert_close(mixed.advantages, straight.advantages[order], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, torch.float64], ids=str)
+def test_the_dtype_of_the_result(backend, dtype):
+    if backend != "reference" and dtype == torch.float64:
+        pytest.skip("compiled backends take no float64")
+    rewards = torch.randn(6).to(dtype)
+    result = assert_exact(backend, rewards, [0, 0, 0, 1, 1, 1])
+    wanted = torch.float64 if dtype == torch.float64 else torch.float32
+    assert [part.dtype for part in result] == [wanted] * 3 + [torch.bool]
+
+
+@pytest.mark.parametrize("stride", [2, -1])
+def test_strided_rewards_and_ids(backend, stride):
+    rewards, ids = torch.randn(8), torch.tensor([3, 1, 3, 1, 3, 1, 1, 3])
+    if stride == 2:
+        wide = torch.stack([rewards, rewards], 1)[:, 0], torch.stack([ids, ids], 1)[:, 0]
+    else:
+        wide = rewards[:1].expand(8), ids[:1].expand(8)
+        rewards, ids = (x.contiguous() for x in wide)
+    came = fastrl.group_advantages(wide[0], group_ids=wide[1], backend=backend)
+    expected = fastrl.group_advantages(rewards, group_ids=ids, backend=backend)
+    assert torch.equal(came.advantages, expected.advantages)
+
+
+def test_no_rewards_no_gradient(backend):
+    empty = fastrl.group_advantages(torch.zeros(0), group_size=4, backend=backend)
+    assert [part.shape for part in empty] == [(0,)] * 4
+    rewards = torch.randn(4, requires_grad=True)
+    result = fastrl.group_advantages(rewards, group_size=4, backend=backend)
+    assert not result.advantages.requires_grad

@@ -1,0 +1,144 @@
+"""The metrics of micro-batches and ranks together are those of the whole batch."""
+
+import math
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastrl
+from fastrl import Objective
+from fastrl.library import METRICS
+from tests.support.inputs import policy_inputs
+from tests.support.policy_loss_cases import run
+
+OBJECTIVE = Objective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.1)
+USE = ("old_logprobs", "ref_logprobs", "entropy")
+
+
+def rows(inputs, chosen):
+    return {name: x[chosen] for name, x in inputs.items()}
+
+
+def metrics_of(backend, inputs, **options):
+    return run(backend, OBJECTIVE, inputs, USE, **options)[0].metrics
+
+
+def batch(backend):
+    inputs = policy_inputs(8, 6, torch.float64 if backend == "reference" else torch.float32)
+    inputs["mask"][3] = False
+    return inputs
+
+
+@pytest.mark.parametrize("split", [[8], [4, 4], [1, 3, 2, 2], [1] * 8])
+def test_micro_batches_together_are_the_whole(backend, split):
+    inputs = batch(backend)
+    tokens = float(inputs["mask"].sum())
+    whole = metrics_of(backend, inputs, normalizer=tokens)
+    parts = [
+        metrics_of(backend, rows(inputs, chosen), normalizer=tokens)
+        for chosen in torch.arange(8).split(split)
+    ]
+    together = fastrl.reduce_metrics(parts)
+    assert list(together) == list(METRICS)
+    torch.testing.assert_close(together, whole, rtol=1e-6, atol=1e-7)
+
+
+def test_local_token_means_are_averaged_by_their_tokens(backend):
+    inputs = batch(backend)
+    parts = [metrics_of(backend, rows(inputs, slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 8))]
+    together = fastrl.reduce_metrics(parts, policy_loss="mean")
+    torch.testing.assert_close(together, metrics_of(backend, inputs), rtol=1e-6, atol=1e-7)
+
+
+def test_without_an_active_token_everything_is_zero(backend):
+    inputs = batch(backend)
+    inputs["mask"][:] = False
+    together = fastrl.reduce_metrics([metrics_of(backend, inputs)] * 2)
+    assert {float(value) for value in together.values()} == {0.0}
+
+
+def test_nan_stays_visible(backend):
+    inputs = batch(backend)
+    inputs["mask"][:] = True
+    clean = metrics_of(backend, inputs)
+    inputs["logprobs"][0, 0] = math.nan
+    together = fastrl.reduce_metrics([clean, metrics_of(backend, inputs)])
+    for name in ("policy_loss", "kl", "ratio_mean", "ratio_max", "ratio_min"):
+        assert together[name].isnan()
+    assert together["active_tokens"] == 96
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "message"),
+    [
+        ([], ValueError, "at least one micro-batch"),
+        ({}, ValueError, "metrics must have the names policy_loss, kl.*got none"),
+        ([{"kl": torch.zeros(())}], ValueError, "got kl"),
+        (3, TypeError, "got int"),
+        ([3], TypeError, "got int"),
+    ],
+)
+def test_what_is_no_metrics_is_refused(metrics, error, message):
+    with pytest.raises(error, match=message):
+        fastrl.reduce_metrics(metrics)
+
+
+def test_what_is_no_process_group_is_refused():
+    metrics = metrics_of("reference", batch("reference"))
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got str"):
+        fastrl.reduce_metrics(metrics, "world")
+    with pytest.raises(ValueError, match="policy_loss must be one of sum, mean; got 'max'"):
+        fastrl.reduce_metrics(metrics, policy_loss="max")
+
+
+RANK = """
+import datetime, sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[3])
+import fastrl
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2,
+                        timeout=datetime.timedelta(seconds=100))
+together = [fastrl.reduce_metrics(parts) for parts in torch.load(sys.argv[2])]
+torch.save(together, f"{sys.argv[2]}.together")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback device is named as on Linux")
+def test_over_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    inputs = batch("reference")
+    tokens = float(inputs["mask"].sum())
+
+    def part(a, b):
+        return metrics_of("reference", rows(inputs, slice(a, b)), normalizer=tokens)
+
+    # the second case: the other rank has no active token
+    mine = [[part(0, 2), part(2, 4)], part(0, 8)]
+    theirs = [part(4, 8), part(3, 4)]
+    store, path = f"file://{tmp_path}/store", f"{tmp_path}/parts"
+    torch.save(theirs, path)
+    root = os.path.dirname(os.path.dirname(fastrl.__file__))
+    other = subprocess.Popen([sys.executable, "-c", RANK, store, path, root])
+    try:
+        dist.init_process_group(
+            "gloo", init_method=store, rank=0, world_size=2, timeout=timedelta(seconds=100)
+        )
+        together = [
+            fastrl.reduce_metrics(mine[0]),
+            fastrl.reduce_metrics(mine[1], dist.group.WORLD),
+        ]
+        assert other.wait(timeout=100) == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        other.kill()
+    whole = metrics_of("reference", inputs, normalizer=tokens)
+    for here, there in zip(together, torch.load(f"{path}.together"), strict=True):
+        torch.testing.assert_close(here, whole)
+        torch.testing.assert_close(there, whole)

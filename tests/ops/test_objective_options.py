@@ -1,0 +1,247 @@
+"""Every field of `Objective`: what it does to the loss, and that it is never dropped in silence."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fastrl import Objective, RolloutCorrection
+from tests.support.inputs import LENGTHS, policy_inputs
+from tests.support.policy_loss_cases import assert_exact, needed, pack, run
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CORRECTIONS = [
+    RolloutCorrection(kind=kind, level=level, low=0.7, high=1.3)
+    for kind in ("truncate", "mask", "filter")
+    for level in ("token", "sequence", "geometric")
+]
+WITHOUT_BOUNDS = RolloutCorrection(high=math.inf)
+COUNTED = [
+    ("seq-mean-token-mean", {}),
+    ("seq-mean-token-sum", {}),
+    ("seq-mean-token-sum-norm", {"length_norm": 9.0}),
+]
+OWN_AGGREGATIONS = [
+    {"kl_aggregation": "token-sum"},
+    {"entropy_aggregation": "seq-mean-token-sum", "count_empty": True},
+    {
+        "aggregation": "seq-mean-token-mean",
+        "kl_aggregation": "token-mean",
+        "entropy_aggregation": "seq-mean-token-sum-norm",
+        "length_norm": 7.0,
+    },
+    {
+        "kl_aggregation": "token-mean",
+        "rollout_correction": CORRECTIONS[0],
+        "aggregation": "seq-mean-token-mean",
+    },
+]
+OPTIONS = [
+    *({"clip_low": low, "clip_high": high} for low, high in ((0, 0), (0.1, 0.3), (1, 0.05))),
+    {"dual_clip": 1.2},
+    {"dual_clip": 1.2, "clip_high": 0.05},
+    {"delta": 1.4},
+    {"delta": 1.4, "dual_clip": 1.5},
+    {"log_ratio_clamp": 0.15},
+    {"ratio": "cispo", "clip_low": 0.1, "clip_high": 0.2},
+    {"ratio": "cispo", "log_ratio_clamp": 0.15},
+    {"ratio": "cispo", "level": "sequence", "clip_low": 0.01, "clip_high": 0.02},
+    {"ratio": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 5.0},
+    {"ratio": "sapo", "level": "sequence"},
+    {"ratio": "sapo", "log_ratio_clamp": 0.2},
+    {"ratio": "gmpo", "level": "sequence", "clip_low": 0.1, "clip_high": 0.2},
+    {"ratio": "gmpo", "level": "sequence", "log_ratio_clamp": 0.15},
+    {"ratio": "gmpo", "level": "sequence", "clip_low": 0.0, "clip_high": 0.0},
+    {"level": "sequence", "clip_low": 0.05, "clip_high": 0.1},
+    {"level": "sequence", "log_ratio_clamp": 0.05},
+    {"level": "sequence", "dual_clip": 1.05},
+    *(
+        {"level": "sequence-token", **more}
+        for more in (
+            {"clip_low": 0.05, "clip_high": 0.1},
+            {"ratio": "cispo", "clip_low": 0.01, "clip_high": 0.02},
+            {"ratio": "sapo", "kl_coef": 0.3, "kl_gradient": "bias-corrected"},
+            {"log_ratio_clamp": (-0.1, 0.05), "entropy_coef": 0.1},
+        )
+    ),
+    *({"log_ratio_clamp": bounds} for bounds in ((-0.1, 0.3), (-math.inf, 0.1), (-0.2, math.inf))),
+    {"level": "sequence", "log_ratio_clamp": (-0.02, 10)},
+    {"ratio": "gmpo", "level": "sequence", "log_ratio_clamp": (-0.1, 0.2)},
+    *(
+        {"kl_coef": 0.3, "kl_estimator": name, "kl_gradient": gradient, **more}
+        for name in ("k1", "k2", "k3", "abs")
+        for gradient in ("straight-through", "bias-corrected")
+        for more in ({}, {"kl_clamp": 0.05})
+    ),
+    *(
+        {"kl_coef": 0.3, "kl_gradient": "bias-corrected", **more}
+        for more in (
+            {"level": "sequence", "entropy_coef": 0.1},
+            {"level": "sequence", "ratio": "cispo"},
+            {"level": "sequence", "log_ratio_clamp": 0.05},
+            {"ratio": "reinforce", "kl_estimator": "k1"},
+            {"ratio": "sapo"},
+            {"log_ratio_clamp": 0.15, "rollout_correction": CORRECTIONS[0]},
+        )
+    ),
+    {"ratio": "gmpo", "level": "sequence", "kl_coef": 0.3, "kl_gradient": "straight-through"},
+    *({"kl_coef": 0.3, "kl_estimator": name} for name in ("k1", "k2", "k3", "abs")),
+    *({"kl_coef": 0.3, "kl_estimator": e, "kl_clamp": 0.2} for e in ("k1", "k2", "k3", "abs")),
+    {"ratio": "gmpo", "level": "sequence", "kl_coef": 0.5},
+    {"entropy_coef": 0.1},
+    {"entropy_coef": -0.1},
+    {"entropy_coef": 0.1, "kl_coef": 0.2, "ratio": "reinforce"},
+    {"entropy_coef": 0.1, "level": "sequence", "kl_coef": 0.2},
+    *({"rollout_correction": correction} for correction in CORRECTIONS),
+    *({"rollout_correction": c, "entropy_coef": 0.2, "kl_coef": 0.1} for c in CORRECTIONS),
+    *({"rollout_correction": c, "kl_coef": 0.1, "rollout_weighs": "policy"} for c in CORRECTIONS),
+    {"rollout_correction": (CORRECTIONS[-1], CORRECTIONS[0]), "kl_coef": 0.2},
+    {"rollout_correction": (CORRECTIONS[1], WITHOUT_BOUNDS), "rollout_weighs": "policy"},
+    *({"off_policy_threshold": bound, "kl_coef": 0.2} for bound in (0.0, 0.1)),
+    {"off_policy_threshold": -0.05, "rollout_correction": CORRECTIONS[0], "level": "sequence"},
+    *({"top_entropy_quantile": share, "kl_coef": 0.2} for share in (0.25, 0.5)),
+    {"top_entropy_quantile": 0.25, "entropy_coef": 0.1, "level": "sequence"},
+    {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "entropy_aggregation": "token-mean"},
+    {
+        "top_entropy_quantile": 0.5,
+        "entropy_coef": 0.1,
+        "entropy_aggregation": "seq-mean-token-mean",
+        "off_policy_threshold": 0.0,
+    },
+    *({"kl_coef": 0.2, "entropy_coef": 0.1, **own} for own in OWN_AGGREGATIONS),
+    *({"aggregation": name, "count_empty": True, **norm} for name, norm in COUNTED),
+    {"rollout_correction": CORRECTIONS[1], "level": "sequence"},
+    {"rollout_correction": CORRECTIONS[3], "ratio": "gmpo", "level": "sequence"},
+]
+
+
+def name_of(options):
+    if not isinstance(options, dict):
+        return None
+    return ",".join(
+        f"{key}={value.kind}-{value.level}"
+        if isinstance(value, RolloutCorrection)
+        else f"{key}={len(value)}"
+        if key == "rollout_correction"
+        else f"{key}={value}"
+        for key, value in options.items()
+    )
+
+
+def widest(backend):
+    return torch.float64 if backend == "reference" else torch.float32
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_every_option_is_exact(backend, options, packing):
+    inputs, lengths = policy_inputs(4, 6, widest(backend), "random"), None
+    inputs["mask"][2] = False
+    if packing:
+        lengths = [6, 2, 4, 1]
+        inputs = pack(inputs, lengths)
+    assert_exact(backend, Objective(**options), inputs, lengths=lengths)
+
+
+AGGREGATIONS = [
+    {"aggregation": "token-mean"},
+    {"aggregation": "token-sum"},
+    {"aggregation": "seq-mean-token-mean"},
+    {"aggregation": "seq-mean-token-sum"},
+    {"aggregation": "seq-mean-token-sum-norm"},
+    {"aggregation": "seq-mean-token-sum-norm", "length_norm": 11.0},
+]
+
+
+@pytest.mark.parametrize(
+    "normalizer", [None, 7.5, torch.tensor(12.0), torch.tensor([[3]])], ids=str
+)
+@pytest.mark.parametrize("options", AGGREGATIONS, ids=name_of)
+def test_every_aggregation_with_every_kind_of_normalizer(backend, options, normalizer):
+    if options["aggregation"] == "token-sum" and normalizer is not None:
+        pytest.skip("refused: tested with the bad input")
+    o = Objective(**options, kl_coef=0.1, entropy_coef=0.05)
+    inputs = policy_inputs(5, 6, widest(backend), "random")
+    inputs["mask"][2] = False
+    assert_exact(backend, o, inputs, normalizer=normalizer)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("normalizer", [None, 3.0])
+@pytest.mark.parametrize("grouping", ["size", "ids"])
+def test_prompt_mean(backend, grouping, normalizer, packing):
+    if grouping == "size":
+        groups, options = [0, 0, 1, 1, 2, 2], {"group_size": 2}
+    else:
+        groups = [7, -3, 7, 10**12, -3, 7]  # in any order, of any size
+        options = {"group_ids": torch.tensor(groups)}
+    inputs, lengths = policy_inputs(6, 5, widest(backend), "random"), None
+    inputs["mask"][3] = False
+    inputs["mask"][2] = False
+    if packing:
+        lengths = [3, 5, 2, 0, 1, 4]
+        inputs = pack(inputs, lengths)
+    o = Objective(aggregation="prompt-mean", kl_coef=0.1)
+    assert_exact(
+        backend, o, inputs, lengths=lengths, groups=groups, normalizer=normalizer, **options
+    )
+
+
+def test_the_normalizer_may_be_far_from_the_local_count(backend):
+    inputs = policy_inputs(2, 3, widest(backend), "all")
+    for normalizer in (1e-6, 1e12):
+        assert_exact(backend, "dapo", inputs, normalizer=normalizer)
+
+
+def squared(logprobs, old_logprobs, ref_logprobs, advantages):
+    return (logprobs - old_logprobs - advantages) ** 2
+
+
+def anchored(logprobs, old_logprobs, ref_logprobs, advantages):
+    return -advantages * torch.exp(logprobs - old_logprobs) + (logprobs - ref_logprobs) ** 2
+
+
+@pytest.mark.parametrize("function", [squared, anchored])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_an_objective_of_ones_own(backend, function):
+    inputs = policy_inputs(4, 5, torch.float64, "random")
+    o = Objective(ratio=function, kl_coef=0.2, entropy_coef=0.1, rollout_correction=CORRECTIONS[0])
+    assert_exact(backend, o, inputs)
+    use = ("old_logprobs", "ref_logprobs")
+    bare, gradient, _ = run(backend, function, inputs, use)
+    wrapped, same, _ = run(backend, Objective(ratio=function), inputs, use)
+    assert torch.equal(bare.loss, wrapped.loss)
+    assert torch.equal(gradient, same)
+
+
+def test_an_objective_of_ones_own_sees_no_poison():
+    inputs = policy_inputs(4, 5, torch.float32, "random")
+    clean, gradient, _ = run("auto", squared, inputs)
+    masked = ~inputs["mask"]
+    for name in ("logprobs", "old_logprobs", "advantages"):
+        inputs[name] = inputs[name].masked_fill(masked, math.nan)
+    dirty, same, _ = run("auto", squared, inputs)
+    assert torch.equal(clean.loss, dirty.loss)
+    assert torch.equal(gradient, same)
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_the_ranks_of_a_data_parallel_run_add_up(backend, split):
+    inputs = policy_inputs(len(LENGTHS), 9, widest(backend), "random")
+    o = Objective(aggregation="token-mean", kl_coef=0.1)
+    _, whole, _ = run(backend, o, inputs, needed(o))
+    tokens = inputs["mask"].sum()
+    parts = []
+    for rows in torch.arange(len(LENGTHS)).split(split):
+        part = {name: x[rows] for name, x in inputs.items()}
+        parts.append(run(backend, o, part, needed(o), normalizer=tokens)[1])
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-12)
+
+
+def test_an_objective_is_frozen_and_equal_by_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Objective().clip_low = 0.1
+    assert Objective.preset("ppo", clip_low=0.3) == Objective(clip_low=0.3)
+    assert dataclasses.replace(Objective(), kl_coef=0.1).kl_coef == 0.1

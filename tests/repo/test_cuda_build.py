@@ -1,0 +1,234 @@
+"""The build of the CUDA extension: what is asked for is built or refused, and it registers.
+
+The kernels themselves are compiled for every target by the tests of `make targets`.
+"""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from fastrl import native
+
+ROOT = Path(__file__).parents[2]
+NVCC = shutil.which("nvcc")
+COMPILER = os.environ.get("CXX", "c++")
+needs_nvcc = pytest.mark.skipif(
+    NVCC is None or not shutil.which(COMPILER),
+    reason=f"there is no nvcc, and so no CUDA runtime to compile for, or no '{COMPILER}'",
+)
+
+
+def toolkit():
+    told = subprocess.run(
+        [NVCC, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+    )
+    top = next(line for line in told.stderr.splitlines() if line.startswith("#$ TOP="))
+    return top.partition("=")[2]
+
+
+def configure(**environment):
+    return subprocess.run(
+        [sys.executable, "setup.py", "--name"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_unknown_choice_is_refused():
+    done = configure(FASTRL_BUILD="gpu")
+    assert done.returncode != 0
+    assert "FASTRL_BUILD must be auto, strict, none, cpu or cuda, got 'gpu'" in done.stderr
+
+
+@pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
+def test_cuda_without_a_toolkit_is_refused_with_the_reason():
+    done = configure(FASTRL_BUILD="cuda", CUDA_HOME=str(ROOT / "docs"))
+    assert done.returncode != 0
+    assert "FASTRL_BUILD=cuda, but there is no nvcc" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("chosen", "known", "codes"),
+    [
+        ("", "80 90 100 120", ["sm_80", "sm_90", "sm_100", "compute_100"]),
+        (" ", "80 90", ["sm_80", "sm_90", "compute_90"]),
+        ("9.0a;10.0+PTX", "", ["sm_90a", "sm_100", "compute_100"]),
+        ("9.0+PTX 12.0", "", ["sm_90", "sm_120", "compute_90"]),
+        ("7.5+PTX;8.0, 8.0;9.0", "", ["sm_80", "sm_90"]),
+    ],
+)
+def test_gpus_to_compile_for(chosen, known, codes, tmp_path, monkeypatch):
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(f"#!/bin/sh\nprintf 'sm_%s\\n' {known}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("FASTRL_BUILD", "none")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
+    monkeypatch.chdir(ROOT)
+    flags = runpy.run_path("setup.py")["arch_flags"](str(compiler))
+    assert [flag.rpartition("=")[2] for flag in flags] == codes
+
+
+def test_another_toolkit_compiles_anew(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.write_text(
+        """#!/bin/sh
+test "$1" = -dryrun && echo "#\\$ TOP=$TOOLKIT" >&2 && exit
+while [ $# -gt 1 ]; do test "$1" = -o && touch "$2" && echo >> "$COUNT"; shift; done
+"""
+    )
+    compiler.chmod(0o755)
+    environment = {"FASTRL_BUILD": "none", "CUDA_HOME": str(tmp_path), "MAX_JOBS": "1"}
+    environment |= {"TORCH_CUDA_ARCH_LIST": "9.0", "COUNT": str(tmp_path / "count")}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
+    monkeypatch.chdir(ROOT)
+    setup = runpy.run_path("setup.py")
+    for toolkit, compiled in (("12.9", 1), ("12.9", 1), ("13.0", 2)):
+        monkeypatch.setenv("TOOLKIT", str(tmp_path / toolkit))
+        objects = setup["compile_kernels"](str(tmp_path / "objects"))
+        assert all(Path(one).exists() for one in objects)
+        count = len((tmp_path / "count").read_text().splitlines())
+        assert count == compiled * len(setup["CUDA_KERNELS"])
+
+
+@pytest.mark.parametrize("chosen", ["7.0;7.5", "Hopper", "9"])
+def test_gpus_that_cannot_be_compiled_for_are_refused(chosen, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTRL_BUILD", "none")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=chosen.partition(";")[0]):
+        runpy.run_path("setup.py")["arch_flags"]("true")
+
+
+# What the runtime would answer on an H100, of a kernel from PTX of the version argv[1].
+ASK_THE_RUNTIME = """
+#include <cuda_runtime.h>
+#include <cstdlib>
+namespace fastrl::cuda {
+using Stream = cudaStream_t;
+using Status = cudaError_t;
+constexpr Status kSuccess = cudaSuccess;
+struct DeviceLimits { int major, sms, shared_per_block, shared_per_sm, l2_bytes; };
+struct LaunchShape { unsigned blocks, threads, cluster; size_t shared_bytes; };
+}
+#include "cuda/launch.cuh"
+static int version;
+extern "C" {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = version;
+  attributes->binaryVersion = 90;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
+  *clusters = 16;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
+                                                                   size_t, unsigned) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 132;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+}
+static void kernel(int) {}
+int main(int, char** argv) {
+  using namespace fastrl::cuda;
+  version = std::atoi(argv[1]);
+  const unsigned cluster = std::atoi(argv[2]);
+  return resident_clusters(kernel, {cluster, 256, cluster, 100000}, DeviceLimits{});
+}
+"""
+
+
+@needs_nvcc
+def test_code_older_than_clusters_is_not_launched_as_one(tmp_path):
+    """PTX for sm_80 runs on an H100, but its kernels of clusters, even of one block, are empty."""
+    (tmp_path / "ask.cpp").write_text(ASK_THE_RUNTIME)
+    command = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    command += ["-isystem", f"{toolkit()}/include", "ask.cpp", "-o", "ask"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+
+    def clusters(version, cluster):
+        return subprocess.run([tmp_path / "ask", str(version), str(cluster)]).returncode
+
+    assert [clusters(version, 8) for version in (80, 89, 90, 100)] == [0, 0, 16, 16]
+    assert [clusters(version, 1) for version in (80, 89, 90, 100)] == [0, 0, 132, 132]
+
+
+def test_every_source_is_in_the_build(monkeypatch):
+    monkeypatch.setenv("FASTRL_BUILD", "none")
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
+    monkeypatch.chdir(ROOT)
+    setup = runpy.run_path("setup.py")
+    listed = [*setup["CPU_SOURCES"], *setup["CUDA_OPERATORS"], *setup["CUDA_KERNELS"]]
+    sources = [path for path in Path("csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
+    assert sorted(listed) == sorted(map(str, sources))
+
+
+def test_every_launch_is_defined_as_it_is_declared():
+    """A shared library may lack a function until it is called: nothing else would tell."""
+    signature = re.compile(r"cudaError_t (\w+\([^)]*\))")
+
+    def found(*paths):
+        text = " ".join(path.read_text() for path in paths)
+        return sorted(re.sub(r"\s+", " ", one) for one in signature.findall(text))
+
+    declared = found(ROOT / "csrc/cuda/torch/launches.h")
+    assert declared == found(*(ROOT / "csrc/cuda").rglob("*.cu"))
+    assert len(declared) == len(list((ROOT / "csrc/cuda").rglob("*.cu")))
+
+
+@needs_nvcc
+def test_the_operators_compile_and_register(tmp_path):
+    """Without their kernels, and loaded lazily: no symbol of CUDA is looked for before a call."""
+    places = [*cpp_extension.include_paths(), f"{toolkit()}/include"]
+    version = [flag for flag in (ROOT / "setup.py").read_text().split('"') if "0x02" in flag]
+    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall"]
+    command += ["-Werror", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={version[0]}"]
+    command += [flag for place in places for flag in ("-isystem", place)]
+    sources = [path for path in (ROOT / "csrc/cuda/torch").glob("*.cpp") if path.stem != "bind"]
+    operators = tmp_path / "operators.so"
+    command += [*map(str, sources), "-o", str(operators)]
+    command += [f"-L{place}" for place in cpp_extension.library_paths()]
+    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
+    load = f"""
+import ctypes, os, torch
+from fastrl import library
+ctypes.CDLL({str(operators)!r}, mode=os.RTLD_LAZY)
+names = [name for name in library._SCHEMAS if library._places(name)[-1].startswith("fastrl_cuda")]
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print(sorted(name for name in names if not has("fastrl_cuda::" + name, "CUDA")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", load], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built with CUDA")
+def test_a_torch_without_cuda_is_named():
+    assert native.cuda_missing == "this torch was built without CUDA"

@@ -1,0 +1,201 @@
+"""The shape of the repository: who imports whom, where the parts of an op stand, what is said."""
+
+import ast
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import native
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "fastrl").rglob("*.py"))
+MOST_LINES = 400
+
+# Each part of the package: what it may import of fastrl ("" is the public names), and of others.
+CORE = {
+    "backend",
+    "checks",
+    "library",
+    "native",
+    "objective",
+    "tracing",
+}
+ALLOWED = {
+    "core": ({"triton", *CORE}, {"torch"}),
+    "objective": ({"objective", "checks"}, {"torch"}),
+    "triton": ({"triton", *CORE}, {"torch", "triton", "numpy"}),
+    "reference": ({"reference", "objective"}, {"torch"}),
+    "ops": ({"ops", "reference", *CORE}, {"torch"}),
+    "integrations": (
+        {"", "ops", "integrations", "backend", "objective"},
+        {"torch", "transformers", "trl"},
+    ),
+    "train": (
+        {"", "ops", "integrations", "train", *CORE},
+        {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm"},
+    ),
+}
+EXTRAS = ("triton", "transformers", "trl", "tokenizers", "matplotlib", "numpy", "tqdm")
+
+# The fused form is the composition of two references: it has no file of its own there. The linear
+# forms are loops over the others, in Python, for every device, tested and measured together.
+COMPOSED = {"logits_policy_loss", "linear_token_stats", "linear_policy_loss"}
+LOOPS = {"linear_token_stats", "linear_policy_loss"}
+TOGETHER = {"linear_token_stats": "linear", "linear_policy_loss": "linear"}
+
+PASS = re.compile(r"_(fwd|bwd)_?$")
+
+
+def part(path):
+    names = path.relative_to(ROOT / "fastrl").with_suffix("").parts
+    return names[0] if len(names) > 1 else "core"
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} line {node.lineno}: a relative import"
+            if node.module == "fastrl":
+                yield from (f"fastrl.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def repository_files():
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    ours, others = ALLOWED[part(path)]
+    if path.parent == ROOT / "fastrl" and path.stem in ("__init__", "__main__"):
+        ours = {"", "ops", "triton", *CORE}
+    for name in imported(path):
+        top, _, inner = name.partition(".")
+        if top == "fastrl":
+            first = inner.partition(".")[0]
+            allowed = ("" if first in fastrl.__all__ else first) in ours
+        else:
+            allowed = top in others or top in sys.stdlib_module_names
+        assert allowed, f"{path.relative_to(ROOT)} must not import {name}"
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_import_needs_torch_alone(extra):
+    absent = f"import sys; sys.modules[{extra!r}] = None; import fastrl"
+    subprocess.run([sys.executable, "-c", absent], check=True, timeout=120)
+
+
+def test_import_loads_no_extra():
+    code = (
+        "import sys, torch; before = set(sys.modules); import fastrl;"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert not set(loaded.stdout.split()) & set(EXTRAS)
+
+
+def registered_ops():
+    names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    return sorted({name for name in names if name.startswith("fastrl::")})
+
+
+@pytest.mark.parametrize("name", [name for name in registered_ops() if name.endswith("_fwd")])
+def test_every_part_of_a_registered_op_exists(name):
+    stem = name.removeprefix("fastrl::").removesuffix("_fwd")
+    expected = [
+        f"fastrl/ops/{stem}.py",
+        f"tests/ops/test_{TOGETHER.get(stem, stem)}.py",
+        f"bench/bench_{TOGETHER.get(stem, stem)}.py",
+    ]
+    if stem not in COMPOSED:
+        expected.append(f"fastrl/reference/{stem}.py")
+    if stem not in LOOPS:
+        expected += [
+            f"csrc/cpu/*/{stem}.cpp",
+            f"csrc/cuda/torch/{stem}.cpp",
+            f"csrc/cuda/*/{stem}.cu",
+            f"fastrl/triton/*/{stem}.py",
+        ]
+    missing = [path for path in expected if not list(ROOT.glob(path))]
+    assert not missing
+
+
+def test_there_are_registered_ops():
+    assert len(registered_ops()) >= 7
+
+
+@pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
+@pytest.mark.parametrize("name", [name for name in registered_ops() if PASS.search(name)])
+def test_the_extension_implements(name):
+    keys = ("CPU", "CompositeExplicitAutograd")
+    assert any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+
+
+@pytest.mark.parametrize("key", ["CUDA", "CPU"])
+@pytest.mark.parametrize("space", ["fastrl_triton"])
+def test_triton_implements_what_its_namespace_holds(space, key):
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(space)]
+    assert len(names) >= 8
+    lacking = [n for n in names if not torch._C._dispatch_has_kernel_for_dispatch_key(n, key)]
+    assert lacking == []
+
+
+def public(kind):
+    objects = {name: getattr(fastrl, name) for name in fastrl.__all__}
+    return sorted(name for name, value in objects.items() if kind(value))
+
+
+@pytest.mark.parametrize("name", public(inspect.isfunction))
+def test_every_public_function_has_a_test_file(name):
+    stem = getattr(fastrl, name).__module__.rpartition(".")[2]
+    assert (ROOT / "tests" / "ops" / f"test_{TOGETHER.get(stem, stem)}.py").exists()
+
+
+@pytest.mark.parametrize("name", public(inspect.isroutine) + public(inspect.isclass))
+def test_every_public_name_has_a_docstring_with_an_example(name):
+    text = inspect.getdoc(getattr(fastrl, name)) or ""
+    assert doctest.DocTestParser().get_examples(text), f"fastrl.{name} has no example"
+
+
+def test_all_is_sorted_and_complete():
+    assert list(fastrl.__all__) == sorted(fastrl.__all__)
+    assert all(hasattr(fastrl, name) for name in fastrl.__all__)
+
+
+def test_files_are_short():
+    kinds = (".py", ".cpp", ".h", ".cu", ".cuh")
+    sources = [path for path in repository_files() if path.suffix in kinds]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_every_file_is_named_after_its_idea():
+    forbidden = re.compile(r"^_?(utils?|helpers?|common|misc)$")
+    assert [path.name for path in repository_files() if forbidden.match(path.stem)] == []
+
+
+def test_no_file_names_a_place_on_somebodys_machine():
+    # written so that this line does not match itself
+    place = re.compile(r"(?<![\w.}])/(?:home|Users|root|work|workspace|mnt|scratch)/\w")
+    texts = (".py", ".cpp", ".h", ".cu", ".cuh", ".md", ".toml", ".yaml", ".yml", ".cfg", "")
+    found = []
+    for path in repository_files():
+        if path.suffix in texts:
+            lines = path.read_text().splitlines()
+            found += [f"{path.name}: {line.strip()}" for line in lines if place.search(line)]
+    assert found == []

@@ -1,0 +1,107 @@
+"""What the documents show runs as it stands; the README names everything public."""
+
+import ast
+import importlib.util
+import inspect
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastrl
+from tests.support.trl_runs import needed
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md")])
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
+BLOCKS = [
+    (str(path.relative_to(ROOT)), language, code)
+    for path in DOCUMENTS
+    for language, code in FENCE.findall(path.read_text())
+]
+PYTHON = [block for block in BLOCKS if block[1] == "python"]
+COMMANDS = [block for block in BLOCKS if block[1] == "bash"]
+
+
+def name_of(block):
+    return f"{block[0]}: {block[2].strip().splitlines()[-1][:40]}"
+
+
+def test_there_are_examples():
+    assert len(PYTHON) >= 8
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    """Python runs as it stands; a change in somebody's program, with what the program has."""
+    assert {language for _, language, _ in BLOCKS} == {"python", "bash", "diff"}
+    changes = {path for path, language, _ in BLOCKS if language == "diff"}
+    assert changes == {"README.md", "docs/replace-the-loss.md"}  # the latter has a test file
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("block", PYTHON, ids=name_of)
+def test_example_runs(block, tmp_path, monkeypatch):
+    path, _, code = block
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            top = getattr(node, "module", None) or node.names[0].name
+            if top.partition(".")[0] in ("datasets", "transformers", "trl"):
+                needed(top.partition(".")[0])
+            if top.startswith("fastrl.train"):
+                needed("transformers")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, path, "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=name_of)
+def test_commands_name_what_there_is(block):
+    """Targets of make, programs and modules: not that they succeed, which may take hours."""
+    makefile = (ROOT / "Makefile").read_text()
+    for line in block[2].splitlines():
+        words = [word for word in shlex.split(line, comments=True) if "=" not in word]
+        for word in words[1:] if words[:1] == ["make"] else ():
+            assert re.search(rf"^{word}:", makefile, flags=re.MULTILINE), line
+        for before, word in pairwise(words):
+            if before == "-m" and word.startswith("fastrl"):
+                assert importlib.util.find_spec(word), line
+            if before.startswith("python") and word.endswith(".py"):
+                assert (ROOT / word).is_file(), line
+
+
+def test_the_change_that_the_readme_shows():
+    ((_, _, code),) = [block for block in BLOCKS if block[:2] == ("README.md", "diff")]
+    lines, losses = code.splitlines(), []
+
+    def my_grpo_loss(logprobs, old_logprobs, advantages, mask):
+        ratio, scores = (logprobs - old_logprobs).exp(), advantages[:, None]
+        loss = -torch.min(ratio * scores, ratio.clamp(0.8, 1.2) * scores)
+        return ((loss * mask).sum(1) / mask.sum(1)).mean()
+
+    for sign in "-+":
+        torch.manual_seed(0)
+        names = {
+            "fastrl": fastrl,
+            "my_grpo_loss": my_grpo_loss,
+            "logits": torch.randn(4, 5, 11, requires_grad=True),
+            "ids": torch.randint(11, (4, 5)),
+            "advantages": torch.randn(4),
+            "mask": torch.ones(4, 5),
+            "old_logprobs": -torch.rand(4, 5) - 2,
+        }
+        exec("\n".join(line[1:] for line in lines if line[:1] == sign), names)
+        names["loss"].backward()
+        losses.append((names["loss"].detach(), names["logits"].grad))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
+
+
+def test_every_public_function_is_named():
+    functions = [name for name in fastrl.__all__ if inspect.isroutine(getattr(fastrl, name))]
+    assert [name for name in functions if f"`{name}`" not in README] == []
+
+
+def test_fits_on_a_few_screens():
+    assert len(README.splitlines()) <= 200

@@ -1,0 +1,150 @@
+"""The changes that `docs/replace-the-loss.md` shows run, and do what it says of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastrl
+from tests.support.trl_runs import VOCABULARY, make_model, make_trainer, needed, save_model
+
+transformers = needed("transformers")
+from fastrl.integrations.transformers import last_hidden_states, lm_head  # noqa: E402
+
+TEXT = (Path(__file__).parents[2] / "docs" / "replace-the-loss.md").read_text()
+BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def blocks(heading):
+    """Return (before, after) of the code of a section; a block that is no diff has no before."""
+    (section,) = re.findall(
+        rf"^## {heading}\n(.*?)(?=^## |\Z)", TEXT, flags=re.DOTALL | re.MULTILINE
+    )
+    found = []
+    for kind, code in BLOCK.findall(section):
+        lines = code.splitlines()
+        if kind == "python":
+            found.append((None, code))
+        else:
+            before, after = ([x[1:] for x in lines if x[:1] != left] for left in "+-")
+            found.append(("\n".join(before), "\n".join(after)))
+    return found
+
+
+@pytest.mark.parametrize("heading", re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE))
+def test_code_is_python(heading):
+    assert blocks(re.escape(heading))
+    for pair in blocks(re.escape(heading)):
+        for code in pair:
+            compile(code or "", heading, "exec")
+
+
+#: How many changes of each section these tests run, and those of the file for other packages.
+CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 1, "torchrl": 1, "A loop of your own": 2}
+
+
+def test_every_change_is_run():
+    found = {
+        heading: sum(before is not None for before, _ in blocks(re.escape(heading)))
+        for heading in re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE)
+    }
+    assert {heading: count for heading, count in found.items() if count} == CHANGES
+
+
+def test_trl(tmp_path, monkeypatch):
+    needed("trl")
+    trainer = make_trainer(save_model(tmp_path / "model"), output_dir=tmp_path, max_steps=1)
+    names = dict.fromkeys(("model", "reward", "config", "dataset"))
+    names["GRPOTrainer"] = lambda **_: trainer
+    (_, change), (_, complete) = blocks("TRL")
+    exec(change, names)
+    assert trainer.state.global_step == 1
+    assert "_compute_loss" in trainer.__dict__
+    monkeypatch.chdir(tmp_path)
+    exec(complete, names := {})
+    assert names["handle"].fused
+    assert names["trainer"].state.global_step == 1
+    assert "_compute_loss" not in names["trainer"].__dict__
+
+
+def rows(count=8, length=9):
+    ids = torch.randint(4, VOCABULARY, (count, length))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    for row in range(count):
+        labels[row, length - row % 4 :] = -100
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": labels,
+        "advantages": torch.randn(count),
+        "old_logprobs": -3 - torch.rand(count, length - 1),
+    }
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_hugging_face_trainer(parts, tmp_path):
+    names = {}
+    ((_, code),) = blocks("Hugging Face `Trainer`")
+    exec(code, names)
+    data = rows()
+    examples = [{name: value[i] for name, value in data.items()} for i in range(8)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8 // parts,
+        gradient_accumulation_steps=parts,
+        max_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        remove_unused_columns=False,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = names["PolicyTrainer"](make_model(), arguments, train_dataset=examples)
+    trainer.train()
+
+    model = make_model()
+    logits = model(input_ids=data["input_ids"]).logits[:, :-1]
+    logprobs = fastrl.token_logprobs(logits, data["input_ids"][:, 1:])
+    mask = data["labels"][:, 1:] != -100
+    loss = fastrl.policy_loss(
+        logprobs, data["advantages"], mask, old_logprobs=data["old_logprobs"], objective="dapo"
+    ).loss
+    loss.backward()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-4)
+    for ours, plain in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, plain - 0.1 * plain.grad, rtol=0, atol=1e-5)
+
+
+def grpo_loss(logprobs, old_logprobs, advantages, mask):
+    ratio, scores = (logprobs - old_logprobs).exp(), advantages[:, None]
+    loss = -torch.min(ratio * scores, ratio.clamp(0.8, 1.2) * scores)
+    return ((loss * mask).sum(1) / mask.sum(1)).mean()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_loop_of_your_own(which):
+    data, found = rows(), []
+    for code in blocks("A loop of your own")[which]:
+        model = make_model()
+        names = {
+            "fastrl": fastrl,
+            "lm_head": lm_head,
+            "last_hidden_states": last_hidden_states,
+            "grpo_loss": grpo_loss,
+            "model": model,
+            "ids": data["input_ids"],
+            "mask": (data["labels"][:, 1:] != -100).float(),
+            **{k: data[k] for k in ("attention_mask", "advantages", "old_logprobs")},
+        }
+        exec(code, names)
+        found.append((names["loss"].detach(), [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,130 @@
+"""The changes that `docs/replace-the-loss.md` shows for other packages, on stand-ins of these."""
+
+import sys
+import types
+
+import pytest
+import torch
+from test_replace_the_loss import blocks
+
+from fastrl.integrations import liger, openrlhf, torchrl, verl
+from tests.support import verl_formulas
+from tests.support.importable import importable
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Put modules with these names, and what each holds, in the place of what is installed."""
+
+    def put(**held):
+        packages = {name.partition("__")[0] for name in held}
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+            monkeypatch.delitem(sys.modules, name)
+        for path, names in held.items():
+            parts = path.split("__")
+            for depth in range(1, len(parts) + 1):
+                name = ".".join(parts[:depth])
+                if name not in sys.modules:
+                    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+                    if depth > 1:
+                        setattr(
+                            sys.modules[".".join(parts[: depth - 1])],
+                            parts[depth - 1],
+                            sys.modules[name],
+                        )
+            for key, value in names.items():
+                found = value
+                if isinstance(value, types.FunctionType):
+                    found = types.FunctionType(
+                        value.__code__, value.__globals__, key, value.__defaults__
+                    )
+                    found.__kwdefaults__, found.__module__ = value.__kwdefaults__, name
+                setattr(sys.modules[name], key, found)
+
+    return put
+
+
+def test_verl(modules):
+    functions = {
+        name: value
+        for name, value in vars(verl_formulas).items()
+        if isinstance(value, types.FunctionType)
+    }
+    modules(verl__utils__torch_functional=functions, verl__trainer__ppo__core_algos=functions)
+    change, alone = blocks("verl")
+    losses = []
+    for code in change:
+        names = {"loss_mat": torch.arange(6.0).reshape(2, 3), "loss_mask": torch.ones(2, 3)}
+        exec(code, names)
+        losses.append(names["loss"].double())
+        assert (names["core_algos"].agg_loss is verl.agg_loss) == ("replaced" in names)
+    names["replaced"].undo()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    names = {}
+    exec(alone[1], names)
+    assert names["advantages"].shape == (2, 2)
+
+
+def test_openrlhf(modules):
+    everything = dict.fromkeys(("Actor", "aggregate_loss", "get_llm_for_sequence_regression"))
+    everything |= dict.fromkeys(("masked_mean", "compute_entropy", "set_z3_leaf_modules"))
+    own = dict.fromkeys(("PolicyLoss", "ValueLoss", "compute_approx_kl", "log_probs_from_logits"))
+    everything |= own
+    modules(openrlhf__models=everything, openrlhf__models__utils=everything)
+    found = {}
+    for before, after in blocks("OpenRLHF"):
+        imported = {}
+        for code in (before, after):
+            names = {"__package__": "openrlhf.models", "__name__": "openrlhf.models.actor"}
+            exec(code, names)
+            imported[code] = {key: value for key, value in names.items() if key in everything}
+        assert imported[before].keys() == imported[after].keys()
+        found |= imported[after]
+    assert {name: found[name] for name in own} == {name: getattr(openrlhf, name) for name in own}
+
+
+def test_liger():
+    ((before, after),) = blocks("Liger")
+    results = []
+    for code in (before, after) if importable("liger_kernel.chunked_loss") else (after,):
+        torch.manual_seed(0)
+        weight = torch.randn(11, 4, requires_grad=True)
+        names = {
+            "hidden": torch.randn(2, 3, 4),
+            "weight": weight,
+            "ids": torch.randint(11, (2, 3)),
+            "mask": torch.ones(2, 3),
+            "advantages": torch.randn(2),
+            "ref": -torch.rand(2, 3) - 2,
+        }
+        exec(code, names)
+        results.append((names["loss"].detach(), *names["metrics"], weight.grad))
+    assert names["LigerFusedLinearGRPOLoss"] is liger.LigerFusedLinearGRPOLoss
+    torch.testing.assert_close(results[0], results[-1], rtol=1e-4, atol=1e-5)
+
+
+def written_down(
+    gamma, lmbda, state_value, next_state_value, reward, done, terminated=None, *, time_dim=-2
+):
+    trace, found = 0.0, []
+    for t in reversed(range(len(reward))):
+        delta = reward[t] + gamma * next_state_value[t] * ~terminated[t] - state_value[t]
+        trace = delta + gamma * lmbda * trace * ~done[t]
+        found.append(trace)
+    advantage = torch.stack(found[::-1])
+    return advantage, advantage + state_value
+
+
+def test_torchrl(modules):
+    names = ("generalized_advantage_estimate", "vec_generalized_advantage_estimate")
+    modules(torchrl__objectives__value__functional=dict.fromkeys(names, written_down))
+    results = []
+    for code in blocks("torchrl")[0]:
+        torch.manual_seed(0)
+        names = {name: torch.randn(5, 1) for name in ("value", "next_value", "reward")}
+        names["done"] = names["terminated"] = torch.rand(5, 1) < 0.3
+        exec(code, names)
+        results.append(names["advantage"])
+    assert names["gae"] is torchrl.vec_generalized_advantage_estimate
+    names["replaced"].undo()
+    torch.testing.assert_close(*results)

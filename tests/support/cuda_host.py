@@ -1,0 +1,94 @@
+"""Builds the CUDA kernels for the CPU: csrc/cuda against the host machine in tests/cuda/host.
+
+A program tests/cuda/NAME.cpp includes kernels and checks itself in `main`, which the sanitizers
+run; its `extern "C"` functions serve the tests in Python, through ctypes.
+
+What this cannot show: that the device version of the primitives does what its twin does, above all
+its instructions for clusters, bulk copies and the order of memory between them and the threads
+(`fence_bulk` does nothing here), and how many clusters a device holds. A GPU has to.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "tests" / "cuda"
+BUILT = ROOT / "build" / "cuda-host"
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = [
+    "-std=c++20",
+    "-g",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-ffp-contract=off",
+    f"-I{ROOT / 'csrc'}",
+    f"-I{SOURCES}",
+    '-DFASTRL_HOST_PRIMITIVES="host/primitives.h"',
+]
+SANITIZERS = {
+    "address": ["-O0", "-fsanitize=address,undefined"],
+    "thread": ["-O1", "-fsanitize=thread"],
+}
+
+
+def compile_host(name, *flags):
+    """Compile tests/cuda/NAME.cpp unless that very source was compiled before; return the file."""
+    if not shutil.which(COMPILER):
+        cannot_run(f"there is no C++ compiler '{COMPILER}'")
+    sources = [*SOURCES.rglob("*.[ch]*"), *(ROOT / "csrc").glob("*.h")]
+    sources += (ROOT / "csrc" / "cuda").rglob("*.*h")
+    command = [COMPILER, *FLAGS, *flags, str(SOURCES / f"{name}.cpp")]
+    digest = hashlib.sha256(" ".join(command).encode())
+    for source in sorted(sources):
+        digest.update(source.read_bytes())
+    target = BUILT / f"{name}-{digest.hexdigest()[:16]}"
+    if not target.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
+        if re.search(r"cannot find .*[atu]*san", done.stderr):
+            cannot_run("the compiler comes without the libraries of its sanitizers")
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+        partial.rename(target)
+    return target
+
+
+def cannot_run(reason):
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must run the CUDA kernels on the host, but {reason}")
+    pytest.skip(reason)
+
+
+@functools.cache
+def library(name):
+    """Return tests/cuda/NAME.cpp as a ctypes library."""
+    return ctypes.CDLL(str(compile_host(name, "-O1", "-shared", "-fPIC")))
+
+
+def run_program(name, sanitizer=None, *arguments, warp=8):
+    """Run the program's own checks, under a sanitizer if one is named; return the finished run."""
+    flags = SANITIZERS[sanitizer] + ["-fno-sanitize-recover=all"] if sanitizer else ["-O1"]
+    program = compile_host(name, f"-DFASTRL_HOST_WARP={warp}", *flags)
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    command = [str(program), *arguments]
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
+    done = subprocess.run(command, **options)
+    if "unexpected memory mapping" in done.stderr:  # of some kernels, by older sanitizers
+        done = subprocess.run(["setarch", "--addr-no-randomize", *command], **options)
+    return done
+
+
+def assert_program_passes(name, sanitizer=None, warp=8):
+    """Run tests/cuda/NAME.cpp and show what it said if it fails."""
+    done = run_program(name, sanitizer, warp=warp)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

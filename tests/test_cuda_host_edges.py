@@ -1,8 +1,0 @@
-"""Bounds and excluded tokens on the host build of the CUDA kernels."""
-
-from cuda_on_host import backend, registered  # noqa: F401
-from test_bounds import *  # noqa: F403
-from test_excluded_tokens import *  # noqa: F403
-from test_extreme_ratios import (
-    test_the_slope_of_the_bias_corrected_k3_is_the_distance,  # noqa: F401
-)

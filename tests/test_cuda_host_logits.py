@@ -1,7 +1,0 @@
-"""The operators' own tests of what takes logits, on the CUDA kernels in their host build."""
-
-from cuda_on_host import backend, registered  # noqa: F401
-from test_edges import *  # noqa: F403
-from test_inplace import *  # noqa: F403
-from test_logits_policy_loss import *  # noqa: F403
-from test_token_stats import *  # noqa: F403

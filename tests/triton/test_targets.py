@@ -1,0 +1,254 @@
+"""GPU kernels, compiled ahead of time for every target: no spills, no doubles, within budget."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def from_bench(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+sass = from_bench("sass")
+targets = from_bench("targets")
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    # a process of its own: the tests of this one may run kernels in Triton's interpreter
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "bench" / "targets.py"), "--json", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_keeps_what_its_target_says(reports, architecture):
+    found = [report for report in reports if report["architecture"] == architecture]
+    assert len(found) >= 5
+    assert {f"{one['name']}: {failure}" for one in found for failure in one["failures"]} == set()
+
+
+@needs_triton
+def test_kernels_that_stream_have_a_budget_and_a_prediction(reports):
+    budgeted = {one["name"] for one in reports if one["milliseconds"]}
+    assert {"gae", "gae_apply", "policy_loss", "policy_loss_sequence"} <= budgeted
+
+
+@pytest.mark.skipif(not list((ROOT / "csrc" / "cuda").rglob("*.cu")), reason="there is no .cu")
+@pytest.mark.skipif(targets.nvcc() is None, reason="nvcc is not installed")
+@needs_triton
+def test_cuda_sources_were_compiled(reports):
+    compiled = {one["name"] for one in reports if one["name"].startswith("cuda ")}
+    assert compiled == {f"cuda {path.stem}" for path, _ in targets.cuda_targets()}
+    held = [one["kernel"] for one in reports if one["instructions"] is not None]
+    for budget in targets.CUDA:  # a renamed kernel does not lose its budget unseen
+        assert any(budget.kernel in kernel for kernel in held), budget.kernel
+
+
+def test_a_sweep_that_is_not_found_fails(monkeypatch):
+    """Half of a row's way must not pass for all of it."""
+    source = next(path for path, _ in targets.cuda_targets() if path.stem == "logits_policy_loss")
+    (budget,) = (one for one in targets.CUDA if one.sweeps == 2)
+    writing = sass.Pass(164, 32, 0, 64, 64, 0, 0, is_loop=True)
+    reading = sass.Pass(228, 33, 0, 0, 64, 0, 0, is_loop=True)
+    kernel = kernel_of()._replace(name=budget.kernel)
+    monkeypatch.setattr(targets.subprocess, "run", lambda *_, **__: Done)
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    for sweeps, failures in (
+        ([writing, reading], []),
+        ([writing], ["None instructions per element, budget 14.0"]),
+    ):
+        kernels = [kernel._replace(sweeps=sweeps)]
+        monkeypatch.setattr("sass.read", lambda _, kernels=kernels: kernels)
+        (report,) = targets.report_cuda(source, "sm_90")
+        assert report.failures[:1] == failures
+
+
+class Done:
+    returncode = 0
+
+
+LISTING = """
+	.section	.text.kernel,"ax",@progbits
+.L_x_0:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   FFMA R8, R4, R5, R8 ;
+        /*0020*/                   MUFU.EX2 R9, R8 ;
+.L_x_1:
+        /*0030*/              @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64+0x10] ;
+        /*0040*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+        /*0060*/               @P0 BRA `(.L_x_0) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+def kernel_of(*changes):
+    listing = LISTING
+    for old, new in changes:
+        assert old in listing
+        listing = listing.replace(old, new)
+    ((name, labels, code),) = sass._functions(listing)
+    return sass._nvidia(name, 32, labels, code)
+
+
+def test_the_innermost_loop_is_the_hot_one():
+    kernel = kernel_of()
+    assert (kernel.name, kernel.instructions) == ("kernel", 8)
+    (loop,) = kernel.passes
+    assert (loop.instructions, loop.loaded, loop.stored, loop.narrow) == (3, 16, 16, 0)
+    assert loop.elements(2) == 8
+    assert (kernel.whole.mufu, kernel.whole.loaded) == (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (("FFMA R8, R4", "STL [R1], R4 ; "), "spills"),
+        (("LDG.E.128.CONSTANT R4, desc[UR4][R2.64+0x10]", "LDL R4, [R1]"), "spills_in_loops"),
+        (("FFMA R8", "DFMA R8"), "double"),
+        (("MUFU.EX2", "MUFU.RCP64H"), "double"),
+        (("FFMA R8, R4, R5, R8", "F2F.F64.F32 R8, R4"), "double"),
+        (("FFMA R8, R4, R5, R8", "UBLKCP.S.G [UR8], [UR10], UR4"), "bulk"),
+    ],
+)
+def test_what_costs_dearly_is_counted(change, what):
+    assert getattr(kernel_of(), what) == 0
+    assert getattr(kernel_of(change), what) == 1
+
+
+@pytest.mark.parametrize("width", ["", ".U8", ".U16", ".64", ".CONSTANT"])
+def test_narrow_accesses_are_counted(width):
+    change = ("LDG.E.128.CONSTANT", f"LDG.E{width}")
+    assert kernel_of(change).passes[0].narrow == 1
+
+
+def test_a_kernel_without_loops_is_one_pass():
+    kernel = kernel_of(("               @P1 BRA `(.L_x_1)", "NOP"), ("BRA `(.L_x_0)", "EXIT"))
+    assert kernel.passes == [kernel.whole]
+    assert not kernel.whole.is_loop
+
+
+class Budget:
+    instructions, mufu, narrow, bytes_per_element = 3.0, 1.0, 0, 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "costs", "words"),
+    [
+        (None, (3.0, 1.0), None),
+        (None, (3.1, 1.0), "3.1 instructions per element, budget 3.0"),
+        (None, (3.0, 1.1), "1.1 MUFU per element, budget 1.0"),
+        (None, (None, None), "None instructions per element, budget 3.0"),
+        (("STG.E.128", "STG.E"), (3.0, 1.0), "1 accesses under 16 bytes in a pass"),
+        (("FFMA R8", "DADD R8"), (3.0, 1.0), "1 instructions in double"),
+        (("FFMA R8, R4, R5, R8", "LDL R8, [R1]"), (3.0, 1.0), "1 spills, 0 of them in loops"),
+    ],
+)
+def test_a_kernel_that_costs_too_much_fails(change, costs, words):
+    kernel = kernel_of(*([change] if change else []))
+    report = targets._report("kernel", "sm_90", kernel, kernel.passes, costs, Budget)
+    assert report.failures[:1] == ([words] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("place", "compiler", "fails"),
+    [
+        ("FFMA R8, R4, R5, R8", "3.9", False),
+        ("FFMA R8, R4, R5, R8", "3.8", True),
+        ("FFMA R8, R4, R5, R8", "", True),
+        ("LDG.E.128.CONSTANT R4, desc[UR4][R2.64+0x10]", "3.9", True),  # in a loop
+    ],
+)
+def test_only_the_triton_that_a_target_names_may_spill_and_outside_of_loops(place, compiler, fails):
+    class Named(Budget):
+        spills: ClassVar = {"3.9": 1}
+
+    kernel = kernel_of((place, "LDL R4, [R1]"))
+    report = targets._report("k", "sm_90", kernel, kernel.passes, (3.0, 1.0), Named, compiler)
+    assert bool(report.failures) == fails
+
+
+@needs_triton
+@pytest.mark.parametrize(("version", "held"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False)])
+def test_the_budgets_are_for_the_tritons_of_the_supported_torch(version, held, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    kernel = kernel_of(("FFMA R8, R4, R5, R8", "LDL R4, [R1]"))
+    monkeypatch.setattr("sass.read", lambda _: [kernel])
+    monkeypatch.setattr(targets, "compile_triton", lambda *_: None)
+    report = targets.report_triton(targets.triton_targets()[0], "sm_90")
+    assert bool(report.failures) == held
+    assert (
+        any(f"Triton {version.rpartition('.')[0]}, where" in note for note in report.notes) != held
+    )
+
+
+@needs_triton
+def test_every_launch_and_every_target_says_what_the_compiler_may_fuse(monkeypatch):
+    """The default of Triton 3.10 is another than that of the releases before."""
+    code = r"""
+import json, torch
+from triton.runtime.jit import JITFunction
+found = {}
+def run(self, *_, grid, warmup, **options):
+    found.setdefault(self.__name__, set()).add(str(options.get("enable_fp_fusion")))
+JITFunction.run = run
+from fastrl.triton.gae import gae
+from fastrl.triton.groups import group_advantages
+from fastrl.triton.tokens import policy_loss
+from fastrl.triton.vocabulary import logits_policy_loss, rows, token_stats
+row, ids = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.long)
+gae.gae_fwd(row, row, None, None, None, None, None, 0.9, 0.9)
+gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, None, 0.9, 0.9)
+group_advantages.group_advantages_fwd(torch.ones(6), None, 3, 0, 0, 1.0, 1e-6, 0)
+coefficients = [0.2, 0.2, 1e9, 1e9, 1.0, 1.05, 0.1, 1e9, 1e9, 1e9, 0.01]
+for level in (0, 1):
+    policy_loss.policy_loss_fwd(*[row] * 4, *[None] * 6, level, 0, 2, 0, coefficients)
+loss = (row, row, None, None, row, row, 0, 2, 0, coefficients)
+for rows.processors in (lambda device: 0, lambda device: 132):
+    logits = torch.zeros(1, 1, 40_000)
+    one = [x[:1, :1] for x in (ids, row > 0)]
+    token_stats.token_stats_fwd(logits, *one, None, 1.0, 1.0, 0.0, True, False)
+    per_row = [row[:1, :1]] * 4
+    token_stats.token_stats_bwd(logits, *one, None, 1.0, 1.0, 0.0, *per_row, None, None)
+    short = [x[:1, :1] if isinstance(x, torch.Tensor) else x for x in loss]
+    logits_policy_loss.logits_policy_loss_fwd(logits, *one, None, 1.0, 1.0, 0.0, *short)
+print(json.dumps({name: sorted(values) for name, values in found.items()}))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    launched = json.loads(done.stdout)
+    for target in targets.triton_targets():
+        name = target.kernel.fn.__name__
+        assert launched[name] == [str(target.options["enable_fp_fusion"])], name
+    assert launched["_sums_of_blocks"] == ["False"]  # has no target, and goes with the others
+    assert len(launched) >= 7
+
+
+def test_the_prediction_is_the_largest_of_three():
+    kernel = kernel_of()
+    for costs, bound in (((1.0, 0.1), "memory"), ((40.0, 0.1), "issue"), ((1.0, 9.0), "MUFU")):
+        assert targets._report("k", "sm_80", kernel, [], costs, Budget).bound == bound

@@ -1,0 +1,195 @@
+"""What leads to another compilation of a Triton kernel, on a GPU that is pretended."""
+
+import math
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from fastrl.triton.runtime.registration import INTERPRETED
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+INF = math.inf
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The names of the kernels that were compiled; launches do nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver, jit
+
+    names = []
+
+    def compile_nothing(self, key, signature, device, *_, **__):
+        names.append(self.__name__)
+        kernel = self.device_caches[device][0][key] = MagicMock()
+        return kernel
+
+    gpu = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", compile_nothing)
+    before = driver._active
+    driver.set_active(gpu)
+    from fastrl.triton.gae import gae
+    from fastrl.triton.tokens import policy_loss
+    from fastrl.triton.vocabulary import logits_policy_loss, row_sums, token_stats
+
+    kernels = (
+        gae.gae_kernel,
+        policy_loss.policy_loss_kernel,
+        token_stats._token_stats_fwd,
+        token_stats._token_stats_bwd,
+        logits_policy_loss._logits_policy_loss,
+        row_sums._sums_of_blocks,
+    )
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    yield names
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    driver._active = before
+
+
+def coefficients(clip=0.2, kl=0.1, entropy=0.01):
+    return [clip, clip, INF, INF, 1.0, 1.05, kl, INF, INF, INF, entropy]
+
+
+def all_kernels(B=2, T=3, V=64, temperature=1.0, scale=1.0, softcap=0.0, per_row=False, c=None):
+    from fastrl.triton.vocabulary.logits_policy_loss import (
+        logits_policy_loss_fwd,
+        logits_policy_loss_fwd_,
+    )
+    from fastrl.triton.vocabulary.token_stats import (
+        token_stats_bwd,
+        token_stats_bwd_,
+        token_stats_fwd,
+    )
+
+    logits = torch.zeros(B, T, V, dtype=torch.bfloat16)
+    row = torch.ones(B, T)
+    heat = row if per_row else None
+    options = (row.long(), row.bool(), heat, temperature, scale, softcap)
+    token_stats_fwd(logits, *options, True, False)
+    for backward in (token_stats_bwd, token_stats_bwd_):
+        backward(logits, *options, row, row, row, row, None, None)
+    loss = (row, row, None, None, row, row, 0, 2, 0, c or coefficients())
+    for one_pass in (logits_policy_loss_fwd, logits_policy_loss_fwd_):
+        one_pass(logits, *options, *loss)
+
+
+def test_lengths_and_numbers_compile_nothing_anew(compiled):
+    all_kernels()
+    assert sorted(compiled) == ["_logits_policy_loss", "_token_stats_bwd", "_token_stats_fwd"]
+    for length in (1, 2, 5, 16, 17, 64, 100, 128, 1000, 1024, 4096):
+        all_kernels(T=length)
+        all_kernels(B=length, T=1)
+    for number in (0.1, 0.5, 1.5, 2.0, 16.0):
+        all_kernels(temperature=number, scale=number)
+        all_kernels(c=coefficients(clip=number, kl=number, entropy=number))
+    all_kernels(c=[0.2, 0.3, 3.0, 2.0, 1.5, 1.5, 0.1, 5.0, 10.0, 10.0, 0.5])
+    all_kernels(V=16 * 1000 + 16)  # more lanes, as a constant of the compilation: of V alone
+    assert len(compiled) == 6
+
+
+def test_a_softcap_or_temperatures_per_row_compile_once(compiled):
+    for softcap in (20.0, 30.0):
+        all_kernels(softcap=softcap)
+    assert len(compiled) == 3
+    for temperature in (1.0, 2.0):
+        all_kernels(temperature=temperature, per_row=True)
+    assert len(compiled) == 6
+
+
+def test_few_rows_compile_nothing_anew_either(compiled, monkeypatch):
+    from fastrl.triton.vocabulary import rows
+
+    monkeypatch.setattr(rows, "processors", lambda device: 132)
+    for length in (1, 3, 7, 16, 40):
+        all_kernels(B=1, T=length, V=160_000)
+    once = {"_logits_policy_loss", "_sums_of_blocks", "_token_stats_bwd", "_token_stats_fwd"}
+    assert sorted(compiled) == sorted(once)
+
+
+def test_logits_that_begin_anywhere_are_not_read_in_words():
+    """Strides alone do not tell: a slice of a buffer may begin at an odd logit."""
+    from fastrl.triton.vocabulary.rows import plan
+
+    buffer = torch.zeros(4 * 64 + 8, dtype=torch.bfloat16)
+    assert buffer.data_ptr() % 16 == 0
+    for start, aligned in ((0, True), (1, False), (2, False), (4, False), (8, True)):
+        logits = buffer[start : start + 4 * 64].view(2, 2, 64)
+        assert plan(logits, softcap=0.0)["PLAN"].aligned is aligned
+        fresh = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
+        assert plan(logits, fresh, softcap=0.0)["PLAN"].aligned is aligned
+
+
+def test_lengths_of_gae_compile_nothing_anew(compiled):
+    from fastrl.triton.gae.gae import gae_fwd
+
+    def run(B, T, sequences):
+        x = torch.zeros(B, T)
+        bounds = None
+        if sequences is not None:
+            bounds = torch.linspace(0, T, sequences + 1).to(torch.int32)
+        gae_fwd(x, x, x.bool(), None, None, None, bounds, 0.9, 0.95)
+
+    for B, T, sequences in ((4, 4000, None), (1, 4000, 7), (1, 800, 7), (4, 48, None)):
+        run(B, T, sequences)  # two launches, or one where sequences end inside their chunk
+    assert len(compiled) == 6
+    for T in (1, 2, 8, 24, 40, 117 * 4, 100, 1000, 2000, 2052, 4136):
+        for B, sequences in ((4, None), (8, None), (1, 1), (1, 2), (1, 16)):
+            run(*((B, T) if sequences is None else (1, 4 * T)), sequences)
+    assert len(compiled) == 6
+
+
+def test_lengths_of_the_policy_loss_compile_a_few_kernels(compiled):
+    """One for lengths that are multiples of 16, one for others."""
+    from fastrl.triton.tokens.policy_loss import policy_loss_fwd
+
+    def run(T, level):
+        x = torch.zeros(4, T)
+        losses = (x, x, x.bool(), x, None, None, x, x, None, None)
+        policy_loss_fwd(*losses, level, 0, 2, 0, coefficients())
+
+    for level, most in ((0, 2), (1, 3)):
+        for T in (16, 4, 3):
+            run(T, level)
+        assert len(compiled) == most
+        for T in (2, 5, 12, 40, 48, 100, 117, 1500, 2048, 4001, 70_000, 600_000):
+            run(T, level)
+        assert len(compiled) == most
+        compiled.clear()
+
+
+def test_offsets_of_rows_have_64_bits():
+    """Of every target: the pointer of a row is the tensor's plus an i64."""
+    import re
+
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fastrl.triton.vocabulary import token_stats
+
+    target = next(one for one in token_stats.targets() if one.name == "token_stats_bwd")
+    names = target.kernel.arg_names
+    signature = {name: target.types.get(name, "constexpr") for name in names}
+    constants = {
+        (place,): target.constants.get(name)
+        for place, name in enumerate(names)
+        if name not in target.types
+    }
+    source = ASTSource(target.kernel, signature, constants)
+    gpu = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=gpu, options={"num_warps": target.num_warps})
+    for name in ("logits", "grad"):
+        added = re.findall(
+            rf"tt\.addptr %{name}, \S+ : !tt\.ptr<bf16>, (\w+)", compiled.asm["ttir"]
+        )
+        assert added
+        assert set(added) == {"i64"}
