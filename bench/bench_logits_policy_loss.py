@@ -11,7 +11,7 @@ from timing import Case, Inputs, Provider, pedantic
 
 import fastrl
 
-OBJECTIVE = {"ratio": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"}
+OBJECTIVE = {"surrogate": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"}
 
 
 def cases(selection: str) -> list[Case]:

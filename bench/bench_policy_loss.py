@@ -69,7 +69,7 @@ def sequence_level_loss(logprobs, old_logprobs, advantages, mask) -> torch.Tenso
 
 def _fastrl(backend: str, level: str) -> Provider:
     objective = fastrl.Objective(
-        ratio="ppo_clip", level=level, clip_low=0.2, clip_high=0.2, aggregation="token-mean"
+        surrogate="ppo_clip", level=level, clip_low=0.2, clip_high=0.2, aggregation="token-mean"
     )
 
     def run(inputs: Inputs) -> torch.Tensor:

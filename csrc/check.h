@@ -8,12 +8,13 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "objectives.h"
+#include "contract.h"
 
 namespace fastrl {
 
@@ -71,38 +72,99 @@ inline Tensor empty_like_tokens(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, like.sizes(), dtype);
 }
 
+// A kind by its number; `last` is the last of its enum.
+template <typename Kind>
+Kind check_kind(int64_t number, Kind last, const char* name) {
+  STD_TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(last), name, " must be 0 to ",
+                  static_cast<int64_t>(last), ", got ", number);
+  return static_cast<Kind>(number);
+}
+
+// The scalars in the order of the struct, which is that of the declaration in Python.
 template <typename S>
 Coefficients<S> check_coefficients(const std::vector<double>& values) {
-  STD_TORCH_CHECK(values.size() == kNumCoefficients, "coefficients must hold ", kNumCoefficients,
-                  " numbers, got ", values.size());
-  return {S(values[0]), S(values[1]), S(values[2]), S(values[3]), S(values[4]), S(values[5]),
-          S(values[6]), S(values[7]), S(values[8]), S(values[9]), S(values[10])};
+  constexpr size_t kCount = sizeof(Coefficients<S>) / sizeof(S);
+  STD_TORCH_CHECK(values.size() == kCount, "coefficients must hold ", kCount, " numbers, got ",
+                  values.size());
+  S scalars[kCount];
+  for (size_t i = 0; i < kCount; ++i) scalars[i] = S(values[i]);
+  Coefficients<S> coefficients;
+  std::memcpy(&coefficients, scalars, sizeof(coefficients));
+  return coefficients;
 }
 
-inline Ratio check_ratio(int64_t ratio) {
-  STD_TORCH_CHECK(ratio >= 0 && ratio <= static_cast<int64_t>(Ratio::kReinforce),
-                  "ratio must be 0 to 4, got ", ratio);
-  return static_cast<Ratio>(ratio);
+// A geometric mean is always that of a sequence.
+template <typename S>
+Objective<S> check_objective(int64_t surrogate, int64_t level, int64_t kl_estimator,
+                             int64_t kl_gradient, const std::vector<double>& coefficients) {
+  Objective<S> objective{check_kind(surrogate, Surrogate::kReinforce, "surrogate"),
+                         check_kind(level, Level::kSequenceToken, "level"),
+                         check_kind(kl_estimator, KlEstimator::kAbs, "kl_estimator"),
+                         check_kind(kl_gradient, KlGradient::kBiasCorrected, "kl_gradient"),
+                         check_coefficients<S>(coefficients)};
+  if (objective.surrogate == Surrogate::kGmpo) {
+    objective.level = Level::kSequence;
+    STD_TORCH_CHECK(objective.kl_gradient != KlGradient::kBiasCorrected,
+                    "kl_gradient must not be bias-corrected with the geometric mean of gmpo");
+  }
+  return objective;
 }
 
-inline KlEstimator check_kl_estimator(int64_t kl_estimator) {
-  STD_TORCH_CHECK(kl_estimator >= 0 && kl_estimator <= static_cast<int64_t>(KlEstimator::kAbs),
-                  "kl_estimator must be 0 to 3, got ", kl_estimator);
-  return static_cast<KlEstimator>(kl_estimator);
+// The constants of a policy loss (`LossArguments` in fastrl/contract.py).
+struct LossArguments {
+  const Tensor &advantages, &weights;
+  const std::optional<Tensor>&kl_weights, &entropy_weights, &policy_weights;
+  const std::optional<Tensor>&old_logprobs, &ref_logprobs, &cu_seqlens;
+};
+
+// A constant of the loss: float32, per sequence [S] or per token like `tokens` [B, T].
+struct Constant {
+  const float* values;
+  bool by_sequence;
+};
+
+inline Constant check_constant(const Tensor& constant, const Tensor& tokens, int64_t sequences,
+                               const char* name, const char* tokens_name) {
+  if (constant.dim() != 1) {
+    check_like(constant, tokens, ScalarType::Float, name, tokens_name);
+    return {constant.const_data_ptr<float>(), false};
+  }
+  check_device(constant, tokens, name, tokens_name);
+  check_dtype(constant, ScalarType::Float, name);
+  STD_TORCH_CHECK(constant.size(0) == sequences && constant.is_contiguous(), name,
+                  " must be contiguous of shape (", sequences, ",), one for each sequence, got ",
+                  shape_text(constant));
+  return {constant.const_data_ptr<float>(), true};
 }
 
-inline KlGradient check_kl_gradient(int64_t kl_gradient) {
-  STD_TORCH_CHECK(
-      kl_gradient >= 0 && kl_gradient <= static_cast<int64_t>(KlGradient::kBiasCorrected),
-      "kl_gradient must be 0 to 2, got ", kl_gradient);
-  return static_cast<KlGradient>(kl_gradient);
-}
+// The constants as the kernels take them; null where there are none.
+struct LossConstants {
+  Constant advantages, weights, kl_weights, entropy_weights, policy_weights;
+  const float *old_logprobs, *ref_logprobs;
+};
 
-// The level of a policy loss; a geometric mean is always that of a sequence.
-inline Level check_level(int64_t level, Ratio ratio) {
-  STD_TORCH_CHECK(level >= 0 && level <= static_cast<int64_t>(Level::kSequenceToken),
-                  "level must be 0 to 2, got ", level);
-  return ratio == Ratio::kGmpo ? Level::kSequence : static_cast<Level>(level);
+template <typename S>
+LossConstants check_loss(const LossArguments& in, const Objective<S>& objective,
+                         const Tensor& tokens, int64_t sequences, const char* tokens_name) {
+  const auto constant = [&](const Tensor& tensor, const char* name) {
+    return check_constant(tensor, tokens, sequences, name, tokens_name);
+  };
+  const auto optional = [&](const std::optional<Tensor>& tensor, const Constant& otherwise,
+                            const char* name) {
+    return tensor ? constant(*tensor, name) : otherwise;
+  };
+  check_like(in.old_logprobs, tokens, ScalarType::Float, "old_logprobs", tokens_name);
+  check_like(in.ref_logprobs, tokens, ScalarType::Float, "ref_logprobs", tokens_name);
+  STD_TORCH_CHECK(in.ref_logprobs || objective.coefficients.kl_coef == 0,
+                  "ref_logprobs must be given when kl_coef is not 0");
+  const Constant weights = constant(in.weights, "weights");
+  return {constant(in.advantages, "advantages"),
+          weights,
+          optional(in.kl_weights, weights, "kl_weights"),
+          optional(in.entropy_weights, weights, "entropy_weights"),
+          optional(in.policy_weights, {nullptr, false}, "policy_weights"),
+          data_or_null<float>(in.old_logprobs),
+          data_or_null<float>(in.ref_logprobs)};
 }
 
 }  // namespace fastrl

@@ -1,43 +1,15 @@
-// The scalar mathematics of every objective and KL estimator, once, with written slopes.
+// The scalar mathematics of every surrogate and KL estimator, with the derivatives written out.
 //
-// `fastrl/reference/objectives.py` is the definition; the tests hold the two against each other
-// point by point. Every function is free of branches on values and takes its arithmetic from
-// `Math`, so that the same lines run on a float, a double or a vector of floats.
+// `fastrl/reference/objectives.py` is the definition; the tests compare the two point by point.
+// Every function is free of branches on values and takes its arithmetic from `Math`, so that the
+// same lines run on a float, a double or a vector of floats.
 #pragma once
 
 #include <cmath>
 
-#if defined(__CUDACC__)
-#define FASTRL_HD __host__ __device__ __forceinline__
-#else  // never out of line: the CPU kernels compile these for several instruction sets
-#define FASTRL_HD inline __attribute__((always_inline))
-#endif
+#include "contract.h"
 
 namespace fastrl {
-
-enum class Ratio : int { kPpoClip, kCispo, kSapo, kGmpo, kReinforce };
-enum class KlEstimator : int { kK1, kK2, kK3, kAbs };
-enum class KlGradient : int { kExact, kStraightThrough, kBiasCorrected };
-// One ratio per token; one per sequence; the sequence's, its slope through the token's own.
-enum class Level : int { kToken, kSequence, kSequenceToken };
-
-// exp(80) still fits a float; log-ratios saturate here with slope 0.
-constexpr double kMaxLogRatio = 80.0;
-
-// In the order of the operators' `coefficients`; bounds that are not set are infinite.
-template <typename S>
-struct Coefficients {
-  S clip_low, clip_high, dual_clip, delta, sapo_temperature_pos, sapo_temperature_neg;
-  S kl_coef, kl_clamp, log_ratio_low, log_ratio_high, entropy_coef;
-
-  FASTRL_HD S lowest_log_ratio(S limit = S(kMaxLogRatio)) const {
-    return -(log_ratio_low < limit ? log_ratio_low : limit);
-  }
-  FASTRL_HD S highest_log_ratio(S limit = S(kMaxLogRatio)) const {
-    return log_ratio_high < limit ? log_ratio_high : limit;
-  }
-};
-constexpr int kNumCoefficients = 11;
 
 template <typename T>
 struct ScalarMath {
@@ -49,7 +21,7 @@ struct ScalarMath {
   FASTRL_HD static T where(bool mask, T yes, T no) { return mask ? yes : no; }
 };
 
-// loss f; slope df/dlog_ratio (df/dlogprob where the objective uses it); clip -1, 0 or +1;
+// loss f; slope df/dlog_ratio (df/dlogprob where the surrogate uses it); clip -1, 0 or +1;
 // log_ratio and ratio after saturation.
 template <typename T>
 struct ObjectiveTerms {
@@ -93,7 +65,7 @@ FASTRL_HD T weighted(T weight, T value) {
 template <typename T, typename Mask>
 struct GmpoTerms {
   T log_ratio, clip;
-  Mask moves;  // the tokens that the gradient flows through
+  Mask unclipped;  // the gradient flows through these tokens alone
 };
 
 template <typename Math, typename S, typename T = typename Math::Real>
@@ -107,25 +79,25 @@ FASTRL_HD GmpoTerms<T, typename Math::Mask> gmpo_terms(T difference, T advantage
   const auto above = rises & (log_ratio > high), below = falls & (log_ratio < low);
   const T clip = Math::where(above & (advantage > zero), one, Math::where(below, -one, zero));
   const auto inside = (difference >= lowest) & (difference <= highest);
-  const typename Math::Mask moves =
+  const typename Math::Mask unclipped =
       (inside & ((rises & (log_ratio <= high)) | (falls & (log_ratio >= low)))) |
       (difference != difference) | (advantage != advantage);
-  return {Math::where(above, high, Math::where(below, low, log_ratio)), clip, moves};
+  return {Math::where(above, high, Math::where(below, low, log_ratio)), clip, unclipped};
 }
 
 // `difference` is logprob - old_logprob of the token, or its mean over the sequence.
 template <typename Math, typename S, typename T = typename Math::Real>
-FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantage, T logprob,
+FASTRL_HD ObjectiveTerms<T> objective_terms(Surrogate kind, T difference, T advantage, T logprob,
                                             const Coefficients<S>& c) {
   const T zero = Math::fill(S(0)), one = Math::fill(S(1));
   const T lowest = Math::fill(c.lowest_log_ratio()), highest = Math::fill(c.highest_log_ratio());
   const T log_ratio = clamp<Math>(difference, lowest, highest);
   const T ratio = Math::exp(log_ratio);
-  const auto moves = (difference >= lowest) & (difference <= highest);
+  const auto in_range = (difference >= lowest) & (difference <= highest);
   const auto rises = advantage > zero, falls = advantage < zero;
   T loss = zero, slope = zero, clip = zero;
 
-  if (kind == Ratio::kPpoClip) {
+  if (kind == Surrogate::kPpoClip) {
     const T low = Math::fill(S(1) - c.clip_low), high = Math::fill(S(1) + c.clip_high);
     const T delta = Math::fill(c.delta);
     const T free = Math::where(ratio > delta, delta, ratio) * advantage;
@@ -143,14 +115,14 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
       slope = Math::where(dual, zero, slope);
       clip = Math::where(dual, one, clip);
     }
-    slope = Math::where(moves, slope, zero);
-  } else if (kind == Ratio::kCispo) {
+    slope = Math::where(in_range, slope, zero);
+  } else if (kind == Surrogate::kCispo) {
     const T low = Math::fill(S(1) - c.clip_low), high = Math::fill(S(1) + c.clip_high);
     slope = -clamp<Math>(ratio, low, high) * advantage;  // the weight is detached
     loss = weighted<Math>(slope, logprob);
     clip = Math::where((ratio > high) & (rises | falls), one,
                        Math::where((ratio < low) & (rises | falls), -one, zero));
-  } else if (kind == Ratio::kSapo) {
+  } else if (kind == Surrogate::kSapo) {
     const T tau =
         Math::where(rises, Math::fill(c.sapo_temperature_pos), Math::fill(c.sapo_temperature_neg));
     const T four = Math::fill(S(4));
@@ -159,12 +131,12 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Ratio kind, T difference, T advantag
     const T decay = Math::exp(Math::where(depth > steep, steep, depth));
     const T gate = one / (one + decay);
     loss = -four / tau * gate * advantage;
-    slope = Math::where(moves, -four * gate * (decay * gate) * ratio * advantage, zero);
-  } else if (kind == Ratio::kGmpo) {
+    slope = Math::where(in_range, -four * gate * (decay * gate) * ratio * advantage, zero);
+  } else if (kind == Surrogate::kGmpo) {
     // One token's own geometric mean; over a sequence the caller averages `gmpo_terms`.
     const auto terms = gmpo_terms<Math>(difference, advantage, c);
     loss = -advantage * Math::exp(terms.log_ratio);
-    slope = Math::where(terms.moves, loss, zero);
+    slope = Math::where(terms.unclipped, loss, zero);
     clip = terms.clip;
   } else {
     slope = -advantage;
@@ -212,14 +184,14 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
     const T lowest = Math::fill(c.lowest_log_ratio(range));
     const T highest = Math::fill(c.highest_log_ratio(range));
     const T ratio = Math::exp(clamp<Math>(policy_difference, lowest, highest));
-    const auto moves = (policy_difference >= lowest) & (policy_difference <= highest);
+    const auto ratio_in_range = (policy_difference >= lowest) & (policy_difference <= highest);
     value = ratio * value;
     slope = ratio * slope;
-    ratio_slope = Math::where(moves, value, zero);
+    ratio_slope = Math::where(ratio_in_range, value, zero);
     own_slope = slope + ratio_slope;
     // of k3 the two are e^x apart from what is left of them
     if (estimator == KlEstimator::kK3) {
-      own_slope = Math::where(inside & moves, -x * ratio, own_slope);
+      own_slope = Math::where(inside & ratio_in_range, -x * ratio, own_slope);
     }
   }
   return {value, Math::where(value == value, slope, value), ratio_slope,

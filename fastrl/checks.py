@@ -141,12 +141,17 @@ def per_token(name: str, value: object) -> Tensor:
     return result
 
 
-def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
-    """Return a 0/1 mask of the shape of `like` as bool."""
+def unread_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
+    """Return a mask of the shape of `like` as it is; whether it holds 0 and 1 is not looked at."""
     result = tensor(name, value)
     if result.is_complex() or (result.is_floating_point() and result.dtype not in FLOATS):
         raise TypeError(f"{name} must be bool, integer or float 0/1, got {result.dtype}")
-    same_shape(name, result, like, like_name)
+    return same_shape(name, result, like, like_name)
+
+
+def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
+    """Return a 0/1 mask of the shape of `like` as bool."""
+    result = unread_mask(name, value, like, like_name)
     if result.dtype != torch.bool and can_read(result):
         other = (result != 0) & (result != 1)
         if bool(other.any()):

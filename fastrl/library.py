@@ -1,6 +1,7 @@
 """The registered operators: every `torch.library` schema and fake, once for all backends.
 
-Backends only implement what stands here, each in a namespace of its own. Per-token tensors are
+Backends only implement what is declared here, each in a namespace of its own. Arguments that
+belong together are declared by the named tuples of `fastrl/contract.py`. Per-token tensors are
 `[B, T]`, logits `[B, T, V]` with any batch strides and vocabulary stride 1; the public functions
 in `fastrl.ops` see to both.
 """
@@ -8,46 +9,47 @@ in `fastrl.ops` see to both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
 
-#: Order of the metrics vector that `policy_loss_fwd` returns.
-METRICS = (
-    "policy_loss",
-    "kl",
-    "kl_old",
-    "entropy",
-    "ratio_mean",
-    "ratio_max",
-    "ratio_min",
-    "clip_low",
-    "clip_high",
-    "clip_fraction",
-    "active_tokens",
-    "zero_grad_fraction",
+from fastrl.contract import (
+    METRICS,
+    AggregationArguments,
+    Coefficients,
+    LossArguments,
+    ObjectiveArguments,
+    RowArguments,
+    RowStats,
 )
 
-_LOGITS = (
-    "Tensor token_ids, Tensor active, Tensor? temperatures, "
-    "float temperature, float logit_scale, float logit_softcap"
-)
-_OBJECTIVE = "int ratio, int kl_estimator, int kl_gradient, float[] coefficients"
-# `weights` multiply the policy term; those of KL and entropy, where absent, are the same.
-_WEIGHTS = "Tensor weights, Tensor? kl_weights, Tensor? entropy_weights"
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    Coefficients: "float[]",
+}
+
+
+def _declared(fields: type) -> str:
+    """Return the fields of a named tuple as a part of a schema."""
+    kinds = get_type_hints(fields)
+    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in kinds.items())
+
+
+_ROWS = _declared(RowArguments)
+_LOSS = f"{_declared(LossArguments)}, {_declared(ObjectiveArguments)}"
 _STATS_BACKWARD = (
-    f"{_LOGITS}, Tensor row_max, Tensor log_sum, Tensor entropy, "
+    f"{_ROWS}, Tensor row_max, Tensor log_sum, Tensor entropy, "
     "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
 )
-_ONE_PASS = (
-    f"{_LOGITS}, Tensor advantages, {_WEIGHTS}, "
-    f"Tensor? old_logprobs, Tensor? ref_logprobs, {_OBJECTIVE}"
-)
-# Linear forms: hidden [N, H], per-token tensors [N]; an absent chunk size is chosen.
+# Linear forms: hidden [N, H], per-token tensors and constants [N]; an absent chunk size is chosen.
 _LINEAR = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
-    f"float lora_scale, {_LOGITS}, int? chunk_tokens, bool compact, str backend"
+    f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, str backend"
 )
 _LINEAR_GRADIENTS = (
     "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
@@ -56,22 +58,28 @@ _LINEAR_GRADIENTS = (
 
 _SCHEMAS = {
     "token_stats_fwd": (
-        f"(Tensor logits, {_LOGITS}, bool with_entropy, bool with_sum_sq_probs) -> "
-        "(Tensor logprobs, Tensor entropy, Tensor logsumexp, Tensor sum_sq_probs, "
-        "Tensor is_top1, Tensor row_max, Tensor log_sum)"
+        f"(Tensor logits, {_ROWS}, bool with_entropy, bool with_sum_sq_probs) -> "
+        f"({_declared(RowStats)})"
     ),
     "token_stats_bwd": f"(Tensor logits, {_STATS_BACKWARD}) -> Tensor",
     "token_stats_bwd_": f"(Tensor(a!) logits, {_STATS_BACKWARD}) -> ()",
+    # The weight of a valid token of each sequence, [S], and, where the mask is not bool or
+    # token_ids are given, which tokens are valid: bool, the shape of the mask (else empty).
+    "sequence_weights": (
+        "(Tensor mask, Tensor? token_ids, int ignore_index, Tensor? cu_seqlens, "
+        f"{_declared(AggregationArguments)}) -> (Tensor weights, Tensor active)"
+    ),
     "logits_policy_loss_fwd": (
-        f"(Tensor logits, {_ONE_PASS}) -> (Tensor logprobs, Tensor entropy, Tensor grad_logits)"
+        f"(Tensor logits, {_ROWS}, {_LOSS}) -> "
+        "(Tensor logprobs, Tensor entropy, Tensor grad_logits)"
     ),
     "logits_policy_loss_fwd_": (
-        f"(Tensor(a!) logits, {_ONE_PASS}) -> (Tensor logprobs, Tensor entropy)"
+        f"(Tensor(a!) logits, {_ROWS}, {_LOSS}) -> (Tensor logprobs, Tensor entropy)"
     ),
+    # slope = dL/dlogprobs and entropy_slope = dL/dentropy (empty where entropy_coef is 0)
     "policy_loss_fwd": (
-        f"(Tensor logprobs, Tensor advantages, Tensor mask, {_WEIGHTS}, Tensor? old_logprobs, "
-        "Tensor? ref_logprobs, Tensor? entropy, Tensor? cu_seqlens, int level, "
-        f"{_OBJECTIVE}) -> (Tensor loss, Tensor slope, Tensor metrics)"
+        f"(Tensor logprobs, Tensor? entropy, Tensor mask, {_LOSS}) -> "
+        "(Tensor loss, Tensor slope, Tensor entropy_slope, Tensor metrics)"
     ),
     "gae_fwd": (
         "(Tensor rewards, Tensor values, Tensor? mask, Tensor? terminated, Tensor? truncated, "
@@ -83,17 +91,13 @@ _SCHEMAS = {
         "float correction, float eps, int singleton) -> "
         "(Tensor advantages, Tensor mean, Tensor std, Tensor informative)"
     ),
-    "linear_token_stats_fwd": (
-        f"({_LINEAR}) -> (Tensor logprobs, Tensor entropy, Tensor logsumexp, "
-        "Tensor sum_sq_probs, Tensor is_top1, Tensor row_max, Tensor log_sum)"
-    ),
+    "linear_token_stats_fwd": f"({_LINEAR}) -> ({_declared(RowStats)})",
     "linear_token_stats_bwd": (
         f"({_LINEAR}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor? grad_logprobs, "
         f"Tensor? grad_entropy, Tensor? grad_logsumexp, bool[] needs) -> {_LINEAR_GRADIENTS}"
     ),
     "linear_policy_loss_fwd": (
-        f"({_LINEAR}, Tensor advantages, {_WEIGHTS}, Tensor? old_logprobs, "
-        f"Tensor? ref_logprobs, {_OBJECTIVE}, bool[] needs, bool metrics) -> "
+        f"({_LINEAR}, {_LOSS}, bool[] needs, bool metrics) -> "
         f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),
     # Which vector code the CPU kernels use here: avx512, avx2 or plain.
@@ -101,20 +105,21 @@ _SCHEMAS = {
     # Whether the CPU multiplies bfloat16 on matrix tiles (AMX); then out (+)= a b with sums in
     # float32, b in bfloat16, a in bfloat16 or in float32 taken as the sum of two bfloat16.
     "has_matrix_tiles": "() -> bool",
-    # Ask for large pages under a new tensor on the CPU that nobody has written to yet.
-    "large_pages_": "(Tensor(a!) tensor) -> ()",
+    # Ask for huge pages under a new tensor on the CPU that nobody has written to yet.
+    "huge_pages_": "(Tensor(a!) tensor) -> ()",
     "mixed_matmul_": "(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()",
     # For the tests: the scalar objective of the C++ header, point by point in float64.
     "objective_eval": (
         "(Tensor logprobs, Tensor log_ratio, Tensor advantages, Tensor ref_minus_logprob, "
-        f"{_OBJECTIVE}) -> (Tensor loss, Tensor slope, Tensor clip, Tensor kl, Tensor kl_slope)"
+        f"{_declared(ObjectiveArguments)}) -> "
+        "(Tensor loss, Tensor slope, Tensor clip, Tensor kl, Tensor kl_slope)"
     ),
 }
 
-#: Where the operators of each compiled backend stand. The loops of the linear forms, which take
-#: the backend of their chunks as an argument, stand in the first alone.
+#: The namespace of each compiled backend. The loops of the linear forms, which take the backend of
+#: their chunks as an argument, are in the first alone.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
-_ONLY_ONCE = ("linear_", "cpu_", "has_", "large_", "mixed_", "objective_eval")
+_ONLY_ONCE = ("linear_", "cpu_", "has_", "huge_", "mixed_", "objective_eval")
 
 
 def operators(backend: str) -> Any:
@@ -148,10 +153,26 @@ def _per_token(like: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(like.shape, dtype=dtype) for dtype in dtypes)
 
 
+def _stats(like: Tensor, dtype: torch.dtype) -> RowStats:
+    floats = RowStats._make(_per_token(like, *[dtype] * len(RowStats._fields)))
+    return floats._replace(is_top1=like.new_empty(like.shape, dtype=torch.bool))
+
+
 @_fake("token_stats_fwd")
 def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
-    f32 = torch.float32
-    return _per_token(token_ids, f32, f32, f32, f32, torch.bool, f32, f32)
+    return tuple(_stats(token_ids, torch.float32))
+
+
+@_fake("sequence_weights")
+def _(
+    mask: Tensor, token_ids: Tensor | None, ignore_index: int, cu_seqlens: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    count = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    merged = token_ids is not None or mask.dtype != torch.bool
+    return (
+        mask.new_empty(count, dtype=torch.float32),
+        mask.new_empty(mask.shape if merged else (0,), dtype=torch.bool),
+    )
 
 
 @_fake("token_stats_bwd")
@@ -176,15 +197,17 @@ def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
 
 
 @_fake("policy_loss_fwd")
-def _(logprobs: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(logprobs: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    coefficients = Coefficients._make(cast("list[float]", others[-1]))
     return (
         logprobs.new_empty(()),
         logprobs.new_empty(logprobs.shape),
+        logprobs.new_empty(logprobs.shape if coefficients.entropy_coef else (0,)),
         logprobs.new_empty((len(METRICS),)),
     )
 
 
-@_fake("large_pages_")
+@_fake("huge_pages_")
 @_fake("mixed_matmul_")
 def _(*_: object) -> None:
     return None
@@ -243,8 +266,7 @@ def _(
     token_ids: Tensor,
     *_: object,
 ) -> tuple[Tensor, ...]:
-    real = arithmetic_dtype(hidden, weight)
-    return _per_token(token_ids, real, real, real, real, torch.bool, real, real)
+    return tuple(_stats(token_ids, arithmetic_dtype(hidden, weight)))
 
 
 @_fake("linear_token_stats_bwd")

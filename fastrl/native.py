@@ -27,10 +27,10 @@ def has_matrix_tiles() -> bool:
 def new_large(
     like: torch.Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a new tensor whose size is a reason to take care; its contents are arbitrary."""
+    """Return an uninitialised tensor; on a CPU, request huge pages for it."""
     tensor = like.new_empty(shape, dtype=dtype)
     if missing is None and tensor.device.type == "cpu":
-        torch.ops.fastrl.large_pages_(tensor)
+        torch.ops.fastrl.huge_pages_(tensor)
     return tensor
 
 

@@ -101,9 +101,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if loss_type == "dr_grpo":
             fields["length_norm"] = max_completion_length
         if loss_type == "cispo":
-            fields |= {"ratio": "cispo", "clip_low": 1.0, "clip_high": epsilon_high - 1}
+            fields |= {"surrogate": "cispo", "clip_low": 1.0, "clip_high": epsilon_high - 1}
         elif loss_type == "sapo":
-            fields["ratio"] = "sapo"
+            fields["surrogate"] = "sapo"
             fields["sapo_temperature_pos"] = sapo_temperature_pos
             fields["sapo_temperature_neg"] = sapo_temperature_neg
         else:
@@ -254,9 +254,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             log_ratio = of_sequences[:, None].expand(logprobs.shape)
         ratio, o, rises = log_ratio.exp(), self.objective, advantages[:, None] > 0
         clipped = rises & (ratio > 1 + o.clip_high)
-        if o.ratio == "ppo_clip":
+        if o.surrogate == "ppo_clip":
             clipped |= (advantages[:, None] < 0) & (ratio < 1 - o.clip_low)
-        elif o.ratio == "sapo":
+        elif o.surrogate == "sapo":
             clipped = torch.zeros_like(clipped)
         clip_ratio = fastrl.masked_mean(clipped.to(logprobs.dtype), mask)
         if not self.beta:

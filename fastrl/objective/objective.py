@@ -1,7 +1,7 @@
-"""The loss family: an `Objective` picks a ratio, a level, a KL estimator and an aggregation.
+"""The loss family: an `Objective` picks a surrogate, a level, a KL estimator and an aggregation.
 
-A loss of the literature is a row that picks from these lists; `presets.py` holds the named ones.
-The scalar formulas stand in `fastrl/reference/objectives.py`.
+A loss of the literature is a choice from these lists; `presets.py` holds the named ones. The scalar
+formulas are in `fastrl/reference/objectives.py`.
 """
 
 from __future__ import annotations
@@ -15,44 +15,40 @@ from typing import Any, Literal, cast, get_args
 from torch import Tensor
 
 from fastrl.checks import flag, number, one_of, positive
-from fastrl.objective.presets import Convention, Preset, preset_fields, values_of
+from fastrl.contract import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    KL_GRADIENTS,
+    LEVELS,
+    SURROGATES,
+    Aggregation,
+    Coefficients,
+    KlEstimator,
+    KlGradient,
+    Level,
+    ObjectiveArguments,
+    Surrogate,
+)
+from fastrl.objective.presets import PRESETS, Convention, Preset, preset_fields, values_of
 from fastrl.objective.rollout_correction import RolloutCorrection
 
-Ratio = Literal["ppo_clip", "cispo", "sapo", "gmpo", "reinforce"]
-Level = Literal["token", "sequence", "sequence-token"]
-KlEstimator = Literal["k1", "k2", "k3", "abs"]
-KlGradient = Literal["exact", "straight-through", "bias-corrected"]
 RolloutWeighs = Literal["policy-and-kl", "policy"]
-Aggregation = Literal[
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "token-sum",
-    "prompt-mean",
-]
 #: (logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token
 TokenLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-
-RATIOS: tuple[str, ...] = get_args(Ratio)
-LEVELS: tuple[str, ...] = get_args(Level)
-KL_ESTIMATORS: tuple[str, ...] = get_args(KlEstimator)
-KL_GRADIENTS: tuple[str, ...] = get_args(KlGradient)
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 _NUMBERS = {
     **dict.fromkeys(("off_policy_threshold", "dual_clip", "delta", "entropy_coef"), number),
     **dict.fromkeys(("top_entropy_quantile", "kl_clamp", "length_norm"), positive),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), positive),
 }
-#: The ratios that look at a field, ...
+#: The surrogates that use a field, ...
 _USED_BY = {
     **dict.fromkeys(("clip_low", "clip_high"), ("ppo_clip", "cispo", "gmpo")),
     **dict.fromkeys(("dual_clip", "delta"), ("ppo_clip",)),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
     "log_ratio_clamp": ("ppo_clip", "cispo", "sapo", "gmpo"),
 }
-#: ... and the field without which another has nothing to act on.
+#: ... and the field without which another has no effect.
 _NEEDS = {
     **dict.fromkeys(("kl_estimator", "kl_clamp", "kl_gradient", "kl_aggregation"), "kl_coef"),
     "entropy_aggregation": "entropy_coef",
@@ -66,7 +62,7 @@ class Objective:
 
     With `log r = logprobs - old_logprobs` (or its mean over the sequence) and `A` the advantage:
 
-    | ratio | loss of a token `f` | gradient `df/dlogprob` |
+    | surrogate | loss of a token `f` | gradient `df/dlogprob` |
     | --- | --- | --- |
     | `ppo_clip` | `-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`, for `A < 0` at most `-dual_clip A` | `-r A`, 0 where clipped |
     | `cispo` | `-sg[clip(r, 1-clip_low, 1+clip_high)] A logprob` | `-clip(r) A` |
@@ -87,11 +83,11 @@ class Objective:
     | kl_gradient | KL term of a token, `k` by `kl_estimator` | its gradient |
     | --- | --- | --- |
     | `exact` | `k` | `dk/dlogprob` |
-    | `straight-through` | `k` | that of `k2`, the unbiased one (verl's `k3+` and kin) |
+    | `straight-through` | `k` | that of `k2`, the unbiased one (as verl's `k3+`) |
     | `bias-corrected` | `r k`, both logs within 40 | `r dk/dlogprob + k dr/dlogprob` (DeepSeek-V3.2) |
 
     Attributes:
-        ratio: the row of the table, or a function of per-token tensors.
+        surrogate: the row of the table, or a function of per-token tensors.
         level: `"token"`, `"sequence"` for one ratio per sequence (GSPO), or `"sequence-token"`.
         clip_low: distance of the lower bound from 1 (`gmpo`: from 0, on the log ratio).
         clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio).
@@ -121,8 +117,8 @@ class Objective:
         top_entropy_quantile: the share of tokens, those of the highest entropy, that keep policy
             term and entropy bonus; the others keep the KL alone (arXiv 2506.01939). A token whose
             entropy is NaN keeps both.
-        convention: whose preset this is. What that trainer has for a KL, an entropy bonus or a
-            rollout correction may stand here while there is none; else it raises.
+        convention: whose preset this is. Fields that this trainer sets for the KL, the entropy bonus
+            or the rollout correction are accepted while that term is off; others raise.
 
     Raises:
         ValueError: a field has no such value, or would have no effect beside the others.
@@ -136,7 +132,7 @@ class Objective:
         'sequence'
     """  # noqa: E501
 
-    ratio: Ratio | TokenLoss = "ppo_clip"
+    surrogate: Surrogate | TokenLoss = "ppo_clip"
     level: Level = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -162,8 +158,8 @@ class Objective:
     convention: Convention = "fastrl"
 
     def __post_init__(self) -> None:
-        if not callable(self.ratio):
-            one_of("ratio", self.ratio, RATIOS)
+        if not callable(self.surrogate):
+            one_of("surrogate", self.surrogate, SURROGATES)
         one_of("level", self.level, LEVELS)
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         one_of("kl_gradient", self.kl_gradient, KL_GRADIENTS)
@@ -180,10 +176,10 @@ class Objective:
             check, value = _NUMBERS.get(field.name), getattr(self, field.name)
             if check and not (value is None and field.default is None):
                 keep(self, field.name, check(field.name, value))
-        farthest = 1.0 if self.ratio == "ppo_clip" else None
+        farthest = 1.0 if self.surrogate == "ppo_clip" else None
         keep(self, "clip_low", number("clip_low", self.clip_low, low=0.0, high=farthest))
         # a weight may be capped below 1, and then only has to leave room above its lower bound
-        nearest = -self.clip_low if self.ratio == "cispo" else 0.0
+        nearest = -self.clip_low if self.surrogate == "cispo" else 0.0
         keep(self, "clip_high", number("clip_high", self.clip_high, low=nearest))
         keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
         keep(self, "log_ratio_clamp", _log_ratio_clamp(self.log_ratio_clamp))
@@ -207,21 +203,24 @@ class Objective:
         if self.rollout_correction == ():
             raise ValueError("rollout_correction must hold at least one, or be None; got ()")
         self._refuse_what_has_no_effect()
+        keep(self, "_arguments", self._as_arguments())
 
     def _refuse_what_has_no_effect(self) -> None:
-        ratio = "a function" if callable(self.ratio) else self.ratio
-        if ratio == "gmpo" and self.level != "sequence":
-            raise ValueError(f"level must be 'sequence' with ratio gmpo, got {self.level!r}")
-        if ratio in ("a function", "reinforce") and self.level != "token":
-            raise ValueError(f"level must be 'token' with ratio {ratio}, got {self.level!r}")
-        if ratio == "gmpo" and self.kl_gradient == "bias-corrected":
+        surrogate = "a function" if callable(self.surrogate) else self.surrogate
+        if surrogate == "gmpo" and self.level != "sequence":
+            raise ValueError(f"level must be 'sequence' with surrogate gmpo, got {self.level!r}")
+        if surrogate in ("a function", "reinforce") and self.level != "token":
             raise ValueError(
-                "kl_gradient must not be 'bias-corrected' with ratio gmpo: its ratio is no "
+                f"level must be 'token' with surrogate {surrogate}, got {self.level!r}"
+            )
+        if surrogate == "gmpo" and self.kl_gradient == "bias-corrected":
+            raise ValueError(
+                "kl_gradient must not be 'bias-corrected' with surrogate gmpo: its ratio is no "
                 "importance weight"
             )
-        if ratio == "gmpo" and self.top_entropy_quantile < 1:
+        if surrogate == "gmpo" and self.top_entropy_quantile < 1:
             raise ValueError(
-                "top_entropy_quantile must be 1 with ratio gmpo, whose tokens share one ratio, "
+                "top_entropy_quantile must be 1 with surrogate gmpo, whose tokens share one ratio, "
                 f"got {self.top_entropy_quantile}"
             )
         aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
@@ -240,9 +239,9 @@ class Objective:
             if value == field.default:
                 continue
             users, needed = _USED_BY.get(field.name), _NEEDS.get(field.name)
-            if users and ratio not in users:
+            if users and surrogate not in users:
                 raise ValueError(
-                    f"{field.name} has no effect with ratio {ratio}; "
+                    f"{field.name} has no effect with surrogate {surrogate}; "
                     f"it is used by {', '.join(users)}"
                 )
             if needed is None or getattr(self, needed):
@@ -255,12 +254,26 @@ class Objective:
                 )
 
     @property
-    def log_ratio_bounds(self) -> tuple[float, float]:
-        """How far below and above 0 the log-ratio may go, both positive."""
+    def arguments(self) -> ObjectiveArguments:
+        """The objective as the operators take it, but for a function as surrogate."""
+        return self._arguments  # type: ignore[attr-defined,no-any-return]
+
+    def _as_arguments(self) -> ObjectiveArguments:
         clamp = self.log_ratio_clamp
-        if clamp is None:
-            return inf, inf
-        return (-clamp[0], clamp[1]) if isinstance(clamp, tuple) else (clamp, clamp)
+        low, high = clamp if isinstance(clamp, tuple) else (-(clamp or inf), clamp or inf)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields |= {"log_ratio_low": -low, "log_ratio_high": high}
+        surrogate = self.surrogate
+        return ObjectiveArguments(
+            surrogate=0 if callable(surrogate) else SURROGATES.index(surrogate),
+            level=LEVELS.index(self.level),
+            kl_estimator=KL_ESTIMATORS.index(self.kl_estimator),
+            kl_gradient=KL_GRADIENTS.index(self.kl_gradient),
+            coefficients=Coefficients._make(
+                inf if fields[name] is None else float(fields[name])
+                for name in Coefficients._fields
+            ),
+        )
 
     @property
     def rollout_corrections(self) -> tuple[RolloutCorrection, ...]:
@@ -348,10 +361,15 @@ def as_objective(objective: object) -> Objective:
     if isinstance(objective, Objective):
         return objective
     if isinstance(objective, str):
-        return Objective.preset(cast("Preset", objective))
+        named = _NAMED.get(objective)
+        return Objective.preset(cast("Preset", objective)) if named is None else named
     if callable(objective):
-        return Objective(ratio=objective)
+        return Objective(surrogate=objective)
     raise TypeError(
         "objective must be an Objective, a preset's name or a function, "
         f"got {type(objective).__name__}"
     )
+
+
+#: The presets as the papers have them, built once: a call that names one need not check it again.
+_NAMED = {name: Objective.preset(cast("Preset", name)) for name in PRESETS}

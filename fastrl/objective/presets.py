@@ -24,7 +24,7 @@ Convention = Literal["fastrl", "trl", "verl", "openrlhf"]
 Fields = dict[str, Any]
 
 _SEQUENCE_RATIO: Fields = {"level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
-_GEOMETRIC: Fields = {"ratio": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
+_GEOMETRIC: Fields = {"surrogate": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
 
 #: As the papers have them.
 PRESETS: dict[str, Fields] = {
@@ -35,10 +35,10 @@ PRESETS: dict[str, Fields] = {
     "dapo": {"clip_high": 0.28, "aggregation": "token-mean"},
     "gspo": {**_SEQUENCE_RATIO, "aggregation": "seq-mean-token-mean"},
     "gmpo": {**_GEOMETRIC, "aggregation": "seq-mean-token-mean"},
-    "cispo": {"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
-    "sapo": {"ratio": "sapo", "aggregation": "seq-mean-token-mean"},
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
+    "sapo": {"surrogate": "sapo", "aggregation": "seq-mean-token-mean"},
     "luspo": {**_SEQUENCE_RATIO, "aggregation": "seq-mean-token-sum"},
-    "reinforce": {"ratio": "reinforce", "aggregation": "token-mean"},
+    "reinforce": {"surrogate": "reinforce", "aggregation": "token-mean"},
 }
 
 

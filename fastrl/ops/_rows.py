@@ -1,8 +1,6 @@
-"""Rows of logits as every backend takes them: `[B, T, V]`, checked, masked rows marked."""
+"""Rows of logits or hidden states as every backend takes them: checked, `[B, T]` and more."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,39 +13,18 @@ from fastrl.checks import (
     on_device,
     positive,
     saveable,
+    unread_mask,
     whole,
 )
+from fastrl.contract import RowArguments
 
 #: The largest of temperature, logit_scale, logit_softcap and their quotients, and the reciprocal of
 #: the smallest: float32 holds them, and the exponents of logits up to 1e8.
 _STEEPEST = 1e30
 
 
-class Rows(NamedTuple):
-    """What the token functions share; `temperature` is a float or a tensor `[B, T]`."""
-
-    logits: Tensor
-    token_ids: Tensor
-    active: Tensor
-    temperature: float | Tensor
-    logit_scale: float
-    logit_softcap: float | None
-
-    def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None, float, float, float]:
-        """Return token_ids, active, temperatures, temperature, logit_scale, logit_softcap."""
-        per_row = isinstance(self.temperature, Tensor)
-        return (
-            self.token_ids.contiguous(),
-            self.active.contiguous(),
-            self.temperature if per_row else None,
-            1.0 if per_row else self.temperature,
-            self.logit_scale,
-            self.logit_softcap or 0.0,
-        )  # type: ignore[return-value]
-
-
 def as_rows(
-    logits: object,
+    inputs: object,
     token_ids: object,
     mask: object,
     temperature: object,
@@ -57,12 +34,13 @@ def as_rows(
     *,
     name: str = "logits",
     vocabulary: int | None = None,
-) -> Rows:
-    """Check the arguments of a token function and bring them to `[B, T, V]` without a copy.
+) -> tuple[Tensor, RowArguments]:
+    """Check logits and what accompanies them; return both as `[B, T, V]` and `[B, T]`, not copied.
 
-    The linear forms pass hidden states as `logits`, say so in `name`, and give the vocabulary.
+    The linear forms pass hidden states, say so in `name`, and give the vocabulary. What mask and
+    token_ids hold is for the kernels to check, or for `active_rows`.
     """
-    x = floating(name, logits)
+    x = floating(name, inputs)
     ids = integer("token_ids", token_ids).to(torch.int64)
     if ids.dim() not in (1, 2):
         raise ValueError(f"token_ids must have shape [B, T] or [N], got {tuple(ids.shape)}")
@@ -75,22 +53,48 @@ def as_rows(
     if vocabulary == 0:
         raise ValueError(f"{name} must have a vocabulary of at least 1, got {tuple(x.shape)}")
     on_device("token_ids", ids, x, name)
-    active = ids != whole("ignore_index", ignore_index)
-    if mask is not None:
-        active = active & as_mask("mask", mask, ids, "token_ids")
+    ignored = whole("ignore_index", ignore_index)
+    given = None if mask is None else unread_mask("mask", mask, ids, "token_ids")
     scale = _moderate("logit_scale", logit_scale, {})
     scales = {"logit_scale": scale}
-    softcap = None
+    softcap = 0.0
     if logit_softcap is not None:
         softcap = scales["logit_softcap"] = _moderate("logit_softcap", logit_softcap, scales)
-    heat = _temperature(temperature, ids, active, x.dtype, scales)
-    if can_read(ids):
-        _refuse_ids_outside(ids, active, vocabulary)
-    ids, active = saveable(ids), saveable(active)
     if ids.dim() == 1:
-        x, ids, active = x[None], ids[None], active[None]
-        heat = heat[None] if isinstance(heat, Tensor) else heat
-    return Rows(x, ids, active, heat, scale, softcap)
+        x, ids, given = x[None], ids[None], None if given is None else given[None]
+        if isinstance(temperature, Tensor) and temperature.dim() == 1:
+            temperature = temperature[None]
+    packed = ids.shape[0] == 1 and integer("token_ids", token_ids).dim() == 1
+    rows = RowArguments(
+        token_ids=saveable(ids.contiguous()),
+        mask=None if given is None else saveable(given.contiguous()),
+        ignore_index=ignored,
+        temperatures=None,
+        temperature=1.0,
+        logit_scale=scale,
+        logit_softcap=softcap,
+    )
+    if not isinstance(temperature, Tensor):
+        return x, rows._replace(temperature=_moderate("temperature", temperature, scales))
+    heat = _temperatures(temperature, rows, x.dtype, scales, packed=packed)
+    return x, rows._replace(temperatures=heat)
+
+
+def active_rows(rows: RowArguments, vocabulary: int) -> Tensor:
+    """Return which rows count, bool `[B, T]`; check mask and ids where that costs nothing."""
+    active = rows.token_ids != rows.ignore_index
+    if rows.mask is not None:
+        active = active & as_mask("mask", rows.mask, rows.token_ids, "token_ids")
+    if can_read(rows.token_ids):
+        bad = active & ((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
+        if bool(bad.any()):
+            where = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"token_ids must lie in [0, {vocabulary}) or be ignore_index, "
+                f"got {int(rows.token_ids[where])} at "
+                f"{where if rows.token_ids.shape[0] > 1 else where[1]}"
+            )
+    return active
 
 
 def _moderate(name: str, value: object, beside: dict[str, float]) -> float:
@@ -111,28 +115,31 @@ def _bounds(beside: dict[str, float]) -> tuple[float, float]:
     return max(others) / _STEEPEST, min(others) * _STEEPEST
 
 
-def _temperature(
-    temperature: object, ids: Tensor, active: Tensor, dtype: torch.dtype, scales: dict[str, float]
-) -> float | Tensor:
-    if not isinstance(temperature, Tensor):
-        return _moderate("temperature", temperature, scales)
-    heat = floating("temperature", temperature)
-    on_device("temperature", heat, ids, "token_ids")
+def _temperatures(
+    heat: Tensor, rows: RowArguments, dtype: torch.dtype, scales: dict[str, float], *, packed: bool
+) -> Tensor:
+    """Return a temperature per row, `[B, T]`."""
+    floating("temperature", heat)
+    shape = tuple(rows.token_ids.shape)
+    on_device("temperature", heat, rows.token_ids, "token_ids")
     if heat.requires_grad:
         raise ValueError("temperature must not require a gradient: it has none")
-    allowed: list[tuple[int, ...]] = [tuple(ids.shape), ()]
-    if ids.dim() == 2:
-        allowed += [(ids.shape[0],), (ids.shape[0], 1)]
+    allowed: list[tuple[int, ...]] = [shape, ()]
+    allowed += [] if packed else [shape[:1], (shape[0], 1)]
     if tuple(heat.shape) not in allowed:
+        takes, came = allowed, tuple(heat.shape)
+        if packed:
+            takes, came = [shape[1:], ()], came[1:] if came[:1] == (1,) else came
         raise ValueError(
-            f"temperature must be a float or have one of the shapes {allowed}, "
-            f"got {tuple(heat.shape)}"
+            f"temperature must be a float or have one of the shapes {takes}, got {came}"
         )
-    if ids.dim() == 2 and heat.dim() == 1:
-        heat = heat[:, None]
+    heat = heat[:, None] if heat.dim() == 1 else heat
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    heat = saveable(heat.to(real).expand(ids.shape).contiguous())
+    heat = saveable(heat.to(real).expand(shape).contiguous())
     if can_read(heat):
+        active = rows.token_ids != rows.ignore_index
+        if rows.mask is not None:
+            active = active & (rows.mask != 0)
         bad = active & ~((heat > 0) & heat.isfinite())
         if bool(bad.any()):
             raise ValueError(f"temperature must be above 0 and finite, got {float(heat[bad][0])}")
@@ -141,16 +148,6 @@ def _temperature(
         if bool(steep.any()):
             _moderate("temperature", float(heat[steep][0]), scales)
     return heat
-
-
-def _refuse_ids_outside(ids: Tensor, active: Tensor, vocabulary: int) -> None:
-    bad = active & ((ids < 0) | (ids >= vocabulary))
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(
-            f"token_ids must lie in [0, {vocabulary}) or be ignore_index, "
-            f"got {int(ids[where])} at {where if len(where) > 1 else where[0]}"
-        )
 
 
 def refuse_unsafe_inplace(name: str, logits: Tensor) -> None:

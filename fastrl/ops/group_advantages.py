@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,17 +10,10 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import Backend, resolve
 from fastrl.checks import floating, integer, number, one_of, same_shape
+from fastrl.contract import BASELINES, SCALES, SINGLETONS, Baseline, Scale, Singleton
 from fastrl.library import operators
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, Convention
 from fastrl.ops.token_weights import check_group_size
-
-Baseline = Literal["mean", "leave_one_out", "none"]
-Scale = Literal["group", "batch", "none"]
-Singleton = Literal["zero", "raw"]
-
-BASELINES: tuple[str, ...] = get_args(Baseline)
-SCALES: tuple[str, ...] = get_args(Scale)
-SINGLETONS: tuple[str, ...] = get_args(Singleton)
 
 
 class GroupAdvantages(NamedTuple):

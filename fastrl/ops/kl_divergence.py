@@ -10,7 +10,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import Backend, torch_only
 from fastrl.checks import floating, one_of, positive, same_shape
-from fastrl.objective import KL_ESTIMATORS, KlEstimator
+from fastrl.contract import KL_ESTIMATORS, KlEstimator
 
 
 def kl_divergence(

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fastrl import reference
 from fastrl.backend import Backend
 from fastrl.checks import flag, tensor
-from fastrl.objective import Objective, TokenLoss
+from fastrl.contract import RowArguments
+from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._linear.passes import LinearCall, linear_loss_pass
-from fastrl.ops._loss.term_weights import Normalizer, TermWeights
-from fastrl.ops._rows import Rows
+from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unable
+from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments, weighed_tokens
+from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.linear_token_stats import (
     ChunkOptions,
     Lora,
     chunk_options,
-    flat_hidden,
     linear_inputs,
     stats_of_hidden,
-    token_rows,
 )
-from fastrl.ops.policy_loss import (
-    LossInputs,
-    PolicyLoss,
-    evaluate,
-    loss_inputs,
-    loss_of_logprobs,
-    named_metrics,
-)
-from fastrl.reference import Sequences
+from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.tracing import is_traced
 
 
@@ -95,7 +84,7 @@ def linear_policy_loss(
         ref_logprobs: as in `policy_loss`.
         rollout_logprobs: as in `policy_loss`.
         policy_weights: as in `policy_loss`.
-        objective: as in `policy_loss`; a function of one's own sees the tokens of one chunk at a
+        objective: as in `policy_loss`; a Python function sees the tokens of one chunk at a
             time, `[1, C]`, so it has to treat each token by itself.
         normalizer: as in `policy_loss`.
         group_size: as in `token_weights`.
@@ -123,7 +112,7 @@ def linear_policy_loss(
         >>> weight.grad[:, 0]  # -A (onehot - p) / tokens, summed over the two tokens
         tensor([-0.2500,  0.2500,  0.2500, -0.2500])
     """
-    rows, head = linear_inputs(
+    states, rows, head = linear_inputs(
         hidden,
         weight,
         token_ids,
@@ -135,125 +124,81 @@ def linear_policy_loss(
         logit_softcap,
         ignore_index,
     )
+    chosen = as_objective(objective)
+    able = unable(chosen)
+    options = chunk_options(chunk_tokens, compact, backend, head, able)
+    assert rows.mask is not None
     inputs = loss_inputs(
         token_ids,
-        rows.active.reshape(token_ids.shape),
+        rows.mask.reshape(token_ids.shape),
         advantages,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs,
         policy_weights=policy_weights,
-        objective=objective,
+        objective=chosen,
         normalizer=normalizer,
         group_size=group_size,
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
         dtype=head.dtype,
+        backend="reference" if able else options.backend,
     )
-    options = chunk_options(chunk_tokens, compact, backend, head, inputs.unable())
     flag("metrics", metrics)
-    scoring = "reference" if inputs.unable() else options.backend
     # a loop over chunks in Python would be cut to the values of one call
-    unrolled = callable(inputs.objective.ratio) and is_traced(rows.logits)
-    if in_one_pass(inputs) and not unrolled:
-        result, _, _ = one_pass(rows, head, inputs, options, scoring, metrics=metrics)
+    unrolled = callable(chosen.surrogate) and is_traced(states)
+    if inputs.known() and not unrolled:
+        result = _one_pass(states, rows, head, inputs, options, token_ids.shape, metrics=metrics)
     else:
-        logprobs, entropy, *_ = stats_of_hidden(rows, head, options)
-        result = loss_of_logprobs(logprobs, entropy, inputs, scoring)
-    return result if metrics else PolicyLoss(result.loss, {})
+        logprobs, entropy, *_ = stats_of_hidden(states, rows, head, options)
+        shape = inputs.active.shape
+        result = loss_of_logprobs(
+            logprobs.reshape(shape), entropy.reshape(shape), inputs, token_ids.shape
+        )
+    return result if metrics else result._replace(metrics={})
 
 
-def in_one_pass(inputs: LossInputs) -> bool:
-    """Say whether a row's slope is known once its own log-probability is."""
-    return inputs.objective.level == "token" and not inputs.weighing.wait()
-
-
-def one_pass(
-    rows: Rows,
+def _one_pass(
+    hidden: Tensor,
+    rows: RowArguments,
     head: LinearHead,
     inputs: LossInputs,
     options: ChunkOptions,
-    scoring: str,
+    shape: torch.Size,
     *,
     metrics: bool,
-) -> tuple[PolicyLoss, Tensor, Tensor]:
-    """Return the loss, and the log-probabilities and entropies that it saw (no gradient)."""
-    hidden = flat_hidden(rows)
+) -> PolicyLoss:
     tensors = (hidden, *head.parameters())
     differentiable = torch.is_grad_enabled()
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
-    weights = inputs.weighing.weights(inputs.advantages, None)
-    if callable(inputs.objective.ratio):
-        found = _custom_pass(hidden, rows, head, inputs, weights, options, needs, metrics=metrics)
+    objective = inputs.objective
+    weighed = inputs.weighed(inputs.arguments.advantages, None)
+    flat = flat_arguments(weighed, inputs.active)
+    if callable(objective.surrogate):
+        call = LinearCall(*tensors, head.lora_scale, rows, *options)
+        slopes = TokenSlopes(
+            call.active(), flat, objective.arguments, objective.surrogate, inputs.backend
+        )
+        found = linear_loss_pass(call, slopes, needs, metrics=metrics)
     else:
         found = torch.ops.fastrl.linear_policy_loss_fwd(
             *(None if x is None else x.detach() for x in tensors),
             head.lora_scale,
-            *token_rows(rows),
+            *rows,
             *options,
-            inputs.advantages.reshape(-1),
-            *(_flat(of_term) for of_term in weights),
-            _flat(inputs.old_logprobs),
-            _flat(inputs.ref_logprobs),
-            *inputs.kernel_objective(),
+            *flat,
+            *objective.arguments,
             needs,
             metrics,
         )
     logprobs, entropy, *grads = found
-    shape = rows.token_ids.shape
-    logprobs, entropy = logprobs.reshape(shape), entropy.reshape(shape)
+    padded = inputs.active.shape
+    logprobs, entropy = logprobs.reshape(padded), entropy.reshape(padded)
     if not metrics:  # nobody has looked at the others: 0 times what they seem to lose can be NaN
-        inputs = inputs._replace(mask=inputs.mask & weights.counts())
-    loss, _, values = evaluate(logprobs, entropy, weights, inputs, scoring)
+        seen = inputs.active & weighed_tokens(weighed, inputs.active)
+        inputs = inputs._replace(active=seen)
+    loss, _, _, values = inputs.evaluate(logprobs, entropy, weighed)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
         loss = with_gradients(loss, [(x, grad if need else None) for x, grad, need in pairs])
-    return PolicyLoss(loss, named_metrics(values)), logprobs, entropy
-
-
-def _custom_pass(
-    hidden: Tensor,
-    rows: Rows,
-    head: LinearHead,
-    inputs: LossInputs,
-    weights: TermWeights,
-    options: ChunkOptions,
-    needs: list[bool],
-    *,
-    metrics: bool,
-) -> tuple[Tensor, ...]:
-    """The single pass with an objective that is a function of the user's own."""
-    coefficient = inputs.objective.entropy_coef
-
-    def slope_of(
-        logprobs: Tensor, entropy: Tensor, part: Tensor | slice
-    ) -> tuple[Tensor, Tensor | None]:
-        def of_part(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.reshape(-1)[part][None]
-
-        policy = weights.policy.reshape(-1)[part][None]
-        kl, of_entropy = of_part(weights.kl), of_part(weights.entropy)
-        _, slope, _ = reference.policy_loss(
-            logprobs[None],
-            inputs.advantages.reshape(-1)[part][None],
-            inputs.mask.reshape(-1)[part][None],
-            policy,
-            Sequences(None, 1),
-            inputs.objective,
-            old_logprobs=of_part(inputs.old_logprobs),
-            ref_logprobs=of_part(inputs.ref_logprobs),
-            entropy=entropy[None],
-            kl_weights=kl,
-            entropy_weights=of_entropy,
-        )
-        of_entropy = policy if of_entropy is None else of_entropy
-        return slope[0], -coefficient * of_entropy[0] if coefficient else None
-
-    shared: tuple[Any, ...] = (*head.parameters(), head.lora_scale, *token_rows(rows), *options)
-    call = LinearCall(hidden, *shared)
-    moves = weights.counts().reshape(-1)
-    return tuple(linear_loss_pass(call, moves, slope_of, needs, metrics=metrics))
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.reshape(-1)
+    return policy_loss_result(loss, values, logprobs, entropy, shape)

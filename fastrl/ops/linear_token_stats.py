@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, floating, one_of, whole
+from fastrl.contract import RowArguments, RowStats
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
-from fastrl.ops._linear.chunks import TokenRows
 from fastrl.ops._linear.head import LinearHead, as_head
-from fastrl.ops._rows import Rows, as_rows
-from fastrl.ops.token_stats import TokenStats
+from fastrl.ops._rows import active_rows, as_rows
+from fastrl.ops.token_stats import TokenStats, token_stats_result
 from fastrl.tracing import refuse_transforms
 
 Lora = tuple[Tensor, Tensor, float]
@@ -146,7 +146,7 @@ def linear_token_stats(
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
         one_of("outputs", name, TokenStats._fields)
-    rows, head = linear_inputs(
+    states, rows, head = linear_inputs(
         hidden,
         weight,
         token_ids,
@@ -159,13 +159,8 @@ def linear_token_stats(
         ignore_index,
     )
     options = chunk_options(chunk_tokens, compact, backend, head)
-    stats = stats_of_hidden(rows, head, options)
-    return TokenStats(
-        *(
-            stat.reshape(token_ids.shape) if name in outputs else None
-            for name, stat in zip(TokenStats._fields, stats, strict=True)
-        )
-    )
+    stats = stats_of_hidden(states, rows, head, options)
+    return token_stats_result(stats, outputs, token_ids.shape)
 
 
 class ChunkOptions(NamedTuple):
@@ -187,14 +182,14 @@ def linear_inputs(
     logit_scale: object,
     logit_softcap: object,
     ignore_index: object,
-) -> tuple[Rows, LinearHead]:
-    """Check what the linear forms share; the rows' `logits` are the hidden states."""
+) -> tuple[Tensor, RowArguments, LinearHead]:
+    """Check what the linear forms share; return hidden `[N, H]`, differentiable, and rows `[N]`."""
     refuse_transforms("a function of hidden states")
     states = floating("hidden", hidden)
     if states.dim() not in (2, 3) or states.shape[-1] == 0:
         raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
     head = as_head(states, weight, bias, lora)
-    rows = as_rows(
+    padded, rows = as_rows(
         states,
         token_ids,
         mask,
@@ -205,7 +200,13 @@ def linear_inputs(
         name="hidden",
         vocabulary=head.vocabulary,
     )
-    return rows, head
+    heat = rows.temperatures
+    flat = rows._replace(
+        token_ids=rows.token_ids.reshape(-1),
+        mask=active_rows(rows, head.vocabulary).reshape(-1),
+        temperatures=None if heat is None else heat.reshape(-1),
+    )
+    return padded.reshape(-1, padded.shape[-1]), flat, head
 
 
 def chunk_options(
@@ -225,24 +226,16 @@ def chunk_options(
     return ChunkOptions(chunk_tokens, flag("compact", compact), chosen)
 
 
-def token_rows(rows: Rows) -> TokenRows:
-    """Return the per-row inputs `[N]`."""
-    token_ids, active, temperatures, *scalars = rows.kernel_arguments()
-    heat = None if temperatures is None else temperatures.reshape(-1)
-    return TokenRows(token_ids.reshape(-1), active.reshape(-1), heat, *scalars)
-
-
-def flat_hidden(rows: Rows) -> Tensor:
-    """Return the hidden states `[N, H]`, differentiable."""
-    return rows.logits.reshape(-1, rows.logits.shape[-1])
-
-
-def stats_of_hidden(rows: Rows, head: LinearHead, options: ChunkOptions) -> tuple[Tensor, ...]:
-    """Return the five fields of `TokenStats`, `[B, T]`, differentiable."""
-    stats = _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
-        flat_hidden(rows), *head.parameters(), head.lora_scale, token_rows(rows), options
+def stats_of_hidden(
+    hidden: Tensor, rows: RowArguments, head: LinearHead, options: ChunkOptions
+) -> tuple[Tensor, ...]:
+    """Return the five fields of `TokenStats`, `[N]`, differentiable."""
+    return cast(
+        "tuple[Tensor, ...]",
+        _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
+            hidden, *head.parameters(), head.lora_scale, rows, options
+        ),
     )
-    return tuple(stat.reshape(rows.token_ids.shape) for stat in stats)
 
 
 class _LinearTokenStats(torch.autograd.Function):
@@ -255,33 +248,32 @@ class _LinearTokenStats(torch.autograd.Function):
         lora_a: Tensor | None,
         lora_b: Tensor | None,
         lora_scale: float,
-        rows: TokenRows,
+        rows: RowArguments,
         options: ChunkOptions,
     ) -> tuple[Tensor, ...]:
-        *stats, row_max, log_sum = torch.ops.fastrl.linear_token_stats_fwd(
-            hidden, weight, bias, lora_a, lora_b, lora_scale, *rows, *options
-        )
         parameters = (hidden, weight, bias, lora_a, lora_b)
-        save(ctx, *parameters, *rows[:3], row_max, log_sum, stats[1])
-        ctx.scalars = (lora_scale, tuple(rows[3:]), options)
-        ctx.mark_non_differentiable(stats[3], stats[4])
+        stats = RowStats._make(
+            torch.ops.fastrl.linear_token_stats_fwd(*parameters, lora_scale, *rows, *options)
+        )
+        of_rows = (rows.token_ids, rows.mask, rows.temperatures)
+        save(ctx, *parameters, *of_rows, stats.row_max, stats.log_sum, stats.entropy)
+        ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
+        ctx.lora_scale, ctx.options = lora_scale, options
+        ctx.mark_non_differentiable(stats.sum_sq_probs, stats.is_top1)
         ctx.set_materialize_grads(False)
-        return tuple(stats)
+        return stats[: len(TokenStats._fields)]
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *parameters, token_ids, active, heat, row_max, log_sum, entropy = saved(ctx)
-        lora_scale, scalars, options = ctx.scalars
+        *parameters, token_ids, mask, temperatures, row_max, log_sum, entropy = saved(ctx)
+        rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
         needs = list(ctx.needs_input_grad[:5])
         found = torch.ops.fastrl.linear_token_stats_bwd(
             *parameters,
-            lora_scale,
-            token_ids,
-            active,
-            heat,
-            *scalars,
-            *options,
+            ctx.lora_scale,
+            *rows,
+            *ctx.options,
             row_max,
             log_sum,
             entropy,

@@ -7,20 +7,19 @@ from torch import Tensor
 
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, tensor
+from fastrl.contract import RowArguments
 from fastrl.library import operators
-from fastrl.objective import Objective, TokenLoss
+from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
-from fastrl.ops._autograd.known_gradient import before_overwriting, mark_overwritten, with_gradients
-from fastrl.ops._loss.term_weights import Normalizer
-from fastrl.ops._rows import Rows, as_rows, refuse_unsafe_inplace
-from fastrl.ops.policy_loss import (
-    LossInputs,
-    PolicyLoss,
-    evaluate,
-    loss_inputs,
-    loss_of_logprobs,
-    named_metrics,
+from fastrl.ops._autograd.known_gradient import (
+    before_overwriting,
+    mark_overwritten,
+    with_gradients,
 )
+from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unable
+from fastrl.ops._loss.term_weights import Normalizer
+from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
+from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
 from fastrl.tracing import refuse_transforms
 
@@ -99,68 +98,74 @@ def logits_policy_loss(
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
     refuse_transforms("logits_policy_loss")
-    given = tensor("mask", mask)
-    rows = as_rows(logits, token_ids, given, temperature, logit_scale, logit_softcap, ignore_index)
+    padded, rows = as_rows(
+        logits,
+        token_ids,
+        tensor("mask", mask),
+        temperature,
+        logit_scale,
+        logit_softcap,
+        ignore_index,
+    )
+    chosen = as_objective(objective)
+    able = unable(chosen)
+    visiting = resolve(backend, logits.device, logits.dtype, able, partly=True)
     inputs = loss_inputs(
         token_ids,
-        rows.active.reshape(token_ids.shape),
+        mask,
         advantages,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         rollout_logprobs=rollout_logprobs,
         policy_weights=policy_weights,
-        objective=objective,
+        objective=chosen,
         normalizer=normalizer,
         group_size=group_size,
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
+        backend="reference" if able else visiting,
+        token_ids=rows.token_ids,
+        ignore_index=rows.ignore_index,
     )
+    rows = rows._replace(mask=inputs.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-    chosen = resolve(backend, logits.device, logits.dtype, inputs.unable(), partly=True)
-    if chosen != "reference" and _in_one_pass(logits, inputs):
-        return _one_pass(logits, rows, inputs, chosen, inplace=inplace)
-    logprobs, entropy, *_ = stats_of_rows(rows, chosen, with_entropy=True, inplace_backward=inplace)
-    return loss_of_logprobs(logprobs, entropy, inputs, "reference" if inputs.unable() else chosen)
+    if visiting != "reference" and _in_one_pass(logits, inputs):
+        return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
+    logprobs, entropy, *_ = stats_of_rows(
+        padded, rows, visiting, with_entropy=True, inplace_backward=inplace
+    )
+    return loss_of_logprobs(logprobs, entropy, inputs, token_ids.shape)
 
 
 def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
     """Say whether loss and gradient can come from a single visit to each row."""
-    objective = inputs.objective
     return (
         torch.is_grad_enabled()
         and logits.requires_grad
         # an fp16 gradient has to be scaled before it is rounded, so it waits for the backward
         and logits.dtype != torch.float16
-        and not callable(objective.ratio)
-        and objective.level == "token"
-        and not inputs.weighing.wait()
+        and not callable(inputs.objective.surrogate)
+        and inputs.known()
     )
 
 
 def _one_pass(
-    given: Tensor, rows: Rows, inputs: LossInputs, backend: str, *, inplace: bool
+    given: Tensor, padded: Tensor, rows: RowArguments, *, inplace: bool, inputs: LossInputs
 ) -> PolicyLoss:
-    logits = with_unit_vocabulary_stride(rows.logits)
-    weights = inputs.weighing.weights(inputs.advantages, None)
-    arguments = (
-        *rows.kernel_arguments(),
-        inputs.advantages,
-        *weights,
-        inputs.old_logprobs,
-        inputs.ref_logprobs,
-        *inputs.kernel_objective(),
-    )
-    if inplace and logits is rows.logits and not torch.compiler.is_compiling():
+    logits = with_unit_vocabulary_stride(padded)
+    weighed = inputs.weighed(inputs.arguments.advantages, None)
+    arguments = (*rows, *weighed, *inputs.objective.arguments)
+    run = operators(inputs.backend)
+    if inplace and logits is padded and not torch.compiler.is_compiling():
         taker = before_overwriting(logits)
-        logprobs, entropy = operators(backend).logits_policy_loss_fwd_(logits.detach(), *arguments)
+        logprobs, entropy = run.logits_policy_loss_fwd_(logits.detach(), *arguments)
         mark_overwritten(given)
         grad_logits = taker.detach()
     else:
         taker = logits
-        logprobs, entropy, grad_logits = operators(backend).logits_policy_loss_fwd(
-            logits.detach(), *arguments
-        )
-    loss, _, metrics = evaluate(logprobs, entropy, weights, inputs, backend)
-    return PolicyLoss(with_gradients(loss, [(taker, grad_logits)]), named_metrics(metrics))
+        logprobs, entropy, grad_logits = run.logits_policy_loss_fwd(logits.detach(), *arguments)
+    loss, _, _, metrics = inputs.evaluate(logprobs, entropy, weighed)
+    loss = with_gradients(loss, [(taker, grad_logits)])
+    return policy_loss_result(loss, metrics, logprobs, entropy, given.shape[:-1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.checks import floating, one_of
-from fastrl.library import METRICS
+from fastrl.contract import METRICS
 
 _POLICY, _MAX, _MIN, _TOKENS = (
     METRICS.index(name) for name in ("policy_loss", "ratio_max", "ratio_min", "active_tokens")

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens from logits, with entropy and kin: the primitive."""
+"""Log-probabilities of chosen tokens from logits, with entropy and other statistics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, one_of
+from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
-from fastrl.ops._rows import Rows, as_rows, refuse_unsafe_inplace
+from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
 from fastrl.tracing import refuse_transforms
 
 
@@ -115,7 +116,7 @@ def token_stats(
     inplace_backward: bool = False,
     backend: Backend = "auto",
 ) -> TokenStats:
-    """Return log-probability, entropy and kin of softmax(z) in one pass over the logits.
+    """Return log-probability, entropy and other statistics in one pass over the logits.
 
     With z as in `token_logprobs`: logprobs = log p_y, entropy H = -sum_j p_j log p_j,
     logsumexp = log sum_j exp z_j, sum_sq_probs = sum_j p_j^2, is_top1: z_y is the maximum. The
@@ -151,27 +152,34 @@ def token_stats(
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
         one_of("outputs", name, TokenStats._fields)
-    rows = as_rows(logits, token_ids, mask, temperature, logit_scale, logit_softcap, ignore_index)
+    padded, rows = as_rows(
+        logits, token_ids, mask, temperature, logit_scale, logit_softcap, ignore_index
+    )
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)
     chosen = resolve(backend, logits.device, logits.dtype)
     stats = stats_of_rows(
+        padded,
         rows,
         chosen,
         with_entropy="entropy" in outputs,
         with_sum_sq_probs="sum_sq_probs" in outputs,
         inplace_backward=inplace_backward,
     )
-    return TokenStats(
-        *(
-            stat.reshape(token_ids.shape) if name in outputs else None
-            for name, stat in zip(TokenStats._fields, stats, strict=True)
-        )
-    )
+    return token_stats_result(stats, outputs, token_ids.shape)
+
+
+def token_stats_result(
+    stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
+) -> TokenStats:
+    """Return the statistics that were asked for, in the caller's shape."""
+    named = zip(TokenStats._fields, stats, strict=True)
+    return TokenStats(*(stat.reshape(shape) if name in outputs else None for name, stat in named))
 
 
 def stats_of_rows(
-    rows: Rows,
+    logits: Tensor,
+    rows: RowArguments,
     backend: str,
     *,
     with_entropy: bool,
@@ -180,20 +188,21 @@ def stats_of_rows(
 ) -> tuple[Tensor, ...]:
     """Return the five fields of `TokenStats` `[B, T]`, differentiable, from a concrete backend."""
     if backend == "reference":
+        active = active_rows(rows, logits.shape[-1])
         return reference.token_stats(
-            rows.logits,
+            logits,
             rows.token_ids,
-            rows.active,
-            temperature=rows.temperature,
+            active,
+            temperature=rows.temperature if rows.temperatures is None else rows.temperatures,
             logit_scale=rows.logit_scale,
-            logit_softcap=rows.logit_softcap,
+            logit_softcap=rows.logit_softcap or None,
         )
     refuse_transforms(f"token_stats on the {backend} backend")
     return cast(
         "tuple[Tensor, ...]",
         _TokenStats.apply(  # type: ignore[no-untyped-call]
-            with_unit_vocabulary_stride(rows.logits),
-            *rows.kernel_arguments(),
+            with_unit_vocabulary_stride(logits),
+            rows,
             with_entropy,
             with_sum_sq_probs,
             inplace_backward,
@@ -213,35 +222,25 @@ class _TokenStats(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        token_ids: Tensor,
-        active: Tensor,
-        temperatures: Tensor | None,
-        temperature: float,
-        logit_scale: float,
-        logit_softcap: float,
+        rows: RowArguments,
         with_entropy: bool,
         with_sum_sq_probs: bool,
         inplace_backward: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        *stats, row_max, log_sum = operators(backend).token_stats_fwd(
-            logits,
-            token_ids,
-            active,
-            temperatures,
-            temperature,
-            logit_scale,
-            logit_softcap,
-            with_entropy,
-            with_sum_sq_probs,
+        stats = RowStats._make(
+            operators(backend).token_stats_fwd(logits, *rows, with_entropy, with_sum_sq_probs)
         )
-        ctx.save_for_backward(logits, token_ids, active, temperatures, row_max, log_sum, stats[1])
-        ctx.scalars = (temperature, logit_scale, logit_softcap)
+        of_rows = (rows.token_ids, rows.mask, rows.temperatures)
+        of_backward = (stats.row_max, stats.log_sum, stats.entropy)
+        ctx.save_for_backward(logits, *of_rows, *of_backward)
+        ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.inplace_backward = inplace_backward
         ctx.backend = backend
-        ctx.mark_non_differentiable(stats[3], stats[4])
+        results = stats[: len(TokenStats._fields)]
+        ctx.mark_non_differentiable(stats.sum_sq_probs, stats.is_top1)
         ctx.set_materialize_grads(False)
-        return tuple(stats)
+        return results
 
     @staticmethod
     @first_derivative_only
@@ -252,21 +251,13 @@ class _TokenStats(torch.autograd.Function):
         grad_logsumexp: Tensor | None,
         *_: None,
     ) -> tuple[Tensor | None, ...]:
-        logits, token_ids, active, temperatures, row_max, log_sum, entropy = ctx.saved_tensors
-        arguments = (
-            logits,
-            token_ids,
-            active,
-            temperatures,
-            *ctx.scalars,
-            row_max,
-            log_sum,
-            entropy,
-            *(
-                None if grad is None else grad.contiguous()
-                for grad in (grad_logprobs, grad_entropy, grad_logsumexp)
-            ),
+        logits, token_ids, mask, temperatures, *of_forward = ctx.saved_tensors
+        rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
+        grads = (
+            None if grad is None else grad.contiguous()
+            for grad in (grad_logprobs, grad_entropy, grad_logsumexp)
         )
+        arguments = (logits, *rows, *of_forward, *grads)
         if ctx.inplace_backward and not torch.compiler.is_compiling():
             operators(ctx.backend).token_stats_bwd_(*arguments)
             # whoever else saved the logits must notice that they are gone
@@ -274,4 +265,4 @@ class _TokenStats(torch.autograd.Function):
             grad_logits = logits.detach()
         else:
             grad_logits = operators(ctx.backend).token_stats_bwd(*arguments)
-        return (grad_logits, *([None] * 10))
+        return (grad_logits, *([None] * 5))

@@ -21,8 +21,9 @@ from fastrl.checks import (
     tensor,
     whole,
 )
-from fastrl.objective import AGGREGATIONS, Aggregation
-from fastrl.reference import Sequences
+from fastrl.contract import AGGREGATIONS, Aggregation, AggregationArguments
+from fastrl.library import operators
+from fastrl.reference import sequences_of
 
 
 def token_weights(
@@ -86,13 +87,9 @@ def token_weights(
     if valid.dim() not in (1, 2):
         raise ValueError(f"mask must have shape [B, T] or [N], got {tuple(valid.shape)}")
     valid = as_mask("mask", valid, valid, "mask")
-    bounds = bounds_of(valid, cu_seqlens)
-    padded = valid[None] if valid.dim() == 1 else valid
     weights = weights_of(
-        padded,
-        reference.sequences_of(padded, bounds),
-        packed=valid.dim() == 1,
-        cut=bounds is not None,
+        valid,
+        bounds_of(valid, cu_seqlens),
         aggregation=aggregation,
         normalizer=normalizer,
         length_norm=length_norm,
@@ -101,6 +98,50 @@ def token_weights(
         count_empty=flag("count_empty", count_empty),
     )
     return weights.reshape(valid.shape)
+
+
+def weights_of(
+    valid: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Tensor:
+    """Return w_t `[B, T]` (packed `[1, N]`); the options are those of `aggregation_arguments`."""
+    how = aggregation_arguments(valid, cu_seqlens, **options)
+    padded = valid[None] if valid.dim() == 1 else valid
+    check_normalizer(how, padded)
+    return reference.token_weights(padded, sequences_of(padded, cu_seqlens), how, dtype)
+
+
+def sequence_weights(
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    how: AggregationArguments,
+    backend: str,
+    *,
+    token_ids: Tensor | None = None,
+    ignore_index: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of a valid token of each sequence, `[S]`, and which tokens are valid.
+
+    The mask is `[B, T]` or `[1, N]`, 0/1 of any dtype; a token with the id `ignore_index` counts
+    as masked.
+    """
+    # groups in any order need a sort, which the kernels of a GPU do not have
+    by_torch = backend == "reference" or (backend != "cpu" and how.group_ids is not None)
+    if by_torch:
+        active = as_mask("mask", mask, mask, "mask")
+        active = active if token_ids is None else active & (token_ids != ignore_index)
+        check_normalizer(how, active)
+        sequences = sequences_of(active, cu_seqlens)
+        return reference.sequence_weights(active, sequences, how, dtype), active
+    weights, active = operators(backend).sequence_weights(
+        mask, token_ids, ignore_index, cu_seqlens, *how
+    )
+    merged = token_ids is not None or mask.dtype != torch.bool
+    return weights, active if merged else mask
 
 
 def bounds_of(tokens: Tensor, cu_seqlens: object) -> Tensor | None:
@@ -114,33 +155,28 @@ def bounds_of(tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     return sequence_bounds(cu_seqlens, tokens.shape[0], tokens)
 
 
-def weights_of(
-    mask: Tensor,
-    sequences: Sequences,
+def aggregation_arguments(
+    tokens: Tensor,
+    cu_seqlens: Tensor | None,
     *,
-    packed: bool,
-    cut: bool,
     aggregation: str,
     normalizer: object,
-    length_norm: float | None,
-    group_size: object,
-    group_ids: object,
+    length_norm: float | None = None,
+    group_size: object = None,
+    group_ids: object = None,
     count_empty: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return w_t `[B, T]`; `packed` says that the mask is one row of packed tokens, `cut` whether
-    their sequences are known.
-    """  # noqa: D205
+) -> AggregationArguments:
+    """Check how the tokens `[B, T]` or packed `[N]` are averaged."""
     one_of("aggregation", aggregation, AGGREGATIONS)
-    if packed and not cut and aggregation not in ("token-mean", "token-sum"):
+    packed = tokens.dim() == 1
+    if packed and cu_seqlens is None and aggregation not in ("token-mean", "token-sum"):
         raise ValueError(f"cu_seqlens is needed for aggregation {aggregation} of packed tokens")
     if aggregation == "seq-mean-token-sum-norm":
         if length_norm is None and packed:
             raise ValueError(
                 f"length_norm is needed for aggregation {aggregation} of packed tokens"
             )
-        width = float(max(mask.shape[1], 1))
-        length_norm = width if length_norm is None else positive("length_norm", length_norm)
+        length_norm = 0.0 if length_norm is None else positive("length_norm", length_norm)
     elif length_norm is not None:
         raise ValueError(
             f"length_norm has no effect with aggregation {aggregation}; "
@@ -151,27 +187,30 @@ def weights_of(
             f"count_empty has no effect with aggregation {aggregation}; "
             "it is used by the means over sequences"
         )
-    return reference.token_weights(
-        mask,
-        sequences,
-        aggregation=aggregation,
-        normalizer=_normalizer(normalizer, aggregation, mask, dtype),
-        length_norm=length_norm,
-        groups=_groups(group_size, group_ids, aggregation, sequences, mask),
+    count = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    number, element = _normalizer(normalizer, aggregation, tokens)
+    size, ids = _groups(group_size, group_ids, aggregation, count, tokens)
+    return AggregationArguments(
+        aggregation=AGGREGATIONS.index(aggregation),
+        normalizer=number,
+        normalizer_tensor=element,
+        length_norm=length_norm or 0.0,
         count_empty=count_empty,
-        dtype=dtype,
+        group_size=size,
+        group_ids=ids,
     )
 
 
-def _normalizer(
-    normalizer: object, aggregation: str, like: Tensor, dtype: torch.dtype
-) -> float | Tensor | None:
+def _normalizer(normalizer: object, aggregation: str, like: Tensor) -> tuple[float, Tensor | None]:
     if normalizer is None:
-        return None
+        return 0.0, None
     if aggregation == "token-sum":
         raise ValueError("normalizer has no effect with aggregation token-sum")
     if not isinstance(normalizer, Tensor):
-        return positive("normalizer", normalizer)
+        number = positive("normalizer", normalizer)
+        if isinstance(number, torch.SymFloat | torch.SymInt):  # an operator would take its value
+            return 0.0, torch.full((1,), number, device=like.device, dtype=torch.float32)
+        return number, None
     tensor("normalizer", normalizer)
     if normalizer.is_complex() or normalizer.dtype == torch.bool:
         raise TypeError(f"normalizer must be a float or a tensor of one, got {normalizer.dtype}")
@@ -180,37 +219,44 @@ def _normalizer(
             f"normalizer must be a float or have one element, got shape {tuple(normalizer.shape)}"
         )
     on_device("normalizer", normalizer, like, "mask")
+    return 0.0, normalizer.detach()
+
+
+def check_normalizer(how: AggregationArguments, active: Tensor) -> None:
+    """Raise unless the normalizer is above 0; the CPU kernels do so themselves."""
+    given = how.normalizer_tensor
     # with nothing to weigh, a count of 0 is as it should be
-    if can_read(normalizer) and not (float(normalizer) == 0 and not bool(like.any())):
-        positive("normalizer", float(normalizer))
-    return normalizer.detach().reshape(()).to(dtype)
+    if given is not None and can_read(given) and not (float(given) == 0 and not active.any()):
+        positive("normalizer", float(given))
 
 
 def _groups(
-    group_size: Any, group_ids: object, aggregation: str, sequences: Sequences, like: Tensor
-) -> Tensor | None:
+    group_size: Any, group_ids: object, aggregation: str, count: int, like: Tensor
+) -> tuple[int, Tensor | None]:
     if aggregation != "prompt-mean":
         for name, value in (("group_size", group_size), ("group_ids", group_ids)):
             if value is not None:
                 raise ValueError(
                     f"{name} has no effect with aggregation {aggregation}; it is for prompt-mean"
                 )
-        return None
+        return 0, None
     if group_ids is not None:
         if group_size is not None:
             raise ValueError("group_size and group_ids cannot both be given")
         ids = integer("group_ids", group_ids)
         on_device("group_ids", ids, like, "mask")
-        if ids.shape != (sequences.count,):
+        if ids.shape != (count,):
             raise ValueError(
-                f"group_ids must have shape ({sequences.count},), one for each sequence, "
+                f"group_ids must have shape ({count},), one for each sequence, "
                 f"got {tuple(ids.shape)}"
             )
-        return ids.to(torch.int64)
+        return 0, ids.to(torch.int64).contiguous()
     if group_size is None:
         raise ValueError("group_size or group_ids is needed for aggregation prompt-mean")
-    size = check_group_size(group_size, sequences.count, "sequences")
-    return torch.arange(sequences.count, device=like.device) // size
+    size = check_group_size(group_size, count, "sequences")
+    if isinstance(size, torch.SymInt):
+        return 0, torch.arange(count, device=like.device) // size
+    return size, None
 
 
 def check_group_size(group_size: object, count: int, of: str) -> int:

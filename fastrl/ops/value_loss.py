@@ -10,7 +10,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import Backend, torch_only
 from fastrl.checks import as_mask, one_of, per_token, positive, same_shape
-from fastrl.objective import Aggregation
+from fastrl.contract import Aggregation
 from fastrl.ops.masked import masked_mean
 from fastrl.ops.token_weights import bounds_of, weights_of
 
@@ -97,12 +97,9 @@ def value_loss(
         old = same_shape("old_values", per_token("old_values", old_values), current, "values")
         old = torch.where(valid, old.detach().to(dtype), 0.0)
     bounds = bounds_of(current, cu_seqlens)
-    padded = valid[None] if valid.dim() == 1 else valid
     weights = weights_of(
-        padded,
-        reference.sequences_of(padded, bounds),
-        packed=current.dim() == 1,
-        cut=bounds is not None,
+        valid,
+        bounds,
         aggregation=aggregation,
         normalizer=normalizer,
         length_norm=length_norm,

@@ -1,17 +1,21 @@
-"""The scalar mathematics of every objective, elementwise; autograd is the slope.
+"""The scalar mathematics of every surrogate and KL estimator, elementwise; autograd is the slope.
 
-`log_ratio = log pi(token) - log pi_old(token)`, `ratio = exp(log_ratio)`, A the advantage.
-Each objective returns `(loss, clip)`: clip is -1 where a lower bound acts, +1 where an upper
-bound acts, else 0. The same functions stand in `csrc/objectives.h` with written slopes, and the
-tests hold the two against each other point by point.
+`log_ratio = log pi(token) - log pi_old(token)`, `ratio = exp(log_ratio)`, A the advantage. Each
+surrogate takes `(logprobs, log_ratio, advantages, c)`, c the `Coefficients`, and returns
+`(loss, clip)`: clip is -1 where a lower bound acts, +1 where an upper bound acts, else 0.
+`csrc/objectives.h` has the same functions with their derivatives written out; the tests compare
+the two point by point.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 import torch
 from torch import Tensor
+
+from fastrl.contract import Coefficients
 
 #: exp(80) = 5.5e34 still fits float32; log-ratios saturate here with slope 0.
 MAX_LOG_RATIO = 80.0
@@ -52,56 +56,52 @@ def weighted_logprob(weights: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def ppo_clip(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float = inf,
-    delta: float = inf,
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
     """`-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`; A < 0: at most -dual_clip A."""
     ratio = log_ratio.exp()
-    free = hold(ratio, -inf, delta) * advantages
-    bounded = hold(ratio, 1 - clip_low, 1 + clip_high) * advantages
+    free = hold(ratio, -inf, c.delta) * advantages
+    bounded = hold(ratio, 1 - c.clip_low, 1 + c.clip_high) * advantages
     loss = -torch.where(bounded < free, bounded, free)
-    above = (bounded < free) & (advantages > 0) | (ratio > delta) & (free <= bounded)
+    above = (bounded < free) & (advantages > 0) | (ratio > c.delta) & (free <= bounded)
     above &= advantages != 0
     below = (bounded < free) & (advantages < 0)
-    if dual_clip != inf:
-        capped = (advantages < 0) & (loss > -dual_clip * advantages)
-        loss = torch.where(capped, -dual_clip * advantages, loss)
+    if c.dual_clip != inf:
+        capped = (advantages < 0) & (loss > -c.dual_clip * advantages)
+        loss = torch.where(capped, -c.dual_clip * advantages, loss)
         above, below = above | capped, below & ~capped
     return loss, above.to(torch.int8) - below.to(torch.int8)
 
 
 def cispo(
-    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
     """`-sg[clip(r, 1-clip_low, 1+clip_high)] A logprob`: every token keeps a gradient."""
+    low, high = 1 - c.clip_low, 1 + c.clip_high
     ratio = log_ratio.exp().detach()
-    above = (ratio > 1 + clip_high) & (advantages != 0)
-    below = (ratio < 1 - clip_low) & (advantages != 0)
-    loss = weighted_logprob(-hold(ratio, 1 - clip_low, 1 + clip_high) * advantages, logprobs)
+    above = (ratio > high) & (advantages != 0)
+    below = (ratio < low) & (advantages != 0)
+    loss = weighted_logprob(-hold(ratio, low, high) * advantages, logprobs)
     return loss, above.to(torch.int8) - below.to(torch.int8)
 
 
 def sapo(
-    log_ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
     """`-4/tau sigmoid(tau (r - 1)) A`: a soft gate instead of a clip."""
-    tau = torch.full_like(log_ratio, temperature_neg).masked_fill(advantages > 0, temperature_pos)
+    tau = torch.full_like(log_ratio, c.sapo_temperature_neg)
+    tau = tau.masked_fill(advantages > 0, c.sapo_temperature_pos)
     gate = torch.sigmoid(tau * torch.expm1(log_ratio)) * (4 / tau)
     return -gate * advantages, torch.zeros_like(advantages, dtype=torch.int8)
 
 
-def gmpo_log_ratio(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """The clipped token log-ratio whose sequence mean GMPO exponentiates."""
+def gmpo_log_ratio(log_ratio: Tensor, advantages: Tensor, c: Coefficients) -> tuple[Tensor, Tensor]:
+    """The clipped token log-ratio whose sequence mean GMPO exponentiates, and the clip flag."""
+    low, high = -c.clip_low, c.clip_high
     rises = advantages >= 0
-    above = rises & (log_ratio > clip_high) & (advantages != 0)
-    below = ~rises & (log_ratio < -clip_low)
-    clipped = torch.where(rises, hold(log_ratio, -inf, clip_high), hold(log_ratio, -clip_low, inf))
+    above = rises & (log_ratio > high) & (advantages != 0)
+    below = ~rises & (log_ratio < low)
+    clipped = torch.where(rises, hold(log_ratio, -inf, high), hold(log_ratio, low, inf))
     return clipped, above.to(torch.int8) - below.to(torch.int8)
 
 
@@ -110,10 +110,21 @@ def gmpo(mean_log_ratio: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * mean_log_ratio.exp()
 
 
-def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def reinforce(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
+) -> tuple[Tensor, Tensor]:
     """`-A logprob`."""
     loss = weighted_logprob(-advantages, logprobs)
     return loss, torch.zeros_like(advantages, dtype=torch.int8)
+
+
+#: The surrogates of one token; `gmpo` is one of the sequence.
+SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "ppo_clip": ppo_clip,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
 
 
 def kl_estimate(

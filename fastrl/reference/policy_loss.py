@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from math import inf
@@ -11,9 +10,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.objective import Objective
+from fastrl.contract import (
+    KL_ESTIMATORS,
+    KL_GRADIENTS,
+    LEVELS,
+    SURROGATES,
+    LossArguments,
+    Metrics,
+    ObjectiveArguments,
+)
+from fastrl.objective import TokenLoss
 from fastrl.reference import objectives
-from fastrl.reference.sequences import Sequences
+from fastrl.reference.sequences import Sequences, sequences_of
+
+
+class _Inputs(NamedTuple):
+    """Everything `[B, T]` and 0 at masked tokens, so that what they hold is inert."""
+
+    old: Tensor
+    ref: Tensor | None
+    advantages: Tensor
+    weights: Tensor
+    kl_weights: Tensor
+    mask: Tensor
+    sequences: Sequences
 
 
 class _Terms(NamedTuple):
@@ -27,71 +47,69 @@ class _Terms(NamedTuple):
 
 def policy_loss(
     logprobs: Tensor,
-    advantages: Tensor,
+    entropy: Tensor | None,
     mask: Tensor,
-    weights: Tensor,
-    sequences: Sequences,
-    objective: Objective,
-    *,
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    entropy: Tensor | None = None,
-    kl_weights: Tensor | None = None,
-    entropy_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, slope = dL/dlogprobs `[B, T]`, and the metrics in the order of the library.
+    arguments: LossArguments,
+    objective: ObjectiveArguments,
+    function: TokenLoss | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return loss, dL/dlogprobs and dL/dentropy `[B, T]` (None: 0), and the vector of `Metrics`.
 
-    L = sum_t w_t f_t + beta sum_t u_t k_t - entropy_coef sum_t v_t H_t.  Everything is `[B, T]`;
-    the weights w, u and v (by default both w) hold mask, aggregation, normalizer and what else
-    weighs each term. Masked tokens are replaced by 0 before any arithmetic, so what they hold is
-    inert.
+    L = sum_t w_t c_t f_t + beta sum_t u_t k_t - entropy_coef sum_t v_t H_t, w, u and v the
+    weights of the terms (u and v by default w) and c the policy weights. `function` takes the
+    place of the surrogate.
     """
-    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    if inference and not _transforms_in_inference_mode():
+    if _must_leave_inference_mode():
         with torch.inference_mode(False):
+            copied = LossArguments._make(map(_copy, arguments))
             return policy_loss(
-                logprobs.clone(),
-                advantages.clone(),
-                mask.clone(),
-                weights.clone(),
-                dataclasses.replace(sequences, index=_copy(sequences.index)),
-                objective,
-                old_logprobs=_copy(old_logprobs),
-                ref_logprobs=_copy(ref_logprobs),
-                entropy=_copy(entropy),
-                kl_weights=_copy(kl_weights),
-                entropy_weights=_copy(entropy_weights),
+                logprobs.clone(), _copy(entropy), mask.clone(), copied, objective, function
             )
-    kl_weights = weights if kl_weights is None else kl_weights
-    entropy_weights = weights if entropy_weights is None else entropy_weights
+    c = objective.coefficients
+    sequences = sequences_of(mask, arguments.cu_seqlens)
 
     def valid(x: Tensor) -> Tensor:
         return torch.where(mask, x, 0.0)
 
-    logprobs, advantages = valid(logprobs.detach()), valid(advantages)
-    old = logprobs if old_logprobs is None else valid(old_logprobs)
-    ref = None if ref_logprobs is None else valid(ref_logprobs)
+    def constant(x: Tensor | None) -> Tensor | None:
+        return None if x is None else valid(sequences.per_token(x, mask))
+
+    logprobs = valid(logprobs.detach())
+    old, ref = arguments.old_logprobs, arguments.ref_logprobs
+    weights, factors = constant(arguments.weights), constant(arguments.policy_weights)
+    kl_weights, entropy_weights = map(constant, (arguments.kl_weights, arguments.entropy_weights))
+    advantages = constant(arguments.advantages)
+    assert weights is not None
+    assert advantages is not None
+    of_policy = weights if factors is None else weights * factors
+    kl_weights = weights if kl_weights is None else kl_weights
+    entropy_weights = weights if entropy_weights is None else entropy_weights
     # a token of weight 0 is dropped: autograd would multiply the weight by an infinite slope
-    advantages = torch.where((weights == 0) & advantages.isinf(), advantages.sign(), advantages)
+    advantages = torch.where((of_policy == 0) & advantages.isinf(), advantages.sign(), advantages)
+    old = logprobs if old is None else valid(old)
+    ref = None if ref is None else valid(ref)
+    inputs = _Inputs(old, ref, advantages, of_policy, kl_weights, mask, sequences)
 
     def total(current: Tensor) -> tuple[Tensor, tuple[Tensor, _Terms]]:
-        terms = _terms(current, old, ref, advantages, mask, sequences, objective)
+        terms = _terms(current, inputs, objective, function)
         lost = valid(terms.policy)
-        policy = torch.where((weights == 0) & lost.isinf(), 0.0, weights * lost).sum()
+        policy = torch.where((of_policy == 0) & lost.isinf(), 0.0, of_policy * lost).sum()
         loss = policy
-        if objective.kl_coef and ref is not None:
-            loss = loss + objective.kl_coef * (kl_weights * valid(terms.kl)).sum()
+        if c.kl_coef and ref is not None:
+            loss = loss + c.kl_coef * (kl_weights * valid(terms.kl)).sum()
         return loss, (torch.stack([loss, policy]), terms)
 
     slope, (sums, terms) = _slope(total, logprobs)
     # comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one
     slope = torch.where(terms.policy.isnan(), terms.policy, slope)
-    if objective.kl_coef:
+    if c.kl_coef:
         slope = torch.where(terms.kl.isnan(), terms.kl, slope)
     slope = torch.where(mask, slope, 0.0)
-    loss, policy = sums[0], sums[1]
-    if objective.entropy_coef and entropy is not None:
-        loss = loss - objective.entropy_coef * (entropy_weights * valid(entropy)).sum()
+    loss, policy = sums[0].clone(), sums[1]
+    entropy_slope = None
+    if c.entropy_coef and entropy is not None:
+        loss = loss - c.entropy_coef * (entropy_weights * valid(entropy)).sum()
+        entropy_slope = -c.entropy_coef * entropy_weights
 
     count = mask.sum().to(loss.dtype)
 
@@ -103,25 +121,28 @@ def policy_loss(
         return torch.where(count > 0, sign * highest, 0.0)
 
     token_log_ratio = objectives.saturate(
-        objectives.difference(logprobs, old), *objective.log_ratio_bounds
+        objectives.difference(logprobs, old), c.log_ratio_low, c.log_ratio_high
     )
-    metrics = torch.stack(
-        [
-            policy,
-            mean(terms.kl),
-            mean(torch.expm1(token_log_ratio) - token_log_ratio),
-            mean(-logprobs if entropy is None else entropy),
-            mean(terms.ratio),
-            extreme(terms.ratio, 1),
-            extreme(terms.ratio, -1),
-            mean(terms.clip < 0),
-            mean(terms.clip > 0),
-            mean(terms.clip != 0),
-            count,
-            mean((slope == 0) & (entropy_weights * objective.entropy_coef == 0)),
-        ]
-    )
-    return loss, slope, metrics
+    metrics = {
+        "policy_loss": policy,
+        "kl": mean(terms.kl),
+        "kl_old": mean(torch.expm1(token_log_ratio) - token_log_ratio),
+        "entropy": mean(-logprobs if entropy is None else entropy),
+        "ratio_mean": mean(terms.ratio),
+        "ratio_max": extreme(terms.ratio, 1),
+        "ratio_min": extreme(terms.ratio, -1),
+        "clip_low": mean(terms.clip < 0),
+        "clip_high": mean(terms.clip > 0),
+        "clip_fraction": mean(terms.clip != 0),
+        "active_tokens": count,
+        "zero_grad_fraction": mean((slope == 0) & (entropy_weights * c.entropy_coef == 0)),
+    }
+    return loss, slope, entropy_slope, torch.stack([metrics[name] for name in Metrics._fields])
+
+
+def _must_leave_inference_mode() -> bool:
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return inference and not _transforms_in_inference_mode()
 
 
 @functools.cache
@@ -160,64 +181,58 @@ def _as_is(x: Tensor) -> Tensor:
 
 
 def _terms(
-    logprobs: Tensor,
-    old: Tensor,
-    ref: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    sequences: Sequences,
-    o: Objective,
+    logprobs: Tensor, inputs: _Inputs, objective: ObjectiveArguments, function: TokenLoss | None
 ) -> _Terms:
+    c, level = objective.coefficients, LEVELS[objective.level]
+    surrogate = SURROGATES[objective.surrogate]
+    old, ref, advantages, mask = inputs.old, inputs.ref, inputs.advantages, inputs.mask
+    sequences, bounds = inputs.sequences, (c.log_ratio_low, c.log_ratio_high)
     log_ratio = objectives.difference(logprobs, old)
-    if o.level != "token" and o.ratio != "gmpo":
+    if level != "token" and surrogate != "gmpo":
         log_ratio = sequences.mean(log_ratio, mask)
-    if o.level == "sequence-token":
+    if level == "sequence-token":
         # the value of the sequence's ratio, the slope of the token's own
         own = torch.where(logprobs.isfinite(), logprobs - logprobs.detach(), 0.0)
         log_ratio = log_ratio.detach() + own
     free_log_ratio = log_ratio
-    log_ratio = objectives.saturate(log_ratio, *o.log_ratio_bounds)
-    clip = torch.zeros_like(mask, dtype=torch.int8)
-    if callable(o.ratio):
-        policy = o.ratio(logprobs, old, ref, advantages)
-        if not isinstance(policy, Tensor) or policy.shape != logprobs.shape:
-            came = tuple(policy.shape) if isinstance(policy, Tensor) else type(policy).__name__
-            raise ValueError(
-                "objective must return a loss per token of the shape of logprobs "
-                f"{tuple(logprobs.shape)}, got {came}"
-            )
-        if not policy.is_floating_point():
-            raise TypeError(f"objective must return a floating-point loss, got {policy.dtype}")
-        policy = policy.to(logprobs.dtype)
-    elif o.ratio == "ppo_clip":
-        policy, clip = objectives.ppo_clip(
-            log_ratio, advantages, o.clip_low, o.clip_high, _bound(o.dual_clip), _bound(o.delta)
-        )
-    elif o.ratio == "cispo":
-        policy, clip = objectives.cispo(logprobs, log_ratio, advantages, o.clip_low, o.clip_high)
-    elif o.ratio == "sapo":
-        policy, clip = objectives.sapo(
-            log_ratio, advantages, o.sapo_temperature_pos, o.sapo_temperature_neg
-        )
-    elif o.ratio == "gmpo":
-        clipped, clip = objectives.gmpo_log_ratio(log_ratio, advantages, o.clip_low, o.clip_high)
+    log_ratio = objectives.saturate(log_ratio, *bounds)
+    if function is not None:
+        policy = _of_function(function, logprobs, old, ref, advantages)
+        clip = torch.zeros_like(mask, dtype=torch.int8)
+    elif surrogate == "gmpo":
+        clipped, clip = objectives.gmpo_log_ratio(log_ratio, advantages, c)
         log_ratio = sequences.mean(clipped, mask)
         policy = objectives.gmpo(log_ratio, advantages)
     else:
-        policy, clip = objectives.reinforce(logprobs, advantages)
+        policy, clip = objectives.SURROGATES[surrogate](logprobs, log_ratio, advantages, c)
     kl = torch.zeros_like(logprobs)
     if ref is not None:
         kl = objectives.kl_term(
             logprobs,
             ref,
             free_log_ratio,
-            o.kl_estimator,
-            o.kl_gradient,
-            _bound(o.kl_clamp),
-            o.log_ratio_bounds,
-            own=_own_ratio(mask, sequences, o.level),
+            KL_ESTIMATORS[objective.kl_estimator],
+            KL_GRADIENTS[objective.kl_gradient],
+            c.kl_clamp,
+            bounds,
+            own=_own_ratio(mask, sequences, level),
         )
     return _Terms(policy, kl, log_ratio.exp().detach(), clip)
+
+
+def _of_function(
+    function: TokenLoss, logprobs: Tensor, old: Tensor, ref: Tensor | None, advantages: Tensor
+) -> Tensor:
+    policy = function(logprobs, old, ref, advantages)
+    if not isinstance(policy, Tensor) or policy.shape != logprobs.shape:
+        came = tuple(policy.shape) if isinstance(policy, Tensor) else type(policy).__name__
+        raise ValueError(
+            "objective must return a loss per token of the shape of logprobs "
+            f"{tuple(logprobs.shape)}, got {came}"
+        )
+    if not policy.is_floating_point():
+        raise TypeError(f"objective must return a floating-point loss, got {policy.dtype}")
+    return policy.to(logprobs.dtype)
 
 
 def _own_ratio(mask: Tensor, sequences: Sequences, level: str) -> Tensor:
@@ -225,7 +240,3 @@ def _own_ratio(mask: Tensor, sequences: Sequences, level: str) -> Tensor:
     if level != "sequence":
         return mask
     return sequences.spread(sequences.total(mask.to(torch.int64)), mask) == 1
-
-
-def _bound(value: float | None) -> float:
-    return inf if value is None else value

@@ -29,6 +29,10 @@ class Sequences:
         # sorted and so deterministic on a GPU, where index_add is not
         return zeros.index_put((self.index,), flat, accumulate=True)
 
+    def per_token(self, constant: Tensor, tokens: Tensor) -> Tensor:
+        """Return a constant of the loss, `[S]` or `[B, T]`, for each token."""
+        return self.spread(constant, tokens) if constant.dim() == 1 else constant
+
     def spread(self, per_sequence: Tensor, tokens: Tensor) -> Tensor:
         """Give each token the value of its sequence: `[S]` -> the shape of `tokens`."""
         if self.index is None:

@@ -199,14 +199,14 @@ OBJECTIVE = [
     ({"delta": 1.1}, ValueError, "delta must be above 1 + clip_high = 1.2, got 1.1"),
     ({"delta": 1.2}, ValueError, "delta must be above 1 + clip_high = 1.2, got 1.2"),
     (
-        {"sapo_temperature_neg": -1, "ratio": "sapo"},
+        {"sapo_temperature_neg": -1, "surrogate": "sapo"},
         ValueError,
         "sapo_temperature_neg must be",
     ),
     ({"entropy_coef": None}, TypeError, "entropy_coef must be a number, got NoneType"),
     ({"clip_low": torch.tensor(0.2)}, TypeError, "clip_low must be a number, got Tensor"),
-    ({"ratio": "ppo"}, ValueError, "ratio must be one of ppo_clip, cispo, ... got 'ppo'"),
-    ({"ratio": None}, TypeError, "ratio must be a string ... got NoneType"),
+    ({"surrogate": "ppo"}, ValueError, "surrogate must be one of ppo_clip, cispo, ... got 'ppo'"),
+    ({"surrogate": None}, TypeError, "surrogate must be a string ... got NoneType"),
     (
         {"level": "seq"},
         ValueError,
@@ -226,19 +226,19 @@ OBJECTIVE = [
     ({"log_ratio_clamp": (-1, "2")}, TypeError, "log_ratio_clamp must be a number or a pair"),
     # contradictions
     (
-        {"ratio": "gmpo", "level": "sequence", "kl_gradient": "bias-corrected"},
+        {"surrogate": "gmpo", "level": "sequence", "kl_gradient": "bias-corrected"},
         ValueError,
-        "kl_gradient must not be 'bias-corrected' with ratio gmpo",
+        "kl_gradient must not be 'bias-corrected' with surrogate gmpo",
     ),
     (
-        {"ratio": "gmpo", "level": "sequence-token"},
+        {"surrogate": "gmpo", "level": "sequence-token"},
         ValueError,
-        "level must be 'sequence' with ratio gmpo, got 'sequence-token'",
+        "level must be 'sequence' with surrogate gmpo, got 'sequence-token'",
     ),
-    ({"ratio": "gmpo"}, ValueError, "level must be 'sequence' with ratio gmpo, got 'token'"),
-    ({"ratio": "reinforce", "level": "sequence"}, ValueError, "level must be 'token' with ratio"),
+    ({"surrogate": "gmpo"}, ValueError, "level must be 'sequence' with surrogate gmpo, got 'token'"),
+    ({"surrogate": "reinforce", "level": "sequence"}, ValueError, "level must be 'token' with surrogate"),
     (
-        {"ratio": max, "level": "sequence"},
+        {"surrogate": max, "level": "sequence"},
         ValueError,
         "level must be 'token' with ratio a",
     ),
@@ -247,22 +247,22 @@ OBJECTIVE = [
     (
         {"sapo_temperature_pos": 2.0},
         ValueError,
-        "sapo_temperature_pos has no effect with ratio",
+        "sapo_temperature_pos has no effect with surrogate",
     ),
-    ({"ratio": "cispo", "clip_high": -0.3}, ValueError, "clip_high must be finite and >= -0.2"),
-    ({"ratio": "cispo", "dual_clip": 3.0}, ValueError, "dual_clip has no effect with ratio cispo"),
-    ({"ratio": "cispo", "delta": 3.0}, ValueError, "delta has no effect with ratio cispo"),
-    ({"ratio": "sapo", "clip_low": 0.1}, ValueError, "clip_low has no effect with ratio sapo"),
-    ({"ratio": "reinforce", "clip_high": 0.1}, ValueError, "clip_high has no effect ... reinforce"),
-    ({"ratio": "reinforce", "log_ratio_clamp": 1}, ValueError, "log_ratio_clamp has no effect"),
-    ({"ratio": max, "clip_low": 0.1}, ValueError, "clip_low has no effect with ratio a function"),
+    ({"surrogate": "cispo", "clip_high": -0.3}, ValueError, "clip_high must be finite and >= -0.2"),
+    ({"surrogate": "cispo", "dual_clip": 3.0}, ValueError, "dual_clip has no effect with surrogate cispo"),
+    ({"surrogate": "cispo", "delta": 3.0}, ValueError, "delta has no effect with surrogate cispo"),
+    ({"surrogate": "sapo", "clip_low": 0.1}, ValueError, "clip_low has no effect with surrogate sapo"),
+    ({"surrogate": "reinforce", "clip_high": 0.1}, ValueError, "clip_high has no effect ... reinforce"),
+    ({"surrogate": "reinforce", "log_ratio_clamp": 1}, ValueError, "log_ratio_clamp has no effect"),
+    ({"surrogate": max, "clip_low": 0.1}, ValueError, "clip_low has no effect with surrogate a function"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "error", "message"), cases(OBJECTIVE))
 def test_objective(fields, error, message):
     refuses(lambda: Objective(**fields), error, message)
-    if not {"ratio", "level", "length_norm"} & set(fields):
+    if not {"surrogate", "level", "length_norm"} & set(fields):
         refuses(lambda: Objective.preset("ppo", **fields), error, message)
 
 

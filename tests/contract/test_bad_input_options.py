@@ -13,7 +13,7 @@ from test_objectives import one_token
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from fastrl.objective import RATIOS
+from fastrl.contract import SURROGATES
 from fastrl.objective.presets import CONVENTIONS, PRESETS, Preset
 
 ones, zeros = torch.ones, torch.zeros
@@ -319,7 +319,7 @@ def test_a_type_checker_finds_a_typo(name):
 
 def test_the_names_of_the_presets_are_a_type():
     assert typing.get_args(Preset) == tuple(PRESETS)
-    assert set(RATIOS) >= {Objective.preset(name).ratio for name in PRESETS}
+    assert set(SURROGATES) >= {Objective.preset(name).surrogate for name in PRESETS}
 
 
 def test_a_deviation_of_zero_divides_nothing(backend):

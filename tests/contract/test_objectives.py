@@ -13,7 +13,7 @@ from fastrl.reference import objectives
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 inf = math.inf
-RATIOS = ("ppo_clip", "cispo", "sapo", "gmpo", "reinforce")
+from fastrl.contract import SURROGATES
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 KL_GRADIENTS = ("exact", "straight-through", "bias-corrected")
 DEFAULTS = {
@@ -96,7 +96,7 @@ def test_cpp_equals_the_reference_at_every_point(compiled, case):
     log_ratio, advantages = (column.contiguous() for column in grid.t())
     logprobs = -torch.rand(len(grid), dtype=torch.float64) * 5
     loss, slope, clip, _, _ = torch.ops.fastrl.objective_eval(
-        logprobs, log_ratio, advantages, logprobs, RATIOS.index(ratio), 0, 0, [*c.values()]
+        logprobs, log_ratio, advantages, logprobs, SURROGATES.index(ratio), 0, 0, [*c.values()]
     )
     expected = by_reference(ratio, c, log_ratio, advantages, logprobs)
 
@@ -167,7 +167,7 @@ def test_the_ratio_of_two_log_probabilities_by_hand(backend):
     assert result.metrics["ratio_mean"].item() == pytest.approx(1.35, abs=1e-3)
 
 
-GMPO = {"ratio": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
+GMPO = {"surrogate": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
 
 # objective, ratio, advantage, logprob, loss, gradient: from the papers' formulas, by hand
 BY_HAND = [
@@ -182,15 +182,15 @@ BY_HAND = [
     ({"delta": 4.0}, 5.0, -1.0, 0.0, 4.0, 0.0),  # min(5, 4) * -1
     ({"delta": 4.0}, 3.0, -1.0, 0.0, 3.0, 3.0),
     ({"delta": 4.0}, 5.0, 1.0, 0.0, -1.2, 0.0),
-    ({"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 8.0, 0.5, -2.0, 5.0, -2.5),
-    ({"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 2.0, 0.5, -2.0, 2.0, -1.0),
-    ({"ratio": "cispo", "clip_low": 0.2, "clip_high": 4.0}, 0.5, 1.0, -2.0, 1.6, -0.8),
-    ({"ratio": "cispo", "clip_low": 1.0, "clip_high": -0.8}, 3.0, 0.5, -2.0, 0.2, -0.1),
+    ({"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 8.0, 0.5, -2.0, 5.0, -2.5),
+    ({"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 2.0, 0.5, -2.0, 2.0, -1.0),
+    ({"surrogate": "cispo", "clip_low": 0.2, "clip_high": 4.0}, 0.5, 1.0, -2.0, 1.6, -0.8),
+    ({"surrogate": "cispo", "clip_low": 1.0, "clip_high": -0.8}, 3.0, 0.5, -2.0, 0.2, -0.1),
     # sigmoid(1) = 0.7310586, times its complement 0.1966119
-    ({"ratio": "sapo"}, 2.0, 1.0, 0.0, -2.9242344, -1.5728955),
+    ({"surrogate": "sapo"}, 2.0, 1.0, 0.0, -2.9242344, -1.5728955),
     # sigmoid(1.05) = 0.7407749, times its complement 0.1920274; 4 / 1.05 = 3.8095238
-    ({"ratio": "sapo"}, 2.0, -1.0, 0.0, 2.8219996, 1.5362196),
-    ({"ratio": "reinforce"}, 3.0, 0.5, -2.0, 1.0, -0.5),
+    ({"surrogate": "sapo"}, 2.0, -1.0, 0.0, 2.8219996, 1.5362196),
+    ({"surrogate": "reinforce"}, 3.0, 0.5, -2.0, 1.0, -0.5),
     # one token is its own geometric mean: e^0.4 = 1.4918247
     (GMPO, 3.0, 1.0, 0.0, -1.4918247, 0.0),
     (GMPO, 3.0, -1.0, 0.0, 3.0, 3.0),
@@ -214,13 +214,13 @@ FLAGS = [
     ({}, 1.35, 0.0, 0, 0),
     ({"dual_clip": 3.0}, 5.0, -1.0, 0, 1),
     ({"delta": 4.0}, 5.0, -1.0, 0, 1),
-    ({"ratio": "cispo"}, 1.35, -0.2, 0, 1),
-    ({"ratio": "cispo"}, 0.5, 0.2, 1, 0),
-    ({"ratio": "cispo"}, 0.5, 0.0, 0, 0),
-    ({"ratio": "sapo"}, 9.0, 1.0, 0, 0),
-    ({"ratio": "reinforce"}, 9.0, 1.0, 0, 0),
-    ({"ratio": "gmpo", "level": "sequence"}, 1.35, 1.0, 0, 1),
-    ({"ratio": "gmpo", "level": "sequence"}, 0.5, -1.0, 1, 0),
+    ({"surrogate": "cispo"}, 1.35, -0.2, 0, 1),
+    ({"surrogate": "cispo"}, 0.5, 0.2, 1, 0),
+    ({"surrogate": "cispo"}, 0.5, 0.0, 0, 0),
+    ({"surrogate": "sapo"}, 9.0, 1.0, 0, 0),
+    ({"surrogate": "reinforce"}, 9.0, 1.0, 0, 0),
+    ({"surrogate": "gmpo", "level": "sequence"}, 1.35, 1.0, 0, 1),
+    ({"surrogate": "gmpo", "level": "sequence"}, 0.5, -1.0, 1, 0),
 ]
 
 
@@ -263,18 +263,18 @@ def test_two_tokens_of_gmpo_by_hand(backend):
     assert logprobs.grad.tolist() == [pytest.approx([-1.3498588, 0.0], rel=1e-6)]
 
 
-FAMILY = [{"ratio": ratio, "level": "sequence" if ratio == "gmpo" else "token"} for ratio in RATIOS]
+FAMILY = [{"surrogate": ratio, "level": "sequence" if ratio == "gmpo" else "token"} for ratio in SURROGATES]
 numbers = st.floats(-100, 100, width=32)
 
 
-@pytest.mark.parametrize("options", FAMILY, ids=RATIOS)
+@pytest.mark.parametrize("options", FAMILY, ids=SURROGATES)
 @given(advantage=numbers, logprob=st.floats(-20, 0, width=32))
 def test_on_policy_every_objective_is_reinforce(backend, options, advantage, logprob):
     _, slope, _ = one_token(backend, 0.0, advantage, logprob, **options)
     assert slope == pytest.approx(-advantage, rel=1e-6, abs=1e-30)
 
 
-@pytest.mark.parametrize("options", FAMILY, ids=RATIOS)
+@pytest.mark.parametrize("options", FAMILY, ids=SURROGATES)
 @given(log_ratio=numbers)
 def test_advantage_zero_gives_zero(backend, options, log_ratio):
     loss, slope, metrics = one_token(backend, log_ratio, 0.0, -1.0, **options)
@@ -291,11 +291,11 @@ def test_a_clipped_token_of_ppo_has_no_gradient(backend, log_ratio, advantage, d
 @given(log_ratio=numbers, advantage=numbers)
 def test_the_slope_of_sapo_is_bounded(backend, log_ratio, advantage):
     # 4 s (1 - s) r: with tau >= 1, s (1 - s) <= exp(-(r - 1)), so at most 4 r e^(1 - r) <= 4
-    _, slope, _ = one_token(backend, log_ratio, advantage, ratio="sapo")
+    _, slope, _ = one_token(backend, log_ratio, advantage, surrogate="sapo")
     assert abs(slope) <= 4 * abs(advantage)
 
 
-@pytest.mark.parametrize("options", FAMILY, ids=RATIOS)
+@pytest.mark.parametrize("options", FAMILY, ids=SURROGATES)
 @given(log_ratio=st.floats(-2, 2, width=32), advantage=st.floats(0.25, 8, width=32))
 def test_loss_and_slope_scale_with_the_advantage(backend, options, log_ratio, advantage):
     for sign in (1, -1):

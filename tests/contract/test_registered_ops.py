@@ -5,7 +5,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, native
-from fastrl.objective import KL_ESTIMATORS, KL_GRADIENTS, LEVELS, RATIOS
+from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS, LEVELS, SURROGATES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -13,7 +13,7 @@ UNTRACED = {"objective_eval", "cpu_capability", "has_matrix_tiles"}  # for tests
 needs_extension = pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
 INF = float("inf")
 OBJECTIVE = (
-    RATIOS.index("ppo_clip"),
+    SURROGATES.index("ppo_clip"),
     KL_ESTIMATORS.index("k3"),
     KL_GRADIENTS.index("exact"),
     [0.2, 0.2, INF, INF, 1.0, 1.05, 0.1, INF, INF, INF, 0.01],
@@ -63,7 +63,7 @@ def samples():
         (per_token(6), torch.tensor([5, -1, 5, 5, 9, -1]), 0, 1, 1, 0.0, 0.0, 1),
     )
 
-    yield "large_pages_", (torch.empty(4, 4),)
+    yield "huge_pages_", (torch.empty(4, 4),)
     if native.has_matrix_tiles():
         half = torch.randn(7, 5).bfloat16()
         yield "mixed_matmul_", (torch.zeros(3, 5), torch.randn(3, 7), half, True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastrl.objective import KL_GRADIENTS, LEVELS, RATIOS
+from fastrl.contract import KL_GRADIENTS, LEVELS, SURROGATES
 from tests.ops.test_objective_options import *  # noqa: F403
 from tests.ops.test_policy_loss import *  # noqa: F403
 from tests.ops.test_policy_loss_masks import *  # noqa: F403
@@ -29,7 +29,7 @@ def test_many_blocks_add_up_to_what_one_does(level, offset):
     logprobs, advantages, weights, kl_weights, entropy_weights = (tokens() for _ in range(5))
     mask, old, ref, entropy = tokens(bools=True), tokens(), tokens(), tokens()
     inputs = (logprobs, advantages, mask, weights, kl_weights, entropy_weights, old, ref, entropy)
-    for ratio in range(len(RATIOS)):
+    for ratio in range(len(SURROGATES)):
         options = (None, level, ratio, 2, level % len(KL_GRADIENTS), COEFFICIENTS)
         one = policy_loss_fwd(*inputs, *options, fewest=1000)
         many = policy_loss_fwd(*inputs, *options, fewest=32 if level == 0 and ratio != 3 else 2)

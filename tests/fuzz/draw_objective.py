@@ -29,9 +29,9 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
     if convention == "fastrl" and chance.of(0.15):
         objective = chance.pick(sorted(OWN))
     preset = {**PRESETS.get(objective, {}), **CONVENTIONS[convention].get(objective, {})}
-    usual = {**DEFAULTS, **preset, "ratio": preset.get("ratio", "ppo_clip")}
+    usual = {**DEFAULTS, **preset, "surrogate": preset.get("surrogate", "ppo_clip")}
     if objective in OWN:
-        usual["ratio"] = objective
+        usual["surrogate"] = objective
     fields: dict[str, Any] = {}
     fields |= _bounds(chance, usual)
     fields |= _level(chance, usual)
@@ -79,7 +79,7 @@ def _needs_entropy(fields: dict) -> bool:
 
 
 def _bounds(chance: Chance, usual: dict) -> dict[str, Any]:
-    ratio, fields = usual["ratio"], {}
+    ratio, fields = usual["surrogate"], {}
     if ratio in ("ppo_clip", "cispo", "gmpo") and chance.of(0.35):
         fields["clip_low"] = chance.pick((0.0, 0.2, 0.5, 1.0))
         fields["clip_high"] = chance.pick((0.0, 0.2, 0.5, 3.0))
@@ -97,7 +97,7 @@ def _bounds(chance: Chance, usual: dict) -> dict[str, Any]:
 
 
 def _level(chance: Chance, usual: dict) -> dict[str, Any]:
-    if usual["ratio"] not in ("ppo_clip", "cispo", "sapo") or chance.of(0.8):
+    if usual["surrogate"] not in ("ppo_clip", "cispo", "sapo") or chance.of(0.8):
         return {}
     return {"level": chance.pick(("token", "sequence", "sequence-token"))}
 
@@ -111,7 +111,7 @@ def _kl(chance: Chance, usual: dict) -> dict[str, Any]:
     if chance.of(0.25):
         fields["kl_clamp"] = chance.pick((0.5, 2.0, 10.0))
     if chance.of(0.35):
-        kinds = ["straight-through"] + ["bias-corrected"] * (usual["ratio"] != "gmpo")
+        kinds = ["straight-through"] + ["bias-corrected"] * (usual["surrogate"] != "gmpo")
         fields["kl_gradient"] = chance.pick(kinds)
     return fields
 
@@ -131,7 +131,7 @@ def _masks(chance: Chance, usual: dict) -> dict[str, Any]:
             fields["rollout_weighs"] = chance.pick(("policy", "policy-and-kl"))
     if chance.of(0.08):
         fields["off_policy_threshold"] = chance.pick((-0.5, 0.0, 0.25, 2.0))
-    if usual["ratio"] != "gmpo" and chance.of(0.08):
+    if usual["surrogate"] != "gmpo" and chance.of(0.08):
         fields["top_entropy_quantile"] = chance.pick((0.2, 0.5, 0.25, 0.9))
     return fields
 

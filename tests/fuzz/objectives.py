@@ -14,7 +14,7 @@ from .case import Case
 from .own_objectives import OWN
 
 DEFAULTS: dict[str, Any] = {
-    "ratio": "ppo_clip",
+    "surrogate": "ppo_clip",
     "level": "token",
     "clip_low": 0.2,
     "clip_high": 0.2,
@@ -49,16 +49,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"aggregation": "token-mean", "clip_high": 0.28},
     "gspo": {**_SEQUENCE, **_SEQUENCE_MEAN},
     "gmpo": {
-        "ratio": "gmpo",
+        "surrogate": "gmpo",
         "level": "sequence",
         "clip_low": 0.4,
         "clip_high": 0.4,
         **_SEQUENCE_MEAN,
     },
-    "cispo": {"ratio": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
-    "sapo": {"ratio": "sapo", **_SEQUENCE_MEAN},
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
+    "sapo": {"surrogate": "sapo", **_SEQUENCE_MEAN},
     "luspo": {**_SEQUENCE, "aggregation": "seq-mean-token-sum"},
-    "reinforce": {"ratio": "reinforce", "aggregation": "token-mean"},
+    "reinforce": {"surrogate": "reinforce", "aggregation": "token-mean"},
 }
 
 _EMPTY = {"count_empty": True}
@@ -116,7 +116,7 @@ def fields_of(case: Case) -> dict[str, Any]:
     """Return every field of the objective of a case, as the docs say."""
     given = dict(case.fields)
     if case.objective in OWN:
-        return {**DEFAULTS, **given, "ratio": case.objective}
+        return {**DEFAULTS, **given, "surrogate": case.objective}
     fields = {**DEFAULTS, **PRESETS[case.objective], **CONVENTIONS[case.convention][case.objective]}
     if case.convention == "verl" and given.get("kl_estimator", "k3") != "k3":
         fields["kl_clamp"] = None  # verl holds its k3 alone
@@ -132,7 +132,7 @@ def objective_of(case: Case) -> object:
         changes["rollout_correction"] = built[0] if len(built) == 1 else built
     if case.objective in OWN:
         function = OWN[case.objective].function
-        return Objective(ratio=function, **changes) if changes else function
+        return Objective(surrogate=function, **changes) if changes else function
     if not changes and case.convention == "fastrl":
         return case.objective
     return Objective.preset(case.objective, convention=case.convention, **changes)

@@ -186,7 +186,7 @@ IDLE_FIELDS: dict[str, dict[str, Any]] = {
     "rollout_weighs": {"rollout_weighs": "policy"},
     "delta": {"delta": 1.1},
     "dual_clip": {"dual_clip": 1.0},
-    "level": {"ratio": "gmpo"},
+    "level": {"surrogate": "gmpo"},
     "log_ratio_clamp": {"log_ratio_clamp": (1.0, 2.0)},
     "clip_low": {"clip_low": 1.5},
     "length_norm": {"length_norm": 8.0},

@@ -45,7 +45,7 @@ def test_every_option_and_feature_is_drawn():
     assert {case.function for case in DRAWN} == set(FUNCTIONS)
     assert options == set(SIMPLEST)
     assert features >= {*logits_data.FEATURES, *policy_data.FEATURES, "nan-payload"}
-    assert fields == set(objectives.DEFAULTS) - {"ratio"}
+    assert fields == set(objectives.DEFAULTS) - {"surrogate"}
 
 
 def test_every_objective_of_every_convention_is_drawn():

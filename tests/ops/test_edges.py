@@ -8,7 +8,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from fastrl.objective import KL_ESTIMATORS, KL_GRADIENTS
+from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS
 
 ONE, PAIR = torch.ones(1), torch.ones(1, 2)
 PRESETS = ["dapo", "gspo", "gmpo", "cispo", "sapo", "reinforce"]

@@ -12,7 +12,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from fastrl.objective import KL_ESTIMATORS, KL_GRADIENTS
+from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -8,7 +8,7 @@ import torch
 
 import fastrl
 from fastrl import Objective
-from fastrl.objective import KL_ESTIMATORS, KL_GRADIENTS, RATIOS
+from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS, SURROGATES
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -19,20 +19,20 @@ GRID = list(itertools.product(DISTANCES, DISTANCES, ADVANTAGES))
 
 OBJECTIVES = [
     Objective(
-        ratio=ratio,
+        surrogate=surrogate,
         level=level,
         kl_coef=0.1,
         kl_estimator=estimator,
         kl_gradient=gradient,
         aggregation="token-sum",
-        **({"dual_clip": 3.0, "delta": 4.0} if ratio == "ppo_clip" else {}),
+        **({"dual_clip": 3.0, "delta": 4.0} if surrogate == "ppo_clip" else {}),
     )
-    for ratio in RATIOS
-    for level in (("sequence",) if ratio == "gmpo" else ("token", "sequence", "sequence-token"))
+    for surrogate in SURROGATES
+    for level in (("sequence",) if surrogate == "gmpo" else ("token", "sequence", "sequence-token"))
     for estimator in KL_ESTIMATORS
     for gradient in KL_GRADIENTS
-    if not (ratio == "reinforce" and level != "token")
-    if not (ratio == "gmpo" and gradient == "bias-corrected")
+    if not (surrogate == "reinforce" and level != "token")
+    if not (surrogate == "gmpo" and gradient == "bias-corrected")
 ]
 
 
@@ -45,7 +45,7 @@ def runs(backend, o):
 
 
 def name_of(o):
-    return f"{o.ratio}-{o.level}-{o.kl_estimator}-{o.kl_gradient}"
+    return f"{o.surrogate}-{o.level}-{o.kl_estimator}-{o.kl_gradient}"
 
 
 def policy_loss(backend, o, dtype, mask):
@@ -76,7 +76,7 @@ def test_an_active_token_has_a_gradient(backend, o):
         assert not gradient.isnan().any()
         assert all(value.isfinite() for value in result.metrics.values())
         flat = torch.tensor([abs(d) > 80 and abs(k) > 80 for d, k, _ in GRID])
-        if o.ratio in ("ppo_clip", "sapo"):  # saturated on both sides: nothing moves
+        if o.surrogate in ("ppo_clip", "sapo"):  # saturated on both sides: nothing moves
             assert (gradient[flat] == 0).all()
 
 

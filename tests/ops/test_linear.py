@@ -19,7 +19,7 @@ OBJECTIVES = {
     "sapo": Objective.preset("sapo", kl_coef=0.1, kl_estimator="k1"),
     "gspo": Objective.preset("gspo", clip_low=0.2, clip_high=0.2, entropy_coef=0.02),
     "gmpo": Objective.preset("gmpo"),
-    "a function": Objective(ratio=lambda new, old, ref, a: -(new - old).exp() * a, kl_coef=0.1),
+    "a function": Objective(surrogate=lambda new, old, ref, a: -(new - old).exp() * a, kl_coef=0.1),
 }
 HEADS = {
     "plain": {},

@@ -25,7 +25,7 @@ OBJECTIVES = {
     "sapo": Objective.preset("sapo", kl_coef=0.1, kl_estimator="k1"),
     "luspo": Objective.preset("luspo"),
     "reinforce": Objective.preset("reinforce", entropy_coef=0.1),
-    "a function": Objective(ratio=lambda new, old, ref, a: -(new - old).exp() * a + 0 * ref),
+    "a function": Objective(surrogate=lambda new, old, ref, a: -(new - old).exp() * a + 0 * ref),
 }
 
 

@@ -45,15 +45,15 @@ OPTIONS = [
     {"delta": 1.4},
     {"delta": 1.4, "dual_clip": 1.5},
     {"log_ratio_clamp": 0.15},
-    {"ratio": "cispo", "clip_low": 0.1, "clip_high": 0.2},
-    {"ratio": "cispo", "log_ratio_clamp": 0.15},
-    {"ratio": "cispo", "level": "sequence", "clip_low": 0.01, "clip_high": 0.02},
-    {"ratio": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 5.0},
-    {"ratio": "sapo", "level": "sequence"},
-    {"ratio": "sapo", "log_ratio_clamp": 0.2},
-    {"ratio": "gmpo", "level": "sequence", "clip_low": 0.1, "clip_high": 0.2},
-    {"ratio": "gmpo", "level": "sequence", "log_ratio_clamp": 0.15},
-    {"ratio": "gmpo", "level": "sequence", "clip_low": 0.0, "clip_high": 0.0},
+    {"surrogate": "cispo", "clip_low": 0.1, "clip_high": 0.2},
+    {"surrogate": "cispo", "log_ratio_clamp": 0.15},
+    {"surrogate": "cispo", "level": "sequence", "clip_low": 0.01, "clip_high": 0.02},
+    {"surrogate": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 5.0},
+    {"surrogate": "sapo", "level": "sequence"},
+    {"surrogate": "sapo", "log_ratio_clamp": 0.2},
+    {"surrogate": "gmpo", "level": "sequence", "clip_low": 0.1, "clip_high": 0.2},
+    {"surrogate": "gmpo", "level": "sequence", "log_ratio_clamp": 0.15},
+    {"surrogate": "gmpo", "level": "sequence", "clip_low": 0.0, "clip_high": 0.0},
     {"level": "sequence", "clip_low": 0.05, "clip_high": 0.1},
     {"level": "sequence", "log_ratio_clamp": 0.05},
     {"level": "sequence", "dual_clip": 1.05},
@@ -61,14 +61,14 @@ OPTIONS = [
         {"level": "sequence-token", **more}
         for more in (
             {"clip_low": 0.05, "clip_high": 0.1},
-            {"ratio": "cispo", "clip_low": 0.01, "clip_high": 0.02},
-            {"ratio": "sapo", "kl_coef": 0.3, "kl_gradient": "bias-corrected"},
+            {"surrogate": "cispo", "clip_low": 0.01, "clip_high": 0.02},
+            {"surrogate": "sapo", "kl_coef": 0.3, "kl_gradient": "bias-corrected"},
             {"log_ratio_clamp": (-0.1, 0.05), "entropy_coef": 0.1},
         )
     ),
     *({"log_ratio_clamp": bounds} for bounds in ((-0.1, 0.3), (-math.inf, 0.1), (-0.2, math.inf))),
     {"level": "sequence", "log_ratio_clamp": (-0.02, 10)},
-    {"ratio": "gmpo", "level": "sequence", "log_ratio_clamp": (-0.1, 0.2)},
+    {"surrogate": "gmpo", "level": "sequence", "log_ratio_clamp": (-0.1, 0.2)},
     *(
         {"kl_coef": 0.3, "kl_estimator": name, "kl_gradient": gradient, **more}
         for name in ("k1", "k2", "k3", "abs")
@@ -79,20 +79,20 @@ OPTIONS = [
         {"kl_coef": 0.3, "kl_gradient": "bias-corrected", **more}
         for more in (
             {"level": "sequence", "entropy_coef": 0.1},
-            {"level": "sequence", "ratio": "cispo"},
+            {"level": "sequence", "surrogate": "cispo"},
             {"level": "sequence", "log_ratio_clamp": 0.05},
-            {"ratio": "reinforce", "kl_estimator": "k1"},
-            {"ratio": "sapo"},
+            {"surrogate": "reinforce", "kl_estimator": "k1"},
+            {"surrogate": "sapo"},
             {"log_ratio_clamp": 0.15, "rollout_correction": CORRECTIONS[0]},
         )
     ),
-    {"ratio": "gmpo", "level": "sequence", "kl_coef": 0.3, "kl_gradient": "straight-through"},
+    {"surrogate": "gmpo", "level": "sequence", "kl_coef": 0.3, "kl_gradient": "straight-through"},
     *({"kl_coef": 0.3, "kl_estimator": name} for name in ("k1", "k2", "k3", "abs")),
     *({"kl_coef": 0.3, "kl_estimator": e, "kl_clamp": 0.2} for e in ("k1", "k2", "k3", "abs")),
-    {"ratio": "gmpo", "level": "sequence", "kl_coef": 0.5},
+    {"surrogate": "gmpo", "level": "sequence", "kl_coef": 0.5},
     {"entropy_coef": 0.1},
     {"entropy_coef": -0.1},
-    {"entropy_coef": 0.1, "kl_coef": 0.2, "ratio": "reinforce"},
+    {"entropy_coef": 0.1, "kl_coef": 0.2, "surrogate": "reinforce"},
     {"entropy_coef": 0.1, "level": "sequence", "kl_coef": 0.2},
     *({"rollout_correction": correction} for correction in CORRECTIONS),
     *({"rollout_correction": c, "entropy_coef": 0.2, "kl_coef": 0.1} for c in CORRECTIONS),
@@ -113,7 +113,7 @@ OPTIONS = [
     *({"kl_coef": 0.2, "entropy_coef": 0.1, **own} for own in OWN_AGGREGATIONS),
     *({"aggregation": name, "count_empty": True, **norm} for name, norm in COUNTED),
     {"rollout_correction": CORRECTIONS[1], "level": "sequence"},
-    {"rollout_correction": CORRECTIONS[3], "ratio": "gmpo", "level": "sequence"},
+    {"rollout_correction": CORRECTIONS[3], "surrogate": "gmpo", "level": "sequence"},
 ]
 
 
@@ -207,11 +207,11 @@ def anchored(logprobs, old_logprobs, ref_logprobs, advantages):
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_an_objective_of_ones_own(backend, function):
     inputs = policy_inputs(4, 5, torch.float64, "random")
-    o = Objective(ratio=function, kl_coef=0.2, entropy_coef=0.1, rollout_correction=CORRECTIONS[0])
+    o = Objective(surrogate=function, kl_coef=0.2, entropy_coef=0.1, rollout_correction=CORRECTIONS[0])
     assert_exact(backend, o, inputs)
     use = ("old_logprobs", "ref_logprobs")
     bare, gradient, _ = run(backend, function, inputs, use)
-    wrapped, same, _ = run(backend, Objective(ratio=function), inputs, use)
+    wrapped, same, _ = run(backend, Objective(surrogate=function), inputs, use)
     assert torch.equal(bare.loss, wrapped.loss)
     assert torch.equal(gradient, same)
 

@@ -177,15 +177,15 @@ def test_logprobs_of_a_graph_get_their_gradient(backend):
 GRADCHECK = [
     Objective(clip_low=0.9, clip_high=5.0, kl_coef=0.2),
     Objective(level="sequence", clip_low=0.9, clip_high=5.0),
-    Objective(ratio="sapo", kl_coef=0.1, kl_estimator="k2"),
-    Objective(ratio="sapo", level="sequence", entropy_coef=0.3),
-    Objective(ratio="gmpo", level="sequence", clip_low=0.3, clip_high=0.3),
-    Objective(ratio="reinforce", entropy_coef=0.3, kl_coef=0.1, kl_estimator="k1"),
-    Objective(ratio=lambda new, old, ref, advantages: torch.sin(new - old) * advantages),
+    Objective(surrogate="sapo", kl_coef=0.1, kl_estimator="k2"),
+    Objective(surrogate="sapo", level="sequence", entropy_coef=0.3),
+    Objective(surrogate="gmpo", level="sequence", clip_low=0.3, clip_high=0.3),
+    Objective(surrogate="reinforce", entropy_coef=0.3, kl_coef=0.1, kl_estimator="k1"),
+    Objective(surrogate=lambda new, old, ref, advantages: torch.sin(new - old) * advantages),
 ]
 
 
-@pytest.mark.parametrize("objective", GRADCHECK, ids=lambda o: f"{o.ratio}-{o.level}"[:20])
+@pytest.mark.parametrize("objective", GRADCHECK, ids=lambda o: f"{o.surrogate}-{o.level}"[:20])
 def test_gradcheck_of_the_reference(objective):
     inputs = policy_inputs(3, 4, torch.float64, "random")
     logprobs = make_logprobs(3, 4).requires_grad_()

@@ -8,7 +8,7 @@ from hypothesis import given
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from fastrl.objective import AGGREGATIONS
+from fastrl.contract import AGGREGATIONS
 from fastrl.objective.presets import PRESETS
 from tests.support.inputs import (
     POISONS,

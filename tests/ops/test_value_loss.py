@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
-from fastrl.objective import AGGREGATIONS
+from fastrl.contract import AGGREGATIONS
 from tests.support.closeness import assert_within_budget
 from tests.support.inputs import (
     FLOAT_DTYPES,

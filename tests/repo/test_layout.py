@@ -22,6 +22,7 @@ MOST_LINES = 400
 CORE = {
     "backend",
     "checks",
+    "contract",
     "library",
     "native",
     "objective",
@@ -29,12 +30,12 @@ CORE = {
 }
 ALLOWED = {
     "core": ({"triton", *CORE}, {"torch"}),
-    "objective": ({"objective", "checks"}, {"torch"}),
+    "objective": ({"objective", "checks", "contract"}, {"torch"}),
     "triton": ({"triton", *CORE}, {"torch", "triton", "numpy"}),
-    "reference": ({"reference", "objective"}, {"torch"}),
+    "reference": ({"reference", "objective", "contract"}, {"torch"}),
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
     "integrations": (
-        {"", "ops", "integrations", "backend", "objective"},
+        {"", "ops", "integrations", "backend", "contract", "objective"},
         {"torch", "transformers", "trl"},
     ),
     "train": (

@@ -93,4 +93,4 @@ poisons = st.sampled_from(POISONS)
 
 def backend_for(objective, backend):
     """The backend to name for an objective: PyTorch evaluates a function."""
-    return "auto" if callable(objective.ratio) and backend != "reference" else backend
+    return "auto" if callable(objective.surrogate) and backend != "reference" else backend

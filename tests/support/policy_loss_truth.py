@@ -28,7 +28,7 @@ def log_ratio_bounds(o):
 def token_loss(o, d, A, logprob):
     """Loss and clip flag of one token; d is the (held) log-ratio that it uses."""
     r = torch.exp(d)
-    if o.ratio == "ppo_clip":
+    if o.surrogate == "ppo_clip":
         free = hold(r, -math.inf, math.inf if o.delta is None else o.delta) * A
         clipped = hold(r, 1 - o.clip_low, 1 + o.clip_high) * A
         loss = -(clipped if clipped < free else free)
@@ -38,16 +38,16 @@ def token_loss(o, d, A, logprob):
         if o.dual_clip is not None and A < 0 and loss > -o.dual_clip * A:
             loss, flag = loss * 0 - o.dual_clip * A, 1
         return loss, flag
-    if o.ratio == "cispo":
+    if o.surrogate == "cispo":
         r = r.detach()
         flag = 0 if A == 0 else -1 if r < 1 - o.clip_low else 1 if r > 1 + o.clip_high else 0
         return -hold(r, 1 - o.clip_low, 1 + o.clip_high) * A * logprob, flag
-    if o.ratio == "sapo":
+    if o.surrogate == "sapo":
         tau = o.sapo_temperature_pos if A > 0 else o.sapo_temperature_neg
         return -4 / tau / (1 + torch.exp(-tau * (r - 1))) * A, 0
-    if o.ratio == "reinforce":
+    if o.surrogate == "reinforce":
         return -A * logprob, 0
-    raise AssertionError(o.ratio)
+    raise AssertionError(o.surrogate)
 
 
 def token_kl(o, logprob, ref, d):
@@ -164,7 +164,7 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
         own = {t: hold(lp[t] - old[t], lowest, highest) for t in tokens}
         mean = sum(lp[t] - old[t] for t in tokens) / len(tokens)
         shared = hold(mean, lowest, highest)
-        if o.ratio == "gmpo":
+        if o.surrogate == "gmpo":
             flags = {}
             clipped = []
             for t in tokens:
@@ -178,9 +178,9 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
             d = shared if o.level == "sequence" else own[t]
             if o.level == "sequence-token":
                 d = hold(mean.detach() + lp[t] - lp[t].detach(), lowest, highest)
-            if callable(o.ratio):
-                f, flag = o.ratio(lp[t], old[t], None if ref is None else ref[t], advantages[t]), 0
-            elif o.ratio == "gmpo":
+            if callable(o.surrogate):
+                f, flag = o.surrogate(lp[t], old[t], None if ref is None else ref[t], advantages[t]), 0
+            elif o.surrogate == "gmpo":
                 f, flag = -advantages[t] * torch.exp(shared), flags[t]
             else:
                 f, flag = token_loss(o, d, advantages[t], lp[t])

@@ -7,7 +7,7 @@
 
 #include "../../check.h"
 #include "../isa/kernels.h"
-#include "../large_pages.h"
+#include "../huge_pages.h"
 #include "../parallel.h"
 #include "tile_matmul.h"
 
@@ -110,9 +110,9 @@ void mixed_matmul_(Tensor& out, const Tensor& a, const Tensor& b, bool accumulat
   });
 }
 
-void large_pages_(Tensor& tensor) {
+void huge_pages_(Tensor& tensor) {
   check_cpu(tensor, "tensor");
-  use_large_pages(tensor);
+  use_huge_pages(tensor);
 }
 
 }  // namespace
@@ -122,6 +122,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastrl, CompositeExplicitAutograd, m) {
   m.impl("has_matrix_tiles", TORCH_BOX(&fastrl::cpu::has_matrix_tiles));
 }
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("large_pages_", TORCH_BOX(&fastrl::cpu::large_pages_));
+  m.impl("huge_pages_", TORCH_BOX(&fastrl::cpu::huge_pages_));
   m.impl("mixed_matmul_", TORCH_BOX(&fastrl::cpu::mixed_matmul_));
 }

@@ -2,7 +2,7 @@
 // of its loss, and its gradient.
 #include <tuple>
 
-#include "../large_pages.h"
+#include "../huge_pages.h"
 #include "rows.h"
 
 namespace fastrl::cpu {

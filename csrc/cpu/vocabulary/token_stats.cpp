@@ -1,7 +1,7 @@
 // Log-probability, entropy and kin of chosen tokens from their logits, and the gradient.
 #include <tuple>
 
-#include "../large_pages.h"
+#include "../huge_pages.h"
 #include "rows.h"
 
 namespace fastrl::cpu {

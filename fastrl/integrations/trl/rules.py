@@ -26,7 +26,11 @@ def objective_of(trainer: Any) -> Objective:
         ValueError: an option has a value that no `Objective` has.
     """
     ratio, aggregation = LOSS_TYPES[trainer.loss_type]
-    options: dict[str, Any] = {"ratio": ratio, "aggregation": aggregation, "kl_coef": trainer.beta}
+    options: dict[str, Any] = {
+        "surrogate": ratio,
+        "aggregation": aggregation,
+        "kl_coef": trainer.beta,
+    }
     if trainer.beta and getattr(trainer.args, "use_bias_correction_kl", False):
         options["kl_gradient"] = "bias-corrected"
     if getattr(trainer, "_entropy_bonus_enabled", False) and trainer.entropy_coef:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._linear.head import LinearHead
 
@@ -16,47 +17,43 @@ from fastrl.ops._linear.head import LinearHead
 _CPU_CHUNK_BYTES = 192 * 2**20
 
 
-class TokenRows(NamedTuple):
-    """Per-row inputs of a linear form, `[N]` each; `temperatures` wins over `temperature`."""
-
-    token_ids: Tensor
-    active: Tensor
-    temperatures: Tensor | None
-    temperature: float
-    logit_scale: float
-    logit_softcap: float
-
-    def take(self, rows: Tensor | slice) -> TokenRows:
-        """Return the rows chosen."""
-        heat = None if self.temperatures is None else self.temperatures[rows]
-        return self._replace(
-            token_ids=self.token_ids[rows], active=self.active[rows], temperatures=heat
-        )
-
-    def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None, float, float, float]:
-        """Return the arguments that follow the logits in every registered operator, `[1, C]`."""
-        heat = None if self.temperatures is None else self.temperatures[None]
-        return (self.token_ids[None], self.active[None], heat, *self[3:])
+def take_rows(rows: RowArguments, which: Tensor | slice) -> RowArguments:
+    """Return the chosen ones of rows `[N]`."""
+    heat = rows.temperatures
+    return rows._replace(
+        token_ids=rows.token_ids[which],
+        mask=None if rows.mask is None else rows.mask[which],
+        temperatures=None if heat is None else heat[which],
+    )
 
 
-class RowPlan(NamedTuple):
+def _as_batch(rows: RowArguments) -> RowArguments:
+    """Return rows `[C]` as the operators on logits take them, `[1, C]`."""
+    return rows._replace(
+        token_ids=rows.token_ids[None],
+        mask=None if rows.mask is None else rows.mask[None],
+        temperatures=None if rows.temperatures is None else rows.temperatures[None],
+    )
+
+
+class RowOrder(NamedTuple):
     """Rows that may have a gradient, and rows that only have statistics; None means all rows."""
 
-    moving: Tensor | None
-    resting: Tensor | None
+    trained: Tensor | None
+    scored: Tensor | None
 
 
-def plan_rows(active: Tensor, moves: Tensor, *, compact: bool) -> RowPlan:
-    """Sort the rows `[N]` into those that `moves` says may have a gradient, and the other active.
+def order_rows(active: Tensor, may_flow: Tensor, *, compact: bool) -> RowOrder:
+    """Sort the rows `[N]` into those that may have a gradient, and the other active ones.
 
     On a GPU this is the one synchronisation of a call.
     """
     if not compact:
-        return RowPlan(None, None)
-    kind = torch.where(active, torch.where(moves, 0, 1), 2)
+        return RowOrder(None, None)
+    kind = torch.where(active, torch.where(may_flow, 0, 1), 2)
     order = kind.argsort(stable=True)
     counts = torch.stack([(kind == 0).sum(), (kind <= 1).sum()]).tolist()
-    return RowPlan(order[: counts[0]], order[counts[0] : counts[1]])
+    return RowOrder(order[: counts[0]], order[counts[0] : counts[1]])
 
 
 def chunk_size(chunk_tokens: int | None, head: LinearHead, *, trained: bool) -> int:
@@ -83,33 +80,20 @@ def chunks(rows: Tensor | None, total: int, size: int) -> Iterator[Tensor | slic
         yield bounds if rows is None else rows[bounds]
 
 
-class ChunkStats(NamedTuple):
-    """Statistics of a chunk's rows, `[C]` each, and what their gradient needs."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    logsumexp: Tensor
-    sum_sq_probs: Tensor
-    is_top1: Tensor
-    row_max: Tensor
-    log_sum: Tensor
-
-
-def chunk_stats(logits: Tensor, rows: TokenRows, backend: str) -> ChunkStats:
-    """Return the statistics of chunk logits `[C, V]`."""
-    arguments = rows.kernel_arguments()
+def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
+    """Return the statistics of chunk logits `[C, V]`, `[C]` each."""
     if backend == "reference":
         stats = reference_stats(logits, rows)
-        unused = torch.zeros_like(stats[0])
-        return ChunkStats._make((*stats, unused, unused))
-    outputs = operators(backend).token_stats_fwd(logits[None], *arguments, True, True)
-    return ChunkStats._make(output[0] for output in outputs)
+        unused = torch.zeros_like(logits[:, 0])
+        return RowStats(*stats, row_max=unused, log_sum=unused)  # type: ignore[misc]
+    outputs = operators(backend).token_stats_fwd(logits[None], *_as_batch(rows), True, True)
+    return RowStats._make(output[0] for output in outputs)
 
 
 def write_chunk_gradient(
     logits: Tensor,
-    rows: TokenRows,
-    stats: ChunkStats,
+    rows: RowArguments,
+    stats: RowStats,
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     backend: str,
 ) -> None:
@@ -124,7 +108,7 @@ def write_chunk_gradient(
         return
     operators(backend).token_stats_bwd_(
         logits[None],
-        *rows.kernel_arguments(),
+        *_as_batch(rows),
         stats.row_max[None],
         stats.log_sum[None],
         stats.entropy[None],
@@ -132,26 +116,27 @@ def write_chunk_gradient(
     )
 
 
-def reference_stats(logits: Tensor, rows: TokenRows) -> tuple[Tensor, ...]:
+def reference_stats(logits: Tensor, rows: RowArguments) -> tuple[Tensor, ...]:
     """Return the five statistics of `TokenStats` from the reference backend."""
+    active = rows.token_ids != rows.ignore_index
     return reference.token_stats(
         logits,
         rows.token_ids,
-        rows.active,
+        active if rows.mask is None else active & rows.mask,
         temperature=rows.temperature if rows.temperatures is None else rows.temperatures,
         logit_scale=rows.logit_scale,
         logit_softcap=rows.logit_softcap or None,
     )
 
 
-def keep_rows(logits: Tensor, moving: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring the rows that `moving` marks to the front of a chunk; return them and which they are.
+def keep_rows(logits: Tensor, flows: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring the rows that `flows` marks to the front of a chunk; return them and which they are.
 
     Rows from the end fill the gaps, so that few rows to leave out cost few copies.
     """
-    count = int(moving.sum())
-    kept = torch.arange(count, device=moving.device)
-    gaps, fillers = (~moving[:count]).nonzero()[:, 0], count + moving[count:].nonzero()[:, 0]
+    count = int(flows.sum())
+    kept = torch.arange(count, device=flows.device)
+    gaps, fillers = (~flows[:count]).nonzero()[:, 0], count + flows[count:].nonzero()[:, 0]
     kept[gaps] = fillers
     for gap, filler in zip(gaps.tolist(), fillers.tolist(), strict=True):
         logits[gap].copy_(logits[filler])

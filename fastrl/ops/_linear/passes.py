@@ -10,30 +10,35 @@ which costs more than the GEMM of the rows that it saves, so there they stay, ho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from fastrl import native
+from fastrl.contract import (
+    Coefficients,
+    LossArguments,
+    ObjectiveArguments,
+    RowArguments,
+    RowStats,
+)
 from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.ops._linear.chunks import (
-    ChunkStats,
-    TokenRows,
     chunk_size,
     chunk_stats,
     chunks,
     keep_rows,
-    plan_rows,
+    order_rows,
+    take_rows,
     write_chunk_gradient,
 )
 from fastrl.ops._linear.head import HeadGradients, LinearHead
 from fastrl.ops._linear.products import choose_products
 from fastrl.ops._loss.slopes import TokenSlopes
 
-#: (logprobs, entropy, rows) of a chunk -> dL/dlogprobs and dL/dentropy (None: 0)
-SlopeOf = Callable[[Tensor, Tensor, Tensor | slice], tuple[Tensor, Tensor | None]]
+Taken = TypeVar("Taken")
 
 
 class LinearGradients(NamedTuple):
@@ -60,7 +65,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LinearCall(NamedTuple):
-    """The arguments that every operator of the linear forms begins with, in their order."""
+    """What every operator of the linear forms begins with; the rows are `[N]`."""
 
     hidden: Tensor
     weight: Tensor
@@ -68,28 +73,52 @@ class LinearCall(NamedTuple):
     lora_a: Tensor | None
     lora_b: Tensor | None
     lora_scale: float
-    token_ids: Tensor
-    active: Tensor
-    temperatures: Tensor | None
-    temperature: float
-    logit_scale: float
-    logit_softcap: float
+    rows: RowArguments
     chunk_tokens: int | None
     compact: bool
     backend: str
 
-    @property
     def head(self) -> LinearHead:
-        """The LM head."""
+        """Return the LM head."""
         dtype = arithmetic_dtype(self.hidden, self.weight)
+        products = choose_products(self.hidden, self.weight, dtype, self.backend)
         return LinearHead(
-            *self[1:6], choose_products(self.hidden, self.weight, dtype, self.backend)
+            self.weight, self.bias, self.lora_a, self.lora_b, self.lora_scale, products
         )
 
-    @property
-    def rows(self) -> TokenRows:
-        """What each row brings along."""
-        return TokenRows(*self[6:12])
+    def active(self) -> Tensor:
+        """Return which rows count."""
+        assert self.rows.mask is not None
+        return self.rows.mask
+
+
+@functools.cache
+def _kinds(fields: type) -> tuple[Any, ...]:
+    return tuple(get_type_hints(fields).values())
+
+
+class Arguments:
+    """The flat arguments of an operator, taken from the front."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        """The arguments in the order of the schema."""
+        self._left = list(arguments)
+
+    def take(self, fields: type[Taken]) -> Taken:
+        """Return the next ones as a named tuple, those of named tuples inside it, too."""
+        values = []
+        for kind in _kinds(fields):  # type: ignore[arg-type]
+            nested = isinstance(kind, type) and hasattr(kind, "_fields")
+            if nested and kind is not Coefficients:
+                values.append(self.take(kind))
+            else:
+                value = self._left.pop(0)
+                values.append(Coefficients._make(value) if kind is Coefficients else value)
+        return fields(*values)
+
+    def rest(self) -> list[Any]:
+        """Return what is left."""
+        return self._left
 
 
 class LinearWalk:
@@ -97,7 +126,7 @@ class LinearWalk:
 
     def __init__(self, call: LinearCall, needs: list[bool]) -> None:
         """`needs` says whether hidden, weight, bias, lora_a, lora_b want a gradient."""
-        hidden, head = call.hidden, call.head
+        hidden, head = call.hidden, call.head()
         self.hidden, self.head, self.rows, self.needs = hidden, head, call.rows, needs
         self.total = hidden.shape[0]
         size = chunk_size(call.chunk_tokens, head, trained=needs[1])
@@ -117,14 +146,15 @@ class LinearWalk:
         """Yield the rows of each chunk."""
         return chunks(rows, self.total, self.size)
 
-    def project(self, part: Tensor | slice) -> tuple[Tensor, Tensor, TokenRows]:
+    def project(self, part: Tensor | slice) -> tuple[Tensor, Tensor, RowArguments]:
         """Return hidden states, logits and per-row inputs of a chunk."""
         given = self.hidden[part]
         states = self._states[: given.shape[0]].copy_(given)
         logits = self._logits[: given.shape[0]]
-        rows = self.rows.take(part)
+        rows = take_rows(self.rows, part)
         if isinstance(part, slice):  # nothing was left out, and 0 * NaN would reach the weight
-            states.masked_fill_(~rows.active[:, None], 0.0)
+            assert rows.mask is not None
+            states.masked_fill_(~rows.mask[:, None], 0.0)
         self.head.project(states, logits)
         return states, logits, rows
 
@@ -143,11 +173,11 @@ class LinearWalk:
 @_without_autocast
 @torch.no_grad()
 def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the fields of `ChunkStats` for all rows, `[N]`; 0 at rows that are not active."""
-    call = LinearCall(*arguments)
+    """Return the fields of `RowStats` for all rows, `[N]`; 0 at rows that are not active."""
+    call = Arguments(arguments).take(LinearCall)
     walk = LinearWalk(call, [False] * 5)
-    stats = _no_stats(call)
-    for part in walk.parts(plan_rows(call.active, call.active, compact=call.compact).moving):
+    stats, active = _no_stats(call), call.active()
+    for part in walk.parts(order_rows(active, active, compact=call.compact).trained):
         _, logits, rows = walk.project(part)
         _store(stats, part, chunk_stats(logits, rows, call.backend))
     return tuple(stats)
@@ -161,17 +191,18 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     After the arguments of the forward come row_max, log_sum, entropy, the upstream gradients of
     logprobs, entropy and logsumexp, and which gradients are needed.
     """
-    call, rest = LinearCall(*arguments[:15]), arguments[15:]
-    row_max, log_sum, entropy, *grads, needs = rest
-    walk = LinearWalk(call, needs)
-    moves = torch.zeros_like(call.active)
+    flat = Arguments(arguments)
+    call = flat.take(LinearCall)
+    row_max, log_sum, entropy, *grads, needs = flat.rest()
+    walk, active = LinearWalk(call, needs), call.active()
+    may_flow = torch.zeros_like(active)
     for grad in grads:
-        moves = moves if grad is None else moves | (grad != 0)
+        may_flow = may_flow if grad is None else may_flow | (grad != 0)
     saved = _no_stats(call)._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
-    for part in walk.parts(plan_rows(call.active, moves, compact=call.compact).moving):
+    for part in walk.parts(order_rows(active, may_flow, compact=call.compact).trained):
         states, logits, rows = walk.project(part)
         lp, h, lse = (None if grad is None else grad[part] for grad in grads)
-        known = ChunkStats._make(stat[part] for stat in saved)
+        known = RowStats._make(stat[part] for stat in saved)
         write_chunk_gradient(logits, rows, known, (lp, h, lse), call.backend)
         walk.add_gradients(part, logits, states)
     return tuple(walk.gradients())
@@ -180,43 +211,45 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
 def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return logprobs, entropy and the gradients of the loss, one visit to every row.
 
-    After the arguments that the linear forms share come the fields of `TokenSlopes`, which
+    After the arguments that the linear forms share come the loss and its objective, which
     gradients are needed, and whether rows without one are wanted for the metrics.
     """
-    call, rest = LinearCall(*arguments[:15]), arguments[15:]
-    *objective, needs, metrics = rest
-    slopes = TokenSlopes(call.backend, call.active, *objective)
-    return tuple(linear_loss_pass(call, slopes.moves(), slopes.of, needs, metrics=metrics))
+    flat = Arguments(arguments)
+    call = flat.take(LinearCall)
+    loss, objective = flat.take(LossArguments), flat.take(ObjectiveArguments)
+    needs, metrics = flat.rest()
+    slopes = TokenSlopes(call.active(), loss, objective, None, call.backend)
+    return tuple(linear_loss_pass(call, slopes, needs, metrics=metrics))
 
 
 @_without_autocast
 @torch.no_grad()
 def linear_loss_pass(
-    call: LinearCall, moves: Tensor, slope_of: SlopeOf, needs: list[bool], *, metrics: bool
+    call: LinearCall, slopes: TokenSlopes, needs: list[bool], *, metrics: bool
 ) -> tuple[Tensor, ...]:
-    """The single pass: statistics of every row, gradients through the rows that `moves` names."""
+    """The single pass: statistics of every row, gradients through the rows that may have one."""
     walk = LinearWalk(call, needs)
-    plan = plan_rows(call.active, moves, compact=call.compact)
+    order = order_rows(call.active(), slopes.may_flow(), compact=call.compact)
     stats = _no_stats(call)
     selecting = call.compact and call.hidden.device.type == "cpu"
-    resting = [] if plan.resting is None or not metrics else walk.parts(plan.resting)
+    scored = [] if order.scored is None or not metrics else walk.parts(order.scored)
     for trained, part in [
-        *((any(needs), part) for part in walk.parts(plan.moving)),
+        *((any(needs), part) for part in walk.parts(order.trained)),
         # a row without advantage has slope 0, unless it is broken: NaN must reach the gradient
-        *((any(needs) and selecting, part) for part in resting),
+        *((any(needs) and selecting, part) for part in scored),
     ]:
         states, logits, rows = walk.project(part)
         found = chunk_stats(logits, rows, call.backend)
         _store(stats, part, found)
         if not trained:
             continue
-        slope, entropy_slope = slope_of(found.logprobs, found.entropy, part)
+        slope, entropy_slope = slopes.of(found.logprobs, found.entropy, part)
         if selecting:
-            moving = slope != 0 if entropy_slope is None else (slope != 0) | (entropy_slope != 0)
-            if not bool(moving.all()):
-                logits, kept = keep_rows(logits, moving)
-                part, states, rows = part[kept], states[kept], rows.take(kept)
-                found = ChunkStats._make(stat[kept] for stat in found)
+            flows = slope != 0 if entropy_slope is None else (slope != 0) | (entropy_slope != 0)
+            if not bool(flows.all()):
+                logits, kept = keep_rows(logits, flows)
+                part, states, rows = part[kept], states[kept], take_rows(rows, kept)
+                found = RowStats._make(stat[kept] for stat in found)
                 slope = slope[kept]
                 entropy_slope = None if entropy_slope is None else entropy_slope[kept]
         if logits.shape[0]:
@@ -225,13 +258,13 @@ def linear_loss_pass(
     return (stats.logprobs, stats.entropy, *walk.gradients())
 
 
-def _no_stats(call: LinearCall) -> ChunkStats:
-    zeros = [call.hidden.new_zeros(call.active.shape, dtype=call.head.dtype) for _ in range(7)]
-    zeros[4] = zeros[4].to(torch.bool)
-    return ChunkStats._make(zeros)
+def _no_stats(call: LinearCall) -> RowStats:
+    like, dtype = call.rows.token_ids, arithmetic_dtype(call.hidden, call.weight)
+    zeros = RowStats._make(torch.zeros_like(like, dtype=dtype) for _ in RowStats._fields)
+    return zeros._replace(is_top1=torch.zeros_like(like, dtype=torch.bool))
 
 
-def _store(stats: ChunkStats, part: Tensor | slice, found: ChunkStats) -> None:
+def _store(stats: RowStats, part: Tensor | slice, found: RowStats) -> None:
     for whole, piece in zip(stats, found, strict=True):
         whole[part] = piece
 

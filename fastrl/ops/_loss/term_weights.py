@@ -1,144 +1,162 @@
-"""The weight of every token in each term of the loss: aggregation, corrections and masks."""
+"""The weights of the terms of the loss: aggregation, rollout corrections, masks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.contract import AggregationArguments, LossArguments
 from fastrl.objective import Objective
-from fastrl.ops.token_weights import weights_of
-from fastrl.reference import Sequences
+from fastrl.ops.token_weights import aggregation_arguments, sequence_weights
 
 TERMS = ("policy", "kl", "entropy")
 
-#: a global denominator: one for all terms, or one for each that is added up in its own way
+#: a global denominator: one for all terms, or one for each that is averaged in its own way
 Normalizer = float | Tensor | Mapping[str, float | Tensor]
 
 
-class TermWeights(NamedTuple):
-    """The weight of each token in each term of the loss; None is that of the policy term."""
+class TermAggregations(NamedTuple):
+    """How the tokens of each term are averaged; None: like those of the policy term."""
 
-    policy: Tensor
-    kl: Tensor | None
-    entropy: Tensor | None
-
-    def counts(self) -> Tensor:
-        """Say which tokens have a weight in any term."""
-        return torch.stack([of_term != 0 for of_term in self if of_term is not None]).any(0)
+    policy: AggregationArguments
+    kl: AggregationArguments | None
+    entropy: AggregationArguments | None
 
 
-class Weighing(NamedTuple):
-    """What the weights are made of; all tensors are `[B, T]`."""
-
-    objective: Objective
-    mask: Tensor
-    sequences: Sequences
-    advantages: Tensor
-    #: the plain weights of each term, by its aggregation
-    base: TermWeights
-    #: those of the entropy bonus, on fewer tokens than the mask has
-    entropy_on: Callable[[Tensor], Tensor]
-    policy_weights: Tensor | None
-    old_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-
-    # no property: torch.compile of torch 2.10 traces none of a NamedTuple
-    def wait(self) -> bool:
-        """Say whether the weights are known only after the current log-probabilities."""
-        o = self.objective
-        on_policy = self.old_logprobs is None and bool(o.rollout_corrections)
-        return on_policy or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
-
-    def weights(self, logprobs: Tensor, entropy: Tensor | None) -> TermWeights:
-        """Return the weights of each term; neither argument is looked at unless they `wait`."""
-        o = self.objective
-        policy = self.base.policy
-        kl, bonus = (policy if own is None else own for own in self.base[1:])
-        old = logprobs if self.old_logprobs is None else self.old_logprobs
-        sampled = old if self.rollout_logprobs is None else self.rollout_logprobs
-        for correction in o.rollout_corrections:
-            factor = reference.rollout_correction(
-                old, sampled, self.mask, self.sequences, correction
-            )
-            together = kl is policy
-            policy = policy * factor
-            if o.rollout_weighs == "policy-and-kl":
-                kl = policy if together else kl * factor
-        if self.policy_weights is not None:
-            policy = policy * torch.where(self.mask, self.policy_weights, 0.0)
-        if o.off_policy_threshold is not None:
-            gone = reference.off_policy(
-                logprobs,
-                sampled,
-                self.advantages,
-                self.mask,
-                self.sequences,
-                o.off_policy_threshold,
-            )
-            policy = torch.where(gone, 0.0, policy)
-        if o.top_entropy_quantile < 1 and entropy is not None:
-            top = reference.top_entropy(entropy, self.mask, o.top_entropy_quantile)
-            policy = torch.where(top, policy, 0.0)
-            bonus = self.entropy_on(top) if o.entropy_coef else bonus
-        return TermWeights(
-            policy,
-            kl if o.kl_coef and kl is not policy else None,
-            bonus if o.entropy_coef and bonus is not policy else None,
-        )
-
-
-def base_weights(
-    mask: Tensor,
-    sequences: Sequences,
+def term_aggregations(
     objective: Objective,
+    tokens: Tensor,
+    cu_seqlens: Tensor | None,
     *,
-    packed: bool,
-    cut: bool,
     normalizer: object,
     group_size: object,
     group_ids: object,
-    dtype: torch.dtype,
-) -> tuple[TermWeights, Callable[[Tensor], Tensor]]:
-    """Return the weights by aggregation alone, and the function `Weighing.entropy_on`."""
+) -> TermAggregations:
+    """Check how the terms of the loss of `tokens` `[B, T]` or packed `[N]` are averaged."""
     o = objective
     aggregations = (o.aggregation, o.kl_aggregation, o.entropy_aggregation)
     normalizers = _normalizers(normalizer, o)
     # whichever aggregation takes no groups must not see any, but the policy's refuses stray ones
     strays = "prompt-mean" not in aggregations
 
-    def weigh(on: Tensor, term: int) -> Tensor | None:
+    def arguments(term: int) -> AggregationArguments:
         aggregation = aggregations[term]
-        if aggregation is None:
-            return None
+        assert aggregation is not None
         grouped = aggregation == "prompt-mean" or (term == 0 and strays)
-        return weights_of(
-            on,
-            sequences,
-            packed=packed,
-            cut=cut,
+        return aggregation_arguments(
+            tokens,
+            cu_seqlens,
             aggregation=aggregation,
             normalizer=normalizers[term],
             length_norm=o.length_norm if aggregation == "seq-mean-token-sum-norm" else None,
             group_size=group_size if grouped else None,
             group_ids=group_ids if grouped else None,
             count_empty=o.count_empty and aggregation.startswith("seq-mean"),
-            dtype=dtype,
         )
 
-    policy = weigh(mask, 0)
-    assert policy is not None
-    kl = weigh(mask, 1) if o.kl_coef else None
-    bonus = weigh(mask, 2) if o.entropy_coef else None
+    return TermAggregations(
+        arguments(0),
+        arguments(1) if o.kl_coef and o.kl_aggregation else None,
+        arguments(2) if o.entropy_coef and o.entropy_aggregation else None,
+    )
 
-    def entropy_on(tokens: Tensor) -> Tensor:
-        own = weigh(tokens, 2)
-        return torch.where(tokens, policy, 0.0) if own is None else own
 
-    return TermWeights(policy, kl, bonus), entropy_on
+def of_the_aggregation(
+    arguments: LossArguments,
+    mask: Tensor,
+    aggregations: TermAggregations,
+    backend: str,
+    token_ids: Tensor | None,
+    ignore_index: int,
+) -> tuple[LossArguments, Tensor]:
+    """Return the arguments with the weights of every sequence, and which tokens are valid."""
+    dtype = arguments.advantages.dtype
+    weights, active = sequence_weights(
+        mask,
+        arguments.cu_seqlens,
+        aggregations.policy,
+        backend,
+        token_ids=token_ids,
+        ignore_index=ignore_index,
+        dtype=dtype,
+    )
+
+    def own(how: AggregationArguments | None) -> Tensor | None:
+        if how is None:
+            return None
+        return sequence_weights(active, arguments.cu_seqlens, how, backend, dtype=dtype)[0]
+
+    return arguments._replace(
+        weights=weights,
+        kl_weights=own(aggregations.kl),
+        entropy_weights=own(aggregations.entropy),
+    ), active
+
+
+class TermMasks(NamedTuple):
+    """What weighs the tokens of a term beyond its aggregation: corrections and masks."""
+
+    objective: Objective
+    active: Tensor
+    rollout_logprobs: Tensor | None
+    entropy_aggregation: AggregationArguments | None
+
+    # no property: torch.compile of torch 2.10 traces none of a NamedTuple
+    def wait(self, arguments: LossArguments) -> bool:
+        """Say whether the weights are known only after the current log-probabilities."""
+        o = self.objective
+        on_policy = arguments.old_logprobs is None and bool(o.rollout_corrections)
+        return on_policy or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
+
+    def apply(
+        self, arguments: LossArguments, logprobs: Tensor, entropy: Tensor | None
+    ) -> LossArguments:
+        """Return the arguments with the factors of corrections and masks, `[B, T]`.
+
+        Neither tensor is read unless the weights `wait` for it.
+        """
+        o, active = self.objective, self.active
+        top = o.top_entropy_quantile < 1 and entropy is not None
+        if not (o.rollout_corrections or o.off_policy_threshold is not None or top):
+            return arguments
+        sequences = reference.sequences_of(active, arguments.cu_seqlens)
+
+        def per_token(constant: Tensor) -> Tensor:
+            return torch.where(active, sequences.per_token(constant, active), 0.0)
+
+        kl, bonus = arguments.kl_weights, arguments.entropy_weights
+        old = logprobs if arguments.old_logprobs is None else arguments.old_logprobs
+        sampled = old if self.rollout_logprobs is None else self.rollout_logprobs
+        factors = torch.ones_like(logprobs)
+        if arguments.policy_weights is not None:
+            factors = per_token(arguments.policy_weights)
+        for correction in o.rollout_corrections:
+            ratio = reference.rollout_correction(old, sampled, active, sequences, correction)
+            factors = factors * ratio
+            if o.rollout_weighs == "policy-and-kl" and o.kl_coef:
+                kl = per_token(arguments.weights if kl is None else kl) * ratio
+        if o.off_policy_threshold is not None:
+            advantages = per_token(arguments.advantages)
+            gone = reference.off_policy(
+                logprobs, sampled, advantages, active, sequences, o.off_policy_threshold
+            )
+            factors = torch.where(gone, 0.0, factors)
+        if top and entropy is not None:
+            kept = reference.top_entropy(entropy, active, o.top_entropy_quantile)
+            factors = torch.where(kept, factors, 0.0)
+            if o.entropy_coef and self.entropy_aggregation is None:
+                bonus = torch.where(kept, per_token(arguments.weights), 0.0)
+            elif o.entropy_coef and self.entropy_aggregation is not None:
+                bonus = reference.token_weights(
+                    kept, sequences, self.entropy_aggregation, logprobs.dtype
+                )
+        return arguments._replace(
+            policy_weights=factors.contiguous(), kl_weights=kl, entropy_weights=bonus
+        )
 
 
 def _normalizers(normalizer: object, o: Objective) -> tuple[object, object, object]:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastrl.library import METRICS
+from fastrl.contract import METRICS
 
 PARTS = tl.constexpr(64)  # rows of sums that are added at a time
 

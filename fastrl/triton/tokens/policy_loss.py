@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastrl.library import METRICS
+from fastrl.contract import METRICS
 from fastrl.triton import objectives
 from fastrl.triton.objectives import (
     BIAS_CORRECTED,

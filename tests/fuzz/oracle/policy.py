@@ -67,7 +67,7 @@ def log_ratio(tokens: Tokens, fields: dict) -> Ratio:
     low, high = clamp if isinstance(clamp, tuple) else (-(clamp or inf), clamp or inf)
     low, high = max(low, -terms.SATURATION), min(high, terms.SATURATION)
     own, stuck = held(x, low, high)
-    if fields["level"] == "token" or fields["ratio"] == "gmpo":
+    if fields["level"] == "token" or fields["surrogate"] == "gmpo":
         return Ratio(own, own, stuck, shared=False)
     of_sequence, stuck = held(means(x, tokens.sequence, tokens.count), low, high)
     index, shared = tokens.sequence, fields["level"] == "sequence"
@@ -83,7 +83,7 @@ def policy_loss(
 ) -> Loss:
     """Return what is expected."""
     ratio = log_ratio(tokens, fields)
-    if fields["ratio"] == "gmpo":
+    if fields["surrogate"] == "gmpo":
         ratio, term = geometric_ratio(tokens, ratio, fields)
     else:
         term = _term(tokens, ratio, fields, function)
@@ -135,7 +135,7 @@ def policy_loss(
 
 
 def _term(tokens: Tokens, ratio: Ratio, fields: dict, function: Function | None) -> Term:
-    kind, a, logprobs = fields["ratio"], tokens.advantages, tokens.logprobs
+    kind, a, logprobs = fields["surrogate"], tokens.advantages, tokens.logprobs
     if function is not None:
         return function(tokens, ratio.own)
     if kind == "ppo_clip":

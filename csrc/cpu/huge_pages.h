@@ -12,8 +12,8 @@
 namespace fastrl::cpu {
 
 // Memory this large comes fresh from the system each time, and touching it 4 KiB at a time costs
-// several times what writing it does; so ask for large pages, before the first touch.
-inline void use_large_pages(const Tensor& tensor) {
+// several times what writing it does; so ask for huge pages, before the first touch.
+inline void use_huge_pages(const Tensor& tensor) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
   constexpr uintptr_t kLarge = uintptr_t{32} << 20;  // malloc maps these one by one
@@ -30,7 +30,7 @@ inline void use_large_pages(const Tensor& tensor) {
 // A new contiguous tensor like `logits`, for their gradient.
 inline Tensor new_gradient(const Tensor& logits) {
   const Tensor grad = torch::stable::new_empty(logits, logits.sizes());
-  use_large_pages(grad);
+  use_huge_pages(grad);
   return grad;
 }
 

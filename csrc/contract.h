@@ -1,0 +1,86 @@
+// What crosses from Python to C++ and CUDA, by name: kinds, scalars, arguments and results of the
+// operators. `fastrl/contract.py` declares them; tests/contract/test_contract.py holds the two
+// together.
+#pragma once
+
+#include <cmath>
+
+#if defined(__CUDACC__)
+#define FASTRL_HD __host__ __device__ __forceinline__
+#else  // never out of line: the CPU kernels compile these for several instruction sets
+#define FASTRL_HD inline __attribute__((always_inline))
+#endif
+
+namespace fastrl {
+
+enum class Surrogate : int { kPpoClip, kCispo, kSapo, kGmpo, kReinforce };
+// One ratio per token; one per sequence; the sequence's, its slope through the token's own.
+enum class Level : int { kToken, kSequence, kSequenceToken };
+enum class KlEstimator : int { kK1, kK2, kK3, kAbs };
+enum class KlGradient : int { kExact, kStraightThrough, kBiasCorrected };
+enum class Aggregation : int {
+  kTokenMean,
+  kSeqMeanTokenMean,
+  kSeqMeanTokenSum,
+  kSeqMeanTokenSumNorm,
+  kTokenSum,
+  kPromptMean
+};
+enum class Baseline : int { kMean, kLeaveOneOut, kNone };
+enum class Scale : int { kGroup, kBatch, kNone };
+enum class Singleton : int { kZero, kRaw };
+
+// exp(80) still fits a float; log-ratios saturate here with slope 0.
+constexpr double kMaxLogRatio = 80.0;
+
+// The scalars of an objective; a bound that is not set is infinite.
+template <typename S>
+struct Coefficients {
+  S clip_low;
+  S clip_high;
+  S dual_clip;
+  S delta;
+  S sapo_temperature_pos;
+  S sapo_temperature_neg;
+  S kl_coef;
+  S kl_clamp;
+  S log_ratio_low;  // distance of the lower bound of the log-ratio from 0
+  S log_ratio_high;
+  S entropy_coef;
+
+  FASTRL_HD S lowest_log_ratio(S limit = S(kMaxLogRatio)) const {
+    return -(log_ratio_low < limit ? log_ratio_low : limit);
+  }
+  FASTRL_HD S highest_log_ratio(S limit = S(kMaxLogRatio)) const {
+    return log_ratio_high < limit ? log_ratio_high : limit;
+  }
+};
+
+// An objective as the kernels take it.
+template <typename S>
+struct Objective {
+  Surrogate surrogate;
+  Level level;
+  KlEstimator kl_estimator;
+  KlGradient kl_gradient;
+  Coefficients<S> coefficients;
+};
+
+// The metrics of a policy loss, as they lie in the vector that the operator returns.
+struct Metrics {
+  float policy_loss;
+  float kl;
+  float kl_old;
+  float entropy;
+  float ratio_mean;
+  float ratio_max;
+  float ratio_min;
+  float clip_low;
+  float clip_high;
+  float clip_fraction;
+  float active_tokens;
+  float zero_grad_fraction;
+};
+constexpr int kNumMetrics = sizeof(Metrics) / sizeof(float);
+
+}  // namespace fastrl

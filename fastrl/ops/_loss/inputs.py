@@ -1,0 +1,175 @@
+"""The arguments that every policy loss shares, checked, as the operators take them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.checks import floating, on_device, same_shape, saveable
+from fastrl.contract import LossArguments, ObjectiveArguments
+from fastrl.library import operators
+from fastrl.objective import Objective, TokenLoss
+from fastrl.ops._loss.term_weights import TermMasks, of_the_aggregation, term_aggregations
+from fastrl.ops.token_weights import bounds_of
+
+
+def unable(objective: Objective) -> str | None:
+    """Return why compiled kernels cannot evaluate the objective, or None."""
+    if callable(objective.surrogate):
+        return (
+            "the objective is a Python function, which PyTorch evaluates (where no backend is "
+            "named, the fastest does what is left)"
+        )
+    return None
+
+
+class LossInputs(NamedTuple):
+    """What a policy loss needs beside log-probabilities and entropy, without gradient."""
+
+    objective: Objective
+    arguments: LossArguments
+    active: Tensor  # bool [B, T]
+    masks: TermMasks
+    backend: str
+
+    # no property: torch.compile of torch 2.10 traces none of a NamedTuple
+    def known(self) -> bool:
+        """Say whether the slope of a token is known once its own log-probability is."""
+        return self.objective.level == "token" and not self.masks.wait(self.arguments)
+
+    def canonical(self, name: str, value: Tensor, like: Tensor) -> Tensor:
+        """Return a differentiable tensor per token as `[B, T]` in the dtype of the arithmetic."""
+        return as_padded(name, value, like, self.arguments.advantages.dtype)
+
+    def weighed(self, logprobs: Tensor, entropy: Tensor | None) -> LossArguments:
+        """Return the arguments with all weights; neither tensor is read where they are known."""
+        return self.masks.apply(self.arguments, logprobs, entropy)
+
+    def evaluate(
+        self, logprobs: Tensor, entropy: Tensor | None, arguments: LossArguments
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return loss, dL/dlogprobs, dL/dentropy and metrics; nothing here is differentiable."""
+        o = self.objective
+        function = o.surrogate if callable(o.surrogate) else None
+        return evaluate(
+            logprobs, entropy, self.active, arguments, o.arguments, function, self.backend
+        )
+
+
+def evaluate(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    active: Tensor,
+    arguments: LossArguments,
+    objective: ObjectiveArguments,
+    function: TokenLoss | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return loss, dL/dlogprobs, dL/dentropy (None: 0) and metrics of `[B, T]` tokens."""
+    if backend == "reference":
+        return reference.policy_loss(logprobs, entropy, active, arguments, objective, function)
+    loss, slope, entropy_slope, metrics = operators(backend).policy_loss_fwd(
+        logprobs, entropy, active, *arguments, *objective
+    )
+    used = objective.coefficients.entropy_coef != 0 and entropy is not None
+    return loss, slope, entropy_slope if used else None, metrics
+
+
+def loss_inputs(
+    tokens: Tensor,
+    mask: Tensor,
+    advantages: object,
+    *,
+    old_logprobs: object,
+    ref_logprobs: object,
+    rollout_logprobs: object,
+    policy_weights: object,
+    objective: Objective,
+    normalizer: object,
+    group_size: object,
+    group_ids: object,
+    cu_seqlens: object,
+    dtype: torch.dtype,
+    backend: str,
+    token_ids: Tensor | None = None,
+    ignore_index: int = 0,
+) -> LossInputs:
+    """Check what the policy losses share; `tokens` is `[B, T]` or `[N]`, `mask` of any 0/1 dtype.
+
+    `token_ids` are given where a token with the id `ignore_index` counts as masked.
+    """
+    o = objective
+    packed = tokens.dim() == 1
+    bounds = bounds_of(tokens, cu_seqlens)
+    if ref_logprobs is None and o.kl_coef:
+        raise ValueError("ref_logprobs is needed where objective.kl_coef is above 0")
+    corrections = o.rollout_corrections
+    if rollout_logprobs is None and corrections:
+        raise ValueError("rollout_logprobs is needed where objective.rollout_correction is set")
+    drops = o.off_policy_threshold is not None
+    if rollout_logprobs is not None and not (corrections or drops):
+        raise ValueError(
+            "rollout_logprobs has no effect unless objective.rollout_correction or "
+            "objective.off_policy_threshold is set"
+        )
+    by_sequence = o.level != "token" or drops or any(c.level != "token" for c in corrections)
+    if packed and bounds is None and by_sequence:
+        raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
+
+    def per_token(name: str, value: object) -> Tensor | None:
+        return None if value is None else as_padded(name, value, tokens, dtype).detach()
+
+    def constant(name: str, value: object) -> Tensor:
+        return saveable(_constant(name, value, tokens, bounds).to(dtype).contiguous())
+
+    aggregations = term_aggregations(
+        o, tokens, bounds, normalizer=normalizer, group_size=group_size, group_ids=group_ids
+    )
+    scores = constant("advantages", advantages)
+    arguments, active = of_the_aggregation(
+        LossArguments(
+            advantages=scores,
+            weights=scores,  # replaced
+            kl_weights=None,
+            entropy_weights=None,
+            policy_weights=None
+            if policy_weights is None
+            else constant("policy_weights", policy_weights),
+            old_logprobs=per_token("old_logprobs", old_logprobs),
+            ref_logprobs=per_token("ref_logprobs", ref_logprobs),
+            cu_seqlens=bounds,
+        ),
+        (mask[None] if packed else mask).contiguous(),
+        aggregations,
+        backend,
+        token_ids if token_ids is None or token_ids.dim() == 2 else token_ids[None],
+        ignore_index,
+    )
+    active = saveable(active)
+    rollout = per_token("rollout_logprobs", rollout_logprobs)
+    masks = TermMasks(o, active, rollout, aggregations.entropy)
+    return LossInputs(o, arguments, active, masks, backend)
+
+
+def as_padded(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor per token as contiguous `[B, T]`, packed `[1, N]`."""
+    result = same_shape(name, floating(name, value), like, "logprobs")
+    result = result[None] if result.dim() == 1 else result
+    return saveable(result.to(dtype).contiguous())
+
+
+def _constant(name: str, value: object, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Check a constant of the loss; return it per sequence `[S]` or per token `[B, T]`."""
+    given = floating(name, value).detach()
+    on_device(name, given, tokens, "logprobs")
+    if given.shape == tokens.shape:
+        return given[None] if given.dim() == 1 else given
+    by_sequence = tokens.dim() == 2 or cu_seqlens is not None
+    count = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if by_sequence and given.shape == (count,):
+        return given
+    expected = f"{tuple(tokens.shape)}" + (f" or ({count},)" if by_sequence else "")
+    raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")
