@@ -118,11 +118,6 @@ struct LossArguments {
 };
 
 // A constant of the loss: float32, per sequence [S] or per token like `tokens` [B, T].
-struct Constant {
-  const float* values;
-  bool by_sequence;
-};
-
 inline Constant check_constant(const Tensor& constant, const Tensor& tokens, int64_t sequences,
                                const char* name, const char* tokens_name) {
   if (constant.dim() != 1) {
@@ -136,12 +131,6 @@ inline Constant check_constant(const Tensor& constant, const Tensor& tokens, int
                   shape_text(constant));
   return {constant.const_data_ptr<float>(), true};
 }
-
-// The constants as the kernels take them; null where there are none.
-struct LossConstants {
-  Constant advantages, weights, kl_weights, entropy_weights, policy_weights;
-  const float *old_logprobs, *ref_logprobs;
-};
 
 template <typename S>
 LossConstants check_loss(const LossArguments& in, const Objective<S>& objective,

@@ -66,6 +66,28 @@ struct Objective {
   Coefficients<S> coefficients;
 };
 
+// A constant of the loss: one value per sequence, or one per token.
+struct Constant {
+  const float* values;
+  bool by_sequence;
+
+  FASTRL_HD float at(long long sequence, long long token) const {
+    return values[by_sequence ? sequence : token];
+  }
+};
+
+// The constants of a policy loss as the kernels take them. Where a term has no weights of its own
+// they are `weights`; the others are null where there are none.
+struct LossConstants {
+  Constant advantages;
+  Constant weights;
+  Constant kl_weights;
+  Constant entropy_weights;
+  Constant policy_weights;  // factors on the policy term alone
+  const float* old_logprobs;
+  const float* ref_logprobs;
+};
+
 // The metrics of a policy loss, as they lie in the vector that the operator returns.
 struct Metrics {
   float policy_loss;
