@@ -5,12 +5,15 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -45,6 +48,14 @@ inline void check_device(const Tensor& tensor, const Tensor& like, const char* n
                   name, " must be on the device of ", like_name);
 }
 
+// For what a user's values make wrong: torch turns this exception into a ValueError.
+template <typename... Parts>
+[[noreturn]] void raise_value_error(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
 // A small per-token tensor: contiguous, of this dtype, of the shape and on the device of `like`.
 inline void check_like(const Tensor& tensor, const Tensor& like, ScalarType dtype, const char* name,
                        const char* like_name) {
@@ -65,6 +76,58 @@ inline void check_like(const std::optional<Tensor>& tensor, const Tensor& like, 
 template <typename T>
 const T* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+// Element i of a tensor on the CPU, of any real dtype.
+inline double element_value(const Tensor& tensor, int64_t i) {
+  const auto at = [&](auto zero) {
+    using T = decltype(zero);
+    return static_cast<double>(static_cast<const T*>(tensor.const_data_ptr())[i]);
+  };
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return at(double{});
+    case ScalarType::Float:
+      return at(float{});
+    case ScalarType::Half:
+      return static_cast<float>(
+          static_cast<const torch::headeronly::Half*>(tensor.const_data_ptr())[i]);
+    case ScalarType::BFloat16:
+      return static_cast<float>(
+          static_cast<const torch::headeronly::BFloat16*>(tensor.const_data_ptr())[i]);
+    case ScalarType::Long:
+      return at(int64_t{});
+    case ScalarType::Int:
+      return at(int32_t{});
+    case ScalarType::Short:
+      return at(int16_t{});
+    case ScalarType::Char:
+      return at(int8_t{});
+    case ScalarType::Byte:
+    case ScalarType::Bool:
+      return at(uint8_t{});
+    case ScalarType::UInt64:
+      return at(uint64_t{});
+    case ScalarType::UInt32:
+      return at(uint32_t{});
+    case ScalarType::UInt16:
+      return at(uint16_t{});
+    default:
+      STD_TORCH_CHECK(false, "a real dtype is needed, got ",
+                      torch::headeronly::toString(tensor.scalar_type()));
+  }
+}
+
+// The same as Python prints it: a float with its point.
+inline std::string element_text(const Tensor& tensor, int64_t i) {
+  const double value = element_value(tensor, i);
+  std::ostringstream text;
+  text << value;
+  const auto type = tensor.scalar_type();
+  const bool real = type == ScalarType::Double || type == ScalarType::Float ||
+                    type == ScalarType::Half || type == ScalarType::BFloat16;
+  if (real && value == static_cast<double>(static_cast<int64_t>(value))) text << ".0";
+  return text.str();
 }
 
 // A new contiguous tensor on the device of `like`; its contents are arbitrary until written.
@@ -108,6 +171,19 @@ Objective<S> check_objective(int64_t surrogate, int64_t level, int64_t kl_estima
                     "kl_gradient must not be bias-corrected with the geometric mean of gmpo");
   }
   return objective;
+}
+
+// What a policy loss of tokens [B, T] is given beside its constants.
+template <typename S>
+void check_tokens(const Tensor& logprobs, const std::optional<Tensor>& entropy, const Tensor& mask,
+                  const Objective<S>& objective) {
+  STD_TORCH_CHECK(logprobs.dim() == 2, "logprobs must have shape [B, T], got ",
+                  shape_text(logprobs));
+  check_like(logprobs, logprobs, ScalarType::Float, "logprobs", "logprobs");
+  check_like(mask, logprobs, ScalarType::Bool, "mask", "logprobs");
+  check_like(entropy, logprobs, ScalarType::Float, "entropy", "logprobs");
+  STD_TORCH_CHECK(entropy || objective.coefficients.entropy_coef == 0,
+                  "entropy must be given when entropy_coef is not 0");
 }
 
 // The constants of a policy loss (`LossArguments` in fastrl/contract.py).

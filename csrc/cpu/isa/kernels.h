@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../../contract.h"
+
 namespace fastrl::cpu {
 
 // Columns of a row are reduced in blocks of this many, whatever the shape or number of threads.
@@ -29,14 +31,13 @@ struct GradientTerms {
   float constant, linear;
 };
 
-// The per-token inputs of the policy loss; those that may be absent are null.
+// The tokens of a policy loss; what may be absent is null.
 struct TokenInputs {
-  const float *logprobs, *advantages, *weights, *kl_weights, *entropy_weights;
-  const float *old_logprobs, *ref_logprobs, *entropy;
+  const float *logprobs, *entropy;
   const bool* mask;
-  float* slope;
-  int level, ratio, kl_estimator, kl_gradient;  // the enums of objectives.h
-  float coefficients[11];
+  LossConstants constants;
+  float *slope, *entropy_slope;
+  Objective<float> objective;
 };
 
 // Of a sequence that shares one ratio: the mean of its log-ratios, the part of the slope that every
@@ -44,6 +45,13 @@ struct TokenInputs {
 struct SharedRatio {
   float mean, slope;
   bool alone;
+};
+
+// Tokens [begin, end) of one sequence; at token level of several, where no constant is given per
+// sequence.
+struct Segment {
+  int64_t begin, end, sequence;
+  SharedRatio shared;
 };
 
 // Sums over active tokens.
@@ -65,15 +73,15 @@ struct Kernels {
   // tanh(by x) as the kernels compute it
   float (*tanh)(float x, float by);
 
-  // Tokens [begin, end): loss, slope and metrics of each. `shared` only at sequence level.
-  void (*token_losses)(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared,
+  // Loss, slope and metrics of the tokens of these segments.
+  void (*token_losses)(const TokenInputs& in, const Segment* segments, int64_t count,
                        TokenSums* sums);
   // Sum of the log-ratios that a sequence averages (`sum`), and how many there are.
-  void (*sum_log_ratios)(const TokenInputs& in, int64_t begin, int64_t end, double* sum,
+  void (*sum_log_ratios)(const TokenInputs& in, const Segment& sequence, double* sum,
                          int64_t* count);
-  // Sum of what moves a sequence's mean log-ratio, at this mean: w f' and the KL's ratio slope,
-  // which a token that is alone has in its own slope.
-  double (*sum_slopes)(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared);
+  // Sum of the derivatives by a sequence's mean log-ratio, at this mean: w f' and the KL's ratio
+  // slope, which a token that is alone has in its own slope.
+  double (*sum_slopes)(const TokenInputs& in, const Segment& sequence);
 };
 
 // Null where the compiler's target has no such instructions.

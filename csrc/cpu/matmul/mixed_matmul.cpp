@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "../../check.h"
-#include "../isa/kernels.h"
 #include "../huge_pages.h"
+#include "../isa/kernels.h"
 #include "../parallel.h"
 #include "tile_matmul.h"
 

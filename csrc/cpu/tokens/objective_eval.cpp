@@ -2,23 +2,23 @@
 #include <tuple>
 
 #include "../../check.h"
+#include "../../objectives.h"
 
 namespace fastrl::cpu {
 namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> objective_eval(
     const Tensor& logprobs, const Tensor& log_ratio, const Tensor& advantages,
-    const Tensor& ref_minus_logprob, int64_t ratio, int64_t kl_estimator, int64_t kl_gradient,
-    const std::vector<double>& coefficients) {
+    const Tensor& ref_minus_logprob, int64_t surrogate, int64_t level, int64_t kl_estimator,
+    int64_t kl_gradient, const std::vector<double>& coefficients) {
   using Math = ScalarMath<double>;
   check_like(logprobs, logprobs, ScalarType::Double, "logprobs", "logprobs");
   check_like(log_ratio, logprobs, ScalarType::Double, "log_ratio", "logprobs");
   check_like(advantages, logprobs, ScalarType::Double, "advantages", "logprobs");
   check_like(ref_minus_logprob, logprobs, ScalarType::Double, "ref_minus_logprob", "logprobs");
-  const Ratio kind = check_ratio(ratio);
-  const KlEstimator estimator = check_kl_estimator(kl_estimator);
-  const KlGradient gradient = check_kl_gradient(kl_gradient);
-  const auto c = check_coefficients<double>(coefficients);
+  const auto objective =
+      check_objective<double>(surrogate, level, kl_estimator, kl_gradient, coefficients);
+  const Coefficients<double>& c = objective.coefficients;
   Tensor outputs[5];
   double* out[5];
   for (int i = 0; i < 5; ++i) {
@@ -30,8 +30,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> objective_eval(
   const double* advantage = advantages.const_data_ptr<double>();
   const double* ref_difference = ref_minus_logprob.const_data_ptr<double>();
   for (int64_t i = 0; i < logprobs.numel(); ++i) {
-    const auto terms = objective_terms<Math>(kind, difference[i], advantage[i], logprob[i], c);
-    const auto kl = kl_terms<Math>(estimator, gradient, ref_difference[i], difference[i], c);
+    const auto terms =
+        objective_terms<Math>(objective.surrogate, difference[i], advantage[i], logprob[i], c);
+    const auto kl = kl_terms<Math>(objective.kl_estimator, objective.kl_gradient, ref_difference[i],
+                                   difference[i], c);
     out[0][i] = terms.loss;
     out[1][i] = terms.slope;
     out[2][i] = terms.clip;

@@ -1,6 +1,7 @@
 // The policy loss from token log-probabilities: loss, slope per token and metrics.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <tuple>
 
@@ -12,7 +13,6 @@ namespace fastrl::cpu {
 namespace {
 
 constexpr int64_t kTokensPerTask = 4096;  // fixed, so that the order of summation is
-constexpr int64_t kNumMetrics = 12;
 
 // In the order of the parts, so that the result does not depend on who summed which.
 TokenSums combine(const std::vector<TokenSums>& parts) {
@@ -40,111 +40,117 @@ TokenSums combine(const std::vector<TokenSums>& parts) {
 
 // One ratio for the tokens of a sequence. Where the gradient flows through that ratio, every token
 // receives 1/n of the sequence's sum of slopes.
-TokenSums sequence_loss(const Kernels& kernels, const TokenInputs& in, int64_t begin, int64_t end) {
+Segment with_shared_ratio(const Kernels& kernels, const TokenInputs& in, Segment sequence) {
   double sum = 0;
   int64_t count = 0;
-  kernels.sum_log_ratios(in, begin, end, &sum, &count);
+  kernels.sum_log_ratios(in, sequence, &sum, &count);
   const double n = static_cast<double>(std::max<int64_t>(count, 1));
-  SharedRatio shared{static_cast<float>(sum / n), 0.0f, count == 1};
-  if (static_cast<Level>(in.level) == Level::kSequence) {
-    shared.slope = static_cast<float>(kernels.sum_slopes(in, begin, end, shared) / n);
+  sequence.shared = {static_cast<float>(sum / n), 0.0f, count == 1};
+  if (in.objective.level == Level::kSequence) {
+    sequence.shared.slope = static_cast<float>(kernels.sum_slopes(in, sequence) / n);
   }
-  TokenSums sums;
-  kernels.token_losses(in, begin, end, shared, &sums);
-  return sums;
+  return sequence;
 }
 
-void write_metrics(const TokenSums& sums, float* metrics) {
-  for (int64_t i = 0; i < kNumMetrics; ++i) metrics[i] = 0;
-  if (sums.active == 0) return;
+bool any_by_sequence(const LossConstants& c) {
+  return c.advantages.by_sequence || c.weights.by_sequence || c.kl_weights.by_sequence ||
+         c.entropy_weights.by_sequence || c.policy_weights.by_sequence;
+}
+
+// The sums of all tokens, in parts that depend on the shape alone.
+TokenSums run(const Kernels& kernels, const TokenInputs& in, const Sequences& sequences,
+              int64_t tokens) {
+  std::vector<TokenSums> parts;
+  if (in.objective.level != Level::kToken) {
+    const int64_t count = sequences.count();
+    const int64_t at_once =
+        std::max<int64_t>(1, kTokensPerTask * count / std::max<int64_t>(tokens, 1));
+    parts.resize((count + at_once - 1) / at_once);
+    for_each_range(count, at_once, [&](int64_t first, int64_t after) {
+      std::vector<Segment> segments;
+      for (int64_t s = first; s < after; ++s) {
+        const Segment sequence{sequences.begin(s), sequences.end(s), s, {}};
+        segments.push_back(with_shared_ratio(kernels, in, sequence));
+      }
+      kernels.token_losses(in, segments.data(), after - first, &parts[first / at_once]);
+    });
+    return combine(parts);
+  }
+  const bool apart = any_by_sequence(in.constants);
+  parts.resize((tokens + kTokensPerTask - 1) / kTokensPerTask);
+  for_each_range(tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
+    TokenSums* sums = &parts[begin / kTokensPerTask];
+    if (!apart) {
+      const Segment all{begin, end, 0, {}};
+      kernels.token_losses(in, &all, 1, sums);
+      return;
+    }
+    std::vector<Segment> segments;
+    for (int64_t s = sequences.of(begin); begin < end; ++s) {
+      const int64_t last = std::min(end, sequences.end(s));
+      if (last > begin) segments.push_back({begin, last, s, {}});
+      begin = last;
+    }
+    kernels.token_losses(in, segments.data(), static_cast<int64_t>(segments.size()), sums);
+  });
+  return combine(parts);
+}
+
+Metrics metrics_of(const TokenSums& sums) {
+  if (sums.active == 0) return {};
   const double n = static_cast<double>(sums.active);
-  const double values[kNumMetrics] = {sums.policy,
-                                      sums.kl / n,
-                                      sums.kl_old / n,
-                                      sums.entropy / n,
-                                      sums.ratio / n,
-                                      sums.ratio_max,
-                                      sums.ratio_min,
-                                      sums.clip_low / n,
-                                      sums.clip_high / n,
-                                      (sums.clip_low + sums.clip_high) / n,
-                                      n,
-                                      sums.zero_grad / n};
-  for (int64_t i = 0; i < kNumMetrics; ++i) metrics[i] = static_cast<float>(values[i]);
+  Metrics metrics{};
+  metrics.policy_loss = static_cast<float>(sums.policy);
+  metrics.kl = static_cast<float>(sums.kl / n);
+  metrics.kl_old = static_cast<float>(sums.kl_old / n);
+  metrics.entropy = static_cast<float>(sums.entropy / n);
+  metrics.ratio_mean = static_cast<float>(sums.ratio / n);
+  metrics.ratio_max = sums.ratio_max;
+  metrics.ratio_min = sums.ratio_min;
+  metrics.clip_low = static_cast<float>(sums.clip_low / n);
+  metrics.clip_high = static_cast<float>(sums.clip_high / n);
+  metrics.clip_fraction = static_cast<float>((sums.clip_low + sums.clip_high) / n);
+  metrics.active_tokens = static_cast<float>(n);
+  metrics.zero_grad_fraction = static_cast<float>(sums.zero_grad / n);
+  return metrics;
 }
 
-std::tuple<Tensor, Tensor, Tensor> policy_loss_fwd(
-    const Tensor& logprobs, const Tensor& advantages, const Tensor& mask, const Tensor& weights,
-    const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
+std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
+    const Tensor& logprobs, const std::optional<Tensor>& entropy, const Tensor& mask,
+    const Tensor& advantages, const Tensor& weights, const std::optional<Tensor>& kl_weights,
+    const std::optional<Tensor>& entropy_weights, const std::optional<Tensor>& policy_weights,
     const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
-    const std::optional<Tensor>& entropy, const std::optional<Tensor>& cu_seqlens, int64_t level,
-    int64_t ratio, int64_t kl_estimator, int64_t kl_gradient,
-    const std::vector<double>& coefficients) {
-  check_like(logprobs, logprobs, ScalarType::Float, "logprobs", "logprobs");
-  STD_TORCH_CHECK(logprobs.dim() == 2, "logprobs must have shape [B, T], got ",
-                  shape_text(logprobs));
-  check_like(mask, logprobs, ScalarType::Bool, "mask", "logprobs");
-  const auto check = [&](const auto& tensor, const char* name) {
-    check_like(tensor, logprobs, ScalarType::Float, name, "logprobs");
-  };
-  check(advantages, "advantages");
-  check(weights, "weights");
-  check(kl_weights, "kl_weights");
-  check(entropy_weights, "entropy_weights");
-  check(old_logprobs, "old_logprobs");
-  check(ref_logprobs, "ref_logprobs");
-  check(entropy, "entropy");
-  const auto c = check_coefficients<float>(coefficients);
-  STD_TORCH_CHECK(ref_logprobs || c.kl_coef == 0,
-                  "ref_logprobs must be given when kl_coef is not 0");
-  STD_TORCH_CHECK(entropy || c.entropy_coef == 0,
-                  "entropy must be given when entropy_coef is not 0");
-  const Ratio kind = check_ratio(ratio);
-  const KlGradient gradient = check_kl_gradient(kl_gradient);
-  STD_TORCH_CHECK(kind != Ratio::kGmpo || gradient != KlGradient::kBiasCorrected,
-                  "kl_gradient must not be bias-corrected with the geometric mean of gmpo");
+    const std::optional<Tensor>& cu_seqlens, int64_t surrogate, int64_t level, int64_t kl_estimator,
+    int64_t kl_gradient, const std::vector<double>& coefficients) {
+  const auto objective =
+      check_objective<float>(surrogate, level, kl_estimator, kl_gradient, coefficients);
+  const Coefficients<float>& c = objective.coefficients;
+  check_tokens(logprobs, entropy, mask, objective);
+  const Sequences sequences(logprobs, cu_seqlens);
+  const LossConstants constants =
+      check_loss({advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs,
+                  ref_logprobs, cu_seqlens},
+                 objective, logprobs, sequences.count(), "logprobs");
   const Tensor loss = torch::stable::new_empty(logprobs, {}, ScalarType::Float);
   const Tensor slope = empty_like_tokens(logprobs, ScalarType::Float);
+  const Tensor entropy_slope = c.entropy_coef != 0
+                                   ? empty_like_tokens(logprobs, ScalarType::Float)
+                                   : torch::stable::new_empty(logprobs, {0}, ScalarType::Float);
   const Tensor metrics = torch::stable::new_empty(logprobs, {kNumMetrics}, ScalarType::Float);
-  const float* policy_weights = weights.const_data_ptr<float>();
-  TokenInputs in{logprobs.const_data_ptr<float>(),
-                 advantages.const_data_ptr<float>(),
-                 policy_weights,
-                 kl_weights ? kl_weights->const_data_ptr<float>() : policy_weights,
-                 entropy_weights ? entropy_weights->const_data_ptr<float>() : policy_weights,
-                 data_or_null<float>(old_logprobs),
-                 data_or_null<float>(ref_logprobs),
-                 data_or_null<float>(entropy),
-                 mask.const_data_ptr<bool>(),
-                 slope.mutable_data_ptr<float>(),
-                 static_cast<int>(check_level(level, kind)),
-                 static_cast<int>(kind),
-                 static_cast<int>(check_kl_estimator(kl_estimator)),
-                 static_cast<int>(gradient),
-                 {}};
-  std::copy(coefficients.begin(), coefficients.end(), in.coefficients);
-
-  const Kernels& vector_code = kernels();
-  std::vector<TokenSums> parts;
-  if (static_cast<Level>(in.level) != Level::kToken) {
-    const Sequences sequences(logprobs, cu_seqlens);
-    parts.resize(sequences.count());
-    for_each_task(sequences.count(), [&](int64_t s) {
-      parts[s] = sequence_loss(vector_code, in, sequences.begin(s), sequences.end(s));
-    });
-  } else {
-    const int64_t tokens = logprobs.numel();
-    parts.resize((tokens + kTokensPerTask - 1) / kTokensPerTask);
-    for_each_range(tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
-      vector_code.token_losses(in, begin, end, {}, &parts[begin / kTokensPerTask]);
-    });
-  }
-  const TokenSums sums = combine(parts);
+  const TokenInputs in{logprobs.const_data_ptr<float>(),
+                       data_or_null<float>(entropy),
+                       mask.const_data_ptr<bool>(),
+                       constants,
+                       slope.mutable_data_ptr<float>(),
+                       entropy_slope.mutable_data_ptr<float>(),
+                       objective};
+  const TokenSums sums = run(kernels(), in, sequences, logprobs.numel());
   const double total = sums.policy + static_cast<double>(c.kl_coef) * sums.weighted_kl -
                        static_cast<double>(c.entropy_coef) * sums.weighted_entropy;
   *loss.mutable_data_ptr<float>() = static_cast<float>(total);
-  write_metrics(sums, metrics.mutable_data_ptr<float>());
-  return {loss, slope, metrics};
+  const Metrics values = metrics_of(sums);
+  std::memcpy(metrics.mutable_data_ptr<float>(), &values, sizeof(values));
+  return {loss, slope, entropy_slope, metrics};
 }
 
 }  // namespace

@@ -37,25 +37,60 @@ FASTRL_INLINE int64_t count_of(vint negative_ones) {
   return count;
 }
 
+// A constant of the loss over a segment: the same for all its tokens, or one for each.
+struct SegmentConstant {
+  const float* values;  // null: all are `same`
+  vfloat same;
+
+  FASTRL_INLINE SegmentConstant(const Constant& constant, int64_t sequence)
+      : values(constant.by_sequence ? nullptr : constant.values),
+        same(constant.by_sequence ? fill(constant.values[sequence]) : vfloat{}) {}
+};
+
+// The inputs over one segment.
+struct SegmentInputs {
+  const TokenInputs& in;
+  int64_t end;
+  SegmentConstant advantages, weights, kl_weights, entropy_weights, policy_weights;
+
+  FASTRL_INLINE SegmentInputs(const TokenInputs& inputs, const Segment& segment)
+      : in(inputs),
+        end(segment.end),
+        advantages(inputs.constants.advantages, segment.sequence),
+        weights(inputs.constants.weights, segment.sequence),
+        kl_weights(inputs.constants.kl_weights, segment.sequence),
+        entropy_weights(inputs.constants.entropy_weights, segment.sequence),
+        policy_weights(inputs.constants.policy_weights, segment.sequence) {}
+};
+
 // Up to a vector of tokens from i on; what is not active is 0 in every input and enters as such.
 struct Tokens {
+  const SegmentInputs& segment;
   const TokenInputs& in;
   int64_t i, n;
   vint active;
   vfloat logprob, advantage, weight, difference;
 
-  FASTRL_INLINE Tokens(const TokenInputs& inputs, int64_t begin, int64_t end)
-      : in(inputs), i(begin), n(end - begin < kLanes ? end - begin : kLanes) {
+  FASTRL_INLINE Tokens(const SegmentInputs& inputs, int64_t first)
+      : segment(inputs),
+        in(inputs.in),
+        i(first),
+        n(inputs.end - first < kLanes ? inputs.end - first : kLanes) {
     typedef uint8_t vbytes __attribute__((vector_size(kLanes)));
     vbytes mask{};
-    __builtin_memcpy(&mask, in.mask + i, n);
+    if (n == kLanes) {
+      __builtin_memcpy(&mask, in.mask + i, kLanes);
+    } else {
+      __builtin_memcpy(&mask, in.mask + i, n);
+    }
     active = __builtin_convertvector(mask, vint) != 0;
     logprob = load(in.logprobs);
-    advantage = load(in.advantages);
-    weight = load(in.weights);
+    advantage = load(segment.advantages);
+    weight = load(segment.weights);
+    if (in.constants.policy_weights.values) weight *= load(segment.policy_weights);
     // on policy the ratio is 1 by definition, but NaN stays NaN
-    difference =
-        difference_of<VectorMath>(logprob, in.old_logprobs ? load(in.old_logprobs) : logprob);
+    const float* old = in.constants.old_logprobs;
+    difference = difference_of<VectorMath>(logprob, old ? load(old) : logprob);
   }
   FASTRL_INLINE vfloat load(const float* values) const {
     vfloat x{};
@@ -66,48 +101,46 @@ struct Tokens {
     }
     return where(active, x, vfloat{});
   }
-  // The KL to the reference, given the difference that the policy's ratio comes from.
-  FASTRL_INLINE KlTerms<vfloat> kl(const Coefficients<float>& c, vfloat policy_difference) const {
-    return kl_terms<VectorMath>(
-        static_cast<KlEstimator>(in.kl_estimator), static_cast<KlGradient>(in.kl_gradient),
-        difference_of<VectorMath>(load(in.ref_logprobs), logprob), policy_difference, c);
+  FASTRL_INLINE vfloat load(const SegmentConstant& constant) const {
+    return constant.values ? load(constant.values) : where(active, constant.same, vfloat{});
   }
-  FASTRL_INLINE void store_slope(vfloat slope) const {
-    const vfloat x = where(active, slope, vfloat{});
+  // The KL to the reference, given the difference that the policy's ratio comes from.
+  FASTRL_INLINE KlTerms<vfloat> kl(vfloat policy_difference) const {
+    const Objective<float>& o = in.objective;
+    return kl_terms<VectorMath>(o.kl_estimator, o.kl_gradient,
+                                difference_of<VectorMath>(load(in.constants.ref_logprobs), logprob),
+                                policy_difference, o.coefficients);
+  }
+  FASTRL_INLINE void store(float* values, vfloat x) const {
+    x = where(active, x, vfloat{});
     if (n == kLanes) {
-      __builtin_memcpy(in.slope + i, &x, kVecBytes);
+      __builtin_memcpy(values + i, &x, kVecBytes);
     } else {
-      __builtin_memcpy(in.slope + i, &x, n * sizeof(float));
+      __builtin_memcpy(values + i, &x, n * sizeof(float));
     }
   }
 };
 
-FASTRL_INLINE Coefficients<float> coefficients_of(const TokenInputs& in) {
-  Coefficients<float> c;
-  static_assert(sizeof(c) == sizeof(in.coefficients), "one float each, in the same order");
-  __builtin_memcpy(&c, in.coefficients, sizeof(c));
-  return c;
-}
-
 // The terms of a token of a sequence with this mean log-ratio.
-FASTRL_INLINE Terms shared_terms(const Tokens& t, const Coefficients<float>& c, float mean) {
-  const Ratio ratio = static_cast<Ratio>(t.in.ratio);
-  if (ratio != Ratio::kGmpo) {
-    return objective_terms<VectorMath>(ratio, fill(mean), t.advantage, t.logprob, c);
+FASTRL_INLINE Terms shared_terms(const Tokens& t, float mean) {
+  const Objective<float>& o = t.in.objective;
+  if (o.surrogate != Surrogate::kGmpo) {
+    return objective_terms<VectorMath>(o.surrogate, fill(mean), t.advantage, t.logprob,
+                                       o.coefficients);
   }
   const vfloat shared = VectorMath::exp(fill(mean)), loss = -t.advantage * shared;
-  const vfloat clip = gmpo_terms<VectorMath>(t.difference, t.advantage, c).clip;
+  const vfloat clip = gmpo_terms<VectorMath>(t.difference, t.advantage, o.coefficients).clip;
   return {loss, loss, clip, fill(mean), shared};
 }
 
-void sum_log_ratios(const TokenInputs& in, int64_t begin, int64_t end, double* sum,
-                    int64_t* count) {
-  const Coefficients<float> c = coefficients_of(in);
-  const bool gmpo = static_cast<Ratio>(in.ratio) == Ratio::kGmpo;
+void sum_log_ratios(const TokenInputs& in, const Segment& sequence, double* sum, int64_t* count) {
+  const Coefficients<float> c = in.objective.coefficients;
+  const bool gmpo = in.objective.surrogate == Surrogate::kGmpo;
+  const SegmentInputs segment(in, sequence);
   DoubleSum total;
   vint active{};
-  for (int64_t i = begin; i < end; i += kLanes) {
-    const Tokens t(in, i, end);
+  for (int64_t i = sequence.begin; i < sequence.end; i += kLanes) {
+    const Tokens t(segment, i);
     active += t.active;
     total.add(gmpo ? gmpo_terms<VectorMath>(t.difference, t.advantage, c).log_ratio : t.difference);
   }
@@ -115,105 +148,133 @@ void sum_log_ratios(const TokenInputs& in, int64_t begin, int64_t end, double* s
   *count = count_of(active);
 }
 
-// Where the ratio is only a weight, the gradient flows through the token's own log-probability.
-FASTRL_INLINE bool moves_the_ratio(const TokenInputs& in) {
-  const Ratio ratio = static_cast<Ratio>(in.ratio);
-  return ratio != Ratio::kCispo && ratio != Ratio::kReinforce;
+// Whether the gradient flows through the ratio; where the ratio is only a weight, it flows through
+// the token's own log-probability.
+FASTRL_INLINE bool flows_through_ratio(const Objective<float>& o) {
+  return o.surrogate != Surrogate::kCispo && o.surrogate != Surrogate::kReinforce;
 }
 
-double sum_slopes(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared) {
-  const Coefficients<float> c = coefficients_of(in);
-  const bool policy = moves_the_ratio(in);
-  const bool corrected = static_cast<KlGradient>(in.kl_gradient) == KlGradient::kBiasCorrected;
-  const bool kl = c.kl_coef != 0 && corrected && !shared.alone;
-  DoubleSum total;
+double sum_slopes(const TokenInputs& in, const Segment& sequence) {
+  const Objective<float>& o = in.objective;
+  const float kl_coef = o.coefficients.kl_coef;
+  const SharedRatio shared = sequence.shared;
+  const bool policy = flows_through_ratio(o);
+  const bool kl = kl_coef != 0 && o.kl_gradient == KlGradient::kBiasCorrected && !shared.alone;
   if (!policy && !kl) return 0;
-  for (int64_t i = begin; i < end; i += kLanes) {
-    const Tokens t(in, i, end);
-    if (policy) {
-      total.add(weighted<VectorMath>(t.weight, shared_terms(t, c, shared.mean).slope));
+  const SegmentInputs segment(in, sequence);
+  DoubleSum total;
+  for (int64_t i = sequence.begin; i < sequence.end; i += kLanes) {
+    const Tokens t(segment, i);
+    if (policy) total.add(weighted<VectorMath>(t.weight, shared_terms(t, shared.mean).slope));
+    if (kl) {
+      total.add(t.load(segment.kl_weights) * kl_coef * t.kl(fill(shared.mean)).ratio_slope);
     }
-    if (kl) total.add(t.load(in.kl_weights) * c.kl_coef * t.kl(c, fill(shared.mean)).ratio_slope);
   }
   return total.total();
 }
 
-void token_losses(const TokenInputs& in, int64_t begin, int64_t end, SharedRatio shared,
-                  TokenSums* sums) {
-  const Coefficients<float> c = coefficients_of(in);
-  const Ratio ratio = static_cast<Ratio>(in.ratio);
-  const Level level = static_cast<Level>(in.level);
-  const bool own_slope = level != Level::kSequence || !moves_the_ratio(in);
-  const bool own_kl_slope = level != Level::kSequence || shared.alone;
-  const vfloat lowest = fill(c.lowest_log_ratio()), highest = fill(c.highest_log_ratio());
-  DoubleSum policy, weighted_kl, weighted_entropy, kl_sum, kl_old, entropy_sum, ratio_sum;
+// The sums over tokens, a lane each.
+struct LaneSums {
+  DoubleSum policy, weighted_kl, weighted_entropy, kl, kl_old, entropy, ratio;
   vint active{}, clip_low{}, clip_high{}, zero_grad{};
-  vfloat ratio_max = fill(-__builtin_inff()), ratio_min = fill(__builtin_inff());
-  for (int64_t i = begin; i < end; i += kLanes) {
-    const Tokens t(in, i, end);
-    const Terms terms =
-        level != Level::kToken
-            ? shared_terms(t, c, shared.mean)
-            : objective_terms<VectorMath>(ratio, t.difference, t.advantage, t.logprob, c);
-    vfloat slope = fill(shared.slope);
-    if (own_slope) slope += weighted<VectorMath>(t.weight, terms.slope);
-    if (ratio == Ratio::kGmpo) {
-      const vint moves = gmpo_terms<VectorMath>(t.difference, t.advantage, c).moves;
-      slope = where(moves, slope, vfloat{});
-    }
-    if (in.ref_logprobs) {
-      const KlTerms<vfloat> kl = t.kl(c, level == Level::kToken ? t.difference : fill(shared.mean));
-      kl_sum.add(kl.value);
-      if (c.kl_coef != 0) {
-        const vfloat weight = t.load(in.kl_weights);
-        weighted_kl.add(weight * kl.value);
-        slope += weight * (c.kl_coef * (own_kl_slope ? kl.own_slope : kl.slope));
-      }
-    }
-    slope = token_slope<VectorMath>(t.logprob, slope);
-    t.store_slope(slope);
+  vfloat ratio_max, ratio_min;
 
-    policy.add(weighted<VectorMath>(t.weight, terms.loss));
-    if (in.entropy) {
-      const vfloat entropy = t.load(in.entropy);
-      entropy_sum.add(entropy);
-      if (c.entropy_coef != 0) weighted_entropy.add(t.load(in.entropy_weights) * entropy);
-    } else {
-      entropy_sum.add(-t.logprob);
+  FASTRL_INLINE void write(TokenSums* sums) const {
+    sums->policy = policy.total();
+    sums->weighted_kl = weighted_kl.total();
+    sums->weighted_entropy = weighted_entropy.total();
+    sums->kl = kl.total();
+    sums->kl_old = kl_old.total();
+    sums->entropy = entropy.total();
+    sums->ratio = ratio.total();
+    sums->ratio_max = ratio_max[0];
+    sums->ratio_min = ratio_min[0];
+    for (int k = 1; k < kLanes; ++k) {
+      const float high = ratio_max[k], low = ratio_min[k];
+      if (high > sums->ratio_max || high != high) sums->ratio_max = high;
+      if (low < sums->ratio_min || low != low) sums->ratio_min = low;
     }
-    if (in.old_logprobs) {
-      const vfloat log_ratio = clamp<VectorMath>(t.difference, lowest, highest);
-      kl_old.add(VectorMath::expm1(log_ratio) - log_ratio);
-    } else {
-      kl_old.add(t.difference);  // 0 or NaN
+    sums->active = count_of(active);
+    sums->clip_low = count_of(clip_low);
+    sums->clip_high = count_of(clip_high);
+    sums->zero_grad = count_of(zero_grad);
+  }
+};
+
+// Loss, slope and metrics of one vector of tokens.
+FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, LaneSums* sums) {
+  const TokenInputs& in = t.in;
+  const Objective<float>& o = in.objective;
+  const Coefficients<float>& c = o.coefficients;
+  const bool by_token = o.level == Level::kToken;
+  const bool own_slope = o.level != Level::kSequence || !flows_through_ratio(o);
+  const Terms terms =
+      by_token ? objective_terms<VectorMath>(o.surrogate, t.difference, t.advantage, t.logprob, c)
+               : shared_terms(t, shared.mean);
+  vfloat slope = fill(shared.slope);
+  if (own_slope) slope += weighted<VectorMath>(t.weight, terms.slope);
+  if (o.surrogate == Surrogate::kGmpo) {
+    const vint unclipped = gmpo_terms<VectorMath>(t.difference, t.advantage, c).unclipped;
+    slope = where(unclipped, slope, vfloat{});
+  }
+  if (in.constants.ref_logprobs) {
+    const KlTerms<vfloat> kl = t.kl(by_token ? t.difference : fill(shared.mean));
+    sums->kl.add(kl.value);
+    if (c.kl_coef != 0) {
+      const vfloat weight = t.load(t.segment.kl_weights);
+      const bool own_kl_slope = o.level != Level::kSequence || shared.alone;
+      sums->weighted_kl.add(weight * kl.value);
+      slope += weight * (c.kl_coef * (own_kl_slope ? kl.own_slope : kl.slope));
     }
-    ratio_sum.add(where(t.active, terms.ratio, vfloat{}));
-    const vint is_nan = terms.ratio != terms.ratio;
-    ratio_max = where(t.active & ((terms.ratio > ratio_max) | is_nan), terms.ratio, ratio_max);
-    ratio_min = where(t.active & ((terms.ratio < ratio_min) | is_nan), terms.ratio, ratio_min);
-    active += t.active;
-    clip_low += terms.clip < 0.0f;
-    clip_high += terms.clip > 0.0f;
-    vint idle = t.active & (slope == 0.0f);
-    if (c.entropy_coef != 0) idle &= t.load(in.entropy_weights) * c.entropy_coef == 0.0f;
-    zero_grad += idle;
   }
-  sums->policy = policy.total();
-  sums->weighted_kl = weighted_kl.total();
-  sums->weighted_entropy = weighted_entropy.total();
-  sums->kl = kl_sum.total();
-  sums->kl_old = kl_old.total();
-  sums->entropy = entropy_sum.total();
-  sums->ratio = ratio_sum.total();
-  sums->ratio_max = ratio_max[0];
-  sums->ratio_min = ratio_min[0];
-  for (int k = 1; k < kLanes; ++k) {
-    const float high = ratio_max[k], low = ratio_min[k];
-    if (high > sums->ratio_max || high != high) sums->ratio_max = high;
-    if (low < sums->ratio_min || low != low) sums->ratio_min = low;
+  slope = token_slope<VectorMath>(t.logprob, slope);
+  t.store(in.slope, slope);
+
+  sums->policy.add(weighted<VectorMath>(t.weight, terms.loss));
+  vint idle = t.active & (slope == 0.0f);
+  if (in.entropy) {
+    const vfloat entropy = t.load(in.entropy);
+    sums->entropy.add(entropy);
+    if (c.entropy_coef != 0) {
+      const vfloat weight = t.load(t.segment.entropy_weights);
+      const vfloat entropy_slope = -c.entropy_coef * weight;
+      sums->weighted_entropy.add(weight * entropy);
+      t.store(in.entropy_slope, entropy_slope);
+      idle &= entropy_slope == 0.0f;
+    }
+  } else {
+    sums->entropy.add(-t.logprob);
   }
-  sums->active = count_of(active);
-  sums->clip_low = count_of(clip_low);
-  sums->clip_high = count_of(clip_high);
-  sums->zero_grad = count_of(zero_grad);
+  if (in.constants.old_logprobs) {
+    const vfloat log_ratio =
+        clamp<VectorMath>(t.difference, fill(c.lowest_log_ratio()), fill(c.highest_log_ratio()));
+    sums->kl_old.add(VectorMath::expm1(log_ratio) - log_ratio);
+  } else {
+    sums->kl_old.add(t.difference);  // 0 or NaN
+  }
+  sums->ratio.add(where(t.active, terms.ratio, vfloat{}));
+  const vint is_nan = terms.ratio != terms.ratio;
+  const vint higher = t.active & ((terms.ratio > sums->ratio_max) | is_nan);
+  const vint lower = t.active & ((terms.ratio < sums->ratio_min) | is_nan);
+  sums->ratio_max = where(higher, terms.ratio, sums->ratio_max);
+  sums->ratio_min = where(lower, terms.ratio, sums->ratio_min);
+  sums->active += t.active;
+  sums->clip_low += terms.clip < 0.0f;
+  sums->clip_high += terms.clip > 0.0f;
+  sums->zero_grad += idle;
+}
+
+void token_losses(const TokenInputs& inputs, const Segment* segments, int64_t count,
+                  TokenSums* sums) {
+  const TokenInputs in = inputs;  // nobody else writes to a copy, so it stays in registers
+  LaneSums lanes;
+  lanes.ratio_max = fill(-__builtin_inff());
+  lanes.ratio_min = fill(__builtin_inff());
+  for (int64_t k = 0; k < count; ++k) {
+    const SegmentInputs segment(in, segments[k]);
+    for (int64_t i = segments[k].begin; i < segments[k].end; i += kLanes) {
+      add_tokens(Tokens(segment, i), segments[k].shared, &lanes);
+    }
+  }
+  lanes.write(sums);
 }

@@ -1,6 +1,8 @@
 // Where sequences begin and end: rows of a padded [B, T] tensor, or cu_seqlens of a packed [1, N].
 #pragma once
 
+#include <algorithm>
+
 #include "../../check.h"
 
 namespace fastrl::cpu {
@@ -30,6 +32,11 @@ class Sequences {
 
   int64_t count() const { return count_; }
   int64_t begin(int64_t s) const { return cu_seqlens_ ? cu_seqlens_[s] : s * length_; }
+  // The sequence that token i belongs to.
+  int64_t of(int64_t i) const {
+    if (!cu_seqlens_) return i / length_;
+    return std::upper_bound(cu_seqlens_, cu_seqlens_ + count_ + 1, i) - cu_seqlens_ - 1;
+  }
   int64_t end(int64_t s) const { return cu_seqlens_ ? cu_seqlens_[s + 1] : (s + 1) * length_; }
 
  private:

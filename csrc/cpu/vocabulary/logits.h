@@ -124,7 +124,7 @@ class Scaling {
   double multiplier(int64_t row) const {
     return (softcap() ? softcap_ : scale_) / temperature(row);
   }
-  double slope(int64_t row) const { return scale_ / temperature(row); }  // dz/dx at x = 0
+  double gain(int64_t row) const { return scale_ / temperature(row); }  // dz/dx at x = 0
   LogitMap map(int64_t row) const {
     return {static_cast<float>(multiplier(row) * kLog2E), squash()};
   }

@@ -2,70 +2,52 @@
 // of its loss, and its gradient.
 #include <tuple>
 
+#include "../../objectives.h"
 #include "../huge_pages.h"
+#include "../tokens/sequences.h"
 #include "rows.h"
 
 namespace fastrl::cpu {
 namespace {
 
-// The per-token inputs of the objective, and what a row's statistics make of them.
+// The slope of the loss of a row, from its statistics.
 class TokenLoss {
  public:
-  TokenLoss(const Tensor& token_ids, const Tensor& advantages, const Tensor& weights,
-            const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
-            const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
-            int64_t ratio, int64_t kl_estimator, int64_t kl_gradient,
-            const std::vector<double>& coefficients)
-      : ratio_(check_ratio(ratio)),
-        kl_estimator_(check_kl_estimator(kl_estimator)),
-        kl_gradient_(check_kl_gradient(kl_gradient)),
-        coefficients_(check_coefficients<double>(coefficients)) {
-    const auto check = [&](const auto& tensor, const char* name) {
-      check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
-    };
-    check(advantages, "advantages");
-    check(weights, "weights");
-    check(kl_weights, "kl_weights");
-    check(entropy_weights, "entropy_weights");
-    check(old_logprobs, "old_logprobs");
-    check(ref_logprobs, "ref_logprobs");
-    STD_TORCH_CHECK(ratio_ != Ratio::kGmpo,
-                    "ratio must be a token-level objective, got gmpo: use policy_loss_fwd");
-    STD_TORCH_CHECK(ref_logprobs || coefficients_.kl_coef == 0,
-                    "ref_logprobs must be given when kl_coef is not 0");
-    advantages_ = advantages.const_data_ptr<float>();
-    weights_ = weights.const_data_ptr<float>();
-    kl_weights_ = kl_weights ? kl_weights->const_data_ptr<float>() : weights_;
-    entropy_weights_ = entropy_weights ? entropy_weights->const_data_ptr<float>() : weights_;
-    old_ = data_or_null<float>(old_logprobs);
-    ref_ = data_or_null<float>(ref_logprobs);
+  TokenLoss(const Tensor& token_ids, const LossArguments& arguments,
+            const Objective<double>& objective)
+      : sequences_(token_ids, arguments.cu_seqlens),
+        objective_(objective),
+        in_(check_loss(arguments, objective, token_ids, sequences_.count(), "token_ids")) {
+    STD_TORCH_CHECK(objective.level == Level::kToken,
+                    "the objective must be at token level: use policy_loss_fwd");
   }
 
   RowGradient gradient(int64_t row, const RowStats& stats) const {
     using Math = ScalarMath<double>;
+    const Coefficients<double>& c = objective_.coefficients;
+    const int64_t s = sequences_.of(row);
+    const auto at = [&](const Constant& x) { return static_cast<double>(x.at(s, row)); };
     // rounded as it is returned, so that a ratio to logprobs of an earlier call is exactly 1
     const double logprob = static_cast<float>(stats.logprob);
-    const double old = old_ ? static_cast<double>(old_[row]) : logprob;
+    const double old = in_.old_logprobs ? static_cast<double>(in_.old_logprobs[row]) : logprob;
     const double difference = difference_of<Math>(logprob, old);
-    const auto terms = objective_terms<Math>(
-        ratio_, difference, static_cast<double>(advantages_[row]), logprob, coefficients_);
-    double slope = weighted<Math>(static_cast<double>(weights_[row]), terms.slope);
-    if (coefficients_.kl_coef != 0) {
-      const double from_ref = difference_of<Math>(static_cast<double>(ref_[row]), logprob);
-      const auto kl =
-          kl_terms<Math>(kl_estimator_, kl_gradient_, from_ref, difference, coefficients_);
-      slope += coefficients_.kl_coef * kl_weights_[row] * kl.own_slope;
+    const auto terms =
+        objective_terms<Math>(objective_.surrogate, difference, at(in_.advantages), logprob, c);
+    const double factor = in_.policy_weights.values ? at(in_.policy_weights) : 1.0;
+    double slope = weighted<Math>(at(in_.weights) * factor, terms.slope);
+    if (c.kl_coef != 0) {
+      const double ref = static_cast<double>(in_.ref_logprobs[row]);
+      const auto kl = kl_terms<Math>(objective_.kl_estimator, objective_.kl_gradient,
+                                     difference_of<Math>(ref, logprob), difference, c);
+      slope += c.kl_coef * at(in_.kl_weights) * kl.own_slope;
     }
-    return {token_slope<Math>(logprob, slope), 0.0,
-            -coefficients_.entropy_coef * entropy_weights_[row]};
+    return {token_slope<Math>(logprob, slope), 0.0, -c.entropy_coef * at(in_.entropy_weights)};
   }
 
  private:
-  Ratio ratio_;
-  KlEstimator kl_estimator_;
-  KlGradient kl_gradient_;
-  Coefficients<double> coefficients_;
-  const float *advantages_, *weights_, *kl_weights_, *entropy_weights_, *old_, *ref_;
+  Sequences sequences_;
+  Objective<double> objective_;
+  LossConstants in_;
 };
 
 std::tuple<Tensor, Tensor> one_pass(const Rows& rows, const Tensor& token_ids,
@@ -87,33 +69,43 @@ std::tuple<Tensor, Tensor> one_pass(const Rows& rows, const Tensor& token_ids,
 }
 
 std::tuple<Tensor, Tensor, Tensor> logits_policy_loss_fwd(
-    const Tensor& logits, const Tensor& token_ids, const Tensor& active,
-    const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
-    double logit_softcap, const Tensor& advantages, const Tensor& weights,
+    const Tensor& logits, const Tensor& token_ids, const std::optional<Tensor>& mask,
+    int64_t ignore_index, const std::optional<Tensor>& temperatures, double temperature,
+    double logit_scale, double logit_softcap, const Tensor& advantages, const Tensor& weights,
     const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
-    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
-    int64_t ratio, int64_t kl_estimator, int64_t kl_gradient,
+    const std::optional<Tensor>& policy_weights, const std::optional<Tensor>& old_logprobs,
+    const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
+    int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
     const std::vector<double>& coefficients) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
-  const TokenLoss loss(token_ids, advantages, weights, kl_weights, entropy_weights, old_logprobs,
-                       ref_logprobs, ratio, kl_estimator, kl_gradient, coefficients);
+  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
+                           logit_softcap});
+  const TokenLoss loss(
+      token_ids,
+      {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs, ref_logprobs,
+       cu_seqlens},
+      check_objective<double>(surrogate, level, kl_estimator, kl_gradient, coefficients));
   const Tensor grad = new_gradient(logits);
   const auto [logprobs, entropy] = one_pass(rows, token_ids, loss, Logits(grad));
   return {logprobs, entropy, grad};
 }
 
 std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
-    const Tensor& logits, const Tensor& token_ids, const Tensor& active,
-    const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
-    double logit_softcap, const Tensor& advantages, const Tensor& weights,
+    const Tensor& logits, const Tensor& token_ids, const std::optional<Tensor>& mask,
+    int64_t ignore_index, const std::optional<Tensor>& temperatures, double temperature,
+    double logit_scale, double logit_softcap, const Tensor& advantages, const Tensor& weights,
     const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
-    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
-    int64_t ratio, int64_t kl_estimator, int64_t kl_gradient,
+    const std::optional<Tensor>& policy_weights, const std::optional<Tensor>& old_logprobs,
+    const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
+    int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
     const std::vector<double>& coefficients) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
+  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
+                           logit_softcap});
   rows.logits().check_rows_are_apart();
-  const TokenLoss loss(token_ids, advantages, weights, kl_weights, entropy_weights, old_logprobs,
-                       ref_logprobs, ratio, kl_estimator, kl_gradient, coefficients);
+  const TokenLoss loss(
+      token_ids,
+      {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs, ref_logprobs,
+       cu_seqlens},
+      check_objective<double>(surrogate, level, kl_estimator, kl_gradient, coefficients));
   return one_pass(rows, token_ids, loss, rows.logits());
 }
 

@@ -11,31 +11,32 @@ float with_plain_nan(double x) {
 
 }  // namespace
 
-Rows::Rows(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
-           const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
-           double logit_softcap)
+Rows::Rows(const Tensor& logits, const RowArguments& arguments)
     : logits_(logits),
-      scaling_(temperatures, temperature, logit_scale, logit_softcap),
-      kernels_(kernels()) {
-  check_cpu(token_ids, "token_ids");
-  check_dtype(token_ids, ScalarType::Long, "token_ids");
-  STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == logits.size(0) &&
-                      token_ids.size(1) == logits.size(1) && token_ids.is_contiguous(),
-                  "token_ids must be contiguous with the first two sizes of logits ",
-                  shape_text(logits), ", got ", shape_text(token_ids));
-  check_like(active, token_ids, ScalarType::Bool, "active", "token_ids");
-  check_like(temperatures, token_ids, ScalarType::Float, "temperatures", "token_ids");
-  token_ids_ = token_ids.const_data_ptr<int64_t>();
-  active_ = active.const_data_ptr<bool>();
+      scaling_(arguments.temperatures, arguments.temperature, arguments.logit_scale,
+               arguments.logit_softcap),
+      kernels_(kernels()),
+      token_ids_(check_rows(logits, arguments)),
+      active_(logits_.rows()) {
+  std::optional<Flags> mask;
+  if (arguments.mask) {
+    check_flags(*arguments.mask);
+    mask.emplace(*arguments.mask);
+  }
   for (int64_t row = 0; row < logits_.rows(); ++row) {
+    const int64_t token = token_ids_[row];
+    active_[row] = token != arguments.ignore_index && (!mask || (*mask)[row]);
     if (!active_[row]) continue;
     ++num_active_;
-    STD_TORCH_CHECK(token_ids_[row] >= 0 && token_ids_[row] < logits_.vocabulary(),
-                    "token_ids must be in [0, ", logits_.vocabulary(), "), got ", token_ids_[row],
-                    " in row ", row);
+    if (token < 0 || token >= logits_.vocabulary()) {
+      raise_value_error("token_ids must lie in [0, ", logits_.vocabulary(),
+                        ") or be ignore_index, got ", token, " at ",
+                        place_text(arguments.token_ids, row));
+    }
     const double t = scaling_.temperature(row);
-    STD_TORCH_CHECK(t > 0 && std::isfinite(t), "temperature must be positive and finite, got ", t,
-                    " in row ", row);
+    if (!(t > 0 && std::isfinite(t))) {
+      raise_value_error("temperature must be above 0 and finite, got ", t);
+    }
   }
 }
 
@@ -70,18 +71,19 @@ RowStats Rows::finish(int64_t row, const RowSum& sum) const {
 
 // dL/dz_j = (flow.logsumexp - flow.logprob - flow.entropy (log p_j + H)) p_j + flow.logprob at the
 // token, with log p_j = t_j ln 2 - log_sum and p_j = 2^t_j / sum.
-Rows::Plan Rows::plan_gradient(int64_t row, const RowStats& stats, const RowGradient& flow) const {
-  Plan plan{};
-  plan.row = row;
-  plan.zero = flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0;
-  if (plan.zero) return plan;
-  const double slope = scaling_.slope(row), scale = slope * std::exp(-stats.log_sum);
-  plan.map = scaling_.map(row);
-  plan.linear = flow.entropy != 0;
-  plan.terms.max = stats.max;
-  plan.terms.constant = with_plain_nan(
+Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
+                                          const RowGradient& flow) const {
+  PlannedGradient planned{};
+  planned.row = row;
+  planned.zero = flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0;
+  if (planned.zero) return planned;
+  const double gain = scaling_.gain(row), scale = gain * std::exp(-stats.log_sum);
+  planned.map = scaling_.map(row);
+  planned.linear = flow.entropy != 0;
+  planned.terms.max = stats.max;
+  planned.terms.constant = with_plain_nan(
       (flow.logsumexp - flow.logprob - flow.entropy * (stats.entropy - stats.log_sum)) * scale);
-  plan.terms.linear = with_plain_nan(-flow.entropy * kLn2 * scale);
+  planned.terms.linear = with_plain_nan(-flow.entropy * kLn2 * scale);
 
   // at the token the two parts would cancel as p nears 1
   const double p = std::exp(stats.logprob);
@@ -93,21 +95,21 @@ Rows::Plan Rows::plan_gradient(int64_t row, const RowStats& stats, const RowGrad
     const double decay = std::exp(-2 * std::fabs(x * scaling_.squash()));
     gradient *= 4 * decay / ((1 + decay) * (1 + decay));  // 1 - tanh^2
   }
-  plan.token_gradient = static_cast<float>(gradient * slope);
-  return plan;
+  planned.token_gradient = static_cast<float>(gradient * gain);
+  return planned;
 }
 
-void Rows::write_gradient(const Plan& plan, int64_t block, const Logits& grad) const {
+void Rows::write_gradient(const PlannedGradient& planned, int64_t block, const Logits& grad) const {
   const int64_t begin = block * kBlock, size = std::min(kBlock, logits_.vocabulary() - begin);
-  char* out = grad.writable(plan.row, begin);
-  if (plan.zero) {
+  char* out = grad.writable(planned.row, begin);
+  if (planned.zero) {
     std::memset(out, 0, size * grad.element_size());
     return;
   }
-  kernels_.gradient[logits_.type()][scaling_.softcap()][plan.linear](
-      logits_.at(plan.row, begin), out, size, plan.map, plan.terms);
-  const int64_t token = token_ids_[plan.row];
-  if (token >= begin && token < begin + size) grad.set(plan.row, token, plan.token_gradient);
+  kernels_.gradient[logits_.type()][scaling_.softcap()][planned.linear](
+      logits_.at(planned.row, begin), out, size, planned.map, planned.terms);
+  const int64_t token = token_ids_[planned.row];
+  if (token >= begin && token < begin + size) grad.set(planned.row, token, planned.token_gradient);
 }
 
 }  // namespace fastrl::cpu

@@ -8,8 +8,10 @@
 #include <limits>
 #include <vector>
 
-#include "logits.h"
+#include "../../check_rows.h"
+#include "../flags.h"
 #include "../parallel.h"
+#include "logits.h"
 
 namespace fastrl::cpu {
 
@@ -66,7 +68,7 @@ struct RowStats {
   bool is_top1 = false;
 };
 
-// What flows back into a row.
+// The gradient of the loss in the statistics of a row.
 struct RowGradient {
   double logprob = 0, logsumexp = 0, entropy = 0;
 };
@@ -75,9 +77,7 @@ constexpr int64_t kTaskBytes = int64_t{8} << 20;
 
 class Rows {
  public:
-  Rows(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
-       const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
-       double logit_softcap);
+  Rows(const Tensor& logits, const RowArguments& arguments);
 
   // The first sweep: which sums are wanted.
   struct Reduction {
@@ -108,8 +108,8 @@ class Rows {
       }
       const RowGradient flow = visit(row, stats);
       if (!grad) return;
-      const Plan plan = plan_gradient(row, stats, flow);
-      for (int64_t block = 0; block < blocks; ++block) write_gradient(plan, block, *grad);
+      const PlannedGradient planned = plan_gradient(row, stats, flow);
+      for (int64_t block = 0; block < blocks; ++block) write_gradient(planned, block, *grad);
     };
     const int64_t threads = torch::stable::get_num_threads();
     if (threads == 1 || blocks == 1 || num_active_ == 0 || num_active_ >= 4 * threads) {
@@ -137,7 +137,7 @@ class Rows {
         partials[task] = block_partial(rows[task / blocks], task % blocks, *reduction);
       });
     }
-    std::vector<Plan> plans(count);
+    std::vector<PlannedGradient> planned(count);
     for (int64_t i = 0; i < count; ++i) {
       RowStats stats{};
       if (reduction) {
@@ -148,11 +148,11 @@ class Rows {
         stats = finish(rows[i], sum);
       }
       const RowGradient flow = visit(rows[i], stats);
-      if (grad) plans[i] = plan_gradient(rows[i], stats, flow);
+      if (grad) planned[i] = plan_gradient(rows[i], stats, flow);
     }
     if (grad) {
       for_each_task(count * blocks, [&](int64_t task) {
-        write_gradient(plans[task / blocks], task % blocks, *grad);
+        write_gradient(planned[task / blocks], task % blocks, *grad);
       });
     }
   }
@@ -164,7 +164,7 @@ class Rows {
 
  private:
   // A row's gradient, ready to be written block by block.
-  struct Plan {
+  struct PlannedGradient {
     int64_t row;
     LogitMap map;
     GradientTerms terms;
@@ -175,8 +175,8 @@ class Rows {
   BlockPartial block_partial(int64_t row, int64_t block, const Reduction& reduction) const;
   void add(RowSum* sum, int64_t row, const BlockPartial& partial) const;
   RowStats finish(int64_t row, const RowSum& sum) const;
-  Plan plan_gradient(int64_t row, const RowStats& stats, const RowGradient& flow) const;
-  void write_gradient(const Plan& plan, int64_t block, const Logits& grad) const;
+  PlannedGradient plan_gradient(int64_t row, const RowStats& stats, const RowGradient& flow) const;
+  void write_gradient(const PlannedGradient& planned, int64_t block, const Logits& grad) const;
   float squashed(float x) const {
     return scaling_.softcap() ? kernels_.tanh(x, scaling_.squash()) : x;
   }
@@ -185,7 +185,7 @@ class Rows {
   Scaling scaling_;
   const Kernels& kernels_;
   const int64_t* token_ids_;
-  const bool* active_;
+  std::vector<char> active_;
   int64_t num_active_ = 0;
 };
 

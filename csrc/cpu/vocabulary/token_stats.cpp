@@ -1,4 +1,5 @@
-// Log-probability, entropy and kin of chosen tokens from their logits, and the gradient.
+// Log-probability, entropy and other statistics of chosen tokens from their logits, and the
+// gradient.
 #include <tuple>
 
 #include "../huge_pages.h"
@@ -7,30 +8,43 @@
 namespace fastrl::cpu {
 namespace {
 
+// The statistics of rows as tensors, in the order of `RowStats` in fastrl/contract.py.
+struct RowTensors {
+  Tensor logprobs, entropy, logsumexp, sum_sq_probs, is_top1, row_max, log_sum;
+
+  explicit RowTensors(const Tensor& like)
+      : logprobs(empty_like_tokens(like, ScalarType::Float)),
+        entropy(empty_like_tokens(like, ScalarType::Float)),
+        logsumexp(empty_like_tokens(like, ScalarType::Float)),
+        sum_sq_probs(empty_like_tokens(like, ScalarType::Float)),
+        is_top1(empty_like_tokens(like, ScalarType::Bool)),
+        row_max(empty_like_tokens(like, ScalarType::Float)),
+        log_sum(empty_like_tokens(like, ScalarType::Float)) {}
+};
 using Stats = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids,
+                      const std::optional<Tensor>& mask, int64_t ignore_index,
                       const std::optional<Tensor>& temperatures, double temperature,
                       double logit_scale, double logit_softcap, bool with_entropy,
                       bool with_sum_sq_probs) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
-  Tensor floats[6];
-  float* out[6];
-  for (int i = 0; i < 6; ++i) {
-    floats[i] = empty_like_tokens(token_ids, ScalarType::Float);
-    out[i] = floats[i].mutable_data_ptr<float>();
-  }
-  const Tensor is_top1 = empty_like_tokens(token_ids, ScalarType::Bool);
-  bool* top1 = is_top1.mutable_data_ptr<bool>();
+  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
+                           logit_softcap});
+  const RowTensors out(token_ids);
+  const auto floats = [](const Tensor& tensor) { return tensor.mutable_data_ptr<float>(); };
+  float *logprobs = floats(out.logprobs), *entropy = floats(out.entropy);
+  float *logsumexp = floats(out.logsumexp), *sum_sq_probs = floats(out.sum_sq_probs);
+  float *row_max = floats(out.row_max), *log_sum = floats(out.log_sum);
+  bool* is_top1 = out.is_top1.mutable_data_ptr<bool>();
 
   const auto write = [&](int64_t row, const RowStats& stats) {
-    out[0][row] = static_cast<float>(stats.logprob);
-    out[1][row] = with_entropy ? static_cast<float>(stats.entropy) : 0.0f;
-    out[2][row] = static_cast<float>(stats.logsumexp);
-    out[3][row] = with_sum_sq_probs ? static_cast<float>(stats.sum_sq_probs) : 0.0f;
-    out[4][row] = stats.max;
-    out[5][row] = static_cast<float>(stats.log_sum);
-    top1[row] = stats.is_top1;
+    logprobs[row] = static_cast<float>(stats.logprob);
+    entropy[row] = with_entropy ? static_cast<float>(stats.entropy) : 0.0f;
+    logsumexp[row] = static_cast<float>(stats.logsumexp);
+    sum_sq_probs[row] = with_sum_sq_probs ? static_cast<float>(stats.sum_sq_probs) : 0.0f;
+    is_top1[row] = stats.is_top1;
+    row_max[row] = stats.max;
+    log_sum[row] = static_cast<float>(stats.log_sum);
   };
   const Rows::Reduction reduction{with_entropy, with_sum_sq_probs};
   rows.walk(
@@ -40,7 +54,8 @@ Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids, const Tenso
         return RowGradient{};
       },
       [&](int64_t row) { write(row, RowStats{}); });
-  return {floats[0], floats[1], floats[2], floats[3], is_top1, floats[4], floats[5]};
+  return {out.logprobs, out.entropy, out.logsumexp, out.sum_sq_probs,
+          out.is_top1,  out.row_max, out.log_sum};
 }
 
 struct Backward {
@@ -77,14 +92,16 @@ void write_grad(const Rows& rows, const Tensor& token_ids, const Backward& saved
       [](int64_t) {});
 }
 
-Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids,
+                       const std::optional<Tensor>& mask, int64_t ignore_index,
                        const std::optional<Tensor>& temperatures, double temperature,
                        double logit_scale, double logit_softcap, const Tensor& row_max,
                        const Tensor& log_sum, const Tensor& entropy,
                        const std::optional<Tensor>& grad_logprobs,
                        const std::optional<Tensor>& grad_entropy,
                        const std::optional<Tensor>& grad_logsumexp) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
+  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
+                           logit_softcap});
   const Tensor grad = new_gradient(logits);
   write_grad(rows, token_ids,
              {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
@@ -92,14 +109,16 @@ Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids, const Tens
   return grad;
 }
 
-void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids,
+                      const std::optional<Tensor>& mask, int64_t ignore_index,
                       const std::optional<Tensor>& temperatures, double temperature,
                       double logit_scale, double logit_softcap, const Tensor& row_max,
                       const Tensor& log_sum, const Tensor& entropy,
                       const std::optional<Tensor>& grad_logprobs,
                       const std::optional<Tensor>& grad_entropy,
                       const std::optional<Tensor>& grad_logsumexp) {
-  const Rows rows(logits, token_ids, active, temperatures, temperature, logit_scale, logit_softcap);
+  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
+                           logit_softcap});
   rows.logits().check_rows_are_apart();
   write_grad(rows, token_ids,
              {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},

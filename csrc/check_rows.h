@@ -1,0 +1,52 @@
+// The arguments of the operators on logits (`RowArguments` in fastrl/contract.py), checked.
+#pragma once
+
+#include <cmath>
+
+#include "check.h"
+
+namespace fastrl {
+
+struct RowArguments {
+  const Tensor& token_ids;
+  const std::optional<Tensor>& mask;
+  int64_t ignore_index;
+  const std::optional<Tensor>& temperatures;
+  double temperature, logit_scale, logit_softcap;
+};
+
+// Checks everything but what mask and token_ids hold; returns the ids.
+inline const int64_t* check_rows(const Tensor& logits, const RowArguments& in) {
+  STD_TORCH_CHECK(logits.dim() == 3, "logits must have shape [B, T, V], got ", shape_text(logits));
+  STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1 || logits.numel() == 0,
+                  "logits must have stride 1 along the vocabulary, got ", logits.stride(2));
+  check_device(in.token_ids, logits, "token_ids", "logits");
+  check_dtype(in.token_ids, ScalarType::Long, "token_ids");
+  STD_TORCH_CHECK(in.token_ids.dim() == 2 && in.token_ids.size(0) == logits.size(0) &&
+                      in.token_ids.size(1) == logits.size(1) && in.token_ids.is_contiguous(),
+                  "token_ids must be contiguous with the first two sizes of logits ",
+                  shape_text(logits), ", got ", shape_text(in.token_ids));
+  if (in.mask) check_like(*in.mask, in.token_ids, in.mask->scalar_type(), "mask", "token_ids");
+  check_like(in.temperatures, in.token_ids, ScalarType::Float, "temperatures", "token_ids");
+  STD_TORCH_CHECK(in.temperatures || (in.temperature > 0 && std::isfinite(in.temperature)),
+                  "temperature must be positive and finite, got ", in.temperature);
+  STD_TORCH_CHECK(in.logit_scale > 0 && std::isfinite(in.logit_scale),
+                  "logit_scale must be positive and finite, got ", in.logit_scale);
+  STD_TORCH_CHECK(in.logit_softcap >= 0 && std::isfinite(in.logit_softcap),
+                  "logit_softcap must be positive, or 0 for none, got ", in.logit_softcap);
+  return in.token_ids.const_data_ptr<int64_t>();
+}
+
+// Where element i of [B, T] is, as a user writes it; of a single row its position.
+inline std::string place_text(const Tensor& tokens, int64_t i) {
+  std::ostringstream text;
+  const int64_t length = tokens.size(1);
+  if (tokens.size(0) == 1) {
+    text << i;
+  } else {
+    text << "(" << i / length << ", " << i % length << ")";
+  }
+  return text.str();
+}
+
+}  // namespace fastrl
