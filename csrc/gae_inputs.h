@@ -1,0 +1,16 @@
+// What generalised advantage estimation reads. No torch.
+#pragma once
+
+namespace fastrl {
+
+// The value that follows the last token: none, one per sequence, or one per token.
+enum class Bootstrap : int { kNone, kSequence, kToken };
+
+struct GaeInputs {
+  const float *rewards, *values;
+  const float* bootstrap_values;
+  const bool *mask, *terminated, *truncated;  // null: all true, none, none
+  Bootstrap bootstrap;
+};
+
+}  // namespace fastrl
