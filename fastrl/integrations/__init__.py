@@ -1,1 +1,1 @@
-"""Seams to other libraries; each module imports its library only when it is used."""
+"""Drop-ins for other libraries; each module imports its library only when it is used."""

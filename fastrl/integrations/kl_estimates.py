@@ -1,4 +1,4 @@
-"""KL estimates of a token as verl and OpenRLHF have them: k3 held within 10, the others free."""
+"""Per-token KL estimates of verl and OpenRLHF: k3 is clamped to +-10, the others are not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import fastrl
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Return k1, k2 or abs as they are, whatever the distance, or `kl_divergence`'s k3 within 10.
+    """Return k1, k2 or abs without bounds, or k3 clamped to +-10.
 
-    `kl_divergence` saturates at 80 in all of them, where only k3 would overflow.
+    `kl_divergence` saturates every estimator at a log-ratio of 80, though only k3 would overflow.
     """
     if estimator == "k3":
         return fastrl.kl_divergence(logprobs, ref_logprobs, estimator="k3", clamp=10.0)

@@ -6,58 +6,54 @@ from fastrl.integrations.liger import LigerFusedLinearGRPOLoss
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fastrl
-from fastrl import Objective
-from fastrl.integrations.liger_rules import AGGREGATIONS, refuse
 from fastrl.integrations.liger_rules import SUPPORT as SUPPORT
-from fastrl.ops.linear_policy_loss import in_one_pass, one_pass
-from fastrl.ops.linear_token_stats import chunk_options, linear_inputs, stats_of_hidden
-from fastrl.ops.policy_loss import loss_inputs, loss_of_logprobs
+from fastrl.integrations.liger_rules import refuse
+from fastrl.integrations.trl_objective import trl_objective
 
 TRIED = "Tried with liger-kernel 0.8.5: loss, metrics and gradients of its chunked path on a CPU."
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """GRPO and kin from hidden states and LM head, with Liger's arguments and numbers.
+    """GRPO and its variants from hidden states and LM head, with Liger's arguments and results.
 
-    | loss_type | loss of a token | added up |
+    | loss_type | loss of a token | aggregation |
     | --- | --- | --- |
-    | `grpo` | `-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)` | mean over B of token means |
+    | `grpo` | `-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)` | mean over B of the token means |
     | `bnpo` | the same | mean over the tokens of the batch |
     | `dr_grpo` | the same | sum / (B max_completion_length) |
-    | `dapo` | the same | sum / (num_items_in_batch / ranks), else tokens of all ranks / ranks |
-    | `luspo` | the same | mean over B of token sums |
+    | `dapo` | the same | sum / (num_items_in_batch / ranks), or by default sum / (tokens of all ranks / ranks) |
+    | `luspo` | the same | mean over B of the token sums |
     | `cispo` | `-sg[min(r, epsilon_high)] A logprob` | as dapo |
     | `sapo` | `-4/tau sigmoid(tau (r - 1)) A` | as grpo |
 
     Args:
         beta: weight of the KL (k3) to the reference.
-        compiled: without effect.
-        use_ref_model: whether there is a reference; if not, the KL is 0.
-        chunk_size: without effect.
+        compiled: ignored.
+        use_ref_model: whether there is a reference; without one the KL is 0.
+        chunk_size: ignored.
         epsilon_low: distance of the lower bound from 1.
         epsilon_high: distance of the upper bound from 1; for cispo the upper bound itself.
-        loss_type: a row of the table.
+        loss_type: one of the table.
         max_completion_length: for `dr_grpo`.
         importance_sampling_level: `token` or `sequence`.
         sapo_temperature_pos: tau for positive advantages.
         sapo_temperature_neg: tau for the others.
         temperature: divides the logits.
-        delta: cap of the unclipped ratio, or None.
+        delta: upper bound of the unclipped ratio, or None.
         use_bias_correction_kl: multiply the KL by the ratio (DeepSeek-V3.2).
-        vespo_k_pos: of a loss that is refused.
-        vespo_lambda_pos: of a loss that is refused.
-        vespo_k_neg: of a loss that is refused.
-        vespo_lambda_neg: of a loss that is refused.
+        vespo_k_pos: ignored; the loss vespo is refused.
+        vespo_lambda_pos: ignored.
+        vespo_k_neg: ignored.
+        vespo_lambda_neg: ignored.
 
     Raises:
-        ValueError: an option has no such value, is missing, or options do not go together.
-        NotImplementedError: Liger has the option, fastrl does not.
+        ValueError: an option is invalid or missing, or two options conflict.
+        NotImplementedError: Liger supports the option, fastrl does not.
 
     Example:
         >>> import torch
@@ -97,22 +93,19 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         refuse(loss_type, importance_sampling_level, beta, max_completion_length)
         self.beta, self.loss_type, self.temperature = beta, loss_type, temperature
         self.use_ref_model = use_ref_model
-        fields: dict[str, Any] = {**AGGREGATIONS[loss_type], "level": importance_sampling_level}
-        if loss_type == "dr_grpo":
-            fields["length_norm"] = max_completion_length
-        if loss_type == "cispo":
-            fields |= {"surrogate": "cispo", "clip_low": 1.0, "clip_high": epsilon_high - 1}
-        elif loss_type == "sapo":
-            fields["surrogate"] = "sapo"
-            fields["sapo_temperature_pos"] = sapo_temperature_pos
-            fields["sapo_temperature_neg"] = sapo_temperature_neg
-        else:
-            fields |= {"clip_low": min(epsilon_low, 1.0), "clip_high": epsilon_high, "delta": delta}
-        # without a reference Liger takes the policy itself: a KL of 0 without gradient
-        if beta and use_ref_model:
-            corrected = "bias-corrected" if use_bias_correction_kl else "exact"
-            fields |= {"kl_coef": beta, "kl_gradient": corrected}
-        self.objective = Objective(**fields)
+        self.objective = trl_objective(
+            loss_type,
+            level=importance_sampling_level,
+            epsilon_low=min(epsilon_low, 1.0),  # a ratio is never below 0
+            epsilon_high=epsilon_high,
+            delta=delta,
+            sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg,
+            # without a reference Liger uses the policy itself: a KL of 0 without gradient
+            beta=beta if use_ref_model else 0.0,
+            bias_correction=use_bias_correction_kl,
+            max_completion_length=max_completion_length,
+        )
 
     def forward(
         self,
@@ -130,30 +123,30 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the loss and the metrics: the mean KL where beta is not 0, and the clip ratio.
+        """Return the loss and the metrics: the mean KL if beta is not 0, and the clip ratio.
 
-        A reference given twice, by `ref_per_token_logps` and `ref_input`, is warned of.
+        If both `ref_per_token_logps` and `ref_input` are given, the first is used, with a warning.
 
         Args:
             _input: hidden states, `[B, T, H]`.
-            lin_weight: of the LM head, `[V, H]`.
+            lin_weight: weight of the LM head, `[V, H]`.
             selected_token_ids: `[B, T]`.
-            attention_mask: 0/1, `[B, T]`: the tokens that the loss is over.
+            attention_mask: 0/1, `[B, T]`: the tokens that count.
             advantages: `[B]`.
             bias: `[V]`, or None.
-            ref_per_token_logps: of the reference, `[B, T]`, or None.
-            old_per_token_logps: of the policy that the ratio is against, or None: on policy.
-            ref_input: hidden states of the reference, where its log-probabilities are not given.
-            ref_weight: of the reference's head.
-            ref_bias: of the reference's head.
+            ref_per_token_logps: log-probabilities of the reference, `[B, T]`, or None.
+            old_per_token_logps: log-probabilities of the old policy, `[B, T]`; None: on policy.
+            ref_input: hidden states of the reference, if its log-probabilities are not given.
+            ref_weight: weight of the reference's head.
+            ref_bias: bias of the reference's head.
             vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, factors of the policy term, or None.
             num_items_in_batch: tokens of the whole batch on all ranks, for dapo and cispo.
         """
         ids, mask = selected_token_ids, attention_mask
         if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
             warnings.warn(
-                "ref_per_token_logps and ref_input are both given: ref_per_token_logps is taken",
-                stacklevel=4,  # the frames between are nn.Module's
+                "ref_per_token_logps and ref_input are both given: ref_per_token_logps is used",
+                stacklevel=4,  # nn.Module's frames are in between
             )
         reference = None
         if self.objective.kl_coef:
@@ -162,34 +155,23 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 reference = self._reference(ids, mask, ref_input, ref_weight, ref_bias)
         if vllm_is_ratio is not None:
             vllm_is_ratio = self._factors(vllm_is_ratio, ids)
-        rows, head = linear_inputs(
-            _input, lin_weight, ids, bias, None, mask, self.temperature, 1.0, None, -100
-        )
-        inputs = loss_inputs(
+        result = fastrl.linear_policy_loss(
+            _input,
+            lin_weight,
             ids,
-            rows.active,
             advantages,
+            mask,
+            bias=bias,
+            temperature=self.temperature,
             old_logprobs=old_per_token_logps,
             ref_logprobs=reference,
-            rollout_logprobs=None,
             policy_weights=vllm_is_ratio,
             objective=self.objective,
             normalizer=self._normalizer(mask, num_items_in_batch),
-            group_size=None,
-            group_ids=None,
-            cu_seqlens=None,
-            dtype=head.dtype,
         )
-        options = chunk_options(None, True, "auto", head)
-        if in_one_pass(inputs):
-            result, logprobs, _ = one_pass(
-                rows, head, inputs, options, options.backend, metrics=True
-            )
-        else:
-            logprobs, entropy, *_ = stats_of_hidden(rows, head, options)
-            result = loss_of_logprobs(logprobs, entropy, inputs, options.backend)
-        found = logprobs.detach()
-        return result.loss, self._metrics(found, advantages, mask, old_per_token_logps, reference)
+        clip_ratio = self._clip_ratio(result.logprobs, advantages, mask, old_per_token_logps)
+        metrics = (result.metrics["kl"], clip_ratio) if self.beta else (clip_ratio,)
+        return result.loss, metrics
 
     def _reference(
         self,
@@ -201,8 +183,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> Tensor:
         if hidden is None or weight is None:
             raise ValueError(
-                "ref_per_token_logps, or ref_input with ref_weight, is needed where beta is not 0 "
-                "and use_ref_model is True"
+                "ref_per_token_logps, or ref_input with ref_weight, is needed if beta is not 0 and "
+                "use_ref_model is True"
             )
         with torch.no_grad():
             return fastrl.linear_token_logprobs(
@@ -210,7 +192,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             )
 
     def _factors(self, ratio: Tensor, ids: Tensor) -> Tensor:
-        """Return the ratio of each token, from that or from the ratio of its sequence."""
+        """Return a ratio per token from ratios per token or per sequence."""
         sequences, tokens = ids.shape
         if ratio.shape not in ((sequences,), (sequences, 1), (sequences, tokens)):
             raise ValueError(
@@ -240,29 +222,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return (tokens / ranks).clamp(min=1.0)
 
     @torch.no_grad()
-    def _metrics(
-        self,
-        logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        old: Tensor | None,
-        reference: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def _clip_ratio(
+        self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor | None
+    ) -> Tensor:
+        """Return the share of clipped tokens as Liger counts them."""
         log_ratio = torch.zeros_like(logprobs) if old is None else logprobs - old
         if self.objective.level == "sequence":
-            of_sequences = fastrl.masked_mean(log_ratio, mask, dim=-1)
-            log_ratio = of_sequences[:, None].expand(logprobs.shape)
-        ratio, o, rises = log_ratio.exp(), self.objective, advantages[:, None] > 0
-        clipped = rises & (ratio > 1 + o.clip_high)
+            log_ratio = fastrl.masked_mean(log_ratio, mask, dim=-1)[:, None]
+        ratio, o, advantages = log_ratio.exp(), self.objective, advantages[:, None]
+        clipped = (advantages > 0) & (ratio > 1 + o.clip_high)
         if o.surrogate == "ppo_clip":
-            clipped |= (advantages[:, None] < 0) & (ratio < 1 - o.clip_low)
+            clipped |= (advantages < 0) & (ratio < 1 - o.clip_low)
         elif o.surrogate == "sapo":
             clipped = torch.zeros_like(clipped)
-        clip_ratio = fastrl.masked_mean(clipped.to(logprobs.dtype), mask)
-        if not self.beta:
-            return (clip_ratio,)
-        if reference is None:
-            return torch.zeros_like(clip_ratio), clip_ratio
-        kl = fastrl.kl_divergence(logprobs, reference.to(logprobs.dtype))
-        kl = kl * ratio if o.kl_gradient == "bias-corrected" else kl
-        return fastrl.masked_mean(kl, mask), clip_ratio
+        return fastrl.masked_mean(clipped.to(logprobs.dtype).expand(mask.shape), mask)

@@ -1,10 +1,9 @@
-"""What Liger's fused GRPO loss can be asked for, and what fastrl does with it."""
+"""The options of Liger's fused GRPO loss, and which of them fastrl supports."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastrl.integrations.support import Support
+from fastrl.integrations.trl_objective import LOSS_TYPES
 
 SUPPORT = [
     Support(
@@ -16,7 +15,7 @@ SUPPORT = [
     Support(
         option='`importance_sampling_level="sequence"`',
         handling="primitive",
-        note="the ratio is known only after all tokens: the rows are visited twice",
+        note="the ratio depends on the whole sequence, so the rows are visited twice",
     ),
     Support(
         option='`loss_type="luspo"` with `importance_sampling_level="sequence"` and `beta=0`',
@@ -25,49 +24,38 @@ SUPPORT = [
     Support(
         option='`loss_type="luspo"` otherwise',
         handling="refused",
-        note="Liger's own averages over padding, too",
+        note="Liger's loss also averages over padding",
     ),
     Support(
         option='`loss_type="vespo"`',
         handling="refused",
-        note="its weights are of whole sequences under the current policy",
+        note="its weights depend on whole sequences under the current policy",
     ),
     Support(
         option='`importance_sampling_level="sequence"` with `"cispo"`, `"sapo"` or `"vespo"`',
         handling="refused",
-        note="as in Liger, in its words, but by the constructor",
+        note="with Liger's message, but by the constructor",
     ),
     Support(
         option="`delta` not above `1 + epsilon_high`",
         handling="refused",
-        note="no `Objective` has such a bound",
+        note="`Objective` allows no such bound",
     ),
     Support(
         option="`ref_per_token_logps` and `ref_input` together",
         handling="fused",
-        note="the former is taken, with a warning, as in Liger; with `beta=0` neither is needed",
+        note="the first is used, with a warning, as in Liger; with `beta=0` neither is needed",
     ),
     Support(
         option="`compiled`, `chunk_size`",
         handling="fused",
-        note="taken, and without effect: nothing is compiled, fastrl cuts its own chunks",
+        note="accepted and ignored: nothing is compiled, and fastrl chooses the chunks",
     ),
 ]
 
-#: loss_type -> how its tokens are added up, as fields of `Objective`.
-AGGREGATIONS: dict[str, dict[str, Any]] = {
-    "grpo": {"aggregation": "seq-mean-token-mean", "count_empty": True},
-    "bnpo": {"aggregation": "token-mean"},
-    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "count_empty": True},
-    "dapo": {"aggregation": "token-mean"},
-    "cispo": {"aggregation": "token-mean"},
-    "sapo": {"aggregation": "seq-mean-token-mean", "count_empty": True},
-    "luspo": {"aggregation": "seq-mean-token-sum", "count_empty": True},
-}
-
 
 def refuse(loss_type: str, level: str, beta: float, max_completion_length: int | None) -> None:
-    """Raise for what Liger refuses, in its words where it has some, and for what fastrl has not."""
+    """Raise for what Liger refuses, with its message if it has one, and what fastrl lacks."""
     if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(
             f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}: "
@@ -75,17 +63,17 @@ def refuse(loss_type: str, level: str, beta: float, max_completion_length: int |
         )
     if loss_type == "vespo":
         raise NotImplementedError(
-            f"loss_type must be one of {', '.join(AGGREGATIONS)}; vespo weighs whole sequences "
-            "under the current policy, which fastrl does not have"
+            f"loss_type must be one of {', '.join(LOSS_TYPES)}; vespo weighs whole sequences under "
+            "the current policy, which fastrl does not support"
         )
-    if loss_type not in AGGREGATIONS:
-        raise ValueError(f"loss_type must be one of {', '.join(AGGREGATIONS)}; got {loss_type!r}")
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")
     if level not in ("token", "sequence"):
         raise ValueError(f"importance_sampling_level must be token or sequence, got {level!r}")
     if loss_type == "luspo" and (level == "token" or beta):
         raise NotImplementedError(
             "loss_type luspo needs importance_sampling_level sequence and beta 0: otherwise "
-            f"Liger's average takes in padding; got {level} and {beta}"
+            f"Liger averages over padding; got {level} and {beta}"
         )
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("max_completion_length is needed with loss_type dr_grpo, got None")

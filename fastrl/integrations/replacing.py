@@ -1,4 +1,4 @@
-"""Put functions in the place of another package's, wherever it has loaded them, and back again."""
+"""Replace functions of another package wherever it has loaded them, and restore them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
+
+from fastrl.integrations.undoing import Undoable
 
 
 class Replacement(NamedTuple):
-    """A function of a package and what takes its place.
+    """A function of a package and what replaces it.
 
     Attributes:
         module: the module that defines it, `package.some.module`.
         name: its name there.
         function: ours, with the same parameters and defaults.
-        optional: True where some versions of the package do not have it.
+        optional: True if some versions of the package do not have it.
     """
 
     module: str
@@ -26,17 +27,17 @@ class Replacement(NamedTuple):
     optional: bool = False
 
 
-#: our functions that stand for another package's at the moment, and what they stand for
-_STANDING_FOR: dict[Callable[..., Any], Callable[..., Any]] = {}
+#: our functions that are in use at the moment -> the package's functions that they replace
+_REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the package's own function that ours stands for at the moment, or None."""
-    return _STANDING_FOR.get(function)
+    """Return the package's function that ours replaces at the moment, or None."""
+    return _REPLACED.get(function)
 
 
-class Replaced:
-    """Functions of a package that run on fastrl until `undo`, or until the `with` block ends.
+class Replaced(Undoable):
+    """Functions of a package that run on fastrl until `undo()` or the end of a `with` block.
 
     Attributes:
         names: `module.name` of what was replaced.
@@ -54,28 +55,17 @@ class Replaced:
         self._pairs = [(theirs, item.function) for item, theirs in found if theirs is not None]
         self.names = tuple(f"{item.module}.{item.name}" for item, theirs in found if theirs)
         self._swap(self._pairs)
-        _STANDING_FOR.update((ours, theirs) for theirs, ours in self._pairs)
+        _REPLACED.update((ours, theirs) for theirs, ours in self._pairs)
 
     def undo(self) -> None:
-        """Put the package's own functions back; a second time does nothing."""
+        """Restore the package's functions; a second call does nothing."""
         self._swap([(ours, theirs) for theirs, ours in self._pairs])
         for _, ours in self._pairs:
-            _STANDING_FOR.pop(ours, None)
+            _REPLACED.pop(ours, None)
         self._pairs = []
 
-    def __enter__(self) -> Replaced:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
-
     def _swap(self, pairs: list[tuple[Any, Any]]) -> None:
-        # modules hold functions under names of their own: `from core_algos import agg_loss`
+        # other modules hold the function too: `from core_algos import agg_loss`
         new = {id(old): value for old, value in pairs}
         for name, module in list(sys.modules.items()):
             if module is None or f"{name}.".partition(".")[0] != self._package:
@@ -90,7 +80,7 @@ class Replaced:
 
 
 def _theirs(package: str, item: Replacement) -> Callable[..., Any] | None:
-    """Return the package's own function if ours can stand for it; None if it has none."""
+    """Return the package's function if ours can replace it; None if the package has none."""
     where = f"{item.module}.{item.name}"
     try:
         theirs = vars(importlib.import_module(item.module)).get(item.name)
@@ -102,14 +92,14 @@ def _theirs(package: str, item: Replacement) -> Callable[..., Any] | None:
             return None
         raise NotImplementedError(f"{package} {version} has no {where}, which fastrl replaces")
     if theirs is item.function:
-        raise RuntimeError(f"{where} runs on fastrl already: undo the first use before another")
+        raise RuntimeError(f"{where} runs on fastrl already: undo the first use_fastrl() first")
     if theirs.__module__ != item.module:
-        raise NotImplementedError(f"{where} was replaced by {theirs.__module__} before")
+        raise NotImplementedError(f"{where} was already replaced by {theirs.__module__}")
     known, found = parameters(item.function), parameters(theirs)
     if known != found:
         raise NotImplementedError(
             f"{where} of {package} {version} takes ({', '.join(found)}), "
-            f"fastrl knows it with ({', '.join(known)})"
+            f"fastrl expects ({', '.join(known)})"
         )
     return theirs  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
 """What each drop-in does with each option of its trainer; `docs/support.md` is made from it.
 
-A module of drop-ins lists its options as `SUPPORT` and stands in `MODULES`. The rules that decide
-when it runs are the rows of the table, so neither can say what the other does not.
+A drop-in lists its options as `SUPPORT` and is listed in `MODULES`. The rules that decide what
+`use_fastrl` does are the rows of the table, so code and table cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Handling = Literal["fused", "primitive", "replaced", "own", "refused"]
 
 MEANINGS: dict[str, str] = {
     "fused": "loss and gradient in one pass over the hidden states or the logits",
-    "primitive": "log-probabilities and entropies are fastrl's, the trainer computes its own loss",
-    "replaced": "the trainer's function is replaced by fastrl's, with the same arguments",
-    "own": "left to the trainer's own code",
-    "refused": "a sentence says why, and nothing is changed",
+    "primitive": "fastrl computes log-probabilities and entropies, the trainer its loss",
+    "replaced": "fastrl's function replaces the trainer's, with the same arguments",
+    "own": "the trainer's code is used",
+    "refused": "an error says why, and nothing is changed",
 }
 
 #: Modules of `fastrl.integrations` that have a table.
@@ -32,8 +32,8 @@ class Support:
     Attributes:
         option: the option as its user writes it.
         handling: a key of `MEANINGS`.
-        note: why, or what to know; a sentence of its own where it is refused.
-        applies: says whether the option is set on a trainer, where that decides something.
+        note: the reason, or what to know about it; part of the error message if it is refused.
+        applies: tells whether the option is set on a trainer, where the handling depends on it.
     """
 
     option: str
@@ -52,7 +52,7 @@ def table() -> str:
     """Return `docs/support.md`."""
     parts = [
         "# What the drop-ins support",
-        "Made from the rules that decide it: `python -m fastrl.integrations > docs/support.md`.",
+        "Generated from the rules in the code: `python -m fastrl.integrations > docs/support.md`.",
         "\n".join(f"- **{name}**: {meaning}." for name, meaning in MEANINGS.items()),
     ]
     for name in MODULES:

@@ -1,4 +1,4 @@
-"""A run that has diverged: TRL's weights become NaN, with fastrl it goes on and says so."""
+"""A run that has diverged: TRL's weights become NaN; with fastrl it continues, with a warning."""
 
 import types
 import warnings
@@ -11,10 +11,10 @@ from tests.support.trl_runs import make_trainer, needed, run, save_model
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.rules import objective_of  # noqa: E402
-from fastrl.integrations.trl.saturation import HELD_WITHIN, METRIC, count_saturated  # noqa: E402
+from fastrl.integrations.trl.saturation import METRIC, SATURATES_AT, count_saturated  # noqa: E402
 from fastrl.reference.objectives import MAX_LOG_RATIO  # noqa: E402
 
-#: Steps so long that after the first one the log-probabilities of the samples lie far apart.
+#: Steps so long that after the first one old and new log-probabilities are far apart.
 DIVERGING = {
     "loss_type": "grpo",
     "beta": 0.04,
@@ -38,7 +38,7 @@ def saturation_warnings(caught):
     return [found for found in caught if "the run has diverged" in str(found.message)]
 
 
-def test_a_diverged_run_goes_on_is_logged_and_warned_of_once(tiny_path, tmp_path):
+def test_a_diverged_run_continues_with_a_metric_and_one_warning(tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -55,7 +55,7 @@ def test_a_diverged_run_goes_on_is_logged_and_warned_of_once(tiny_path, tmp_path
     assert METRIC in str(found.message)
 
 
-def test_the_same_run_spoils_the_weights_in_trl(tiny_path, tmp_path):
+def test_in_trl_the_same_run_makes_the_weights_nan(tiny_path, tmp_path):
     for use in ({}, {"use": lambda trainer: use_fastrl(trainer, fused=False)}):
         trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
         with warnings.catch_warnings(record=True) as caught:
@@ -76,8 +76,8 @@ def trainer_of(beta, corrected):
     ("beta", "corrected", "expected"),
     [(0.0, True, [1, 4]), (0.04, False, [2, 4]), (0.04, True, [4, 4])],
 )
-def test_what_is_counted(beta, corrected, expected):
-    assert HELD_WITHIN == MAX_LOG_RATIO
+def test_count_saturated(beta, corrected, expected):
+    assert SATURATES_AT == MAX_LOG_RATIO
     inputs = {
         "completion_mask": torch.tensor([[1, 1, 1, 1, 0]]),
         "old_per_token_logps": torch.tensor([[-81.0, -41.0, 0.0, 0.0, -99.0]]),
@@ -90,8 +90,8 @@ def test_what_is_counted(beta, corrected, expected):
         assert count_saturated(trainer, inputs, torch.zeros(1, 5)) is None
 
 
-def test_a_ratio_that_trl_can_still_hold_is_not_held_against_trl(tiny_path, tmp_path):
-    # between 80 and 88 TRL's loss is finite, and another number than ours
+def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path, tmp_path):
+    # between 80 and 88 TRL's loss is finite but differs from ours
     trainer = make_trainer(tiny_path, output_dir=tmp_path, loss_type="grpo", beta=0.0)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -118,16 +118,24 @@ def test_a_ratio_that_trl_can_still_hold_is_not_held_against_trl(tiny_path, tmp_
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_an_objective_has_no_field_without_effect(adaptive):
+def test_terms_that_are_off_do_not_enter_the_objective(adaptive):
     trainer = types.SimpleNamespace(
         loss_type="grpo",
+        importance_sampling_level="token",
+        max_completion_length=7,
         beta=0.0,
         epsilon_low=0.2,
         epsilon_high=0.2,
         entropy_coef=0.0,
-        _entropy_bonus_enabled=adaptive,  # which TRL sets for an adaptive bonus of 0, too
-        args=types.SimpleNamespace(use_bias_correction_kl=True, delta=None),
+        _entropy_bonus_enabled=adaptive,  # which TRL also sets for an adaptive bonus of 0
+        args=types.SimpleNamespace(
+            use_bias_correction_kl=True,
+            delta=None,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+        ),
     )
     objective = objective_of(trainer)
     assert objective.kl_gradient == "exact"
-    assert objective.entropy_aggregation is None
+    assert objective.entropy_coef == 0
+    assert objective.aggregation == "seq-mean-token-mean"

@@ -1,4 +1,4 @@
-"""Hooks on the modules that fastrl passes by do not see its calls, and a warning says so."""
+"""Hooks on the modules that fastrl does not call do not fire, and a warning says so."""
 
 import warnings
 
@@ -31,7 +31,7 @@ def tiny_path(tmp_path_factory):
 
 
 def about_hooks(function):
-    """Return the warnings about hooks that a call gives."""
+    """Return the warnings about hooks during a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
@@ -39,7 +39,7 @@ def about_hooks(function):
 
 
 @pytest.mark.parametrize("register", REGISTER)
-def test_hooks_on_the_model_do_not_fire_and_are_warned_of_once(register, tiny_path, tmp_path):
+def test_hooks_on_the_model_do_not_fire_and_give_one_warning(register, tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
     called = []
     getattr(trainer.model, register)(lambda *_: called.append("model"))
@@ -64,13 +64,13 @@ def test_hooks_on_the_model_do_not_fire_and_are_warned_of_once(register, tiny_pa
             ).backward()
 
     (message,) = about_hooks(loss)
-    assert message.startswith("hooks on LlamaForCausalLM do not see")
+    assert message.startswith("hooks on LlamaForCausalLM do not fire")
     assert "model.get_decoder()" in message
     assert set(called) == {"layer"}
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_a_hook_that_a_callback_registers_is_warned_of(fused, tiny_path, tmp_path):
+def test_a_hook_that_a_callback_registers_gives_a_warning(fused, tiny_path, tmp_path):
     transformers = needed("transformers")
 
     class Watching(transformers.TrainerCallback):
@@ -80,7 +80,7 @@ def test_a_hook_that_a_callback_registers_is_warned_of(fused, tiny_path, tmp_pat
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
     trainer.add_callback(Watching())
     (message,) = about_hooks(lambda: run(trainer, lambda t: use_fastrl(t, fused=fused)))
-    assert message.startswith("hooks on Linear do not see")
+    assert message.startswith("hooks on Linear do not fire")
 
 
 RUNS = {
@@ -93,7 +93,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("adapted", [False, True])
-def test_what_trainers_do_to_a_model_is_not_warned_of(name, adapted, tiny_path, tmp_path):
+def test_hooks_of_the_trainers_give_no_warning(name, adapted, tiny_path, tmp_path):
     options = {**TWO_STEPS, **RUNS[name]}
     if adapted:
         peft = needed("peft")
@@ -102,7 +102,7 @@ def test_what_trainers_do_to_a_model_is_not_warned_of(name, adapted, tiny_path, 
     assert about_hooks(lambda: run(trainer, use_fastrl)) == []
 
 
-def test_data_parallelism_is_not_warned_of(tiny_path, tmp_path):
+def test_hooks_of_data_parallelism_give_no_warning(tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -117,7 +117,7 @@ def test_data_parallelism_is_not_warned_of(tiny_path, tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_every_module_that_is_passed_by_is_named():
+def test_every_module_with_silent_hooks_is_named():
     peft = needed("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     model = peft.get_peft_model(make_model(), config)

@@ -1,4 +1,4 @@
-"""One loss of a TRL trainer with fastrl in place and without: heads, adapters, wrappers."""
+"""One loss of a TRL trainer with fastrl and without: heads, adapters, wrappers."""
 
 from collections import defaultdict
 
@@ -20,7 +20,7 @@ def tiny_path(tmp_path_factory):
 
 
 def batch(**more):
-    """Four sequences, one of them without a valid token, some off policy by far."""
+    """Four sequences, one of them without a valid token, some far off policy."""
     ids, mask = torch.randint(4, VOCABULARY, (4, 9)), torch.ones(4, 9, dtype=torch.long)
     mask[0, 0] = mask[1, 7:] = mask[2, 3:] = 0
     logprobs = -3 * torch.rand(4, 6) - 3
@@ -110,11 +110,11 @@ def test_adapters(adapter, fused, tiny_path, tmp_path):
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 1)])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "sapo"])
-def test_the_correction_of_vllm_weighs_the_policy_alone(shape, loss_type, tiny_path, tmp_path):
+def test_the_vllm_correction_applies_to_the_policy_term(shape, loss_type, tiny_path, tmp_path):
     trainer = make_trainer(
         tiny_path, output_dir=tmp_path, loss_type=loss_type, beta=0.04, epsilon_high=1.2
     )
-    trainer.use_vllm = True  # from here on; what it would have left in a batch is given
+    trainer.use_vllm = True  # after construction; the batch holds what vLLM would have added
     ratio = torch.rand(shape) + 0.5
     assert trainer.vllm_importance_sampling_correction
     compare(trainer, batch(importance_sampling_ratio=ratio, sampling_per_token_logps=None))

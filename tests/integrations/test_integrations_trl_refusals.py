@@ -1,4 +1,4 @@
-"""What `use_fastrl` cannot honour is refused by name, and the trainer is left as it was."""
+"""What `use_fastrl` does not support is refused by name, and the trainer is unchanged."""
 
 import types
 
@@ -25,19 +25,23 @@ def rloo(tmp_path_factory):
     return make_trainer(path, "RLOO", output_dir=tmp_path_factory.mktemp("out"))
 
 
-# what is set (where, to what), and the sentence that refuses it
+# what is set (where, to what), and the error message
 BAD = {
-    "liger": ("args.use_liger_kernel", True, "`use_liger_kernel=True`: liger replaces"),
+    "liger": ("args.use_liger_kernel", True, "`use_liger_kernel=True`: Liger replaces"),
     "compile": ("args.torch_compile", True, "`torch_compile=True`: the compiled forward"),
-    "deepspeed": ("is_deepspeed_enabled", True, "DeepSpeed: its sharded parameters"),
-    "fsdp": ("is_fsdp_enabled", True, "FSDP: its sharded parameters"),
-    "vision": ("_is_vlm", True, "vision-language models: how their inputs"),
-    "experts": ("aux_loss_enabled", True, "mixture of experts .*: the router's logits"),
+    "deepspeed": ("is_deepspeed_enabled", True, "DeepSpeed: sharded parameters"),
+    "fsdp": ("is_fsdp_enabled", True, "FSDP: sharded parameters"),
+    "vision": ("_is_vlm", True, "vision-language models: only TRL knows"),
+    "experts": ("aux_loss_enabled", True, "mixture of experts .*: fastrl does not see"),
     "device_map": ("model.hf_device_map", {"a": 0, "b": 1}, "several devices .*on one device"),
     "several GPUs": ("args._n_gpu", 2, "several devices .*on one device"),
-    "own scores": ("_get_per_token_logps_and_entropies", print, "has a _get_per_token.* already"),
-    "own loss": ("_compute_loss", print, "has a _compute_loss of its own already"),
-    "own compute_loss": ("compute_loss", print, "has a compute_loss of its own already"),
+    "own scores": (
+        "_get_per_token_logps_and_entropies",
+        print,
+        "trainer._get_per_token.* is already replaced",
+    ),
+    "own loss": ("_compute_loss", print, "trainer._compute_loss is already replaced"),
+    "own compute_loss": ("compute_loss", print, "trainer.compute_loss is already replaced"),
 }
 
 
@@ -64,29 +68,29 @@ def test_other_parallelism_is_refused(kind, trainer, monkeypatch):
         use_fastrl(trainer)
 
 
-def test_every_rule_that_refuses_was_tried():
+def test_every_rule_that_refuses_is_tested():
     assert len(REFUSED) == 8
 
 
 @pytest.mark.parametrize("method", ["_compute_loss", "_get_per_token_logps_and_entropies"])
-def test_a_subclass_with_a_method_of_its_own_is_refused(method, trainer, monkeypatch):
+def test_a_subclass_that_overrides_a_method_is_refused(method, trainer, monkeypatch):
     class OtherTrainer(trl.GRPOTrainer):
         pass
 
     setattr(OtherTrainer, method, lambda self, *_: None)
     monkeypatch.setattr(trainer, "__class__", OtherTrainer)
-    with pytest.raises(ValueError, match=f"OtherTrainer has a {method} of its own, which would"):
+    with pytest.raises(ValueError, match=f"OtherTrainer overrides {method}, which would"):
         use_fastrl(trainer)
 
 
 def test_trls_own_subclass_with_another_loss_is_refused(trainer, monkeypatch):
     gmpo = pytest.importorskip("trl.experimental.gmpo")
     monkeypatch.setattr(trainer, "__class__", gmpo.GMPOTrainer)
-    with pytest.raises(ValueError, match="GMPOTrainer has a _compute_loss of its own"):
+    with pytest.raises(ValueError, match="GMPOTrainer overrides _compute_loss"):
         use_fastrl(trainer)
 
 
-def test_a_subclass_with_other_methods_is_taken(trainer, monkeypatch):
+def test_a_subclass_that_overrides_other_methods_is_accepted(trainer, monkeypatch):
     class LoggingTrainer(trl.GRPOTrainer):
         def log(self, logs, start_time=None):
             super().log(logs, start_time)
@@ -96,21 +100,21 @@ def test_a_subclass_with_other_methods_is_taken(trainer, monkeypatch):
         assert handle.fused
 
 
-def test_a_second_time_is_refused(trainer):
+def test_a_second_use_is_refused(trainer):
     with (
         use_fastrl(trainer),
-        pytest.raises(ValueError, match="of its own already; undo that first"),
+        pytest.raises(ValueError, match="is already replaced; undo that first"),
     ):
         use_fastrl(trainer)
 
 
 @pytest.mark.parametrize("other", [None, object(), trl.GRPOTrainer])
-def test_what_is_no_trainer_is_refused(other):
+def test_other_types_are_refused(other):
     with pytest.raises(TypeError, match="must be an instance of GRPOTrainer or RLOOTrainer, got"):
         use_fastrl(other)
 
 
-def test_a_seam_that_has_moved_is_refused(trainer, monkeypatch):
+def test_a_trl_with_other_methods_is_refused(trainer, monkeypatch):
     def narrower(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None):
         return None
 
@@ -145,7 +149,7 @@ UNFUSED = {
 
 
 @pytest.mark.parametrize("name", UNFUSED)
-def test_fused_is_refused_where_it_cannot_be(name, trainer, monkeypatch):
+def test_fused_is_refused_where_it_is_impossible(name, trainer, monkeypatch):
     path, value, sentence = UNFUSED[name]
     *owners, attribute = path.split(".")
     monkeypatch.setattr(trainer.args if owners else trainer, attribute, value)
@@ -160,7 +164,7 @@ def test_rloo_is_not_fused(rloo):
         use_fastrl(rloo, fused=True)
 
 
-def test_a_head_that_is_not_known_is_refused(trainer, monkeypatch):
+def test_an_unknown_head_is_refused(trainer, monkeypatch):
     import transformers
 
     config = transformers.GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)
@@ -179,7 +183,7 @@ def test_a_head_that_is_not_known_is_refused(trainer, monkeypatch):
         ({"target_modules": ["lm_head"], "lora_dropout": 0.1}, "lora_dropout on the LM head"),
     ],
 )
-def test_an_adapter_that_cannot_be_reproduced_is_refused(options, sentence, trainer, monkeypatch):
+def test_an_unsupported_adapter_is_refused(options, sentence, trainer, monkeypatch):
     peft = needed("peft")
     model = peft.get_peft_model(make_model(), peft.LoraConfig(r=2, **options)).train()
     monkeypatch.setattr(trainer, "model", model)

@@ -4,10 +4,10 @@ trainer = GRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)
 use_fastrl(trainer)
 trainer.train()
 
-Two methods of the instance are replaced, those that TRL's own subclasses override:
-`_get_per_token_logps_and_entropies`, and where the configuration allows `_compute_loss`. Metrics
-are logged by TRL's own code, from log-probabilities and entropies that it is handed; one more
-counts the log-ratios that the fused loss holds where TRL's overflow.
+Two methods of the instance are replaced, the ones that TRL's own subclasses override:
+`_get_per_token_logps_and_entropies`, and `_compute_loss` if the configuration allows it. TRL's own
+code still logs the metrics, from fastrl's log-probabilities and entropies. One metric is added: the
+share of log-ratios that saturate in the fused loss where TRL's would overflow.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import functools
 import inspect
 import math
 import warnings
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastrl import PolicyLoss
 from fastrl.backend import Backend
 from fastrl.integrations.transformers import lm_head, modules_with_silent_hooks
 from fastrl.integrations.trl.loss import FUSED_INPUTS, fused_loss
@@ -33,6 +33,7 @@ from fastrl.integrations.trl.saturation import (
     warn_of_saturation,
 )
 from fastrl.integrations.trl.scoring import token_stats, within
+from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
 
 TRIED = "Tried with TRL 1.14, 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
@@ -49,46 +50,46 @@ _ARGUMENTS = (
     "compute_aux_loss",
 )
 
-#: Calls in which the fused loss is held against TRL's own value, which is computed anyway.
+#: Calls in which the fused loss is compared with TRL's own value, which is computed anyway.
 _COMPARED_CALLS = 16
 
 
 def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "auto") -> Handle:
-    """Let a TRL trainer compute log-probabilities, and where it can its loss, with fastrl.
+    """Let a TRL trainer compute log-probabilities, and its loss if possible, with fastrl.
 
-    The fused loss holds log-ratios within 80 (the two of the bias-corrected KL within 40), where
-    TRL's overflows: a run that has diverged goes on with finite gradients, where TRL's gets NaN.
-    The metric `fastrl/saturated_ratio_fraction` is the share of such tokens, and the first of them
-    gives a RuntimeWarning.
+    In the fused loss, log-ratios saturate at 80 (the two of the bias-corrected KL at 40), where
+    TRL's overflow: a run that has diverged continues with finite gradients, where TRL's become NaN.
+    The metric `fastrl/saturated_ratio_fraction` is the share of such tokens; the first batch that
+    has any gives a RuntimeWarning.
 
-    Hooks on the causal language model, its PEFT wrapper or its LM head do not see these calls: the
-    backbone is called, and the weight of the head is read. Where there are some, a UserWarning
+    Hooks on the causal language model, its PEFT wrapper or its LM head do not fire, because only
+    the backbone is called and the weight of the head is read. If there are any, a UserWarning
     says so.
 
     Args:
         trainer: an instance of `GRPOTrainer` or `RLOOTrainer`, before `train()`.
-        fused: None takes loss and gradient in one pass where `docs/support.md` says so; True
-            insists on it; False replaces log-probabilities and entropies alone.
+        fused: None computes loss and gradient in one pass where `docs/support.md` says so; True
+            requires it; False replaces only log-probabilities and entropies.
         backend: `auto`, or the backend that works on the chunks.
 
     Returns:
-        A handle: `undo()` it, or use it as a context manager. `fused` says which form is in use,
-        `reason` why it is not the fused one.
+        A handle with `undo()`, which is also a context manager. `fused` says whether the loss is
+        fused, `reason` why it is not.
 
     Raises:
-        TypeError: `trainer` is none of TRL's two.
-        ValueError: something about the trainer cannot be honoured; it is left as it was.
+        TypeError: `trainer` is neither of the two.
+        ValueError: something about the trainer is not supported; the trainer is unchanged.
     """
     base = _base(trainer)
-    _refuse_other_seams(trainer, base)
+    _refuse_other_methods(trainer, base)
     for rule in REFUSED:
         if rule.applies is not None and rule.applies(trainer):
-            raise ValueError(f"use_fastrl cannot honour {rule.option}: {rule.note}")
+            raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
     lm_head(trainer.model)
     if getattr(trainer, "ref_model", None) is not None:
         lm_head(trainer.ref_model)
     one = torch.zeros(1, 1, device=trainer.accelerator.device)
-    linear_token_stats(one, one, one[0].long(), backend=backend)  # refuses what cannot run there
+    linear_token_stats(one, one, one[0].long(), backend=backend)  # raises if it cannot run
     unfused = (rule for rule in PRIMITIVE if rule.applies is not None and rule.applies(trainer))
     reason = next((f"{rule.option}: {rule.note}" for rule in unfused), None)
     if fused and reason is not None:
@@ -98,12 +99,12 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "a
     return Handle(trainer, reason, backend)
 
 
-class Handle:
-    """What `use_fastrl` did to a trainer.
+class Handle(Undoable):
+    """A trainer that runs on fastrl until `undo()` or the end of a `with` block.
 
     Attributes:
-        fused: whether loss and gradient come from one pass.
-        reason: why they do not, or None.
+        fused: whether loss and gradient are computed in one pass.
+        reason: why they are not, or None.
     """
 
     def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
@@ -112,7 +113,7 @@ class Handle:
         self.reason = reason
         self._trainer = trainer
         self._backend = backend
-        self._ready: tuple[Tensor, Tensor] | None = None
+        self._ready: tuple[Tensor, Tensor | None] | None = None
         self._comparisons = 0
         self._warned_of_saturation = self._warned_of_hooks = False
         self._scores = getattr(trainer, _SCORES)
@@ -132,21 +133,10 @@ class Handle:
         self._warn_of_hooks()
 
     def undo(self) -> None:
-        """Give the trainer its own methods back; a second time does nothing."""
+        """Restore the trainer's methods; a second call does nothing."""
         for name, function in self._set.items():
             if self._trainer.__dict__.get(name) is function:
                 delattr(self._trainer, name)
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def _score(
         self,
@@ -193,18 +183,18 @@ class Handle:
 
         self._warn_of_hooks()
 
-        def of_model(inner: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        def of_model(inner: nn.Module) -> PolicyLoss:
             return fused_loss(self._trainer, inner, inputs, self._backend)
 
-        loss, logprobs, entropy = within(self._trainer, model, of_model)
-        saturated = count_saturated(self._trainer, inputs, logprobs)
-        self._ready = logprobs, entropy
+        result = within(self._trainer, model, of_model)
+        loss, saturated = result.loss, count_saturated(self._trainer, inputs, result.logprobs)
+        self._ready = result.logprobs, result.entropy
         try:
             with torch.no_grad():
                 own = self._loss(model, inputs)  # logs TRL's metrics
         finally:
             self._ready = None
-        # TRL has read its metrics from the device just now: reading one more waits for nothing
+        # TRL has just read its metrics from the device, so reading one more costs no wait
         fraction = 0.0 if saturated is None else log_saturated(self._trainer, saturated)
         if fraction == 0:
             self._compare(loss, own)
@@ -214,7 +204,7 @@ class Handle:
         return loss
 
     def _warn_of_hooks(self) -> None:
-        """Warn once; callbacks of the trainer may register hooks when training begins."""
+        """Warn once; called at every step, as callbacks may add hooks when training begins."""
         if self._warned_of_hooks:
             return
         models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
@@ -228,9 +218,9 @@ class Handle:
             self._warned_of_hooks = True
             names = ", ".join(dict.fromkeys(found))
             warnings.warn(
-                f"hooks on {names} do not see the forward passes of this trainer's losses and "
-                "scores: fastrl calls the backbone and reads the weight of the LM head; hooks on "
-                "the backbone (model.get_decoder()) and its layers do fire",
+                f"hooks on {names} do not fire in this trainer's losses and log-probabilities: "
+                "fastrl calls the backbone and reads the weight of the LM head; hooks on the "
+                "backbone (model.get_decoder()) and its layers do fire",
                 stacklevel=4,
             )
 
@@ -259,18 +249,18 @@ def _base(trainer: Any) -> type:
     )
 
 
-def _refuse_other_seams(trainer: Any, base: type) -> None:
-    """Refuse a trainer whose methods are not TRL's, or whose TRL has other methods."""
+def _refuse_other_methods(trainer: Any, base: type) -> None:
+    """Refuse a trainer whose methods are not TRL's, or a TRL that lacks one of them."""
     name = type(trainer).__name__
     for method in (_SCORES, _LOSS, "compute_loss"):
         if not hasattr(base, method):
             raise ValueError(f"this version of TRL has no {base.__name__}.{method} to replace")
         if method in trainer.__dict__:
-            raise ValueError(f"trainer has a {method} of its own already; undo that first")
+            raise ValueError(f"trainer.{method} is already replaced; undo that first")
         if getattr(type(trainer), method) is not getattr(base, method):
             raise ValueError(
-                f"{name} has a {method} of its own, which would not be called; "
-                f"use_fastrl knows {base.__name__}'s"
+                f"{name} overrides {method}, which would not be called; "
+                f"use_fastrl replaces {base.__name__}'s"
             )
     parameters = inspect.signature(getattr(base, _SCORES)).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fastrl
+from fastrl import Objective, PolicyLoss
 from fastrl.backend import Backend
 from fastrl.integrations.trl.rules import objective_of
 from fastrl.integrations.trl.scoring import completions
-from fastrl.ops.linear_policy_loss import one_pass
-from fastrl.ops.linear_token_stats import chunk_options, linear_inputs
-from fastrl.ops.policy_loss import loss_inputs
 
-#: What a batch may hold; anything more (a tool mask, images) is TRL's to understand.
+#: What a batch may hold; one with anything else (a tool mask, images) is left to TRL.
 FUSED_INPUTS = frozenset(
     {
         "prompt_ids",
@@ -33,8 +32,8 @@ FUSED_INPUTS = frozenset(
 
 def fused_loss(
     trainer: Any, model: nn.Module, inputs: dict[str, Any], backend: Backend
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, and log-probabilities and entropies `[B, K]` without gradient."""
+) -> PolicyLoss:
+    """Return the loss of a batch, with log-probabilities and entropies `[B, K]`."""
     mask = inputs["completion_mask"]
     tokens = completions(
         trainer,
@@ -43,77 +42,52 @@ def fused_loss(
         torch.cat([inputs["prompt_mask"], mask], dim=1),
         mask.shape[1],
     )
-    head = tokens.head
-    rows, linear = linear_inputs(
-        tokens.hidden,
-        head.weight,
-        tokens.token_ids,
-        head.bias,
-        head.lora,
-        tokens.mask,
-        trainer.temperature,
-        head.logit_scale,
-        head.logit_softcap,
-        -100,
-    )
     objective = objective_of(trainer)
-    denominator = normalizer(trainer, inputs)
-    loss = loss_inputs(
-        tokens.token_ids,
-        rows.active,
-        inputs["advantages"],
+    return fastrl.linear_policy_loss(
+        tokens.hidden,
+        token_ids=tokens.token_ids,
+        advantages=inputs["advantages"],
+        mask=tokens.mask,
+        temperature=trainer.temperature,
         old_logprobs=inputs.get("old_per_token_logps"),
         ref_logprobs=inputs["ref_per_token_logps"] if trainer.beta else None,
-        rollout_logprobs=None,
         policy_weights=_correction(trainer, inputs),
         objective=objective,
-        normalizer=denominator
-        if not objective.entropy_coef
-        else {"policy": denominator, "entropy": _tokens(inputs) * _accumulated(trainer)},
-        group_size=None,
-        group_ids=None,
-        cu_seqlens=None,
-        dtype=linear.dtype,
+        normalizer=normalizers(trainer, inputs, objective),
+        backend=backend,
+        **tokens.head.arguments(),
     )
-    options = chunk_options(None, True, backend, linear)
-    result, logprobs, entropy = one_pass(rows, linear, loss, options, options.backend, metrics=True)
-    return result.loss, logprobs, entropy
+
+
+def normalizers(
+    trainer: Any, inputs: dict[str, Any], objective: Objective
+) -> dict[str, float | Tensor]:
+    """Return TRL's global counts: of tokens, or of sequences, empty ones included."""
+    parts = _accumulated(trainer)
+    tokens = inputs["completion_mask"].sum().clamp(min=1.0) * parts
+    sequences = inputs["completion_mask"].shape[0] * parts
+    counts: dict[str, float | Tensor] = {"policy": float(sequences)}
+    if trainer.loss_type == "bnpo":
+        counts["policy"] = tokens
+    elif trainer.loss_type in ("cispo", "dapo"):
+        # one rank's share of the generation batch, and of that one accumulation window's share
+        share = parts / trainer.args.steps_per_generation if trainer.model.training else 1.0
+        counted = inputs["num_items_in_batch"].clamp(min=1.0)
+        counts["policy"] = counted * float(share / trainer.accelerator.num_processes)
+    if objective.entropy_coef:
+        counts["entropy"] = tokens
+    return counts
 
 
 def _correction(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
-    """Return the ratio between trainer and vLLM, which weighs the policy term alone."""
+    """Return the ratio between trainer and vLLM, a factor of the policy term alone."""
     if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
         return None
-    ratio: Tensor = inputs["importance_sampling_ratio"]  # [B, K], or [B, 1] of sequences
+    ratio: Tensor = inputs["importance_sampling_ratio"]  # [B, K], or [B, 1] per sequence
     return ratio.expand_as(inputs["completion_mask"])
 
 
-def _tokens(inputs: dict[str, Any]) -> Tensor:
-    count: Tensor = inputs["completion_mask"].sum().clamp(min=1.0)
-    return count
-
-
 def _accumulated(trainer: Any) -> int:
-    """Return how many micro-batches one step of the optimizer adds up."""
+    """Return the number of micro-batches in one optimizer step."""
     parts: int = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     return parts
-
-
-def normalizer(trainer: Any, inputs: dict[str, Any]) -> float | Tensor:
-    """Return TRL's denominator in place of the count of tokens (grpo, sapo: of sequences).
-
-    Its counts are of all sequences, those without a valid token too.
-    """
-    mask = inputs["completion_mask"]
-    sequences = mask.shape[0]
-    parts = _accumulated(trainer)
-    if trainer.loss_type == "bnpo":
-        return _tokens(inputs) * parts
-    if trainer.loss_type == "dr_grpo":
-        return float(sequences * trainer.max_completion_length * parts)
-    if trainer.loss_type in ("cispo", "dapo"):
-        # of one rank, over the generation batch; one accumulation window has its share of it
-        share = parts / trainer.args.steps_per_generation if trainer.model.training else 1.0
-        counted: Tensor = inputs["num_items_in_batch"].clamp(min=1.0)
-        return counted * float(share / trainer.accelerator.num_processes)
-    return float(sequences * parts)

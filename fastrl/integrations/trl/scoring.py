@@ -16,13 +16,13 @@ Result = TypeVar("Result")
 
 
 class Completions(NamedTuple):
-    """The last K tokens of some sequences, as the linear forms take them.
+    """The last K tokens of a batch of sequences, as the linear functions take them.
 
     Attributes:
-        hidden: `[B, K, H]`, the states that predict the tokens.
+        hidden: `[B, K, H]`, the hidden states that predict the tokens.
         token_ids: `[B, K]`.
         mask: `[B, K]`.
-        head: what turns the states into logits.
+        head: the LM head.
     """
 
     hidden: Tensor
@@ -34,7 +34,7 @@ class Completions(NamedTuple):
 def completions(
     trainer: Any, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int
 ) -> Completions:
-    """Run the backbone of `model`, no wrapper around it, and return its last `count` tokens."""
+    """Run the backbone of `model`, which has no wrapper, and return the last `count` tokens."""
     with trainer.accelerator.autocast():
         states = last_hidden_states(model, input_ids=input_ids, attention_mask=attention_mask)
     hidden = states[:, -count - 1 : -1]
@@ -54,7 +54,7 @@ def token_stats(
     with_entropy: bool,
     backend: Backend,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies `[B, count]`, 0 where masked; no wrapper."""
+    """Return log-probabilities and entropies `[B, count]` of a bare model, 0 where masked."""
     wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)
     found: list[list[Tensor]] = [[] for _ in wanted]
     for start in range(0, input_ids.shape[0], batch_size):
@@ -76,10 +76,10 @@ def token_stats(
 
 
 def within(trainer: Any, model: nn.Module, function: Callable[[nn.Module], Result]) -> Result:
-    """Return `function` of the model inside its wrappers, run as the forward of the outermost.
+    """Call `function` with the model inside its wrappers, from the outermost wrapper's forward.
 
-    DDP prepares the reduction of gradients in its forward; calling the model inside would pass it
-    by, and the ranks would drift apart in silence.
+    DDP prepares the gradient reduction in its forward. If only the inner model were called,
+    gradients would not be reduced, and the ranks would silently diverge.
     """
     inner = trainer.accelerator.unwrap_model(model)
     if inner is model:
