@@ -37,15 +37,10 @@ inline const int64_t* check_rows(const Tensor& logits, const RowArguments& in) {
   return in.token_ids.const_data_ptr<int64_t>();
 }
 
-// Where element i of [B, T] is, as a user writes it; of a single row its position.
+// Where element i of [B, T] is, as Python prints it.
 inline std::string place_text(const Tensor& tokens, int64_t i) {
   std::ostringstream text;
-  const int64_t length = tokens.size(1);
-  if (tokens.size(0) == 1) {
-    text << i;
-  } else {
-    text << "(" << i / length << ", " << i % length << ")";
-  }
+  text << "(" << i / tokens.size(1) << ", " << i % tokens.size(1) << ")";
   return text.str();
 }
 

@@ -91,8 +91,7 @@ def active_rows(rows: RowArguments, vocabulary: int) -> Tensor:
             where = tuple(bad.nonzero()[0].tolist())
             raise ValueError(
                 f"token_ids must lie in [0, {vocabulary}) or be ignore_index, "
-                f"got {int(rows.token_ids[where])} at "
-                f"{where if rows.token_ids.shape[0] > 1 else where[1]}"
+                f"got {int(rows.token_ids[where])} at {where}"
             )
     return active
 

@@ -35,9 +35,18 @@ REFUSED = [
     ),
     # options that have no meaning together
     (preset("gmpo", kl_gradient="bias-corrected"), "kl_gradient must not be 'bias-corrected' with"),
-    (preset("gmpo", top_entropy_quantile=0.2), "top_entropy_quantile must be 1 with surrogate gmpo"),
-    (preset("gmpo", level="sequence-token"), "level must be 'sequence' with surrogate gmpo, got 'seq"),
-    (preset("reinforce", level="sequence"), "level must be 'token' with surrogate reinforce, got 'seq"),
+    (
+        preset("gmpo", top_entropy_quantile=0.2),
+        "top_entropy_quantile must be 1 with surrogate gmpo",
+    ),
+    (
+        preset("gmpo", level="sequence-token"),
+        "level must be 'sequence' with surrogate gmpo, got 'seq",
+    ),
+    (
+        preset("reinforce", level="sequence"),
+        "level must be 'token' with surrogate reinforce, got 'seq",
+    ),
     (preset("cispo", "verl", dual_clip=3.0), "dual_clip has no effect with surrogate cispo"),
     (preset("dapo", delta=1.25), "delta must be above 1 + clip_high = 1.28, got 1.25"),
     (preset("ppo", count_empty=True), "count_empty has no effect with aggregation token-mean"),

@@ -235,12 +235,20 @@ OBJECTIVE = [
         ValueError,
         "level must be 'sequence' with surrogate gmpo, got 'sequence-token'",
     ),
-    ({"surrogate": "gmpo"}, ValueError, "level must be 'sequence' with surrogate gmpo, got 'token'"),
-    ({"surrogate": "reinforce", "level": "sequence"}, ValueError, "level must be 'token' with surrogate"),
+    (
+        {"surrogate": "gmpo"},
+        ValueError,
+        "level must be 'sequence' with surrogate gmpo, got 'token'",
+    ),
+    (
+        {"surrogate": "reinforce", "level": "sequence"},
+        ValueError,
+        "level must be 'token' with surrogate",
+    ),
     (
         {"surrogate": max, "level": "sequence"},
         ValueError,
-        "level must be 'token' with ratio a",
+        "level must be 'token' with surrogate a",
     ),
     # options without effect
     ({"length_norm": 5}, ValueError, "length_norm has no effect with aggregation token-mean"),
@@ -250,12 +258,28 @@ OBJECTIVE = [
         "sapo_temperature_pos has no effect with surrogate",
     ),
     ({"surrogate": "cispo", "clip_high": -0.3}, ValueError, "clip_high must be finite and >= -0.2"),
-    ({"surrogate": "cispo", "dual_clip": 3.0}, ValueError, "dual_clip has no effect with surrogate cispo"),
+    (
+        {"surrogate": "cispo", "dual_clip": 3.0},
+        ValueError,
+        "dual_clip has no effect with surrogate cispo",
+    ),
     ({"surrogate": "cispo", "delta": 3.0}, ValueError, "delta has no effect with surrogate cispo"),
-    ({"surrogate": "sapo", "clip_low": 0.1}, ValueError, "clip_low has no effect with surrogate sapo"),
-    ({"surrogate": "reinforce", "clip_high": 0.1}, ValueError, "clip_high has no effect ... reinforce"),
+    (
+        {"surrogate": "sapo", "clip_low": 0.1},
+        ValueError,
+        "clip_low has no effect with surrogate sapo",
+    ),
+    (
+        {"surrogate": "reinforce", "clip_high": 0.1},
+        ValueError,
+        "clip_high has no effect ... reinforce",
+    ),
     ({"surrogate": "reinforce", "log_ratio_clamp": 1}, ValueError, "log_ratio_clamp has no effect"),
-    ({"surrogate": max, "clip_low": 0.1}, ValueError, "clip_low has no effect with surrogate a function"),
+    (
+        {"surrogate": max, "clip_low": 0.1},
+        ValueError,
+        "clip_low has no effect with surrogate a function",
+    ),
 ]
 
 

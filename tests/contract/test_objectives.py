@@ -8,27 +8,34 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fastrl
+from fastrl.contract import (
+    KL_ESTIMATORS,
+    KL_GRADIENTS,
+    SURROGATES,
+    Coefficients,
+    ObjectiveArguments,
+)
 from fastrl.reference import objectives
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 inf = math.inf
-from fastrl.contract import SURROGATES
-ESTIMATORS = ("k1", "k2", "k3", "abs")
-KL_GRADIENTS = ("exact", "straight-through", "bias-corrected")
-DEFAULTS = {
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "dual_clip": inf,
-    "delta": inf,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "kl_coef": 0.0,
-    "kl_clamp": inf,
-    "log_ratio_low": inf,
-    "log_ratio_high": inf,
-    "entropy_coef": 0.0,
-}
+DEFAULTS = Coefficients(
+    clip_low=0.2,
+    clip_high=0.28,
+    dual_clip=inf,
+    delta=inf,
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
+    kl_coef=0.0,
+    kl_clamp=inf,
+    log_ratio_low=inf,
+    log_ratio_high=inf,
+    entropy_coef=0.0,
+)
+OBJECTIVE = ObjectiveArguments(
+    surrogate=0, level=0, kl_estimator=0, kl_gradient=0, coefficients=DEFAULTS
+)
 CASES = {
     "ppo_clip": ("ppo_clip", {}),
     "ppo_clip, no lower bound": ("ppo_clip", {"clip_low": 1.0}),
@@ -57,24 +64,16 @@ KL_POINTS = [0.0, 0.5, -0.5, 1.0, -1.0, 40.0, -40.0, math.nextafter(40, 99)]
 ADVANTAGES = (0.0, 1.0, -1.0, 0.2, -0.2, 1e-8, -3e4)
 
 
-def by_reference(ratio, c, log_ratio, advantages, logprobs):
+def by_reference(surrogate, c, log_ratio, advantages, logprobs):
     """Loss, slope and clip of each point, from the reference formulas and autograd."""
     d = log_ratio.clone().requires_grad_()
     current = logprobs.clone().requires_grad_()
-    x = objectives.saturate(d, c["log_ratio_low"], c["log_ratio_high"])
-    bounds = (c["clip_low"], c["clip_high"])
-    if ratio == "ppo_clip":
-        loss, clip = objectives.ppo_clip(x, advantages, *bounds, c["dual_clip"], c["delta"])
-    elif ratio == "cispo":
-        loss, clip = objectives.cispo(current, x, advantages, *bounds)
-    elif ratio == "sapo":
-        temperatures = c["sapo_temperature_pos"], c["sapo_temperature_neg"]
-        loss, clip = objectives.sapo(x, advantages, *temperatures)
-    elif ratio == "gmpo":
-        x, clip = objectives.gmpo_log_ratio(x, advantages, *bounds)
+    x = objectives.saturate(d, c.log_ratio_low, c.log_ratio_high)
+    if surrogate == "gmpo":
+        x, clip = objectives.gmpo_log_ratio(x, advantages, c)
         loss = objectives.gmpo(x, advantages)
     else:
-        loss, clip = objectives.reinforce(current, advantages)
+        loss, clip = objectives.SURROGATES[surrogate](current, x, advantages, c)
     slope = torch.autograd.grad(loss.sum(), (d, current), allow_unused=True)
     return loss.detach(), next(part for part in slope if part is not None), clip
 
@@ -88,17 +87,21 @@ def assert_same(actual, expected, points, size=1.0):
 
 @pytest.mark.parametrize("case", CASES)
 def test_cpp_equals_the_reference_at_every_point(compiled, case):
-    ratio, changes = CASES[case]
-    c = {**DEFAULTS, **changes}
+    surrogate, changes = CASES[case]
+    c = DEFAULTS._replace(**changes)
     grid = torch.cartesian_prod(
         torch.tensor(LOG_RATIOS, dtype=torch.float64), torch.tensor(ADVANTAGES).double()
     )
     log_ratio, advantages = (column.contiguous() for column in grid.t())
     logprobs = -torch.rand(len(grid), dtype=torch.float64) * 5
     loss, slope, clip, _, _ = torch.ops.fastrl.objective_eval(
-        logprobs, log_ratio, advantages, logprobs, SURROGATES.index(ratio), 0, 0, [*c.values()]
+        logprobs,
+        log_ratio,
+        advantages,
+        logprobs,
+        *OBJECTIVE._replace(surrogate=SURROGATES.index(surrogate), coefficients=c),
     )
-    expected = by_reference(ratio, c, log_ratio, advantages, logprobs)
+    expected = by_reference(surrogate, c, log_ratio, advantages, logprobs)
 
     # 1 - sigmoid loses digits of 1, and what is left is multiplied by ratio and advantage
     size = 1 + (log_ratio.clamp(max=4).exp() * advantages).abs()
@@ -112,26 +115,22 @@ def test_cpp_equals_the_reference_at_every_point(compiled, case):
 
 @pytest.mark.parametrize("kl_clamp", [inf, 0.5])
 @pytest.mark.parametrize("gradient", KL_GRADIENTS)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_cpp_kl_equals_the_reference_at_every_point(compiled, estimator, gradient, kl_clamp):
     differences = torch.tensor([*LOG_RATIOS, *KL_POINTS], dtype=torch.float64)
     ratios = torch.tensor([0.0, 0.3, -0.3, 40.0, -40.0, *EXTREMES], dtype=torch.float64)
     grid = torch.cartesian_prod(differences, ratios)
     difference, log_ratio = (column.contiguous() for column in grid.t())
     zeros = torch.zeros_like(difference)
-    c = {**DEFAULTS, "kl_clamp": kl_clamp, "log_ratio_high": 60.0}
-    *_, kl, slope = torch.ops.fastrl.objective_eval(
-        zeros,
-        log_ratio,
-        zeros,
-        difference,
-        0,
-        ESTIMATORS.index(estimator),
-        KL_GRADIENTS.index(gradient),
-        [*c.values()],
+    c = DEFAULTS._replace(kl_clamp=kl_clamp, log_ratio_high=60.0)
+    objective = OBJECTIVE._replace(
+        kl_estimator=KL_ESTIMATORS.index(estimator),
+        kl_gradient=KL_GRADIENTS.index(gradient),
+        coefficients=c,
     )
+    *_, kl, slope = torch.ops.fastrl.objective_eval(zeros, log_ratio, zeros, difference, *objective)
     logprobs = zeros.clone().requires_grad_()
-    held = objectives.saturate(log_ratio + logprobs, c["log_ratio_low"], c["log_ratio_high"])
+    held = objectives.saturate(log_ratio + logprobs, c.log_ratio_low, c.log_ratio_high)
     expected = objectives.kl_term(logprobs, difference, held, estimator, gradient, kl_clamp)
     expected_slope = torch.autograd.grad(expected.sum(), logprobs)[0]
     assert expected_slope.isfinite().all()
@@ -263,7 +262,9 @@ def test_two_tokens_of_gmpo_by_hand(backend):
     assert logprobs.grad.tolist() == [pytest.approx([-1.3498588, 0.0], rel=1e-6)]
 
 
-FAMILY = [{"surrogate": ratio, "level": "sequence" if ratio == "gmpo" else "token"} for ratio in SURROGATES]
+FAMILY = [
+    {"surrogate": kind, "level": "sequence" if kind == "gmpo" else "token"} for kind in SURROGATES
+]
 numbers = st.floats(-100, 100, width=32)
 
 

@@ -5,85 +5,154 @@ import torch
 
 import fastrl
 from fastrl import Objective, native
-from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS, LEVELS, SURROGATES
+from fastrl.contract import (
+    AGGREGATIONS,
+    BASELINES,
+    KL_GRADIENTS,
+    LEVELS,
+    SCALES,
+    SINGLETONS,
+    AggregationArguments,
+    LossArguments,
+    RowArguments,
+    RowStats,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 UNTRACED = {"objective_eval", "cpu_capability", "has_matrix_tiles"}  # for tests, or no tensors
 needs_extension = pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
-INF = float("inf")
-OBJECTIVE = (
-    SURROGATES.index("ppo_clip"),
-    KL_ESTIMATORS.index("k3"),
-    KL_GRADIENTS.index("exact"),
-    [0.2, 0.2, INF, INF, 1.0, 1.05, 0.1, INF, INF, INF, 0.01],
-)
+OBJECTIVE = Objective(kl_coef=0.1, entropy_coef=0.01).arguments
 
 
 def per_token(*shape):
     return torch.randn(*shape)
 
 
-def samples():
-    """Arguments for every operator: compact and permuted logits, with and without the options."""
+def loss_arguments(*shape, sequences, **given):
+    """Constants per sequence and per token, with every one of them."""
+    usual = LossArguments(
+        advantages=torch.randn(sequences),
+        weights=torch.rand(sequences),
+        kl_weights=torch.rand(*shape),
+        entropy_weights=None,
+        policy_weights=torch.rand(*shape),
+        old_logprobs=per_token(*shape),
+        ref_logprobs=per_token(*shape),
+        cu_seqlens=None,
+    )
+    return usual._replace(**given)
+
+
+def row_arguments(*shape, **given):
+    usual = RowArguments(
+        token_ids=torch.randint(37, shape),
+        mask=torch.rand(shape) > 0.3,
+        ignore_index=-100,
+        temperatures=None,
+        temperature=0.7,
+        logit_scale=1.0,
+        logit_softcap=0.0,
+    )
+    return usual._replace(**given)
+
+
+def aggregation_arguments(**given):
+    usual = AggregationArguments(
+        aggregation=AGGREGATIONS.index("seq-mean-token-mean"),
+        normalizer=0.0,
+        normalizer_tensor=None,
+        length_norm=0.0,
+        count_empty=False,
+        group_size=0,
+        group_ids=None,
+    )
+    return usual._replace(**given)
+
+
+def vocabulary_samples():
     for permuted in (False, True):
         logits = torch.randn(3, 2, 37).transpose(0, 1) if permuted else torch.randn(2, 3, 37)
-        rows = (torch.randint(37, (2, 3)), torch.rand(2, 3) > 0.3, None, 0.7, 1.0, 0.0)
-        heated = (*rows[:2], torch.rand(2, 3) + 0.5, 1.0, 0.5, 30.0)
-        for options in (rows, heated):
+        heated = {"temperature": 1.0, "logit_scale": 0.5, "logit_softcap": 30.0}
+        rows = row_arguments(2, 3)
+        scaled = row_arguments(2, 3, mask=None, temperatures=torch.rand(2, 3) + 0.5, **heated)
+        for options in (rows, scaled, rows._replace(mask=rows.mask.long())):
             yield "token_stats_fwd", (logits, *options, True, True)
-            *_, row_max, log_sum = torch.ops.fastrl.token_stats_fwd(logits, *options, True, True)
-            entropy = torch.rand(2, 3)
+            found = RowStats._make(torch.ops.fastrl.token_stats_fwd(logits, *options, True, True))
+            saved = (found.row_max, found.log_sum, found.entropy)
             grads = (per_token(2, 3), None, per_token(2, 3))
-            yield "token_stats_bwd", (logits, *options, row_max, log_sum, entropy, *grads)
-            yield "token_stats_bwd_", (logits.clone(), *options, row_max, log_sum, entropy, *grads)
-            weights = (torch.rand(2, 3), torch.rand(2, 3), None)
-            loss = (per_token(2, 3), *weights, per_token(2, 3), per_token(2, 3), *OBJECTIVE)
-            yield "logits_policy_loss_fwd", (logits, *options, *loss)
-            yield "logits_policy_loss_fwd_", (logits.clone(), *options, *loss)
-    mask = torch.rand(2, 5) > 0.3
-    five = [per_token(2, 5) for _ in range(5)]
-    yield (
-        "policy_loss_fwd",
-        (*five[:2], mask, torch.rand(2, 5), None, None, *five[2:], None, 0, *OBJECTIVE),
-    )
-    bounds = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
-    one = [per_token(1, 6) for _ in range(4)]
-    weights = [torch.rand(1, 6) for _ in range(3)]
-    packed = (*one[:2], mask.new_ones(1, 6), *weights, None, one[3], one[0], bounds)
-    for level in range(1, len(LEVELS)):
-        for gradient in range(len(KL_GRADIENTS)):
-            objective = (level, OBJECTIVE[0], 0, gradient, OBJECTIVE[3])
-            yield "policy_loss_fwd", (*packed, *objective)
-    yield "gae_fwd", (five[0], five[1], mask, None, mask, five[2], None, 0.99, 0.95)
-    yield "gae_fwd", (one[0], one[1], None, None, None, per_token(3), bounds, 0.99, 0.95)
-    yield "group_advantages_fwd", (per_token(8), None, 4, 0, 0, 1.0, 1e-4, 0)
-    yield (
-        "group_advantages_fwd",
-        (per_token(6), torch.tensor([5, -1, 5, 5, 9, -1]), 0, 1, 1, 0.0, 0.0, 1),
-    )
+            yield "token_stats_bwd", (logits, *options, *saved, *grads)
+            yield "token_stats_bwd_", (logits.clone(), *options, *saved, *grads)
+            loss = (*options, *loss_arguments(2, 3, sequences=2), *OBJECTIVE)
+            yield "logits_policy_loss_fwd", (logits, *loss)
+            yield "logits_policy_loss_fwd_", (logits.clone(), *loss)
 
+
+def token_samples():
+    bounds = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    mask = torch.rand(2, 5) > 0.3
+    ids = torch.randint(4, (2, 5))
+    grouped = AGGREGATIONS.index("prompt-mean")
+    for given, tokens in ((mask, None), (mask, ids), (mask.float(), None)):
+        yield "sequence_weights", (given, tokens, 0, None, *aggregation_arguments())
+    normalizer = torch.tensor([7])
+    how = aggregation_arguments(aggregation=grouped, group_size=1, normalizer_tensor=normalizer)
+    yield "sequence_weights", (torch.ones(1, 6, dtype=torch.int32), None, 0, bounds, *how)
+    by_ids = how._replace(group_size=0, group_ids=torch.tensor([4, 4, -1]))
+    yield "sequence_weights", (torch.ones(1, 6, dtype=torch.bool), None, 0, bounds, *by_ids)
+
+    loss = loss_arguments(2, 5, sequences=2)
+    yield "policy_loss_fwd", (per_token(2, 5), torch.rand(2, 5), mask, *loss, *OBJECTIVE)
+    plain = Objective().arguments
+    yield "policy_loss_fwd", (per_token(2, 5), None, mask, *loss, *plain)
+    packed = loss_arguments(1, 6, sequences=3, cu_seqlens=bounds)
+    whole = torch.ones(1, 6, dtype=torch.bool)
+    for level in LEVELS:
+        for gradient in KL_GRADIENTS:
+            o = Objective(level=level, kl_coef=0.1, kl_gradient=gradient).arguments
+            yield "policy_loss_fwd", (per_token(1, 6), None, whole, *packed, *o)
+
+
+def advantage_samples():
+    mask, bounds = torch.rand(2, 5) > 0.3, torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    rewards, values, bootstrap = per_token(2, 5), per_token(2, 5), per_token(2, 5)
+    yield "gae_fwd", (rewards, values, mask, None, mask, bootstrap, None, 0.99, 0.95)
+    packed = (per_token(1, 6), per_token(1, 6), None, None, None, per_token(3), bounds)
+    yield "gae_fwd", (*packed, 0.99, 0.95)
+    mean, others = BASELINES.index("mean"), BASELINES.index("leave_one_out")
+    group, batch = SCALES.index("group"), SCALES.index("batch")
+    zero, raw = SINGLETONS.index("zero"), SINGLETONS.index("raw")
+    yield "group_advantages_fwd", (per_token(8), None, 4, mean, group, 1.0, 1e-4, zero)
+    ids = torch.tensor([5, -1, 5, 5, 9, -1])
+    yield "group_advantages_fwd", (per_token(6), ids, 0, others, batch, 0.0, 0.0, raw)
+
+
+def linear_samples():
+    hidden, weight = torch.randn(5, 8), torch.randn(37, 8)
+    lora = (torch.randn(37), torch.randn(2, 8), torch.randn(37, 2), 0.5)
+    rows = row_arguments(5, mask=torch.tensor([True] * 4 + [False]))
+    for compact, head in ((True, (weight, None, None, None, 1.0)), (False, (weight, *lora))):
+        chunked = (hidden, *head, *rows, 2, compact, "cpu")
+        needs = [True, True, head[1] is not None, head[1] is not None, False]
+        found = RowStats._make(torch.ops.fastrl.linear_token_stats_fwd(*chunked))
+        saved = (found.row_max, found.log_sum, found.entropy)
+        grads = (torch.randn(5), None, None)
+        yield "linear_token_stats_fwd", chunked
+        yield "linear_token_stats_bwd", (*chunked, *saved, *grads, needs)
+        loss = loss_arguments(5, sequences=5)
+        yield "linear_policy_loss_fwd", (*chunked, *loss, *OBJECTIVE, needs, True)
+
+
+def samples():
+    """Arguments for every operator: compact and permuted logits, with and without the options."""
+    yield from vocabulary_samples()
+    yield from token_samples()
+    yield from advantage_samples()
+    yield from linear_samples()
     yield "huge_pages_", (torch.empty(4, 4),)
     if native.has_matrix_tiles():
         half = torch.randn(7, 5).bfloat16()
         yield "mixed_matmul_", (torch.zeros(3, 5), torch.randn(3, 7), half, True)
-
-    hidden, weight = torch.randn(5, 8), torch.randn(37, 8)
-    lora = (torch.randn(37), torch.randn(2, 8), torch.randn(37, 2), 0.5)
-    tokens = (torch.randint(37, (5,)), torch.tensor([True] * 4 + [False]), None, 0.7, 1.0, 0.0)
-    for compact, head in ((True, (weight, None, None, None, 1.0)), (False, (weight, *lora))):
-        chunked = (hidden, *head, *tokens, 2, compact, "cpu")
-        needs = [True, True, head[1] is not None, head[1] is not None, False]
-        stats = torch.ops.fastrl.linear_token_stats_fwd(*chunked)
-        grads = (torch.randn(5), None, None)
-        yield "linear_token_stats_fwd", chunked
-        yield (
-            "linear_token_stats_bwd",
-            (*chunked, stats[5], stats[6], stats[1], *grads, needs),
-        )
-        weights = [torch.rand(5) * tokens[1], None, torch.rand(5) * tokens[1]]
-        of_row = [torch.randn(5), *weights, torch.randn(5), torch.randn(5)]
-        yield "linear_policy_loss_fwd", (*chunked, *of_row, *OBJECTIVE, needs, True)
 
 
 @needs_extension

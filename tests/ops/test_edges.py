@@ -263,7 +263,7 @@ def test_a_broken_entry_leaves_masked_ones_zero(shift_mean, broken):
     assert white[2] == 0
 
 
-@pytest.mark.parametrize("estimator", fastrl.objective.KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", fastrl.contract.KL_ESTIMATORS)
 @pytest.mark.parametrize("ref", [-1.0, math.nan, -math.inf])
 def test_a_broken_log_probability_breaks_its_divergence(estimator, ref):
     logprobs = torch.tensor([math.nan, -1.0], requires_grad=True)

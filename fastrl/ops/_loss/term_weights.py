@@ -131,7 +131,7 @@ class TermMasks(NamedTuple):
         kl, bonus = arguments.kl_weights, arguments.entropy_weights
         old = logprobs if arguments.old_logprobs is None else arguments.old_logprobs
         sampled = old if self.rollout_logprobs is None else self.rollout_logprobs
-        factors = torch.ones_like(logprobs)
+        factors = torch.ones_like(active, dtype=arguments.weights.dtype)
         if arguments.policy_weights is not None:
             factors = per_token(arguments.policy_weights)
         for correction in o.rollout_corrections:
@@ -152,7 +152,7 @@ class TermMasks(NamedTuple):
                 bonus = torch.where(kept, per_token(arguments.weights), 0.0)
             elif o.entropy_coef and self.entropy_aggregation is not None:
                 bonus = reference.token_weights(
-                    kept, sequences, self.entropy_aggregation, logprobs.dtype
+                    kept, sequences, self.entropy_aggregation, factors.dtype
                 )
         return arguments._replace(
             policy_weights=factors.contiguous(), kl_weights=kl, entropy_weights=bonus
