@@ -15,7 +15,7 @@ from fastrl.integrations.liger_rules import SUPPORT as SUPPORT
 from fastrl.integrations.liger_rules import refuse
 from fastrl.integrations.trl_objective import trl_objective
 
-TRIED = "Tried with liger-kernel 0.8.5: loss, metrics and gradients of its chunked path on a CPU."
+TESTED = "Tested with liger-kernel 0.8.5: loss, metrics and gradients of its chunked path on a CPU."
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):

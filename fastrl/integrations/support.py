@@ -60,7 +60,7 @@ def table() -> str:
         rows = [f"| {row.option} | {row.handling} | {row.note} |" for row in module.SUPPORT]
         parts += [
             f"## `fastrl.integrations.{name}`",
-            f"{module.TRIED}",
+            f"{module.TESTED}",
             "\n".join(["| option | how | note |", "| --- | --- | --- |", *rows]),
         ]
     return "\n\n".join(parts) + "\n"

@@ -16,7 +16,7 @@ import fastrl
 from fastrl.integrations.replacing import Replaced, Replacement, original
 from fastrl.integrations.support import Support
 
-TRIED = "Tried with torchrl 0.14.1: the functions, and its `GAE` estimator around them."
+TESTED = "Tested with torchrl 0.14.1: the functions, and its `GAE` estimator around them."
 
 SUPPORT = [
     Support(
@@ -27,13 +27,13 @@ SUPPORT = [
     Support(
         option="`gamma`, `lmbda`: numbers, or tensors of one element, as `GAE` holds them",
         handling="replaced",
-        note="read on the host; on a GPU a call waits for the device once, as torchrl's own "
-        "vectorised function does",
+        note="read on the host; on a GPU each call synchronizes once, like torchrl's vectorized "
+        "function",
     ),
     Support(
         option="`gamma` or `lmbda` per step (`steps_to_next_obs` of `GAE`), or learned",
         handling="own",
-        note="refused where ours is called without `use_fastrl`",
+        note="refused if ours is called without `use_fastrl`",
     ),
     Support(
         option="TD(0), TD(1), TD(lambda), V-trace; `GRPOLoss` and other loss modules",
@@ -43,18 +43,18 @@ SUPPORT = [
 
 
 def use_fastrl() -> Replaced:
-    """Replace torchrl's `generalized_advantage_estimate` and its vectorized form by ours.
+    """Replace torchrl's `generalized_advantage_estimate` and its vectorized form with ours.
 
-    torchrl's own modules, its `GAE` estimator among them, call ours from then on, in this process.
-    Ours hands a call with gamma or lmbda per step, or learned, on to torchrl's own function.
+    From then on, torchrl's modules in this process call ours, including the `GAE` estimator. A
+    call whose gamma or lmbda is learned or given per step is forwarded to torchrl's function.
 
     Returns:
-        A handle with `undo()` and `names`, which is a context manager, too.
+        A handle with `undo()` and `names`, which is also a context manager.
 
     Raises:
         ImportError: torchrl is not importable.
-        NotImplementedError: a function of this torchrl is missing, has other parameters than those
-            of torchrl 0.14, or was replaced by somebody else; nothing is changed then.
+        NotImplementedError: a function of this torchrl is missing, has other parameters than in
+            torchrl 0.14, or was already replaced; nothing is changed.
         RuntimeError: torchrl runs on fastrl already.
     """
     home = "torchrl.objectives.value.functional"
@@ -80,29 +80,29 @@ def generalized_advantage_estimate(
     *,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and value targets of torchrl's GAE, of the shape of the inputs.
+    """Return torchrl's GAE advantages and value targets, in the shape of the inputs.
 
     delta_t = r_t + gamma (1 - terminated_t) V'_t - V_t,
     A_t = delta_t + gamma lmbda (1 - done_t) A_{t+1},  targets = A + V,
-    with the value V'_t of the next state as it is given. Differentiable, as torchrl's is, once.
+    with the given value V'_t of the next state. Differentiable, but only once.
 
     Args:
-        gamma: discount in [0, 1]; a number or a tensor of one element, which is read on the host
-            (two of them at once). More than one, or one with a gradient, is for torchrl's own
-            function, which computes the whole call then.
-        lmbda: trace decay in [0, 1]; as gamma.
+        gamma: discount in [0, 1]; a number or a tensor of one element, which is read on the host.
+            With several values, or one that requires a gradient, torchrl's function computes the
+            whole call.
+        lmbda: trace decay in [0, 1]; like gamma.
         state_value: V, `[*B, T, F]`.
         next_state_value: V', the shape of V.
         reward: the shape of V.
-        done: 0/1, the shape of V: a trajectory ends here, the trace is cut.
-        terminated: 0/1, the shape of V: nothing follows, V' counts 0; None is `done`.
-        time_dim: where T stands.
+        done: 0/1, the shape of V: the trajectory ends here.
+        terminated: 0/1, the shape of V: V' counts as 0; None is `done`.
+        time_dim: the dimension T.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: shapes differ, `time_dim` is out of range, gamma or lmbda is.
-        NotImplementedError: gamma or lmbda holds several values or requires a gradient, and
-            torchrl's own function is not known, because `use_fastrl` is not in use.
+        ValueError: shapes differ, or `time_dim`, gamma or lmbda is out of range.
+        NotImplementedError: gamma or lmbda has several values or requires a gradient, and
+            `use_fastrl` is not in use, so torchrl's function is unknown.
 
     Example:
         >>> import torch
@@ -154,7 +154,7 @@ def vec_generalized_advantage_estimate(
     *,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    """Return `generalized_advantage_estimate`, which has no loop to be rid of."""
+    """Return `generalized_advantage_estimate`, which is already vectorized."""
     own = _own(vec_generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
     function = generalized_advantage_estimate if own is None else own
     tensors = (state_value, next_state_value, reward, done, terminated)
@@ -162,7 +162,7 @@ def vec_generalized_advantage_estimate(
 
 
 class _Scan(torch.autograd.Function):
-    """A_t = delta_t + decay (1 - done_t) A_{t+1}; its gradient is that scan forward in time."""
+    """A_t = delta_t + decay (1 - done_t) A_{t+1}; the gradient is the same scan forward in time."""
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, done: Tensor, decay: float) -> Tensor:
@@ -180,7 +180,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _own(function: Callable[..., Any], **given: float | Tensor) -> Callable[..., Any] | None:
-    """Return torchrl's own function if gamma and lmbda need it, None if they are numbers."""
+    """Return torchrl's function if gamma or lmbda needs it, None if both are numbers."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             continue
@@ -189,23 +189,23 @@ def _own(function: Callable[..., Any], **given: float | Tensor) -> Callable[...,
             continue
         own = original(function)
         if own is None:
-            came = "one that requires a gradient" if learned else f"shape {tuple(value.shape)}"
+            given_as = "one that requires a gradient" if learned else f"shape {tuple(value.shape)}"
             raise NotImplementedError(
                 f"{name} must be a number or a tensor of one element without a gradient, got "
-                f"{came}; torchrl's own function takes it while `use_fastrl` is in use"
+                f"{given_as}; torchrl's function takes it while `use_fastrl` is in use"
             )
         return own
     return None
 
 
 def _numbers(gamma: float | Tensor, lmbda: float | Tensor) -> tuple[float, float]:
-    """Return both as floats; two tensors are read together, so that a GPU is waited for once."""
+    """Return both as floats; two tensors are read together, to synchronize a GPU only once."""
     if isinstance(gamma, Tensor) and isinstance(lmbda, Tensor) and gamma.device == lmbda.device:
         gamma, lmbda = torch.stack([gamma.reshape(()), lmbda.reshape(())]).tolist()
     found = []
     for name, value in (("gamma", gamma), ("lmbda", lmbda)):
         number = float(value)
         if not 0 <= number <= 1:
-            raise ValueError(f"{name} must lie in [0, 1], got {number}")
+            raise ValueError(f"{name} must be in [0, 1], got {number}")
         found.append(number)
     return found[0], found[1]

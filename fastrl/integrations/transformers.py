@@ -1,4 +1,4 @@
-"""The LM head of a `transformers` causal language model, as the linear forms take it.
+"""The LM head of a `transformers` causal language model, as the linear functions take it.
 
 head = lm_head(model)
 hidden = last_hidden_states(model, input_ids=..., attention_mask=...)
@@ -16,7 +16,7 @@ from fastrl.ops.linear_token_stats import Lora
 
 
 class LmHead(NamedTuple):
-    """What turns last hidden states into logits: softcap(logit_scale * (hidden weight^T + bias)).
+    """An LM head: logits = softcap(logit_scale * (hidden weight^T + bias)).
 
     Attributes:
         weight: `[V, H]`.
@@ -33,7 +33,7 @@ class LmHead(NamedTuple):
     logit_softcap: float | None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the head as keyword arguments of `linear_policy_loss` and its kin."""
+        """Return the head as keyword arguments of the linear functions."""
         return self._asdict()
 
 
@@ -53,7 +53,7 @@ def _divided(model: nn.Module) -> tuple[float, float | None]:
     return 1.0 / float(model.config.logits_scaling), None  # type: ignore[union-attr, arg-type]
 
 
-#: model_type -> (logit_scale, logit_softcap) of a model; read in the sources of transformers.
+#: model_type -> (logit_scale, logit_softcap) of a model, as in the sources of transformers.
 _TRANSFORMS: dict[str, Callable[[nn.Module], tuple[float, float | None]]] = {
     "llama": _plain,
     "mistral": _plain,
@@ -69,17 +69,17 @@ _TRANSFORMS: dict[str, Callable[[nn.Module], tuple[float, float | None]]] = {
 
 
 def lm_head(model: nn.Module) -> LmHead:
-    """Return the LM head of a causal language model, with what its model does to the logits.
+    """Return the LM head of a causal language model, with the model's scale and softcap.
 
-    LoRA on the head (PEFT) and a trainable copy of it (`modules_to_save`) are seen. The head is
-    read and never called: its hooks do not fire.
+    LoRA on the head (PEFT) and a trainable copy of it (`modules_to_save`) are supported. The head
+    is only read, never called, so its hooks do not fire.
 
     Args:
         model: a `transformers` causal language model, or a PEFT model around one.
 
     Raises:
-        ValueError: the model's head or its adapter is not one whose logits are known to be
-            reproduced; nothing is guessed.
+        ValueError: the model type, the head or its adapter is not one whose logits are known to
+            be reproduced.
 
     Example:
         >>> import transformers
@@ -102,8 +102,8 @@ def lm_head(model: nn.Module) -> LmHead:
     if kind not in _TRANSFORMS or not type(causal).__name__.endswith("ForCausalLM"):
         raise ValueError(
             f"model must be a causal language model of a known type ({', '.join(_TRANSFORMS)}), "
-            f"got {type(causal).__name__} of type {kind}; give the linear forms the weight and "
-            "what the model does to its logits yourself"
+            f"got {type(causal).__name__} of type {kind}; for other models, pass weight, scale and "
+            "softcap to the linear functions yourself"
         )
     scale, softcap = _TRANSFORMS[kind](causal)
     weight, bias, lora = _linear(causal.get_output_embeddings())  # type: ignore[operator]
@@ -111,10 +111,11 @@ def lm_head(model: nn.Module) -> LmHead:
 
 
 def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
-    """Return what the LM head is applied to: the backbone's last hidden states, `[B, T, H]`.
+    """Return the input of the LM head: the backbone's last hidden states, `[B, T, H]`.
 
-    The backbone is called, and not the causal language model or a wrapper around it: the hooks of
-    these (`register_forward_hook` and kin) do not fire, those of the backbone and its layers do.
+    Only the backbone is called, not the causal language model or a wrapper around it. Hooks
+    (`register_forward_hook`, ...) on the latter do not fire; hooks on the backbone and its layers
+    do.
 
     Args:
         model: as in `lm_head`.
@@ -127,17 +128,17 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
 
 
 def modules_with_silent_hooks(model: nn.Module) -> list[str]:
-    """Return the types of the modules with hooks that `last_hidden_states` and `lm_head` pass by.
+    """Return the types of modules whose hooks `last_hidden_states` and `lm_head` do not fire.
 
     These are the causal language model, the wrappers around it and its head. Hooks of torch's
-    data parallelism, accelerate and TRL are left out: what they do is done here in another way.
+    data parallelism, accelerate and TRL are not reported: they are not needed here.
 
     Args:
         model: as in `lm_head`.
     """
-    passed_by = [*_wrappers_and_causal(model)]
-    passed_by.append(passed_by[-1].get_output_embeddings())  # type: ignore[operator]
-    return [type(module).__name__ for module in passed_by if any(map(_of_a_user, _hooks(module)))]
+    skipped = [*_wrappers_and_causal(model)]
+    skipped.append(skipped[-1].get_output_embeddings())  # type: ignore[operator]
+    return [type(module).__name__ for module in skipped if any(map(_is_the_users, _hooks(module)))]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -147,7 +148,7 @@ def _hooks(module: nn.Module) -> list[Any]:
     return [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
 
 
-def _of_a_user(hook: Any) -> bool:
+def _is_the_users(hook: Any) -> bool:
     function = getattr(hook, "func", hook)  # of a partial
     home = f"{getattr(function, '__module__', None) or type(function).__module__}."
     return not home.startswith(("torch.distributed.", "accelerate.", "trl."))
@@ -164,7 +165,7 @@ def _wrappers_and_causal(model: nn.Module) -> Iterator[nn.Module]:
     while True:
         yield model
         if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            _refuse_what_a_wrapper_does(model)
+            _refuse_adapters_of_the_wrapper(model)
             yield model.base_model  # type: ignore[misc]
             model = model.get_base_model()  # type: ignore[operator]
         elif isinstance(model, nn.parallel.DistributedDataParallel):
@@ -175,17 +176,17 @@ def _wrappers_and_causal(model: nn.Module) -> Iterator[nn.Module]:
             return
 
 
-def _refuse_what_a_wrapper_does(model: nn.Module) -> None:
+def _refuse_adapters_of_the_wrapper(model: nn.Module) -> None:
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise ValueError(
-            "model must not use a prompt-learning adapter: its virtual tokens are added by the "
-            "wrapper, not by the backbone"
+            "model must not use a prompt-learning adapter: the wrapper adds its virtual tokens, "
+            "not the backbone"
         )
     if getattr(config, "alora_invocation_tokens", None):
         raise ValueError(
-            "model must not use an activated LoRA (alora_invocation_tokens): from which token on "
-            "it acts is told to the layers by the wrapper, not by the backbone"
+            "model must not use an activated LoRA (alora_invocation_tokens): the wrapper tells the "
+            "layers from which token on it applies, not the backbone"
         )
 
 
@@ -212,7 +213,7 @@ def _lora(head: Any) -> tuple[Tensor, Tensor | None, Lora | None]:
     if not names:
         return base.weight, base.bias, None
     if len(names) > 1:
-        raise ValueError(f"one LoRA adapter on the LM head can be active, got {', '.join(names)}")
+        raise ValueError(f"only one LoRA adapter of the LM head may be active, got {names}")
     (name,) = names
     if getattr(head, "use_dora", {}).get(name) or name in getattr(head, "lora_variant", {}):
         raise ValueError(f"the LM head's adapter {name!r} must be plain LoRA, got a variant (DoRA)")
@@ -221,5 +222,5 @@ def _lora(head: Any) -> tuple[Tensor, Tensor | None, Lora | None]:
         raise ValueError(f"lora_dropout on the LM head must be 0 in training, got {dropout}")
     a, b = head.lora_A[name], head.lora_B[name]
     if b.bias is not None:
-        raise ValueError(f"the LM head's adapter {name!r} must have no bias of its own")
+        raise ValueError(f"the LM head's adapter {name!r} must have no bias")
     return base.weight, base.bias, (a.weight, b.weight, float(head.scaling[name]))

@@ -1,4 +1,4 @@
-"""OpenRLHF's losses on fastrl: its numbers, from its formulas and, where found, from its files."""
+"""OpenRLHF's losses on fastrl equal its formulas and, where it is installed, its own files."""
 
 import ast
 import importlib.util
@@ -60,12 +60,12 @@ def installed():
     return found
 
 
-WRITTEN_DOWN = types.SimpleNamespace(name="written down", **vars(openrlhf_formulas))
+TRANSCRIBED = types.SimpleNamespace(name="transcribed", **vars(openrlhf_formulas))
 INSTALLED = installed()
 
 
 @pytest.fixture(
-    params=[found for found in (WRITTEN_DOWN, INSTALLED) if found], ids=lambda found: found.name
+    params=[found for found in (TRANSCRIBED, INSTALLED) if found], ids=lambda found: found.name
 )
 def theirs(request):
     return request.param
@@ -258,7 +258,7 @@ REFUSED = {
         "is_correction_mode": "clip",
         "is_correction_level": "seq",
     },
-    "is_correction_threshold takes an upper bound only .*got the lower bound 0.5": {
+    "is_correction_threshold must have no lower bound with gating tv, got 0.5": {
         "is_correction_level": "seq",
         "is_correction_gating": "tv",
     },
@@ -271,18 +271,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_openrlhf_does_not_take_is_refused_by_name(message):
+def test_what_openrlhf_refuses_is_refused_by_name(message):
     with pytest.raises(ValueError, match=message):
         ours.PolicyLoss(**REFUSED[message])
 
 
-def test_what_is_missing_is_named():
+def test_missing_arguments_are_named():
     x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="rollout_log_probs is needed where the rollout corr"):
+    with pytest.raises(ValueError, match="rollout_log_probs is needed for the rollout corr"):
         ours.PolicyLoss(is_correction_level="token")(x, x, x, x)
     with pytest.raises(ValueError, match="kl_estimator must be one of k1, k2, k3; got 'abs'"):
         ours.compute_approx_kl(x, x, kl_estimator="abs")
-    with pytest.raises(TypeError, match="name kl_estimator by keyword"):
+    with pytest.raises(TypeError, match="pass kl_estimator by keyword"):
         ours.compute_approx_kl(x, x, "k3")
 
 

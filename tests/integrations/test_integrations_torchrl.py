@@ -1,4 +1,4 @@
-"""torchrl's functional GAE on fastrl: its numbers and gradients, from a loop and from torchrl."""
+"""torchrl's functional GAE on fastrl: results and gradients equal a loop's and torchrl's."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,7 @@ HOME = "torchrl.objectives.value.functional"
 NAMES = ("generalized_advantage_estimate", "vec_generalized_advantage_estimate")
 
 
-def written_down(
+def transcribed(
     gamma, lmbda, state_value, next_state_value, reward, done, terminated=None, *, time_dim=-2
 ):
     """What torchrl 0.14 documents, one step at a time in float64."""
@@ -36,7 +36,7 @@ def written_down(
 
 
 def implementations():
-    yield "written down", dict.fromkeys(NAMES, written_down)
+    yield "transcribed", dict.fromkeys(NAMES, transcribed)
     module = importable(HOME)
     if module:
         yield "installed", {name: getattr(module, name) for name in NAMES}
@@ -49,7 +49,7 @@ def theirs(request):
 
 @pytest.fixture
 def package(monkeypatch):
-    """A module of torchrl's shape, made of the loop."""
+    """A package with torchrl's modules, made of the loop."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchrl"]:
         monkeypatch.delitem(sys.modules, name)
     path = HOME.split(".")
@@ -57,7 +57,7 @@ def package(monkeypatch):
         name = ".".join(path[:depth])
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for name in NAMES:
-        copy = types.FunctionType(written_down.__code__, globals(), name, (None,))
+        copy = types.FunctionType(transcribed.__code__, globals(), name, (None,))
         copy.__kwdefaults__, copy.__module__ = {"time_dim": -2}, HOME
         setattr(sys.modules[HOME], name, copy)
     return sys.modules[HOME]
@@ -66,7 +66,7 @@ def package(monkeypatch):
 def inputs(shape, dtype=torch.float32):
     torch.manual_seed(0)
     done = torch.rand(shape) < 0.2
-    terminated = done & (torch.rand(shape) < 0.5)  # the others are truncated
+    terminated = done & (torch.rand(shape) < 0.5)  # the rest are truncated
     values = [torch.randn(shape, dtype=dtype) for _ in range(3)]
     return values, done, terminated
 
@@ -101,7 +101,7 @@ def test_dtypes(dtype):
     values, done, _ = inputs((3, 5, 1), dtype)
     advantage, target = ours.generalized_advantage_estimate(0.97, 0.9, *values, done)
     assert advantage.dtype == target.dtype == dtype
-    expected, _ = written_down(0.97, 0.9, *values, done)
+    expected, _ = transcribed(0.97, 0.9, *values, done)
     rtol = 1e-9 if dtype == torch.float64 else 3e-2
     torch.testing.assert_close(advantage.double(), expected, rtol=rtol, atol=rtol)
 
@@ -120,13 +120,13 @@ def test_gamma_and_lambda_may_be_scalar_tensors(name, gamma, lmbda):
     a = getattr(ours, name)(gamma, lmbda, *values, done)
     b = getattr(ours, name)(0.9, 0.8, *values, done)
     torch.testing.assert_close(a[0], b[0])
-    with torch.no_grad():  # no gradient is asked of them
+    with torch.no_grad():  # so the gradient is not needed
         lmbda = lmbda.clone().requires_grad_()
         assert torch.equal(getattr(ours, name)(gamma, lmbda, *values, done)[0], a[0])
 
 
-def more_than_numbers(case, shape):
-    """Return gamma and lmbda of which one is per step, or learned."""
+def per_step_or_learned(case, shape):
+    """Return gamma and lmbda, one of them per step or learned."""
     gamma, lmbda = torch.full(shape, 0.9), torch.tensor(0.8)
     gamma[..., 2, :] = 0.81
     return (gamma, lmbda) if case == "per step" else (torch.tensor(0.9), lmbda.requires_grad_())
@@ -138,9 +138,9 @@ MORE = pytest.mark.parametrize("case", ["per step", "learned"])
 @MORE
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("time_dim", [-2, 1])
-def test_more_than_numbers_go_to_torchrls_own_function(package, name, case, time_dim):
+def test_per_step_or_learned_goes_to_torchrls_function(package, name, case, time_dim):
     values, done, terminated = inputs((3, 5, 2))
-    arguments = (*more_than_numbers(case, (3, 5, 2)), *values, done, terminated)
+    arguments = (*per_step_or_learned(case, (3, 5, 2)), *values, done, terminated)
     expected = getattr(package, name)(*arguments, time_dim=time_dim)
     with ours.use_fastrl():
         found = getattr(package, name)(*arguments, time_dim=time_dim)
@@ -155,10 +155,10 @@ def test_more_than_numbers_go_to_torchrls_own_function(package, name, case, time
 @MORE
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.skipif(importable(HOME) is None, reason="needs torchrl itself")
-def test_the_installed_torchrl_takes_more_than_numbers(name, case):
+def test_the_installed_torchrl_takes_per_step_or_learned(name, case):
     home = importlib.import_module(HOME)
     values, done, terminated = inputs((3, 5, 1))
-    arguments = (*more_than_numbers(case, (3, 5, 1)), *values, done, terminated)
+    arguments = (*per_step_or_learned(case, (3, 5, 1)), *values, done, terminated)
     expected = getattr(home, name)(*arguments)
     with ours.use_fastrl():
         found = getattr(home, name)(*arguments)
@@ -168,17 +168,17 @@ def test_the_installed_torchrl_takes_more_than_numbers(name, case):
 REFUSED = {
     "several gammas": (
         NotImplementedError,
-        r"gamma must be a number or a tensor of one element .*got shape \(5, 1\); torchrl's own",
+        r"gamma must be a number or a tensor .*got shape \(5, 1\); torchrl's function",
     ),
     "learned lambda": (NotImplementedError, "lmbda must be .*got one that requires a gradient"),
-    "gamma above 1": (ValueError, r"gamma must lie in \[0, 1\], got 1.5"),
+    "gamma above 1": (ValueError, r"gamma must be in \[0, 1\], got 1.5"),
     "shape": (ValueError, r"reward must have shape \(5, 1\) like state_value, got \(5, 2\)"),
     "time": (ValueError, "time_dim must be a dimension .*got 2"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_name(case):
+def test_unsupported_arguments_are_refused_by_name(case):
     values, done, _ = inputs((5, 1))
     gamma = {"several gammas": torch.full((5, 1), 0.9), "gamma above 1": 1.5}.get(case, 0.9)
     lmbda = torch.tensor(0.9, requires_grad=case == "learned lambda")
@@ -200,7 +200,7 @@ def test_a_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_functions_are_replaced_and_come_back(package):
+def test_functions_are_replaced_and_restored(package):
     own = package.generalized_advantage_estimate
     with ours.use_fastrl() as replaced:
         assert replaced.names == tuple(f"{HOME}.{name}" for name in NAMES)
@@ -223,7 +223,7 @@ def test_the_installed_estimator_runs_on_fastrl(skipping):
     following = {"obs": torch.randn(4, 6, 3), "reward": torch.randn(4, 6, 1), "done": done}
     following["terminated"] = done & (torch.rand(4, 6, 1) < 0.5)
     data = TensorDict({"obs": torch.randn(4, 6, 3), "next": following}, batch_size=[4, 6])
-    if skipping:  # gamma is then a tensor with a power for each step
+    if skipping:  # gamma is then a tensor with a power per step
         data["steps_to_next_obs"] = torch.randint(1, 4, (4, 6, 1))
     expected = estimator(data.clone())["advantage"]
     with ours.use_fastrl():

@@ -1,4 +1,4 @@
-"""Log-probabilities through the LM head equal those of the model's own logits."""
+"""Log-probabilities from the LM head equal the ones from the model's logits."""
 
 import importlib
 import os
@@ -23,7 +23,7 @@ SMALL = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.5,  # so that a softcap and a scale are felt
+    "initializer_range": 0.5,  # so that a softcap and a scale matter
 }
 MODELS = {
     "llama": ("LlamaConfig", {}),
@@ -57,7 +57,7 @@ def through_the_logits(model, input_ids, temperature=1.0):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_and_gradients_equal_those_of_the_models_own_logits(name):
+def test_logprobs_and_gradients_equal_the_ones_through_the_logits(name):
     model = tiny(name)
     input_ids = torch.randint(3, 97, (2, 11))
     grads = []
@@ -120,7 +120,7 @@ def test_adapters_on_the_head(options):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_that_cannot_be_reproduced_are_refused():
+def test_unsupported_adapters_are_refused():
     with pytest.raises(ValueError, match=r"lora_dropout on the LM head must be 0 .*got 0.1"):
         lm_head(adapted(target_modules=["lm_head"], lora_dropout=0.1).train())
     with pytest.raises(ValueError, match="must be plain LoRA"):
@@ -128,7 +128,7 @@ def test_adapters_that_cannot_be_reproduced_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_that_acts_through_its_wrapper_is_refused():
+def test_an_adapter_that_needs_its_wrapper_is_refused():
     if "alora_invocation_tokens" not in needed("peft").LoraConfig.__dataclass_fields__:
         pytest.skip("needs a PEFT with activated LoRA")
     model = adapted(

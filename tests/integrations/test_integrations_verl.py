@@ -228,8 +228,8 @@ def test_the_loss_may_be_changed_in_place():
 REFUSED = [
     ("logits must be a plain .*got a nested", "logprobs_from_logits", "nested logits"),
     ("loss_agg_mode must be one of .*got 'mean'", "agg_loss", "mode"),
-    ("batch_num_tokens is needed .* dp_size > 1", "agg_loss", "token-mean on two ranks"),
-    ("global_batch_size is needed .* dp_size > 1", "agg_loss", "seq-mean on two ranks"),
+    ("batch_num_tokens is needed .* if dp_size > 1", "agg_loss", "token-mean on two ranks"),
+    ("global_batch_size is needed .* if dp_size > 1", "agg_loss", "seq-mean on two ranks"),
     ("kl_penalty must be one of .*got 'full'", "kl_penalty", "full"),
     ("config must be verl's ActorConfig, got None", "vanilla", "no config"),
     ("dual_clip must be above 1, got 0.5", "vanilla", "dual clip"),

@@ -111,7 +111,7 @@ def test_functions_of_somebody_else_are_refused(package):
     with ours.use_fastrl(), pytest.raises(RuntimeError, match="runs on fastrl already"):
         ours.use_fastrl()
     package.core.agg_loss = verl_formulas.agg_loss
-    with pytest.raises(NotImplementedError, match="was already replaced by verl_formulas"):
+    with pytest.raises(NotImplementedError, match=r"already replaced by .*verl_formulas"):
         ours.use_fastrl()
 
 

@@ -1,6 +1,6 @@
-"""What OpenRLHF 0.11 computes, written down from its formulas in float64.
+"""What OpenRLHF 0.11 computes, transcribed from its formulas in float64.
 
-Masked tokens are selected away; autograd is the gradient.
+Masked tokens are removed by `torch.where`; gradients come from autograd.
 """
 
 import torch
@@ -71,18 +71,18 @@ class PolicyLoss:
         if correct and not gspo:
             low, high = o["is_correction_threshold"]
             by_sequence = o["is_correction_level"] == "seq"
-            judged = old - rollout
+            statistic = old - rollout
             if o["is_correction_gating"] != "ratio":
                 p, q = rollout.exp().clamp(1e-6, 1 - 1e-6), old.exp().clamp(1e-6, 1 - 1e-6)
-                judged = (p - q).abs()
+                statistic = (p - q).abs()
                 if o["is_correction_gating"] == "binary_kl":
-                    judged = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-            judged = sequence_mean(judged, m) if by_sequence else judged
-            judged = judged.exp() if o["is_correction_gating"] == "ratio" else judged
-            inside = (judged >= low) & (judged <= high)
+                    statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+            statistic = sequence_mean(statistic, m) if by_sequence else statistic
+            statistic = statistic.exp() if o["is_correction_gating"] == "ratio" else statistic
+            inside = (statistic >= low) & (statistic <= high)
             weights = inside * (old - rollout).exp()
             if o["is_correction_mode"] == "clip":
-                weights = judged.clamp(low, high)
+                weights = statistic.clamp(low, high)
             f = f * weights
             share = (~inside).double()
             filtered = share.mean() if by_sequence else mean(share, m)

@@ -1,4 +1,4 @@
-"""OpenRLHF's losses and advantages under its names: import them from here instead.
+"""OpenRLHF's losses and advantages under its names; import them from here instead.
 
 from fastrl.integrations.openrlhf import PolicyLoss  # in openrlhf/trainer/ray/ppo_actor.py
 from fastrl.integrations.openrlhf import ValueLoss  # in openrlhf/trainer/ray/ppo_critic.py
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 import fastrl
 from fastrl import Objective
 from fastrl.integrations.kl_estimates import kl_estimate, straight_through
+from fastrl.integrations.log_ratios import within_bounds
 from fastrl.integrations.openrlhf.correction import RolloutGate
 from fastrl.integrations.support import Support
 from fastrl.objective.presets import Preset
 
-TRIED = (
-    "Tried with the files of OpenRLHF 0.11.2 (`models/loss.py`, `models/utils.py`, the experience "
-    "maker) and its unit tests of losses and KL; a whole run needs DeepSpeed, Ray and vLLM and was "
-    "not tried."
+TESTED = (
+    "Tested with the files of OpenRLHF 0.11.2 (`models/loss.py`, `models/utils.py`, the experience "
+    "maker) and its unit tests of losses and KL. A whole run needs DeepSpeed, Ray and vLLM and was "
+    "not tested."
 )
 
 SUPPORT = [
@@ -30,13 +31,13 @@ SUPPORT = [
         option="`PolicyLoss`: `ppo`, `gspo`, dual clip, `token_level_loss`, global counts, every "
         "`is_correction_*`",
         handling="replaced",
-        note="the options of 0.11.0 (`enable_vllm_is_correction`, ...) too",
+        note="also the options of 0.11.0 (`enable_vllm_is_correction`, ...)",
     ),
     Support(option="`ValueLoss`", handling="replaced"),
     Support(
         option="`log_probs_from_logits`",
         handling="replaced",
-        note="fp32 from 16-bit logits too; the logits are not divided in place",
+        note="fp32 also from 16-bit logits; the logits are not divided in place",
     ),
     Support(
         option="`compute_approx_kl`: `k1`, `k2`, `k3`, `unbiased_gradient`",
@@ -50,7 +51,7 @@ SUPPORT = [
     ),
 ]
 
-#: Where OpenRLHF holds a KL estimate of a token, and the weight of `unbiased_gradient`.
+#: Bound of the KL estimate of a token, and of the weight of `unbiased_gradient`.
 _KL_CLAMP = 10.0
 
 
@@ -58,28 +59,30 @@ class PolicyLoss(nn.Module):
     """OpenRLHF's `PolicyLoss` on `policy_loss`: PPO with dual clip, or GSPO.
 
     ppo: f = -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A), for A < 0 at most
-    -dual_clip A, times the rollout correction. gspo: r is the sequence's geometric mean.
+    -dual_clip A, times the rollout correction. gspo: r is the geometric mean over the sequence.
 
-    The arguments are those of OpenRLHF 0.11.2; its `forward` returns (loss, clip_ratio, ppo_kl,
-    vllm_kl, is_filter_ratio). With those of 0.11.0 (`enable_vllm_is_correction=...`) the last is
-    left out, as there.
+    With the arguments of OpenRLHF 0.11.2, `forward` returns (loss, clip_ratio, ppo_kl, vllm_kl,
+    is_filter_ratio); with the arguments of 0.11.0 (`enable_vllm_is_correction=...`) it returns the
+    first four.
 
     Args:
         clip_eps_low: distance of the lower bound from 1.
         clip_eps_high: distance of the upper bound from 1.
-        dual_clip: cap c > 1 for negative advantages, or None.
-        token_level_loss: mean over tokens; False: over sequences of token means (gspo: always).
+        dual_clip: upper bound c > 1 of the loss for negative advantages, or None.
+        token_level_loss: mean over tokens; False: mean over sequences of token means (always with
+            gspo).
         policy_loss_type: `ppo` or `gspo`.
-        is_correction_level: `off`, `token` or `seq`: what the rollout correction judges.
-        is_correction_mode: `mask` or `clip`: drop what lies outside the threshold, or hold it.
-        is_correction_gating: `ratio`, `binary_kl` or `tv`: by what it is judged.
+        is_correction_level: `off`, `token` or `seq`: whether the rollout correction compares tokens
+            or sequences with the threshold.
+        is_correction_mode: `mask` or `clip`: drop what is outside the threshold, or clip it.
+        is_correction_gating: `ratio`, `binary_kl` or `tv`: the quantity that is compared.
         is_correction_threshold: (low, high).
-        enable_vllm_is_correction: of 0.11.0, in place of `is_correction_level`.
-        vllm_is_truncated_threshold: of 0.11.0, (low, high).
-        vllm_is_correction_type: of 0.11.0: `tis`, `icepop` or `seq-mask-tis`.
+        enable_vllm_is_correction: option of 0.11.0, instead of `is_correction_level`.
+        vllm_is_truncated_threshold: option of 0.11.0, (low, high).
+        vllm_is_correction_type: option of 0.11.0: `tis`, `icepop` or `seq-mask-tis`.
 
     Raises:
-        ValueError: an option has no such value, or options do not go together.
+        ValueError: an option is invalid, or two options conflict.
 
     Example:
         >>> import torch
@@ -123,7 +126,7 @@ class PolicyLoss(nn.Module):
             self.gate = RolloutGate.of_0_11_0(
                 enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type
             )
-        # without KL and entropy, which the trainer adds up by itself
+        # without KL and entropy, which the trainer adds itself
         self.objective = Objective.preset(
             cast("Preset", policy_loss_type),
             convention="openrlhf",
@@ -148,18 +151,18 @@ class PolicyLoss(nn.Module):
         """Return (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio); the last two may be None.
 
         Args:
-            log_probs: of the policy, `[B, T]`.
-            old_log_probs: of the policy that sampled, as the trainer computes them.
+            log_probs: log-probabilities of the policy, `[B, T]`.
+            old_log_probs: log-probabilities of the old policy, computed by the trainer.
             advantages: `[B, T]`.
             action_mask: 0/1, `[B, T]`; None is all ones.
-            rollout_log_probs: of the policy that sampled, as the engine computed them.
-            dp_size: ranks whose gradients will be averaged.
-            batch_num_tokens: tokens of the whole batch, or None: of this one.
-            global_batch_size: sequences of the whole batch, or None: of this one.
+            rollout_log_probs: log-probabilities of the old policy, computed by the rollout engine.
+            dp_size: number of ranks over which gradients are averaged.
+            batch_num_tokens: tokens of the global batch; None: of this batch.
+            global_batch_size: sequences of the global batch; None: of this batch.
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         if self.gate.level != "off" and rollout_log_probs is None:
-            raise ValueError("rollout_log_probs is needed where the rollout correction is on")
+            raise ValueError("rollout_log_probs is needed for the rollout correction")
         old, weights, vllm_kl, filtered = old_log_probs, None, None, None
         if self.gate.level != "off" and rollout_log_probs is not None:
             if self.policy_loss_type == "ppo":
@@ -180,8 +183,7 @@ class PolicyLoss(nn.Module):
         with torch.no_grad():
             log_ratio = log_probs - old
             if self.policy_loss_type == "ppo":
-                low, high = self.objective.log_ratio_bounds
-                ratio = log_ratio.clamp(-low, high).exp()
+                ratio = within_bounds(log_ratio, self.objective).exp()
             else:
                 ratio = fastrl.masked_mean(log_ratio, mask, dim=-1).exp()[:, None]
             clipped = ratio.clamp(*self.clip_range) * advantages < ratio * advantages
@@ -195,11 +197,11 @@ class ValueLoss(nn.Module):
     """OpenRLHF's `ValueLoss` on `value_loss`.
 
     max((V - R)^2, (V_old + clip(V - V_old, -clip_eps, clip_eps) - R)^2) / 2; without `clip_eps`
-    the first alone.
+    only (V - R)^2 / 2.
 
     Args:
-        clip_eps: how far a value may move, or None.
-        token_level_loss: mean over tokens; False: over sequences of token means.
+        clip_eps: the clip range of the values, or None.
+        token_level_loss: mean over tokens; False: mean over sequences of token means.
 
     Example:
         >>> import torch
@@ -241,7 +243,7 @@ class ValueLoss(nn.Module):
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Return log softmax(logits / temperature)[label], `[...]`, in fp32, by `token_logprobs`.
 
-    The logits are left as they are; OpenRLHF's own divides them in place.
+    The logits are not changed; OpenRLHF's function divides them in place.
 
     Example:
         >>> import torch
@@ -261,10 +263,10 @@ def compute_approx_kl(
     kl_estimator: str = "k1",
     unbiased_gradient: bool = False,
 ) -> Tensor:
-    """Return a KL estimate per token within +-10: k1, k2 or k3.
+    """Return a KL estimate per token, k1, k2 or k3, clamped to +-10.
 
     `unbiased_gradient` keeps the value and takes the gradient of w k2 with the detached weight
-    w = min(exp(log_probs - log_probs_old), 10), the gradient of the KL itself.
+    w = min(exp(log_probs - log_probs_old), 10), in expectation the gradient of the KL.
 
     Example:
         >>> import torch
@@ -273,7 +275,7 @@ def compute_approx_kl(
         tensor([0.5000])
     """
     if isinstance(log_probs_old, str):
-        raise TypeError("log_probs_old must be a tensor or None; name kl_estimator by keyword")
+        raise TypeError("log_probs_old must be a tensor or None; pass kl_estimator by keyword")
     if kl_estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"kl_estimator must be one of k1, k2, k3; got {kl_estimator!r}")
     value = kl_estimate(log_probs, log_probs_base, kl_estimator).clamp(-_KL_CLAMP, _KL_CLAMP)
@@ -295,8 +297,8 @@ def get_advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Return the advantages and returns of OpenRLHF's experience maker, `[B, T]`, by `gae`.
 
-    Masked tokens count as steps of reward 0 and value 0, where `gae` with a mask (and verl) steps
-    over them: the two differ where a mask has holes.
+    Masked tokens count as steps with reward 0 and value 0, while `gae` with a mask (and verl)
+    skips them: the results differ if a mask has gaps.
 
     Example:
         >>> import torch

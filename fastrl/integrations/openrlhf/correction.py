@@ -1,4 +1,4 @@
-"""OpenRLHF's correction of the mismatch between trainer and rollout engine, as weights."""
+"""OpenRLHF's importance weights for the mismatch between trainer and rollout engine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import fastrl
 
 
 class RolloutGate(NamedTuple):
-    """Weights of tokens by the ratio exp(old_log_probs - rollout_log_probs).
+    """Weights of tokens from the ratio exp(old_log_probs - rollout_log_probs).
 
     | level | mode | gating | weight of a token |
     | --- | --- | --- | --- |
-    | `token` | `clip` | `ratio` | its ratio within the threshold (TIS) |
-    | `token` | `mask` | `ratio` | its ratio, 0 outside the threshold (IcePop) |
-    | `seq` | `mask` | `ratio` | its ratio, 0 if the geometric mean of its sequence is outside |
-    | `token`, `seq` | `mask` | `binary_kl`, `tv` | its ratio, 0 if that divergence is outside |
+    | `token` | `clip` | `ratio` | the ratio, clipped to the threshold (TIS) |
+    | `token` | `mask` | `ratio` | the ratio, 0 outside the threshold (IcePop) |
+    | `seq` | `mask` | `ratio` | the ratio, 0 if the geometric mean over the sequence is outside |
+    | `token`, `seq` | `mask` | `binary_kl`, `tv` | the ratio, 0 if that divergence is outside |
 
     Raises:
-        ValueError: a field has no such value, or fields do not go together.
+        ValueError: a field is invalid, or two fields conflict.
     """
 
     level: str
@@ -33,7 +33,7 @@ class RolloutGate(NamedTuple):
     def of_0_11_0(
         cls, enabled: bool, threshold: tuple[float, float] | None, kind: str
     ) -> RolloutGate:
-        """Return the gate that the options of OpenRLHF 0.11.0 describe."""
+        """Return the gate for the options of OpenRLHF 0.11.0."""
         kinds = {
             "tis": ("token", "clip"),
             "icepop": ("token", "mask"),
@@ -49,7 +49,7 @@ class RolloutGate(NamedTuple):
         return cls(level if enabled else "off", mode, "ratio", threshold or (0.0, 2.0)).checked()
 
     def checked(self) -> RolloutGate:
-        """Return the gate if OpenRLHF would take it."""
+        """Return the gate if OpenRLHF accepts it, else raise."""
         choices = {
             "level": ("off", "token", "seq"),
             "mode": ("mask", "clip"),
@@ -69,8 +69,8 @@ class RolloutGate(NamedTuple):
         low, _ = self.threshold
         if self.gating != "ratio" and self.level != "off" and low > 0:
             raise ValueError(
-                f"is_correction_threshold takes an upper bound only with gating {self.gating}, "
-                f"got the lower bound {low}"
+                f"is_correction_threshold must have no lower bound with gating {self.gating}, "
+                f"got {low}"
             )
         return self
 
@@ -78,23 +78,23 @@ class RolloutGate(NamedTuple):
     def weigh(
         self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights `[B, T]`, the KL to the rollout, and the share of what was filtered."""
+        """Return weights `[B, T]`, the KL to the rollout engine, and the share dropped."""
         log_ratio = old_log_probs - rollout_log_probs
-        judged = self._judged(log_ratio, old_log_probs, rollout_log_probs, mask)
+        statistic = self._statistic(log_ratio, old_log_probs, rollout_log_probs, mask)
         low, high = self.threshold
-        outside = (judged < low) | (judged > high)
+        outside = (statistic < low) | (statistic > high)
         if self.mode == "clip":
-            weights = judged.clamp(low, high)
+            weights = statistic.clamp(low, high)
         else:
             weights = torch.where(outside, 0.0, log_ratio.exp())
         share = outside.to(log_ratio.dtype)
         filtered = share.mean() if self.level == "seq" else fastrl.masked_mean(share, mask)
         return weights, fastrl.masked_mean(-log_ratio, mask), filtered
 
-    def _judged(
+    def _statistic(
         self, log_ratio: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
     ) -> Tensor:
-        """Return what is held against the threshold, `[B, T]`, or `[B, 1]` for sequences."""
+        """Return what is compared with the threshold, `[B, T]`, or `[B, 1]` for sequences."""
         statistic = log_ratio
         if self.gating != "ratio":
             p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (rollout_log_probs, old_log_probs))

@@ -36,7 +36,7 @@ from fastrl.integrations.trl.scoring import token_stats, within
 from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
 
-TRIED = "Tried with TRL 1.14, 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
+TESTED = "Tested with TRL 1.14, 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _LOSS = "_compute_loss"

@@ -3,7 +3,7 @@
 with fastrl.integrations.verl.use_fastrl():
     ...  # or keep the handle and call undo()
 
-verl's workers are processes of their own: `fastrl.integrations.verl.plugin` is for those.
+verl's workers are separate processes; for these use `fastrl.integrations.verl.plugin`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastrl.integrations.verl.functions import (
 
 __all__ = [
     "SUPPORT",
-    "TRIED",
+    "TESTED",
     "agg_loss",
     "compute_gae_advantage_return",
     "compute_grpo_outcome_advantage",
@@ -38,35 +38,35 @@ __all__ = [
     "use_fastrl",
 ]
 
-TRIED = (
-    "Tried with verl 0.9.1: the functions one by one, verl's own `ppo_loss` with entropy and KL "
-    "around them, and verl's own unit tests of them."
+TESTED = (
+    "Tested with verl 0.9.1: each function, verl's `ppo_loss` with entropy and KL on top of them, "
+    "and verl's unit tests of them."
 )
 
 
 def use_fastrl() -> Replaced:
-    """Replace verl's functions by fastrl's wherever verl has loaded them, in this process.
+    """Replace verl's functions with fastrl's wherever verl has loaded them, in this process.
 
-    Replaced are, with the names, arguments and metrics of verl 0.9: `logprobs_from_logits`,
+    With the names, arguments and metrics of verl 0.9, this replaces `logprobs_from_logits`,
     `entropy_from_logits` (and its chunked form), `compute_gae_advantage_return`,
     `compute_grpo_outcome_advantage` (and its vectorized form), `agg_loss`, `compute_value_loss`,
     `kl_penalty`, and the registered policy losses vanilla, gspo, sapo, cispo, geo_mean and gpg.
-    All others (dppo_tv, dppo_kl, clip_cov, kl_cov, dro, bypass_mode, estimators such as rloo)
-    stay verl's own. Call it before verl builds its engines: they keep, compiled, the entropy
+    Everything else (dppo_tv, dppo_kl, clip_cov, kl_cov, dro, bypass_mode, estimators such as
+    rloo) remains verl's. Call it before verl builds its engines, which compile the entropy
     function that they find.
 
-    Numbers are verl's, but for: results of masked tokens are 0; log-probabilities and entropies
-    are fp32 also from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask gives
-    0 where verl gives NaN or an error; log-ratios that verl leaves free saturate at 80. A mask with
-    other values than 0 and 1 is multiplied by, as in verl.
+    Results equal verl's except that masked tokens give 0; log-probabilities and entropies are fp32
+    even from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask gives 0 where
+    verl gives NaN or an error; log-ratios that verl does not clamp saturate at 80. Mask values
+    other than 0 and 1 are factors, as in verl.
 
     Returns:
-        A handle with `undo()` and `names`, which is a context manager, too.
+        A handle with `undo()` and `names`, which is also a context manager.
 
     Raises:
         ImportError: verl is not importable.
-        NotImplementedError: a function of this verl is missing, has other parameters than those
-            of verl 0.9, or was replaced by somebody else; nothing is changed then.
+        NotImplementedError: a function of this verl is missing, has other parameters than in
+            verl 0.9, or was already replaced; nothing is changed.
         RuntimeError: verl runs on fastrl already.
     """
     return Replaced(
@@ -101,11 +101,11 @@ _REPLACEMENTS = [
     Replacement(_CORE, "compute_policy_loss_gpg", policy_losses.gpg, True),
 ]
 
-#: What differs from verl's own function of that name.
+#: How a function differs from verl's.
 _NOTES = {
-    "logprobs_from_logits": "fp32 from 16-bit logits too; `inplace_backward` as with flash-attn",
-    "entropy_from_logits": "fp32 from 16-bit logits too; `-inf` logits count 0",
-    "compute_gae_advantage_return": "masked tokens are 0",
+    "logprobs_from_logits": "fp32 also from 16-bit logits; `inplace_backward` as with flash-attn",
+    "entropy_from_logits": "fp32 also from 16-bit logits; logits of `-inf` contribute 0",
+    "compute_gae_advantage_return": "masked tokens give 0",
     "compute_grpo_outcome_advantage": "a group of equal rewards gives exactly 0",
     "agg_loss": "an empty mask gives 0",
     "kl_penalty": "`full` is refused, as in verl",
@@ -117,21 +117,21 @@ SUPPORT = [
         for item in _REPLACEMENTS
     ),
     Support(
-        option="a `response_mask` with other values than 0 and 1",
+        option="a `response_mask` with values other than 0 and 1",
         handling="replaced",
-        note="multiplied by, as in verl",
+        note="the values are factors, as in verl",
     ),
     Support(
         option="loss modes `dppo_tv`, `dppo_kl`, `clip_cov`, `kl_cov`, `dro`, `bypass_mode`, and "
-        "those that a user registers",
+        "losses that a user registers",
         handling="own",
-        note="what they call of the above is fastrl's",
+        note="where they call functions above, these are fastrl's",
     ),
     Support(
         option="advantage estimators `rloo`, `reinforce_plus_plus`, `remax`, `opo`, `gpg`, `gdpo`, "
         "`grpo_passk`, optimal token baselines",
         handling="own",
-        note="`gdpo` normalises by `compute_grpo_outcome_advantage`, which is fastrl's",
+        note="`gdpo` normalizes with `compute_grpo_outcome_advantage`, which is fastrl's",
     ),
     Support(
         option="`use_fused_kernels=True`, vocabulary-parallel log-probabilities (Megatron)",
@@ -140,7 +140,7 @@ SUPPORT = [
     Support(
         option="logits that are a nested tensor or a DTensor",
         handling="refused",
-        note="verl's engines gather and unpad them before",
+        note="verl's engines gather and unpad them first",
     ),
     Support(
         option="`dp_size > 1` without the count of the global batch",
@@ -148,8 +148,7 @@ SUPPORT = [
         note="as in verl",
     ),
     Support(
-        option="a function with other parameters than in verl 0.9, or replaced by somebody else; "
-        "`use_fastrl` a second time",
+        option="a function with other parameters than in verl 0.9, or already replaced",
         handling="refused",
     ),
 ]

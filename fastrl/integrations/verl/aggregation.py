@@ -1,4 +1,4 @@
-"""verl's ways to add up a loss, as token weights."""
+"""verl's aggregation modes as token weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MODES = (
 
 
 class Aggregation(NamedTuple):
-    """How a loss is added up: scale * sum_t w_t factor_t loss_t.
+    """How a loss is aggregated: scale * sum_t w_t factor_t loss_t.
 
     Attributes:
         mask: 0/1, `[B, T]`.
-        options: those of `token_weights`, which make w of the mask.
-        factors: `[B, T]`, of a mask whose values are not 0 and 1, or None.
-        scale: on the sum.
+        options: the options of `token_weights` that give w for the mask.
+        factors: `[B, T]`, from mask values other than 0 and 1, or None.
+        scale: factor of the sum.
     """
 
     mask: Tensor
@@ -43,10 +43,10 @@ def aggregation(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Aggregation:
-    """Return a mode of verl's as options of `token_weights`.
+    """Return one of verl's modes as options of `token_weights`.
 
-    verl divides by the count of the whole batch and multiplies by `dp_size`, against the mean
-    over ranks that data parallelism takes of gradients: a `normalizer` of count / dp_size.
+    verl divides by the count of the whole batch and multiplies by `dp_size`, because data
+    parallelism averages gradients over ranks: a `normalizer` of count / dp_size.
     """
     if mode not in _MODES:
         raise ValueError(f"loss_agg_mode must be one of {', '.join(_MODES)}; got {mode!r}")
@@ -70,7 +70,7 @@ def aggregation(
         count = count.to(mask.device) if isinstance(count, Tensor) else count
         options["normalizer"] = count / dp_size
     elif dp_size > 1:
-        raise ValueError(f"{name} is needed for loss_agg_mode {mode} where dp_size > 1")
+        raise ValueError(f"{name} is needed for loss_agg_mode {mode} if dp_size > 1")
     return Aggregation(mask, options, weights)
 
 
@@ -85,7 +85,7 @@ def agg_loss(
 ) -> Tensor:
     """Return sum_t w_t loss_t with the weights of `token_weights`; the modes have the same names.
 
-    A mask with other values than 0 and 1 weighs the tokens by them, and counts by their sum.
+    Mask values other than 0 and 1 weight the tokens, and their sum is the count.
 
     Example:
         >>> import torch

@@ -28,8 +28,8 @@ _KL_ESTIMATORS = {
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Return log softmax(logits)[label], `[...]` from logits `[..., V]`, by `token_logprobs`.
 
-    `inplace_backward` lets the backward write the gradient over the logits, as verl's does with
-    flash-attn; where that would destroy a leaf it is not used.
+    `inplace_backward` lets the backward write the gradient over the logits, as verl does with
+    flash-attn; it is ignored if that would overwrite a leaf.
 
     Example:
         >>> import torch
@@ -46,7 +46,9 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Return -sum p log p, `[...]` from logits `[..., V]`, by `token_stats`; -inf logits count 0.
+    """Return -sum p log p, `[...]` from logits `[..., V]`, by `token_stats`.
+
+    Logits of -inf contribute 0.
 
     Example:
         >>> import torch
@@ -62,7 +64,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """Return `entropy_from_logits`, which needs no memory of the size of a chunk."""
+    """Return `entropy_from_logits`, which needs no chunking."""
     del chunk_size
     return entropy_from_logits(logits)
 
@@ -74,10 +76,10 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return whitened GAE advantages and returns `[B, T]`; masked tokens are stepped over.
+    """Return whitened GAE advantages and returns `[B, T]`; masked tokens are skipped.
 
     A_t = delta_t + gamma lam A_{t+1} by `gae`, then (A - mean) / sqrt(var + 1e-8) over the mask.
-    Mask values other than 0 and 1 interpolate between that and stepping over, as in verl.
+    Mask values between 0 and 1 interpolate between the two, as in verl.
 
     Example:
         >>> import torch
@@ -106,8 +108,8 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Return (r - mean) / (std + epsilon) of each response times its mask, twice, `[B, T]`.
 
-    r is the sum of a response's rewards, `index` names its group (any hashable), a group of one
-    has mean 0 and std 1; `norm_adv_by_std_in_grpo=False` leaves the division out (Dr. GRPO).
+    r is the sum of a response's rewards, `index` its group (any hashable); a group of one has
+    mean 0 and std 1. `norm_adv_by_std_in_grpo=False` omits the division (Dr. GRPO).
 
     Example:
         >>> import torch
@@ -117,7 +119,7 @@ def compute_grpo_outcome_advantage(
         tensor([[ 0.7071,  0.7071],
                 [-0.7071, -0.7071]])
     """
-    del config  # verl reads nothing of it here
+    del config  # verl does not read it either
     numbers: dict[Any, int] = {}
     names = index.tolist() if hasattr(index, "tolist") else index
     ids = [numbers.setdefault(name, len(numbers)) for name in names]
@@ -144,7 +146,7 @@ def compute_grpo_vectorized_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `compute_grpo_outcome_advantage`, which has no loop to be rid of."""
+    """Return `compute_grpo_outcome_advantage`, which is already vectorized."""
     return compute_grpo_outcome_advantage(
         token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
     )
@@ -181,7 +183,7 @@ def compute_value_loss(
         held = torch.where(v > old + clip, old + clip, torch.where(v < old - clip, old - clip, v))
         free, bounded = (v - r).square() / 2, (held - r).square() / 2
         share = masked_mean((bounded > free).to(v.dtype), response_mask)
-        loss = torch.where(bounded > free, bounded, free)  # not `maximum`, which halves ties
+        loss = torch.where(bounded > free, bounded, free)  # `maximum` halves it in ties
         return agg_loss(loss, response_mask, loss_agg_mode, *counts), share
     result = fastrl.value_loss(
         vpreds, returns, how.mask, old_values=values, clip=clip, **how.options
@@ -192,8 +194,8 @@ def compute_value_loss(
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Return a KL estimate per token.
 
-    `kl` / `k1`, `abs`, `mse` / `k2`, `low_var_kl` / `k3` (held within +-10); with a `+` the value
-    is that of the estimator and the gradient that of k2, the gradient of the KL itself.
+    `kl` / `k1`, `abs`, `mse` / `k2`, `low_var_kl` / `k3` (clamped to +-10). A `+` keeps the value
+    and takes the gradient of k2, which is the gradient of the KL in expectation.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Masks of verl: it multiplies by their values, which may be other than 0 and 1."""
+"""Masks in verl, which multiplies by their values: these may differ from 0 and 1."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _EPSILON = 1e-8
 def has_factors(mask: Tensor) -> bool:
     """Say whether a mask holds values other than 0 and 1.
 
-    On a GPU that waits for the device, and only masks of floats are looked at.
+    On a GPU this synchronizes, and only floating-point masks are checked.
     """
-    looked_at = _on_the_host(mask) or mask.is_floating_point()
-    if mask.dtype == torch.bool or not looked_at or torch.compiler.is_compiling():
+    checked = _on_the_host(mask) or mask.is_floating_point()
+    if mask.dtype == torch.bool or not checked or torch.compiler.is_compiling():
         return False
     return bool(((mask != 0) & (mask != 1)).any())
 
 
 def factors(mask: Tensor) -> Tensor | None:
-    """Return what a mask multiplies the tokens by, or None where that is known to be 0 or 1.
+    """Return the values of a mask as factors of the tokens, or None if they are known to be 0/1.
 
-    On a GPU the values are not looked at: a mask of another type than bool is multiplied by.
+    On a GPU the values are not read: every mask that is not bool gives factors.
     """
     if mask.dtype == torch.bool or (_on_the_host(mask) and not has_factors(mask)):
         return None
@@ -33,7 +33,7 @@ def factors(mask: Tensor) -> Tensor | None:
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return sum_t m_t x_t / sum_t m_t over a dimension or all; what stands where m is 0 is inert.
+    """Return sum_t m_t x_t / sum_t m_t over one dimension or all; x is ignored where m is 0.
 
     Example:
         >>> import torch
@@ -51,10 +51,10 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def gae_with_factors(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return whitened GAE advantages and returns of verl where mask values m are not 0 or 1.
+    """Return verl's whitened GAE advantages and returns for mask values m between 0 and 1.
 
-    A_t = m_t (delta_t + gamma lam A_{t+1}) + (1 - m_t) A_{t+1}, and the value that the step before
-    sees is m_t V_t + (1 - m_t) V_{t+1}, which holds the one after t in turn.
+    A_t = m_t (delta_t + gamma lam A_{t+1}) + (1 - m_t) A_{t+1}. The next value, in delta_{t-1}, is
+    W_t = m_t V_t + (1 - m_t) W_{t+1}.
     """
     weights = mask.to(values.dtype)
     after = trace = torch.zeros_like(values[:, 0])

@@ -1,9 +1,9 @@
-"""verl's plug-in seam: fastrl in every process of a verl run, the workers included.
+"""A plugin for verl: fastrl in every process of a verl run, including the workers.
 
 VERL_USE_EXTERNAL_MODULES=fastrl.integrations.verl.plugin python -m verl.trainer.main_ppo ...
 
-verl imports the modules named there as it is imported itself, and this one then replaces its
-functions. Imported by anything else, before verl, it does nothing.
+verl imports the modules in that variable when it is itself imported, and this one then replaces
+verl's functions. If it is imported before verl, it does nothing.
 """
 
 import sys
