@@ -126,7 +126,7 @@ constexpr Status kSuccess = cudaSuccess;
 struct DeviceLimits { int major, sms, shared_per_block, shared_per_sm, l2_bytes; };
 struct LaunchShape { unsigned blocks, threads, cluster; size_t shared_bytes; };
 }
-#include "cuda/launch.cuh"
+#include "cuda/device/launch.cuh"
 static int version;
 extern "C" {
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {

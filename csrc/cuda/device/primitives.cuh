@@ -77,7 +77,8 @@ template <typename T>
 __device__ __forceinline__ T shuffle(T x, int lane) {
   return __shfl_sync(0xffffffffu, x, lane);
 }
-__device__ __forceinline__ bool any_in_warp(bool x) { return __any_sync(0xffffffffu, x); }
+// A bit per lane.
+__device__ __forceinline__ uint32_t lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
 
 // --- memory that several blocks write
 
@@ -144,11 +145,7 @@ __device__ __forceinline__ float fast_exp2(float x) {  // 0 where the result is 
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+__device__ __forceinline__ uint32_t count_bits(uint32_t x) { return __popc(x); }
 // A product and a sum that are never joined to a multiply-add.
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }

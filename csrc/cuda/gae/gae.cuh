@@ -20,24 +20,6 @@ struct GaeShared {
   uint32_t chunk;
 };
 
-// The number of the sequence that holds a token, which exists.
-__device__ __forceinline__ int64_t sequence_of(const GaeParams& p, int64_t token) {
-  if (!p.cu_seqlens) return token / p.row_length;
-  int64_t low = 0, high = p.sequences;
-  while (low < high) {  // the first that ends behind the token
-    const int64_t middle = (low + high) / 2;
-    if (p.cu_seqlens[middle + 1] > token) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return low;
-}
-__device__ __forceinline__ int64_t begin_of(const GaeParams& p, int64_t sequence) {
-  return p.cu_seqlens ? p.cu_seqlens[sequence] : sequence * p.row_length;
-}
-
 // What the tokens of one thread hold.
 template <bool kPerToken>
 struct GaeTokens {
@@ -48,14 +30,15 @@ struct GaeTokens {
   __device__ __forceinline__ void find_ends(const GaeParams& p, int64_t first) {
     ends = 0;
     sequence = 0;
-    if (first >= p.tokens) return;
-    const int64_t last = first + kRun <= p.tokens ? first + kRun - 1 : p.tokens - 1;
-    sequence = sequence_of(p, last);
+    if (first >= p.sequences.tokens) return;
+    const int64_t last =
+        first + kRun <= p.sequences.tokens ? first + kRun - 1 : p.sequences.tokens - 1;
+    sequence = p.sequences.of(last);
     // beyond the last sequence where cu_seqlens ends too early
-    const bool inside = sequence < p.sequences;
-    if (inside && begin_of(p, sequence + 1) == last + 1) ends |= 1u << (last - first);
+    const bool inside = sequence < p.sequences.count;
+    if (inside && p.sequences.begin(sequence + 1) == last + 1) ends |= 1u << (last - first);
     for (int64_t s = sequence; s > 0; --s) {
-      const int64_t begin = begin_of(p, s);
+      const int64_t begin = p.sequences.begin(s);
       if (begin <= first) break;
       if (begin <= last) ends |= 1u << (begin - 1 - first);  // where cu_seqlens rises
     }
@@ -73,9 +56,9 @@ struct GaeTokens {
     FASTRL_UNROLL
     for (int k = kRun - 1; k >= 0; --k) {
       if (ends >> k & 1) {
-        while (s > 0 && begin_of(p, s) > first + k) --s;
-        const bool has_after = p.kind == Bootstrap::kSequence && s < p.sequences;
-        const float after = has_after ? p.bootstrap[s] : 0.0f;
+        while (s > 0 && p.sequences.begin(s) > first + k) --s;
+        const bool has_after = p.in.bootstrap == Bootstrap::kSequence && s < p.sequences.count;
+        const float after = has_after ? p.in.bootstrap_values[s] : 0.0f;
         map = GaeMap::end_of_sequence(after, kPerToken);
       }
       if (active >> k & 1) {
@@ -169,14 +152,15 @@ __global__ void __launch_bounds__(kThreads, 2) gae_scan(const __grid_constant__ 
   }
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
   const int64_t of_warp = kWarp * kRun, warp_first = chunk * (kThreads * kRun) + warp * of_warp;
-  const Run run{p, warp_first + lane * kRun, p.aligned && warp_first + of_warp <= p.tokens,
+  const Run run{p, warp_first + lane * kRun,
+                p.aligned && warp_first + of_warp <= p.sequences.tokens,
                 shared->staged + warp * (kWarp * kVectors)};
   GaeTokens<kPerToken> tokens;
-  const Run::Fetched rewards = run.fetch(p.rewards), values = run.fetch(p.values);
-  tokens.active = run.load_bits(p.mask, true) & run.existing();
-  tokens.terminated = run.load_bits(p.terminated, false);
-  tokens.truncated = run.load_bits(p.truncated, false);
-  if constexpr (kPerToken) run.unpack(run.fetch(p.bootstrap), tokens.bootstrap);
+  const Run::Fetched rewards = run.fetch(p.in.rewards), values = run.fetch(p.in.values);
+  tokens.active = run.load_bits(p.in.mask, true) & run.existing();
+  tokens.terminated = run.load_bits(p.in.terminated, false);
+  tokens.truncated = run.load_bits(p.in.truncated, false);
+  if constexpr (kPerToken) run.unpack(run.fetch(p.in.bootstrap_values), tokens.bootstrap);
   run.unpack(rewards, tokens.reward);
   run.unpack(values, tokens.value);
   tokens.find_ends(p, run.first);
@@ -197,9 +181,9 @@ __global__ void __launch_bounds__(kThreads, 2) gae_scan(const __grid_constant__ 
 
 inline bool on_vector_boundaries(const GaeParams& p) {
   uintptr_t bits = 0;
-  const void* per_token = p.kind == Bootstrap::kToken ? p.bootstrap : nullptr;
-  const void* all[] = {p.rewards,   p.values,     p.mask,    p.terminated,
-                       p.truncated, p.advantages, p.returns, per_token};
+  const void* per_token = p.in.bootstrap == Bootstrap::kToken ? p.in.bootstrap_values : nullptr;
+  const void* all[] = {p.in.rewards,   p.in.values,  p.in.mask, p.in.terminated,
+                       p.in.truncated, p.advantages, p.returns, per_token};
   for (const void* tokens : all) bits |= reinterpret_cast<uintptr_t>(tokens);
   return bits % 16 == 0;
 }
@@ -207,14 +191,14 @@ inline bool on_vector_boundaries(const GaeParams& p) {
 // Scratch and ticket_and_flags are for gae_chunks(...) chunks.
 template <int kThreads = kGaeChunk / kRun>
 Status launch_gae(GaeParams params, Stream stream) {
-  if (params.tokens == 0) return kSuccess;
+  if (params.sequences.tokens == 0) return kSuccess;
   const int64_t chunk = kThreads * kRun;
-  LaunchShape shape{static_cast<unsigned>((params.tokens + chunk - 1) / chunk), kThreads};
+  LaunchShape shape{static_cast<unsigned>((params.sequences.tokens + chunk - 1) / chunk), kThreads};
   shape.shared_bytes = sizeof(GaeShared<kThreads>);
   params.aligned = on_vector_boundaries(params);
-  return launch(
-      params.kind == Bootstrap::kToken ? gae_scan<kThreads, true> : gae_scan<kThreads, false>,
-      shape, params, stream);
+  return launch(params.in.bootstrap == Bootstrap::kToken ? gae_scan<kThreads, true>
+                                                         : gae_scan<kThreads, false>,
+                shape, params, stream);
 }
 
 }  // namespace fastrl::cuda

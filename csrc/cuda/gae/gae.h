@@ -1,22 +1,20 @@
-// What the operator of generalised advantage estimation hands to its kernel. No torch.
+// What the operator of generalised advantage estimation passes to its kernel. No torch.
 #pragma once
 
 #include <cstdint>
 
+#include "../../gae_inputs.h"
+#include "../device/sequences.h"
+
 namespace fastrl::cuda {
 
 constexpr int64_t kGaeChunk = 4096;   // tokens of one block
-constexpr int64_t kGaeMapBytes = 24;  // what a block tells those before it
-
-enum class Bootstrap : int { kNone, kSequence, kToken };
+constexpr int64_t kGaeMapBytes = 24;  // what a block leaves for those before it
 
 struct GaeParams {
-  const float *rewards, *values, *bootstrap;
-  const bool *mask, *terminated, *truncated;  // null: all true, none, none
-  const int32_t* cu_seqlens;                  // null where a sequence is a row of `row_length`
+  GaeInputs in;
+  Sequences sequences;
   float *advantages, *returns;
-  int64_t tokens, sequences, row_length;
-  Bootstrap kind;
   float gamma, decay;  // decay: gamma lambda
   // only where there is more than one chunk: a map and a flag for each, and one ticket before them
   void* maps;

@@ -4,8 +4,8 @@
 
 #include <cstring>
 
-#include "gae.h"
 #include "../device/primitives.cuh"
+#include "gae.h"
 
 namespace fastrl::cuda {
 
@@ -60,7 +60,7 @@ struct Run {
     } else {
       FASTRL_UNROLL
       for (int k = 0; k < kRun; ++k) {
-        x[k] = first + k < p.tokens ? fetched.values[first + k] : 0.0f;
+        x[k] = first + k < p.sequences.tokens ? fetched.values[first + k] : 0.0f;
       }
     }
   }
@@ -77,12 +77,12 @@ struct Run {
     } else {
       FASTRL_UNROLL
       for (int k = 0; k < kRun; ++k) {
-        if (first + k < p.tokens) values[first + k] = x[k];
+        if (first + k < p.sequences.tokens) values[first + k] = x[k];
       }
     }
   }
   __device__ __forceinline__ uint32_t existing() const {
-    const int64_t left = p.tokens - first;
+    const int64_t left = p.sequences.tokens - first;
     return left >= kRun ? 0xffffu : left > 0 ? (1u << left) - 1u : 0u;
   }
   // One bit per token; tokens that do not exist are `otherwise`, as all are where `bools` is null.
@@ -96,7 +96,7 @@ struct Run {
     } else {
       FASTRL_UNROLL
       for (int k = 0; k < kRun; ++k) {
-        bits |= uint32_t{first + k < p.tokens ? bools[first + k] : otherwise} << k;
+        bits |= uint32_t{first + k < p.sequences.tokens ? bools[first + k] : otherwise} << k;
       }
     }
     return bits;

@@ -1,13 +1,11 @@
-// What the operator of group advantages hands to its kernels. No torch.
+// What the operator of group advantages passes to its kernels. No torch.
 #pragma once
 
 #include <cstdint>
 
-namespace fastrl::cuda {
+#include "../../contract.h"
 
-enum class Baseline : int { kMean, kLeaveOneOut, kNone };
-enum class Scale : int { kGroup, kBatch, kNone };
-enum class Singleton : int { kZero, kRaw };
+namespace fastrl::cuda {
 
 // One group of arbitrary ids.
 struct GroupEntry {

@@ -9,38 +9,39 @@
 
 namespace fastrl::cuda {
 
-// Adds the parts of all blocks in their order and writes what the operator returns.
+// Adds up the sums of all blocks in their order and writes what the operator returns.
 template <int kThreads>
 __device__ __forceinline__ void finish(const PolicyLossParams& p, TokenSums sums,
                                        TokenSums* shared) {
-  TokenSums* parts = static_cast<TokenSums*>(p.parts);
+  TokenSums* partial_sums = static_cast<TokenSums*>(p.partial_sums);
   sums = sum_block<kThreads>(sums, shared);
   if (num_blocks() > 1) {
-    if (thread_index() == 0) parts[block_index()] = sums;
+    if (thread_index() == 0) partial_sums[block_index()] = sums;
     if (!last_block(p.arrived, reinterpret_cast<uint32_t*>(shared))) return;
     sums = TokenSums{};
-    for (unsigned i = thread_index(); i < num_blocks(); i += kThreads) sums.add(parts[i]);
+    for (unsigned i = thread_index(); i < num_blocks(); i += kThreads) sums.add(partial_sums[i]);
     sums = sum_block<kThreads>(sums, shared);
   }
   if (thread_index() != 0) return;
-  const Coefficients<float>& c = p.coefficients;
+  const Coefficients<float>& c = p.objective.coefficients;
   Sum loss = sums.policy;
   if (c.kl_coef != 0.0f) loss.add(c.kl_coef * sums.weighted_kl.total());
   if (c.entropy_coef != 0.0f) loss.add(-(c.entropy_coef * sums.weighted_entropy.total()));
   *p.loss = loss.total();
   const float n = sums.active ? static_cast<float>(sums.active) : 1.0f;
-  p.metrics[0] = sums.policy.total();
-  p.metrics[1] = sums.kl.total() / n;
-  p.metrics[2] = sums.kl_old.total() / n;
-  p.metrics[3] = sums.entropy.total() / n;
-  p.metrics[4] = sums.ratio.total() / n;
-  p.metrics[5] = sums.ratio_max;
-  p.metrics[6] = sums.ratio_min;
-  p.metrics[7] = static_cast<float>(sums.clip_low) / n;
-  p.metrics[8] = static_cast<float>(sums.clip_high) / n;
-  p.metrics[9] = static_cast<float>(sums.clip_low + sums.clip_high) / n;
-  p.metrics[10] = static_cast<float>(sums.active);
-  p.metrics[11] = static_cast<float>(sums.zero_grad) / n;
+  Metrics& metrics = *p.metrics;
+  metrics.policy_loss = sums.policy.total();
+  metrics.kl = sums.kl.total() / n;
+  metrics.kl_old = sums.kl_old.total() / n;
+  metrics.entropy = sums.entropy.total() / n;
+  metrics.ratio_mean = sums.ratio.total() / n;
+  metrics.ratio_max = sums.ratio_max;
+  metrics.ratio_min = sums.ratio_min;
+  metrics.clip_low = static_cast<float>(sums.clip_low) / n;
+  metrics.clip_high = static_cast<float>(sums.clip_high) / n;
+  metrics.clip_fraction = static_cast<float>(sums.clip_low + sums.clip_high) / n;
+  metrics.active_tokens = static_cast<float>(sums.active);
+  metrics.zero_grad_fraction = static_cast<float>(sums.zero_grad) / n;
 }
 
 template <int kThreads>
@@ -49,20 +50,10 @@ __global__ void __launch_bounds__(kThreads)
   TokenSums* shared = shared_memory<TokenSums>();
   TokenSums sums{};
   const int64_t begin = block_index() * p.per_block, after = begin + p.per_block;
-  const int64_t end = after < p.tokens ? after : p.tokens;
-  for_each_quad<kThreads>(p, begin, end, 0, 1,
-                          [&](const auto& q) { add_tokens<false>(q, begin, end, {}, &sums); });
+  const TokenRange range{begin, after < p.sequences.tokens ? after : p.sequences.tokens, -1};
+  for_each_quad<kThreads, false>(p, range, 0, 1,
+                                 [&](const auto& q) { add_tokens<false>(q, {}, &sums); });
   finish<kThreads>(p, sums, shared);
-}
-
-// Tokens [begin, end) of sequence `s`; never outside the tensor, whatever cu_seqlens holds.
-__device__ __forceinline__ void sequence_bounds(const PolicyLossParams& p, int64_t s,
-                                                int64_t* begin, int64_t* end) {
-  *begin = s * p.row_length;
-  *end = *begin + p.row_length;
-  if (!p.cu_seqlens) return;
-  *begin = p.cu_seqlens[s] > 0 ? p.cu_seqlens[s] : 0;
-  *end = p.cu_seqlens[s + 1] < p.tokens ? p.cu_seqlens[s + 1] : p.tokens;
 }
 
 template <int kThreads>
@@ -95,17 +86,18 @@ __device__ __forceinline__ CountedSum sum_cluster(CountedSum x, SequenceShared<k
 
 // The mean of the log-ratios of a sequence, or of what gmpo averages.
 template <int kThreads>
-__device__ __forceinline__ float mean_log_ratio(const PolicyLossParams& p, int64_t begin,
-                                                int64_t end, SequenceShared<kThreads>* shared,
-                                                float* count) {
+__device__ __forceinline__ float mean_log_ratio(const PolicyLossParams& p,
+                                                const TokenRange& sequence,
+                                                SequenceShared<kThreads>* shared, float* count) {
+  const Objective<float>& o = p.objective;
   CountedSum own{};
-  for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(), [&](const auto& q) {
+  for_each_quad<kThreads, true>(p, sequence, cluster_rank(), cluster_size(), [&](const auto& q) {
     float x[kQuad];
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
       x[k] = q.difference[k];
-      if (p.ratio == Ratio::kGmpo) {
-        x[k] = gmpo_terms<FloatMath>(x[k], q.advantage[k], p.coefficients).log_ratio;
+      if (o.surrogate == Surrogate::kGmpo) {
+        x[k] = gmpo_terms<FloatMath>(x[k], q.advantage[k], o.coefficients).log_ratio;
       }
       own.count += q.is_active(k);
     }
@@ -118,17 +110,18 @@ __device__ __forceinline__ float mean_log_ratio(const PolicyLossParams& p, int64
 
 // The part of the slope that every token of a sequence receives through the ratio they share.
 template <int kThreads>
-__device__ __forceinline__ float shared_slope(const PolicyLossParams& p, int64_t begin, int64_t end,
+__device__ __forceinline__ float shared_slope(const PolicyLossParams& p, const TokenRange& sequence,
                                               SequenceShared<kThreads>* shared, float mean,
                                               float count) {
-  const float kl_coef = p.coefficients.kl_coef;
-  const bool policy = moves_the_ratio(p);
-  // a token that is alone has the slope through its ratio in its own
-  const bool corrected = p.kl_gradient == KlGradient::kBiasCorrected && count > 1.0f;
+  const Objective<float>& o = p.objective;
+  const float kl_coef = o.coefficients.kl_coef;
+  const bool policy = flows_through_ratio(o.surrogate);
+  // the slope through the ratio of a single token is in its own slope
+  const bool corrected = o.kl_gradient == KlGradient::kBiasCorrected && count > 1.0f;
   const bool kl = kl_coef != 0.0f && corrected;
-  if (p.level != Level::kSequence || !(policy || kl)) return 0.0f;
+  if (o.level != Level::kSequence || !(policy || kl)) return 0.0f;
   CountedSum own{};
-  for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(), [&](const auto& q) {
+  for_each_quad<kThreads, true>(p, sequence, cluster_rank(), cluster_size(), [&](const auto& q) {
     float x[kQuad] = {};
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
@@ -138,8 +131,8 @@ __device__ __forceinline__ float shared_slope(const PolicyLossParams& p, int64_t
     }
     if (kl) {
       float ref_logprob[kQuad], weight[kQuad];
-      q.load(p.ref_logprobs, ref_logprob);
-      q.load(p.kl_weights, weight);
+      q.load(p.constants.ref_logprobs, ref_logprob);
+      q.load(p.constants.kl_weights, weight);
       FASTRL_UNROLL
       for (int k = 0; k < kQuad; ++k) {
         if (!q.is_active(k)) continue;
@@ -158,37 +151,46 @@ __global__ void __launch_bounds__(kThreads)
   if (cluster_size() > 1) sync_cluster();  // nobody stores to a block that does not run yet
   TokenSums sums{};
   const int64_t first = block_index() / cluster_size() * p.per_block, after = first + p.per_block;
-  for (int64_t s = first; s < after && s < p.sequences; ++s) {
-    int64_t begin, end;
-    sequence_bounds(p, s, &begin, &end);
+  for (int64_t s = first; s < after && s < p.sequences.count; ++s) {
+    const TokenRange sequence{p.sequences.begin(s), p.sequences.end(s), s};
     float count;
     SharedRatio ratio;
-    ratio.mean = mean_log_ratio<kThreads>(p, begin, end, shared, &count);
-    ratio.slope = shared_slope<kThreads>(p, begin, end, shared, ratio.mean, count);
+    ratio.mean = mean_log_ratio<kThreads>(p, sequence, shared, &count);
+    ratio.slope = shared_slope<kThreads>(p, sequence, shared, ratio.mean, count);
     ratio.alone = count == 1.0f;
-    for_each_quad<kThreads>(p, begin, end, cluster_rank(), cluster_size(),
-                            [&](const auto& q) { add_tokens<true>(q, begin, end, ratio, &sums); });
+    for_each_quad<kThreads, true>(p, sequence, cluster_rank(), cluster_size(),
+                                  [&](const auto& q) { add_tokens<true>(q, ratio, &sums); });
   }
   finish<kThreads>(p, sums, shared->warps);
 }
 
 inline bool on_vector_boundaries(const PolicyLossParams& p) {
+  const LossConstants& c = p.constants;
   uintptr_t bits = reinterpret_cast<uintptr_t>(p.mask) * (16 / kQuad);
-  for (const float* tokens :
-       {p.logprobs, p.advantages, p.weights, p.kl_weights, p.entropy_weights, p.old_logprobs,
-        p.ref_logprobs, p.entropy, const_cast<const float*>(p.slope)}) {
-    bits |= reinterpret_cast<uintptr_t>(tokens);
+  const auto add = [&](const float* tokens) { bits |= reinterpret_cast<uintptr_t>(tokens); };
+  for (const Constant& constant :
+       {c.advantages, c.weights, c.kl_weights, c.entropy_weights, c.policy_weights}) {
+    if (!constant.by_sequence) add(constant.values);
   }
+  for (const float* tokens : {p.logprobs, p.entropy, c.old_logprobs, c.ref_logprobs}) add(tokens);
+  add(p.slope);
+  add(p.entropy_slope);
   return bits % 16 == 0;
 }
 
-// `params` as policy_loss_blocks left them, with room for as many parts. Clusters need sm_90, and
-// room for all their blocks at once.
+inline bool any_by_sequence(const LossConstants& c) {
+  return c.advantages.by_sequence || c.weights.by_sequence || c.kl_weights.by_sequence ||
+         c.entropy_weights.by_sequence || c.policy_weights.by_sequence;
+}
+
+// `params` as policy_loss_blocks left them, with room for the sums of as many blocks. Clusters need
+// sm_90, and room for all their blocks at once.
 template <int kTokenThreads = 256, int kSequenceThreads = 512>
 Status launch_policy_loss(PolicyLossParams params, unsigned blocks, const DeviceLimits& limits,
                           Stream stream) {
   params.aligned = on_vector_boundaries(params);
-  if (params.level == Level::kToken) {
+  params.by_sequence = any_by_sequence(params.constants);
+  if (params.objective.level == Level::kToken) {
     const size_t bytes = kTokenThreads / kWarp * sizeof(TokenSums);
     return launch(policy_loss_of_tokens<kTokenThreads>, {blocks, kTokenThreads, 1, bytes}, params,
                   stream);

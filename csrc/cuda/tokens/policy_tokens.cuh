@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "../../objectives.h"
 #include "../device/block_sum.cuh"
 #include "policy_loss.h"
 
@@ -40,7 +41,7 @@ struct TokenSums {
     zero_grad += other.zero_grad;
   }
 };
-static_assert(sizeof(TokenSums) == kPolicyPartBytes, "the operator allocates the parts");
+static_assert(sizeof(TokenSums) == kTokenSumsBytes, "the operator allocates room for them");
 
 struct CountedSum {
   Sum sum;
@@ -51,42 +52,59 @@ struct CountedSum {
   }
 };
 
-// The ratio that the tokens of a sequence share, the part of the slope that each receives, and
+// The mean log-ratio of a sequence, the slope that each of its tokens receives through it, and
 // whether there is a single token, whose ratio is its own.
 struct SharedRatio {
   float mean, slope;
   bool alone;
 };
 
-// Four tokens from `first` on. kWhole: all of them exist and lie on 16-byte boundaries.
-template <bool kWhole>
+// A token range to go through. At the sequence levels it is that of one sequence, `sequence`.
+struct TokenRange {
+  int64_t begin, end, sequence;
+};
+
+// Four tokens from `first` on, of which those in the range count. kWhole: all of them exist and lie
+// on 16-byte boundaries. kOneSequence: the range is that of a sequence.
+template <bool kWhole, bool kOneSequence>
 struct Quad {
   const PolicyLossParams& p;
+  const TokenRange range;
   int64_t first;
-  uint32_t active;  // a bit per token
-  float logprob[kQuad], advantage[kQuad], weight[kQuad], difference[kQuad];
+  uint32_t active;                              // a bit per token
+  uint32_t sequence[kOneSequence ? 1 : kQuad];  // of each token, if some constant needs it
+  float logprob[kQuad], advantage[kQuad], difference[kQuad];
+  float weight[kQuad];  // in the policy term
 
-  __device__ __forceinline__ Quad(const PolicyLossParams& params, int64_t begin, int64_t end,
+  __device__ __forceinline__ Quad(const PolicyLossParams& params, const TokenRange& tokens,
                                   int64_t quad)
-      : p(params), first(quad * kQuad), active(0) {
+      : p(params), range(tokens), first(quad * kQuad), active(0) {
     uint32_t bytes = 0;
     if (kWhole) {
       bytes = load_element(reinterpret_cast<const uint32_t*>(p.mask + first));
     } else {
       FASTRL_UNROLL
       for (int k = 0; k < kQuad; ++k) {
-        if (first + k < p.tokens) bytes |= uint32_t{p.mask[first + k]} << (8 * k);
+        if (first + k < p.sequences.tokens) bytes |= uint32_t{p.mask[first + k]} << (8 * k);
       }
     }
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
-      const bool inside = first + k >= begin && first + k < end;
+      const bool inside = first + k >= range.begin && first + k < range.end;
       if (inside && (bytes >> (8 * k) & 0xff)) active |= 1u << k;
     }
+    find_sequences();
+    const LossConstants& c = p.constants;
     load(p.logprobs, logprob);
-    load(p.advantages, advantage);
-    load(p.weights, weight);
-    load(p.old_logprobs ? p.old_logprobs : p.logprobs, difference);
+    load(c.advantages, advantage);
+    load(c.weights, weight);
+    if (c.policy_weights.values) {
+      float factor[kQuad];
+      load(c.policy_weights, factor);
+      FASTRL_UNROLL
+      for (int k = 0; k < kQuad; ++k) weight[k] *= factor[k];
+    }
+    load(c.old_logprobs ? c.old_logprobs : p.logprobs, difference);
     // on policy the ratio is 1 by definition, but NaN stays NaN
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
@@ -95,6 +113,20 @@ struct Quad {
   }
   __device__ __forceinline__ bool is_active(int k) const { return active >> k & 1; }
 
+  __device__ __forceinline__ void find_sequences() {
+    if constexpr (kOneSequence) {
+      sequence[0] = static_cast<uint32_t>(range.sequence);
+    } else if (p.by_sequence && first < range.end) {
+      const int64_t last = p.sequences.count - 1;
+      int64_t s = p.sequences.of(first);
+      s = s < last ? s : last;
+      FASTRL_UNROLL
+      for (int k = 0; k < kQuad; ++k) {
+        while (s < last && p.sequences.end(s) <= first + k) ++s;
+        sequence[k] = static_cast<uint32_t>(s);
+      }
+    }
+  }
   // What is not active enters all arithmetic as 0.
   __device__ __forceinline__ void load(const float* values, float (&x)[kQuad]) const {
     if (kWhole) {
@@ -103,77 +135,88 @@ struct Quad {
     }
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
-      if (!kWhole) x[k] = first + k < p.tokens ? values[first + k] : 0.0f;
+      if (!kWhole) x[k] = first + k < p.sequences.tokens ? values[first + k] : 0.0f;
       x[k] = is_active(k) ? x[k] : 0.0f;
     }
   }
-  // Writes the tokens from begin to end; only the others may be somebody else's.
-  __device__ __forceinline__ void store_slope(const float (&slope)[kQuad], int64_t begin,
-                                              int64_t end) const {
-    if (kWhole && first >= begin && first + kQuad <= end) {
+  __device__ __forceinline__ void load(const Constant& constant, float (&x)[kQuad]) const {
+    if (!constant.by_sequence) return load(constant.values, x);
+    FASTRL_UNROLL
+    for (int k = 0; k < kQuad; ++k) {
+      x[k] = is_active(k) ? constant.values[sequence[kOneSequence ? 0 : k]] : 0.0f;
+    }
+  }
+  // Writes the tokens of the range; only the others may be somebody else's.
+  __device__ __forceinline__ void store(float* values, const float (&x)[kQuad]) const {
+    if (kWhole && first >= range.begin && first + kQuad <= range.end) {
       Vec16 stored;
-      memcpy(&stored, slope, sizeof(stored));
-      store16_once(p.slope + first, stored);
+      memcpy(&stored, x, sizeof(stored));
+      store16_once(values + first, stored);
     } else {
       FASTRL_UNROLL
       for (int k = 0; k < kQuad; ++k) {
-        if (first + k >= begin && first + k < end) p.slope[first + k] = slope[k];
+        if (first + k >= range.begin && first + k < range.end) values[first + k] = x[k];
       }
     }
   }
   __device__ __forceinline__ KlTerms<float> kl(int k, float ref_logprob, float policy) const {
-    return kl_terms<FloatMath>(p.kl_estimator, p.kl_gradient,
+    const Objective<float>& o = p.objective;
+    return kl_terms<FloatMath>(o.kl_estimator, o.kl_gradient,
                                difference_of<FloatMath>(ref_logprob, logprob[k]), policy,
-                               p.coefficients);
+                               o.coefficients);
   }
 };
 
-// Calls `body` with every quad that holds tokens of [begin, end), spread over the cluster.
-template <int kThreads, typename Body>
-__device__ __forceinline__ void for_each_quad(const PolicyLossParams& p, int64_t begin, int64_t end,
+// Calls `body` with every quad that holds tokens of the range, spread over the cluster.
+template <int kThreads, bool kOneSequence, typename Body>
+__device__ __forceinline__ void for_each_quad(const PolicyLossParams& p, const TokenRange& range,
                                               unsigned rank, unsigned ranks, const Body& body) {
-  const int64_t last = (end + kQuad - 1) / kQuad, whole = p.aligned ? p.tokens / kQuad : 0;
+  const int64_t last = (range.end + kQuad - 1) / kQuad;
+  const int64_t whole = p.aligned ? p.sequences.tokens / kQuad : 0;
   const int64_t stride = int64_t{kThreads} * ranks;
-  int64_t quad = begin / kQuad + int64_t{kThreads} * rank + thread_index();
-  for (; quad < last && quad < whole; quad += stride) body(Quad<true>(p, begin, end, quad));
-  for (; quad < last; quad += stride) body(Quad<false>(p, begin, end, quad));
+  int64_t quad = range.begin / kQuad + int64_t{kThreads} * rank + thread_index();
+  for (; quad < last && quad < whole; quad += stride) {
+    body(Quad<true, kOneSequence>(p, range, quad));
+  }
+  for (; quad < last; quad += stride) body(Quad<false, kOneSequence>(p, range, quad));
 }
 
 // The terms of a token of a sequence with this mean log-ratio.
 template <typename Q>
 __device__ __forceinline__ ObjectiveTerms<float> shared_terms(const Q& q, int k, float mean) {
-  const PolicyLossParams& p = q.p;
-  if (p.ratio != Ratio::kGmpo) {
-    return objective_terms<FloatMath>(p.ratio, mean, q.advantage[k], q.logprob[k], p.coefficients);
+  const Objective<float>& o = q.p.objective;
+  const Coefficients<float>& c = o.coefficients;
+  if (o.surrogate != Surrogate::kGmpo) {
+    return objective_terms<FloatMath>(o.surrogate, mean, q.advantage[k], q.logprob[k], c);
   }
   const float ratio = FloatMath::exp(mean), loss = -q.advantage[k] * ratio;
-  const auto terms = gmpo_terms<FloatMath>(q.difference[k], q.advantage[k], p.coefficients);
+  const auto terms = gmpo_terms<FloatMath>(q.difference[k], q.advantage[k], c);
   return {loss, loss, terms.clip, mean, ratio};
 }
 
 // Where the ratio is only a weight, the gradient flows through the token's own log-probability.
-__device__ __forceinline__ bool moves_the_ratio(const PolicyLossParams& p) {
-  return p.ratio != Ratio::kCispo && p.ratio != Ratio::kReinforce;
+__device__ __forceinline__ bool flows_through_ratio(Surrogate surrogate) {
+  return surrogate != Surrogate::kCispo && surrogate != Surrogate::kReinforce;
 }
 
-// Loss, slope and metrics of one quad. What is not active is 0 in all that is added.
-template <bool kBySequence, typename Q>
-__device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t end,
-                                           SharedRatio shared, TokenSums* sums) {
+// Loss, slopes and metrics of one quad. What is not active is 0 in all that is added.
+template <bool kOneSequence, typename Q>
+__device__ __forceinline__ void add_tokens(const Q& q, SharedRatio shared, TokenSums* sums) {
   const PolicyLossParams& p = q.p;
-  const Coefficients<float>& c = p.coefficients;
-  const bool own_slope = p.level != Level::kSequence || !moves_the_ratio(p);
+  const Objective<float>& o = p.objective;
+  const Coefficients<float>& c = o.coefficients;
+  const bool own_slope = o.level != Level::kSequence || !flows_through_ratio(o.surrogate);
   float slope[kQuad], x[kQuad], ratio[kQuad];
   FASTRL_UNROLL
   for (int k = 0; k < kQuad; ++k) {
-    const auto terms = kBySequence ? shared_terms(q, k, shared.mean)
-                                   : objective_terms<FloatMath>(p.ratio, q.difference[k],
-                                                                q.advantage[k], q.logprob[k], c);
-    slope[k] = kBySequence ? shared.slope : 0.0f;
+    const auto terms = kOneSequence ? shared_terms(q, k, shared.mean)
+                                    : objective_terms<FloatMath>(o.surrogate, q.difference[k],
+                                                                 q.advantage[k], q.logprob[k], c);
+    slope[k] = kOneSequence ? shared.slope : 0.0f;
     if (own_slope) slope[k] += weighted<FloatMath>(q.weight[k], terms.slope);
-    if (p.ratio == Ratio::kGmpo) {
-      const bool moves = gmpo_terms<FloatMath>(q.difference[k], q.advantage[k], c).moves;
-      slope[k] = moves ? slope[k] : 0.0f;
+    if (o.surrogate == Surrogate::kGmpo) {
+      const bool unclipped = gmpo_terms<FloatMath>(q.difference[k], q.advantage[k], c).unclipped;
+      slope[k] = unclipped ? slope[k] : 0.0f;
     }
     x[k] = q.is_active(k) ? weighted<FloatMath>(q.weight[k], terms.loss) : 0.0f;
     ratio[k] = q.is_active(k) ? terms.ratio : 0.0f;
@@ -189,39 +232,41 @@ __device__ __forceinline__ void add_tokens(const Q& q, int64_t begin, int64_t en
     const float log_ratio =
         clamp<FloatMath>(q.difference[k], c.lowest_log_ratio(), c.highest_log_ratio());
     // on policy the difference is 0 or NaN
-    x[k] = p.old_logprobs ? FloatMath::expm1(log_ratio) - log_ratio : q.difference[k];
+    x[k] = p.constants.old_logprobs ? FloatMath::expm1(log_ratio) - log_ratio : q.difference[k];
   }
   add_quad(&sums->kl_old, x);
-  if (p.ref_logprobs) {
+  if (p.constants.ref_logprobs) {
     float weight[kQuad];
-    q.load(p.ref_logprobs, x);
-    q.load(p.kl_weights, weight);
+    q.load(p.constants.ref_logprobs, x);
+    q.load(p.constants.kl_weights, weight);
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
-      const auto kl = q.kl(k, x[k], kBySequence ? shared.mean : q.difference[k]);
+      const auto kl = q.kl(k, x[k], kOneSequence ? shared.mean : q.difference[k]);
       x[k] = q.is_active(k) ? kl.value : 0.0f;
-      const bool own = p.level != Level::kSequence || shared.alone;
-      const float moving = own ? kl.own_slope : kl.slope;
-      if (c.kl_coef != 0.0f) slope[k] += weight[k] * (c.kl_coef * moving);
+      const bool own = o.level != Level::kSequence || shared.alone;
+      const float kl_slope = own ? kl.own_slope : kl.slope;
+      if (c.kl_coef != 0.0f) slope[k] += weight[k] * (c.kl_coef * kl_slope);
       weight[k] = q.is_active(k) ? weight[k] * kl.value : 0.0f;
     }
     add_quad(&sums->kl, x);
     if (c.kl_coef != 0.0f) add_quad(&sums->weighted_kl, weight);
   }
-  float bonus[kQuad] = {};  // entropy_coef times its weight
-  if (c.entropy_coef != 0.0f) q.load(p.entropy_weights, bonus);
+  float entropy_weight[kQuad] = {};
+  if (c.entropy_coef != 0.0f) q.load(p.constants.entropy_weights, entropy_weight);
   if (p.entropy) q.load(p.entropy, x);
-  float of_entropy[kQuad];
+  float entropy_slope[kQuad], weighted_entropy[kQuad];
   FASTRL_UNROLL
   for (int k = 0; k < kQuad; ++k) {
     if (!p.entropy) x[k] = -q.logprob[k];
-    of_entropy[k] = bonus[k] * x[k];
+    weighted_entropy[k] = entropy_weight[k] * x[k];
+    entropy_slope[k] = -c.entropy_coef * entropy_weight[k];
     slope[k] = q.is_active(k) ? token_slope<FloatMath>(q.logprob[k], slope[k]) : 0.0f;
-    sums->zero_grad += q.is_active(k) && slope[k] == 0.0f && bonus[k] * c.entropy_coef == 0.0f;
+    sums->zero_grad += q.is_active(k) && slope[k] == 0.0f && entropy_slope[k] == 0.0f;
   }
   add_quad(&sums->entropy, x);
-  if (c.entropy_coef != 0.0f) add_quad(&sums->weighted_entropy, of_entropy);
-  q.store_slope(slope, begin, end);
+  if (c.entropy_coef != 0.0f) add_quad(&sums->weighted_entropy, weighted_entropy);
+  q.store(p.slope, slope);
+  if (p.entropy_slope) q.store(p.entropy_slope, entropy_slope);
 }
 
 }  // namespace fastrl::cuda

@@ -13,9 +13,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
   const Call call(rewards, "rewards");
   check_like(rewards, rewards, ScalarType::Float, "rewards", "rewards");
   STD_TORCH_CHECK(rewards.dim() == 1, "rewards must have shape [N], got ", shape_text(rewards));
-  STD_TORCH_CHECK(baseline >= 0 && baseline <= 2, "baseline must be 0 to 2, got ", baseline);
-  STD_TORCH_CHECK(scale >= 0 && scale <= 2, "scale must be 0 to 2, got ", scale);
-  STD_TORCH_CHECK(singleton >= 0 && singleton <= 1, "singleton must be 0 or 1, got ", singleton);
   const Tensor advantages = empty_like_tokens(rewards, ScalarType::Float);
   const Tensor mean = empty_like_tokens(rewards, ScalarType::Float);
   const Tensor std = empty_like_tokens(rewards, ScalarType::Float);
@@ -27,9 +24,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
   STD_TORCH_CHECK(params.count < int64_t{1} << 30, "rewards must be fewer than 2^30, got ",
                   params.count);
   params.group_size = group_size;
-  params.baseline = static_cast<Baseline>(baseline);
-  params.scale = static_cast<Scale>(scale);
-  params.singleton = static_cast<Singleton>(singleton);
+  params.baseline = check_kind(baseline, Baseline::kNone, "baseline");
+  params.scale = check_kind(scale, Scale::kNone, "scale");
+  params.singleton = check_kind(singleton, Singleton::kRaw, "singleton");
   params.correction = static_cast<float>(correction);
   params.eps = static_cast<float>(eps);
   params.advantages = advantages.mutable_data_ptr<float>();
@@ -42,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
                     group_size, ", got ", params.count);
     if (params.scale == Scale::kBatch) {
       arrived = zero_word(rewards, call);
-      params.arrived = words(*arrived);
+      params.arrived = words_of(*arrived);
     }
   } else {
     STD_TORCH_CHECK(group_ids.has_value(), "group_ids must be given when group_size is 0");
@@ -52,7 +49,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
     entries = scratch(rewards, params.num_entries * static_cast<int64_t>(sizeof(GroupEntry)));
     entry_of = torch::stable::new_empty(rewards, {params.count}, ScalarType::Int);
     params.entries = static_cast<GroupEntry*>(entries->mutable_data_ptr());
-    params.entry_of = words(*entry_of);
+    params.entry_of = words_of(*entry_of);
   }
   check_launch(cuda::group_advantages(params, call.stream()), "group_advantages");
   return {advantages, mean, std, informative};

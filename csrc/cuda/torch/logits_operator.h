@@ -1,9 +1,9 @@
-// The logits argument and what always comes with it, checked.
+// The logits argument and what always accompanies it, checked.
 #pragma once
 
-#include <cmath>
 #include <cstdlib>
 
+#include "../../check_rows.h"
 #include "../vocabulary/logits.h"
 #include "operator.h"
 
@@ -23,28 +23,10 @@ inline LogitsType logits_type(const Tensor& logits) {
   }
 }
 
-// What token_ids and temperatures hold is on the device and not looked at here: a token outside the
-// vocabulary gives NaN.
-inline LogitsParams check_logits(const Tensor& logits, const Tensor& token_ids,
-                                 const Tensor& active, const std::optional<Tensor>& temperatures,
-                                 double temperature, double logit_scale, double logit_softcap) {
-  STD_TORCH_CHECK(logits.dim() == 3, "logits must have shape [B, T, V], got ", shape_text(logits));
-  STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1 || logits.numel() == 0,
-                  "logits must have stride 1 along the vocabulary, got ", logits.stride(2));
-  check_device(token_ids, logits, "token_ids", "logits");
-  check_dtype(token_ids, ScalarType::Long, "token_ids");
-  STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == logits.size(0) &&
-                      token_ids.size(1) == logits.size(1) && token_ids.is_contiguous(),
-                  "token_ids must be contiguous with the first two sizes of logits ",
-                  shape_text(logits), ", got ", shape_text(token_ids));
-  check_like(active, token_ids, ScalarType::Bool, "active", "token_ids");
-  check_like(temperatures, token_ids, ScalarType::Float, "temperatures", "token_ids");
-  STD_TORCH_CHECK(temperatures || (temperature > 0 && std::isfinite(temperature)),
-                  "temperature must be positive and finite, got ", temperature);
-  STD_TORCH_CHECK(logit_scale > 0 && std::isfinite(logit_scale),
-                  "logit_scale must be positive and finite, got ", logit_scale);
-  STD_TORCH_CHECK(logit_softcap >= 0 && std::isfinite(logit_softcap),
-                  "logit_softcap must be positive, or 0 for none, got ", logit_softcap);
+// What the tensors hold is on the device and not looked at here: a token outside the vocabulary
+// gives NaN.
+inline LogitsParams check_logits(const Tensor& logits, const RowArguments& in) {
+  const int64_t* token_ids = check_rows(logits, in);
   return {logits_type(logits),
           logits.const_data_ptr(),
           logits.size(0),
@@ -52,12 +34,13 @@ inline LogitsParams check_logits(const Tensor& logits, const Tensor& token_ids,
           logits.size(2),
           logits.stride(0),
           logits.stride(1),
-          token_ids.const_data_ptr<int64_t>(),
-          active.const_data_ptr<bool>(),
-          data_or_null<float>(temperatures),
-          temperature,
-          logit_scale,
-          logit_softcap};
+          token_ids,
+          in.mask ? mask_of(*in.mask) : Mask{},
+          in.ignore_index,
+          data_or_null<float>(in.temperatures),
+          in.temperature,
+          in.logit_scale,
+          in.logit_softcap};
 }
 
 inline GradientParams gradient_in(const Tensor& grad) {

@@ -5,7 +5,9 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "../../check.h"
+#include "../../check_sequences.h"
+#include "../device/mask.h"
+#include "../device/sequences.h"
 
 namespace fastrl::cuda {
 
@@ -44,21 +46,38 @@ inline Tensor scratch(const Tensor& like, int64_t bytes) {
 // A word that is 0 when the launch begins, for a kernel that leaves it so.
 Tensor zero_word(const Tensor& like, const Call& call);
 
-inline uint32_t* words(const Tensor& tensor) {
+inline uint32_t* words_of(const Tensor& tensor) {
   return reinterpret_cast<uint32_t*>(tensor.mutable_data_ptr<int32_t>());
 }
 
-// The number of sequences of `tokens` [B, T], or of a packed [1, N] with cu_seqlens. What these
-// hold is on the device and not looked at here; the kernels stay inside the tensor regardless.
-inline int64_t check_sequences(const Tensor& tokens, const std::optional<Tensor>& cu_seqlens) {
-  if (!cu_seqlens) return tokens.size(0);
-  check_device(*cu_seqlens, tokens, "cu_seqlens", "the tokens");
-  check_dtype(*cu_seqlens, ScalarType::Int, "cu_seqlens");
-  STD_TORCH_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1 && cu_seqlens->is_contiguous(),
-                  "cu_seqlens must be contiguous of shape [S + 1], got ", shape_text(*cu_seqlens));
-  STD_TORCH_CHECK(tokens.size(0) == 1, "cu_seqlens must come with packed tokens [1, N], got ",
-                  shape_text(tokens));
-  return cu_seqlens->size(0) - 1;
+inline Sequences sequences_of(const Tensor& tokens, const std::optional<Tensor>& cu_seqlens) {
+  const int64_t count = check_sequences(tokens, cu_seqlens);
+  return {data_or_null<int32_t>(cu_seqlens), tokens.numel(), count, tokens.size(1)};
+}
+
+// What a mask holds is on the device and not looked at here: whatever is not 0 counts as 1.
+inline Mask mask_of(const Tensor& mask) {
+  const int bytes = static_cast<int>(mask.element_size());
+  switch (mask.scalar_type()) {
+    case ScalarType::Bool:
+    case ScalarType::Byte:
+    case ScalarType::Char:
+    case ScalarType::Short:
+    case ScalarType::Int:
+    case ScalarType::Long:
+    case ScalarType::UInt16:
+    case ScalarType::UInt32:
+    case ScalarType::UInt64:
+      return {mask.const_data_ptr(), bytes, false};
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+    case ScalarType::Float:
+    case ScalarType::Double:
+      return {mask.const_data_ptr(), bytes, true};
+    default:
+      STD_TORCH_CHECK(false, "mask must be bool, integer or float 0/1, got ",
+                      torch::headeronly::toString(mask.scalar_type()));
+  }
 }
 
 }  // namespace fastrl::cuda

@@ -9,28 +9,29 @@ namespace {
 
 using Stats = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids,
+                      const std::optional<Tensor>& mask, int64_t ignore_index,
                       const std::optional<Tensor>& temperatures, double temperature,
                       double logit_scale, double logit_softcap, bool with_entropy,
                       bool with_sum_sq_probs) {
   const Call call(logits, "logits");
   TokenStatsParams params{};
-  params.in = check_logits(logits, token_ids, active, temperatures, temperature, logit_scale,
-                           logit_softcap);
+  params.in = check_logits(logits, {token_ids, mask, ignore_index, temperatures, temperature,
+                                    logit_scale, logit_softcap});
   params.with_entropy = with_entropy;
   params.with_sum_sq_probs = with_sum_sq_probs;
-  Tensor floats[6];
-  for (Tensor& tensor : floats) tensor = empty_like_tokens(token_ids, ScalarType::Float);
+  const auto stat = [&](float** out) {
+    const Tensor values = empty_like_tokens(token_ids, ScalarType::Float);
+    *out = values.mutable_data_ptr<float>();
+    return values;
+  };
+  const Tensor logprobs = stat(&params.logprobs), entropy = stat(&params.entropy);
+  const Tensor logsumexp = stat(&params.logsumexp), sum_sq_probs = stat(&params.sum_sq_probs);
   const Tensor is_top1 = empty_like_tokens(token_ids, ScalarType::Bool);
-  params.logprobs = floats[0].mutable_data_ptr<float>();
-  params.entropy = floats[1].mutable_data_ptr<float>();
-  params.logsumexp = floats[2].mutable_data_ptr<float>();
-  params.sum_sq_probs = floats[3].mutable_data_ptr<float>();
   params.is_top1 = is_top1.mutable_data_ptr<bool>();
-  params.row_max = floats[4].mutable_data_ptr<float>();
-  params.log_sum = floats[5].mutable_data_ptr<float>();
+  const Tensor row_max = stat(&params.row_max), log_sum = stat(&params.log_sum);
   check_launch(token_stats(params, call.stream()), "token_stats");
-  return {floats[0], floats[1], floats[2], floats[3], is_top1, floats[4], floats[5]};
+  return {logprobs, entropy, logsumexp, sum_sq_probs, is_top1, row_max, log_sum};
 }
 
 struct Saved {
@@ -61,7 +62,8 @@ void backward(const Call& call, const LogitsParams& in, const GradientParams& ou
   check_launch(token_stats_backward(params, call.stream()), "token_stats_backward");
 }
 
-Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids,
+                       const std::optional<Tensor>& mask, int64_t ignore_index,
                        const std::optional<Tensor>& temperatures, double temperature,
                        double logit_scale, double logit_softcap, const Tensor& row_max,
                        const Tensor& log_sum, const Tensor& entropy,
@@ -69,15 +71,16 @@ Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids, const Tens
                        const std::optional<Tensor>& grad_entropy,
                        const std::optional<Tensor>& grad_logsumexp) {
   const Call call(logits, "logits");
-  const LogitsParams in = check_logits(logits, token_ids, active, temperatures, temperature,
-                                       logit_scale, logit_softcap);
+  const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
+                                                temperature, logit_scale, logit_softcap});
   const Tensor grad = new_gradient(logits);
   backward(call, in, gradient_in(grad), token_ids,
            {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp});
   return grad;
 }
 
-void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids, const Tensor& active,
+void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids,
+                      const std::optional<Tensor>& mask, int64_t ignore_index,
                       const std::optional<Tensor>& temperatures, double temperature,
                       double logit_scale, double logit_softcap, const Tensor& row_max,
                       const Tensor& log_sum, const Tensor& entropy,
@@ -85,8 +88,8 @@ void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids, const Tenso
                       const std::optional<Tensor>& grad_entropy,
                       const std::optional<Tensor>& grad_logsumexp) {
   const Call call(logits, "logits");
-  const LogitsParams in = check_logits(logits, token_ids, active, temperatures, temperature,
-                                       logit_scale, logit_softcap);
+  const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
+                                                temperature, logit_scale, logit_softcap});
   backward(call, in, gradient_over(logits), token_ids,
            {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp});
 }

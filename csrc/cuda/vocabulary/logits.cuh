@@ -1,5 +1,5 @@
-// The logits argument of the vocabulary kernels: where each row lies, how a row is cut in parts,
-// and how its values become exponents of two.
+// The logits argument of the vocabulary kernels: which rows count and where they lie, how a row is
+// split, and how its values become exponents of two.
 #pragma once
 
 #include <cmath>
@@ -11,31 +11,38 @@ namespace fastrl::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
-#if !defined(FASTRL_PART_BYTES)  // tests have small ones, for many parts of short rows
-#define FASTRL_PART_BYTES (48 << 10)
+#if !defined(FASTRL_SPLIT_BYTES)  // tests have small ones, for many splits of short rows
+#define FASTRL_SPLIT_BYTES (48 << 10)
 #endif
-constexpr int64_t kMaxPartBytes = FASTRL_PART_BYTES;  // twice, for two blocks on an SM of sm_90
-constexpr int64_t kLargePartBytes = 9 * kMaxPartBytes / 4;
+constexpr int64_t kMaxSplitBytes = FASTRL_SPLIT_BYTES;  // twice, for two blocks on an SM of sm_90
+constexpr int64_t kLargeSplitBytes = 9 * kMaxSplitBytes / 4;
 constexpr int kMaxCluster = 16;
 
-// A row is cut in parts of whole vectors. Each part is reduced on its own and the parts in order,
-// whoever works on them: a result depends on the size of the vocabulary and its type alone.
-struct Parts {
+// A row is split at whole vectors. Each split is reduced on its own and the splits in order,
+// whichever block works on them: a result depends on the size of the vocabulary and its type alone.
+struct Splits {
   int count;
-  int columns;  // of every part but the last
+  int columns;  // of every split but the last
 };
-inline Parts cut_row(int64_t vocabulary, int64_t element_size) {
-  constexpr int64_t kColumns = 64;  // parts begin at multiples of 128 bytes of the row
-  const auto columns = [&](int64_t parts) {
-    return (vocabulary + parts * kColumns - 1) / (parts * kColumns) * kColumns;
+inline Splits split_row(int64_t vocabulary, int64_t element_size) {
+  constexpr int64_t kColumns = 64;  // splits begin at multiples of 128 bytes of the row
+  const auto columns = [&](int64_t splits) {
+    return (vocabulary + splits * kColumns - 1) / (splits * kColumns) * kColumns;
   };
-  for (const int64_t limit : {kMaxPartBytes, kLargePartBytes}) {
-    for (int parts = limit == kMaxPartBytes ? 1 : kMaxCluster; parts <= kMaxCluster; parts *= 2) {
-      if (columns(parts) * element_size <= limit) return {parts, static_cast<int>(columns(parts))};
+  for (const int64_t limit : {kMaxSplitBytes, kLargeSplitBytes}) {
+    for (int splits = limit == kMaxSplitBytes ? 1 : kMaxCluster; splits <= kMaxCluster;
+         splits *= 2) {
+      if (columns(splits) * element_size <= limit) {
+        return {splits, static_cast<int>(columns(splits))};
+      }
     }
   }
-  const int64_t most = kMaxPartBytes / element_size;
+  const int64_t most = kMaxSplitBytes / element_size;
   return {static_cast<int>((vocabulary + most - 1) / most), static_cast<int>(most)};
+}
+
+__device__ __forceinline__ bool row_counts(const LogitsParams& p, unsigned row, int64_t token_id) {
+  return p.mask.at(row) & (token_id != p.ignore_index);
 }
 
 // What kernels need of LogitsParams beside the pointers.
@@ -45,7 +52,7 @@ struct RowGeometry {
   int64_t stride_b, stride_t, grad_stride_b, grad_stride_t;  // bytes
   int64_t vocabulary;
   unsigned rows, tokens;
-  Parts parts;
+  Splits splits;
 
   __device__ __forceinline__ const unsigned char* row(unsigned row) const {
     return logits + (row / tokens) * stride_b + (row % tokens) * stride_t;
@@ -53,9 +60,9 @@ struct RowGeometry {
   __device__ __forceinline__ unsigned char* grad_row(unsigned row) const {
     return grad + (row / tokens) * grad_stride_b + (row % tokens) * grad_stride_t;
   }
-  __device__ __forceinline__ int columns(int part) const {
-    const int64_t rest = vocabulary - static_cast<int64_t>(part) * parts.columns;
-    return static_cast<int>(rest < parts.columns ? (rest < 0 ? 0 : rest) : parts.columns);
+  __device__ __forceinline__ int columns(int split) const {
+    const int64_t rest = vocabulary - static_cast<int64_t>(split) * splits.columns;
+    return static_cast<int>(rest < splits.columns ? (rest < 0 ? 0 : rest) : splits.columns);
   }
 };
 
@@ -64,13 +71,13 @@ struct LogitMap {
   float multiplier;  // to an exponent of two
   float natural;     // to an exponent of e
   float squash;
-  float slope;  // dz/dx at x = 0
+  float gain;   // dz/dx at x = 0
   float floor;  // logits at or below count as -inf; no product with it overflows
 };
 
 struct Scaling {
   const float* temperatures;
-  float scale, squash, slope;  // divided by the temperature where all rows have one
+  float scale, squash, gain;  // divided by the temperature where all rows have one
 
   static Scaling of(const LogitsParams& p) {
     const double heat = p.temperatures ? 1.0 : p.temperature;
@@ -87,7 +94,7 @@ struct Scaling {
     const float low = -1e9f / (multiplier > 1.0f ? multiplier : 1.0f);
     const float finite = Element<T>::value(Element<T>::from(std::fmax(low, Element<T>::kLowest)));
     const float floor = squash > 0 ? -INFINITY : finite;  // a softcap holds all but -inf
-    return {multiplier, natural, squash, temperatures ? slope / temperature : slope, floor};
+    return {multiplier, natural, squash, temperatures ? gain / temperature : gain, floor};
   }
 };
 
@@ -105,7 +112,7 @@ inline RowGeometry geometry(const LogitsParams& p, const GradientParams* grad) {
   g.vocabulary = p.vocabulary;
   g.rows = static_cast<unsigned>(p.batch * p.tokens);
   g.tokens = static_cast<unsigned>(p.tokens);
-  g.parts = cut_row(p.vocabulary, size);
+  g.splits = split_row(p.vocabulary, size);
   return g;
 }
 

@@ -1,9 +1,10 @@
-// What the operators on logits hand to their kernels. No torch.
+// What the operators on logits pass to their kernels. No torch.
 #pragma once
 
 #include <cstdint>
 
-#include "../../objectives.h"
+#include "../device/mask.h"
+#include "../device/sequences.h"
 
 namespace fastrl::cuda {
 
@@ -16,7 +17,8 @@ struct LogitsParams {
   int64_t batch, tokens, vocabulary, stride_b, stride_t;
   // [batch, tokens], contiguous; without `temperatures` all rows have the one temperature
   const int64_t* token_ids;
-  const bool* active;
+  Mask mask;
+  int64_t ignore_index;
   const float* temperatures;
   double temperature, logit_scale, logit_softcap;  // no softcap: 0
 };
@@ -44,16 +46,13 @@ struct TokenStatsBackwardParams {
   const float *grad_logprobs, *grad_entropy, *grad_logsumexp;
 };
 
-// [batch, tokens], contiguous. Null: of `kl_weights` and `entropy_weights`, they are `weights`; of
-// the others, there are none. GMPO is not a function of one token.
+// The objective is one of single tokens, which excludes gmpo.
 struct LogitsPolicyLossParams {
   LogitsParams in;
   GradientParams out;
-  const float *advantages, *weights, *kl_weights, *entropy_weights, *old_logprobs, *ref_logprobs;
-  Ratio ratio;
-  KlEstimator kl_estimator;
-  KlGradient kl_gradient;
-  Coefficients<float> coefficients;
+  LossConstants constants;
+  Objective<float> objective;
+  Sequences sequences;
   float *logprobs, *entropy;
 };
 

@@ -1,9 +1,9 @@
 // The policy loss from logits in one pass: log-probability, entropy and the gradient of the loss.
 #pragma once
 
+#include "dispatch.cuh"
 #include "one_pass_cluster.cuh"
 #include "one_pass_plain.cuh"
-#include "variants.cuh"
 
 namespace fastrl::cuda {
 
@@ -11,9 +11,9 @@ template <typename T, bool kAligned, bool kSoftcap, int kThreads>
 Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& limits,
                        Stream stream) {
   const RowGeometry& rows = call.rows;
-  if (limits.major >= 9 && rows.parts.count <= kMaxCluster) {
+  if (limits.major >= 9 && rows.splits.count <= kMaxCluster) {
     const auto kernel = one_pass_cluster_kernel<T, kAligned, kSoftcap, kThreads>;
-    const unsigned ranks = static_cast<unsigned>(rows.parts.count);
+    const unsigned ranks = static_cast<unsigned>(rows.splits.count);
     LaunchShape shape{ranks, kThreads, ranks, ClusterShared<kThreads>::bytes(rows, sizeof(T))};
     // 0 where the device cannot hold a cluster of this size, or as much shared memory
     const unsigned clusters = static_cast<unsigned>(resident_clusters(kernel, shape, limits));
@@ -33,10 +33,10 @@ Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& lim
 template <int kThreads = kVocabularyThreads>
 Status launch_logits_policy_loss(const LogitsPolicyLossParams& p, const DeviceLimits& limits,
                                  Stream stream) {
-  if (!fits(p.in) || p.ratio == Ratio::kGmpo) return kInvalid;
+  if (!fits(p.in) || p.objective.level != Level::kToken) return kInvalid;
   const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
-  return for_variant(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
+  return dispatch(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
     return launch_one_pass<decltype(element), aligned, softcap, kThreads>(call, limits, stream);
   });
 }

@@ -5,22 +5,22 @@
 //   stage 1   ... row i+1 arrives               | row i+1: sums, exchange, gradient |
 #pragma once
 
-#include "part_sums.cuh"
 #include "row_loss.cuh"
+#include "split_sums.cuh"
 
 namespace fastrl::cuda {
 
-// A block's part of a row: the vectors of 16 bytes in it arrive in bulk, the elements before the
+// A block's split of a row: the vectors of 16 bytes in it arrive in bulk, the elements before the
 // first and after the last one through registers, all at the same distance from a vector's start.
 template <typename T, bool kAligned>
-struct StagedPart {
+struct StagedSplit {
   const T* global;
   T* shared;
   int head, columns;
   unsigned bulk_bytes;
 
-  __device__ __forceinline__ StagedPart(const unsigned char* row, int64_t first, int n,
-                                        unsigned char* stage)
+  __device__ __forceinline__ StagedSplit(const unsigned char* row, int64_t first, int n,
+                                         unsigned char* stage)
       : global(reinterpret_cast<const T*>(row) + first), columns(n) {
     const unsigned shift = kAligned ? 0 : misalignment(global);
     shared = reinterpret_cast<T*>(stage + shift);
@@ -43,21 +43,28 @@ struct StagedPart {
   }
 };
 
+// What the blocks of a cluster tell each other about their splits of a row.
+struct SplitReport {
+  float max, sum, sum_t;  // as in RowSums
+  float token;            // the logit of the chosen token, in the split where it lies
+
+  __device__ __forceinline__ operator RowSums() const { return {max, sum, sum_t, 0.0f}; }
+};
+
 template <int kThreads>
 struct ClusterShared {
   static constexpr int kWarps = kThreads / kWarp;
   BulkBarrier full[2];
   RowInputs inputs[2];
   RowSums warps[kWarps];
-  // About every block's part, by turns: a block may be one exchange ahead. The place of the squares
-  // holds the chosen token's logit where it lies in that part.
-  RowSums parts[2][kMaxCluster];
+  // Of every block's split, by turns: a block may be one exchange ahead.
+  SplitReport splits[2][kMaxCluster];
   GradientTerms terms;
   bool zero;
 
   static constexpr size_t kHeader = 1024;
   __host__ __device__ static unsigned stage_bytes(const RowGeometry& rows, unsigned element_size) {
-    return (rows.parts.columns * element_size + 32 + 127) / 128 * 128;  // 32: not aligned
+    return (rows.splits.columns * element_size + 32 + 127) / 128 * 128;  // 32: not aligned
   }
   static size_t bytes(const RowGeometry& rows, unsigned element_size) {
     static_assert(sizeof(ClusterShared) <= kHeader, "the stages begin behind it");
@@ -75,17 +82,17 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   const int t = thread_index(), warp = t / kWarp, lane = t % kWarp;
   const unsigned rank = cluster_rank(), ranks = cluster_size();
   const unsigned clusters = num_blocks() / ranks;
-  const int64_t first = static_cast<int64_t>(rank) * rows.parts.columns;
+  const int64_t first = static_cast<int64_t>(rank) * rows.splits.columns;
   const int columns = rows.columns(static_cast<int>(rank));
   const unsigned stage_bytes = Shared::stage_bytes(rows, sizeof(T));
-  const auto part_of = [&](unsigned row, int stage) {
+  const auto split_of = [&](unsigned row, int stage) {
     unsigned char* at = shared_memory<unsigned char>() + Shared::kHeader + stage * stage_bytes;
-    return StagedPart<T, kAligned>(rows.row(row), first, columns, at);
+    return StagedSplit<T, kAligned>(rows.row(row), first, columns, at);
   };
   const auto fill = [&](unsigned row, int stage) {
-    const StagedPart<T, kAligned> part = part_of(row, stage);
-    if (t == 0) part.start(&s.full[stage]);
-    part.copy_rest();
+    const StagedSplit<T, kAligned> split = split_of(row, stage);
+    if (t == 0) split.start(&s.full[stage]);
+    split.copy_rest();
   };
 
   if (t < 2) init(&s.full[t]);
@@ -114,7 +121,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     bool zero = true;
     if (in.active()) {
       const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.value(RowInputs::kTemperature))};
-      const T* data = part_of(row, stage).shared;
+      const T* data = split_of(row, stage).shared;
       const SharedSource<T, kAligned> source{data, columns};
       const int64_t token = in.token() - first;
       wait(&s.full[stage], parity >> stage & 1);
@@ -125,25 +132,25 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       if (lane == 0) s.warps[warp] = sums;
       sync_block();
       if (warp == 0) {
-        const RowSums part = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
+        const RowSums own = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
         const bool here = in.token() >= 0 && token >= 0 && token < columns;
         const float x = here ? source.element(static_cast<int>(token)) : 0.0f;
-        broadcast({part.max, part.sum, part.sum_t, x}, &s.parts[exchange][rank]);
+        broadcast(SplitReport{own.max, own.sum, own.sum_t, x}, &s.splits[exchange][rank]);
       }
       sync_cluster();
       if (warp == 0) {
-        const RowSums* parts = s.parts[exchange];
+        const SplitReport* splits = s.splits[exchange];
         const RowSums total =
-            reduce_sums<Wanted::kEntropy>(parts, static_cast<int>(ranks), exponents);
-        const float x = in.token() >= 0 ? parts[in.token() / rows.parts.columns].sum_sq : NAN;
-        const RowPlan plan = plan_row(p, in, total, x, exponents);
+            reduce_sums<Wanted::kEntropy>(splits, static_cast<int>(ranks), exponents);
+        const float x = in.token() >= 0 ? splits[in.token() / rows.splits.columns].token : NAN;
+        const RowOutcome outcome = outcome_of(p, in, total, x, exponents);
         if (lane == 0) {
-          s.terms = plan.terms;
-          s.zero = plan.zero;
+          s.terms = outcome.terms;
+          s.zero = outcome.zero;
         }
         if (lane == 0 && rank == 0) {
-          p.logprobs[row] = plan.logprob;
-          p.entropy[row] = plan.entropy;
+          p.logprobs[row] = outcome.logprob;
+          p.entropy[row] = outcome.entropy;
         }
       }
       sync_block();

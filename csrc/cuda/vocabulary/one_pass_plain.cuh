@@ -1,19 +1,19 @@
-// One pass without clusters: a block reads a row, then reads it again, from L2 as far as it holds.
+// One pass without clusters: a block reads a row twice, the second time from L2 as far as it holds.
 #pragma once
 
-#include "part_sums.cuh"
 #include "row_loss.cuh"
+#include "split_sums.cuh"
 
 namespace fastrl::cuda {
 
 template <int kThreads>
 struct PlainShared {
-  RowPlan plan;
-  int token;
-  alignas(16) RowSums sums[1];  // as many as PartSums wants
+  RowInputs inputs;
+  RowOutcome outcome;
+  alignas(16) RowSums sums[1];  // as many as SplitSums needs
 
   static size_t bytes(const RowGeometry& rows) {
-    return offsetof(PlainShared, sums) + PartSums<kThreads>::bytes(rows.parts.count);
+    return offsetof(PlainShared, sums) + SplitSums<kThreads>::bytes(rows.splits.count);
   }
 };
 
@@ -22,46 +22,45 @@ __global__ void __launch_bounds__(kThreads, 2)
     one_pass_plain_kernel(const __grid_constant__ LogitsPolicyLossCall call) {
   const LogitsPolicyLossParams& p = call.p;
   PlainShared<kThreads>& s = *shared_memory<PlainShared<kThreads>>();
-  const PartSums<kThreads> shared(s.sums, call.rows.parts.count);
+  const SplitSums<kThreads> shared(s.sums, call.rows.splits.count);
   for (unsigned row = block_index(); row < call.rows.rows; row += num_blocks()) {
     T* grad = reinterpret_cast<T*>(call.rows.grad_row(row));
     const T* data = reinterpret_cast<const T*>(call.rows.row(row));
     Exponents<kSoftcap> exponents{};
-    const bool active = p.in.active[row];
+    const bool active = row_counts(p.in, row, p.in.token_ids[row]);
     if (active) {
       exponents.map = call.scaling.map<T>(p.in.temperatures ? p.in.temperatures[row] : 1.0f);
       const auto row_bytes = reinterpret_cast<const unsigned char*>(data);
       shared.template sweep<T, kAligned, Wanted::kEntropy, false>(call.rows, row_bytes, exponents);
       if (thread_index() < kWarp) {
-        RowInputs in;
-#pragma unroll
-        for (int i = 0; i < RowInputs::kWords; ++i) in.word[i] = fetch_input(call, i, row);
+        for (int i = thread_index(); i < RowInputs::kWords; i += kWarp) {
+          s.inputs.word[i] = fetch_input(call, i, row);
+        }
+        sync_warp();
+        const RowInputs& in = s.inputs;
         const float token =
             in.token() >= 0 ? Element<T>::value(load_element(data + in.token())) : NAN;
-        const RowSums sums = reduce_sums<Wanted::kEntropy>(shared.parts, shared.count, exponents);
-        const RowPlan plan = plan_row(p, in, sums, token, exponents);
-        if (thread_index() == 0) {
-          s.plan = plan;
-          s.token = in.token();
-        }
+        const RowSums sums = reduce_sums<Wanted::kEntropy>(shared.splits, shared.count, exponents);
+        const RowOutcome outcome = outcome_of(p, in, sums, token, exponents);
+        if (thread_index() == 0) s.outcome = outcome;
       }
       sync_block();
     }
-    // Last first: of what L2 had no room for, the latest is there.
-    for (int part = call.rows.parts.count - 1; part >= 0; --part) {
-      const int64_t first = static_cast<int64_t>(part) * call.rows.parts.columns;
-      const Stores<T, kAligned> stores(grad + first, call.rows.columns(part));
-      if (!active || s.plan.zero) {
+    // Last first: L2 may hold only what was read last.
+    for (int split = call.rows.splits.count - 1; split >= 0; --split) {
+      const int64_t first = static_cast<int64_t>(split) * call.rows.splits.columns;
+      const Stores<T, kAligned> stores(grad + first, call.rows.columns(split));
+      if (!active || s.outcome.zero) {
         write_zeros<kThreads>(stores);
         continue;
       }
-      const GlobalSource<T, kAligned, true> source{data + first, call.rows.columns(part)};
-      const GradientTerms terms = s.plan.terms;
-      write_gradient<kThreads>(source, stores, s.token - first, terms, exponents);
+      const GlobalSource<T, kAligned, true> source{data + first, call.rows.columns(split)};
+      const GradientTerms terms = s.outcome.terms;
+      write_gradient<kThreads>(source, stores, s.inputs.token() - first, terms, exponents);
     }
     if (thread_index() == 0) {
-      p.logprobs[row] = active ? s.plan.logprob : 0.0f;
-      p.entropy[row] = active ? s.plan.entropy : 0.0f;
+      p.logprobs[row] = active ? s.outcome.logprob : 0.0f;
+      p.entropy[row] = active ? s.outcome.entropy : 0.0f;
     }
   }
 }

@@ -22,7 +22,7 @@ struct GradientTerms {
   float center, constant, linear, token_gradient;
 };
 
-// A sum near 1 tells no logarithm closer to 0.
+// Below this, the logarithm of a sum near 1 is rounding noise.
 constexpr float kResolution = 1.2e-7f;
 
 // How far the largest logit's exponent is from 0, which rounding the center left.
@@ -69,14 +69,14 @@ __device__ __forceinline__ GradientTerms gradient_terms(float max, float log_sum
                                                         const RowFlow& flow,
                                                         const Exponents<kSoftcap>& exponents) {
   const float rest = residue(max, exponents);
-  const float scale = exponents.map.slope * std::exp(-log_sum - rest * kLn2);
+  const float scale = exponents.map.gain * std::exp(-log_sum - rest * kLn2);
   const float outer = flow.logsumexp - flow.logprob;
   const float inner = entropy - log_sum - rest * kLn2;
   return {exponents.center(max), (outer - flow.entropy * inner) * scale,
           -flow.entropy * kLn2 * scale, 0.0f};
 }
 
-// At the token the two parts of the gradient would cancel as p nears 1.
+// At the token, the sum of the two terms would cancel as p nears 1.
 template <bool kSoftcap>
 __device__ __forceinline__ float token_gradient(float token, float logprob, float entropy,
                                                 const RowFlow& flow, const LogitMap& map) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ float token_gradient(float token, float logprob, floa
     const float decay = std::exp(-2 * std::fabs(token * map.squash));
     gradient *= 4 * decay / ((1 + decay) * (1 + decay));  // 1 - tanh^2
   }
-  return gradient * map.slope;
+  return gradient * map.gain;
 }
 
 // The gradient at one logit.
@@ -125,8 +125,8 @@ __device__ __forceinline__ Vec16 gradient_vector(Vec16 x, uint32_t floor,
   return x;
 }
 
-// How a part's gradient is stored: vectors begin where they do in memory, so that each is stored at
-// once; of the elements before the first and after the last one, one thread each.
+// How the gradient of a split is stored: vectors are aligned in memory, so that each is stored at
+// once; one thread each stores the elements before the first vector and after the last.
 template <typename T, bool kAligned>
 struct Stores {
   static constexpr int kLanes = Element<T>::kLanes;
@@ -153,7 +153,7 @@ struct Stores {
   }
 };
 
-// This thread's share of writing a part's gradient.
+// This thread's share of writing the gradient of a split.
 template <bool kLinear, int kThreads, typename T, bool kAligned, bool kSoftcap, typename Source>
 __device__ __forceinline__ void sweep_gradient(const Source& source,
                                                const Stores<T, kAligned>& stores,
@@ -199,7 +199,7 @@ __device__ __forceinline__ void write_zeros(const Stores<T, kAligned>& stores) {
   if (column >= 0) store_element(stores.grad + column, Element<T>::from(0.0f));
 }
 
-// A part's gradient; `token` is the chosen column relative to the part.
+// The gradient of a split; `token` is the chosen column relative to it.
 template <int kThreads, typename T, bool kAligned, bool kSoftcap, typename Source>
 __device__ __forceinline__ void write_gradient(const Source& source,
                                                const Stores<T, kAligned>& stores, int64_t token,

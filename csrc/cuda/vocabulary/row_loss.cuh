@@ -12,88 +12,99 @@ struct LogitsPolicyLossCall {
   Scaling scaling;
 };
 
-// What a row is told beside its logits, as words: as many threads fetch one each.
+// What accompanies a row of logits, as words: as many threads fetch one each.
 struct RowInputs {
-  enum {
+  enum Name {
     kActive,
     kToken,
     kTemperature,
     kAdvantage,
     kWeight,
+    kPolicyWeight,
     kKlWeight,
     kEntropyWeight,
-    kOld,
-    kRef
+    kOldLogprob,
+    kRefLogprob,
+    kWords
   };
-  static constexpr int kWords = kRef + 1;
   uint32_t word[kWords];
 
   __device__ __forceinline__ bool active() const { return word[kActive]; }
   __device__ __forceinline__ int token() const { return static_cast<int>(word[kToken]); }  // or -1
-  __device__ __forceinline__ float value(int which) const { return bits_to_float(word[which]); }
+  __device__ __forceinline__ float value(Name name) const { return bits_to_float(word[name]); }
 };
 
-__device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int which,
+__device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int name,
                                                 unsigned row) {
   const LogitsPolicyLossParams& p = call.p;
-  const float* values = nullptr;
-  if (which == RowInputs::kActive) return p.in.active[row];
-  if (which == RowInputs::kToken) {
+  const LossConstants& c = p.constants;
+  if (name <= RowInputs::kToken) {
     const int64_t token = p.in.token_ids[row];
+    if (name == RowInputs::kActive) return row_counts(p.in, row, token);
     return static_cast<uint32_t>(token >= 0 && token < call.rows.vocabulary ? token : -1);
   }
-  if (which == RowInputs::kTemperature) values = p.in.temperatures;
-  if (which == RowInputs::kAdvantage) values = p.advantages;
-  if (which == RowInputs::kWeight) values = p.weights;
-  if (which == RowInputs::kKlWeight) values = p.kl_weights ? p.kl_weights : p.weights;
-  if (which == RowInputs::kEntropyWeight) {
-    values = p.entropy_weights ? p.entropy_weights : p.weights;
+  Constant input{nullptr, false};
+  if (name == RowInputs::kTemperature) input.values = p.in.temperatures;
+  if (name == RowInputs::kAdvantage) input = c.advantages;
+  if (name == RowInputs::kWeight) input = c.weights;
+  if (name == RowInputs::kPolicyWeight) input = c.policy_weights;
+  if (name == RowInputs::kKlWeight) input = c.kl_weights;
+  if (name == RowInputs::kEntropyWeight) input = c.entropy_weights;
+  if (name == RowInputs::kOldLogprob) input.values = c.old_logprobs;
+  if (name == RowInputs::kRefLogprob) input.values = c.ref_logprobs;
+  if (!input.values) return 0;
+  int64_t place = row;
+  if (input.by_sequence) {
+    place = p.sequences.of(row);
+    if (place == p.sequences.count) --place;  // cu_seqlens end too early
   }
-  if (which == RowInputs::kOld) values = p.old_logprobs;
-  if (which == RowInputs::kRef) values = p.ref_logprobs;
-  return values ? float_to_bits(values[row]) : 0;
+  return float_to_bits(input.values[place]);
 }
 
 __device__ __forceinline__ RowFlow row_flow(const LogitsPolicyLossParams& p, const RowInputs& in,
                                             float logprob) {
   using Math = ScalarMath<float>;
-  const Coefficients<float>& c = p.coefficients;
+  const Objective<float>& o = p.objective;
+  const Coefficients<float>& c = o.coefficients;
   // on policy the ratio is 1 by definition, but NaN stays NaN
-  const float old = p.old_logprobs ? in.value(RowInputs::kOld) : logprob;
+  const float old = p.constants.old_logprobs ? in.value(RowInputs::kOldLogprob) : logprob;
   const float difference = difference_of<Math>(logprob, old);
   const float advantage = in.value(RowInputs::kAdvantage);
-  const auto terms = objective_terms<Math>(p.ratio, difference, advantage, logprob, c);
-  float slope = weighted<Math>(in.value(RowInputs::kWeight), terms.slope);
+  const auto terms = objective_terms<Math>(o.surrogate, difference, advantage, logprob, c);
+  float weight = in.value(RowInputs::kWeight);
+  if (p.constants.policy_weights.values) weight *= in.value(RowInputs::kPolicyWeight);
+  float slope = weighted<Math>(weight, terms.slope);
   if (c.kl_coef != 0) {
-    const float from_ref = difference_of<Math>(in.value(RowInputs::kRef), logprob);
-    const auto kl = kl_terms<Math>(p.kl_estimator, p.kl_gradient, from_ref, difference, c);
+    const float from_ref = difference_of<Math>(in.value(RowInputs::kRefLogprob), logprob);
+    const auto kl = kl_terms<Math>(o.kl_estimator, o.kl_gradient, from_ref, difference, c);
     slope += c.kl_coef * in.value(RowInputs::kKlWeight) * kl.own_slope;
   }
   return {token_slope<Math>(logprob, slope), 0.0f,
           -c.entropy_coef * in.value(RowInputs::kEntropyWeight)};
 }
 
-// From a row's sums to what its gradient is made of; all zero where it is.
-struct RowPlan {
+// What follows from the sums of a row: what is returned of it, and what its gradient is made of.
+struct RowOutcome {
   GradientTerms terms;
-  bool zero;
+  bool zero;  // the whole gradient is
   float logprob, entropy;
 };
 
 template <bool kSoftcap>
-__device__ __forceinline__ RowPlan plan_row(const LogitsPolicyLossParams& p, const RowInputs& in,
-                                            const RowSums& sums, float token,
-                                            const Exponents<kSoftcap>& exponents) {
+__device__ __forceinline__ RowOutcome outcome_of(const LogitsPolicyLossParams& p,
+                                                 const RowInputs& in, const RowSums& sums,
+                                                 float token,
+                                                 const Exponents<kSoftcap>& exponents) {
   const RowStats stats = finish(sums, token, exponents);
   const RowFlow flow = row_flow(p, in, stats.logprob);
-  RowPlan plan;
-  plan.zero = flow.logprob == 0 && flow.entropy == 0;
-  plan.terms = gradient_terms(stats.max, stats.log_sum, stats.entropy, flow, exponents);
-  plan.terms.token_gradient =
+  RowOutcome outcome;
+  outcome.zero = flow.logprob == 0 && flow.entropy == 0;
+  outcome.terms = gradient_terms(stats.max, stats.log_sum, stats.entropy, flow, exponents);
+  outcome.terms.token_gradient =
       token_gradient<kSoftcap>(token, stats.logprob, stats.entropy, flow, exponents.map);
-  plan.logprob = stats.logprob;
-  plan.entropy = stats.entropy;
-  return plan;
+  outcome.logprob = stats.logprob;
+  outcome.entropy = stats.entropy;
+  return outcome;
 }
 
 }  // namespace fastrl::cuda

@@ -87,7 +87,7 @@ __device__ __forceinline__ void add_vectors(RowSums* sums, const Vec16* x, uint3
            before.sum_sq + (sum_sq[0] + sum_sq[1])};
 }
 
-// This thread's share of a part: vectors k = thread, thread + kThreads, ...
+// This thread's share of a split: vectors k = thread, thread + kThreads, ...
 template <typename T, bool kSoftcap, Wanted kWanted, int kThreads, typename Source>
 __device__ __forceinline__ RowSums sweep_sums(const Source& source,
                                               const Exponents<kSoftcap>& exponents) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ RowSums reduce_sums(RowSums s, const Exponents<kSoftc
 #pragma unroll
   for (int by = kWarp / 2; by > 0; by /= 2) max = max_nan(max, shuffle_xor(max, by));
   s = exponents.moved(s, max);
-  // a product that a lane did not round before it is added would set the lanes apart
+  // lanes that did not round a product before adding it would have other bits than the rest
   const auto add_lanes = [](float x, int by) { return add_rounded(x, shuffle_xor(x, by)); };
 #pragma unroll
   for (int by = kWarp / 2; by > 0; by /= 2) {
@@ -130,14 +130,16 @@ __device__ __forceinline__ RowSums reduce_sums(RowSums s, const Exponents<kSoftc
   return s;
 }
 
-// The same of `n` sums that lie in shared memory, by one warp; more than a warp's lanes in turns.
-template <Wanted kWanted, bool kSoftcap>
-__device__ __forceinline__ RowSums reduce_sums(const RowSums* all, int n,
+// The same of `n` sums in shared memory, or what converts to sums, by one warp; more than a warp
+// has lanes in turns.
+template <Wanted kWanted, bool kSoftcap, typename Sums>
+__device__ __forceinline__ RowSums reduce_sums(const Sums* all, int n,
                                                const Exponents<kSoftcap>& exponents) {
   RowSums s = exponents.nothing();
   for (int i = thread_index() % kWarp; i < n; i += kWarp) {
-    const float max = max_nan(s.max, all[i].max);
-    const RowSums next = exponents.moved(all[i], max);
+    const RowSums other = all[i];
+    const float max = max_nan(s.max, other.max);
+    const RowSums next = exponents.moved(other, max);
     s = exponents.moved(s, max);
     s = {max, add_rounded(s.sum, next.sum), add_rounded(s.sum_t, next.sum_t),
          add_rounded(s.sum_sq, next.sum_sq)};

@@ -1,5 +1,5 @@
-// Where the values of a part of a row are read from: global or shared memory, in vectors of 16
-// bytes even where the row begins in the midst of one.
+// Where the values of a split of a row are read from: global or shared memory, in vectors of 16
+// bytes even where the row does not begin on such a boundary.
 #pragma once
 
 #include "../device/elements.cuh"
@@ -45,7 +45,7 @@ __device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
 
 // `vector(column, shift)`: the values from this column on, -inf beyond the end. With kAligned the
 // column is that of a whole vector; else any, `shift` being how far it is from the beginning of
-// one, and whatever lies outside the part is neither read nor seen.
+// one, and nothing outside the split is read or returned.
 template <typename T, bool kAligned, bool kStreaming>
 struct GlobalSource {
   const T* data;
@@ -80,7 +80,7 @@ struct GlobalSource {
   }
 };
 
-// A part that was copied to shared memory at the same distance from a vector's beginning.
+// A split that was copied to shared memory at the same distance from a vector's beginning.
 template <typename T, bool kAligned>
 struct SharedSource {
   const T* data;

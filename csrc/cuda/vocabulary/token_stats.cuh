@@ -1,9 +1,9 @@
-// Log-probability, entropy and kin of chosen tokens from their logits: each logit is read once.
+// The statistics of rows of logits, from reading each logit once.
 #pragma once
 
-#include "part_sums.cuh"
+#include "dispatch.cuh"
 #include "row_gradient.cuh"
-#include "variants.cuh"
+#include "split_sums.cuh"
 
 namespace fastrl::cuda {
 
@@ -17,21 +17,21 @@ template <typename T, bool kAligned, bool kSoftcap, Wanted kWanted, int kThreads
 __global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
     token_stats_kernel(const __grid_constant__ TokenStatsCall call) {
   const TokenStatsParams& p = call.p;
-  const PartSums<kThreads> shared(shared_memory<unsigned char>(), call.rows.parts.count);
+  const SplitSums<kThreads> shared(shared_memory<unsigned char>(), call.rows.splits.count);
   const unsigned ranks = cluster_size();
   for (unsigned row = block_index() / ranks; row < call.rows.rows; row += num_blocks() / ranks) {
     RowStats stats{};
-    if (p.in.active[row]) {
+    const int64_t token = p.in.token_ids[row];
+    if (row_counts(p.in, row, token)) {
       const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
       const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
       const unsigned char* data = call.rows.row(row);
       shared.template sweep<T, kAligned, kWanted, true>(call.rows, data, exponents);
       if (thread_index() < kWarp) {
-        const int64_t token = p.in.token_ids[row];
         const bool known = token >= 0 && token < call.rows.vocabulary;
         const float x =
             known ? Element<T>::value(load_element(reinterpret_cast<const T*>(data) + token)) : NAN;
-        stats = finish(reduce_sums<kWanted>(shared.parts, shared.count, exponents), x, exponents);
+        stats = finish(reduce_sums<kWanted>(shared.splits, shared.count, exponents), x, exponents);
       }
     }
     if (thread_index() == 0 && cluster_rank() == 0) {
@@ -52,16 +52,16 @@ Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits& limits,
   if (!fits(p.in)) return kInvalid;
   const TokenStatsCall call{p, geometry(p.in, nullptr), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
-  const int parts = call.rows.parts.count;
+  const int splits = call.rows.splits.count;
   // a block per row, or a cluster where that leaves SMs without work; the numbers are the same
   unsigned ranks = 1;
-  while (limits.major >= 9 && ranks < 8 && 2 * ranks <= static_cast<unsigned>(parts) &&
+  while (limits.major >= 9 && ranks < 8 && 2 * ranks <= static_cast<unsigned>(splits) &&
          2 * ranks * call.rows.rows <= 2 * static_cast<unsigned>(limits.sms)) {
     ranks *= 2;
   }
   const LaunchShape shape{ranks * call.rows.rows, kThreads, ranks,
-                          PartSums<kThreads>::bytes(parts)};
-  return for_variant(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
+                          SplitSums<kThreads>::bytes(splits)};
+  return dispatch(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
     using T = decltype(element);
     constexpr bool kAligned = aligned, kSoftcap = softcap;
     if constexpr (kAligned && !kSoftcap) {  // the others always compute everything

@@ -2,8 +2,8 @@
 // buffer or in place.
 #pragma once
 
+#include "dispatch.cuh"
 #include "row_gradient.cuh"
-#include "variants.cuh"
 
 namespace fastrl::cuda {
 
@@ -17,23 +17,23 @@ struct BackwardShared {
   GradientTerms terms;
 };
 
-// A block per part of a row. Of the chosen token's logit only the block that overwrites it has
-// need.
+// A block per split of a row. Only the block that overwrites the chosen token's logit needs it.
 template <typename T, bool kAligned, bool kSoftcap, int kThreads>
 __global__ void __launch_bounds__(kThreads, kAligned && !kSoftcap ? 4 : 2)
     token_stats_backward_kernel(const __grid_constant__ TokenStatsBackwardCall call) {
   const TokenStatsBackwardParams& p = call.p;
   BackwardShared& s = *shared_memory<BackwardShared>();
-  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.parts.count;
+  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.splits.count;
   for (int64_t task = block_index(); task < tasks; task += num_blocks()) {
-    const unsigned row = static_cast<unsigned>(task / call.rows.parts.count);
-    const int part = static_cast<int>(task % call.rows.parts.count);
-    const int64_t first = static_cast<int64_t>(part) * call.rows.parts.columns;
-    const int columns = call.rows.columns(part);
+    const unsigned row = static_cast<unsigned>(task / call.rows.splits.count);
+    const int split = static_cast<int>(task % call.rows.splits.count);
+    const int64_t first = static_cast<int64_t>(split) * call.rows.splits.columns;
+    const int columns = call.rows.columns(split);
     const Stores<T, kAligned> stores(reinterpret_cast<T*>(call.rows.grad_row(row)) + first,
                                      columns);
+    const int64_t token_id = p.in.token_ids[row];
     RowFlow flow{};
-    if (p.in.active[row]) {
+    if (row_counts(p.in, row, token_id)) {
       flow = {p.grad_logprobs ? p.grad_logprobs[row] : 0.0f,
               p.grad_logsumexp ? p.grad_logsumexp[row] : 0.0f,
               p.grad_entropy ? p.grad_entropy[row] : 0.0f};
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, kAligned && !kSoftcap ? 4 : 2)
     const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
     const GlobalSource<T, kAligned, true> source{
         reinterpret_cast<const T*>(call.rows.row(row)) + first, columns};
-    const int64_t token = p.in.token_ids[row] - first;
+    const int64_t token = token_id - first;
     if (thread_index() == 0) {
       const float max = p.row_max[row], log_sum = p.log_sum[row], entropy = p.entropy[row];
       s.terms = gradient_terms(max, log_sum, entropy, flow, exponents);
@@ -69,10 +69,10 @@ Status launch_token_stats_backward(const TokenStatsBackwardParams& p, const Devi
   if (!fits(p.in)) return kInvalid;
   const TokenStatsBackwardCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
-  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.parts.count;
+  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.splits.count;
   const LaunchShape shape{static_cast<unsigned>(tasks < INT32_MAX ? tasks : INT32_MAX), kThreads, 1,
                           sizeof(BackwardShared)};
-  return for_variant(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
+  return dispatch(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
     return launch(token_stats_backward_kernel<decltype(element), aligned, softcap, kThreads>, shape,
                   call, stream);
   });

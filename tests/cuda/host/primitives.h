@@ -60,10 +60,14 @@ template <typename T>
 T shuffle_down(T x, int by) {
   return shuffle(x, host::here.lane + by < kWarp ? host::here.lane + by : host::here.lane);
 }
-inline bool any_in_warp(bool x) {
-  int any = x;
-  for (int by = 1; by < kWarp; by *= 2) any |= shuffle_xor(any, by);
-  return any;
+inline uint32_t lanes_where(bool x) {
+  host::Here& here = host::here;
+  uint64_t* slots = here.warp->slots[here.parity ^= 1];
+  slots[here.lane] = x;
+  here.warp->barrier.wait();
+  uint32_t lanes = 0;
+  for (int lane = 0; lane < kWarp; ++lane) lanes |= static_cast<uint32_t>(slots[lane]) << lane;
+  return lanes;
 }
 
 // --- memory that several blocks write
@@ -134,10 +138,10 @@ inline float bits_to_float(uint32_t bits) {
 }
 inline float flush(float x) { return std::fabs(x) < std::numeric_limits<float>::min() ? 0.0f : x; }
 inline float fast_exp2(float x) { return flush(std::exp2(x)); }
-inline float fast_reciprocal(float x) { return flush(1.0f / x); }
 inline float multiply_rounded(float a, float b) { return a * b; }
 inline float add_rounded(float a, float b) { return a + b; }
 inline float max_nan(float a, float b) { return a != a ? a : (b != b ? b : (a > b ? a : b)); }
+inline uint32_t count_bits(uint32_t x) { return static_cast<uint32_t>(__builtin_popcount(x)); }
 inline uint32_t shift_pair(uint32_t low, uint32_t high, unsigned bits) {
   return static_cast<uint32_t>(((uint64_t{high} << 32) | low) >> (bits & 31));
 }

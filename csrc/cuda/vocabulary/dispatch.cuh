@@ -9,7 +9,7 @@ namespace fastrl::cuda {
 
 // Calls f(T{}, aligned, softcap), the last two as std::bool_constant.
 template <typename F>
-Status for_variant(const LogitsParams& p, const RowGeometry& g, const F& f) {
+Status dispatch(const LogitsParams& p, const RowGeometry& g, const F& f) {
   const bool aligned = rows_are_aligned(g, p.type);
   const auto with_type = [&](auto element) {
     const auto with_alignment = [&](auto aligned_constant) {

@@ -1,0 +1,64 @@
+// What the operator of the weights of sequences passes to its kernel. No torch.
+#pragma once
+
+#include <cstdint>
+
+#include "../device/mask.h"
+#include "../device/sequences.h"
+
+namespace fastrl::cuda {
+
+constexpr int64_t kTokensOfChunk = 1024;  // counted by one warp, in words of 32
+constexpr int64_t kWordsOfChunk = kTokensOfChunk / 32;
+
+enum class NumberType : int {
+  kFloat32,
+  kFloat64,
+  kFloat16,
+  kBFloat16,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kUInt16,
+  kUInt32,
+  kUInt64
+};
+
+// A number on the device.
+struct DeviceNumber {
+  const void* value;  // null: none
+  NumberType type;
+};
+
+struct SequenceWeightsParams {
+  Mask mask;                 // always given
+  const int64_t* token_ids;  // null: the mask alone says which tokens count
+  int64_t ignore_index;
+  Sequences sequences;
+  Aggregation aggregation;
+  float normalizer;  // 0: the local count
+  DeviceNumber normalizer_tensor;
+  float length_norm;
+  bool count_empty;
+  int64_t group_size;
+  float* weights;
+  bool* active;  // which tokens count; may be null
+  // The tokens before each chunk that count; one more, for all of them.
+  uint32_t* before_chunk;
+  // Of each word of a chunk: a bit for every token that counts, and the tokens of the chunk before
+  // it that do. Null where all that matters is how many there are.
+  uint32_t *words, *before_word;
+  uint32_t* arrived;  // 0 before and after
+};
+
+inline int64_t weight_chunks(int64_t tokens) {
+  return (tokens + kTokensOfChunk - 1) / kTokensOfChunk;
+}
+// Whether the weights need to know which tokens are whose.
+inline bool counts_sequences(Aggregation aggregation) {
+  return aggregation != Aggregation::kTokenMean && aggregation != Aggregation::kTokenSum;
+}
+
+}  // namespace fastrl::cuda

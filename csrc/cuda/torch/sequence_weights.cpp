@@ -1,0 +1,98 @@
+// The operator sequence_weights on CUDA tensors.
+#include <tuple>
+
+#include "../../check_aggregation.h"
+#include "launches.h"
+#include "operator.h"
+
+namespace fastrl::cuda {
+namespace {
+
+NumberType number_type(const Tensor& number, const char* name) {
+  switch (number.scalar_type()) {
+    case ScalarType::Float:
+      return NumberType::kFloat32;
+    case ScalarType::Double:
+      return NumberType::kFloat64;
+    case ScalarType::Half:
+      return NumberType::kFloat16;
+    case ScalarType::BFloat16:
+      return NumberType::kBFloat16;
+    case ScalarType::Char:
+      return NumberType::kInt8;
+    case ScalarType::Short:
+      return NumberType::kInt16;
+    case ScalarType::Int:
+      return NumberType::kInt32;
+    case ScalarType::Long:
+      return NumberType::kInt64;
+    case ScalarType::Byte:
+      return NumberType::kUInt8;
+    case ScalarType::UInt16:
+      return NumberType::kUInt16;
+    case ScalarType::UInt32:
+      return NumberType::kUInt32;
+    case ScalarType::UInt64:
+      return NumberType::kUInt64;
+    default:
+      STD_TORCH_CHECK(false, name, " must be of a real dtype, got ",
+                      torch::headeronly::toString(number.scalar_type()));
+  }
+}
+
+std::tuple<Tensor, Tensor> sequence_weights(
+    const Tensor& mask, const std::optional<Tensor>& token_ids, int64_t ignore_index,
+    const std::optional<Tensor>& cu_seqlens, int64_t aggregation, double normalizer,
+    const std::optional<Tensor>& normalizer_tensor, double length_norm, bool count_empty,
+    int64_t group_size, const std::optional<Tensor>& group_ids) {
+  const Call call(mask, "mask");
+  SequenceWeightsParams params{};
+  params.sequences = sequences_of(mask, cu_seqlens);
+  params.aggregation = check_aggregation(
+      {aggregation, normalizer, normalizer_tensor, length_norm, count_empty, group_size, group_ids},
+      mask, token_ids, params.sequences.count);
+  STD_TORCH_CHECK(!group_ids, "group_ids must come in order, as group_size, on a CUDA device");
+  STD_TORCH_CHECK(params.sequences.tokens < int64_t{1} << 32,
+                  "mask must hold fewer than 2^32 tokens");
+  params.mask = mask_of(mask);
+  params.token_ids = data_or_null<int64_t>(token_ids);
+  params.ignore_index = ignore_index;
+  params.normalizer = static_cast<float>(normalizer);
+  if (normalizer_tensor) {
+    params.normalizer_tensor = {normalizer_tensor->const_data_ptr(),
+                                number_type(*normalizer_tensor, "normalizer_tensor")};
+  }
+  const double width = mask.size(1) > 0 ? static_cast<double>(mask.size(1)) : 1.0;
+  params.length_norm = static_cast<float>(length_norm > 0 ? length_norm : width);
+  params.count_empty = count_empty;
+  params.group_size = group_size;
+
+  const int64_t chunks = weight_chunks(params.sequences.tokens), words = chunks * kWordsOfChunk;
+  const bool apart = counts_sequences(params.aggregation);
+  const Tensor counts =
+      torch::stable::new_empty(mask, {chunks + 1 + (apart ? 2 * words : 0)}, ScalarType::Int);
+  params.before_chunk = words_of(counts);
+  if (apart) {
+    params.words = params.before_chunk + chunks + 1;
+    params.before_word = params.words + words;
+  }
+  const Tensor arrived = zero_word(mask, call);
+  params.arrived = words_of(arrived);
+
+  const Tensor weights =
+      torch::stable::new_empty(mask, {params.sequences.count}, ScalarType::Float);
+  const bool merged = token_ids || mask.scalar_type() != ScalarType::Bool;
+  const Tensor active = merged ? empty_like_tokens(mask, ScalarType::Bool)
+                               : torch::stable::new_empty(mask, {0}, ScalarType::Bool);
+  params.weights = weights.mutable_data_ptr<float>();
+  params.active = merged ? active.mutable_data_ptr<bool>() : nullptr;
+  check_launch(weigh_sequences(params, call.stream()), "sequence_weights");
+  return {weights, active};
+}
+
+}  // namespace
+}  // namespace fastrl::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
+  m.impl("sequence_weights", TORCH_BOX(&fastrl::cuda::sequence_weights));
+}
