@@ -14,10 +14,7 @@ typedef uint16_t vhalfwords __attribute__((vector_size(kVecBytes / 2)));
 FASTRL_INLINE vfloat fill(float x) { return vfloat{} + x; }
 FASTRL_INLINE vuint bits_of(vfloat x) { return reinterpret_cast<vuint>(x); }
 FASTRL_INLINE vfloat float_of(vuint x) { return reinterpret_cast<vfloat>(x); }
-FASTRL_INLINE vfloat where(vint mask, vfloat yes, vfloat no) {
-  const vuint m = reinterpret_cast<vuint>(mask);
-  return float_of((bits_of(yes) & m) | (bits_of(no) & ~m));
-}
+FASTRL_INLINE vfloat where(vint mask, vfloat yes, vfloat no) { return mask ? yes : no; }
 
 // The larger (smaller) of bound and x; x when x is NaN. Operand order as in x86's max and min.
 #if FASTRL_VEC_BYTES == 64

@@ -173,11 +173,27 @@ double sum_slopes(const TokenInputs& in, const Segment& sequence) {
   return total.total();
 }
 
+// The sums of a few vectors of tokens: as exact as their terms are.
+struct StepSums {
+  vfloat policy{}, weighted_kl{}, weighted_entropy{}, kl{}, kl_old{}, entropy{}, ratio{};
+};
+constexpr int kVectorsPerStep = 4;
+
 // The sums over tokens, a lane each.
 struct LaneSums {
   DoubleSum policy, weighted_kl, weighted_entropy, kl, kl_old, entropy, ratio;
   vint active{}, clip_low{}, clip_high{}, zero_grad{};
   vfloat ratio_max, ratio_min;
+
+  FASTRL_INLINE void add(const StepSums& step) {
+    policy.add(step.policy);
+    weighted_kl.add(step.weighted_kl);
+    weighted_entropy.add(step.weighted_entropy);
+    kl.add(step.kl);
+    kl_old.add(step.kl_old);
+    entropy.add(step.entropy);
+    ratio.add(step.ratio);
+  }
 
   FASTRL_INLINE void write(TokenSums* sums) const {
     sums->policy = policy.total();
@@ -202,7 +218,7 @@ struct LaneSums {
 };
 
 // Loss, slope and metrics of one vector of tokens.
-FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, LaneSums* sums) {
+FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, LaneSums* sums, StepSums* step) {
   const TokenInputs& in = t.in;
   const Objective<float>& o = in.objective;
   const Coefficients<float>& c = o.coefficients;
@@ -219,40 +235,40 @@ FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, LaneSums* sum
   }
   if (in.constants.ref_logprobs) {
     const KlTerms<vfloat> kl = t.kl(by_token ? t.difference : fill(shared.mean));
-    sums->kl.add(kl.value);
+    step->kl += kl.value;
     if (c.kl_coef != 0) {
       const vfloat weight = t.load(t.segment.kl_weights);
       const bool own_kl_slope = o.level != Level::kSequence || shared.alone;
-      sums->weighted_kl.add(weight * kl.value);
+      step->weighted_kl += weight * kl.value;
       slope += weight * (c.kl_coef * (own_kl_slope ? kl.own_slope : kl.slope));
     }
   }
   slope = token_slope<VectorMath>(t.logprob, slope);
   t.store(in.slope, slope);
 
-  sums->policy.add(weighted<VectorMath>(t.weight, terms.loss));
+  step->policy += weighted<VectorMath>(t.weight, terms.loss);
   vint idle = t.active & (slope == 0.0f);
   if (in.entropy) {
     const vfloat entropy = t.load(in.entropy);
-    sums->entropy.add(entropy);
+    step->entropy += entropy;
     if (c.entropy_coef != 0) {
       const vfloat weight = t.load(t.segment.entropy_weights);
       const vfloat entropy_slope = -c.entropy_coef * weight;
-      sums->weighted_entropy.add(weight * entropy);
+      step->weighted_entropy += weight * entropy;
       t.store(in.entropy_slope, entropy_slope);
       idle &= entropy_slope == 0.0f;
     }
   } else {
-    sums->entropy.add(-t.logprob);
+    step->entropy += -t.logprob;
   }
   if (in.constants.old_logprobs) {
     const vfloat log_ratio =
         clamp<VectorMath>(t.difference, fill(c.lowest_log_ratio()), fill(c.highest_log_ratio()));
-    sums->kl_old.add(VectorMath::expm1(log_ratio) - log_ratio);
+    step->kl_old += VectorMath::expm1(log_ratio) - log_ratio;
   } else {
-    sums->kl_old.add(t.difference);  // 0 or NaN
+    step->kl_old += t.difference;  // 0 or NaN
   }
-  sums->ratio.add(where(t.active, terms.ratio, vfloat{}));
+  step->ratio += where(t.active, terms.ratio, vfloat{});
   const vint is_nan = terms.ratio != terms.ratio;
   const vint higher = t.active & ((terms.ratio > sums->ratio_max) | is_nan);
   const vint lower = t.active & ((terms.ratio < sums->ratio_min) | is_nan);
@@ -272,8 +288,12 @@ void token_losses(const TokenInputs& inputs, const Segment* segments, int64_t co
   lanes.ratio_min = fill(__builtin_inff());
   for (int64_t k = 0; k < count; ++k) {
     const SegmentInputs segment(in, segments[k]);
-    for (int64_t i = segments[k].begin; i < segments[k].end; i += kLanes) {
-      add_tokens(Tokens(segment, i), segments[k].shared, &lanes);
+    for (int64_t i = segments[k].begin; i < segments[k].end;) {
+      StepSums step{};
+      for (int j = 0; j < kVectorsPerStep && i < segments[k].end; ++j, i += kLanes) {
+        add_tokens(Tokens(segment, i), segments[k].shared, &lanes, &step);
+      }
+      lanes.add(step);
     }
   }
   lanes.write(sums);
