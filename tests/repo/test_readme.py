@@ -1,4 +1,4 @@
-"""What the documents show runs as it stands; the README names everything public."""
+"""Code and commands in the documents run; the README names every public function."""
 
 import ast
 import importlib.util
@@ -36,10 +36,12 @@ def test_there_are_examples():
 
 
 def test_every_block_is_of_a_kind_that_is_tested():
-    """Python runs as it stands; a change in somebody's program, with what the program has."""
-    assert {language for _, language, _ in BLOCKS} == {"python", "bash", "diff"}
+    """Python runs unchanged; a diff runs with the names that it takes for granted."""
+    assert {language for _, language, _ in BLOCKS} == {"python", "bash", "diff", "mermaid"}
     changes = {path for path, language, _ in BLOCKS if language == "diff"}
     assert changes == {"README.md", "docs/replace-the-loss.md"}  # the latter has a test file
+    diagrams = {path for path, language, _ in BLOCKS if language == "mermaid"}
+    assert diagrams == {"docs/architecture.md"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -58,8 +60,8 @@ def test_example_runs(block, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", COMMANDS, ids=name_of)
-def test_commands_name_what_there_is(block):
-    """Targets of make, programs and modules: not that they succeed, which may take hours."""
+def test_commands_exist(block):
+    """Make targets, scripts and modules exist; the commands themselves may take hours."""
     makefile = (ROOT / "Makefile").read_text()
     for line in block[2].splitlines():
         words = [word for word in shlex.split(line, comments=True) if "=" not in word]
@@ -72,7 +74,7 @@ def test_commands_name_what_there_is(block):
                 assert (ROOT / word).is_file(), line
 
 
-def test_the_change_that_the_readme_shows():
+def test_the_diff_in_the_readme():
     ((_, _, code),) = [block for block in BLOCKS if block[:2] == ("README.md", "diff")]
     lines, losses = code.splitlines(), []
 
