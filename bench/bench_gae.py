@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over padded rollouts."""
+"""Generalized advantage estimation over padded rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards to advantages within groups: consecutive groups, and groups named by ids in any order."""
+"""Rewards to advantages within groups: consecutive groups, and groups by ids in any order."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def _inputs(shape: Groups, by_id: bool, seed: int) -> Inputs:
 
 
 def eager(inputs: Inputs) -> torch.Tensor:
-    """The view of [prompts, size] that trainers take when groups are consecutive."""
+    """What trainers do with consecutive groups: a view [prompts, size]."""
     groups = inputs["rewards"].view(-1, inputs["group_size"])
-    centred = groups - groups.mean(-1, keepdim=True)
-    return (centred / (groups.std(-1, keepdim=True) + EPS)).flatten()
+    centered = groups - groups.mean(-1, keepdim=True)
+    return (centered / (groups.std(-1, keepdim=True) + EPS)).flatten()
 
 
 def group_loop(inputs: Inputs) -> torch.Tensor:
-    """A dictionary of lists, one mean and deviation per group, as trainers do for any order."""
+    """What trainers do with groups in any order: a dictionary of lists, mean and std per group."""
     rewards, members = inputs["rewards"], {}
     for place, group in enumerate(inputs["group_ids"].tolist()):
         members.setdefault(group, []).append(place)

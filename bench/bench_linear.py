@@ -1,4 +1,4 @@
-"""The GRPO loss and its gradients from hidden states and the LM head, which is trained too."""
+"""The GRPO loss and its gradients from hidden states and a trainable LM head."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _case(shape: Linear, dtype: torch.dtype) -> Case:
 
 
 def linear_inputs(shape: Linear, dtype: torch.dtype, seed: int) -> Inputs:
-    """As the logits of the other benchmarks: normal, and one raised target per row."""
+    """Hidden states whose logits are those of the other benchmarks: normal, one raised per row."""
     generator = torch.Generator().manual_seed(seed)
     rows = (shape.sequences, shape.tokens)
     weight = torch.randn(shape.vocab, shape.hidden, generator=generator)
@@ -70,7 +70,7 @@ def trl_loss(hidden, weight, token_ids, advantages, old_logprobs, mask):
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     flat = hidden.reshape(-1, hidden.shape[-1])
-    tile = 32768  # TRL's own default
+    tile = 32768  # TRL's default
     found = ChunkedLogProbFunction.apply(
         flat, weight, None, token_ids.reshape(-1), 1.0, tile, None, 1.0, ()
     )
@@ -81,7 +81,7 @@ def trl_loss(hidden, weight, token_ids, advantages, old_logprobs, mask):
 
 
 def bare_gemms(inputs: Inputs) -> Gradients:
-    """Logits, gradient of hidden states, gradient of the head: the GEMMs alone, in float32."""
+    """Only the GEMMs, in float32: logits, gradient of hidden states, gradient of the head."""
     hidden = inputs["hidden"].float().flatten(0, 1)
     weight = inputs["weight"].float()
     logits = hidden @ weight.T
@@ -130,7 +130,7 @@ def _gradients(function: Callable[..., torch.Tensor], inputs: Inputs) -> Gradien
 
 
 def gradients_error(answer: Gradients, inputs: Inputs) -> float:
-    """The larger of the two gradients' errors, relative to the gradient's largest element."""
+    """The larger error of the two gradients, relative to the gradient's largest element."""
     exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     pairs = zip(answer, _gradients(eager, exact), strict=True)
     return max(float((found - truth).abs().max() / truth.abs().max()) for found, truth in pairs)

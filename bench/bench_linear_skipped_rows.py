@@ -1,4 +1,4 @@
-"""The linear form where most rows have nothing to add: masked, or without advantage."""
+"""The linear form where most rows have no gradient: masked, or with advantage 0."""
 
 from __future__ import annotations
 

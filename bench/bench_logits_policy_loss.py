@@ -11,7 +11,12 @@ from timing import Case, Inputs, Provider, pedantic
 
 import fastrl
 
-OBJECTIVE = {"surrogate": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"}
+OBJECTIVE = {
+    "surrogate": "ppo_clip",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "aggregation": "token-mean",
+}
 
 
 def cases(selection: str) -> list[Case]:
@@ -20,7 +25,7 @@ def cases(selection: str) -> list[Case]:
 
 
 def providers(dtype: torch.dtype, **changes: float) -> list[Provider]:
-    """Everything that computes loss and gradient; `changes` to the objective are fastrl's alone."""
+    """All providers of loss and gradient; only fastrl uses `changes` to the objective."""
     objective = fastrl.Objective(**{**OBJECTIVE, **changes})
     return [
         *(_fastrl(backend, objective) for backend in ("cpu", "reference")),
@@ -57,7 +62,7 @@ def _fastrl(backend: str, objective: fastrl.Objective) -> Provider:
 
 
 def _in_place(buffer: torch.Tensor) -> Provider:
-    """The gradient written over the logits: no new memory, which the other forms must map first."""
+    """The gradient written over the logits; the other forms must first map new memory."""
     objective = fastrl.Objective(**OBJECTIVE)
 
     def prepare(inputs: Inputs) -> Inputs:
@@ -67,17 +72,17 @@ def _in_place(buffer: torch.Tensor) -> Provider:
         logits = _FromModel.apply(inputs["logits"], torch.zeros((), requires_grad=True))
         loss = _loss(logits, inputs, objective=objective, backend="cpu", inplace=True)
         loss.backward()
-        return logits.detach()  # the gradient lies where they were
+        return logits.detach()  # the gradient is where the logits were
 
     return Provider("fastrl cpu in place", "fastrl cpu in place", run, prepare)
 
 
 class _FromModel(torch.autograd.Function):
-    """Logits that are no leaf, as a model's are, without the work of a model."""
+    """Logits that are not a leaf, like the output of a model."""
 
     @staticmethod
     def forward(_, logits, anchor):
-        return logits.data  # the same memory, and no view that autograd would guard
+        return logits.data  # the same memory, but not a view that autograd would guard
 
     @staticmethod
     def backward(_, gradient):

@@ -1,4 +1,4 @@
-"""The policy loss and its gradient from log-probabilities that exist already."""
+"""The policy loss and its gradient from given log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`make bench`: fastrl against eager torch, torch.compile, Python loops and a copy, as ratios.
 
-Every case is one interleaved run (see timing.py). The table gives each provider's median and
-spread, the bandwidth of the least bytes that the work must move, its error against float64, and
-how many times longer than fastrl's cpu backend it takes.
+Every case is one interleaved run (see timing.py). For each provider the table has median and
+spread, bandwidth in terms of the minimum of bytes that the work must move, error against float64,
+and time relative to fastrl's cpu backend.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MODULES = (
 )
 RESULTS = Path(__file__).parent / "results"
 
-# What the project asks for on the shapes named `issue`: op, alone or with a dtype -> kind of
-# provider -> least ratio, or the most that fastrl may take of it.
+# Targets on the shapes named `issue`: op, alone or with a dtype -> kind of provider -> minimum
+# speedup; for the kinds in AT_MOST, the maximum of fastrl's time relative to it.
 REQUIRED = {
     "token_stats": {"compile": 2.0, "eager": 4.0},
     "logits_policy_loss": {"compile": 5.0, "eager": 7.0, "floor": 2.5},
@@ -76,13 +76,13 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", choices=SELECTIONS, default="issue", help="see shapes.py")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--rounds", type=int, default=21, help="timed calls per provider")
     parser.add_argument("--warmup", type=int, default=3, help="untimed calls per provider")
     parser.add_argument("--sets", type=int, default=3, help="input sets that calls rotate over")
-    parser.add_argument("--without-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--without-compile", action="store_true", help="skip torch.compile")
     parser.add_argument("--save", action="store_true", help="write bench/results/cpu-<date>.*")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes: does everything run?")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, to see if it all runs")
     options = parser.parse_args()
     if options.smoke:
         options.shapes, options.rounds, options.warmup = "smoke", 2, 1
@@ -114,7 +114,7 @@ def _table(case: Case, timings: list[Timing]) -> list[str]:
 
 
 def _verdicts(case: Case, timings: list[Timing]) -> list[str]:
-    """One line per requirement, against the fastest provider of each kind."""
+    """One line per target, against the fastest provider of each kind."""
     lines, ours = [], _ours(timings)
     of_dtype = f"{case.op} {str(case.dtype).removeprefix('torch.')}"
     required = {**REQUIRED.get(case.op, {}), **REQUIRED.get(of_dtype, {})}
@@ -131,7 +131,7 @@ def _verdicts(case: Case, timings: list[Timing]) -> list[str]:
             value = ratio(other, ours)
             met, wanted = value >= bound, f"at least {bound:g}"
             what = f"is {value:.3g} times as fast as {other.provider}"
-        lines.append(f"- {'met' if met else 'NOT MET'}: fastrl cpu {what} (wanted: {wanted})")
+        lines.append(f"- {'met' if met else 'MISSED'}: fastrl cpu {what} (target: {wanted})")
     return [*lines, ""] if lines else []
 
 

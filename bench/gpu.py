@@ -1,13 +1,12 @@
-"""The second half of `make gpu`: the benchmark matrix on a GPU, against what there is to beat.
+"""The second half of `make gpu`: the benchmark matrix on a GPU, against eager torch and peers.
 
     python bench/gpu.py --minutes 6     # writes bench/results/<gpu>-<date>.md and .json
     python bench/gpu.py --smoke         # the same code on tiny shapes, on a CPU; writes nothing
 
-Protocol in README.md; what is particular here: CUDA events stand around each whole public call,
-three input sets take turns so that none stays in the cache, the peak is what a call allocates
-beyond what was there, and GB/s and TFLOP/s are of the least work, the same for all providers.
-Where launching is what an operator costs, the table also has the time of its kernels alone
-(replayed from a CUDA graph) and of the host.
+The protocol is in README.md. In addition: CUDA events surround each full public call, calls rotate
+over three input sets so that none stays in the cache, peak memory is what a call allocates, and
+GB/s and TFLOP/s count the minimum of work, the same for all providers. Where launches dominate,
+the table also has the time of the kernels alone (replayed from a CUDA graph) and of the host.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import fastrl
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("trl", "liger-kernel", "flash-linear-attention", "torchrl", "quack-kernels")
-LENGTHS = 50  # different ones in a row, compilation included
+LENGTHS = 50  # different lengths in a row, including compilation
 
 
 def main() -> int:
@@ -71,8 +70,8 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0, help="no case begins after these")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--minutes", type=float, default=5.0, help="no case starts after these")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args()
     if not options.smoke and not torch.cuda.is_available():
@@ -81,7 +80,7 @@ def _options() -> argparse.Namespace:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What the numbers belong to."""
+    """Versions, GPU and clocks that the numbers were measured with."""
     found = {
         "date": str(datetime.date.today()),
         "torch": torch.__version__,
@@ -104,7 +103,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def different_lengths(device: torch.device, count: int) -> dict[str, float]:
-    """Seconds for a row of calls that all differ in length: with compilation, and once more."""
+    """Seconds for calls that all differ in length: the first time with compilation, then again."""
     backend = backends(device)[0]
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, 4096, (count,), generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""The matrix of bench/gpu.py: operators on shapes of real models, beside whatever peers there are.
+"""The matrix of bench/gpu.py: operators on shapes of real models, with all installed peers.
 
 Inputs are made on the device: normal logits with one raised target per row, never zeros (a GPU
 computes faster on zeros). The shapes named `smoke` are tiny and run on a CPU.
@@ -67,7 +67,7 @@ SHAPES = {
 
 
 def items(shapes: Shapes, device: torch.device) -> Iterator[Item]:
-    """The matrix, one shape of each kind in turn, so that a deadline leaves some of everything."""
+    """The matrix, one shape of each kind in turn, so that a deadline cuts no kind completely."""
     kinds = [
         [logits_item(device, *shape, gradient=False) for shape in shapes.logits],
         [logits_item(device, *shape, gradient=True) for shape in shapes.logits],

@@ -1,4 +1,4 @@
-"""One case of bench/gpu.py, and the providers that most of them share."""
+"""One case of bench/gpu.py, and the providers that most cases share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastrl.backend import unavailable
 
 
 class Item(NamedTuple):
-    """A case, built only when its turn comes: the inputs of one fill much of the memory."""
+    """A case that is built only when its turn comes, since its inputs fill much of the memory."""
 
     make: Callable[[], Case]
     small: bool  # so little work that the launch is what it costs

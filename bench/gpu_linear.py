@@ -59,7 +59,7 @@ def linear_item(device, N, H, V, trained) -> Item:
         return eager_loss(hidden @ weight.T, *rest)
 
     def error(answer, inputs):
-        """Of the gradient of the first hidden states, which need no other row."""
+        """Error of the gradient of the first hidden states, which depends on no other row."""
         hidden = inputs["hidden"][:, :CHECKED_ROWS].double().requires_grad_()
         rest = (inputs[name][:, :CHECKED_ROWS] for name in LOSS_INPUTS)
         loss = eager_loss(hidden @ inputs["weight"].double().T, *rest) * min(CHECKED_ROWS, N) / N

@@ -164,7 +164,7 @@ def _in_place(backend):
 
 
 def _liger_inputs(inputs):
-    """Liger takes one position more, whose logits it ignores; the gradient is written over them."""
+    """Liger takes one more position and ignores its logits; it writes the gradient over them."""
     return {**inputs, "logits": torch.nn.functional.pad(inputs["logits"], (0, 0, 0, 1))}
 
 

@@ -1,4 +1,4 @@
-"""The timer of bench/gpu.py: providers take turns, CUDA events stand around each whole call.
+"""The timer of bench/gpu.py: providers take turns, with CUDA events around each full call.
 
 On a CPU (`--smoke`) the clock takes the place of the events, so that the same code runs there.
 """
@@ -72,7 +72,7 @@ def measure(case: Case, device: torch.device, plan: Plan, *, small: bool) -> lis
 
 
 def _checked(case: Case, provider: Provider, inputs: Inputs, device: torch.device) -> Measured:
-    """The provider's error and peak memory, or why it could not run."""
+    """Error and peak memory of a provider, or the reason why it could not run."""
     try:
         ready = provider.prepare(inputs)
         before = _allocated(device)
@@ -121,7 +121,7 @@ def _replayed(provider: Provider, inputs: Inputs, device: torch.device) -> float
 
 
 def _host(provider: Provider, inputs: Inputs, device: torch.device) -> float:
-    """Milliseconds of the host per call: the launches are only queued."""
+    """Host milliseconds per call; launches are only queued."""
     start = time.perf_counter()
     for _ in range(REPLAYS):
         provider.run(inputs)
@@ -144,7 +144,7 @@ def _peak(device: torch.device) -> int:
 
 
 def anchors(device: torch.device, *, elements: int, gemms: list[tuple[int, ...]]) -> dict[str, Any]:
-    """What this very machine can do: bytes per second of a copy, FLOP/s of GEMMs."""
+    """What this machine can do: bytes per second of a copy, FLOP/s of GEMMs."""
     source = torch.randn(elements, device=device).bfloat16()
     target = torch.empty_like(source)
     copies = Provider("copy", "floor", lambda inputs: target.copy_(source))

@@ -1,4 +1,4 @@
-"""What works on one number per token or answer, on a GPU."""
+"""Ops on one number per token or answer, on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gae_item(device, B, T) -> Item:
         return lambda inputs: fastrl.gae(**inputs, gamma=1.0, lam=0.95, backend=backend).advantages
 
     def error(answer, inputs):
-        """Of the last tokens of the first rows, which depend on nothing before them."""
+        """Error of the last tokens of the first rows, which depend on nothing before them."""
         last = {name: x[:4, -4096:].cpu() for name, x in inputs.items()}
         last = {name: x.double() if x.is_floating_point() else x for name, x in last.items()}
         truth = masked_loop(**last)

@@ -1,11 +1,11 @@
-"""What the host spends on a call of a small operator on the Triton backend, with no GPU.
+"""Host time of a call of a small operator on the Triton backend, without a GPU.
 
     python bench/launch_cost.py
 
-Everything that a call does on the host runs for real (checks, `torch.library`, the launcher, the
-binding of arguments by Triton) except the last step: a stub stands for the driver, so no kernel is
-handed to a GPU, which takes some microseconds more. Tensors are on the CPU; the outputs hold
-nothing. Needs Triton 3.6 or newer.
+Everything that a call does on the host really runs (checks, `torch.library`, the launcher, Triton's
+binding of arguments) except the last step: a stub replaces the driver, so no kernel is launched on
+a GPU, which would add some microseconds. Tensors are on the CPU, and outputs are never written.
+Needs Triton 3.6 or newer.
 """
 
 from __future__ import annotations

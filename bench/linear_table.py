@@ -2,10 +2,10 @@
 
     python bench/linear_table.py [--rows 1024 4096 16384 65536 --hidden 256 --vocab 32768]
 
-Each cell is a process of its own: inputs made, a small call to warm up, the kernel's high-water
-mark reset, then calls whose fastest is kept; the mark is read at the end. Memory is what the call
-takes beyond its inputs, gradients included, so that nobody's bookkeeping decides. A provider whose
-logits alone would take a third of the machine's memory is not run.
+Each cell is a separate process: make the inputs, warm up with a small call, reset the kernel's
+high-water mark, time some calls and keep the fastest, read the mark. Memory is what the calls take
+beyond their inputs, gradients included, independent of any allocator's statistics. A provider
+whose logits alone would take a third of the machine's memory is not run.
 """
 
 from __future__ import annotations

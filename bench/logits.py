@@ -1,4 +1,4 @@
-"""Logits as a model makes them, and log-probability and GRPO from them as trainers write it."""
+"""Realistic logits, and log-probability and GRPO loss from them as trainers compute it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 16  # rows that float64 is computed for at a time, to hold little
 
 
 def make_inputs(shape: Logits, dtype: torch.dtype, seed: int) -> Inputs:
-    """Normal logits and one raised target per row, whose probability spans 0.01 to 0.99."""
+    """Normal logits with one raised target per row; its probability ranges from 0.01 to 0.99."""
     generator = torch.Generator().manual_seed(seed)
     rows = (shape.sequences, shape.tokens)
     logits = torch.empty(*rows, shape.vocab, dtype=dtype).normal_(0, STD, generator=generator)
@@ -32,7 +32,7 @@ def raised_logits(vocab: int, rows: tuple[int, int], generator: torch.Generator)
 
 
 def sampled(logprobs: torch.Tensor, generator: torch.Generator) -> Inputs:
-    """What a rollout brings along: advantages, a mask, slightly older log-probabilities."""
+    """What comes with a rollout: advantages, a mask, slightly older log-probabilities."""
     return {
         "advantages": torch.randn(logprobs.shape[0], 1, generator=generator),
         "mask": torch.ones_like(logprobs, dtype=torch.bool),  # nothing that could be left out
@@ -51,7 +51,7 @@ def eager_loss_sum(
     old_logprobs: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The clipped loss summed over tokens: from logits to the number, as trainers write it."""
+    """The clipped loss summed over tokens, from logits, as trainers write it."""
     ratio = (eager_logprobs(logits, token_ids) - old_logprobs).exp()
     bounded = ratio.clamp(0.8, 1.2)
     return -(torch.minimum(ratio * advantages, bounded * advantages) * mask).sum()

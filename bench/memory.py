@@ -2,8 +2,8 @@
 
     python bench/memory.py [--sequences 4 --tokens 64 --vocab 151936]
 
-Each line is its own process: inputs made, a small call to warm everything up, the kernel's
-high-water mark of resident memory reset, one call, the mark read again.
+Each line is a separate process: make the inputs, warm up with a small call, reset the kernel's
+high-water mark of resident memory, make one call, read the mark.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _measure(options: argparse.Namespace) -> dict[str, int]:
 
 
 def _reset_peak() -> int:
-    """Bytes resident now, after setting the high-water mark back to that, where Linux lets us."""
+    """Return the resident bytes and reset the high-water mark to them, where Linux allows it."""
     if platform.libc_ver()[0] == "glibc":  # freed memory still held would hide what the call takes
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     try:

@@ -1,8 +1,8 @@
 """One timer for every benchmark: providers of the same work, interleaved in one run.
 
-Providers take turns in a new random order each round, so a machine that slows down slows all of
-them; every call gets the next of several input sets, so that none finds its input in the cache;
-and a ratio is the median over rounds of the two times of the same round.
+Providers run in a new random order each round, so that a slowdown of the machine affects all of
+them. Calls rotate over several input sets, so that no input is in the cache. A ratio is the median
+over rounds of the two times of the same round.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Timing(NamedTuple):
 
 
 def ratio(other: Timing, ours: Timing) -> float:
-    """How many times longer `other` takes, paired by round."""
+    """Time of `other` relative to `ours`, paired by round."""
     both = other.seconds.keys() & ours.seconds.keys()
     return statistics.median(other.seconds[turn] / ours.seconds[turn] for turn in both)
 
@@ -75,7 +75,7 @@ def rotation(case: Case, sets: int) -> Iterator[Inputs]:
 
 
 def measure(case: Case, *, rounds: int, warmup: int, sets: int, seed: int = 0) -> list[Timing]:
-    """Checks every provider against float64, then times them all in turn."""
+    """Check every provider against float64, then time them in turn."""
     torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
     inputs = rotation(case, sets)
     first = next(inputs)
@@ -87,7 +87,7 @@ def measure(case: Case, *, rounds: int, warmup: int, sets: int, seed: int = 0) -
         for provider, timing in order.sample(running, len(running)):
             seconds = usual[provider.name]
             if seconds < SLOW or turn % SLOW_TAKES_EVERY == 0:
-                # One call before each that counts: memory that another provider gave back may
+                # One untimed call before each timed one: memory that another provider freed may
                 # have left the machine (virtual machines return it), and caches hold its data.
                 _timed(provider, inputs)
                 calls = max(1, round(LEAST_TIMED / seconds))

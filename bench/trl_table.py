@@ -1,12 +1,12 @@
-"""Time and peak memory of the loss of TRL's GRPOTrainer, with fastrl and without.
+"""Time and peak memory of the loss of TRL's GRPOTrainer, with and without fastrl.
 
     python bench/trl_table.py [--sequences 8 --tokens 128 --hidden 512 --vocab 32768 151936]
 
-Each cell is a process of its own: a trainer around a model of one layer, a small batch to warm up,
-the kernel's high-water mark of resident memory reset, then `compute_loss` and its backward on one
-off-policy batch, KL included; the fastest call is kept. Memory is what the calls take beyond model
-and batch, gradients included. "backbone" is the model's own forward and backward without a head,
-which all of them contain. Needs TRL, and nothing else running.
+Each cell is a separate process: a trainer with a model of one layer warms up on a small batch,
+resets the kernel's high-water mark of resident memory, and runs `compute_loss` and its backward on
+one off-policy batch, KL included; the fastest call is kept. Memory is what the calls take beyond
+model and batch, gradients included. "backbone" is the model's forward and backward without a head,
+which all rows include. Needs TRL, and an otherwise idle machine.
 """
 
 from __future__ import annotations
