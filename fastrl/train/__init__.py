@@ -1,7 +1,7 @@
 """Training loops on the public functions: `fastrl.train.grpo` and `fastrl.train.ppo`.
 
-Both read top to bottom and need the ``train`` extra (transformers, matplotlib, tqdm), which the
-rest of fastrl does without.
+Both read top to bottom. They need the ``train`` extra (transformers, matplotlib, tqdm), which the
+rest of fastrl does not.
 """
 
 from importlib.util import find_spec

@@ -1,12 +1,12 @@
-"""The task that needs no download: small sums asked in words and digits, answered in digits.
+"""A task that needs no download: small sums in words and digits, answered in digits.
 
 ``python -m fastrl.train.arithmetic --out DIR`` writes ``train.jsonl`` and ``held_out.jsonl``, one
-``{"prompt": ..., "answer": ..., "demonstrations": [...]}`` a line. No prompt is in both; the same
-problem in another wording may be.
+``{"prompt": ..., "answer": ..., "demonstrations": [...]}`` per line. No prompt is in both files;
+the same problem in other words may be.
 
-The demonstrations, which a warm start imitates, are those of a teacher who counts both ends: right
-one time in three, else one too many. They show how an answer is written and about how large it is.
-Who imitates them best gives the wrong answer; only the reward tells which one is right.
+The warm start imitates the demonstrations, which are correct one time in three and otherwise one
+too large (an off-by-one error). They teach the format and the rough size of an answer. The most
+likely imitation is wrong; only the reward tells which answer is correct.
 """
 
 import argparse
@@ -36,11 +36,11 @@ class Problem(NamedTuple):
         return self.a + self.b if self.plus else self.a - self.b
 
     def demonstrations(self) -> list[str]:
-        """What the teacher says, each as likely as the others."""
+        """The demonstrated answers, each equally likely."""
         return [str(self.answer + error) for error in (0, 1, 1)]
 
     def phrasings(self) -> list[str]:
-        """Every wording: each template, each operand in digits or as a word."""
+        """Every wording: each template with each operand in digits or as a word."""
         templates = _PLUS if self.plus else _MINUS
         return [
             template.format(a=a, b=b)
@@ -58,10 +58,10 @@ def problems() -> list[Problem]:
 
 
 def split(seed: int, held_out: int = 256) -> tuple[list[Record], list[Record]]:
-    """The records for training and those held out.
+    """The records for training and the held-out records.
 
     Args:
-        seed: Decides which prompts are held out and the order of both lists.
+        seed: Determines which prompts are held out and the order of both lists.
         held_out: How many are held out.
 
     Returns:
@@ -93,7 +93,7 @@ def main() -> None:
     """Write the two files."""
     parser = argparse.ArgumentParser(description="Write the arithmetic prompts as JSONL.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    parser.add_argument("--seed", type=int, default=0, help="decides the split and the order")
+    parser.add_argument("--seed", type=int, default=0, help="determines the split and the order")
     arguments = parser.parse_args()
     train, test = write(arguments.out, arguments.seed)
     sys.stdout.write(f"{train}\n{test}\n")

@@ -1,8 +1,8 @@
-"""Checkpoints that hold all that the next step depends on, and are there whole or not at all.
+"""Checkpoints that hold everything the next step depends on, written atomically.
 
-``checkpoints/step-000050/`` is what `transformers` would load as a model, with ``state.pt`` beside
-it: the optimizer, any further modules, the generators and the step. The order of the prompts
-follows from seed and step.
+``checkpoints/step-000050/`` is a model that `transformers` loads, plus ``state.pt``: the optimizer,
+further modules, the random generators and the step. The order of the prompts is a function of seed
+and step.
 """
 
 import os
@@ -20,7 +20,7 @@ _STATE = "state.pt"
 
 
 class Stateful(Protocol):
-    """An optimizer, a module: what can be saved and restored."""
+    """What can be saved and restored: an optimizer, a module."""
 
     def state_dict(self) -> Any:  # noqa: D102
         ...
@@ -30,8 +30,8 @@ class Stateful(Protocol):
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator that a step may draw from: torch's, Python's and NumPy's."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 -- reward functions may draw from it
+    """The state of every generator that a step may use: torch's, Python's and NumPy's."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 -- reward functions may use it
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all(),
@@ -41,7 +41,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back to what `rng_state` returned."""
+    """Restore the generators to what `rng_state` returned."""
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
@@ -50,7 +50,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the same generators."""
+    """Seed the generators of `rng_state`."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -66,20 +66,20 @@ def save(
     rng: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write ``directory/step-NNNNNN`` in one rename, then drop all but the latest ``keep``.
+    """Write ``directory/step-NNNNNN`` atomically, then delete all but the latest ``keep``.
 
     Args:
-        directory: Where the checkpoints of the run are.
+        directory: The run's directory of checkpoints.
         step: How many steps are done.
         model: Saved with ``save_pretrained``, as is the tokenizer.
         tokenizer: The model's.
-        parts: Whatever else has a ``state_dict``: the optimizer, a value head.
-        rng: What `rng_state` returned when the next step was about to begin.
-        keep: How many checkpoints stay.
+        parts: Everything else with a ``state_dict``: the optimizer, a value head.
+        rng: What `rng_state` returned before the next step.
+        keep: How many checkpoints are kept.
     """
     final = directory / f"step-{step:06d}"
     if final.exists():
-        return final  # the same step of the same run
+        return final  # the same step of this run
     partial = directory / f".{final.name}.partial"
     for stale in directory.glob(".step-*.partial"):
         shutil.rmtree(stale)
@@ -98,13 +98,13 @@ def save(
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint of the most steps, if there is one."""
+    """The latest checkpoint, or None."""
     found = _all(directory)
     return found[-1] if found else None
 
 
 def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
-    """Load ``parts`` and the generators; the model is loaded by path like any other.
+    """Load ``parts`` and the generators; the model is loaded from its path like any other.
 
     Returns:
         How many steps were done.
@@ -122,24 +122,24 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Name the checkpoint in whatever goes wrong while it is read.
+    """Turn any error while a checkpoint is read into one that names it.
 
     Raises:
-        ValueError: Something did.
+        ValueError: The checkpoint cannot be read.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # what a damaged file raises depends on where it is damaged
+    except Exception as error:  # the type depends on where the file is damaged
         raise ValueError(
-            f"resume: {checkpoint} cannot be read; delete it to go on from the one before "
+            f"resume: {checkpoint} cannot be read; delete it to resume from the previous one "
             f"({type(error).__name__}: {error})"
         ) from error
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written."""
+    """Flush a file or directory to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,4 +1,4 @@
-"""From arguments to a config, and from an error to one clear line."""
+"""The command line: arguments to a config, errors to one clear line."""
 
 import argparse
 import json
@@ -15,16 +15,16 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
-    """Make a config from the command line, on top of ``--config FILE`` where that is given.
+    """Make a config from the command line, which overrides ``--config FILE``.
 
-    With ``--resume``, the settings of the run that is resumed lie below both.
+    With ``--resume``, both override the settings of the run that is resumed.
 
     Args:
         kind: The dataclass to fill; its fields are the options.
-        arguments: What was typed; ``sys.argv`` if not given.
+        arguments: The arguments; by default ``sys.argv``.
 
     Raises:
-        ValueError: A value cannot be used, or the file cannot be read or has unknown fields.
+        ValueError: A value is invalid, or the file cannot be read or has unknown fields.
     """
     parser = argparse.ArgumentParser(
         description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False
@@ -50,10 +50,10 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
     return kind(**_settings(kind, str(directory / SETTINGS)) | given | place)
 
 
-def run(kind: type[Config], train: Callable[[Config], Summary]) -> None:
-    """Parse, train, and say how it ended.
+def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
+    """Parse the command line, train, and print how the run ended.
 
-    The exit status is 2 where the input or a gradient was bad, 130 where the run was interrupted.
+    The exit status is 2 after a bad input or gradient, and 130 after an interrupt.
     """
     try:
         summary = train(parse(kind))
@@ -65,7 +65,7 @@ def run(kind: type[Config], train: Callable[[Config], Summary]) -> None:
 
 
 def _shape(kind: Any) -> dict[str, Any]:
-    """How argparse is to read a field of type ``kind``."""
+    """The options of argparse for a field of type ``kind``."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
@@ -89,6 +89,7 @@ def _settings(kind: type[RunConfig], file: str) -> dict[str, Any]:
     unknown = settings.keys() - {f.name for f in fields(kind)}
     if unknown:
         raise ValueError(
-            f"config: {file} has fields that {kind.__name__} has not: {', '.join(sorted(unknown))}"
+            f"config: {file} has fields that {kind.__name__} does not have: "
+            f"{', '.join(sorted(unknown))}"
         )
     return settings

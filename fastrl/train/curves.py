@@ -1,4 +1,4 @@
-"""``curves.png``: how a run went, at a glance."""
+"""``curves.png``: the metrics of a run over its steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ _LABELS = {
 
 
 def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw what is in ``rows`` against the step, a panel for each quantity that is there."""
+    """Plot the quantities in ``rows`` against the step, one panel each."""
     known = {key for row in rows for key in row}
     panels = [(title, kept) for title, keys in _PANELS if (kept := [k for k in keys if k in known])]
     figure = Figure(figsize=(4.2 * max(1, (len(panels) + 1) // 2), 6), layout="constrained")

@@ -1,4 +1,4 @@
-"""What surrounds the loss: precision, minibatches, denominator, optimizer step."""
+"""Around the loss: precision, minibatches, denominator, optimizer step."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,28 +16,28 @@ def autocast(config: RunConfig, model: Any) -> AbstractContextManager[Any]:
 
 
 def minibatches(samples: int, config: RunConfig) -> Iterator[Tensor]:
-    """Row numbers for each optimizer step: every sample once per epoch, shuffled."""
+    """Row indices for each optimizer step: every sample once per epoch, shuffled."""
     for _ in range(config.epochs):
         yield from torch.randperm(samples).tensor_split(config.minibatches)
 
 
 def normalizer(mask: Tensor, aggregation: str) -> Tensor:
-    """The loss's denominator over an optimizer step: tokens, or sequences that have any.
+    """The loss's denominator over an optimizer step: its tokens, or its non-empty sequences.
 
-    With it the sum of the micro-batches' gradients is the gradient of the whole.
+    With it, the gradients of the micro-batches add up to the gradient of the whole minibatch.
     """
     counted = mask if aggregation == "token-mean" else mask.any(1)
     return counted.sum().clamp(min=1)
 
 
 def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> float:
-    """Clip the gradients, take the optimizer's step at the learning rate of ``step``, clear them.
+    """Clip the gradients, step the optimizer at the learning rate of ``step``, clear the gradients.
 
     Returns:
         The norm of the gradients before clipping.
 
     Raises:
-        FloatingPointError: That norm is not finite; the weights are then as they were.
+        FloatingPointError: That norm is not finite; the weights are unchanged.
     """
     rate = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
     for group in optimizer.param_groups:

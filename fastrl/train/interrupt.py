@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop after the step at hand."""
+"""Ctrl-C and SIGTERM as a request to stop after the current step."""
 
 import signal
 from types import FrameType, TracebackType
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Interrupt:
-    """While entered, the first SIGINT or SIGTERM sets ``requested``.
+    """A context manager in which the first SIGINT or SIGTERM only sets ``requested``.
 
-    A second acts as it would have without this. Outside the main thread, where Python allows no
-    handlers, it does nothing.
+    A second one has its usual effect. Outside the main thread, where Python allows no signal
+    handlers, this does nothing.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        """Take over the two signals."""
+        """Install the handlers."""
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._note)
@@ -31,7 +31,7 @@ class Interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give them back."""
+        """Restore the previous handlers."""
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The losses' metrics, gathered over micro-batches on the device and read once a step."""
+"""The metrics of the losses, collected over micro-batches on the device, read once per step."""
 
 import torch
 from torch import Tensor
@@ -16,19 +16,19 @@ _MEANS = (
 
 
 class MetricMeans:
-    """Means over tokens of the losses' metrics, and the largest ratio."""
+    """Means over tokens of a loss's metrics, and the largest ratio."""
 
     def __init__(self) -> None:
         self._tokens: list[Tensor] = []
         self._seen: list[dict[str, Tensor]] = []
 
     def add(self, metrics: dict[str, Tensor]) -> None:
-        """Take in a micro-batch."""
+        """Add a micro-batch."""
         self._seen.append({name: value.detach() for name, value in metrics.items()})
         self._tokens.append(metrics["active_tokens"].detach().double())
 
     def read(self) -> dict[str, float]:
-        """The means over all tokens seen."""
+        """The means over all tokens so far."""
         tokens = torch.stack(self._tokens)
         share = tokens / tokens.sum().clamp(min=1)
         values = {
@@ -40,7 +40,7 @@ class MetricMeans:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Share of the returns' variance that the values account for; 0 if they do not vary."""
+    """Share of the returns' variance that the values explain; 0 if the returns are constant."""
     y, error = returns[mask], (returns - values)[mask]
     variance = y.var(correction=0)
     return float(torch.where(variance > 0, 1 - error.var(correction=0) / variance, 0.0))

@@ -1,4 +1,4 @@
-"""The model and its tokenizer: any causal LM of `transformers`, or a small new one."""
+"""The model and its tokenizer: any causal LM from `transformers`, or a small new one."""
 
 import string
 from typing import Any
@@ -18,13 +18,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-logging.disable_progress_bar()  # for a model that loads in a blink; the loops have their own
+logging.disable_progress_bar()  # the loops have their own
 
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per printable ASCII character, one that pads and one that ends."""
+    """A tokenizer with a token per printable ASCII character, a padding and an end token."""
     tokens = ["<pad>", "<eos>", *CHARACTERS]
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
@@ -39,7 +39,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A new Llama of half a million parameters, its weights drawn from torch's generator."""
+    """A new Llama of half a million parameters, initialized from torch's generator."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -56,7 +56,7 @@ def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is a GPU where there is one.
+    """The device of that name; ``auto`` is a GPU if there is one.
 
     Raises:
         ValueError: There is no such device.
@@ -67,18 +67,18 @@ def find_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"device must be one that is there, got {name!r}: {reason}") from error
+        raise ValueError(f"device must be available, got {name!r}: {reason}") from error
 
 
 def load(path: str | None, device: str | torch.device) -> tuple[Any, Any]:
     """The model, in float32, and its tokenizer.
 
-    Dropout is off for good (``eval``): with it, the probability of a sample at the time of the loss
-    would not be that at the time of sampling, and the ratio of the two would not begin at 1.
+    Dropout is always off (``eval``). With dropout, the loss would see other probabilities than the
+    sampling, and the ratio would not start at 1.
 
     Args:
         path: A directory or hub name; None for the small new model.
-        device: Where to put it.
+        device: The device of the model.
 
     Raises:
         ValueError: There is no such model, or its tokenizer has no end token.
@@ -96,10 +96,10 @@ def load(path: str | None, device: str | torch.device) -> tuple[Any, Any]:
             ) from error
     ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
     if ends is None:
-        raise ValueError(f"model must come with an end token, got none in {path!r}")
+        raise ValueError(f"model must have an end token, got none in {path!r}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    # Sampling defaults that a model brings along would change what it is sampled from.
+    # A model's own sampling defaults would change the distribution of the samples.
     model.generation_config = GenerationConfig(
         eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )

@@ -1,8 +1,8 @@
-"""The policy over a rollout: log-probabilities and loss, through the LM head or through logits.
+"""The policy on a rollout: log-probabilities and loss, from hidden states or from logits.
 
-With ``loss="linear"`` the model's backbone is called and its head is not: the loss takes hidden
-states and the head's weight, and logits are never all there. ``loss="logits"`` calls the whole
-model, whatever its head does.
+With ``loss="linear"`` only the model's backbone is called: the loss takes hidden states and the
+weight of the head, and the logits are never materialized. ``loss="logits"`` calls the whole model
+and supports every head.
 """
 
 from typing import Any, NamedTuple
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from fastrl import (
     Objective,
+    PolicyLoss,
     linear_policy_loss,
     linear_token_logprobs,
     logits_policy_loss,
     token_logprobs,
 )
 from fastrl.integrations.transformers import LmHead, last_hidden_states, lm_head
-from fastrl.ops.policy_loss import PolicyLoss
 from fastrl.train.config import RunConfig
 from fastrl.train.gradients import autocast
 from fastrl.train.rollout import Rollout
 
 
 class PolicyOutputs(NamedTuple):
-    """What the model says where the tokens were chosen; either logits or head is None."""
+    """The model's outputs at the sampled tokens; either logits or head is None."""
 
     states: Tensor  # [N, T, H], the last hidden states
     logits: Tensor | None  # [N, T, V]
@@ -33,7 +33,7 @@ class PolicyOutputs(NamedTuple):
 
 
 def check_head(model: Any, config: RunConfig) -> None:
-    """Raise a `ValueError` if ``loss="linear"`` does not know the model's LM head."""
+    """Raise a `ValueError` if ``loss="linear"`` does not support the model's LM head."""
     if config.loss == "linear":
         try:
             lm_head(model)
@@ -44,9 +44,9 @@ def check_head(model: Any, config: RunConfig) -> None:
 def policy_outputs(model: Any, rollout: Rollout, config: RunConfig) -> PolicyOutputs:
     """Run the model over the sequences, in the precision of the configuration.
 
-    Positions count real tokens, so that a sequence's outputs do not depend on how far it is padded.
+    Positions count only real tokens, so that the outputs do not depend on the padding.
     """
-    chosen = slice(-rollout.token_ids.shape[1] - 1, -1)
+    sampled = slice(-rollout.token_ids.shape[1] - 1, -1)
     inputs = {
         "input_ids": rollout.input_ids,
         "attention_mask": rollout.attention_mask,
@@ -54,7 +54,7 @@ def policy_outputs(model: Any, rollout: Rollout, config: RunConfig) -> PolicyOut
     }
     with autocast(config, model):
         if config.loss == "linear":
-            states = last_hidden_states(model, **inputs)[:, chosen]
+            states = last_hidden_states(model, **inputs)[:, sampled]
             return PolicyOutputs(states, None, lm_head(model))
         out = model(
             **inputs,
@@ -62,7 +62,7 @@ def policy_outputs(model: Any, rollout: Rollout, config: RunConfig) -> PolicyOut
             output_hidden_states=True,
             use_cache=False,
         )
-    return PolicyOutputs(out.hidden_states[-1][:, chosen], out.logits[:, :-1], None)
+    return PolicyOutputs(out.hidden_states[-1][:, sampled], out.logits[:, :-1], None)
 
 
 def policy_logprobs(outputs: PolicyOutputs, rollout: Rollout, config: RunConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompts: read from JSONL, and dealt out in an order that depends on seed and step alone."""
+"""Prompts: read from JSONL, in an order that depends only on seed and step."""
 
 import json
 from pathlib import Path
@@ -11,19 +11,19 @@ Item = TypeVar("Item")
 
 
 class Prompt(NamedTuple):
-    """A record, and its prompt as the model reads it."""
+    """A record and its tokenized prompt."""
 
     record: Record
     token_ids: list[int]
 
 
 def read_jsonl(path: str | Path) -> list[Record]:
-    """The records of a file: one JSON object with a ``"prompt"`` string a line.
+    """The records of a file: one JSON object with a ``"prompt"`` string per line.
 
-    Blank lines are passed over.
+    Blank lines are skipped.
 
     Raises:
-        ValueError: The file cannot be read or is empty, or a line is wrong (says ``file:line``).
+        ValueError: The file cannot be read or is empty, or a line is invalid (``file:line``).
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -40,7 +40,7 @@ def _record(line: bytes, where: str) -> Record:
         record = json.loads(line.decode())
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # bytes, digits or brackets that Python refuses
+    except (ValueError, RecursionError) as error:  # invalid bytes, too many digits or brackets
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: must be an object, got {type(record).__name__}")  # noqa: TRY004
@@ -54,10 +54,10 @@ def _record(line: bytes, where: str) -> Record:
 def encode(
     records: list[Record], tokenizer: Any, *, chat_template: bool, max_tokens: int
 ) -> list[Prompt]:
-    """Tokenize the prompts, each as a user's message if ``chat_template``.
+    """Tokenize the prompts, each as a user message if ``chat_template``.
 
     Raises:
-        ValueError: A prompt is longer than ``max_tokens`` or holds what the tokenizer cannot write.
+        ValueError: A prompt is longer than ``max_tokens`` or cannot be tokenized.
     """
     if chat_template and tokenizer.chat_template is None:
         raise ValueError("chat_template: the tokenizer has none")
@@ -83,9 +83,9 @@ def encode(
 
 
 def deal(prompts: list[Item], *, count: int, step: int, seed: int) -> list[Item]:
-    """The ``count`` prompts of a step: every prompt once in random order, then again in another.
+    """The ``count`` prompts of a step: every prompt once in random order, then in another order.
 
-    Nothing is remembered between calls, so a resumed run continues where it was.
+    There is no state between calls, so a resumed run continues with the same prompts.
     """
     n = len(prompts)
     orders: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Rewards: found by name, called on strings, and checked before they are believed."""
+"""Reward functions: imported by name, called on strings, their results checked."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,18 +10,18 @@ from fastrl.train.prompts import Record
 
 
 class RewardError(ValueError):
-    """A reward function that raised, or returned what cannot be trained on."""
+    """A reward function raised, or returned invalid rewards."""
 
 
 RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float]]
 
 
 def exact_match(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-    """1 where the completion is the record's ``"answer"`` but for space around it, else 0."""
+    """1 if the completion equals the record's ``"answer"`` up to surrounding space, else 0."""
     for prompt, record in zip(prompts, records, strict=True):
         if not isinstance(record.get("answer"), str):
             raise ValueError(  # noqa: TRY004
-                f'"answer" must be a string, got {record.get("answer")!r} beside prompt {prompt!r}'
+                f'"answer" must be a string, got {record.get("answer")!r} for prompt {prompt!r}'
             )
     return [
         float(completion.strip() == record["answer"].strip())
@@ -30,15 +30,15 @@ def exact_match(prompts: list[str], completions: list[str], records: list[Record
 
 
 def import_reward(path: str) -> RewardFunction:
-    """The function at ``module:function``.
+    """The function ``module:function``.
 
     Raises:
-        ValueError: The module cannot be imported, or holds no such function.
+        ValueError: The module cannot be imported, or has no such function.
     """
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises on import
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(
             f"reward: importing {module_name} raised {type(error).__name__}: {error}"
         ) from error
@@ -49,20 +49,21 @@ def import_reward(path: str) -> RewardFunction:
 
 
 def score(function: RewardFunction, records: list[Record], completions: list[str]) -> Tensor:
-    """Call ``function`` on completions and the records that they answer.
+    """Call ``function`` on completions and their records.
 
     Returns:
         The rewards, float32 [N].
 
     Raises:
-        RewardError: The function raised, or returned the wrong count or no finite numbers.
+        RewardError: The function raised, or returned a wrong number of rewards or one that is not
+            finite.
     """
     prompts = [record["prompt"] for record in records]
     try:
         returned = function(prompts, list(completions), records)
         unordered = isinstance(returned, (str, bytes, Mapping))
         values = [] if unordered else [float(value) for value in returned]
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # a user's function may raise anything
         raise RewardError(f"reward: raised {type(error).__name__}: {error}") from error
     if unordered:
         kind = type(returned).__name__

@@ -1,4 +1,4 @@
-"""Sampling: prompts in, completions and the tensors that the losses take out."""
+"""Sampling: from prompts to completions and the tensors of the losses."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ class Rollout(NamedTuple):
 
     input_ids: Tensor  # [N, P + T]
     attention_mask: Tensor  # [N, P + T]
-    token_ids: Tensor  # [N, T], the completions alone
-    mask: Tensor  # bool [N, T], true up to the end token and on it
+    token_ids: Tensor  # [N, T], the completions
+    mask: Tensor  # bool [N, T], true up to and including the end token
 
     def rows(self, index: Tensor) -> "Rollout":
         """The sequences at ``index``."""
@@ -33,11 +33,11 @@ def generate(
 ) -> tuple[Rollout, list[str]]:
     """Sample ``group_size`` completions of each prompt; greedily if ``temperature`` is None.
 
-    Samples come from softmax(logits / temperature) and nothing else: no top-k, no top-p, no
-    penalties, whatever the model's own defaults are, for the loss takes them as drawn from that.
+    The distribution is exactly softmax(logits / temperature), as the loss assumes: no top-k, no
+    top-p, no penalties, whatever the model's defaults are.
 
     Returns:
-        The rollout, a prompt's completions side by side, and the completions as strings.
+        The rollout, a prompt's completions in consecutive rows, and the completions as strings.
     """
     encoded = tokenizer.pad(
         {"input_ids": [prompt.token_ids for prompt in prompts for _ in range(group_size)]},
@@ -64,6 +64,6 @@ def generate(
 
 
 def completion_mask(token_ids: Tensor, end_ids: int | list[int]) -> Tensor:
-    """True up to the first end token and on it: choosing to stop is an action as well."""
+    """True up to and including the first end token: choosing to stop is an action too."""
     ends = torch.isin(token_ids, torch.as_tensor(end_ids, device=token_ids.device))
     return ends.cumsum(1) - ends.long() == 0

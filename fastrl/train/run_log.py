@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``config.json``, ``metrics.jsonl``, ``curves.png``; a progress bar."""
+"""The files of a run, ``config.json``, ``metrics.jsonl``, ``curves.png``, and a progress bar."""
 
 import json
 import os
@@ -25,14 +25,14 @@ class Summary(NamedTuple):
 
     directory: Path
     step: int
-    held_out: tuple[float, float] | None  # before the first step and last
+    held_out: tuple[float, float] | None  # before the first step, after the last
     interrupted: bool
 
     def __str__(self) -> str:
-        """The lines to end with."""
+        """The final lines of output."""
         lines = []
         if self.interrupted and not (self.directory / SETTINGS).exists():
-            lines.append("stopped in the warm start: nothing was kept")
+            lines.append("stopped in the warm start: nothing was saved")
         elif self.interrupted:
             options = ["--resume", "--name", self.directory.name]
             if self.directory.parent != Path(RunConfig.out_dir):
@@ -51,12 +51,12 @@ class RunLog:
     """The files of one run.
 
     Args:
-        config: Says where; see `run_directory`.
-        loop: The loop's name, ``"grpo"`` or ``"ppo"``, which an unnamed run is called after.
+        config: Determines the directory, see `run_directory`.
+        loop: The loop, ``"grpo"`` or ``"ppo"``: the first part of the name of an unnamed run.
 
     Raises:
-        ValueError: The directory holds a run and ``config.resume`` is off, or it is on and there is
-            none, or the run's settings were other ones.
+        ValueError: The directory contains a run and ``config.resume`` is off; or it is on and there
+            is no run, or its settings differ.
     """
 
     def __init__(self, config: RunConfig, loop: str) -> None:
@@ -71,7 +71,7 @@ class RunLog:
         self._check()
 
     def begin(self, step: int) -> None:
-        """Write the settings, forget what was logged after ``step``, and show the bar."""
+        """Write the settings, remove rows after ``step`` from the log, and show the bar."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.metrics.exists():
             lines = self.metrics.read_text().splitlines()
@@ -87,7 +87,7 @@ class RunLog:
 
     @property
     def metrics(self) -> Path:
-        """``metrics.jsonl``, a row a step."""
+        """``metrics.jsonl``, one row per step."""
         return self.directory / "metrics.jsonl"
 
     @property
@@ -95,9 +95,9 @@ class RunLog:
         return self.directory / SETTINGS
 
     def write(self, row: Row) -> None:
-        """Append a row and move the bar."""
+        """Append a row and advance the bar."""
         if not self.rows:
-            self._bar.unpause()  # the warm start is no part of a step's time
+            self._bar.unpause()  # the warm start does not count as step time
         self.rows.append(row)
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -111,14 +111,14 @@ class RunLog:
         tqdm.write(line)
 
     def finish(self) -> Path:
-        """Close the bar, draw the curves, and return where they lie."""
+        """Close the bar, draw the curves, and return their path."""
         self._bar.close()
         path = self.directory / "curves.png"
         draw(self.rows, path)
         return path
 
     def discard(self) -> None:
-        """Close the bar; where no step was logged nor saved, remove what `begin` wrote."""
+        """Close the bar; if no step was logged or saved, remove what `begin` wrote."""
         self._bar.close()
         if self.rows or self.checkpoints.exists():
             return
@@ -127,11 +127,11 @@ class RunLog:
         for path in written:
             path.unlink(missing_ok=True)
         for directory in (data, self.directory):
-            with suppress(OSError):  # it is not there, or holds what is not the run's
+            with suppress(OSError):  # it does not exist, or holds other files
                 directory.rmdir()
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
-        """How the run ended, by what was logged."""
+        """How the run ended, from its log."""
         held_out = [row["held_out_reward"] for row in self.rows if "held_out_reward" in row]
         ends = (held_out[0], held_out[-1]) if held_out else None
         return Summary(self.directory, step, ends, interrupted)
@@ -139,23 +139,23 @@ class RunLog:
     def _check(self) -> None:
         if not self._settings.exists():
             if self.config.resume:
-                raise ValueError(f"resume: {self.directory} holds no run")
+                raise ValueError(f"resume: {self.directory} contains no run")
             return
         if not self.config.resume:
             raise ValueError(
-                f"name: {self.directory} already holds a run; "
-                "continue it with --resume or choose another --name"
+                f"name: {self.directory} already contains a run; "
+                "resume it with --resume or choose another --name"
             )
         before = json.loads(self._settings.read_text())
         for key, value in asdict(self.config).items():
             if key not in _MAY_CHANGE and before.get(key) != value:
                 raise ValueError(
-                    f"{key} must stay {before.get(key)!r} when a run is resumed, got {value!r}"
+                    f"{key} must remain {before.get(key)!r} when a run is resumed, got {value!r}"
                 )
 
 
 def run_directory(config: RunConfig, loop: str) -> Path:
-    """``out_dir/name``; without a name ``loop-N``: the next free N, or the last one to resume."""
+    """``out_dir/name``; without a name ``loop-N``, with the next free N, or the last to resume."""
     root = Path(config.out_dir)
     if config.name is not None:
         return root / config.name
@@ -168,7 +168,7 @@ def run_directory(config: RunConfig, loop: str) -> Path:
 
 
 def _parse(line: str) -> Row | None:
-    """A row, or None for a line that an interruption cut short."""
+    """A row, or None if an interruption truncated the line."""
     try:
         return json.loads(line)  # type: ignore[no-any-return]
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What both loops do before their first step: check, load, resume or warm start."""
+"""Before the first step: check the settings, load, resume or warm start; and evaluation."""
 
 import copy
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from fastrl.train.warm_start import check_demonstrations, warm_start
 
 
 class Job(NamedTuple):
-    """Everything a loop works on."""
+    """Model, data, reward and log of a run."""
 
     log: RunLog
     model: Any
@@ -32,11 +32,11 @@ class Job(NamedTuple):
 
 
 def prepare(config: RunConfig, loop: str) -> Job:
-    """Check and load all that ``config`` names.
+    """Check and load everything that ``config`` names.
 
     Raises:
-        ValueError: Anything about it that would stop the run later: a missing file, a malformed
-            line, a prompt that is too long, a reward that is not there or returns the wrong thing.
+        ValueError: Anything that would stop the run later: a missing file, a malformed line, a
+            prompt that is too long, a reward that does not exist or returns a wrong type.
     """
     log = RunLog(config, loop)
     reward = import_reward(config.reward)
@@ -45,7 +45,7 @@ def prepare(config: RunConfig, loop: str) -> Job:
     else:
         records = [read_jsonl(file) for file in (config.train_file, config.held_out_file)]
     for some in records:
-        score(reward, some, [""] * len(some))  # a reward that cannot work fails here
+        score(reward, some, [""] * len(some))  # a broken reward fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
     checkpoint.seed_all(config.seed)
     device = models.find_device(config.device)
@@ -68,20 +68,20 @@ def prepare(config: RunConfig, loop: str) -> Job:
 
 
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
-    """Raise a `ValueError` if the longest prompt and completion are more than the model reads."""
+    """Raise a `ValueError` if the longest prompt and completion exceed the model's context."""
     positions = getattr(model.config, "max_position_embeddings", None)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if positions is not None and longest + max_new_tokens > positions:
         raise ValueError(
-            f"max_new_tokens must be at most {positions - longest} for this model, which reads "
-            f"{positions} tokens, and the longest prompt, of {longest}; got {max_new_tokens}"
+            f"max_new_tokens must be at most {positions - longest} for this model, with a context "
+            f"of {positions} tokens, and a longest prompt of {longest}; got {max_new_tokens}"
         )
 
 
 def begin(
     job: Job, config: RunConfig, parts: Mapping[str, Any], interrupt: Interrupt
 ) -> int | None:
-    """Restore what is resumed from, or warm start.
+    """Restore the checkpoint to resume from, or warm start.
 
     Returns:
         How many steps are done; None if the warm start was interrupted and nothing is kept.
@@ -107,19 +107,19 @@ def begin(
 
 
 def reference_model(job: Job, config: RunConfig) -> Any:
-    """A frozen copy of the model before its first step, kept with the run for resuming."""
+    """A frozen copy of the initial model, stored with the run so that it can be resumed."""
     path = job.log.directory / "reference"
     if job.resumed_from is None:
         job.model.save_pretrained(path)
         return copy.deepcopy(job.model).requires_grad_(False)
-    before = checkpoint.rng_state()  # making a model may draw numbers, a copy does not
+    before = checkpoint.rng_state()  # making a model may use the generators, copying does not
     frozen = type(job.model).from_pretrained(path, dtype=torch.float32)
     checkpoint.set_rng_state(before)
     return frozen.to(job.model.device).eval().requires_grad_(False)
 
 
 def evaluate(job: Job, config: RunConfig) -> float:
-    """Mean reward of greedy completions of the held-out prompts; draws no random numbers."""
+    """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
     before = checkpoint.rng_state()
     total = 0.0
     for start in range(0, len(job.held_out), 256):

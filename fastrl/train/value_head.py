@@ -1,4 +1,4 @@
-"""The critic: what a sequence will return, read from the policy's last hidden state."""
+"""The critic: the expected return, from the policy's last hidden states."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fastrl.train.rollout import Rollout
 
 
 class ValueHead(nn.Module):
-    """A hidden layer and one number per token, 0 for every token at the start."""
+    """A hidden layer and one value per token, initially 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -27,6 +27,6 @@ class ValueHead(nn.Module):
 
 @torch.no_grad()
 def rollout_values(model: Any, head: ValueHead, rollout: Rollout, config: PpoConfig) -> Tensor:
-    """Values [N, T], a micro-batch at a time."""
+    """Values [N, T], computed a micro-batch at a time."""
     rows = torch.arange(len(rollout.mask)).split(config.micro_batch)
     return torch.cat([head(policy_outputs(model, rollout.rows(r), config).states) for r in rows])

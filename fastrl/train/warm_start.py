@@ -1,4 +1,4 @@
-"""A few supervised steps, so that a new model earns its first rewards."""
+"""A few supervised steps, so that a new model gets its first rewards."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ NEW_MODEL_STEPS = 700
 
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
-    """The texts after their prompts, as if they had been sampled."""
+    """The texts as completions of their prompts, as if they had been sampled."""
     left = tokenizer.pad(
         {"input_ids": [prompt.token_ids for prompt in prompts]},
         padding_side="left",
@@ -37,12 +37,10 @@ def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: An
 def warm_start(
     model: Any, tokenizer: Any, prompts: list[Prompt], config: RunConfig
 ) -> Iterator[float]:
-    """Raise the log-likelihood of demonstrations for the training prompts; yields each step's loss.
+    """Train on demonstrations for the training prompts; yields the loss of each step.
 
-    A record's demonstrations are in ``"demonstrations"``, of which one is drawn each time; a record
-    without them is shown its ``"answer"``.
-
-    `check_demonstrations` says whether this can be done.
+    Each time, one of the record's ``"demonstrations"`` is chosen at random; a record without them
+    has its ``"answer"``. `check_demonstrations` checks them beforehand.
     """
     steps = _steps(config)
     shown = [_demonstrations(prompt) for prompt in prompts]
@@ -50,7 +48,7 @@ def warm_start(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.warm_start_learning_rate, betas=(0.9, 0.98), weight_decay=0.1
     )
-    plain = replace(config, temperature=1.0)  # that is for sampling
+    plain = replace(config, temperature=1.0)  # the temperature is for sampling
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = config.warm_start_learning_rate * min((step + 1) / 20, 1 - step / steps)
@@ -67,7 +65,7 @@ def warm_start(
 
 
 def check_demonstrations(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -> None:
-    """Raise a `ValueError` that names a record whose demonstrations cannot be shown."""
+    """Raise a `ValueError` that names a record whose demonstrations cannot be used."""
     known: set[str] = set()
     for prompt in prompts if _steps(config) > 0 else []:
         for text in _demonstrations(prompt):

@@ -88,7 +88,7 @@ def test_every_prompt_is_dealt_once_per_round():
     assert deal(items, count=4, step=3, seed=7) == dealt[12:16]
 
 
-def test_a_prompt_that_is_too_long_or_cannot_be_written_is_an_error():
+def test_a_prompt_that_is_too_long_or_cannot_be_tokenized_is_an_error():
     tokenizer = character_tokenizer()
     with pytest.raises(ValueError, match="max_prompt_tokens must cover every prompt, got 5"):
         encode([{"prompt": "1 + 1"}], tokenizer, chat_template=False, max_tokens=4)
@@ -130,7 +130,7 @@ def test_exact_match():
         ("fastrl.train.rewards:nothing", "has no function 'nothing'"),
     ],
 )
-def test_a_reward_that_is_not_there(path, message):
+def test_a_missing_reward(path, message):
     with pytest.raises(ValueError, match=message):
         import_reward(path)
 
@@ -150,7 +150,7 @@ def test_a_reward_that_is_not_there(path, message):
         (lambda prompts, completions, records: 1 / 0, "raised ZeroDivisionError"),
     ],
 )
-def test_a_reward_that_cannot_be_trained_on(function, message):
+def test_invalid_rewards(function, message):
     with pytest.raises(RewardError, match=message):
         score(function, [{"prompt": "a"}, {"prompt": "b"}], ["x", "y"])
 
@@ -198,7 +198,7 @@ def test_command_line(tmp_path, monkeypatch):
     config = parse(GrpoConfig, ["--config", str(file), "--seed", "5", "--clip_high", "none"])
     assert (config.group_size, config.clip_high, config.seed) == (4, None, 5)
     file.write_text(json.dumps({"groupsize": 4}))
-    with pytest.raises(ValueError, match="fields that GrpoConfig has not: groupsize"):
+    with pytest.raises(ValueError, match="fields that GrpoConfig does not have: groupsize"):
         parse(GrpoConfig, ["--config", str(file)])
 
 

@@ -18,8 +18,7 @@ import transformers
 
 from fastrl.train import grpo, ppo, start
 from fastrl.train.checkpoint import latest
-from fastrl.train.command_line import parse
-from fastrl.train.command_line import run as command
+from fastrl.train.command_line import main, parse
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.models import load
@@ -34,7 +33,7 @@ TIMES = {"tokens_per_second"}
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Settings of a run of seconds: ten prompts, rewarded by the digits in a completion."""
+    """Settings of a run of seconds: ten prompts, a reward for digits in the completion."""
     lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(10)]
     (tmp_path / "train.jsonl").write_text("".join(lines[:6]))
     (tmp_path / "held_out.jsonl").write_text("".join(lines[6:]))
@@ -113,7 +112,7 @@ def test_the_warm_start_learns_the_answers():
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_resumed_run_gives_the_same_numbers_as_one_in_one_piece(small, loop):
+def test_a_resumed_run_equals_an_uninterrupted_one(small, loop):
     small |= {"kl_coef": 0.05, "save_every": 100, "eval_every": 100}
     whole = run(loop, small, name="whole", steps=6).directory
     parts = run(loop, small, name="parts", steps=3).directory
@@ -136,7 +135,7 @@ def test_a_resumed_run_gives_the_same_numbers_as_one_in_one_piece(small, loop):
         assert torch.equal(moments["exp_avg"], again["optimizer"]["state"][name]["exp_avg"])
 
 
-def test_each_sample_is_weighed_by_the_reward_of_its_own_record(small, monkeypatch):
+def test_each_sample_gets_the_advantage_of_its_record(small, monkeypatch):
     _, tokenizer = load(None, "cpu")
     seen = []
 
@@ -157,7 +156,7 @@ def test_each_sample_is_weighed_by_the_reward_of_its_own_record(small, monkeypat
         assert [a for _, a in group] == pytest.approx([r - sum(rewards) / 4 for r in rewards])
 
 
-def test_two_runs_are_equal_and_another_seed_is_not(small):
+def test_the_same_seed_gives_the_same_run(small):
     first, second = (run("grpo", small).directory for _ in range(2))
     assert (first.name, second.name) == ("grpo-1", "grpo-2")
     assert rows(first) == rows(second)
@@ -191,19 +190,19 @@ def test_a_model_is_trained_from_where_it_was_saved(small, tmp_path):
         run("grpo", small, model=str(tmp_path / "nothing"))
 
 
-def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(small):
+def test_a_run_is_not_overwritten_or_resumed_with_other_settings(small):
     directory = run("grpo", small, name="a", steps=1).directory
     before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-    with pytest.raises(ValueError, match="already holds a run; continue it with --resume"):
+    with pytest.raises(ValueError, match="already contains a run; resume it with --resume"):
         run("grpo", small, name="a", steps=1)
-    with pytest.raises(ValueError, match="learning_rate must stay"):
+    with pytest.raises(ValueError, match="learning_rate must remain"):
         run("grpo", small, name="a", steps=2, resume=True, learning_rate=0.1)
-    with pytest.raises(ValueError, match="b holds no run"):
+    with pytest.raises(ValueError, match="b contains no run"):
         run("grpo", small, name="b", resume=True)
     assert before == {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def test_a_reward_that_fails_later_leaves_a_checkpoint_to_go_on_from(small):
+def test_a_reward_that_fails_later_leaves_a_checkpoint_to_resume_from(small):
     small |= {"reward": "small_rewards:fails_later", "name": "a", "save_every": 100}
     with pytest.raises(RewardError, match="must be finite in float32, got nan"):
         run("grpo", small)  # two calls on trial, one on the held-out prompts, then two steps
@@ -215,7 +214,7 @@ def test_a_reward_that_fails_later_leaves_a_checkpoint_to_go_on_from(small):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_reward_that_fails_in_an_evaluation_leaves_the_row_of_the_step(small, loop):
+def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_in_the_log(small, loop):
     small |= {"reward": "small_rewards:fails_later", "name": "a", "eval_every": 3}
     with pytest.raises(RewardError, match="must be finite"):
         run(loop, small)  # the sixth call is that of step 3, the seventh its evaluation
@@ -230,7 +229,7 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_the_row_of_the_step(small, 
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_gradients_that_are_not_finite_stop_the_run_before_the_weights(small, loop, monkeypatch):
+def test_gradients_that_are_not_finite_leave_the_weights_unchanged(small, loop, monkeypatch):
     def spoiled(*arguments):
         return score(*arguments) * float("inf")
 
@@ -249,7 +248,7 @@ def test_gradients_that_are_not_finite_stop_the_run_before_the_weights(small, lo
         ({"train_file": "gone.jsonl"}, "gone.jsonl cannot be read"),
         ({"max_prompt_tokens": 2}, "max_prompt_tokens must cover"),
         ({"max_new_tokens": 252}, "max_new_tokens must be at most 249 for this model"),
-        ({"device": "foo"}, "device must be one that is there, got 'foo'"),
+        ({"device": "foo"}, "device must be available, got 'foo'"),
         (
             {"train_file": "{tmp}/lacks.jsonl", "reward": "fastrl.train.rewards:exact_match"},
             'reward: raised ValueError: "answer" must be a string, got None',
@@ -276,21 +275,21 @@ def test_bad_input_is_found_before_any_work(small, tmp_path, change, message):
 
 
 @pytest.mark.parametrize("damaged", ["state.pt", "model.safetensors", "config.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(small, damaged):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumes(small, damaged):
     small |= {"name": "a", "save_every": 1}
     directory = run("grpo", small, steps=2).directory / "checkpoints"
     last = latest(directory)
     content = (last / damaged).read_bytes()
     (last / damaged).write_bytes(content[: len(content) // 2])
     (directory / ".step-000001.partial").mkdir()
-    with pytest.raises(ValueError, match="step-000002 cannot be read; delete it to go on from"):
+    with pytest.raises(ValueError, match="step-000002 cannot be read; delete it to resume from"):
         run("grpo", small, resume=True)
     shutil.rmtree(last)
     assert run("grpo", small, resume=True).step == 3
     assert not list(directory.glob(".*"))
 
 
-def test_both_signals_are_noted_once_and_then_given_back():
+def test_both_signals_are_noted_once_and_then_restored():
     for number in (signal.SIGINT, signal.SIGTERM):
         before = signal.getsignal(number)
         with Interrupt() as interrupt:
@@ -336,7 +335,7 @@ def test_a_run_interrupted_in_the_warm_start_says_so_and_frees_its_name(small, l
     monkeypatch.setattr(start, "warm_start", interrupted)
     summary = run(loop, small, name="a", train_file=None, held_out_file=None)
     assert summary.interrupted
-    assert str(summary) == "stopped in the warm start: nothing was kept"
+    assert str(summary) == "stopped in the warm start: nothing was saved"
     assert not summary.directory.exists()
 
 
@@ -348,11 +347,11 @@ def test_the_printed_continuation_continues_with_the_settings_of_the_run(small):
     config = parse(GrpoConfig, [*shlex.split(hint), "--steps", "2"])
     assert (config.seed, config.steps, config.group_size) == (1, 2, 4)
     assert grpo.train(config).step == 2
-    with pytest.raises(ValueError, match="seed must stay 1 when a run is resumed, got 2"):
+    with pytest.raises(ValueError, match="seed must remain 1 when a run is resumed, got 2"):
         grpo.train(parse(GrpoConfig, [*shlex.split(hint), "--seed", "2"]))
 
 
-def test_a_start_that_failed_is_no_run_to_resume(small):
+def test_a_failed_start_is_not_a_run_to_resume(small):
     directory = run("grpo", small, steps=1).directory
     (directory.parent / "grpo-2").mkdir()
     assert run("grpo", small, steps=2, resume=True).directory == directory
@@ -364,11 +363,11 @@ def test_a_start_that_failed_is_no_run_to_resume(small):
 def test_bad_settings_on_the_command_line_end_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grpo", "--steps", "0"])
     with pytest.raises(SystemExit, match="2"):
-        command(GrpoConfig, grpo.train)
+        main(GrpoConfig, grpo.train)
     assert capsys.readouterr().err == "error: steps must be at least 1, got 0\n"
 
 
-def test_a_head_that_the_linear_loss_does_not_know_is_refused_before_any_work(small, tmp_path):
+def test_a_head_without_a_linear_loss_is_refused_before_any_work(small, tmp_path):
     _, tokenizer = load(None, "cpu")
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1

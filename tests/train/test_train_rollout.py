@@ -25,7 +25,7 @@ def model_and_tokenizer():
     model, tokenizer = load(None, "cpu")
     with torch.no_grad():
         model.lm_head.weight[tokenizer.eos_token_id] += 0.4 * torch.randn(128)
-        model.lm_head.weight.mul_(20)  # a policy that is far from uniform
+        model.lm_head.weight.mul_(20)  # so that the policy is far from uniform
     return model, tokenizer
 
 
@@ -35,7 +35,7 @@ def sample(model, tokenizer, **options):
     return generate(model, tokenizer, prompts, **settings)
 
 
-def test_the_end_token_is_an_action_and_nothing_after_it():
+def test_the_end_token_is_the_last_action():
     ids = torch.tensor([[5, 1, 1, 7], [5, 6, 7, 8], [1, 5, 0, 0], [5, 2, 6, 1]])
     assert completion_mask(ids, [1, 2]).tolist() == [
         [True, True, False, False],
@@ -69,7 +69,7 @@ def test_groups_are_consecutive_and_prompts_padded_on_the_left(model_and_tokeniz
     assert rollout.attention_mask[:, prompt_ids.shape[1] - 1].all()
 
 
-def test_greedy_does_not_depend_on_the_padding_nor_draw(model_and_tokenizer):
+def test_greedy_depends_neither_on_padding_nor_on_the_generator(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     state = torch.get_rng_state()
     _, together = sample(model, tokenizer, temperature=None, group_size=1)
@@ -82,7 +82,7 @@ def test_greedy_does_not_depend_on_the_padding_nor_draw(model_and_tokenizer):
 
 
 @pytest.mark.parametrize("route", ["linear", "logits"])
-def test_old_logprobs_are_those_of_the_loss(model_and_tokenizer, route):
+def test_old_logprobs_equal_the_ones_of_the_loss(model_and_tokenizer, route):
     model, tokenizer = model_and_tokenizer
     rollout, _ = sample(model, tokenizer)
     config = GrpoConfig(micro_batch=5, temperature=0.7, loss=route)
@@ -113,7 +113,7 @@ def test_both_routes_give_the_same_loss_and_gradients(model_and_tokenizer):
         old = rollout_logprobs(model, rollout, config) + 0.1
         outputs = policy_outputs(model, rollout, config)
         assert (outputs.logits is None) == (route == "linear")
-        loss, metrics = policy_loss(
+        result = policy_loss(
             outputs,
             rollout,
             config,
@@ -124,8 +124,9 @@ def test_both_routes_give_the_same_loss_and_gradients(model_and_tokenizer):
             normalizer=rollout.mask.sum(),
         )
         model.zero_grad()
-        loss.backward()
-        outcomes.append((loss.detach(), metrics, [p.grad.clone() for p in model.parameters()]))
+        result.loss.backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        outcomes.append((*result._replace(loss=result.loss.detach()), grads))
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-4, atol=1e-6)
 
 
@@ -170,7 +171,7 @@ def test_metrics_do_not_depend_on_micro_batches(model_and_tokenizer):
     assert measure(5) == pytest.approx(measure(100), abs=1e-6)
 
 
-def test_rewards_of_ppo_lie_on_the_last_token():
+def test_ppo_rewards_the_last_token():
     mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
     penalty = torch.full((3, 3), 0.5)
     assert token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalty, mask).tolist() == [
@@ -190,7 +191,7 @@ def test_explained_variance():
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "sapo"])
 def test_the_normalizer_makes_gradients_of_micro_batches_add_up(preset):
-    """The sum over any split is the gradient of the whole batch, also where sequences are empty."""
+    """Any split gives the gradient of the whole batch, also with empty sequences."""
     lengths = torch.tensor([5, 1, 0, 7, 2, 0, 3, 7])
     mask = torch.arange(7) < lengths[:, None]
     old, advantages = torch.randn(8, 7), torch.randn(8)

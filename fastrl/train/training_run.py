@@ -1,0 +1,105 @@
+"""The frame of a loop's steps: start or resume, log, evaluate, save checkpoints, stop cleanly."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fastrl.train import checkpoint
+from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.interrupt import Interrupt
+from fastrl.train.rewards import RewardError
+from fastrl.train.run_log import Row, Summary
+from fastrl.train.start import Job, begin, evaluate, reference_model
+
+Config = GrpoConfig | PpoConfig
+Parts = Mapping[str, checkpoint.Stateful]
+
+
+@contextmanager
+def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRun"]:
+    """Start or resume a run, and leave a checkpoint and curves behind however it ends.
+
+    If the warm start is interrupted, the run has no steps and nothing is saved.
+
+    Args:
+        job: What `prepare` returned.
+        config: The settings of the run.
+        parts: What a checkpoint holds besides the model: the optimizer, a value head.
+
+    Raises:
+        ValueError: A reward function failed in a step; a checkpoint was saved.
+        FloatingPointError: The gradients of a step are not finite; a checkpoint was saved.
+    """
+    with Interrupt() as interrupt:
+        run = TrainingRun(job, config, parts, interrupt)
+        begun = begin(job, config, parts, interrupt)
+        if begun is None:
+            yield run
+            return
+        run.step, run.rng = begun, checkpoint.rng_state()
+        run.reference = reference_model(job, config) if config.kl_coef > 0 else None
+        try:
+            if not job.log.rows:
+                run.save()
+                job.log.write({"step": 0, "held_out_reward": evaluate(job, config)})
+            yield run
+        except (RewardError, FloatingPointError):
+            run.save()
+            raise
+        finally:
+            job.log.finish()
+        run.save()
+
+
+class TrainingRun:
+    """The state of a run.
+
+    Attributes:
+        step: How many steps are done.
+        rng: The random state at the beginning of the next step.
+        reference: The frozen model for the KL; None if its coefficient is 0.
+    """
+
+    def __init__(self, job: Job, config: Config, parts: Parts, interrupt: Interrupt) -> None:
+        self.step = 0
+        self.rng = checkpoint.rng_state()
+        self.reference: Any = None
+        self._job, self._config, self._parts, self._interrupt = job, config, parts, interrupt
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of steps done so far, until there are enough or the user interrupts.
+
+        Each step must end with `finish_step`.
+        """
+        while self.step < self._config.steps and not self._interrupt.requested:
+            yield self.step
+
+    def finish_step(self, row: Row) -> None:
+        """Log a step, with the held-out reward if it is due, and save a checkpoint if one is."""
+        self.step, self.rng = self.step + 1, checkpoint.rng_state()
+        config, row = self._config, {"step": self.step, **row}
+        if self.reference is None:
+            del row["kl"]  # it would be 0: there is no reference
+        try:
+            if self.step % config.eval_every == 0 or self.step == config.steps:
+                row["held_out_reward"] = evaluate(self._job, config)
+        finally:
+            self._job.log.write(row)
+        if self.step % config.save_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Save a checkpoint after the steps done so far."""
+        checkpoint.save(
+            self._job.log.checkpoints,
+            step=self.step,
+            model=self._job.model,
+            tokenizer=self._job.tokenizer,
+            parts=self._parts,
+            rng=self.rng,
+            keep=self._config.keep_checkpoints,
+        )
+
+    def summary(self) -> Summary:
+        """Return how the run ended."""
+        return self._job.log.summary(self.step, interrupted=self._interrupt.requested)
