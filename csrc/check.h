@@ -1,4 +1,4 @@
-// Checks that name the argument, what was expected and what came.
+// Checks whose messages name the argument, what was expected and what was given.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -48,7 +48,7 @@ inline void check_device(const Tensor& tensor, const Tensor& like, const char* n
                   name, " must be on the device of ", like_name);
 }
 
-// For what a user's values make wrong: torch turns this exception into a ValueError.
+// For errors in values that a user passes: torch turns this exception into a ValueError.
 template <typename... Parts>
 [[noreturn]] void raise_value_error(const Parts&... parts) {
   std::ostringstream text;
@@ -118,7 +118,7 @@ inline double element_value(const Tensor& tensor, int64_t i) {
   }
 }
 
-// The same as Python prints it: a float with its point.
+// The same as Python prints it: a float has a decimal point.
 inline std::string element_text(const Tensor& tensor, int64_t i) {
   const double value = element_value(tensor, i);
   std::ostringstream text;
@@ -130,12 +130,12 @@ inline std::string element_text(const Tensor& tensor, int64_t i) {
   return text.str();
 }
 
-// A new contiguous tensor on the device of `like`; its contents are arbitrary until written.
+// A new uninitialised contiguous tensor on the device of `like`.
 inline Tensor empty_like_tokens(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, like.sizes(), dtype);
 }
 
-// A kind by its number; `last` is the last of its enum.
+// The enumerator of this number; `last` is the last of its enum.
 template <typename Kind>
 Kind check_kind(int64_t number, Kind last, const char* name) {
   STD_TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(last), name, " must be 0 to ",
@@ -143,7 +143,7 @@ Kind check_kind(int64_t number, Kind last, const char* name) {
   return static_cast<Kind>(number);
 }
 
-// The scalars in the order of the struct, which is that of the declaration in Python.
+// The scalars in the order of the struct, which is the order of `Coefficients` in Python.
 template <typename S>
 Coefficients<S> check_coefficients(const std::vector<double>& values) {
   constexpr size_t kCount = sizeof(Coefficients<S>) / sizeof(S);
@@ -156,7 +156,7 @@ Coefficients<S> check_coefficients(const std::vector<double>& values) {
   return coefficients;
 }
 
-// A geometric mean is always that of a sequence.
+// gmpo is always at sequence level: its geometric mean runs over a sequence.
 template <typename S>
 Objective<S> check_objective(int64_t surrogate, int64_t level, int64_t kl_estimator,
                              int64_t kl_gradient, const std::vector<double>& coefficients) {
@@ -173,7 +173,7 @@ Objective<S> check_objective(int64_t surrogate, int64_t level, int64_t kl_estima
   return objective;
 }
 
-// What a policy loss of tokens [B, T] is given beside its constants.
+// The inputs [B, T] of a policy loss, besides its constants.
 template <typename S>
 void check_tokens(const Tensor& logprobs, const std::optional<Tensor>& entropy, const Tensor& mask,
                   const Objective<S>& objective) {

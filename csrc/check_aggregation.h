@@ -1,4 +1,4 @@
-// The arguments of sequence_weights (`AggregationArguments` in fastrl/contract.py), checked.
+// Checks the arguments of sequence_weights (`AggregationArguments` in fastrl/contract.py).
 #pragma once
 
 #include "check.h"
@@ -15,7 +15,7 @@ struct AggregationArguments {
   const std::optional<Tensor>& group_ids;
 };
 
-// Checks everything but what the tensors hold.
+// Checks everything except the values in the tensors.
 inline Aggregation check_aggregation(const AggregationArguments& in, const Tensor& mask,
                                      const std::optional<Tensor>& token_ids, int64_t sequences) {
   const Aggregation kind = check_kind(in.aggregation, Aggregation::kPromptMean, "aggregation");

@@ -1,4 +1,4 @@
-// The arguments of gae_fwd, checked.
+// Checks the arguments of gae_fwd.
 #pragma once
 
 #include "check.h"

@@ -1,4 +1,4 @@
-// The arguments of the operators on logits (`RowArguments` in fastrl/contract.py), checked.
+// Checks the arguments of the operators on logits (`RowArguments` in fastrl/contract.py).
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@ struct RowArguments {
   double temperature, logit_scale, logit_softcap;
 };
 
-// Checks everything but what mask and token_ids hold; returns the ids.
+// Checks everything except the values of mask and token_ids; returns the ids.
 inline const int64_t* check_rows(const Tensor& logits, const RowArguments& in) {
   STD_TORCH_CHECK(logits.dim() == 3, "logits must have shape [B, T, V], got ", shape_text(logits));
   STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1 || logits.numel() == 0,
@@ -37,7 +37,7 @@ inline const int64_t* check_rows(const Tensor& logits, const RowArguments& in) {
   return in.token_ids.const_data_ptr<int64_t>();
 }
 
-// Where element i of [B, T] is, as Python prints it.
+// The index of element i of [B, T], as Python prints it.
 inline std::string place_text(const Tensor& tokens, int64_t i) {
   std::ostringstream text;
   text << "(" << i / tokens.size(1) << ", " << i % tokens.size(1) << ")";

@@ -1,11 +1,11 @@
-// How tokens are cut into sequences, checked as far as that needs no look at the values.
+// Checks how tokens are split into sequences, without reading cu_seqlens.
 #pragma once
 
 #include "check.h"
 
 namespace fastrl {
 
-// The number of sequences of `tokens` [B, T], or of a packed [1, N] with cu_seqlens.
+// Returns the number of sequences in `tokens` [B, T], or packed [1, N] with cu_seqlens.
 inline int64_t check_sequences(const Tensor& tokens, const std::optional<Tensor>& cu_seqlens) {
   if (!cu_seqlens) return tokens.size(0);
   check_device(*cu_seqlens, tokens, "cu_seqlens", "the tokens");

@@ -1,20 +1,20 @@
-// What crosses from Python to C++ and CUDA, by name: kinds, scalars, arguments and results of the
-// operators. `fastrl/contract.py` declares them; tests/contract/test_contract.py holds the two
-// together.
+// The C++ and CUDA side of fastrl/contract.py: kinds, scalars, arguments and results of the
+// operators, by name. tests/contract/test_contract.py compares the two.
 #pragma once
 
 #include <cmath>
 
 #if defined(__CUDACC__)
 #define FASTRL_HD __host__ __device__ __forceinline__
-#else  // never out of line: the CPU kernels compile these for several instruction sets
+#else  // always inline: the CPU kernels compile these for several instruction sets
 #define FASTRL_HD inline __attribute__((always_inline))
 #endif
 
 namespace fastrl {
 
 enum class Surrogate : int { kPpoClip, kCispo, kSapo, kGmpo, kReinforce };
-// One ratio per token; one per sequence; the sequence's, its slope through the token's own.
+// One ratio per token; one per sequence; one per sequence, with the slope through the token's
+// ratio.
 enum class Level : int { kToken, kSequence, kSequenceToken };
 enum class KlEstimator : int { kK1, kK2, kK3, kAbs };
 enum class KlGradient : int { kExact, kStraightThrough, kBiasCorrected };
@@ -76,8 +76,8 @@ struct Constant {
   }
 };
 
-// The constants of a policy loss as the kernels take them. Where a term has no weights of its own
-// they are `weights`; the others are null where there are none.
+// The constants of a policy loss as the kernels take them. A term without separate weights uses
+// `weights`; other absent constants are null.
 struct LossConstants {
   Constant advantages;
   Constant weights;
@@ -88,7 +88,7 @@ struct LossConstants {
   const float* ref_logprobs;
 };
 
-// The metrics of a policy loss, as they lie in the vector that the operator returns.
+// The metrics of a policy loss, in the order of the vector that the operator returns.
 struct Metrics {
   float policy_loss;
   float kl;

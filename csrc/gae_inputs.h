@@ -1,9 +1,9 @@
-// What generalised advantage estimation reads. No torch.
+// The inputs of generalized advantage estimation, free of torch.
 #pragma once
 
 namespace fastrl {
 
-// The value that follows the last token: none, one per sequence, or one per token.
+// Value after the last token: none, one per sequence, or one per token.
 enum class Bootstrap : int { kNone, kSequence, kToken };
 
 struct GaeInputs {

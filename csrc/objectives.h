@@ -1,8 +1,8 @@
-// The scalar mathematics of every surrogate and KL estimator, with the derivatives written out.
+// The scalar formulas of every surrogate and KL estimator, with explicit derivatives.
 //
 // `fastrl/reference/objectives.py` is the definition; the tests compare the two point by point.
-// Every function is free of branches on values and takes its arithmetic from `Math`, so that the
-// same lines run on a float, a double or a vector of floats.
+// No function branches on values, and all take their arithmetic from `Math`, so that the same code
+// runs on a float, a double or a vector of floats.
 #pragma once
 
 #include <cmath>
@@ -28,21 +28,21 @@ struct ObjectiveTerms {
   T loss, slope, clip, log_ratio, ratio;
 };
 
-// slope: d value / d logprob at this ratio; ratio_slope: d value / d log_ratio; own_slope: both
-// together, where the ratio is the token's own.
+// slope: d value / d logprob at this ratio; ratio_slope: d value / d log_ratio; own_slope: their
+// sum, for a token that does not share its ratio.
 template <typename T>
 struct KlTerms {
   T value, slope, ratio_slope, own_slope;
 };
 
-// Clamp that lets NaN through.
+// Clamp that propagates NaN.
 template <typename Math, typename T = typename Math::Real>
 FASTRL_HD T clamp(T x, T low, T high) {
   const T raised = Math::where(x < low, low, x);
   return Math::where(raised > high, high, raised);
 }
 
-// Of two log-probabilities; 0 where both are the same infinity: a token that is excluded from both.
+// The difference of log-probabilities; 0 for equal infinities: a token that both policies exclude.
 template <typename Math, typename T = typename Math::Real>
 FASTRL_HD T difference_of(T logprob, T other) {
   return Math::where(logprob == other, T{}, logprob - other);
@@ -55,7 +55,7 @@ FASTRL_HD T token_slope(T logprob, T slope) {
   return Math::where((rest != rest) & (logprob == logprob) & (slope == slope), T{}, slope);
 }
 
-// weight * value; 0 where the weight is, also next to an infinite value.
+// weight * value; 0 where the weight is 0, even if the value is infinite.
 template <typename Math, typename T = typename Math::Real>
 FASTRL_HD T weighted(T weight, T value) {
   return Math::where((weight == T{}) & (value == value), T{}, weight * value);
@@ -65,7 +65,7 @@ FASTRL_HD T weighted(T weight, T value) {
 template <typename T, typename Mask>
 struct GmpoTerms {
   T log_ratio, clip;
-  Mask unclipped;  // the gradient flows through these tokens alone
+  Mask unclipped;  // the gradient flows only through these tokens
 };
 
 template <typename Math, typename S, typename T = typename Math::Real>
@@ -126,14 +126,14 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Surrogate kind, T difference, T adva
     const T tau =
         Math::where(rises, Math::fill(c.sapo_temperature_pos), Math::fill(c.sapo_temperature_neg));
     const T four = Math::fill(S(4));
-    // beyond the gate is as good as shut, and its slope would be 0 times infinity
+    // beyond this the gate is 0 in floats, and its slope would be 0 times infinity
     const T steep = Math::fill(S(85)), depth = -tau * Math::expm1(log_ratio);
     const T decay = Math::exp(Math::where(depth > steep, steep, depth));
     const T gate = one / (one + decay);
     loss = -four / tau * gate * advantage;
     slope = Math::where(in_range, -four * gate * (decay * gate) * ratio * advantage, zero);
   } else if (kind == Surrogate::kGmpo) {
-    // One token's own geometric mean; over a sequence the caller averages `gmpo_terms`.
+    // The geometric mean of a single token; over a sequence the caller averages `gmpo_terms`.
     const auto terms = gmpo_terms<Math>(difference, advantage, c);
     loss = -advantage * Math::exp(terms.log_ratio);
     slope = Math::where(terms.unclipped, loss, zero);
@@ -142,18 +142,18 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Surrogate kind, T difference, T adva
     slope = -advantage;
     loss = weighted<Math>(slope, logprob);
   }
-  // Comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one.
+  // Comparisons with NaN choose a flat branch: a NaN token must not look like a clipped one.
   slope = Math::where(loss == loss, slope, loss);
   return {loss, slope, clip, log_ratio, ratio};
 }
 
-// `difference` is ref_logprob - logprob; `policy_difference` that of `objective_terms`, which only
-// the bias-corrected gradient looks at.
+// `difference` is ref_logprob - logprob; `policy_difference` is the one of `objective_terms`, used
+// only by the bias-corrected gradient.
 template <typename Math, typename S, typename T = typename Math::Real>
 FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T difference,
                               T policy_difference, const Coefficients<S>& c) {
   const bool corrected = gradient == KlGradient::kBiasCorrected;
-  // a product of two exponentials fits a float where each factor is held at half the range
+  // a product of two exponentials fits into a float if each exponent is clamped to half the range
   const S range = corrected ? S(kMaxLogRatio / 2) : S(kMaxLogRatio);
   const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(range);
   const T x = clamp<Math>(difference, -limit, limit);
@@ -179,7 +179,7 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
   value = clamp<Math>(value, -bound, bound);
   T ratio_slope = zero, own_slope = slope;
   if (gradient == KlGradient::kStraightThrough) {
-    own_slope = slope = Math::where(in_range, -x, zero);  // that of k2
+    own_slope = slope = Math::where(in_range, -x, zero);  // the slope of k2
   } else if (corrected) {
     const T lowest = Math::fill(c.lowest_log_ratio(range));
     const T highest = Math::fill(c.highest_log_ratio(range));
@@ -189,7 +189,7 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
     slope = ratio * slope;
     ratio_slope = Math::where(ratio_in_range, value, zero);
     own_slope = slope + ratio_slope;
-    // of k3 the two are e^x apart from what is left of them
+    // for k3 both are of size e^x and cancel: their sum in closed form
     if (estimator == KlEstimator::kK3) {
       own_slope = Math::where(inside & ratio_in_range, -x * ratio, own_slope);
     }

@@ -1,11 +1,11 @@
-// A mask as it was given: 0 and 1 of any dtype.
+// A mask as the caller passed it: 0 and 1 of any dtype.
 #pragma once
 
 #include "../check.h"
 
 namespace fastrl::cpu {
 
-// Elements are compared by their bits: 1 has one pattern in each dtype, 0 has another with a sign.
+// Elements are compared by their bits: each dtype has one pattern for 1, and two for 0 if signed.
 class Flags {
   template <typename Word, typename F>
   auto call(const F& f) const {
@@ -53,7 +53,7 @@ class Flags {
   uint64_t one_ = 1, zero_ = 0;
 };
 
-// Raises if some element of the mask is neither 0 nor 1.
+// Raises an error if an element of the mask is neither 0 nor 1.
 inline void check_flags(const Tensor& mask) {
   if (mask.scalar_type() == ScalarType::Bool) return;
   const int64_t count = mask.numel();

@@ -1,4 +1,4 @@
-// Memory as large as the logits: allocated so that it is cheap to write.
+// Allocation of tensors as large as the logits, so that writing them is cheap.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace fastrl::cpu {
 
-// Memory this large comes fresh from the system each time, and touching it 4 KiB at a time costs
-// several times what writing it does; so ask for huge pages, before the first touch.
+// Memory this large is mapped anew each time, and faulting it in by 4 KiB pages costs several times
+// as much as writing it: request huge pages before the first access.
 inline void use_huge_pages(const Tensor& tensor) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20;

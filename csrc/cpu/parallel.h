@@ -1,4 +1,4 @@
-// Tasks over torch's own thread pool.
+// Tasks on torch's thread pool.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,8 +9,8 @@
 
 namespace fastrl::cpu {
 
-// Calls run(task) for every task in [0, count), each thread taking the next one that is free. Which
-// thread runs a task must not matter, and run must not throw.
+// Calls run(task) for every task in [0, count); each thread takes the next task that is left. The
+// result must not depend on which thread runs a task, and run must not throw.
 template <typename Run>
 void for_each_task(int64_t count, const Run& run) {
   const int64_t workers =
@@ -25,7 +25,7 @@ void for_each_task(int64_t count, const Run& run) {
   });
 }
 
-// The same over ranges: run(begin, end) with at most `grain` items each, cut at multiples of it.
+// The same over ranges: run(begin, end) with at most `grain` items each, split at multiples of it.
 template <typename Run>
 void for_each_range(int64_t count, int64_t grain, const Run& run) {
   for_each_task((count + grain - 1) / grain,

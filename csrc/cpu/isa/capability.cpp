@@ -1,4 +1,4 @@
-// Which instruction set the row kernels use, chosen once.
+// The choice of the instruction set, made once.
 #include <cstdlib>
 #include <string>
 
@@ -26,7 +26,7 @@ bool machine_has_avx512() {
 bool machine_has_avx2() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  // no __builtin_cpu_supports("f16c"): clang knows that name from version 17 on
+  // not __builtin_cpu_supports("f16c"), which clang knows from version 17 on
   unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
   return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -1,7 +1,7 @@
-// Everything that is compiled once per instruction set, by the kernels_*.cpp beside this file. They
-// define FASTRL_ISA, the namespace and name of the table, and FASTRL_VEC_BYTES. No function of the
-// standard library may be called from here: its inline code would be compiled for this instruction
-// set and shared with the whole library.
+// Everything that kernels_*.cpp in this folder compile once per instruction set. They define
+// FASTRL_ISA, the namespace and name of the table, and FASTRL_VEC_BYTES. Nothing here may call the
+// standard library: its inline functions would be compiled for this instruction set, and the linker
+// could pick them for the whole library.
 
 #include "../../objectives.h"
 

@@ -1,4 +1,4 @@
-// What the drivers know of the vector code: a table of functions per instruction set.
+// The interface of the vector code: one table of functions per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace fastrl::cpu {
 
-// Columns of a row are reduced in blocks of this many, whatever the shape or number of threads.
+// Rows are reduced in blocks of this many columns, whatever the shape or number of threads.
 constexpr int64_t kBlock = 4096;
 
 enum LogitsType : int { kFloat, kBFloat16, kHalf, kNumLogitsTypes };
 
-// From a raw logit to an exponent of two: multiplier * x, or multiplier * tanh(squash * x) with a
+// Maps a raw logit to an exponent of two: multiplier * x, or multiplier * tanh(squash * x) with a
 // softcap.
 struct LogitMap {
   float multiplier;
@@ -31,7 +31,7 @@ struct GradientTerms {
   float constant, linear;
 };
 
-// The tokens of a policy loss; what may be absent is null.
+// The tokens of a policy loss; absent inputs are null.
 struct TokenInputs {
   const float *logprobs, *entropy;
   const bool* mask;
@@ -40,15 +40,15 @@ struct TokenInputs {
   Objective<float> objective;
 };
 
-// Of a sequence that shares one ratio: the mean of its log-ratios, the part of the slope that every
-// one of its tokens receives, and whether it has a single token, whose ratio is its own.
+// For a sequence that shares one ratio: the mean of its log-ratios, the part of the slope that each
+// of its tokens receives, and whether it has only one token, which then does not share its ratio.
 struct SharedRatio {
   float mean, slope;
   bool alone;
 };
 
-// Tokens [begin, end) of one sequence; at token level of several, where no constant is given per
-// sequence.
+// Tokens [begin, end) of one sequence; at token level of several sequences, unless a constant is
+// given per sequence.
 struct Segment {
   int64_t begin, end, sequence;
   SharedRatio shared;
@@ -76,20 +76,20 @@ struct Kernels {
   // Loss, slope and metrics of the tokens of these segments.
   void (*token_losses)(const TokenInputs& in, const Segment* segments, int64_t count,
                        TokenSums* sums);
-  // Sum of the log-ratios that a sequence averages (`sum`), and how many there are.
+  // Sum and number of the log-ratios that a sequence averages.
   void (*sum_log_ratios)(const TokenInputs& in, const Segment& sequence, double* sum,
                          int64_t* count);
-  // Sum of the derivatives by a sequence's mean log-ratio, at this mean: w f' and the KL's ratio
-  // slope, which a token that is alone has in its own slope.
+  // Sum over a sequence of the derivatives with respect to its mean log-ratio: w f' and the ratio
+  // slope of the KL, which a single token has in its own slope.
   double (*sum_slopes)(const TokenInputs& in, const Segment& sequence);
 };
 
-// Null where the compiler's target has no such instructions.
+// Null where the compiler's target lacks the instructions.
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_plain();
 
-// The best that this machine runs, or the one that FASTRL_CPU_CAPABILITY names.
+// The best table for this machine, or the one that FASTRL_CPU_CAPABILITY names.
 const Kernels& kernels();
 
 }  // namespace fastrl::cpu

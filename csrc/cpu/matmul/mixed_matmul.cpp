@@ -16,9 +16,9 @@ namespace {
 
 // Results of a task; a task packs b once for all its rows.
 constexpr int64_t kRows = 512, kColumns = 1024;
-// Where the result has few tasks, its terms are cut into at most this many slices of at least this
-// length, so that there are about kFewTasks: more would only take memory, of up to 32 MiB. The
-// number of threads has no say in it, so that the sums do not depend on it.
+// A result with few tasks is split along K into at most this many slices of at least this length,
+// so that there are about kFewTasks tasks; more would only take memory (up to 32 MiB). The split
+// does not depend on the number of threads, and neither do the sums.
 constexpr int64_t kMostSlices = 8, kSlice = 4096, kFewTasks = 16;
 
 bool has_matrix_tiles() { return has_tiles() && std::string(kernels().capability) == "avx512"; }
@@ -41,7 +41,7 @@ struct FreeWorkspace {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// A thread's memory for packed blocks, or null where there is none left.
+// Memory of a thread for packed blocks, or null if there is none left.
 void* workspace() {
   thread_local std::unique_ptr<void, FreeWorkspace> memory;
   if (!memory) memory.reset(std::aligned_alloc(64, (tile_workspace_bytes() + 63) / 64 * 64));

@@ -1,12 +1,12 @@
 // The matrix product on AMX tiles. A tile holds 16 rows of 64 bytes; one instruction adds the
 // product of 16 x 32 and 32 x 16 bfloat16 to 16 x 16 float32. Operands are packed block by block
-// into the order in which the tiles want them, so that all loads of the inner loop hit the L2.
+// into the order that the tiles need, so that all loads of the inner loop hit the L2.
 #include "tile_matmul.h"
 
 #include <cstring>
 
-// clang before 14 ends every function that uses tiles with a tilerelease, so that the next one
-// would meet an illegal instruction; an older compiler goes without the tiles
+// clang before 14 ends every function that uses tiles with a tilerelease, which makes the next one
+// fault on an illegal instruction; older compilers do without the tiles
 #if defined(__clang__)
 #define FASTRL_COMPILES_TILES (__clang_major__ >= 14)
 #else
@@ -79,7 +79,7 @@ void transpose(__m512i r[16]) {
   }
 }
 
-// The nearest bfloat16 of 16 floats, each in the low half of 32 bits.
+// Rounds 16 floats to the nearest bfloat16, each in the low half of 32 bits.
 __m512i rounded(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
 
 __m512 remainder(__m512 x, __m512i high) {
@@ -90,7 +90,7 @@ __m512i pairs(__m512i even, __m512i odd) {
   return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
 }
 
-// 16 rows by 32 terms of a, row by row; `low` receives what rounding to bfloat16 left over.
+// 16 rows by 32 terms of a, row by row; `low` receives the rounding error of bfloat16.
 void pack_a_tile(const Matrix& a, int64_t row, int64_t k, int64_t rows, int64_t terms,
                  __m512i* high, __m512i* low) {
   if (!a.is_float) {  // row-major
@@ -156,10 +156,10 @@ void pack_b_tile(const Matrix& b, int64_t k, int64_t column, int64_t terms, int6
   transpose(tile);
 }
 
-// What was written so far is in memory: GCC does not know what the tile instructions read there.
+// Forces pending writes to memory: GCC does not know what the tile instructions read.
 inline void finish_writes(const void* memory) { __asm__ volatile("" ::"r"(memory) : "memory"); }
 
-// 32 x 32 results: high and low parts of the same rows of a meet the same columns of b.
+// 32 x 32 results: high and low parts of the same rows of a times the same columns of b.
 template <bool kSplit>
 void multiply_panels(const char* a_high, const char* a_low, const char* b, int64_t steps,
                      float* out, int64_t row_stride, bool add) {
@@ -202,7 +202,7 @@ void multiply_panels(const char* a_high, const char* a_low, const char* b, int64
   _tile_stored(3, below + kTile, stride);
 }
 
-// The tiles' shapes belong to the thread: what others had set comes back at the end.
+// The tile configuration belongs to the thread; restores the previous one at the end.
 class TileShapes {
  public:
   TileShapes() {
@@ -298,7 +298,7 @@ void tile_matmul(const Matrix& a, const Matrix& b, const MatrixOut& out, const T
 #pragma GCC pop_options
 #endif
 
-// This runs on every machine, so it must not be compiled for instructions that few have.
+// This runs on every machine, so it must not be compiled for rare instructions.
 namespace fastrl::cpu {
 namespace {
 

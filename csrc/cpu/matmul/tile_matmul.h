@@ -1,7 +1,7 @@
 // out [M, N] float32 (+)= a [M, K] b [K, N] on the matrix tiles of AMX, with sums in float32.
 //
-// b is bfloat16. a is bfloat16, or float32 taken as the sum of two bfloat16, which keeps 16 bits of
-// its mantissa. Every library within reach rounds such a product to 16 bits on its way out.
+// b is bfloat16. a is bfloat16, or float32 split into the sum of two bfloat16, which keeps 16 bits
+// of its mantissa. The available libraries would round such a product to 16 bits in its output.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct MatrixOut {
   int64_t row_stride;
 };
 
-// Whether this machine has the tiles and its system lets this process use them.
+// Whether this machine has the tiles and the operating system lets this process use them.
 bool has_tiles();
 
 // A part of the product: rows [row_begin, row_end), columns [column_begin, column_end) and terms

@@ -1,4 +1,4 @@
-// Generalised advantage estimation: a scan from the last token of each sequence to the first.
+// Generalized advantage estimation: a scan from the last token of each sequence to the first.
 #include <tuple>
 
 #include "../parallel.h"
@@ -17,8 +17,8 @@ struct Inputs {
   double gamma, lam;
 };
 
-// Scans `kChains` sequences of one length side by side, so that one's latency hides another's.
-// begin[k] is the first token of the k-th.
+// Scans `kChains` sequences of equal length together, so that their latencies overlap. begin[k] is
+// the first token of the k-th.
 template <int kChains, bool kMask, bool kEnds>
 void scan(const Inputs& in, const int64_t* begin, const int64_t* sequence, int64_t length) {
   const double gamma = in.gamma, decay = in.gamma * in.lam;

@@ -1,4 +1,4 @@
-// Advantages of rewards relative to their group. Small next to everything else: one thread.
+// Advantages of rewards relative to their group. One thread: this is cheap.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -17,7 +17,7 @@ struct Moments {
   double mean, std;
 };
 
-// Two passes; the deviation is 0 where no degree of freedom is left.
+// Two passes; the standard deviation is 0 without degrees of freedom.
 template <typename Value>
 Moments moments(int64_t begin, int64_t end, double correction, const Value& value) {
   const double n = static_cast<double>(end - begin), freedom = n - correction;

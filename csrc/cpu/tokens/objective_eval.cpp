@@ -1,4 +1,4 @@
-// The scalar objectives in float64, so that the tests can hold them against the reference.
+// The scalar objectives in float64, for tests that compare them with the reference.
 #include <tuple>
 
 #include "../../check.h"

@@ -1,4 +1,4 @@
-// Where sequences begin and end: rows of a padded [B, T] tensor, or cu_seqlens of a packed [1, N].
+// Sequence boundaries: rows of a padded [B, T] tensor, or cu_seqlens of a packed [1, N].
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The logits argument: where each row lies, and how its values become exponents.
+// The logits argument: the address of each row, and the map from its values to exponents.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -47,7 +47,7 @@ class Logits {
     data_ = static_cast<const char*>(logits.const_data_ptr());
   }
 
-  // In-place writing needs rows that share no element.
+  // Writing in place needs rows that do not overlap.
   void check_rows_are_apart() const {
     const int64_t batch = tokens_ ? rows_ / tokens_ : 0;
     const int64_t t = std::abs(stride_t_), b = std::abs(stride_b_), row = row_bytes();

@@ -1,5 +1,5 @@
-// The policy loss from logits in one pass: while a row is in cache, its log-probability, the slope
-// of its loss, and its gradient.
+// The policy loss from logits in one pass: log-probability, slope and gradient of a row while it is
+// in cache.
 #include <tuple>
 
 #include "../../objectives.h"
@@ -10,7 +10,7 @@
 namespace fastrl::cpu {
 namespace {
 
-// The slope of the loss of a row, from its statistics.
+// The slope of the loss at a row, from the statistics of the row.
 class TokenLoss {
  public:
   TokenLoss(const Tensor& token_ids, const LossArguments& arguments,

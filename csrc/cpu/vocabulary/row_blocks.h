@@ -5,7 +5,7 @@ constexpr int kStep = 4 * kLanes;  // columns per iteration: two pairs of vector
 // Bytes ahead: the hardware alone reaches little more than half the bandwidth of one core.
 constexpr int64_t kPrefetchSums = 8192, kPrefetchGradient = 2048;
 
-// Fetches a step that lies `bytes` ahead. Beyond the end of the logits that does nothing.
+// Prefetches a step `bytes` ahead; no effect beyond the end of the logits.
 template <typename T>
 FASTRL_INLINE void prefetch_step(const T* x, int64_t bytes) {
   const char* at = reinterpret_cast<const char*>(x) + bytes;
@@ -14,7 +14,7 @@ FASTRL_INLINE void prefetch_step(const T* x, int64_t bytes) {
   }
 }
 
-// Padding of the last step: an element that has no part in any sum.
+// Padding of the last step, which adds nothing to any sum.
 FASTRL_INLINE void set_minus_infinity(float* x) { *x = -__builtin_inff(); }
 FASTRL_INLINE void set_minus_infinity(BFloat16* x) { x->bits = 0xff80; }
 FASTRL_INLINE void set_minus_infinity(Half* x) { x->bits = 0xfc00; }

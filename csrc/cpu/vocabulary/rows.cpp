@@ -3,8 +3,8 @@
 namespace fastrl::cpu {
 namespace {
 
-// The NaN that rounding to bfloat16 keeps: one with all bits set would carry into the sign and
-// come out as 0.
+// A NaN that survives rounding to bfloat16: one with all bits set would carry into the sign and
+// become 0.
 float with_plain_nan(double x) {
   return std::isnan(x) ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(x);
 }
@@ -85,7 +85,7 @@ Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
       (flow.logsumexp - flow.logprob - flow.entropy * (stats.entropy - stats.log_sum)) * scale);
   planned.terms.linear = with_plain_nan(-flow.entropy * kLn2 * scale);
 
-  // at the token the two parts would cancel as p nears 1
+  // at the token the two parts would cancel as p approaches 1
   const double p = std::exp(stats.logprob);
   double gradient = -flow.logprob * std::expm1(stats.logprob) + flow.logsumexp * p;
   if (p != 0) gradient -= flow.entropy * (stats.logprob + stats.entropy) * p;

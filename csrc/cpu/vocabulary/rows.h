@@ -1,6 +1,6 @@
-// What the operators on logits share: a row's statistics from its blocks, a row's gradient, and the
-// walk over rows. A row is always cut in the same blocks and their sums combined in their order, so
-// a result depends neither on the rows beside it nor on how many threads work on one row.
+// Shared by the operators on logits: the statistics of a row from its blocks, its gradient, and the
+// walk over rows. A row is always split into the same blocks, and their sums are combined in order,
+// so a result depends neither on other rows nor on how many threads work on one row.
 #pragma once
 
 #include <cmath>
@@ -84,10 +84,10 @@ class Rows {
     bool entropy, sum_sq_probs;
   };
 
-  // Visits every row once. Of an active row the statistics are computed if `reduction` is given,
-  // else `visit` fills in the first four with `restore`; visit(row, stats) returns what flows
-  // back, and the row's gradient is written to `grad` if that is given; `grad` may be the logits.
-  // For the other rows idle(row) is called and the gradient is 0. Neither may throw.
+  // Visits every row once. For an active row, the statistics are computed if `reduction` is given,
+  // else `visit` sets the first four with `restore`. visit(row, stats) returns the upstream
+  // gradients, and the gradient of the row is written to `grad` if given; `grad` may be the logits.
+  // For inactive rows idle(row) is called and the gradient is 0. Neither function may throw.
   template <typename Visit, typename Idle>
   void walk(const Reduction* reduction, const Logits* grad, const Visit& visit,
             const Idle& idle) const {
@@ -113,8 +113,8 @@ class Rows {
     };
     const int64_t threads = torch::stable::get_num_threads();
     if (threads == 1 || blocks == 1 || num_active_ == 0 || num_active_ >= 4 * threads) {
-      // Enough work for one task; threads that begin rows side by side in new memory would each
-      // clear the same large page, so there as much as spans several pages, and balance allows.
+      // Enough rows per task. Threads that start adjacent rows in new memory would each clear the
+      // same huge page, so there a task spans several pages, as far as load balance allows.
       const int64_t fresh = grad ? kTaskBytes / (grad->row_bytes() + 1) : 0;
       const int64_t rows_at_once =
           std::max<int64_t>({1, 8 * kBlock / (logits_.vocabulary() + 1),
@@ -125,7 +125,7 @@ class Rows {
       return;
     }
 
-    // few rows: the same blocks, shared out over the threads
+    // few rows: distribute their blocks over the threads
     std::vector<int64_t> rows;
     for (int64_t row = 0; row < logits_.rows(); ++row) {
       active_[row] ? rows.push_back(row) : one_row(row);
@@ -157,7 +157,7 @@ class Rows {
     }
   }
 
-  // What the forward saved about a row, for a gradient without the first sweep.
+  // Statistics from what the forward saved, for a gradient without the first sweep.
   RowStats restore(int64_t row, float max, double log_sum, double entropy) const;
 
   const Logits& logits() const { return logits_; }

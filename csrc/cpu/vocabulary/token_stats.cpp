@@ -1,5 +1,4 @@
-// Log-probability, entropy and other statistics of chosen tokens from their logits, and the
-// gradient.
+// Log-probability, entropy and other statistics of tokens from logits, and their gradient.
 #include <tuple>
 
 #include "../huge_pages.h"
@@ -8,7 +7,7 @@
 namespace fastrl::cpu {
 namespace {
 
-// The statistics of rows as tensors, in the order of `RowStats` in fastrl/contract.py.
+// The statistics of all rows, in the order of `RowStats` in fastrl/contract.py.
 struct RowTensors {
   Tensor logprobs, entropy, logsumexp, sum_sq_probs, is_top1, row_max, log_sum;
 
