@@ -6,30 +6,32 @@
 
 #include "host/program.h"
 
+using namespace fastrl;
 using namespace fastrl::cuda;
 using fastrl::cuda::host::Random;
 
 constexpr int kThreads = 2 * kWarp;  // with warps of 8, chunks of 256 tokens
 
-// [tokens] each; scratch for the chunks is made here. `sequences`: of cu_seqlens, or rows.
-extern "C" int gae(const float* rewards, const float* values, const bool* mask,
-                   const bool* terminated, const bool* truncated, const float* bootstrap,
-                   const int32_t* cu_seqlens, int64_t tokens, int64_t sequences, int64_t kind,
-                   float gamma, float lam, float* advantages, float* returns) {
-  const int64_t chunks = (tokens + kThreads * kRun - 1) / (kThreads * kRun);
+FASTRL_SIZE_OF(GaeParams)
+
+// Scratch for the chunks is made here.
+extern "C" int gae(const GaeParams* given) {
+  GaeParams p = *given;
+  const int64_t chunks = (p.sequences.tokens + kThreads * kRun - 1) / (kThreads * kRun);
   std::vector<GaeMap> maps(chunks);
   std::vector<uint32_t> ticket_and_flags(chunks + 1);
-  GaeParams p{};
-  p.rewards = rewards, p.values = values, p.bootstrap = bootstrap;
-  p.mask = mask, p.terminated = terminated, p.truncated = truncated;
-  p.cu_seqlens = cu_seqlens;
-  p.advantages = advantages, p.returns = returns;
-  p.tokens = tokens, p.sequences = sequences;
-  p.row_length = sequences ? tokens / sequences : 0;
-  p.kind = static_cast<Bootstrap>(kind);
-  p.gamma = gamma, p.decay = gamma * lam;
   p.maps = maps.data(), p.ticket_and_flags = ticket_and_flags.data();
   return launch_gae<kThreads>(p, 0);
+}
+
+GaeParams params_of(const float* rewards, const float* values, int64_t tokens, int64_t sequences,
+                    float gamma, float lam, float* advantages, float* returns) {
+  GaeParams p{};
+  p.in.rewards = rewards, p.in.values = values;
+  p.sequences = {nullptr, tokens, sequences, tokens / sequences};
+  p.advantages = advantages, p.returns = returns;
+  p.gamma = gamma, p.decay = gamma * lam;
+  return p;
 }
 
 // One row, everything valid but the masked.
@@ -42,9 +44,11 @@ bool agrees(int64_t length, Random random) {
     mask.data()[t] = random.below(5) != 0, terminated.data()[t] = random.below(50) == 0;
   }
   const auto run = [&](std::vector<float>* result) {
-    gae(rewards.data(), values.data(), reinterpret_cast<bool*>(mask.data()),
-        reinterpret_cast<bool*>(terminated.data()), nullptr, nullptr, nullptr, length, 1, 0, 0.9f,
-        0.8f, result->data(), returns.data());
+    GaeParams p = params_of(rewards.data(), values.data(), length, 1, 0.9f, 0.8f, result->data(),
+                            returns.data());
+    p.in.mask = reinterpret_cast<bool*>(mask.data());
+    p.in.terminated = reinterpret_cast<bool*>(terminated.data());
+    gae(&p);
   };
   run(&advantages);
   run(&again);
@@ -64,8 +68,8 @@ bool agrees(int64_t length, Random random) {
   return false;
 }
 
-// Each reward is read once and each advantage written once, 16 bytes at a time: nothing else
-// counts.
+// Each reward is read once and each advantage written once, 16 bytes at a time: only such accesses
+// are counted.
 bool moves_each_token_once() {
   constexpr int64_t n = 3 * kThreads * kRun;
   host::AlignedCopy rewards(4 * n), values(4 * n), advantages(4 * n), returns(4 * n);
@@ -75,8 +79,9 @@ bool moves_each_token_once() {
   host::watched[0] = {rewards.data(), 4 * n, loads.data(), nullptr};
   host::watched[1] = {advantages.data(), 4 * n, nullptr, stores.data()};
   const auto floats = [](host::AlignedCopy& x) { return reinterpret_cast<float*>(x.data()); };
-  gae(floats(rewards), floats(values), nullptr, nullptr, nullptr, nullptr, nullptr, n, 2, 0, 0.9f,
-      0.9f, floats(advantages), floats(returns));
+  const GaeParams p = params_of(floats(rewards), floats(values), n, 2, 0.9f, 0.9f,
+                                floats(advantages), floats(returns));
+  gae(&p);
   host::watched[0] = host::watched[1] = {};
   const std::vector<unsigned char> once(4 * n, 1);
   if (loads == once && stores == once) return true;
@@ -84,16 +89,19 @@ bool moves_each_token_once() {
   return false;
 }
 
-// Nobody looks at cu_seqlens before the launch: whatever they hold, memory that is not the
-// operator's stays alone, which the sanitizers see.
+// Nobody looks at cu_seqlens before the launch: whatever they hold, no memory is touched that is
+// not the operator's, which the sanitizers see.
 void survives_broken_sequences(Random random) {
   constexpr int n = 2 * kThreads * kRun, sequences = 4;
   std::vector<float> rewards(n), values(n), bootstrap(sequences), advantages(n), returns(n);
   for (int trial = 0; trial < 200; ++trial) {
     std::vector<int32_t> cu_seqlens(sequences + 1);
     for (int32_t& x : cu_seqlens) x = static_cast<int32_t>(random.below(2 * n)) - n / 2;
-    gae(rewards.data(), values.data(), nullptr, nullptr, nullptr, bootstrap.data(),
-        cu_seqlens.data(), n, sequences, 1, 0.9f, 0.9f, advantages.data(), returns.data());
+    GaeParams p = params_of(rewards.data(), values.data(), n, sequences, 0.9f, 0.9f,
+                            advantages.data(), returns.data());
+    p.in.bootstrap_values = bootstrap.data(), p.in.bootstrap = Bootstrap::kSequence;
+    p.sequences.cu_seqlens = cu_seqlens.data();
+    gae(&p);
   }
 }
 

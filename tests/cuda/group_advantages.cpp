@@ -1,28 +1,21 @@
-// Group advantages: the hash table of ids finds what consecutive groups are, to the bit.
+// Group advantages: groups by id have the bits of the same groups in consecutive order.
 #include "cuda/groups/group_advantages.cuh"
 
 #include <cstdio>
 
 #include "host/program.h"
 
+using namespace fastrl;
 using namespace fastrl::cuda;
 using fastrl::cuda::host::Random;
 
-extern "C" int group_advantages(const float* rewards, const int64_t* group_ids, int64_t count,
-                                int64_t group_size, int64_t baseline, int64_t scale,
-                                float correction, float eps, int64_t singleton, float* advantages,
-                                float* mean, float* std, bool* informative) {
-  std::vector<GroupEntry> entries(group_entries(count));
-  std::vector<uint32_t> entry_of(count);
+FASTRL_SIZE_OF(GroupAdvantagesParams)
+
+extern "C" int group_advantages(const GroupAdvantagesParams* given) {
+  GroupAdvantagesParams p = *given;
+  std::vector<GroupEntry> entries(group_entries(p.count));
+  std::vector<uint32_t> entry_of(p.count);
   uint32_t arrived = 0;
-  GroupAdvantagesParams p{};
-  p.rewards = rewards, p.group_ids = group_ids;
-  p.count = count, p.group_size = group_size;
-  p.baseline = static_cast<Baseline>(baseline);
-  p.scale = static_cast<Scale>(scale);
-  p.singleton = static_cast<Singleton>(singleton);
-  p.correction = correction, p.eps = eps;
-  p.advantages = advantages, p.mean = mean, p.std = std, p.informative = informative;
   p.entries = entries.data(), p.entry_of = entry_of.data();
   p.num_entries = static_cast<int64_t>(entries.size());
   p.arrived = &arrived;
@@ -41,7 +34,7 @@ struct Result {
   }
 };
 
-bool agrees(int64_t groups, int64_t size, int64_t scale, Random random) {
+bool agrees(int64_t groups, int64_t size, Scale scale, Random random) {
   const int64_t n = groups * size;
   std::vector<float> rewards(n), shuffled(n);
   std::vector<int64_t> ids(n), place(n);
@@ -54,9 +47,13 @@ bool agrees(int64_t groups, int64_t size, int64_t scale, Random random) {
   }
   const auto run = [&](const std::vector<float>& from, const int64_t* group_ids) {
     Result result(n);
-    group_advantages(from.data(), group_ids, n, group_ids ? 0 : size, 0, scale, 1.0f, 1e-4f, 0,
-                     result.advantages.data(), result.mean.data(), result.std.data(),
-                     reinterpret_cast<bool*>(result.informative.data()));
+    GroupAdvantagesParams p{};
+    p.rewards = from.data(), p.group_ids = group_ids;
+    p.count = n, p.group_size = group_ids ? 0 : size;
+    p.scale = scale, p.correction = 1.0f, p.eps = 1e-4f;
+    p.advantages = result.advantages.data(), p.mean = result.mean.data();
+    p.std = result.std.data(), p.informative = reinterpret_cast<bool*>(result.informative.data());
+    group_advantages(&p);
     return result;
   };
   const Result consecutive = run(rewards, nullptr), found = run(shuffled, ids.data());
@@ -74,7 +71,7 @@ bool agrees(int64_t groups, int64_t size, int64_t scale, Random random) {
 
 int main() {
   bool ok = true;
-  for (const int64_t scale : {0, 1}) {
+  for (const Scale scale : {Scale::kGroup, Scale::kBatch}) {
     ok = agrees(9, 4, scale, Random(1)) && ok;
     ok = agrees(2, kWholeBlockFrom<2 * kWarp> + 6, scale, Random(2)) && ok;  // a block per group
     ok = agrees(5, 1, scale, Random(3)) && ok;

@@ -1,6 +1,6 @@
 // The host machine itself: a cluster that sums what a bulk copy brought, block by block.
 #include "cuda/device/primitives.cuh"
-#include "cuda/device/reduce.cuh"
+#include "cuda/device/block_sum.cuh"
 #include "host/program.h"
 
 namespace fastrl::cuda {
@@ -17,7 +17,7 @@ struct SumParams {
 
 struct SumShared {
   alignas(128) float stage[2][kPart];
-  float scratch[kThreads / kWarp];
+  Sum scratch[kThreads / kWarp];
   float partials[2][16];
   BulkBarrier full[2];
 };
@@ -41,12 +41,11 @@ __global__ void sum_kernel(const __grid_constant__ SumParams p) {
     load(0);
     load(1);
   }
-  const auto add = [](float a, float b) { return a + b; };
   for (int i = 0; i < rows; ++i) {
     wait(&s.full[i % 2], i / 2 % 2);
     if (p.racy && t == 0 && i + 2 < rows) load(i + 2);
-    const float sum =
-        reduce_block<kThreads>(s.stage[i % 2][t] + s.stage[i % 2][t + kThreads], s.scratch, add);
+    const Sum own{s.stage[i % 2][t] + s.stage[i % 2][t + kThreads], 0.0f};
+    const float sum = sum_block<kThreads>(own, s.scratch).total();
     if (t == 0) {
       for (unsigned to = 0; to < size; ++to) store_remote(&s.partials[i % 2][rank], to, sum);
     }

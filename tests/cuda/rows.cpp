@@ -1,6 +1,6 @@
 // The vocabulary kernels under the sanitizers, against a naive double loop. Of the types and
 // options only those are compiled that differ in what they touch: vectors that are aligned or not.
-#define FASTRL_PART_BYTES 512
+#define FASTRL_SPLIT_BYTES 512
 #include <cstdio>
 
 #include "cuda/vocabulary/logits_policy_loss.cuh"
@@ -55,16 +55,32 @@ class Problem {
     AlignedCopy grad(static_cast<size_t>(rows_) * vocabulary_ * 2);
     const DeviceLimits limits{path == Path::kClusters ? 9 : 8, 6, 227 << 10, 228 << 10, 1 << 20};
     LogitsPolicyLossParams p{};
-    p.in = {kBFloat16,         logits.data(), 1,       rows_, vocabulary_, 0,  stride_,
-            token_ids_.data(), active_.get(), nullptr, 1.0,   1.0,         0.0};
+    p.in = {kBFloat16,
+            logits.data(),
+            1,
+            rows_,
+            vocabulary_,
+            0,
+            stride_,
+            token_ids_.data(),
+            {active_.get(), 1, false},
+            -100,
+            nullptr,
+            1.0,
+            1.0,
+            0.0};
     p.out = in_place ? GradientParams{logits.data(), 0, stride_}
                      : GradientParams{grad.data(), 0, vocabulary_};
-    p.advantages = advantages_.data();
-    p.weights = weights_.data();
-    p.old_logprobs = old_.data();
-    p.ratio = Ratio::kPpoClip;
-    const float none = HUGE_VALF;
-    p.coefficients = {kClip, kClip, none, none, 1, 1, 0, none, none, none, kEntropyCoef};
+    const Constant weights{weights_.data(), false};
+    p.constants = {
+        {advantages_.data(), false}, weights, weights, weights, {}, old_.data(), nullptr};
+    p.objective.surrogate = Surrogate::kPpoClip;
+    Coefficients<float>& c = p.objective.coefficients;
+    c = {};
+    c.clip_low = c.clip_high = kClip;
+    c.dual_clip = c.delta = c.kl_clamp = c.log_ratio_low = c.log_ratio_high = HUGE_VALF;
+    c.entropy_coef = kEntropyCoef;
+    p.sequences = {nullptr, rows_, 1, rows_};
     p.logprobs = logprobs_.data();
     p.entropy = entropy_.data();
     const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
@@ -96,7 +112,7 @@ class Problem {
                                  row_max.data(),  log_sum.data()};
     const TokenStatsCall stats_call{stats, call.rows, call.scaling};
     const auto kernel = token_stats_kernel<BFloat16, kAligned, false, Wanted::kSquares, kThreads>;
-    const size_t shared_bytes = PartSums<kThreads>::bytes(call.rows.parts.count);
+    const size_t shared_bytes = SplitSums<kThreads>::bytes(call.rows.splits.count);
     launch(kernel, {4, kThreads, 1, shared_bytes}, stats_call, 0);
     const std::vector<float> alone = logprobs_;
     launch(kernel, {2u * rows_, kThreads, 2, shared_bytes}, stats_call, 0);

@@ -3,9 +3,9 @@
 A program tests/cuda/NAME.cpp includes kernels and checks itself in `main`, which the sanitizers
 run; its `extern "C"` functions serve the tests in Python, through ctypes.
 
-What this cannot show: that the device version of the primitives does what its twin does, above all
-its instructions for clusters, bulk copies and the order of memory between them and the threads
-(`fence_bulk` does nothing here), and how many clusters a device holds. A GPU has to.
+What this cannot show, but a GPU does: that the device version of the primitives does what the host
+version does, above all its instructions for clusters, bulk copies and the order of memory between
+them and the threads (`fence_bulk` does nothing here), and how many clusters a device holds.
 """
 
 import ctypes
@@ -73,6 +73,16 @@ def cannot_run(reason):
 def library(name):
     """Return tests/cuda/NAME.cpp as a ctypes library."""
     return ctypes.CDLL(str(compile_host(name, "-O1", "-shared", "-fPIC")))
+
+
+def call(program, name, params, *others):
+    """Call a function of tests/cuda/PROGRAM.cpp with the address of a struct and more."""
+    built, struct = library(program), type(params).__name__
+    size_of = getattr(built, f"size_of_{struct}")
+    size_of.restype = ctypes.c_int64
+    assert size_of() == ctypes.sizeof(params), f"{struct} differs from the one in C++"
+    status = getattr(built, name)(ctypes.byref(params), *others)
+    assert status == 0, f"{name} returned {status}"
 
 
 def run_program(name, sanitizer=None, *arguments, warp=8):

@@ -10,104 +10,164 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import library as schemas
+from fastrl.contract import (
+    AGGREGATIONS,
+    AggregationArguments,
+    Coefficients,
+    LossArguments,
+    Metrics,
+    ObjectiveArguments,
+    RowArguments,
+    RowStats,
+)
+from tests.support import cuda_structs as structs
 from tests.support import cuda_vocabulary as vocabulary
-from tests.support.cuda_host import library
+from tests.support.cuda_host import call
 
 
-def c_argument(x):
-    if isinstance(x, torch.Tensor):
-        assert x.is_contiguous()
-        return ctypes.c_void_p(x.data_ptr())
-    if isinstance(x, float):
-        return ctypes.c_float(x)
-    return None if x is None else ctypes.c_int64(x)
+def integers(*numbers):
+    return map(ctypes.c_int64, numbers)
 
 
-def call(name, *arguments, program=None):
-    """Call a function of tests/cuda/PROGRAM.cpp; tensors go as pointers, None as null."""
-    status = getattr(library(program or name), name)(*map(c_argument, arguments))
-    assert status == 0, f"{name} returned {status}"
-
-
-def sequences_of(tokens, cu_seqlens):
-    return tokens.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-
-
-def policy_loss_fwd(logprobs, advantages, mask, weights, *others, fewest=0, ranks=1):
-    *optional, cu_seqlens, level, ratio, kl_estimator, kl_gradient, coefficients = others
-    level = 1 if ratio == 3 else level  # as the operator has it: gmpo is of sequences
-    loss, metrics = logprobs.new_empty(()), logprobs.new_empty(len(schemas.METRICS))
-    slope = torch.empty_like(logprobs)
-    call(
-        "policy_loss",
-        *(logprobs, advantages, mask, weights, *optional, cu_seqlens, logprobs.numel()),
-        *(sequences_of(logprobs, cu_seqlens), level, ratio, kl_estimator, kl_gradient),
-        *(torch.tensor(coefficients), fewest, ranks, loss, slope, metrics),
+def sequence_weights(mask, token_ids, ignore_index, cu_seqlens, *others):
+    how = AggregationArguments._make(others)
+    assert how.group_ids is None
+    sequences = structs.Sequences.of(mask, cu_seqlens)
+    weights = torch.full((sequences.count,), float("nan"))
+    merged = token_ids is not None or mask.dtype != torch.bool
+    active = torch.empty(mask.shape if merged else 0, dtype=torch.bool)
+    params = structs.SequenceWeightsParams(
+        mask=structs.Mask.of(mask),
+        token_ids=token_ids,
+        ignore_index=ignore_index,
+        sequences=sequences,
+        aggregation=how.aggregation,
+        normalizer=how.normalizer,
+        normalizer_tensor=structs.DeviceNumber.of(how.normalizer_tensor),
+        length_norm=how.length_norm or max(mask.shape[1], 1),
+        count_empty=how.count_empty,
+        group_size=how.group_size,
+        weights=weights,
+        active=active if merged else None,
     )
-    return loss, slope, metrics
+    assert AGGREGATIONS[how.aggregation] != "prompt-mean" or how.group_size
+    call("sequence_weights", "sequence_weights", params)
+    return weights, active
 
 
-def gae_fwd(rewards, values, mask, terminated, truncated, bootstrap, cu_seqlens, gamma, lam):
+def policy_loss_fwd(logprobs, entropy, mask, *others, per_block=0, ranks=1):
+    """With `per_block` tokens or sequences the grid is of many blocks on small inputs, too."""
+    count = len(LossArguments._fields)
+    arguments = LossArguments._make(others[:count])
+    objective = ObjectiveArguments._make(others[count:])
+    entropy_coef = Coefficients._make(objective.coefficients).entropy_coef
+    loss, slope = logprobs.new_empty(()), torch.empty_like(logprobs)
+    entropy_slope = torch.empty_like(logprobs) if entropy_coef else logprobs.new_empty(0)
+    metrics = logprobs.new_empty(len(Metrics._fields))
+    params = structs.PolicyLossParams(
+        logprobs=logprobs,
+        entropy=entropy,
+        mask=mask,
+        constants=structs.LossConstants.of(arguments),
+        objective=structs.Objective.of(objective),
+        sequences=structs.Sequences.of(logprobs, arguments.cu_seqlens),
+        loss=loss,
+        slope=slope,
+        entropy_slope=entropy_slope if entropy_coef else None,
+        metrics=metrics,
+    )
+    call("policy_loss", "policy_loss", params, *integers(per_block, ranks))
+    return loss, slope, entropy_slope, metrics
+
+
+def gae_fwd(rewards, values, mask, terminated, truncated, bootstrap_values, cu_seqlens, gamma, lam):
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
-    kind = 0 if bootstrap is None else bootstrap.dim()
-    call(
-        "gae",
-        *(rewards, values, mask, terminated, truncated, bootstrap, cu_seqlens, rewards.numel()),
-        *(sequences_of(rewards, cu_seqlens), kind, float(gamma), float(lam), advantages, returns),
+    inputs = structs.GaeInputs(
+        rewards=rewards,
+        values=values,
+        bootstrap_values=bootstrap_values,
+        mask=mask,
+        terminated=terminated,
+        truncated=truncated,
+        # none, per sequence [S], per token [B, T]
+        bootstrap=0 if bootstrap_values is None else bootstrap_values.dim(),
     )
+    params = structs.GaeParams(
+        **{"in": inputs},
+        sequences=structs.Sequences.of(rewards, cu_seqlens),
+        advantages=advantages,
+        returns=returns,
+        gamma=gamma,
+        decay=gamma * lam,
+    )
+    call("gae", "gae", params)
     return advantages, returns
 
 
 def group_advantages_fwd(
     rewards, group_ids, group_size, baseline, scale, correction, eps, singleton
 ):
-    result = [torch.empty_like(rewards) for _ in range(3)]
-    informative = torch.empty_like(rewards, dtype=torch.bool)
-    call(
-        "group_advantages",
-        *(rewards, group_ids, rewards.numel(), group_size, baseline, scale),
-        *(float(correction), float(eps), singleton, *result, informative),
+    results = {name: torch.empty_like(rewards) for name in ("advantages", "mean", "std")}
+    results["informative"] = torch.empty_like(rewards, dtype=torch.bool)
+    params = structs.GroupAdvantagesParams(
+        rewards=rewards,
+        group_ids=group_ids,
+        count=rewards.numel(),
+        group_size=group_size,
+        baseline=baseline,
+        scale=scale,
+        singleton=singleton,
+        correction=correction,
+        eps=eps,
+        **results,
     )
-    return *result, informative
+    call("group_advantages", "group_advantages", params)
+    return tuple(results.values())
 
 
-def token_stats_fwd(logits, token_ids, active, *others):
-    *scaling, with_entropy, with_sum_sq_probs = others
-    rows = vocabulary.rows_of(logits, token_ids, active, *scaling)
-    wanted = {"with_entropy": with_entropy, "with_sum_sq_probs": with_sum_sq_probs}
-    return vocabulary.token_stats(rows, token_ids, **wanted)
+def rows_and_rest(arguments):
+    count = len(RowArguments._fields)
+    return RowArguments._make(arguments[:count]), arguments[count:]
 
 
-def token_stats_bwd_(logits, token_ids, active, *others, grad=None):
-    *scaling, row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp = others
-    rows = vocabulary.rows_of(logits, token_ids, active, *scaling)
-    saved, grads = (row_max, log_sum, entropy), (grad_logprobs, grad_entropy, grad_logsumexp)
-    vocabulary.token_stats_backward(rows, saved, grads, grad)
+def token_stats_fwd(logits, *arguments):
+    rows, (with_entropy, with_sum_sq_probs) = rows_and_rest(arguments)
+    return vocabulary.token_stats(
+        logits, rows, with_entropy=with_entropy, with_sum_sq_probs=with_sum_sq_probs
+    )
 
 
-def token_stats_bwd(logits, *others):
+def token_stats_bwd_(logits, *arguments, grad=None):
+    rows, (row_max, log_sum, entropy, *grads) = rows_and_rest(arguments)
+    saved = RowStats._make([None] * len(RowStats._fields))
+    saved = saved._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
+    vocabulary.token_stats_backward(logits, rows, saved, grads, grad)
+
+
+def token_stats_bwd(logits, *arguments):
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    token_stats_bwd_(logits, *others, grad=grad)
+    token_stats_bwd_(logits, *arguments, grad=grad)
     return grad
 
 
-def logits_policy_loss_fwd_(logits, token_ids, active, *others, grad=None):
-    scaling, inputs, kinds, coefficients = others[:4], others[4:10], others[10:13], others[13]
-    rows = vocabulary.rows_of(logits, token_ids, active, *scaling)
-    return vocabulary.logits_policy_loss(rows, inputs, kinds, coefficients, grad, clusters=True)
+def logits_policy_loss_fwd_(logits, *arguments, grad=None):
+    rows, others = rows_and_rest(arguments)
+    count = len(LossArguments._fields)
+    loss = LossArguments._make(others[:count])
+    objective = ObjectiveArguments._make(others[count:])
+    return vocabulary.logits_policy_loss(logits, rows, loss, objective, grad, clusters=True)
 
 
-def logits_policy_loss_fwd(logits, *others):
+def logits_policy_loss_fwd(logits, *arguments):
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return *logits_policy_loss_fwd_(logits, *others, grad=grad), grad
+    return *logits_policy_loss_fwd_(logits, *arguments, grad=grad), grad
 
 
 @pytest.fixture(scope="module")
 def registered():
     """The operators, for as long as the tests of one file run."""
     operators = torch.library.Library("fastrl_cuda", "IMPL")
-    small = (policy_loss_fwd, gae_fwd, group_advantages_fwd)
+    small = (sequence_weights, policy_loss_fwd, gae_fwd, group_advantages_fwd)
     stats = (token_stats_fwd, token_stats_bwd, token_stats_bwd_)
     for implementation in (*small, *stats, logits_policy_loss_fwd, logits_policy_loss_fwd_):
         operators.impl(implementation.__name__, implementation, "CPU")

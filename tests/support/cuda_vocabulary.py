@@ -5,99 +5,88 @@ from math import inf
 
 import torch
 
-from tests.support.cuda_host import library
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class Rows(ctypes.Structure):
-    """What `Rows` in tests/cuda/vocabulary.cpp holds."""
-
-    _fields_ = (
-        ("type", ctypes.c_int64),
-        ("logits", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("B", "T", "V", "stride_b", "stride_t")),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "active", "temperatures")),
-        *((name, ctypes.c_double) for name in ("temperature", "logit_scale", "logit_softcap")),
-    )
+from fastrl.contract import Coefficients, RowArguments, RowStats
+from tests.support import cuda_structs as structs
+from tests.support.cuda_host import call, library
 
 
 def rows_of(
-    logits,
     token_ids,
-    active,
+    mask=None,
     temperatures=None,
     temperature=1.0,
     logit_scale=1.0,
     logit_softcap=0.0,
+    ignore_index=-100,
 ):
-    """Describe logits [B, T, V], which must stay alive, as must the per-token tensors."""
-    kind = TYPES[logits.dtype]
-    place = (kind, logits.data_ptr(), *logits.shape, logits.stride(0), logits.stride(1))
-    heats = None if temperatures is None else temperatures.data_ptr()
-    inputs = (token_ids.data_ptr(), active.data_ptr(), heats)
-    return Rows(*place, *inputs, temperature, logit_scale, logit_softcap)
-
-
-def pointers(*tensors):
-    """Return an array of their addresses; None is null."""
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
-    return (ctypes.c_void_p * len(tensors))(*addresses)
-
-
-def address(x):
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
+    """Return what accompanies logits; `ignore_index` is none of the ids unless it is given."""
+    scaling = (temperatures, temperature, logit_scale, logit_softcap)
+    return RowArguments(token_ids, mask, ignore_index, *scaling)
 
 
 def nan_like(x):
     return torch.full_like(x, float("nan"))
 
 
-def token_stats(rows, like, *, with_entropy=True, with_sum_sq_probs=True, clusters=True):
+def token_stats(logits, rows, *, with_entropy=True, with_sum_sq_probs=True, clusters=True):
     """Return what `token_stats_fwd` does."""
-    out = [torch.full(like.shape, float("nan")) for _ in range(6)]
-    is_top1 = torch.zeros(like.shape, dtype=torch.bool)
-    call = library("vocabulary").token_stats
-    flags = [ctypes.c_bool(x) for x in (with_entropy, with_sum_sq_probs, clusters)]
-    assert call(ctypes.byref(rows), *flags, pointers(*out), address(is_top1)) == 0
-    return (*out[:4], is_top1, *out[4:])
-
-
-def token_stats_backward(rows, saved, grads, grad):
-    """Write the gradient to `grad`, or over the logits where that is None."""
-    call = library("vocabulary").token_stats_backward
-    assert call(ctypes.byref(rows), pointers(*saved, *grads), address(grad)) == 0
-
-
-def logits_policy_loss(rows, inputs, kinds, coefficients, grad, *, clusters):
-    """Return logprobs and entropy; the gradient goes to `grad`, or over the logits."""
-    logprobs, entropy = nan_like(inputs[0]), nan_like(inputs[0])
-    call = library("vocabulary").logits_policy_loss
-    outputs = (address(logprobs), address(entropy), address(grad))
-    numbers = (ctypes.c_int64 * 3)(*kinds), (ctypes.c_double * 11)(*coefficients)
-    status = call(
-        ctypes.byref(rows), pointers(*inputs), *numbers, ctypes.c_bool(clusters), *outputs
+    floats = [torch.full(rows.token_ids.shape, float("nan")) for _ in RowStats._fields]
+    stats = RowStats._make(floats)._replace(is_top1=torch.zeros(floats[0].shape, dtype=torch.bool))
+    params = structs.TokenStatsParams(
+        **{"in": structs.LogitsParams.of(logits, rows)},
+        with_entropy=with_entropy,
+        with_sum_sq_probs=with_sum_sq_probs,
+        **stats._asdict(),
     )
-    assert status == 0
+    call("vocabulary", "token_stats", params, ctypes.c_bool(clusters))
+    return stats
+
+
+def token_stats_backward(logits, rows, stats, grads, grad=None):
+    """Write the gradient to `grad`, or over the logits where that is None."""
+    names = ("grad_logprobs", "grad_entropy", "grad_logsumexp")
+    params = structs.TokenStatsBackwardParams(
+        **{"in": structs.LogitsParams.of(logits, rows)},
+        out=structs.GradientParams.of(logits if grad is None else grad),
+        row_max=stats.row_max,
+        log_sum=stats.log_sum,
+        entropy=stats.entropy,
+        **dict(zip(names, grads, strict=True)),
+    )
+    call("vocabulary", "token_stats_backward", params)
+
+
+def logits_policy_loss(logits, rows, arguments, objective, grad=None, *, clusters):
+    """Return logprobs and entropy; the gradient goes to `grad`, or over the logits."""
+    logprobs, entropy = (torch.full(rows.token_ids.shape, float("nan")) for _ in range(2))
+    params = structs.LogitsPolicyLossParams(
+        **{"in": structs.LogitsParams.of(logits, rows)},
+        out=structs.GradientParams.of(logits if grad is None else grad),
+        constants=structs.LossConstants.of(arguments),
+        objective=structs.Objective.of(objective),
+        sequences=structs.Sequences.of(rows.token_ids, arguments.cu_seqlens),
+        logprobs=logprobs,
+        entropy=entropy,
+    )
+    call("vocabulary", "logits_policy_loss", params, ctypes.c_bool(clusters))
     return logprobs, entropy
 
 
 def coefficients(**given):
-    """Return the operators' list; what is not given is absent."""
-    names = "clip_low clip_high dual_clip delta sapo_temperature_pos sapo_temperature_neg"
-    names += " kl_coef kl_clamp log_ratio_low log_ratio_high entropy_coef"
-    absent = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "entropy_coef": 0.0}
-    absent |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
-    values = dict.fromkeys(names.split(), inf) | absent | given
-    return list(values.values())
+    """Return the scalars of an objective; a bound that is not given is not set."""
+    unset = dict.fromkeys(Coefficients._fields, inf)
+    unset |= {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "entropy_coef": 0.0}
+    unset |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    return Coefficients(**{**unset, **given})
 
 
 def watch(place, x):
     """Return counts of the loads and stores of each byte of `x` from here on, a row per element."""
     size = x.element_size()
     counts = [torch.zeros(x.numel() * size, dtype=torch.uint8) for _ in range(2)]
-    arguments = (ctypes.c_int64(x.numel() * size), *(address(count) for count in counts))
-    library("vocabulary").watch(place, address(x), *arguments)
+    pointers = (ctypes.c_void_p(y.data_ptr()) for y in (x, *counts))
+    begin, *places = pointers
+    library("vocabulary").watch(place, begin, ctypes.c_int64(x.numel() * size), *places)
     return [count.view(-1, size) for count in counts]
 
 

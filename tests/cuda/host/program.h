@@ -1,4 +1,5 @@
-// What the test programs share: random inputs and aligned buffers.
+// What the test programs share: random inputs, aligned buffers, and the sizes of structs that
+// Python passes (tests/support/cuda_structs.py).
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,9 @@
 #include <memory>
 #include <new>
 #include <vector>
+
+#define FASTRL_SIZE_OF(Struct) \
+  extern "C" int64_t size_of_##Struct() { return static_cast<int64_t>(sizeof(Struct)); }
 
 namespace fastrl::cuda::host {
 
