@@ -43,7 +43,7 @@ def test_code_is_python(heading):
 
 
 #: How many changes of each section these tests run, and those of the file for other packages.
-CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 1, "torchrl": 1, "A loop of your own": 2}
+CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 1, "torchrl": 1, "A custom loop": 2}
 
 
 def test_every_change_is_run():
@@ -131,9 +131,9 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_loop_of_your_own(which):
+def test_a_custom_loop(which):
     data, found = rows(), []
-    for code in blocks("A loop of your own")[which]:
+    for code in blocks("A custom loop")[which]:
         model = make_model()
         names = {
             "fastrl": fastrl,
