@@ -1,11 +1,11 @@
 """`make targets`: every GPU kernel compiled for every target, and what its machine code costs.
 
-No GPU is needed. Triton kernels are compiled ahead of time from the `targets()` of their modules,
-those of csrc/cuda by nvcc where it is installed; the code is left in build/targets/ and read back
-by sass.py. The command fails where a kernel spills, computes in double, reads or writes less than
-16 bytes at a time where it streams, or passes its budget of instructions on sm_90. The budgets of
-Triton kernels hold for the Tritons that the torch releases from 2.10 to 2.15 bring; where one of
-these spills outside of all loops, the kernel's target names it. What another Triton costs is shown.
+No GPU is needed. Triton kernels are compiled ahead of time for what bench/budgets/ lists, those of
+csrc/cuda by nvcc where it is installed; the code is left in build/targets/ and read back by
+sass.py. The command fails where a kernel spills, computes in double, reads or writes less than
+16 bytes at a time where it streams, or exceeds its budget of instructions on sm_90. The budgets of
+Triton kernels hold for the Triton versions that torch 2.10 to 2.15 need; where one of these spills
+outside of all loops, the kernel's target says so. With another Triton, failures are only notes.
 
 The predicted time is that of an H200 and the largest of three: bytes over 4.3 TB/s, instructions
 over the issue rate, special functions over theirs. It is a bound, not a measurement.
@@ -24,6 +24,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from budgets.cuda import CUDA
+from budgets.target import Target
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "targets"
@@ -55,44 +58,16 @@ class Report(NamedTuple):
     notes: tuple[str, ...] = ()  # the same of a compiler that the budgets are not for
 
 
-class CudaTarget(NamedTuple):
-    """What a kernel of csrc/cuda may cost on sm_90, by a part of its mangled name.
-
-    With `sweeps` the cost is that of the worst sweep that only reads a row and of the worst that
-    writes its gradient, together: a row goes through one of each. So many of the two there are.
-    """
-
-    kernel: str
-    element_bytes: int
-    bytes_per_element: float
-    instructions: float
-    mufu: float | None = None
-    narrow: int = 0
-    sweeps: int = 0
+def triton_targets() -> list[Target]:
+    """Return what is compiled of fastrl/triton, which needs Triton to be imported."""
+    return [
+        target
+        for name in ("gae", "groups", "tokens", "vocabulary")
+        for target in importlib.import_module(f"budgets.{name}").targets()
+    ]
 
 
-# bfloat16, aligned, no softcap; read once and written once
-_BF16 = "INS0_8BFloat16ELb1ELb0EL"
-
-#: The kernels of csrc/cuda with a budget; the others are held to no spills and no doubles.
-CUDA: tuple[CudaTarget, ...] = (
-    CudaTarget(f"one_pass_cluster_kernel{_BF16}", 2, 4, 14.0, mufu=2.2, sweeps=2),
-    CudaTarget(f"token_stats_kernel{_BF16}", 2, 2, 9.0, mufu=1.1, sweeps=1),
-    CudaTarget(f"token_stats_backward_kernel{_BF16}", 2, 4, 7.0, mufu=1.1, sweeps=1),
-)
-
-
-def triton_targets() -> list[Any]:
-    """Return what the `targets()` of every kernel module list."""
-    found = []
-    for path in sorted((ROOT / "fastrl" / "triton").rglob("*.py")):
-        if "\ndef targets(" in path.read_text():
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found += importlib.import_module(name).targets()
-    return found
-
-
-def compile_triton(target: Any, architecture: str) -> Path:
+def compile_triton(target: Target, architecture: str) -> Path:
     """Compile one target and return its cubin (or hsaco, with its assembly beside it)."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -100,11 +75,16 @@ def compile_triton(target: Any, architecture: str) -> Path:
 
     signature, constants, attributes = {}, {}, {}
     for place, name in enumerate(target.kernel.arg_names):
-        signature[name] = target.types.get(name, "constexpr")
-        if name not in target.types:
-            constants[(place,)] = target.constants.get(name)
+        given = target.types.get(name)
+        signature[name], nones = _signature(given, (place,))
+        constants |= nones
+        if name in target.constants:
+            constants[(place,)] = target.constants[name]
         if name in target.divisible:
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            parts = enumerate(given) if isinstance(given, tuple) else ()
+            pointers = [(place, i) for i, type_ in parts if str(type_).startswith("*")]
+            for path in pointers or [(place,)]:
+                attributes[path] = [["tt.divisibility", 16]]
     unknown = ({*target.types} | {*target.constants}) - {*target.kernel.arg_names}
     assert not unknown, f"{target.name}: the kernel has no argument {unknown}"
     amd = architecture.startswith("gfx")
@@ -123,7 +103,17 @@ def compile_triton(target: Any, architecture: str) -> Path:
     return path
 
 
-def report_triton(target: Any, architecture: str) -> Report:
+def _signature(types: Any, place: tuple[int, ...]) -> tuple[Any, dict[tuple[int, ...], None]]:
+    """Return types in Triton's words, and where an argument, or a field of a tuple, is None."""
+    if types is None:
+        return "constexpr", {place: None}
+    if isinstance(types, str):
+        return types, {}
+    nones = {(*place, i): None for i, type_ in enumerate(types) if type_ is None}
+    return type(types)._make(type_ or "constexpr" for type_ in types), nones
+
+
+def report_triton(target: Target, architecture: str) -> Report:
     import sass
     import triton
 

@@ -1,39 +1,71 @@
-"""The scalar mathematics of every objective and KL estimator: the Triton twin of objectives.h.
+"""The scalar mathematics of every surrogate and KL estimator: the Triton twin of objectives.h.
 
 Names, order and meaning are those of `csrc/objectives.h`; `fastrl/reference/objectives.py` is the
-definition. A kernel gets the function it is compiled for as a constexpr, and knows none by name.
+definition. A kernel is compiled for one surrogate and one KL estimator, which it gets as functions.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from fastrl import contract
+
 #: exp(80) still fits a float; log-ratios saturate here with slope 0.
 MAX_LOG_RATIO = tl.constexpr(80.0)
-EXACT, STRAIGHT_THROUGH, BIAS_CORRECTED = (tl.constexpr(way) for way in range(3))
+
+TOKEN = tl.constexpr(contract.LEVELS.index("token"))
+SEQUENCE = tl.constexpr(contract.LEVELS.index("sequence"))
+STRAIGHT_THROUGH = tl.constexpr(contract.KL_GRADIENTS.index("straight-through"))
+BIAS_CORRECTED = tl.constexpr(contract.KL_GRADIENTS.index("bias-corrected"))
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LOG2E_LOW = tl.constexpr(1.925963033500623e-08)  # what float32 leaves of log2(e)
+_LOG2E_LOW = tl.constexpr(1.925963033500623e-08)  # the digits of log2(e) that float32 cannot hold
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-class Coefficients(NamedTuple):
-    """The operators' `coefficients`, in their order; bounds that are not set are infinite."""
+class SurrogateTerms(NamedTuple):
+    """What a surrogate returns: loss f, slope df/dlog_ratio (or df/dlogprob), clip -1, 0 or +1."""
 
-    clip_low: float
-    clip_high: float
-    dual_clip: float
-    delta: float
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
-    kl_coef: float
-    kl_clamp: float
-    log_ratio_low: float
-    log_ratio_high: float
-    entropy_coef: float
+    loss: Any
+    slope: Any
+    clip: Any
+
+
+class ObjectiveTerms(NamedTuple):
+    """The same with log-ratio and ratio after saturation."""
+
+    loss: Any
+    slope: Any
+    clip: Any
+    log_ratio: Any
+    ratio: Any
+
+
+class KlTerms(NamedTuple):
+    """The KL of a token and its derivatives.
+
+    Attributes:
+        value: of the estimator.
+        slope: d value / d logprob at this ratio.
+        ratio_slope: d value / d log_ratio.
+        own_slope: both together, where the ratio is the token's own.
+    """
+
+    value: Any
+    slope: Any
+    ratio_slope: Any
+    own_slope: Any
+
+
+class GmpoTerms(NamedTuple):
+    """The clipped token log-ratio that GMPO averages; the gradient flows where `unclipped`."""
+
+    log_ratio: Any
+    clip: Any
+    unclipped: Any
 
 
 @triton.jit
@@ -79,7 +111,7 @@ def weighted(weight, value):
 
 
 @triton.jit
-def ppo_clip(ratio, log_ratio, moves, advantage, logprob, c):
+def ppo_clip(ratio, log_ratio, in_range, advantage, logprob, c):
     free = tl.where(ratio > c.delta, c.delta, ratio) * advantage
     bounded = clamp(ratio, 1.0 - c.clip_low, 1.0 + c.clip_high) * advantage
     clipped = bounded < free
@@ -93,31 +125,31 @@ def ppo_clip(ratio, log_ratio, moves, advantage, logprob, c):
     dual = falls & (loss > ceiling)
     loss = tl.where(dual, ceiling, loss)
     clip = tl.where(dual, 1.0, clip)
-    return loss, tl.where(dual | ~moves, 0.0, slope), clip
+    return SurrogateTerms(loss, tl.where(dual | ~in_range, 0.0, slope), clip)
 
 
 @triton.jit
-def cispo(ratio, log_ratio, moves, advantage, logprob, c):
+def cispo(ratio, log_ratio, in_range, advantage, logprob, c):
     low, high = 1.0 - c.clip_low, 1.0 + c.clip_high
     slope = -clamp(ratio, low, high) * advantage  # the weight is detached
     clip = tl.where(ratio > high, 1.0, tl.where(ratio < low, -1.0, 0.0))
     clip = tl.where((advantage > 0) | (advantage < 0), clip, 0.0)
-    return weighted(slope, logprob), slope, clip
+    return SurrogateTerms(weighted(slope, logprob), slope, clip)
 
 
 @triton.jit
-def sapo(ratio, log_ratio, moves, advantage, logprob, c):
+def sapo(ratio, log_ratio, in_range, advantage, logprob, c):
     tau = tl.where(advantage > 0, c.sapo_temperature_pos, c.sapo_temperature_neg)
     # the slope is decay times ratio: 0 only beyond the largest ratio, and at 85 it fits a float
     decay = exp(clamp(-tau * expm1(log_ratio), -200.0, 85.0))
     gate = 1.0 / (1.0 + decay)
+    loss = -4.0 / tau * gate * advantage
     slope = -4.0 * gate * (decay * gate) * ratio * advantage
-    return -4.0 / tau * gate * advantage, tl.where(moves, slope, 0.0), tl.zeros_like(advantage)
+    return SurrogateTerms(loss, tl.where(in_range, slope, 0.0), tl.zeros_like(advantage))
 
 
 @triton.jit
 def gmpo_terms(difference, advantage, c):
-    """The clipped token log-ratio that GMPO averages, its clip flag, and whether it moves."""
     lowest, highest = log_ratio_bounds(c, MAX_LOG_RATIO)
     log_ratio = clamp(difference, lowest, highest)
     rises, falls = advantage >= 0, advantage < 0
@@ -125,21 +157,22 @@ def gmpo_terms(difference, advantage, c):
     clip = tl.where(above & (advantage > 0), 1.0, tl.where(below, -1.0, 0.0))
     inside = (difference >= lowest) & (difference <= highest)
     free = (rises & (log_ratio <= c.clip_high)) | (falls & (log_ratio >= -c.clip_low))
-    moves = (inside & free) | (difference != difference) | (advantage != advantage)
-    return tl.where(above, c.clip_high, tl.where(below, -c.clip_low, log_ratio)), clip, moves
+    unclipped = (inside & free) | (difference != difference) | (advantage != advantage)
+    clipped = tl.where(above, c.clip_high, tl.where(below, -c.clip_low, log_ratio))
+    return GmpoTerms(clipped, clip, unclipped)
 
 
 @triton.jit
-def gmpo(ratio, log_ratio, moves, advantage, logprob, c):
+def gmpo(ratio, log_ratio, in_range, advantage, logprob, c):
     """One token's own geometric mean; over a sequence the caller averages `gmpo_terms`."""
-    clipped, clip, free = gmpo_terms(log_ratio, advantage, c)
-    loss = -advantage * exp(clipped)
-    return loss, tl.where(free & moves, loss, 0.0), clip
+    terms = gmpo_terms(log_ratio, advantage, c)
+    loss = -advantage * exp(terms.log_ratio)
+    return SurrogateTerms(loss, tl.where(terms.unclipped & in_range, loss, 0.0), terms.clip)
 
 
 @triton.jit
-def reinforce(ratio, log_ratio, moves, advantage, logprob, c):
-    return weighted(-advantage, logprob), -advantage, tl.zeros_like(advantage)
+def reinforce(ratio, log_ratio, in_range, advantage, logprob, c):
+    return SurrogateTerms(weighted(-advantage, logprob), -advantage, tl.zeros_like(advantage))
 
 
 @triton.jit
@@ -148,19 +181,20 @@ def log_ratio_bounds(c, limit):
 
 
 @triton.jit
-def objective_terms(POLICY: tl.constexpr, difference, advantage, logprob, c):
-    """Return loss, slope, clip flag, and log_ratio and ratio after saturation.
+def objective_terms(SURROGATE: tl.constexpr, difference, advantage, logprob, c):
+    """Return the terms of a token.
 
     `difference` is logprob - old_logprob of the token, or its mean over the sequence; the slope is
-    that of the log-ratio, or of the log-probability where the objective uses it.
+    with respect to the log-ratio, or to the log-probability where the surrogate uses that.
     """
     lowest, highest = log_ratio_bounds(c, MAX_LOG_RATIO)
     log_ratio = clamp(difference, lowest, highest)
-    moves = (difference >= lowest) & (difference <= highest)
+    in_range = (difference >= lowest) & (difference <= highest)
     ratio = exp(log_ratio)
-    loss, slope, clip = POLICY(ratio, log_ratio, moves, advantage, logprob, c)
+    terms = SURROGATE(ratio, log_ratio, in_range, advantage, logprob, c)
     # comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one
-    return loss, tl.where(loss == loss, slope, loss), clip, log_ratio, ratio
+    slope = tl.where(terms.loss == terms.loss, terms.slope, terms.loss)
+    return ObjectiveTerms(terms.loss, slope, terms.clip, log_ratio, ratio)
 
 
 @triton.jit
@@ -186,42 +220,58 @@ def absolute(x):
 
 @triton.jit
 def kl_terms(
-    ESTIMATOR: tl.constexpr, GRADIENT: tl.constexpr, difference, policy_difference, c
-):  # fmt: skip
-    """Return value, slope by logprob at this ratio, slope by the ratio's logarithm, and own slope.
+    KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr, difference, policy_difference, c
+):
+    """Return the KL of a token and its derivatives.
 
-    The last is by both together, where the ratio is the token's own. `difference` is
-    ref_logprob - logprob; `policy_difference` that of `objective_terms`, which only the
-    bias-corrected gradient looks at.
+    `difference` is ref_logprob - logprob; `policy_difference` is the `difference` of
+    `objective_terms`, and only the bias-corrected gradient uses it.
     """
     # a product of two exponentials fits a float where each factor is held at half the range
-    limit: tl.constexpr = MAX_LOG_RATIO / 2 if GRADIENT == BIAS_CORRECTED else MAX_LOG_RATIO
+    limit: tl.constexpr = MAX_LOG_RATIO / 2 if KL_GRADIENT == BIAS_CORRECTED else MAX_LOG_RATIO
     x = clamp(difference, -limit, limit)
     in_range = (difference >= -limit) & (difference <= limit)
-    value, slope = ESTIMATOR(x)
+    value, slope = KL_ESTIMATOR(x)
     inside = in_range & (value >= -c.kl_clamp) & (value <= c.kl_clamp)
     slope = tl.where(inside, slope, 0.0)
     value = clamp(value, -c.kl_clamp, c.kl_clamp)
     ratio_slope = tl.zeros_like(value)
     own_slope = slope
-    if GRADIENT == STRAIGHT_THROUGH:
-        slope = tl.where(in_range, -x, 0.0)  # that of k2
+    if KL_GRADIENT == STRAIGHT_THROUGH:
+        slope = tl.where(in_range, -x, 0.0)  # the slope of k2
         own_slope = slope
-    elif GRADIENT == BIAS_CORRECTED:
+    elif KL_GRADIENT == BIAS_CORRECTED:
         lowest, highest = log_ratio_bounds(c, limit)
         ratio = exp(clamp(policy_difference, lowest, highest))
-        moves = (policy_difference >= lowest) & (policy_difference <= highest)
+        ratio_in_range = (policy_difference >= lowest) & (policy_difference <= highest)
         value = ratio * value
         slope = ratio * slope
-        ratio_slope = tl.where(moves, value, 0.0)
+        ratio_slope = tl.where(ratio_in_range, value, 0.0)
         own_slope = slope + ratio_slope
-        if ESTIMATOR is k3:  # the two are e^x apart from what is left of them
-            own_slope = tl.where(inside & moves, -x * ratio, own_slope)
+        if KL_ESTIMATOR is k3:  # the two are e^x apart, and nearly cancel
+            own_slope = tl.where(inside & ratio_in_range, -x * ratio, own_slope)
     broken = value != value
     own_slope = tl.where(broken, value, own_slope)
-    return value, tl.where(broken, value, slope), ratio_slope, own_slope
+    return KlTerms(value, tl.where(broken, value, slope), ratio_slope, own_slope)
 
 
-#: In the order of `fastrl.objective.RATIOS` and `KL_ESTIMATORS`.
-POLICIES = (ppo_clip, cispo, sapo, gmpo, reinforce)
-KL = (k1, k2, k3, absolute)
+SURROGATES = {
+    "ppo_clip": ppo_clip,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "reinforce": reinforce,
+}
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+
+#: The surrogates whose gradient flows through the ratio; the others' flows through logprob.
+THROUGH_RATIO = ("ppo_clip", "sapo", "gmpo")
+
+
+def compiled_for(objective: contract.ObjectiveArguments) -> dict[str, Any]:
+    """Return the constants of the compilation that every kernel with an objective has."""
+    return {
+        "SURROGATE": SURROGATES[contract.SURROGATES[objective.surrogate]],
+        "KL_ESTIMATOR": KL_ESTIMATORS[contract.KL_ESTIMATORS[objective.kl_estimator]],
+        "KL_GRADIENT": objective.kl_gradient,
+    }

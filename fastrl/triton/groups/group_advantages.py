@@ -14,12 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from fastrl.triton.runtime.target import Target
+from fastrl.contract import BASELINES, SCALES, SINGLETONS
 
 ROWS = 16  # rewards of a program
 COLUMNS = 64  # rewards that they are compared with at a time
 ALL_PAIRS = 4096  # the largest batch of ids that is not sorted first
 ONE_LAUNCH = 16384  # the largest batch whose std every program finds for itself
+
+LEAVE_ONE_OUT = tl.constexpr(BASELINES.index("leave_one_out"))
+NO_BASELINE = tl.constexpr(BASELINES.index("none"))
+BY_BATCH = tl.constexpr(SCALES.index("batch"))
+NO_SCALE = tl.constexpr(SCALES.index("none"))
 
 # how the members of a group are found
 CONSECUTIVE = tl.constexpr(0)
@@ -218,13 +223,13 @@ def group_advantages_kernel(
     std = tl.where(mixed, _std(tl.sum(squares, 1), size, correction, scale), 0.0)
 
     advantage = x
-    if BASELINE != 2:
+    if BASELINE != NO_BASELINE:
         advantage = tl.where(mixed, (x - mean) - rest, 0.0)
-        if BASELINE == 1:
+        if BASELINE == LEAVE_ONE_OUT:
             advantage *= tl.div_rn(size, tl.maximum(size - 1, 1.0))
-    if SCALE != 2:
+    if SCALE != NO_SCALE:
         divisor = std
-        if SCALE == 1:
+        if SCALE == BY_BATCH:
             if batch_std is None:
                 divisor = tl.zeros_like(std) + _batch_std(
                     rewards, group_ids, group_size, count, correction, COLUMNS, MODE
@@ -286,16 +291,16 @@ def group_advantages_fwd(
             eps,
             BASELINE=baseline,
             SCALE=scale,
-            RAW=bool(singleton),
+            RAW=SINGLETONS[singleton] == "raw",
             MODE=mode.value,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             enable_fp_fusion=False,
         )
 
-    if scale == 1 and (mode == SORTED or count > ONE_LAUNCH):
-        launch(2, None)
-        launch(1, _std_of_finite(rewards, means, correction))
+    if SCALES[scale] == "batch" and (mode == SORTED or count > ONE_LAUNCH):
+        launch(NO_SCALE.value, None)
+        launch(BY_BATCH.value, _std_of_finite(rewards, means, correction))
     else:
         launch(scale, None)
     return outputs
@@ -309,42 +314,3 @@ def _std_of_finite(rewards, means, correction):
     squares = torch.where(known, x - x.sum() / size.clamp(min=1), 0.0).square().sum()
     freedom = size - correction
     return torch.where(freedom > 0, squares / freedom.clamp(min=1e-9), 0.0).sqrt().float()
-
-
-def targets():
-    floats = ("rewards", "advantages", "means", "stds")
-    types = {
-        **dict.fromkeys(floats, "*fp32"),
-        "informatives": "*i1",
-        **dict.fromkeys(("count", "group_size"), "i32"),
-        **dict.fromkeys(("correction", "eps"), "fp32"),
-    }
-    by_id = {**types, "group_ids": "*i64"}
-    variants = [
-        ("group_advantages", types, CONSECUTIVE, 0),
-        ("group_advantages_batch", types, CONSECUTIVE, 1),
-        ("group_advantages_ids", by_id, ANY_ORDER, 0),
-        ("group_advantages_ids_batch", by_id, ANY_ORDER, 1),
-        ("group_advantages_sorted", {**by_id, "order": "*i64"}, SORTED, 0),
-    ]
-    return [
-        Target(
-            name=name,
-            kernel=group_advantages_kernel,
-            types=types,
-            constants={
-                "BASELINE": 0,
-                "SCALE": scale,
-                "RAW": False,
-                "MODE": mode.value,
-                "ROWS": ROWS,
-                "COLUMNS": COLUMNS,
-            },
-            divisible=(*(n for n, t in types.items() if t[0] == "*"), "count"),
-            num_warps=4,
-            element_bytes=4,
-            bytes_per_element=17,  # of kilobytes in all: the launch is what it costs
-            options={"enable_fp_fusion": False},
-        )
-        for name, types, mode, scale in variants
-    ]

@@ -19,13 +19,14 @@ import torch
 
 from fastrl.library import NAMESPACES
 
-#: Operator X_fwd, X_bwd, X_fwd_ or X_bwd_ is the function of that name in this module.
+#: The module with the functions X, X_fwd, X_bwd, X_fwd_ and X_bwd_, by X.
 MODULES = {
     "token_stats": "fastrl.triton.vocabulary.token_stats",
     "logits_policy_loss": "fastrl.triton.vocabulary.logits_policy_loss",
     "policy_loss": "fastrl.triton.tokens.policy_loss",
     "gae": "fastrl.triton.gae.gae",
     "group_advantages": "fastrl.triton.groups.group_advantages",
+    "sequence_weights": "fastrl.triton.tokens.sequence_weights",
 }
 OPERATORS = (
     "token_stats_fwd",
@@ -36,6 +37,7 @@ OPERATORS = (
     "policy_loss_fwd",
     "gae_fwd",
     "group_advantages_fwd",
+    "sequence_weights",
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

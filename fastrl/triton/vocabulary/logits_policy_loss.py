@@ -9,19 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.contract import Coefficients, LossArguments, ObjectiveArguments, RowArguments
+from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights
 from fastrl.triton.objectives import (
-    KL,
-    POLICIES,
-    Coefficients,
+    compiled_for,
     difference_of,
     kl_terms,
     objective_terms,
     token_slope,
     weighted,
 )
-from fastrl.triton.runtime.target import Target
-from fastrl.triton.vocabulary.row_gradient import row_gradient
+from fastrl.triton.sequences import packed_sequence
+from fastrl.triton.vocabulary.row_gradient import Slopes, row_gradient
 from fastrl.triton.vocabulary.row_sums import (
+    Statistics,
     row_statistics,
     row_sums,
     sums_of_blocks,
@@ -30,120 +31,120 @@ from fastrl.triton.vocabulary.row_sums import (
 from fastrl.triton.vocabulary.rows import (
     PER_TOKEN,
     RUN_TIME,
-    VARIANTS,
-    parts_of,
-    plan,
+    launch_options,
     row_arguments,
+    row_counts,
+    row_gain,
     row_offset,
-    row_slope,
-    row_target,
+    splits_of,
     token_logit,
-)
-
-_PER_TOKEN = (
-    "advantages",
-    "weights",
-    "kl_weights",
-    "entropy_weights",
-    "old_logprobs",
-    "ref_logprobs",
 )
 
 
 @triton.jit
 def _slopes(
-    index, logprob, advantages, weights, kl_weights, entropy_weights, old_logprobs, ref_logprobs, c,
-    POLICY: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
+    logprob, index, length, sequences, loss, c, BY_SEQUENCE: tl.constexpr,
+    SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Return dL/dlogprob and dL/dentropy of a row; this is all that depends on the loss."""
-    weight = tl.load(weights + index)
-    old = logprob if old_logprobs is None else tl.load(old_logprobs + index)
+    """Return dL/dlogprob and dL/dentropy of a row; all that depends on the loss is here."""
+    if loss.cu_seqlens is None:
+        sequence = index // length
+    else:
+        sequence = packed_sequence(index, loss.cu_seqlens, sequences)
+    weights = load_weights(loss, BY_SEQUENCE, sequence, index, True, True)
+    advantage = load_constant(loss.advantages, BY_SEQUENCE.advantages, sequence, index, True, True)
+    old = logprob if loss.old_logprobs is None else tl.load(loss.old_logprobs + index)
     difference = difference_of(logprob, old)  # on policy the ratio is 1, but NaN stays NaN
-    advantage = tl.load(advantages + index)
-    _, policy_slope, _, _, _ = objective_terms(POLICY, difference, advantage, logprob, c)
-    slope = weighted(weight, policy_slope)
+    terms = objective_terms(SURROGATE, difference, advantage, logprob, c)
+    slope = weighted(weights.policy, terms.slope)
     if KL_ESTIMATOR is not None:
-        ref_minus_logprob = difference_of(tl.load(ref_logprobs + index), logprob)
-        _, _, _, kl_slope = kl_terms(KL_ESTIMATOR, KL_GRADIENT, ref_minus_logprob, difference, c)
-        kl_weight = weight if kl_weights is None else tl.load(kl_weights + index)
-        slope += c.kl_coef * kl_weight * kl_slope
-    entropy_weight = weight if entropy_weights is None else tl.load(entropy_weights + index)
-    return token_slope(logprob, slope), -c.entropy_coef * entropy_weight
+        ref_minus_logprob = difference_of(tl.load(loss.ref_logprobs + index), logprob)
+        kl = kl_terms(KL_ESTIMATOR, KL_GRADIENT, ref_minus_logprob, difference, c)
+        slope += c.kl_coef * weights.kl * kl.own_slope
+    return token_slope(logprob, slope), -c.entropy_coef * weights.entropy
 
 
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
-def _logits_policy_loss(
-    logits, token_ids, active, temperatures, scale, squash,
-    length, stride_b: tl.int64, stride_t: tl.int64, vocabulary, partials, chosen,
-    advantages, weights, kl_weights, entropy_weights, old_logprobs, ref_logprobs, c,
-    logprobs, entropies, grad, grad_stride_b: tl.int64, grad_stride_t: tl.int64, parts,
-    POLICY: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
-    PLAN: tl.constexpr, GRADIENT_PLAN: tl.constexpr,
+def logits_policy_loss_kernel(
+    logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash,
+    length, stride_b: tl.int64, stride_t: tl.int64, vocabulary, partial_sums, token_logits,
+    loss, sequences, c, logprobs, entropies,
+    grad, grad_stride_b: tl.int64, grad_stride_t: tl.int64, splits, BY_SEQUENCE: tl.constexpr,
+    SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
+    SPEC: tl.constexpr, GRADIENT_SPEC: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    index = program // parts
-    part = (program - index * parts).to(tl.int32)
-    row = logits + row_offset(index, length, stride_b, stride_t, PLAN)
-    grad_row = grad + row_offset(index, length, grad_stride_b, grad_stride_t, PLAN)
-    is_active = tl.load(active + index)
+    index = program // splits
+    split = (program - index * splits).to(tl.int32)
+    row = logits + row_offset(index, length, stride_b, stride_t, SPEC)
+    grad_row = grad + row_offset(index, length, grad_stride_b, grad_stride_t, SPEC)
     token_id = tl.load(token_ids + index)
-    slope, multiplier = row_slope(index, temperatures, scale, is_active)
-    if partials is None:
-        x = token_logit(row, token_id, vocabulary, is_active)
+    counts = row_counts(index, token_id, mask, ignore_index)
+    gain, binary_gain = row_gain(index, temperatures, scale, counts)
+    if partial_sums is None:
+        x = token_logit(row, token_id, vocabulary, counts)
     else:
-        x = tl.load(chosen + index, mask=is_active, other=0.0)
-    logprob, entropy, largest, log_sum, of_logprob, of_entropy = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    if is_active:
-        sums = row_sums(row, partials, index, vocabulary, multiplier, squash, PLAN)
-        largest = sums[0]
-        log_sum, entropy, _ = row_statistics(sums, multiplier, squash, PLAN)
-        logprob = token_logprob(x, largest, log_sum, slope, squash, PLAN)
+        x = tl.load(token_logits + index, mask=counts, other=0.0)
+    logprob, entropy, row_max, log_sum, of_logprob, of_entropy = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    if counts:
+        sums = row_sums(row, partial_sums, index, vocabulary, binary_gain, squash, SPEC)
+        stats = row_statistics(sums, binary_gain, squash, SPEC)
+        row_max, log_sum, entropy = stats.row_max, stats.log_sum, stats.entropy
+        logprob = token_logprob(x, row_max, log_sum, gain, squash, SPEC)
         of_logprob, of_entropy = _slopes(
-            index, logprob, advantages, weights, kl_weights, entropy_weights,
-            old_logprobs, ref_logprobs, c, POLICY, KL_ESTIMATOR, KL_GRADIENT,
+            logprob, index, length, sequences, loss, c, BY_SEQUENCE,
+            SURROGATE, KL_ESTIMATOR, KL_GRADIENT,
         )  # fmt: skip
-    if part == 0:
+    if split == 0:
         tl.store(logprobs + index, logprob)
         tl.store(entropies + index, entropy)
-    moves = is_active & ((of_logprob != 0) | (of_entropy != 0))
-    stats, flow = (largest, log_sum, entropy), (of_logprob, of_entropy, 0.0)
+    has_gradient = counts & ((of_logprob != 0) | (of_entropy != 0))
+    stats = Statistics(row_max, log_sum, entropy)
+    slopes = Slopes(of_logprob, of_entropy, 0.0)
     row_gradient(
-        row, grad_row, moves, token_id, x, stats, flow, vocabulary, slope, multiplier, squash,
-        part, parts, GRADIENT_PLAN,
+        row, grad_row, has_gradient, token_id, x, stats, slopes, vocabulary, gain, binary_gain,
+        squash, split, splits, GRADIENT_SPEC,
     )  # fmt: skip
 
 
 def _one_pass(grad: Tensor, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    token_ids, *_, softcap = rows = arguments[:6]
-    per_token = dict(zip(_PER_TOKEN, arguments[6:12], strict=True))
-    ratio, kl_estimator, kl_gradient, coefficients = arguments[12:]
-    c = Coefficients(*coefficients)
-    logprobs = torch.empty_like(token_ids, dtype=torch.float32)
-    entropies = torch.empty_like(token_ids, dtype=torch.float32)
-    if not token_ids.numel():
+    given = iter(arguments)
+    rows = RowArguments._make(next(given) for _ in RowArguments._fields)
+    loss = LossArguments._make(next(given) for _ in LossArguments._fields)
+    objective = ObjectiveArguments._make(given)
+    c = Coefficients._make(objective.coefficients)
+    logprobs = torch.empty_like(rows.token_ids, dtype=torch.float32)
+    entropies = torch.empty_like(rows.token_ids, dtype=torch.float32)
+    if not rows.token_ids.numel():
         return logprobs, entropies
-    of_rows = row_arguments(logits, *rows)
-    launch = plan(logits, grad, softcap=softcap, entropy=True)
-    partials, chosen, parts = None, None, parts_of(logits)
-    if parts > 1:
-        partials, chosen = sums_of_blocks(of_rows, launch)
-    _logits_policy_loss[(token_ids.numel() * parts,)](
+    which = by_sequence(loss)
+    if not any(which):
+        loss = loss._replace(cu_seqlens=None)
+    of_rows = row_arguments(logits, rows)
+    options = launch_options(logits, grad, softcap=rows.logit_softcap, entropy=True)
+    partial_sums, token_logits, splits = None, None, splits_of(logits)
+    if splits > 1:
+        partial_sums, token_logits = sums_of_blocks(of_rows, options)
+    constants = compiled_for(objective)
+    if not c.kl_coef:
+        constants["KL_ESTIMATOR"] = None
+    logits_policy_loss_kernel[(rows.token_ids.numel() * splits,)](
         **of_rows,
-        partials=partials,
-        chosen=chosen,
-        **per_token,
+        partial_sums=partial_sums,
+        token_logits=token_logits,
+        loss=loss,
+        sequences=0 if loss.cu_seqlens is None else loss.cu_seqlens.shape[0] - 1,
         c=c,
         logprobs=logprobs,
         entropies=entropies,
         grad=grad,
         grad_stride_b=grad.stride(0),
         grad_stride_t=grad.stride(1),
-        parts=parts,
-        POLICY=POLICIES[ratio],
-        KL_ESTIMATOR=KL[kl_estimator] if c.kl_coef else None,
-        KL_GRADIENT=kl_gradient,
-        GRADIENT_PLAN=launch["PLAN"]._replace(entropy=c.entropy_coef != 0),
-        **launch,
+        splits=splits,
+        BY_SEQUENCE=which,
+        GRADIENT_SPEC=options["SPEC"]._replace(entropy=c.entropy_coef != 0),
+        **constants,
+        **options,
     )
     return logprobs, entropies
 
@@ -155,28 +156,3 @@ def logits_policy_loss_fwd(logits: Tensor, *arguments: Any) -> tuple[Tensor, Ten
 
 def logits_policy_loss_fwd_(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _one_pass(logits, logits, *arguments)
-
-
-def targets() -> list[Target]:
-    """Return what is compiled ahead of time."""
-    per_token = dict.fromkeys(("advantages", "weights", "logprobs", "entropies"), "*fp32")
-    grpo = per_token | dict.fromkeys(("old_logprobs", "ref_logprobs"), "*fp32")
-    grpo["c"] = Coefficients._make(["fp32"] * len(Coefficients._fields))  # type: ignore[assignment]
-    found = []
-    for suffix, variant in {"_plain": VARIANTS[""], **VARIANTS}.items():
-        regularized = suffix != "_plain"  # by KL and entropy
-        target = row_target(
-            f"logits_policy_loss{suffix}", _logits_policy_loss, types=grpo, **variant._asdict(),
-            bytes_per_element=8 if variant.dtype == "fp32" else 4,
-            instructions=36 if variant.softcap else 16,
-            mufu=6.4 if variant.softcap else 2.4,
-            spills={"3.8": 4, "3.9": 6} if variant.softcap else None,
-            constants={
-                "POLICY": POLICIES[0],
-                "KL_ESTIMATOR": KL[2] if regularized else None,
-                "KL_GRADIENT": 0,
-            },
-        )  # fmt: skip
-        plan = target.constants["PLAN"]._replace(entropy=regularized)
-        found.append(target._replace(constants=target.constants | {"GRADIENT_PLAN": plan}))
-    return found

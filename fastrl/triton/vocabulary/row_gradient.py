@@ -1,11 +1,12 @@
 """The second sweep over a row: its gradient, which may take the place of the logits.
 
-With p_j = 2^t_j norm the gradient of a row is p_j (constant + linear t_j), and at the token what
-flows into its log-probability besides. The row is read from its end, which the first sweep has
-left in cache.
+With p_j = 2^t_j norm the gradient of a row is p_j (constant + linear t_j); at the token dL/dlogprob
+is added. The row is read from its end, which the first sweep has left in cache.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,25 +26,40 @@ from fastrl.triton.vocabulary.rows import (
 )
 
 
+class Slopes(NamedTuple):
+    """The derivatives of the loss by the statistics of a row."""
+
+    logprob: Any
+    entropy: Any
+    logsumexp: Any
+
+
+class RowTerms(NamedTuple):
+    """The gradient of a row is 2^t (constant + linear t), under a softcap times dv/dx."""
+
+    constant: Any
+    linear: Any
+
+
 @triton.jit
 def _block_gradient(
-    block, grad, columns_left, terms, multiplier, reference, squash,
-    MASKED: tl.constexpr, PLAN: tl.constexpr,
+    block, grad, columns_left, row_terms, binary_gain, reference, squash,
+    MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = COLUMNS_PER_LANE // PLAN.width
-    tiles = load_block(block, columns_left, MASKED, PLAN)
+    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
+    tiles = load_block(block, columns_left, MASKED, SPEC)
     for tile in tl.static_range(TILES):
         x = tiles[tile]
-        v = value(x, squash, PLAN)
-        t = exponent(x, v, multiplier, reference, PLAN)
-        factor = terms[0]
-        if PLAN.entropy:
+        v = value(x, squash, SPEC)
+        t = exponent(x, v, binary_gain, reference, SPEC)
+        factor = row_terms.constant
+        if SPEC.entropy:
             t = at_least(t)
-            factor = tl.fma(t, terms[1], terms[0])
+            factor = tl.fma(t, row_terms.linear, row_terms.constant)
         g = tl.exp2(t) * factor
-        if PLAN.softcap:
+        if SPEC.softcap:
             g *= tl.fma(-v, v, -v)
-        columns = tile_columns(tile, PLAN)
+        columns = tile_columns(tile, SPEC)
         g = g.to(grad.dtype.element_ty)
         if MASKED:
             tl.store(grad + columns, g, mask=columns < columns_left)
@@ -52,13 +68,13 @@ def _block_gradient(
 
 
 @triton.jit
-def _block_zeros(grad, columns_left, MASKED: tl.constexpr, PLAN: tl.constexpr):
-    TILES: tl.constexpr = COLUMNS_PER_LANE // PLAN.width
-    LANES: tl.constexpr = PLAN.lanes
-    WIDTH: tl.constexpr = PLAN.width
+def _block_zeros(grad, columns_left, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
+    LANES: tl.constexpr = SPEC.lanes
+    WIDTH: tl.constexpr = SPEC.width
     zeros = tl.zeros([LANES, WIDTH], grad.dtype.element_ty)
     for tile in tl.static_range(TILES):
-        columns = tile_columns(tile, PLAN)
+        columns = tile_columns(tile, SPEC)
         if MASKED:
             tl.store(grad + columns, zeros, mask=columns < columns_left)
         else:
@@ -66,79 +82,80 @@ def _block_zeros(grad, columns_left, MASKED: tl.constexpr, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _token_gradient(x, stats, flow, slope, squash, PLAN: tl.constexpr):
-    """Return the gradient at the token, where the two parts would cancel as p nears 1."""
-    logprob = token_logprob(x, stats[0], stats[1], slope, squash, PLAN)
+def _token_gradient(x, stats, slopes, gain, squash, SPEC: tl.constexpr):
+    """Return the gradient at the token, where its two terms would cancel as p nears 1."""
+    logprob = token_logprob(x, stats.row_max, stats.log_sum, gain, squash, SPEC)
     held = tl.maximum(logprob, -100.0, propagate_nan=tl.PropagateNan.ALL)
     p = exp(held)
-    g = flow[2] * p - flow[0] * expm1(held)
-    if PLAN.entropy:
-        g -= flow[1] * (held + stats[2]) * p
-    if PLAN.softcap:
-        v = value(x, squash, PLAN)
+    g = slopes.logsumexp * p - slopes.logprob * expm1(held)
+    if SPEC.entropy:
+        g -= slopes.entropy * (held + stats.entropy) * p
+    if SPEC.softcap:
+        v = value(x, squash, SPEC)
         g *= tl.fma(-v, v, -v)
     return tl.where(logprob == float("-inf"), 0.0, g)
 
 
 @triton.jit
 def row_gradient(
-    row, grad, moves, token_id, x, stats, flow, vocabulary, slope, multiplier, squash,
-    part, parts, PLAN: tl.constexpr,
+    row, grad, has_gradient, token_id, x, stats, slopes, vocabulary, gain, binary_gain, squash,
+    split, splits, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Write the blocks part, part + parts, ... of a row's gradient, from the last to the first.
+    """Write the blocks split, split + splits, ... of a row's gradient, from the last to the first.
 
     Args:
         row: pointer to the logits.
         grad: pointer to the gradient, may be the same.
-        moves: whether the row has a gradient that is not zero.
+        has_gradient: whether the gradient of the row may be other than zero.
         token_id: of the row.
         x: its logit, NaN where the id is outside the vocabulary; used by the block it is in.
-        stats: largest logit, log_sum and entropy.
-        flow: the gradients of log-probability, entropy and log-sum-exp.
+        stats: `Statistics` of the row.
+        slopes: `Slopes` of the row.
         vocabulary: columns of the row.
-        slope: dz/dv.
-        multiplier: slope in exponents of two.
+        gain: dz/dv.
+        binary_gain: gain in exponents of two.
         squash: inside the softcap.
-        part: of the row.
-        parts: into which rows are split.
-        PLAN: of the launch.
+        split: the number of this program among those that share the row.
+        splits: how many share it.
+        SPEC: `Specialization` of the launch.
     """
-    BLOCK: tl.constexpr = COLUMNS_PER_LANE * PLAN.lanes
+    BLOCK: tl.constexpr = COLUMNS_PER_LANE * SPEC.lanes
     full = vocabulary // BLOCK
-    has_tail = (full * BLOCK < vocabulary) & (full % parts == part)
-    mine = (full - part + parts - 1) // parts
-    if moves:
+    has_tail = (full * BLOCK < vocabulary) & (full % splits == split)
+    mine = (full - split + splits - 1) // splits
+    if has_gradient:
         known = (token_id >= 0) & (token_id < vocabulary)
-        v = value(stats[0], squash, PLAN)
-        multiplier = exponent_factor(v, multiplier)
-        reference = finite_or_zero(v * multiplier)
-        rest = tl.fma(v, multiplier, -reference)
-        chain = slope
-        if PLAN.softcap:
-            chain = slope * squash * LN2
-        norm = exp(-stats[1]) * tl.exp2(-rest) * chain
-        constant = flow[2] - tl.where(known | (flow[0] == 0), flow[0], float("nan"))
-        if PLAN.entropy:
-            constant -= flow[1] * (stats[2] - stats[1] - LN2 * rest)
-        terms = (constant * norm, -flow[1] * LN2 * norm)
-        of_token = _token_gradient(x, stats, flow, slope, squash, PLAN) * chain
+        v = value(stats.row_max, squash, SPEC)
+        binary_gain = exponent_factor(v, binary_gain)
+        reference = finite_or_zero(v * binary_gain)
+        rest = tl.fma(v, binary_gain, -reference)
+        chain = gain
+        if SPEC.softcap:
+            chain = gain * squash * LN2
+        norm = exp(-stats.log_sum) * tl.exp2(-rest) * chain
+        of_token = tl.where(known | (slopes.logprob == 0), slopes.logprob, float("nan"))
+        constant = slopes.logsumexp - of_token
+        if SPEC.entropy:
+            constant -= slopes.entropy * (stats.entropy - stats.log_sum - LN2 * rest)
+        row_terms = RowTerms(constant * norm, -slopes.entropy * LN2 * norm)
+        at_token = _token_gradient(x, stats, slopes, gain, squash, SPEC) * chain
         tl.debug_barrier()  # everyone has read the token's logit before anyone overwrites it
         if has_tail:
             _block_gradient(
-                row + full * BLOCK, grad + full * BLOCK, vocabulary - full * BLOCK, terms,
-                multiplier, reference, squash, True, PLAN,
+                row + full * BLOCK, grad + full * BLOCK, vocabulary - full * BLOCK, row_terms,
+                binary_gain, reference, squash, True, SPEC,
             )  # fmt: skip
         for i in range(mine):
-            start = (part + (mine - 1 - i) * parts).to(tl.int64) * BLOCK
+            start = (split + (mine - 1 - i) * splits).to(tl.int64) * BLOCK
             _block_gradient(
-                row + start, grad + start, BLOCK, terms,
-                multiplier, reference, squash, False, PLAN,
+                row + start, grad + start, BLOCK, row_terms,
+                binary_gain, reference, squash, False, SPEC,
             )  # fmt: skip
         tl.debug_barrier()  # and the token's gradient comes after that of its block
-        owner = known & ((token_id // BLOCK) % parts == part)
-        tl.store(grad + token_id, of_token.to(grad.dtype.element_ty), mask=owner)
+        owner = known & ((token_id // BLOCK) % splits == split)
+        tl.store(grad + token_id, at_token.to(grad.dtype.element_ty), mask=owner)
     else:
         if has_tail:
-            _block_zeros(grad + full * BLOCK, vocabulary - full * BLOCK, True, PLAN)
+            _block_zeros(grad + full * BLOCK, vocabulary - full * BLOCK, True, SPEC)
         for i in range(mine):
-            _block_zeros(grad + (part + i * parts) * BLOCK, BLOCK, False, PLAN)
+            _block_zeros(grad + (split + i * splits) * BLOCK, BLOCK, False, SPEC)

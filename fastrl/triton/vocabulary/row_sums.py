@@ -1,15 +1,13 @@
-"""The first sweep over a row: its maximum, and the sums that its statistics come from.
+"""The first sweep over a row: its maximum, and the sums that its statistics are made of.
 
 Every block is summed relative to its own maximum per lane, and the blocks are folded in their
 order, which costs one rescaling per block and leaves the exponentials independent of the fold. A
 row that is split over programs is folded from the same blocks in the same order.
-
-Sums are (largest logit, sum 2^t, sum 2^t t, sum 4^t), t relative to the exponent of the largest.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,138 +26,172 @@ from fastrl.triton.vocabulary.rows import (
     exponent_factor,
     finite_or_zero,
     load_block,
+    row_counts,
+    row_gain,
     row_offset,
-    row_slope,
     token_logit,
     value,
 )
 
 
+class Sums(NamedTuple):
+    """Sums over logits, per lane or of a row; t is relative to the exponent of the largest."""
+
+    largest: Any
+    s: Any  # sum of 2^t
+    st: Any  # sum of 2^t t
+    ss: Any  # sum of 4^t
+
+
+class Statistics(NamedTuple):
+    """The statistics of a row that its gradient is made of."""
+
+    row_max: Any
+    log_sum: Any
+    entropy: Any
+
+
 @triton.jit
-def block_sums(block, columns_left, multiplier, squash, MASKED: tl.constexpr, PLAN: tl.constexpr):
-    """Return the sums [lanes] of a block, masked if fewer columns are left than it has."""
-    TILES: tl.constexpr = COLUMNS_PER_LANE // PLAN.width
-    tiles = load_block(block, columns_left, MASKED, PLAN)
+def block_sums(block, columns_left, binary_gain, squash, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Return the sums [lanes] of a block, masked if it has more columns than are left."""
+    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
+    tiles = load_block(block, columns_left, MASKED, SPEC)
     largest = tiles[0]
     for tile in tl.static_range(1, TILES):
         largest = tl.maximum(largest, tiles[tile])  # loses NaN: the sum will show it
     largest = tl.max(largest, axis=1)
-    v = value(largest, squash, PLAN)
-    factor = exponent_factor(v, multiplier)
+    v = value(largest, squash, SPEC)
+    factor = exponent_factor(v, binary_gain)
     reference = finite_or_zero(v * factor)[:, None]
     for tile in tl.static_range(TILES):
         x = tiles[tile]
-        t = exponent(x, value(x, squash, PLAN), factor[:, None], reference, PLAN)
-        if PLAN.entropy:
+        t = exponent(x, value(x, squash, SPEC), factor[:, None], reference, SPEC)
+        if SPEC.entropy:
             t = at_least(t)
         e = tl.exp2(t)
         if tile == 0:
             s, st, ss = e, e * t, e * e
         else:
             s, st, ss = s + e, tl.fma(e, t, st), tl.fma(e, e, ss)
-    return largest, tl.sum(s, axis=1), tl.sum(st, axis=1), tl.sum(ss, axis=1)
+    return Sums(largest, tl.sum(s, axis=1), tl.sum(st, axis=1), tl.sum(ss, axis=1))
 
 
 @triton.jit
-def fold(sums, following, multiplier, squash, PLAN: tl.constexpr):
+def fold(sums, following, binary_gain, squash, SPEC: tl.constexpr):
     """Return the sums over both, relative to the larger exponent."""
-    exponents = value(sums[0], squash, PLAN) * multiplier
-    next_exponents = value(following[0], squash, PLAN) * multiplier
-    reference = finite_or_zero(tl.where(sums[0] >= following[0], exponents, next_exponents))
+    exponents = value(sums.largest, squash, SPEC) * binary_gain
+    next_exponents = value(following.largest, squash, SPEC) * binary_gain
+    first = sums.largest >= following.largest
+    reference = finite_or_zero(tl.where(first, exponents, next_exponents))
     fall, next_fall = at_least(exponents - reference), at_least(next_exponents - reference)
     factor, next_factor = tl.exp2(fall), tl.exp2(next_fall)
-    s = tl.fma(sums[1], factor, following[1] * next_factor)
-    next_st = tl.fma(following[1], next_fall, following[2]) * next_factor
-    st = tl.fma(tl.fma(sums[1], fall, sums[2]), factor, next_st)
-    ss = tl.fma(sums[3], factor * factor, following[3] * (next_factor * next_factor))
-    return tl.maximum(sums[0], following[0]), s, st if PLAN.entropy else s, ss
+    s = tl.fma(sums.s, factor, following.s * next_factor)
+    next_st = tl.fma(following.s, next_fall, following.st) * next_factor
+    st = tl.fma(tl.fma(sums.s, fall, sums.st), factor, next_st)
+    ss = tl.fma(sums.ss, factor * factor, following.ss * (next_factor * next_factor))
+    largest = tl.maximum(sums.largest, following.largest)
+    return Sums(largest, s, st if SPEC.entropy else s, ss)
 
 
 @triton.jit
-def row_sums(row, partials, index, vocabulary, multiplier, squash, PLAN: tl.constexpr):
-    """Return the sums of the row of that index, from the `partials` of all rows if given."""
-    LANES: tl.constexpr = PLAN.lanes
+def row_sums(row, partial_sums, index, vocabulary, binary_gain, squash, SPEC: tl.constexpr):
+    """Return the sums of the row of that index, from the `partial_sums` of all rows if given."""
+    LANES: tl.constexpr = SPEC.lanes
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * LANES
     nothing = tl.zeros([LANES], tl.float32)
-    sums = (nothing + float("-inf"), nothing, nothing, nothing)
-    if partials is not None:
+    sums = Sums(nothing + float("-inf"), nothing, nothing, nothing)
+    if partial_sums is not None:
         blocks = tl.cdiv(vocabulary, BLOCK)
         for block in range(blocks):
-            at = partials + (index * blocks + block) * (4 * LANES) + tl.arange(0, LANES)
-            following = (
-                tl.load(at),
-                tl.load(at + LANES),
-                tl.load(at + 2 * LANES),
-                tl.load(at + 3 * LANES),
-            )
-            sums = fold(sums, following, multiplier, squash, PLAN)
+            following = _load_sums(partial_sums, index * blocks + block, LANES)
+            sums = fold(sums, following, binary_gain, squash, SPEC)
     else:
         full = vocabulary // BLOCK * BLOCK
         for start in range(0, full, BLOCK):
-            following = block_sums(row + start, vocabulary - start, multiplier, squash, False, PLAN)
-            sums = fold(sums, following, multiplier, squash, PLAN)
+            following = block_sums(
+                row + start, vocabulary - start, binary_gain, squash, False, SPEC
+            )
+            sums = fold(sums, following, binary_gain, squash, SPEC)
         if full < vocabulary:
-            following = block_sums(row + full, vocabulary - full, multiplier, squash, True, PLAN)
-            sums = fold(sums, following, multiplier, squash, PLAN)
-    largest = tl.max(sums[0], axis=0)
-    reference = finite_or_zero(value(largest, squash, PLAN) * multiplier)
-    fall = at_least(value(sums[0], squash, PLAN) * multiplier - reference)
+            following = block_sums(row + full, vocabulary - full, binary_gain, squash, True, SPEC)
+            sums = fold(sums, following, binary_gain, squash, SPEC)
+    largest = tl.max(sums.largest, axis=0)
+    reference = finite_or_zero(value(largest, squash, SPEC) * binary_gain)
+    fall = at_least(value(sums.largest, squash, SPEC) * binary_gain - reference)
     factor = tl.exp2(fall)
-    s = tl.sum(sums[1] * factor, axis=0)
-    st = tl.sum(tl.fma(sums[1], fall, sums[2]) * factor, axis=0)
-    ss = tl.sum(sums[3] * (factor * factor), axis=0)
-    return largest, s, st, ss
+    s = tl.sum(sums.s * factor, axis=0)
+    st = tl.sum(tl.fma(sums.s, fall, sums.st) * factor, axis=0)
+    ss = tl.sum(sums.ss * (factor * factor), axis=0)
+    return Sums(largest, s, st, ss)
 
 
 @triton.jit
-def row_statistics(sums, multiplier, squash, PLAN: tl.constexpr):
-    """Return log_sum, entropy and sum_sq_probs; a row of nothing but -inf has no softmax."""
-    largest, s, st, ss = sums
-    v = value(largest, squash, PLAN)
-    log_s = tl.where(s == 0, float("nan"), tl.log(s))
-    entropy = tl.fma(-LN2, st / s, log_s)
+def _block_place(partial_sums, block, LANES: tl.constexpr):
+    return partial_sums + block * (4 * LANES) + tl.arange(0, LANES)
+
+
+@triton.jit
+def _load_sums(partial_sums, block, LANES: tl.constexpr):
+    at = _block_place(partial_sums, block, LANES)
+    return Sums(tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES), tl.load(at + 3 * LANES))
+
+
+@triton.jit
+def _store_sums(partial_sums, block, sums, LANES: tl.constexpr):
+    at = _block_place(partial_sums, block, LANES)
+    tl.store(at, sums.largest)
+    tl.store(at + LANES, sums.s)
+    tl.store(at + 2 * LANES, sums.st)
+    tl.store(at + 3 * LANES, sums.ss)
+
+
+@triton.jit
+def row_statistics(sums, binary_gain, squash, SPEC: tl.constexpr):
+    """Return the statistics of a row; one of nothing but -inf has no softmax."""
+    v = value(sums.largest, squash, SPEC)
+    log_s = tl.where(sums.s == 0, float("nan"), tl.log(sums.s))
+    entropy = tl.fma(-LN2, sums.st / sums.s, log_s)
     # the sums are relative to the rounded exponent, log_sum to the largest logit itself
-    factor = exponent_factor(v, multiplier)
+    factor = exponent_factor(v, binary_gain)
     rest = tl.fma(v, factor, -finite_or_zero(v * factor))
     log_sum = tl.fma(-LN2, rest, log_s)
     # no closer to 0 than a sum near 1 can tell
     log_sum = tl.where(log_sum < 1.2e-7, 0.0, log_sum)
-    return log_sum, tl.where(entropy < 1.2e-7, 0.0, entropy), ss / s / s
+    return Statistics(sums.largest, log_sum, tl.where(entropy < 1.2e-7, 0.0, entropy))
 
 
 @triton.jit
-def token_logprob(x, largest, log_sum, slope, squash, PLAN: tl.constexpr):
+def token_logprob(x, row_max, log_sum, gain, squash, SPEC: tl.constexpr):
     """Return log p of a logit; NaN where the logit is."""
-    t = exact_difference(x, largest, squash, PLAN) * slope
+    t = exact_difference(x, row_max, squash, SPEC) * gain
     return tl.where(x == float("-inf"), float("-inf"), t) - log_sum
 
 
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
 def _sums_of_blocks(
-    logits, token_ids, active, temperatures, scale, squash,
+    logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash,
     length, stride_b: tl.int64, stride_t: tl.int64, vocabulary,
-    partials, chosen, PLAN: tl.constexpr,
+    partial_sums, token_logits, SPEC: tl.constexpr,
 ):  # fmt: skip
-    LANES: tl.constexpr = PLAN.lanes
+    LANES: tl.constexpr = SPEC.lanes
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * LANES
     program = tl.program_id(0).to(tl.int64)
     index = program // tl.cdiv(vocabulary, BLOCK)
-    if tl.load(active + index):
+    token_id = tl.load(token_ids + index)
+    if row_counts(index, token_id, mask, ignore_index):
         start = ((program - index * tl.cdiv(vocabulary, BLOCK)) * BLOCK).to(tl.int32)
-        _, multiplier = row_slope(index, temperatures, scale, True)
-        row = logits + row_offset(index, length, stride_b, stride_t, PLAN)
+        _, binary_gain = row_gain(index, temperatures, scale, True)
+        row = logits + row_offset(index, length, stride_b, stride_t, SPEC)
         if start + BLOCK <= vocabulary:
-            sums = block_sums(row + start, vocabulary - start, multiplier, squash, False, PLAN)
+            sums = block_sums(row + start, vocabulary - start, binary_gain, squash, False, SPEC)
         else:
-            sums = block_sums(row + start, vocabulary - start, multiplier, squash, True, PLAN)
-        at = partials + program * (4 * LANES) + tl.arange(0, LANES)
-        for i in tl.static_range(4):
-            tl.store(at + i * LANES, sums[i])
+            sums = block_sums(row + start, vocabulary - start, binary_gain, squash, True, SPEC)
+        _store_sums(partial_sums, program, sums, LANES)
         if start == 0:
-            tl.store(chosen + index, token_logit(row, tl.load(token_ids + index), vocabulary, True))
+            tl.store(token_logits + index, token_logit(row, token_id, vocabulary, True))
 
 
-def sums_of_blocks(arguments: dict[str, Any], plan: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def sums_of_blocks(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the sums of every block, each by a program of its own, and the tokens' logits.
 
     The logits, since a gradient written by other programs may overwrite them.
@@ -167,7 +199,10 @@ def sums_of_blocks(arguments: dict[str, Any], plan: dict[str, Any]) -> tuple[Ten
     logits = arguments["logits"]
     B, T, V = logits.shape
     blocks = blocks_of(V)
-    partials = logits.new_empty((B * T, blocks, 4, plan["PLAN"].lanes), dtype=torch.float32)
-    chosen = logits.new_empty((B, T), dtype=torch.float32)
-    _sums_of_blocks[(B * T * blocks,)](**arguments, partials=partials, chosen=chosen, **plan)
-    return partials, chosen
+    shape = (B * T, blocks, len(Sums._fields), options["SPEC"].lanes)
+    partial_sums = logits.new_empty(shape, dtype=torch.float32)
+    token_logits = logits.new_empty((B, T), dtype=torch.float32)
+    _sums_of_blocks[(B * T * blocks,)](
+        **arguments, partial_sums=partial_sums, token_logits=token_logits, **options
+    )
+    return partial_sums, token_logits

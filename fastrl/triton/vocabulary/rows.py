@@ -4,8 +4,8 @@ A row is cut in blocks of 32 columns per lane, and each lane belongs to one thre
 it reads its columns 16 bytes at a time, and keeps sums of its own. Block and lane depend on the
 vocabulary and the dtype alone, and so does every bit of a result.
 
-Up to a constant z is slope * v, for v = x, or v = -1 / (1 + exp(2 scale x / cap)) under a softcap;
-the kernels work on v, and on exponents of two, multiplier * v.
+Up to a constant z is gain * v, for v = x, or v = -1 / (1 + exp(2 scale x / cap)) under a softcap;
+the kernels work on v, and on exponents of two, binary_gain * v with binary_gain = gain log2(e).
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.contract import RowArguments
 from fastrl.triton.objectives import clamp, expm1
-from fastrl.triton.runtime.target import Target
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 COLUMNS_PER_LANE = tl.constexpr(32)
-_MOST_LANES = 512
+MOST_LANES = 512
 
 #: Arguments whose value must not lead to another compilation, ...
-RUN_TIME = ("length", "stride_b", "stride_t", "grad_stride_b", "grad_stride_t", "parts")
-#: ... and tensors of which parts with any alignment are passed.
+RUN_TIME = (
+    "ignore_index",
+    "length",
+    "stride_b",
+    "stride_t",
+    "grad_stride_b",
+    "grad_stride_t",
+    "splits",
+    "sequences",
+)
+#: ... and tensors per token or sequence, which may begin at any address.
 PER_TOKEN = (
     "token_ids",
-    "active",
+    "mask",
     "temperatures",
-    "advantages",
-    "weights",
-    "kl_weights",
-    "entropy_weights",
-    "old_logprobs",
-    "ref_logprobs",
+    "loss",
     "row_max",
     "log_sum",
     "entropy",
@@ -48,7 +52,7 @@ PER_TOKEN = (
 )
 
 
-class Plan(NamedTuple):
+class Specialization(NamedTuple):
     """What a kernel on rows of logits is compiled for.
 
     Attributes:
@@ -56,7 +60,7 @@ class Plan(NamedTuple):
         width: logits in 16 bytes.
         aligned: rows start at multiples of 16 bytes.
         softcap: there is one.
-        entropy: sums for the entropy are kept; in a gradient, it has a part.
+        entropy: sums for the entropy are kept; in a gradient, it has a split.
         squares: sums for sum_sq_probs are kept.
     """
 
@@ -71,7 +75,7 @@ class Plan(NamedTuple):
 def lanes_of(vocabulary: int) -> int:
     """Return how many lanes share a row: as many as one block can use, from 32 to 512."""
     wanted: int = triton.next_power_of_2(triton.cdiv(vocabulary, COLUMNS_PER_LANE.value))
-    return min(max(wanted, 32), _MOST_LANES)
+    return min(max(wanted, 32), MOST_LANES)
 
 
 def blocks_of(vocabulary: int) -> int:
@@ -87,16 +91,16 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def parts_of(logits: Tensor) -> int:
-    """Return over how many programs to split each row: more than one where rows are few."""
+def splits_of(logits: Tensor) -> int:
+    """Return how many programs share a row: more than one where rows are few."""
     rows = logits.shape[0] * logits.shape[1]
     return max(1, min(blocks_of(logits.shape[2]), processors(logits.device) // max(rows, 1)))
 
 
-def plan(
+def launch_options(
     *tensors: Tensor, softcap: float, entropy: bool = False, squares: bool = False
 ) -> dict[str, Any]:
-    """Return the plan of a launch on these tensors `[B, T, V]`, and its options."""
+    """Return what a launch on these tensors `[B, T, V]` is compiled for, and its other options."""
     lanes, width = lanes_of(tensors[0].shape[2]), 16 // tensors[0].element_size()
     aligned = all(
         tensor.data_ptr() % 16 == 0
@@ -107,7 +111,7 @@ def plan(
         for tensor in tensors
     )
     return {
-        "PLAN": Plan(lanes, width, aligned, softcap != 0, entropy, squares),
+        "SPEC": Specialization(lanes, width, aligned, softcap != 0, entropy, squares),
         "num_warps": max(1, lanes // (64 if torch.version.hip else 32)),
         # what the compiler fuses may differ between two kernels that must agree: the fused
         # multiply-adds are all written out
@@ -115,25 +119,18 @@ def plan(
     }
 
 
-def row_arguments(
-    logits: Tensor,
-    token_ids: Tensor,
-    active: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    logit_softcap: float,
-) -> dict[str, Any]:
+def row_arguments(logits: Tensor, rows: RowArguments) -> dict[str, Any]:
     """Return the arguments that every kernel on logits shares, by name."""
-    scale, squash = logit_scale / temperature, 0.0
-    if logit_softcap:
-        scale = 2 * logit_softcap / temperature
-        squash = 2 * LOG2E.value * logit_scale / logit_softcap
+    scale, squash = rows.logit_scale / rows.temperature, 0.0
+    if rows.logit_softcap:
+        scale = 2 * rows.logit_softcap / rows.temperature
+        squash = 2 * LOG2E.value * rows.logit_scale / rows.logit_softcap
     return {
         "logits": logits,
-        "token_ids": token_ids,
-        "active": active,
-        "temperatures": temperatures,
+        "token_ids": rows.token_ids,
+        "mask": rows.mask,
+        "ignore_index": rows.ignore_index,
+        "temperatures": rows.temperatures,
         "scale": scale,
         "squash": squash,
         "length": logits.shape[1],
@@ -143,76 +140,33 @@ def row_arguments(
     }
 
 
-_BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
-
-
-class Variant(NamedTuple):
-    """What else than a model's plain bf16 logits is compiled ahead of time."""
-
-    dtype: str
-    softcap: bool = False
-    per_row: bool = False
-
-
-#: By the end of the target's name.
-VARIANTS = {
-    "": Variant("bf16"),
-    "_fp32": Variant("fp32"),
-    "_fp16_per_row": Variant("fp16", per_row=True),
-    "_softcap_per_row": Variant("bf16", softcap=True, per_row=True),
-}
-
-
-def row_target(
-    name: str, kernel: Any, dtype: str, types: dict[str, str], *, softcap: bool = False,
-    per_row: bool = False, entropy: bool = True, **others: Any,
-) -> Target:  # fmt: skip
-    """Return a compile target at a vocabulary of 151936: what `row_arguments` and `plan` give."""
-    constants = others.pop("constants", {})
-    plan = Plan(_MOST_LANES, 128 // _BITS[dtype], True, softcap, entropy, False)
-    rows = {
-        "logits": f"*{dtype}", "token_ids": "*i64", "active": "*i1", "scale": "fp32",
-        "squash": "fp32", "length": "i32", "stride_b": "i64", "stride_t": "i64",
-        "vocabulary": "i32",
-    }  # fmt: skip
-    if per_row:
-        rows["temperatures"] = "*fp32"
-    if "grad" in kernel.arg_names:
-        rows |= {"grad": f"*{dtype}", "grad_stride_b": "i64", "grad_stride_t": "i64"}
-        rows["parts"] = "i32"
-    return Target(
-        name,
-        kernel,
-        rows | types,
-        {"PLAN": plan, **constants},
-        divisible=("logits", "grad", "vocabulary"),
-        num_warps=_MOST_LANES // 32,
-        amd_num_warps=_MOST_LANES // 64,
-        element_bytes=_BITS[dtype] // 8,
-        options={"enable_fp_fusion": False},
-        **others,
-    )
+@triton.jit
+def row_counts(index, token_id, mask, ignore_index):
+    counts = token_id != ignore_index
+    if mask is not None:
+        counts = counts & (tl.load(mask + index) != 0)
+    return counts
 
 
 @triton.jit
-def row_offset(index, length, stride_b, stride_t, PLAN: tl.constexpr):
+def row_offset(index, length, stride_b, stride_t, SPEC: tl.constexpr):
     """Return where a row starts; in 64 bits, since the logits may pass 2^31."""
     batch = index // length
     offset = batch * stride_b + (index - batch * length) * stride_t
-    if PLAN.aligned:
-        WIDTH: tl.constexpr = PLAN.width
+    if SPEC.aligned:
+        WIDTH: tl.constexpr = SPEC.width
         offset = tl.multiple_of(offset, WIDTH)
     return offset
 
 
 @triton.jit
-def tile_columns(tile, PLAN: tl.constexpr):
+def tile_columns(tile, SPEC: tl.constexpr):
     """Return the columns [lanes, width] of one tile of a block."""
-    LANES: tl.constexpr = PLAN.lanes
-    WIDTH: tl.constexpr = PLAN.width
+    LANES: tl.constexpr = SPEC.lanes
+    WIDTH: tl.constexpr = SPEC.width
     lane = tl.arange(0, LANES)[:, None] * WIDTH
     columns = tile * (LANES * WIDTH) + lane + tl.arange(0, WIDTH)[None, :]
-    if not PLAN.aligned:
+    if not SPEC.aligned:
         # Accesses are narrow then; said to run along the lanes, they leave each thread the columns
         # that it has elsewhere, and so leave every sum its bits.
         columns = tl.max_contiguous(columns, [LANES, 1])
@@ -220,11 +174,11 @@ def tile_columns(tile, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(block, tile, PLAN: tl.constexpr):
-    if PLAN.aligned and block.dtype.element_ty == tl.bfloat16:
+def _load_tile(block, tile, SPEC: tl.constexpr):
+    if SPEC.aligned and block.dtype.element_ty == tl.bfloat16:
         # two at a time: an instruction each, where the conversion of a single one takes up to two
-        LANES: tl.constexpr = PLAN.lanes
-        PAIRS: tl.constexpr = PLAN.width // 2
+        LANES: tl.constexpr = SPEC.lanes
+        PAIRS: tl.constexpr = SPEC.width // 2
         pairs = tile * (LANES * PAIRS) + tl.arange(0, LANES)[:, None] * PAIRS
         pairs += tl.arange(0, PAIRS)[None, :]
         words = tl.load(block.to(tl.pointer_type(tl.int32)) + pairs)
@@ -232,40 +186,40 @@ def _load_tile(block, tile, PLAN: tl.constexpr):
         high = (words & -65536).to(tl.float32, bitcast=True)
         x = tl.interleave(low, high)
     else:
-        x = tl.load(block + tile_columns(tile, PLAN)).to(tl.float32)
+        x = tl.load(block + tile_columns(tile, SPEC)).to(tl.float32)
     return x
 
 
 @triton.jit
-def load_block(block, columns_left, MASKED: tl.constexpr, PLAN: tl.constexpr):
+def load_block(block, columns_left, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """Return the tiles of a block in float32; -inf where a masked one has no columns left."""
-    TILES: tl.constexpr = COLUMNS_PER_LANE // PLAN.width
+    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     tiles = ()
     for tile in tl.static_range(TILES):
         if MASKED:
-            columns = tile_columns(tile, PLAN)
+            columns = tile_columns(tile, SPEC)
             x = tl.load(block + columns, mask=columns < columns_left, other=float("-inf"))
             x = x.to(tl.float32)
         else:
-            x = _load_tile(block, tile, PLAN)
+            x = _load_tile(block, tile, SPEC)
         tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton cannot unpack
     return tiles
 
 
 @triton.jit
-def row_slope(index, temperatures, scale, wanted):
-    """Return slope and multiplier of a row."""
-    slope = scale
+def row_gain(index, temperatures, scale, wanted):
+    """Return dz/dv of a row, and the same in exponents of two."""
+    gain = scale
     if temperatures is not None:
-        slope = tl.div_rn(scale, tl.load(temperatures + index, mask=wanted, other=1.0))
-    return slope, slope * LOG2E
+        gain = tl.div_rn(scale, tl.load(temperatures + index, mask=wanted, other=1.0))
+    return gain, gain * LOG2E
 
 
 @triton.jit
-def value(x, squash, PLAN: tl.constexpr):
+def value(x, squash, SPEC: tl.constexpr):
     """Return v of a logit."""
     v = x
-    if PLAN.softcap:
+    if SPEC.softcap:
         root = tl.rsqrt(1.0 + tl.exp2(x * squash))
         v = -root * root
     return v
@@ -280,19 +234,19 @@ def tanh_of_half(x):
 
 
 @triton.jit
-def exact_value(x, squash, PLAN: tl.constexpr):
-    """Return v, and 1/2 more under a softcap, with all its digits."""
+def exact_value(x, squash, SPEC: tl.constexpr):
+    """Return v (under a softcap v + 1/2) with all its digits."""
     v = x
-    if PLAN.softcap:
+    if SPEC.softcap:
         v = 0.5 * tanh_of_half(x * (squash * LN2))
     return v
 
 
 @triton.jit
-def exact_difference(x, largest, squash, PLAN: tl.constexpr):
-    """Return v of one logit less v of another, with all the digits of the difference."""
+def exact_difference(x, largest, squash, SPEC: tl.constexpr):
+    """Return the difference in v of two logits with all its digits."""
     difference = x - largest
-    if PLAN.softcap:  # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b)
+    if SPEC.softcap:  # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b)
         inside = squash * LN2
         product = tanh_of_half(x * inside) * tanh_of_half(largest * inside)
         difference = 0.5 * tanh_of_half(difference * inside) * (1.0 - product)
@@ -300,34 +254,34 @@ def exact_difference(x, largest, squash, PLAN: tl.constexpr):
 
 
 @triton.jit
-def exponent(x, v, multiplier, reference, PLAN: tl.constexpr):
-    """Return multiplier * v - reference, rounded once; -inf where the logit is."""
-    t = tl.fma(v, multiplier, -reference)
-    if PLAN.softcap:
+def exponent(x, v, binary_gain, reference, SPEC: tl.constexpr):
+    """Return binary_gain * v - reference, rounded once; -inf where the logit is."""
+    t = tl.fma(v, binary_gain, -reference)
+    if SPEC.softcap:
         t = tl.where(x == float("-inf"), float("-inf"), t)
     return t
 
 
 @triton.jit
-def exponent_factor(v, multiplier):
-    """Return what takes the place of the multiplier where v is the largest.
+def exponent_factor(v, binary_gain):
+    """Return the factor of the exponents in place of binary_gain, v being the largest.
 
     Beyond 2^30 two logits are equal or far apart, but the rounded reference may be hundreds away
     from the exponent of the largest: a power of two multiplies without rounding.
     """
-    power = (multiplier.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(v * multiplier) < 1073741824.0, multiplier, power)
+    power = (binary_gain.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(v * binary_gain) < 1073741824.0, binary_gain, power)
 
 
 @triton.jit
 def at_least(t):
-    """Hold an exponent at -200, where 2^t is 0 and 2^t * t still is; let NaN through."""
+    """Hold an exponent at -200 or above, where 2^t and 2^t * t are 0; let NaN through."""
     return tl.maximum(t, -200.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def finite_or_zero(reference):
-    """Return what exponents are relative to, where no logit is above -inf, too."""
+    """Replace the reference of the exponents by 0 where no logit is above -inf."""
     return tl.where(reference == float("-inf"), 0.0, reference)
 
 

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: every kernel module lists its kernels in `targets()`."""
+"""A kernel with what it is compiled for and what it may cost."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from typing import Any, NamedTuple
 
 
 class Target(NamedTuple):
-    """A kernel with the types and constants that one compilation is for.
+    """A Triton kernel with the types and constants that one compilation is for.
 
     Attributes:
         name: of the cubin, `triton-<name>-<arch>.cubin`.
         kernel: the `triton.jit` function.
         types: of every run-time argument in Triton's words: `*bf16`, `fp32`, `i32`, `i64`.
-            A tuple of arguments is a tuple of types. An argument that stands neither here nor in
-            `constants` is None.
+            A tuple of arguments is a tuple of types. An argument in neither `types` nor
+            `constants` is None, as is a field that is None in a tuple.
         constants: the values of the constexpr arguments.
-        divisible: the arguments that are multiples of 16: aligned pointers, even strides.
+        divisible: the arguments that are multiples of 16: aligned pointers, even strides. Of a
+            tuple that is named here, all pointers are.
         num_warps: as in the launch.
         amd_num_warps: as in a launch with 64 threads per warp, where that differs.
         element_bytes: of one element of what the hot loops load.
         bytes_per_element: what memory moves per element in all, in and out.
-        instructions: the budget of sm_90 per element, all hot loops together; None where the
-            loops do not run over something large.
+        instructions: the budget on sm_90 per element, all hot loops together; None where the loops
+            do not run over something large.
         mufu: the same for the special functions.
         options: other compile options of the launch.
-        spills: instructions outside of all loops that may spill, by the Triton that makes them:
-            ptxas then keeps to fewer registers, so that another program fits on a multiprocessor.
+        spills: instructions outside of all loops that may spill, by the version of Triton: ptxas
+            then keeps to fewer registers, so that another program fits on a multiprocessor.
         block: elements that a program takes in one pass of a loop, where the bytes that the loop
             loads do not tell.
         loops: how many of the loops stream, those that move most; None is all of them, 0 none: the
@@ -49,3 +50,19 @@ class Target(NamedTuple):
     narrow: int = 0
     amd_num_warps: int | None = None
     spills: dict[str, int] | None = None
+
+
+class CudaTarget(NamedTuple):
+    """What a kernel of csrc/cuda may cost on sm_90, by a part of its mangled name.
+
+    With `sweeps` the cost is the sum of the worst sweep that only reads a row and the worst that
+    writes its gradient, since a row goes through one of each; so many of the two there are.
+    """
+
+    kernel: str
+    element_bytes: int
+    bytes_per_element: float
+    instructions: float
+    mufu: float | None = None
+    narrow: int = 0
+    sweeps: int = 0

@@ -1,0 +1,12 @@
+"""Budgets of the kernels of csrc/cuda; those without one may not spill or compute in double."""
+
+from budgets.target import CudaTarget
+
+# bfloat16, aligned, no softcap; read once and written once
+_BF16 = "INS0_8BFloat16ELb1ELb0EL"
+
+CUDA: tuple[CudaTarget, ...] = (
+    CudaTarget(f"one_pass_cluster_kernel{_BF16}", 2, 4, 14.0, mufu=2.2, sweeps=2),
+    CudaTarget(f"token_stats_kernel{_BF16}", 2, 2, 9.0, mufu=1.1, sweeps=1),
+    CudaTarget(f"token_stats_backward_kernel{_BF16}", 2, 4, 7.0, mufu=1.1, sweeps=1),
+)
