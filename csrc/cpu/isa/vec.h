@@ -16,7 +16,7 @@ FASTRL_INLINE vuint bits_of(vfloat x) { return reinterpret_cast<vuint>(x); }
 FASTRL_INLINE vfloat float_of(vuint x) { return reinterpret_cast<vfloat>(x); }
 FASTRL_INLINE vfloat where(vint mask, vfloat yes, vfloat no) { return mask ? yes : no; }
 
-// The larger (smaller) of bound and x; x when x is NaN. Operand order as in x86's max and min.
+// The larger (smaller) of bound and x; x if x is NaN. Operand order as in x86's max and min.
 #if FASTRL_VEC_BYTES == 64
 constexpr __mmask16 kAllLanes = 0xffff;  // GCC 12 warns about its own unmasked intrinsics
 FASTRL_INLINE vfloat at_least(vfloat bound, vfloat x) {

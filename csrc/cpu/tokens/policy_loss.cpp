@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 4096;  // fixed, so that the order of summation is
 
-// In the order of the parts, so that the result does not depend on who summed which.
+// In the order of the parts, so that the result does not depend on the threads.
 TokenSums combine(const std::vector<TokenSums>& parts) {
   TokenSums total{};
   total.ratio_max = -std::numeric_limits<float>::infinity();
@@ -38,8 +38,8 @@ TokenSums combine(const std::vector<TokenSums>& parts) {
   return total;
 }
 
-// One ratio for the tokens of a sequence. Where the gradient flows through that ratio, every token
-// receives 1/n of the sequence's sum of slopes.
+// The ratio that the tokens of a sequence share. Where the gradient flows through it, every token
+// receives 1/n of the sum of slopes over the sequence.
 Segment with_shared_ratio(const Kernels& kernels, const TokenInputs& in, Segment sequence) {
   double sum = 0;
   int64_t count = 0;
@@ -57,7 +57,7 @@ bool any_by_sequence(const LossConstants& c) {
          c.entropy_weights.by_sequence || c.policy_weights.by_sequence;
 }
 
-// The sums of all tokens, in parts that depend on the shape alone.
+// The sums over all tokens, in parts that only depend on the shape.
 TokenSums run(const Kernels& kernels, const TokenInputs& in, const Sequences& sequences,
               int64_t tokens) {
   std::vector<TokenSums> parts;

@@ -37,7 +37,7 @@ FASTRL_INLINE int64_t count_of(vint negative_ones) {
   return count;
 }
 
-// A constant of the loss over a segment: the same for all its tokens, or one for each.
+// A constant of the loss over a segment: the same for all of its tokens, or one value each.
 struct SegmentConstant {
   const float* values;  // null: all are `same`
   vfloat same;
@@ -104,7 +104,7 @@ struct Tokens {
   FASTRL_INLINE vfloat load(const SegmentConstant& constant) const {
     return constant.values ? load(constant.values) : where(active, constant.same, vfloat{});
   }
-  // The KL to the reference, given the difference that the policy's ratio comes from.
+  // The KL to the reference, given the difference behind the policy ratio.
   FASTRL_INLINE KlTerms<vfloat> kl(vfloat policy_difference) const {
     const Objective<float>& o = in.objective;
     return kl_terms<VectorMath>(o.kl_estimator, o.kl_gradient,
@@ -148,8 +148,8 @@ void sum_log_ratios(const TokenInputs& in, const Segment& sequence, double* sum,
   *count = count_of(active);
 }
 
-// Whether the gradient flows through the ratio; where the ratio is only a weight, it flows through
-// the token's own log-probability.
+// Whether the gradient flows through the ratio. Where the ratio is only a weight, it flows through
+// the log-probability of the token.
 FASTRL_INLINE bool flows_through_ratio(const Objective<float>& o) {
   return o.surrogate != Surrogate::kCispo && o.surrogate != Surrogate::kReinforce;
 }

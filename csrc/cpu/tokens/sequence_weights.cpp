@@ -1,4 +1,4 @@
-// The weight of a valid token of each sequence: what the names of the aggregations mean.
+// The weight of a valid token of each sequence, for every aggregation.
 #include <atomic>
 #include <map>
 #include <tuple>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 65536;
 
-// Which tokens count: by their mask, and by their id where ids are given.
+// Which tokens count: by mask, and by id if ids are given.
 struct Validity {
   const Tensor& mask;
   const int64_t* token_ids;
@@ -65,7 +65,7 @@ int64_t positive_ones(const std::vector<int64_t>& counts) {
   return std::count_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
 }
 
-// The global denominator if there is one, else the local count; where nothing counts divide by 1.
+// The global denominator if given, else the local count; 1 if nothing counts.
 double denominator(int64_t count, double normalizer, const std::optional<Tensor>& element) {
   if (!element && normalizer == 0) return static_cast<double>(std::max<int64_t>(count, 1));
   if (element) normalizer = element_value(*element, 0);
