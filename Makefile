@@ -1,5 +1,5 @@
-# Two commands: `make train` watches a small language model learn, `make test` runs the tests.
-# Each makes what it needs first: .venv, torch, the compiled extension.
+# `make train` trains a small language model, `make test` runs the tests. Both first create what they
+# need: .venv, torch, the compiled extension.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,12 +16,12 @@ BACKEND ?= cpu
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -type f 2>/dev/null)
-# setup.py says what it may be; here a compilation that fails stops, where an installation goes on
+# setup.py lists the values; unlike an installation, make stops if a compilation fails
 FASTRL_BUILD ?= strict
 BUILT := $(if $(filter none,$(FASTRL_BUILD)),without-extension,$(VENV)/.extension-built)
 BUILD_LOG := $(VENV)/extension-build.log
-# The Triton that each torch brings in its builds for GPUs: it is what tests and budgets run with.
-# The builds for CPUs bring none.
+# The Triton version that the GPU builds of each torch require; tests and budgets run with it. CPU
+# builds of torch require no Triton.
 TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
@@ -35,15 +35,15 @@ help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
 	@echo "make test         the tests (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
-	@echo "make test-interpreted    the tests of the Triton kernels, in Triton's interpreter on the CPU"
-	@echo "make fuzz         random cases against an oracle in float64 (CASES=50000 SEED=1 BACKEND=reference)"
+	@echo "make test-interpreted    tests of the Triton kernels, in Triton's interpreter on the CPU"
+	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
 	@echo "make install      .venv with everything for development"
-	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all and the tests"
-	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps it)"
-	@echo "make bench-smoke  the benchmarks on tiny shapes: do they run?"
-	@echo "make targets      GPU kernels compiled for every target, and what they cost (needs no GPU)"
-	@echo "make gpu          on a machine with a GPU: build, its tests, benchmarks; installs nothing"
-	@echo "make clean        removes what was built, and .venv's record of it"
+	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all of CI"
+	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps the table)"
+	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
+	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
+	@echo "make gpu          on a machine with a GPU: build, test, benchmark; installs nothing"
+	@echo "make clean        remove what was built, and the stamps in .venv"
 
 train: $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.train.grpo $(ARGS)
@@ -54,11 +54,11 @@ train-ppo: $(VENV)/.installed-train $(BUILT)
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PY) -m pytest --doctest-modules $(TESTS) $(ARGS)
 
-# Triton reads TRITON_INTERPRET when it is imported, so its interpreter has a process of its own.
+# Triton reads TRITON_INTERPRET at import, so these tests need a separate process.
 test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreted $(INTERPRETED) $(ARGS)
 
-# FASTRL_CPU_CAPABILITY=avx2 or plain, and TRITON_INTERPRET=1 with BACKEND=triton, choose the kernels.
+# FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PY) -m tests.fuzz --cases $(CASES) --seed $(SEED) --backend $(BACKEND) $(ARGS)
 
@@ -92,8 +92,8 @@ bench-smoke: $(VENV)/.installed-bench $(BUILT)
 targets: $(VENV)/.installed-triton
 	$(PY) bench/targets.py $(ARGS)
 
-# Such a machine may have no network: the Python that has torch for CUDA is used as it is. It needs
-# pytest, setuptools and ninja; GPU_MINUTES is what the benchmarks may take.
+# Such a machine may have no network, so GPU_PYTHON is used as it is. It needs a CUDA build of torch,
+# pytest, setuptools and ninja. GPU_MINUTES limits the benchmarks.
 GPU_PYTHON ?= $(PYTHON)
 GPU_MINUTES ?= 4.5
 GPU_TESTS := env PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu --confcutdir=tests/gpu -q tests/gpu
@@ -113,7 +113,7 @@ clean:
 	rm -f $(VENV)/.installed-* $(VENV)/.extension-built
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# --- what the targets above need; each stamp is made once, and again when what it depends on changes
+# --- what the targets above need; each stamp is renewed when its dependencies change
 
 $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -124,11 +124,11 @@ $(PY):
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# another TORCH installs anew
+# a different TORCH reinstalls
 $(VENV)/.torch-asked: FORCE | $(PY)
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
-# What is installed later must not bring another torch: a pin of Triton once did, and unseen.
+# Later installations must not replace torch: a pin of Triton once did so silently.
 $(VENV)/.installed-torch: $(VENV)/.torch-asked | $(PY)
 	@echo "installing $(TORCH) (once; this can take minutes)"
 	$(PIP) install 'setuptools>=77' wheel ninja packaging $(TORCH)
@@ -138,17 +138,17 @@ $(VENV)/.installed-torch: $(VENV)/.torch-asked | $(PY)
 	  > $(CONSTRAINTS)
 	@touch $@
 
-# The package itself is installed in place; building the extension is the next rule's business.
+# Installs the package in place; the next rule builds the extension.
 $(VENV)/.installed-%: pyproject.toml setup.py $(VENV)/.installed-torch
 	FASTRL_BUILD=none $(PIP) install --no-build-isolation -c $(CONSTRAINTS) -e '.[$*]'
 	@touch $@
 
 $(VENV)/.extension-built: setup.py $(SOURCES) $(VENV)/.installed-torch
-	@echo "compiling csrc/ (about a minute; the compiler's words are in $(BUILD_LOG))"
+	@echo "compiling csrc/ (about a minute; log: $(BUILD_LOG))"
 	@PATH="$(abspath $(VENV))/bin:$$PATH" FASTRL_BUILD=$(FASTRL_BUILD) \
 	  $(PY) setup.py build_ext --inplace > $(BUILD_LOG) 2>&1 || { \
 	  grep -A 12 -i 'error' $(BUILD_LOG) || tail -40 $(BUILD_LOG); \
-	  echo "csrc/ could not be compiled; make FASTRL_BUILD=none ... goes without the extension"; \
+	  echo "csrc/ could not be compiled; make FASTRL_BUILD=none ... does without the extension"; \
 	  exit 1; }
 	@grep '^fastrl:' $(BUILD_LOG) || true
 	@if ls fastrl/_C*.so > /dev/null 2>&1; then touch $@; fi  # without a compiler: try again next time

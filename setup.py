@@ -1,15 +1,15 @@
 """Build the compiled extensions; everything else about the package is in pyproject.toml.
 
-FASTRL_BUILD=auto   build what this environment can: `fastrl._C` with torch and a C++ compiler,
-                    `fastrl._C_cuda` with nvcc and a torch for CUDA besides; what cannot be
-                    compiled is left out, with the reason (default)
-FASTRL_BUILD=strict the same, but a compilation that fails is an error: for development
-FASTRL_BUILD=cpu    build the first alone, or fail
-FASTRL_BUILD=cuda   build both, or fail; needs nvcc, but neither a GPU nor a torch for CUDA
+FASTRL_BUILD=auto   build `fastrl._C` if torch and a C++ compiler are installed, and
+                    `fastrl._C_cuda` if nvcc and a CUDA build of torch are, too; skip what does not
+                    compile and say why (default)
+FASTRL_BUILD=strict the same, but a failed compilation is an error: for development
+FASTRL_BUILD=cpu    build only `fastrl._C`, or fail
+FASTRL_BUILD=cuda   build both, or fail; needs nvcc, but neither a GPU nor a CUDA build of torch
 FASTRL_BUILD=none   pure Python: the reference and Triton backends
 
-TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" chooses the GPUs to compile for, CUDA_HOME the toolkit and
-MAX_JOBS how many files nvcc compiles at once.
+TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" selects the GPUs to compile for, CUDA_HOME the toolkit, CXX the
+C++ compiler, and MAX_JOBS how many files nvcc compiles in parallel.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from setuptools.errors import CompileError
 
 CPU_SOURCES = ["csrc/bind.cpp", *sorted(glob("csrc/cpu/*/*.cpp"))]
 HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cpu/**/*.h", recursive=True)])
-# The operators, which see torch, are C++; the kernels and their launches, which do not, are CUDA.
+# The operators, which use torch, are C++; the kernels and their launches are CUDA without torch.
 CUDA_OPERATORS = sorted(glob("csrc/cuda/torch/*.cpp"))
 CUDA_KERNELS = sorted(glob("csrc/cuda/*/*.cu"))
 CUDA_HEADERS = sorted([*glob("csrc/*.h"), *glob("csrc/cuda/*/*.h"), *glob("csrc/cuda/*/*.cuh")])
@@ -41,16 +41,16 @@ COMPILE_FLAGS = [
     "-std=c++17",
     "-O3",
     "-g0",
-    "-ffp-contract=fast",  # multiply-adds in the vector code, which has no name for them
+    "-ffp-contract=fast",  # fused multiply-adds in the vector code, which has no intrinsic for them
     "-fno-math-errno",
     "-fvisibility=hidden",
     f"-ffile-prefix-map={Path(__file__).resolve().parent}/=",  # no build paths in messages
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-g0"]
-# one cubin serves the later GPUs of its generation; PTX of the last serves the generations after
+# a cubin also runs on later GPUs of its generation; the last PTX is for later generations
 CUDA_ARCHS = ["8.0", "9.0", "10.0+PTX"]
 COMPILER = os.environ.get("CXX") or "c++"
-#: What an extension is called where it is left out, and what is needed for it.
+#: By extension: its name in messages, and the value of FASTRL_BUILD that requires it.
 BACKENDS = {
     "fastrl._C": ("compiled CPU backend", "cpu"),
     "fastrl._C_cuda": ("CUDA extension", "cuda"),
@@ -58,16 +58,16 @@ BACKENDS = {
 
 
 def why_not() -> str:
-    """Return one clause on what keeps the extension from being built here, or ''."""
+    """Return why the extension cannot be built here, as a clause, or ''."""
     if sys.platform == "win32":
         return "its vector code needs GCC or Clang, not MSVC"
     if not shutil.which(COMPILER.split()[0]):
         return f"there is no C++ compiler '{COMPILER.split()[0]}'"
-    # pip hides what is installed from an isolated build; the torch to build for is there
+    # pip hides installed packages from an isolated build, but the torch to build for is among them
     sys.path.append(sysconfig.get_path("purelib"))
     try:
         import torch.utils.cpp_extension  # noqa: F401
-    except (ImportError, OSError):  # OSError: a library that torch is linked with is missing
+    except (ImportError, OSError):  # OSError: a library that torch links is missing
         return (
             "torch cannot be imported in the build environment (install torch first, then use "
             "`pip install --no-build-isolation`)"
@@ -82,7 +82,7 @@ def nvcc() -> str:
 
 
 def toolkit_folder(compiler: str) -> Path:
-    """Return the folder of headers and libraries; nvcc says where, it may be a link or script."""
+    """Return the toolkit's root as nvcc reports it; nvcc itself may be a link or a script."""
     told = subprocess.run(
         [compiler, "-dryrun", "-x", "cu", os.devnull, "-o", os.devnull],
         capture_output=True,
@@ -96,7 +96,7 @@ def toolkit_folder(compiler: str) -> Path:
 
 
 def runtime_folder(cuda: Path) -> str:
-    """Return the folder of the CUDA runtime, which is linked statically."""
+    """Return the folder of the static CUDA runtime."""
     for place in ("lib64", "lib", "targets/*/lib", "lib/*-linux-gnu"):
         for found in cuda.glob(f"{place}/libcudart_static.a"):
             return str(found.parent)
@@ -104,7 +104,7 @@ def runtime_folder(cuda: Path) -> str:
 
 
 def arch_flags(compiler: str) -> list[str]:
-    """Return what nvcc is told about the GPUs to compile for."""
+    """Return the nvcc flags for the GPUs to compile for."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     archs = re.split("[;, ]+", chosen) if chosen else CUDA_ARCHS
     if not all(re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch) for arch in archs):
@@ -112,7 +112,7 @@ def arch_flags(compiler: str) -> list[str]:
             f'TORCH_CUDA_ARCH_LIST must list versions as in "8.0;9.0+PTX", got {chosen!r}'
         )
     numbers = dict.fromkeys(arch.removesuffix("+PTX").replace(".", "") for arch in archs)
-    # an older nvcc does not know the newest GPUs; a list made for torch names GPUs too old for us
+    # an older nvcc lacks the newest GPUs; a list made for torch may contain GPUs that are too old
     listed = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True)
     able = [
         number
@@ -133,7 +133,7 @@ def compile_kernels(folder: str) -> list[str]:
     compiler = nvcc()
     flags = [*NVCC_FLAGS, *arch_flags(compiler)]
     newest = max(os.path.getmtime(name) for name in (*CUDA_HEADERS, __file__))
-    toolkit = str(toolkit_folder(compiler))  # another one makes other code
+    toolkit = str(toolkit_folder(compiler))  # another toolkit generates different code
     how = hashlib.sha256(" ".join([toolkit, *flags]).encode()).hexdigest()[:8]
 
     def compiled(source: str) -> str:
@@ -146,7 +146,7 @@ def compile_kernels(folder: str) -> list[str]:
         print(f"fastrl: nvcc {source}", flush=True)
         done = subprocess.run([compiler, *flags, "-c", source, "-o", target], check=False)
         if done.returncode:
-            raise CompileError(f"nvcc could not compile {source}; its words are above")
+            raise CompileError(f"nvcc could not compile {source}; see its output above")
         return target
 
     jobs = int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count()
@@ -155,13 +155,13 @@ def compile_kernels(folder: str) -> list[str]:
 
 
 def leave_out(name: str, reason: str) -> None:
-    """Say that an extension is not built, and why."""
+    """Print that an extension is not built, and why."""
     print(f"fastrl: installing without the {BACKENDS[name][0]}, because {reason}.", flush=True)
 
 
 @contextmanager
 def recorded(printed: list[str]) -> Iterator[None]:
-    """Add what this process and its compilers print to `printed`, and show it at the end."""
+    """Collect the output of this process and its compilers in `printed`, and show it at the end."""
     sys.stdout.flush()
     sys.stderr.flush()
     shown = [os.dup(descriptor) for descriptor in (1, 2)]
@@ -184,14 +184,14 @@ def recorded(printed: list[str]) -> Iterator[None]:
 
 
 def why_it_failed(error: BaseException, printed: str = "") -> str:
-    """Return the first line in which a compiler says what is wrong, or else the error's own."""
+    """Return the first error line of a compiler, or else the first line of the exception."""
     said = re.search(r"^.*\b(error|fatal)\s*:.*$", printed, re.MULTILINE)
     line = said[0] if said else (str(error).splitlines() or [type(error).__name__])[0]
     return line.removeprefix("fastrl: ").strip().rstrip(".")
 
 
 def files_of(name: str, folder: str = ".") -> list[str]:
-    """Return the files of an extension under a folder, of whatever Python they are."""
+    """Return the files of an extension under a folder, for any Python version."""
     return glob(os.path.join(folder, *name.split(".")) + ".*so")
 
 
@@ -202,14 +202,14 @@ def outdated(name: str) -> list[str]:
 
 
 def remove(paths: list[str]) -> None:
-    """Remove what an earlier build has left: it would be shipped or loaded as if it were new."""
+    """Remove files of an earlier build, which would be packaged or loaded as if they were new."""
     for path in paths:
-        print(f"fastrl: removing {os.path.normpath(path)} of an earlier build", flush=True)
+        print(f"fastrl: removing {os.path.normpath(path)}, left by an earlier build", flush=True)
         os.remove(path)
 
 
 def cuda_extension(choice: str) -> dict[str, object]:
-    """Return where the toolkit is for the CUDA extension; {} where none is built."""
+    """Return the build options of the CUDA extension; {} if it is not built."""
     if choice == "cpu":
         return {}
     if choice != "cuda":
@@ -228,7 +228,7 @@ def cuda_extension(choice: str) -> dict[str, object]:
             "include_dirs": [str(toolkit / "include")],
             "library_dirs": [runtime_folder(toolkit)],
             "libraries": ["cudart_static", "rt", "dl", "pthread"],
-            # libtorch is what brings in the part of torch that knows CUDA, where there is one
+            # libtorch pulls in torch's CUDA libraries, if it has any
             "extra_link_args": ["-Wl,--exclude-libs,ALL", "-Wl,--no-as-needed", "-ltorch"],
         }
     except (SystemExit, OSError) as error:
@@ -239,7 +239,7 @@ def cuda_extension(choice: str) -> dict[str, object]:
 
 
 def extensions() -> dict[str, object]:
-    """Return what setup() needs to build the extensions; nothing for pure Python."""
+    """Return the arguments of setup() that build the extensions; {} for pure Python."""
     choice = os.environ.get("FASTRL_BUILD") or "auto"
     if choice not in ("auto", "strict", "none", "cpu", "cuda"):
         raise SystemExit(f"FASTRL_BUILD must be auto, strict, none, cpu or cuda, got {choice!r}")
@@ -269,9 +269,9 @@ def extensions() -> dict[str, object]:
         )
 
     class Build(BuildExtension):
-        """Lets nvcc compile the CUDA kernels first: torch's own way needs a torch for CUDA.
+        """Compiles the CUDA kernels with nvcc first, since torch does so only in its CUDA builds.
 
-        With `auto` it leaves out what cannot be compiled.
+        With `auto` it skips extensions that do not compile.
         """
 
         def build_extensions(self) -> None:
@@ -294,7 +294,7 @@ def extensions() -> dict[str, object]:
 
         @contextmanager
         def excused(self, *extensions: object) -> Iterator[None]:
-            """With `auto` an error leaves these extensions out."""
+            """With `auto`, an error skips these extensions."""
             printed: list[str] = []
             try:
                 with recorded(printed) if choice == "auto" else nullcontext():
