@@ -44,7 +44,7 @@ def exact(logits, token_ids, mask, temperatures=None, temperature=1.0, **options
 
 
 def gradient(logits, token_ids, mask, grads, temperatures=None, temperature=1.0, **options):
-    """Return the gradient of the sum of the statistics times `grads`, and the magnitude of what is added up for each element of it."""
+    """Return what flows to the logits from `grads`, and the magnitude of its parts."""
     leaf = logits.double()
     leaf[~mask] = 0
     leaf.requires_grad_()
