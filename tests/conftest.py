@@ -1,4 +1,4 @@
-"""What every test file shares: a fixed seed, and the backends that a test runs on."""
+"""Fixtures of all tests: a fixed seed, and the backends that a test runs on."""
 
 import importlib
 import os
@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, settings
 from fastrl import native
 from fastrl.triton.runtime.registration import INTERPRETED
 
-#: A larger vocabulary takes the interpreter too long, and so do these tests; of two runs in it
-#: there is nothing to learn.
+#: Larger vocabularies and these tests take too long in the interpreter.
 MOST_INTERPRETED = 2_000
 LONG_INTERPRETED = (
     "test_a_long_batch_is_as_exact_as_a_short_one",
@@ -19,9 +18,7 @@ LONG_INTERPRETED = (
     "test_many_groups",
     "test_many_short_sequences",
     "test_micro_batches_with_one_normalizer_add_up",
-    "test_two_runs_are_equal_to_the_bit",  # the interpreter has one order only
-    "test_two_runs_are_bit_equal",
-    "test_two_runs_are_equal_to_the_bit",
+    "test_two_runs_are_bit_equal",  # the interpreter has only one order
     "test_what_stands_at_masked_tokens_changes_no_bit",
 )
 
@@ -30,7 +27,7 @@ settings.register_profile(
     max_examples=25,
     deadline=None,
     derandomize=True,
-    # the fixtures here only name a backend and set a seed, so an example may share them
+    # these fixtures only name a backend and set a seed, so examples may share them
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("fastrl")
@@ -43,7 +40,7 @@ def fixed_seed():
 
 @pytest.fixture
 def poisoned_memory():
-    """Fill what `torch.empty` returns with NaN, so that a kernel that forgets to write is seen."""
+    """Fill the result of `torch.empty` with NaN, to detect kernels that forget to write."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -51,10 +48,10 @@ def poisoned_memory():
 
 @pytest.fixture(params=["triton"] if INTERPRETED else ["reference", "cpu"])
 def backend(request):
-    """Name of the backend under test; the compiled one may be absent, except in CI.
+    """The backend under test; outside of CI, the compiled one may be missing.
 
-    Triton is interpreted on the CPU, in a process of its own (`make test-interpreted`): it reads
-    TRITON_INTERPRET when it is imported.
+    Triton is interpreted on the CPU in a separate process (`make test-interpreted`), since it reads
+    TRITON_INTERPRET at import.
     """
     need_extension(request.param)
     if request.param == "triton":
@@ -63,7 +60,7 @@ def backend(request):
 
 
 def interpret_small_blocks():
-    """A batch of a test then takes several programs, and the interpreter less time."""
+    """Make test batches span several programs, and save the interpreter time."""
     gae = importlib.import_module("fastrl.triton.gae")
     policy_loss = importlib.import_module("fastrl.triton.tokens.policy_loss")
     gae.BLOCK, gae.BEHIND = 64, type(gae.BEHIND)(4)
@@ -72,7 +69,7 @@ def interpret_small_blocks():
 
 @pytest.fixture
 def compiled():
-    """For tests of the extension alone."""
+    """For tests of the extension only."""
     need_extension("cpu")
 
 
@@ -84,7 +81,7 @@ def need_extension(backend):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what `make test-interpreted` runs: tests of any backend, unless they take too long."""
+    """Mark the tests of `make test-interpreted`: those of any backend that do not take too long."""
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         too_large = given.get("vocabulary", 0) > MOST_INTERPRETED

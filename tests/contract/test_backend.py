@@ -1,4 +1,4 @@
-"""Which backend runs: an explicit one is used or refused, `auto` takes the fastest able one."""
+"""The choice of backend: a named one is used or refused, `auto` picks the fastest that can."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def restored_default():
     fastrl.set_backend(before)
 
 
-def test_auto_takes_the_kernels_where_they_can_do_the_call():
+def test_auto_uses_the_kernels_if_they_can_do_the_call():
     fastest = "reference" if native.missing else "cpu"
     assert resolve("auto", CPU, torch.bfloat16) == fastest
     assert resolve("auto", CPU, torch.float64) == "reference"
@@ -81,7 +81,7 @@ def negated(new, old, ref, a):
 
 @pytest.mark.parametrize("form", range(3))
 def test_a_python_objective_is_refused_by_the_kernels(compiled, form):
-    """Whichever form it is: where a backend is named it does the call, or says why it cannot."""
+    """In all three forms: a named backend does the call, or says why it cannot."""
     message = "backend 'cpu' cannot do this call: the objective is a Python function"
     with pytest.raises(ValueError, match=message):
         forms_of_the_policy_loss(objective=negated, backend="cpu")[form]()
@@ -171,7 +171,7 @@ print("agreed")
         lambda **o: fastrl.whiten(torch.zeros(1, 2), torch.ones(1, 2), **o),
     ],
 )
-def test_functions_that_are_plain_torch_refuse_a_kernel_backend(call):
+def test_plain_torch_functions_refuse_a_kernel_backend(call):
     call(backend="auto")
     call(backend="reference")
     with pytest.raises(ValueError, match=r"backend 'cpu' cannot do this call: .* plain torch"):

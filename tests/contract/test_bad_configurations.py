@@ -1,4 +1,4 @@
-"""Configurations that would train something else in silence: each is refused by name."""
+"""Configurations that would silently train something else: each is refused by name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bad arguments of policy loss and objective: errors name the argument, the need, the finding."""
+"""Bad arguments of policy loss and objective: errors name argument, expectation and value."""
 
 import math
 import re
@@ -18,12 +18,12 @@ two = torch.tensor([0, 2, 5])
 
 
 def cases(rows):
-    """Name each case by the message that it expects."""
+    """Name each case by its expected message."""
     return [pytest.param(*row, id=row[-1]) for row in rows]
 
 
 def refuses(call, error, message):
-    """The call raises `error` with a sentence that has the words of `message` in this order."""
+    """Check that the call raises `error` with the parts of `message` in this order."""
     pattern = ".*".join(re.escape(part) for part in message.split(" ... "))
     with pytest.raises(error) as caught:
         call()

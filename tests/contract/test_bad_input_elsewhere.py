@@ -1,4 +1,4 @@
-"""Bad arguments of the other functions: the error names the argument, the need and the finding."""
+"""Bad arguments of the other functions: errors name argument, expectation and value."""
 
 import math
 

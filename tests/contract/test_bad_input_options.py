@@ -1,4 +1,4 @@
-"""Options that mean nothing, or nothing here: each passed without a word or with an obscure one."""
+"""Meaningless options, which once passed silently or raised an obscure error."""
 
 import dataclasses
 import inspect
@@ -31,7 +31,7 @@ def metrics_of(**changes):
 
 
 def overlapping():
-    """Rows of five logits that begin two apart; no leaf, as `inplace` needs it."""
+    """Rows of five logits that start two elements apart; not a leaf, as `inplace` requires."""
     flat = torch.randn(20, requires_grad=True) * 1
     return flat.as_strided((2, 3, 5), (6, 2, 1))
 
@@ -72,7 +72,7 @@ CALLS = [
         TypeError,
         "mask must be bool, integer or float 0/1, got torch.float8_e4m3fn",
     ),
-    # a mask that is none
+    # a mask of None
     *(
         (lambda call=call: call(None), TypeError, "mask must be a tensor, got NoneType")
         for call in (
@@ -105,7 +105,7 @@ CALLS = [
         TypeError,
         "group_size must be an int, got str",
     ),
-    # metrics that are none
+    # invalid metrics
     (
         lambda: metrics_of(kl=zeros(3)),
         ValueError,
@@ -117,7 +117,7 @@ CALLS = [
         TypeError,
         "metrics['kl'] must be a floating-point tensor ... got torch.int64",
     ),
-    # numbers of more than 64 bits
+    # integers beyond 64 bits
     (
         lambda: fastrl.token_logprobs(logits, ids, ignore_index=2**70),
         ValueError,
@@ -144,7 +144,7 @@ CALLS = [
         ValueError,
         "inplace_backward=True needs logits whose rows do not share memory",
     ),
-    # sequences that fall
+    # decreasing cu_seqlens
     *(
         (
             lambda dtype=dtype: loss(
@@ -158,7 +158,7 @@ CALLS = [
         )
         for dtype in (torch.uint8, torch.uint16, torch.int8, torch.int64)
     ),
-    # temperatures that no float32 holds the inverse of
+    # temperatures without an inverse in float32
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-39),
         ValueError,
@@ -238,8 +238,8 @@ def test_a_field_without_effect_is_refused(fields, error, message):
 @pytest.mark.parametrize(
     ("convention", "name"), [(c, name) for c, presets in CONVENTIONS.items() for name in presets]
 )
-def test_a_preset_keeps_what_its_trainer_has_for_terms_to_come(convention, name):
-    """Its KL is the trainer's also where the coefficient is set afterwards."""
+def test_a_preset_may_set_fields_of_terms_that_are_off(convention, name):
+    """Its KL is the trainer's even if the coefficient is set later."""
     later = dataclasses.replace(
         Objective.preset(name, convention=convention), kl_coef=0.1, entropy_coef=0.1
     )
@@ -249,7 +249,7 @@ def test_a_preset_keeps_what_its_trainer_has_for_terms_to_come(convention, name)
     )
 
 
-def test_a_convention_lets_nothing_else_pass():
+def test_other_fields_of_terms_that_are_off_are_refused():
     refuses(
         lambda: Objective.preset("ppo", convention="verl", kl_clamp=5.0),
         ValueError,
@@ -262,7 +262,7 @@ WHOLE = [np.int64(2), np.int32(2), np.uint8(2)]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda x: type(x).__name__)
-def test_a_number_of_numpy_is_a_number(backend, number):
+def test_a_numpy_number_is_a_number(backend, number):
     o = Objective(clip_low=number, clip_high=number, kl_coef=number, kl_clamp=4 * number)
     assert o == Objective(clip_low=0.25, clip_high=0.25, kl_coef=0.25, kl_clamp=1.0)
     assert all(type(x) is float for x in (o.clip_low, o.clip_high, o.kl_coef, o.kl_clamp))
@@ -283,7 +283,7 @@ def test_a_number_of_numpy_is_a_number(backend, number):
 
 
 @pytest.mark.parametrize("number", WHOLE, ids=lambda x: type(x).__name__)
-def test_a_whole_number_of_numpy_is_a_whole_number(backend, number):
+def test_a_numpy_integer_is_an_integer(backend, number):
     rewards = torch.tensor([1.0, 2.0, 3.0, 5.0])
     found, wanted = (
         fastrl.group_advantages(rewards, group_size=size, backend=backend).advantages
@@ -297,7 +297,7 @@ def test_a_whole_number_of_numpy_is_a_whole_number(backend, number):
     fastrl.token_weights(ones(2, 2), aggregation="prompt-mean", group_size=number)
 
 
-def test_a_numpy_bool_is_no_number():
+def test_a_numpy_bool_is_not_a_number():
     refuses(lambda: Objective(kl_coef=np.True_), TypeError, "kl_coef must be a number, got bool")
 
 
@@ -322,8 +322,8 @@ def test_the_names_of_the_presets_are_a_type():
     assert set(SURROGATES) >= {Objective.preset(name).surrogate for name in PRESETS}
 
 
-def test_a_deviation_of_zero_divides_nothing(backend):
-    """With eps=0, where nothing varies or no degree of freedom is left: 0 stays 0."""
+def test_zero_over_a_standard_deviation_of_zero_is_zero(backend):
+    """With eps=0 and equal values, or without degrees of freedom."""
     for rewards, options in (
         ([0.0, 0.0, 2.0, 2.0], {"baseline": "none"}),
         ([1.0, 2.0, 3.0, 5.0], {"correction": 2}),
@@ -336,8 +336,8 @@ def test_a_deviation_of_zero_divides_nothing(backend):
         assert found.advantages.tolist() == expected
 
 
-def test_many_prompts_are_weighed_in_a_breath():
-    """20,000 sequences once took 24 s and 3.5 GB: every one was compared with every other."""
+def test_many_prompts_take_linear_time():
+    """20,000 sequences once took 24 s and 3.5 GB, when all pairs were compared."""
     groups = torch.randperm(20_000) // 8
     mask = torch.rand(20_000, 4) > 0.3
     found = fastrl.token_weights(mask, aggregation="prompt-mean", group_ids=groups)

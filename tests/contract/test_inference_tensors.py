@@ -1,4 +1,4 @@
-"""Tensors made in inference mode (a rollout, a frozen head) as inputs of a call that is trained."""
+"""Tensors made in inference mode (a rollout, a frozen head) as inputs of a training step."""
 
 import pytest
 import torch

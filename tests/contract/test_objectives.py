@@ -1,4 +1,4 @@
-"""The scalar objectives: C++ against the reference, numbers worked by hand, properties."""
+"""The scalar objectives: C++ against the reference, numbers by hand, properties."""
 
 import math
 
@@ -144,7 +144,7 @@ def test_cpp_kl_equals_the_reference_at_every_point(compiled, estimator, gradien
 
 
 def one_token(backend, log_ratio, advantage, logprob=0.0, **options):
-    """Loss, gradient and metrics of one token, which is a sequence of its own."""
+    """Loss, gradient and metrics of a single token."""
     dtype = torch.float64 if backend == "reference" else torch.float32
     logprobs = torch.full((1, 1), logprob, dtype=dtype, requires_grad=True)
     result = fastrl.policy_loss(
@@ -198,7 +198,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize(("options", "ratio", "advantage", "logprob", "loss", "slope"), BY_HAND)
-def test_numbers_worked_by_hand(backend, options, ratio, advantage, logprob, loss, slope):
+def test_numbers_by_hand(backend, options, ratio, advantage, logprob, loss, slope):
     came = one_token(backend, math.log(ratio), advantage, logprob, **options)
     assert came[0] == pytest.approx(loss, rel=1e-6)
     assert came[1] == pytest.approx(slope, rel=1e-6)

@@ -1,4 +1,4 @@
-"""How many operators a public call runs, views aside: each is a launch on a GPU."""
+"""The number of operators that a public call runs, except views: each is a launch on a GPU."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(native.missing is not None, reason=str(native.mi
 
 
 class Counted(TorchDispatchMode):
-    """Notes every operator that is no view."""
+    """Records every operator that is not a view."""
 
     def __init__(self):
         super().__init__()

@@ -30,7 +30,7 @@ def per_token(*shape):
 
 
 def loss_arguments(*shape, sequences, **given):
-    """Constants per sequence and per token, with every one of them."""
+    """All constants, per sequence and per token."""
     usual = LossArguments(
         advantages=torch.randn(sequences),
         weights=torch.rand(sequences),
@@ -167,7 +167,7 @@ def test_opcheck_of_every_operator():
 
 
 @needs_extension
-def test_operators_write_all_that_they_allocate():
+def test_operators_write_everything_they_allocate():
     """Deterministic mode fills fresh memory with NaN (integers with their maximum)."""
     for name, arguments in samples():
         if name.endswith("_"):
@@ -185,7 +185,7 @@ def test_operators_write_all_that_they_allocate():
 
 
 def everything(logits, token_ids, advantages, mask, old, ref, backend):
-    """One function that goes through all differentiable operators."""
+    """One function that calls all differentiable operators."""
     result = fastrl.logits_policy_loss(
         logits,
         token_ids,

@@ -1,4 +1,4 @@
-"""Calls on tensors without values (compiled, recorded, fake), and transforms that are refused."""
+"""Calls on tensors without values (compiled, recorded, fake), and refused transforms."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def gradient(call, x, batch):
     return total, torch.autograd.grad(total, leaf)[0]
 
 
-def test_a_function_of_ones_own_from_hidden_states_is_compiled_whole():
+def test_a_function_as_objective_from_hidden_states_is_compiled_whole():
     if native.missing is not None:
         pytest.skip(native.missing)
     torch.compiler.reset()
@@ -154,7 +154,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", FORMS)
 def test_transforms_of_torch_func_are_refused(name, transform):
-    """A vmap of kernels would give no gradient, a jvp no tangent, and neither would say so."""
+    """A vmap of kernels would silently lose the gradient, a jvp the tangent."""
     width, call = FORMS[name]
     batch = batch_of(3)
     with pytest.raises(RuntimeError, match="cannot be transformed by torch"):
@@ -164,7 +164,7 @@ def test_transforms_of_torch_func_are_refused(name, transform):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", FORMS)
 def test_transforms_are_refused_in_compiled_code_too(name, whole):
-    """A graph that calls a kernel within a transform would have the gradient 0."""
+    """A graph that calls a kernel within a transform would return a gradient of 0."""
     width, call = FORMS[name]
     batch = batch_of(3)
     torch._dynamo.reset()
@@ -177,7 +177,7 @@ def test_transforms_are_refused_in_compiled_code_too(name, whole):
         slope(first_of(width, 3))
 
 
-def test_statistics_of_the_reference_are_plain_torch_and_have_transforms():
+def test_statistics_of_the_reference_support_transforms():
     batch, x = batch_of(3), first_of(V, 3)
 
     def logprobs(x):
@@ -192,7 +192,7 @@ def test_statistics_of_the_reference_are_plain_torch_and_have_transforms():
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", PLAIN)
-def test_transforms_of_what_is_plain_torch(name, transform):
+def test_transforms_of_plain_torch_functions(name, transform):
     batch = batch_of(3)
     found = TRANSFORMS[transform](lambda x: PLAIN[name](x, batch), first_of(None, 3))
     assert all(part.isfinite().all() for part in (found if type(found) is tuple else (found,)))

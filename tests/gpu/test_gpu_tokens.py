@@ -164,7 +164,7 @@ def test_captured_in_a_graph(kernels, name, captured):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_runs_are_equal_to_the_bit(kernels, name):
+def test_two_runs_are_bit_equal(kernels, name):
     call = calls(kernels)[name]
     first = call().clone()
     assert all(torch.equal(call(), first) for _ in range(20))

@@ -290,7 +290,7 @@ def test_discounted_returns_by_hand(backend):
     assert stopped.tolist() == [[3.5, 5, 0, 5]]
 
 
-def test_two_runs_are_equal_to_the_bit(backend):
+def test_two_runs_are_bit_equal(backend):
     inputs = make_inputs(37, 61, ends=True, bootstrap="sequence")
     first, second = (fastrl.gae(**inputs, backend=backend) for _ in range(2))
     assert torch.equal(first.advantages, second.advantages)

@@ -162,7 +162,7 @@ def test_nothing_is_mutated(backend):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_two_runs_are_equal_to_the_bit(backend, preset):
+def test_two_runs_are_bit_equal(backend, preset):
     inputs = policy_inputs(64, 200, torch.float32, "random")
     (first, one, _), (second, two, _) = (run(backend, preset, inputs) for _ in range(2))
     assert torch.equal(first.loss, second.loss)

@@ -1,4 +1,4 @@
-"""What the C++ sources ask of a compiler, the oldest that are supported have: g++ 11, clang 13."""
+"""The C++ sources compile with the oldest supported compilers: g++ 11 and clang 13."""
 
 import re
 import shutil
@@ -11,12 +11,12 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cpu").rglob("*.cpp"))
-#: For `__builtin_cpu_supports`; a name that came later is an error, as "f16c" before clang 17.
+#: For `__builtin_cpu_supports`; compilers reject later names, such as "f16c" before clang 17.
 KNOWN_FEATURES = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 COMPILERS = [f"clang++-{version}" for version in range(13, 17)] + ["g++-11"]
 
 
-def test_no_feature_is_asked_for_by_a_name_that_old_compilers_lack():
+def test_old_compilers_know_every_cpu_feature():
     asked = {
         name
         for path in SOURCES
@@ -29,9 +29,9 @@ def test_no_feature_is_asked_for_by_a_name_that_old_compilers_lack():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_an_old_compiler_takes_the_sources(compiler):
+def test_an_old_compiler_compiles_the_sources(compiler):
     if not shutil.which(compiler):
-        pytest.skip(f"there is no {compiler}")
+        pytest.skip(f"{compiler} is not installed")
     places = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     command += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]

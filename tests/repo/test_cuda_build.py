@@ -1,6 +1,6 @@
-"""The build of the CUDA extension: what is asked for is built or refused, and it registers.
+"""The build of the CUDA extension: what is requested is built or refused, and it registers.
 
-The kernels themselves are compiled for every target by the tests of `make targets`.
+The tests of `make targets` compile the kernels for every target.
 """
 
 import os
@@ -80,7 +80,7 @@ def test_gpus_to_compile_for(chosen, known, codes, tmp_path, monkeypatch):
     assert [flag.rpartition("=")[2] for flag in flags] == codes
 
 
-def test_another_toolkit_compiles_anew(tmp_path, monkeypatch):
+def test_another_toolkit_recompiles(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     compiler = tmp_path / "bin" / "nvcc"
     compiler.write_text(
@@ -115,7 +115,7 @@ def test_gpus_that_cannot_be_compiled_for_are_refused(chosen, tmp_path, monkeypa
         runpy.run_path("setup.py")["arch_flags"]("true")
 
 
-# What the runtime would answer on an H100, of a kernel from PTX of the version argv[1].
+# What the runtime reports on an H100 for a kernel compiled from PTX of version argv[1].
 ASK_THE_RUNTIME = """
 #include <cuda_runtime.h>
 #include <cstdlib>
@@ -165,8 +165,8 @@ int main(int, char** argv) {
 
 
 @needs_nvcc
-def test_code_older_than_clusters_is_not_launched_as_one(tmp_path):
-    """PTX for sm_80 runs on an H100, but its kernels of clusters, even of one block, are empty."""
+def test_code_older_than_clusters_is_not_launched_as_a_cluster(tmp_path):
+    """PTX for sm_80 runs on an H100, but its cluster kernels are empty, even for one block."""
     (tmp_path / "ask.cpp").write_text(ASK_THE_RUNTIME)
     command = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
     command += ["-isystem", f"{toolkit()}/include", "ask.cpp", "-o", "ask"]
@@ -190,7 +190,7 @@ def test_every_source_is_in_the_build(monkeypatch):
 
 
 def test_every_launch_is_defined_as_it_is_declared():
-    """A shared library may lack a function until it is called: nothing else would tell."""
+    """A shared library loads even if a function is missing; only a call would fail."""
     signature = re.compile(r"cudaError_t (\w+\([^)]*\))")
 
     def found(*paths):
@@ -204,7 +204,7 @@ def test_every_launch_is_defined_as_it_is_declared():
 
 @needs_nvcc
 def test_the_operators_compile_and_register(tmp_path):
-    """Without their kernels, and loaded lazily: no symbol of CUDA is looked for before a call."""
+    """Loaded lazily and without the kernels: CUDA symbols are not resolved before a call."""
     places = [*cpp_extension.include_paths(), f"{toolkit()}/include"]
     version = [flag for flag in (ROOT / "setup.py").read_text().split('"') if "0x02" in flag]
     command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall"]

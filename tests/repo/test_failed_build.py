@@ -1,4 +1,4 @@
-"""A compilation that fails: an installation goes on without the extension, a developer is told."""
+"""A failed compilation: an installation continues without the extension, `make` stops."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def program(path, text):
 
 @pytest.fixture
 def source(tmp_path):
-    """The sources, where an earlier build has left its extensions."""
+    """A copy of the sources with extensions left by an earlier build."""
     source = tmp_path / "source"
     built = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("fastrl", "csrc"):
@@ -88,7 +88,7 @@ def in_tree(source):
 
 @pytest.mark.parametrize("ninja", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_installation_goes_on_and_says_why(source, way, ninja):
+def test_an_installation_continues_and_says_why(source, way, ninja):
     path = "/usr/bin:/bin"
     if ninja:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -100,7 +100,7 @@ def test_an_installation_goes_on_and_says_why(source, way, ninja):
         "fake++ does not compile it: csrc/cpu/vocabulary/rows.cpp:7:1: error: no such intrinsic."
     )
     assert "fastrl: FASTRL_BUILD=cpu makes that an error." in done.stdout
-    assert "another one" in done.stdout  # the compiler's words are all there
+    assert "another one" in done.stdout  # the full output of the compiler is shown
     if way == "wheel":
         (wheel,) = (source / "dist").glob("*.whl")
         assert wheel.name.endswith("-py3-none-any.whl")
@@ -110,7 +110,7 @@ def test_an_installation_goes_on_and_says_why(source, way, ninja):
 
 
 @pytest.mark.parametrize("choice", ["cpu", "strict"])
-def test_what_was_asked_for_fails_loudly(source, choice):
+def test_a_requested_extension_fails_loudly(source, choice):
     done = build(source, INPLACE, BROKEN, choice)
     assert done.returncode != 0
     assert "csrc/cpu/vocabulary/rows.cpp:7:1: error: no such intrinsic" in done.stdout
@@ -139,7 +139,7 @@ def test_the_cpu_backend_stays_where_the_cuda_extension_fails(source, choice, fl
     assert in_tree(source) == {"_C.abi3.so": ""}
 
 
-def test_no_extension_of_an_earlier_build_is_shipped(source):
+def test_no_extension_of_an_earlier_build_is_packaged(source):
     done = build(source, WHEEL, WORKING, "cpu")
     assert done.returncode == 0, done.stdout
     (wheel,) = (source / "dist").glob("*-cp310-abi3-*.whl")
@@ -147,7 +147,7 @@ def test_no_extension_of_an_earlier_build_is_shipped(source):
     assert names == ["fastrl/_C.abi3.so"]
 
 
-def test_without_a_compiler_no_outdated_extension_is_left_to_be_loaded(source):
+def test_without_a_compiler_outdated_extensions_are_removed(source):
     newer = source / "fastrl" / "_C_cuda.abi3.so"
     os.utime(newer)
     done = build(source, INPLACE, BROKEN, CXX="no-such-compiler")
@@ -157,14 +157,14 @@ def test_without_a_compiler_no_outdated_extension_is_left_to_be_loaded(source):
 
 
 def test_make_stops_at_a_failed_compilation(source):
-    """And names what goes without; installing and compiling are what is made here by hand."""
+    """It names the way to do without the extension. The test fakes installation and compiler."""
     (source / "venv" / "bin").mkdir(parents=True)
     (source / "venv" / "bin" / "python").symlink_to(sys.executable)
     (source / "venv" / ".torch-asked").write_text("torch\n")
     (source / "venv" / ".installed-torch").touch()
     make = ["make", "VENV=venv", "TORCH=torch", "venv/.extension-built"]
     environment = {name: value for name, value in os.environ.items() if name != "FASTRL_BUILD"}
-    # what the surrounding `make test` passes on is not for this one
+    # without the variables that a surrounding `make test` sets
     environment = {name: value for name, value in environment.items() if "MAKE" not in name}
     environment["CUDA_HOME"] = str(source)  # which has no nvcc
     environment["CXX"] = program(source.parent / "bin" / "fake++", BROKEN)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def without_extension(tmp_path_factory):
-    """Runs Python where only an installation made without compiling is importable."""
+    """Run Python where the only fastrl to import is an installation without extensions."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     built = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
     for name in SOURCES:
@@ -30,7 +30,7 @@ def without_extension(tmp_path_factory):
     subprocess.run(command, env={**os.environ, "FASTRL_BUILD": "none"}, check=True, timeout=120)
 
     def run(*arguments):
-        # -S leaves out .pth files: an editable installation must not lend its extension
+        # -S ignores .pth files, so that an editable installation is not found
         places = (str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         environment.pop("FASTRL_BACKEND", None)
@@ -73,7 +73,7 @@ print(logits.grad.abs().sum() > 0, fastrl.__file__)
     assert printed.startswith("tensor(True) " + str(without_extension.target))
 
 
-def test_refuses_the_cpu_backend_with_the_way_to_get_it(without_extension):
+def test_refuses_the_cpu_backend_and_says_how_to_build_it(without_extension):
     code = """
 import fastrl, torch
 try:

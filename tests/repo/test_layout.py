@@ -1,4 +1,4 @@
-"""The shape of the repository: who imports whom, where the parts of an op stand, what is said."""
+"""The layout of the repository: import rules, the files of an op, docstrings, names of files."""
 
 import ast
 import doctest
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "fastrl").rglob("*.py"))
 MOST_LINES = 400
 
-# Each part of the package: what it may import of fastrl ("" is the public names), and of others.
+# By part of the package: what it may import from fastrl ("" are the public names), and from others.
 CORE = {
     "backend",
     "checks",
@@ -45,8 +45,8 @@ ALLOWED = {
 }
 EXTRAS = ("triton", "transformers", "trl", "tokenizers", "matplotlib", "numpy", "tqdm")
 
-# The fused form is the composition of two references: it has no file of its own there. The linear
-# forms are loops over the others, in Python, for every device, tested and measured together.
+# The reference of a fused op is a composition of others and has no separate file. The linear forms
+# are Python loops for every device, tested and measured together.
 COMPOSED = {"logits_policy_loss", "linear_token_stats", "linear_policy_loss"}
 LOOPS = {"linear_token_stats", "linear_policy_loss"}
 TOGETHER = {"linear_token_stats": "linear", "linear_policy_loss": "linear"}
@@ -95,7 +95,7 @@ def test_imports_go_one_way(path):
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_import_needs_torch_alone(extra):
+def test_import_needs_only_torch(extra):
     absent = f"import sys; sys.modules[{extra!r}] = None; import fastrl"
     subprocess.run([sys.executable, "-c", absent], check=True, timeout=120)
 
@@ -164,7 +164,7 @@ def public(kind):
 @pytest.mark.parametrize("name", public(inspect.isfunction))
 def test_every_public_function_has_a_test_file(name):
     stem = getattr(fastrl, name).__module__.rpartition(".")[2]
-    assert (ROOT / "tests" / "ops" / f"test_{TOGETHER.get(stem, stem)}.py").exists()
+    assert list(ROOT.glob(f"tests/*/test_{TOGETHER.get(stem, stem)}.py"))
 
 
 @pytest.mark.parametrize("name", public(inspect.isroutine) + public(inspect.isclass))
@@ -190,7 +190,7 @@ def test_every_file_is_named_after_its_idea():
     assert [path.name for path in repository_files() if forbidden.match(path.stem)] == []
 
 
-def test_no_file_names_a_place_on_somebodys_machine():
+def test_no_file_contains_a_path_of_a_developers_machine():
     # written so that this line does not match itself
     place = re.compile(r"(?<![\w.}])/(?:home|Users|root|work|workspace|mnt|scratch)/\w")
     texts = (".py", ".cpp", ".h", ".cu", ".cuh", ".md", ".toml", ".yaml", ".yml", ".cfg", "")

@@ -1,4 +1,4 @@
-"""The versions that pyproject.toml, the Makefile and continuous integration name fit together."""
+"""The versions in pyproject.toml, the Makefile and continuous integration are consistent."""
 
 import importlib.metadata
 import re
@@ -14,14 +14,14 @@ MAKEFILE, PROJECT, CI = (
 TRITON_OF = dict(re.findall(r"(\d+\.\d+):(\d+\.\d+\.\d+)", MAKEFILE))
 
 
-def test_no_pin_of_triton_stands_beside_a_torch_that_brings_another():
-    """pip would replace that torch, to install both, and the tests would run on the other one."""
+def test_triton_is_not_pinned():
+    """For a pin, pip would replace a torch that requires another version, and test that one."""
     found = re.findall(r'"(triton\b[^";]*)', PROJECT)
     assert found
     assert [requirement for requirement in found if "==" in requirement] == []
 
 
-def test_what_make_installs_later_is_held_to_the_torch_that_was_asked_for(tmp_path):
+def test_later_installations_of_make_keep_torch(tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.touch()
@@ -37,7 +37,7 @@ def test_what_make_installs_later_is_held_to_the_torch_that_was_asked_for(tmp_pa
     assert [f"-c {tmp_path}/constraints.txt" in line for line in installs] == [False, True]
 
 
-def test_another_torch_is_installed_where_one_was(tmp_path):
+def test_a_different_torch_is_reinstalled(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / ".torch-asked").write_text("torch==2.13.0\n")
     for name in ("bin/python", ".installed-torch"):
@@ -52,11 +52,11 @@ def test_another_torch_is_installed_where_one_was(tmp_path):
         assert (asked.stat().st_mtime_ns > installed.stat().st_mtime_ns) == installs
 
 
-def test_the_named_triton_is_the_one_that_the_installed_torch_requires():
+def test_the_makefile_lists_the_triton_that_the_installed_torch_requires():
     torch = importlib.metadata.version("torch").rsplit(".", 1)[0].partition("+")[0]
     required = [one for one in importlib.metadata.requires("torch") or () if "triton" in one]
     if not required:
-        pytest.skip("this torch is for CPUs, and requires no Triton")
+        pytest.skip("this is a CPU build of torch, which requires no Triton")
     named = TRITON_OF.get(".".join(torch.split(".")[:2]))
     assert named is not None
     assert re.search(rf"[=~]= ?{re.escape(named)}\b", required[0])

@@ -1,4 +1,4 @@
-"""The source distribution is the whole repository: its tests run where it is unpacked."""
+"""The source distribution contains the whole repository, and its tests run."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """What a distribution holds that was made without torch, a compiler or an earlier build."""
+    """A source distribution built without torch, a compiler or an earlier build, unpacked."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     built = shutil.ignore_patterns("*.so", "__pycache__")
     for path in ROOT.iterdir():
@@ -56,7 +56,7 @@ def run(unpacked, *arguments):
     return done.stdout
 
 
-def test_holds_what_the_repository_holds(unpacked):
+def test_contains_every_file_of_the_repository(unpacked):
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
