@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Handling = Literal["fused", "primitive", "replaced", "own", "refused"]
+Handling = Literal["fused", "primitive", "replaced", "unchanged", "refused"]
 
 MEANINGS: dict[str, str] = {
     "fused": "loss and gradient in one pass over the hidden states or the logits",
     "primitive": "fastrl computes log-probabilities and entropies, the trainer its loss",
     "replaced": "fastrl's function replaces the trainer's, with the same arguments",
-    "own": "the trainer's code is used",
+    "unchanged": "the trainer's code is used",
     "refused": "an error says why, and nothing is changed",
 }
 

@@ -32,12 +32,12 @@ SUPPORT = [
     ),
     Support(
         option="`gamma` or `lmbda` per step (`steps_to_next_obs` of `GAE`), or learned",
-        handling="own",
+        handling="unchanged",
         note="refused if ours is called without `use_fastrl`",
     ),
     Support(
         option="TD(0), TD(1), TD(lambda), V-trace; `GRPOLoss` and other loss modules",
-        handling="own",
+        handling="unchanged",
     ),
 ]
 
@@ -111,10 +111,10 @@ def generalized_advantage_estimate(
         >>> generalized_advantage_estimate(0.5, 1.0, zero, zero, torch.ones(3, 1), done)[0].T
         tensor([[1.7500, 1.5000, 1.0000]])
     """
-    own = _own(generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
-    if own is not None:
+    theirs = _torchrls(generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
+    if theirs is not None:
         tensors = (state_value, next_state_value, reward, done, terminated)
-        return own(gamma, lmbda, *tensors, time_dim=time_dim)  # type: ignore[no-any-return]
+        return theirs(gamma, lmbda, *tensors, time_dim=time_dim)  # type: ignore[no-any-return]
     decay, trace = _numbers(gamma, lmbda)
     terminated = done if terminated is None else terminated
     inputs = {
@@ -155,8 +155,8 @@ def vec_generalized_advantage_estimate(
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
     """Return `generalized_advantage_estimate`, which is already vectorized."""
-    own = _own(vec_generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
-    function = generalized_advantage_estimate if own is None else own
+    theirs = _torchrls(vec_generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
+    function = generalized_advantage_estimate if theirs is None else theirs
     tensors = (state_value, next_state_value, reward, done, terminated)
     return function(gamma, lmbda, *tensors, time_dim=time_dim)
 
@@ -179,7 +179,7 @@ class _Scan(torch.autograd.Function):
         return found.flip(-1).to(grad.dtype), None, None
 
 
-def _own(function: Callable[..., Any], **given: float | Tensor) -> Callable[..., Any] | None:
+def _torchrls(function: Callable[..., Any], **given: float | Tensor) -> Callable[..., Any] | None:
     """Return torchrl's function if gamma or lmbda needs it, None if both are numbers."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
@@ -187,14 +187,14 @@ def _own(function: Callable[..., Any], **given: float | Tensor) -> Callable[...,
         learned = value.requires_grad and torch.is_grad_enabled()
         if value.numel() == 1 and not learned:
             continue
-        own = original(function)
-        if own is None:
+        theirs = original(function)
+        if theirs is None:
             given_as = "one that requires a gradient" if learned else f"shape {tuple(value.shape)}"
             raise NotImplementedError(
                 f"{name} must be a number or a tensor of one element without a gradient, got "
                 f"{given_as}; torchrl's function takes it while `use_fastrl` is in use"
             )
-        return own
+        return theirs
     return None
 
 

@@ -1,4 +1,4 @@
-"""Liger's fused GRPO loss on fastrl: its numbers, from its formulas and, where found, from it."""
+"""Liger's fused GRPO loss on fastrl equals its formulas and, where it is installed, Liger."""
 
 import types
 import warnings
@@ -9,14 +9,14 @@ import torch
 from fastrl.integrations import liger as ours
 from fastrl.integrations.replacing import parameters
 from tests.support.importable import importable
-from tests.support.liger_formulas import NO_SEQUENCES, SEQUENCES, WrittenDown
+from tests.support.liger_formulas import NO_SEQUENCES, SEQUENCES, Transcription
 
 HOME = "liger_kernel.chunked_loss"
 NAME = "LigerFusedLinearGRPOLoss"
 
 
 def implementations():
-    yield "written down", WrittenDown
+    yield "transcribed", Transcription
     module = importable(HOME)
     if module:
         yield "installed", getattr(module, NAME)
@@ -158,7 +158,7 @@ def test_tokens_are_counted_over_all_ranks(items, monkeypatch):
     distributed = {
         "is_initialized": lambda: True,
         "get_world_size": lambda: 4,
-        "all_reduce": lambda tokens: tokens.mul_(5),  # the other three have as many together
+        "all_reduce": lambda tokens: tokens.mul_(5),  # as if the other three had four times as many
     }
     alone = ours.LigerFusedLinearGRPOLoss(beta=0.0)
     expected, _ = alone(*data.tensors[:2], data.ids, data.mask, data.advantages)
@@ -223,13 +223,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_name(message):
+def test_unsupported_options_are_refused_by_name(message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         ours.LigerFusedLinearGRPOLoss(**REFUSED[message])
 
 
 @pytest.mark.parametrize("loss_type", NO_SEQUENCES)
-def test_sequence_level_losses_that_liger_has_not_are_refused_in_its_words(theirs, loss_type):
+def test_sequence_level_losses_that_liger_lacks_are_refused_with_its_message(theirs, loss_type):
     data, options = batch(), {"loss_type": loss_type, "importance_sampling_level": "sequence"}
     with pytest.raises(ValueError, match=SEQUENCES) as own:
         outcome(theirs(compiled=False, **options), data, ref_per_token_logps=data.ref)
@@ -239,7 +239,7 @@ def test_sequence_level_losses_that_liger_has_not_are_refused_in_its_words(their
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
-def test_a_reference_given_twice_is_warned_of(theirs, beta):
+def test_a_reference_given_twice_gives_a_warning(theirs, beta):
     data = batch()
     given = dict(zip(("ref_input", "ref_weight", "ref_bias"), data.ref_tensors, strict=True))
     options = {"beta": beta, "compiled": False}
@@ -259,7 +259,7 @@ def test_a_reference_given_twice_is_warned_of(theirs, beta):
     assert all(torch.equal(x, y) for x, y in zip(found[0], once, strict=True))
 
 
-def test_what_a_call_lacks_is_named():
+def test_missing_arguments_are_named():
     data = batch()
     with pytest.raises(ValueError, match="ref_per_token_logps, or ref_input with ref_weight"):
         outcome(ours.LigerFusedLinearGRPOLoss(), data)
@@ -270,7 +270,7 @@ def test_what_a_call_lacks_is_named():
         outcome(luspo, data, vllm_is_ratio=data.ratio)
 
 
-def test_as_many_sequences_as_tokens_have_a_ratio_each():
+def test_with_as_many_sequences_as_tokens_a_ratio_is_per_sequence():
     data = batch(T=4)
     options = {"beta": 0.0, "loss_type": "grpo"}
     by_sequence, spread = (

@@ -1,4 +1,4 @@
-"""OpenRLHF's losses on fastrl equal its formulas and, where it is installed, its own files."""
+"""OpenRLHF's losses on fastrl equal its formulas and, where it is installed, its files."""
 
 import ast
 import importlib.util
@@ -190,7 +190,7 @@ def test_value_loss(theirs, clip, token_level, counts):
 def test_log_probs_from_logits(theirs, temperature, shape):
     torch.manual_seed(0)
     logits, labels = 3 * torch.randn(*shape, 50), torch.randint(50, shape)
-    # a copy for theirs, which divides its logits in place
+    # theirs divides its logits in place, so it gets a copy
     same(
         lambda x: ours.log_probs_from_logits(x, labels, temperature=temperature),
         lambda x: theirs.log_probs_from_logits(x * 1.0, labels, temperature=temperature),

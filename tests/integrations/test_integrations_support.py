@@ -1,4 +1,4 @@
-"""The table of what the drop-ins support is made from their code."""
+"""The table of what the drop-ins support is generated from their code."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from fastrl.integrations.support import MEANINGS, Support, table
 TABLE = Path(__file__).parents[2] / "docs" / "support.md"
 
 
-def test_the_table_in_the_docs_is_the_one_that_the_code_makes():
+def test_the_table_in_the_docs_is_up_to_date():
     assert TABLE.read_text() == table(), "python -m fastrl.integrations > docs/support.md"
 
 

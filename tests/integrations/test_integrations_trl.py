@@ -1,4 +1,4 @@
-"""TRL's trainers log the same numbers at every step with fastrl in place as without."""
+"""TRL's trainers log the same numbers at every step with fastrl and without."""
 
 import itertools
 import os
@@ -129,7 +129,7 @@ def test_evaluation_logs_the_same_numbers(fused, tiny_path, tmp_path):
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
-def test_the_head_is_not_called_and_undo_gives_it_back(tiny_path, tmp_path):
+def test_the_head_is_not_called_and_undo_restores_the_methods(tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, output_dir=tmp_path, max_steps=2)
     names = ("_compute_loss", "_get_per_token_logps_and_entropies")
     called = []
@@ -158,7 +158,7 @@ def test_the_head_is_not_called_and_undo_gives_it_back(tiny_path, tmp_path):
     assert ours[0][1, 2] == ours[1][1, 2] == 0
 
 
-def test_a_loss_that_trl_computes_otherwise_stops_the_run(tiny_path, tmp_path, monkeypatch):
+def test_a_trl_with_another_loss_stops_the_run(tiny_path, tmp_path, monkeypatch):
     own = trl.GRPOTrainer._compute_loss
 
     def changed(self, model, inputs):
@@ -171,7 +171,7 @@ def test_a_loss_that_trl_computes_otherwise_stops_the_run(tiny_path, tmp_path, m
         trainer.train()
 
 
-def test_other_inputs_go_to_trls_own_method(tiny_path, tmp_path, monkeypatch):
+def test_other_inputs_go_to_trls_method(tiny_path, tmp_path, monkeypatch):
     seen = []
 
     def own(self, *arguments, **options):

@@ -1,4 +1,4 @@
-"""verl on fastrl: its numbers, from verl where it is importable and from its formulas always."""
+"""verl on fastrl equals its formulas and, where it is installed, verl."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from tests.support.verl_cases import (
 
 @pytest.fixture(params=implementations(), ids=lambda found: found.name)
 def theirs(request):
-    """A namespace with verl's functions and its `config`: our transcription, or the package."""
+    """A namespace with verl's functions and `config`: our transcription, or the package."""
     return request.param
 
 
@@ -48,10 +48,8 @@ def test_log_probabilities_may_overwrite_the_logits():
     leaf = torch.randn(4, 11, requires_grad=True)
     logits = leaf * 1.0
     ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()
-    if (
-        fastrl.get_backend() == "auto" and native.missing is None
-    ):  # the gradient stands where the logits were
-        close(logits.detach(), leaf.grad)
+    if fastrl.get_backend() == "auto" and native.missing is None:
+        close(logits.detach(), leaf.grad)  # the gradient has overwritten the logits
     logits = leaf.detach().clone().requires_grad_()  # a leaf keeps its values
     ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()
     close(logits.detach(), leaf.detach())
@@ -64,7 +62,7 @@ def test_chunked_entropy():
 
 
 @pytest.mark.parametrize("name", ["entropy_from_logits", "logprobs_from_logits"])
-def test_token_functions_compile_as_verls_engines_do_it(name):
+def test_token_functions_compile_as_in_verls_engines(name):
     labels = (torch.arange(9),) if name == "logprobs_from_logits" else ()
     function = getattr(ours, name)
     compiled = torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager")
@@ -103,7 +101,7 @@ def test_group_advantages_of_unequal_groups(theirs, by_std, epsilon, name):
 
 
 def test_a_group_of_equal_rewards_gives_exactly_zero():
-    rewards = torch.full((3, 1), 0.1)  # where float32 sums leave 7e-3 of it in verl
+    rewards = torch.full((3, 1), 0.1)  # where float32 sums give 7e-3 in verl
     advantages, _ = ours.compute_grpo_outcome_advantage(rewards, torch.ones(3, 1), [1, 1, 1])
     assert advantages.abs().max() == 0
 
@@ -167,8 +165,8 @@ def test_policy_losses_with_rollout_weights(theirs, name):
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "cispo"])
 def test_policy_losses_far_from_the_old_policy(theirs, name):
     data = batch(seed=2, spread=2.0)
-    data.log_prob[0] = data.old[0] + 15.0  # over gspo's bound of 10
-    data.log_prob[2] = data.old[2] - 25.0  # below that of -20
+    data.log_prob[0] = data.old[0] + 15.0  # above gspo's bound of 10
+    data.log_prob[2] = data.old[2] - 25.0  # below the bound of -20
     data.log_prob[3, 0] = data.old[3, 0] + 25.0
     data.advantages[0] = -data.advantages[0].abs()
     same_policy_loss(name, theirs, data, "token-mean", LOCAL)
@@ -239,7 +237,7 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("message", "function", "case"), REFUSED, ids=[c for *_, c in REFUSED])
-def test_what_cannot_be_honoured_is_refused_by_name(message, function, case):
+def test_unsupported_arguments_are_refused_by_name(message, function, case):
     x = torch.ones(2, 3)
     arguments = {
         "nested logits": (torch.nested.nested_tensor([x, x]), x),

@@ -1,4 +1,4 @@
-"""Masks whose values are not 0 and 1: verl multiplies by them, and so does fastrl."""
+"""Mask values other than 0 and 1 are factors in verl, and so in fastrl."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def theirs(request):
 
 
 def weighted(kind="fractions", **options):
-    """A batch whose mask multiplies; one response has no token, one sums up to less than 1."""
+    """A batch with a weighted mask: one response is empty, one has a sum below 1."""
     data = batch(**options)
     factor = {"fractions": torch.rand(data.mask.shape) + 0.1, "doubles": torch.tensor(2)}[kind]
     data.mask = data.mask * factor
@@ -112,12 +112,12 @@ def test_advantages_of_zero_and_no_weights(theirs, name):
 
 def test_a_sequence_ratio_saturates_as_for_plain_masks(theirs):
     data = weighted(seed=2, spread=2.0)
-    data.log_prob[0] = data.old[0] + 15.0  # over gspo's bound of 10
+    data.log_prob[0] = data.old[0] + 15.0  # above gspo's bound of 10
     data.advantages[0] = -data.advantages[0].abs()
     same_policy_loss("gspo", theirs, data, "token-mean", LOCAL)
 
 
-def test_a_mask_of_twos_doubles_the_value_loss_on_its_bounds_too():
+def test_a_mask_of_twos_doubles_the_value_loss_also_at_its_bounds():
     values, zero = torch.tensor([[0.5, -0.5, 0.0, 2.0]]), torch.zeros(1, 4)
     once, twice = (
         value_and_gradient(
@@ -167,7 +167,7 @@ def test_masked_values_are_inert():
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mask_that_cannot_be_read_gives_the_same(name, mode, monkeypatch):
-    # as on a GPU, where the values of a mask of 0 and 1 are not looked at
+    # as on a GPU, where the values of a mask are not read
     data = batch()
     plain = policy_loss(
         verl_policy_losses, name, data, mode, LOCAL, data.weights, **FIELDS.get(name, {})

@@ -1,4 +1,4 @@
-"""fastrl put into verl, and taken out again: verl's own code runs on it in between."""
+"""fastrl in verl's modules and registries: verl's code runs on it until `undo()`."""
 
 import importlib
 import importlib.util
@@ -34,7 +34,7 @@ def without_verl(monkeypatch):
 
 @pytest.fixture
 def package(monkeypatch, without_verl):
-    """A package of verl's shape, made of the transcription."""
+    """A package with verl's modules, made of the transcription."""
     modules = {
         name: types.ModuleType(name) for name in ("verl", TOKENS, CORE, "verl.workers.losses")
     }
@@ -60,7 +60,7 @@ def package(monkeypatch, without_verl):
     return types.SimpleNamespace(core=core, losses=modules["verl.workers.losses"])
 
 
-def test_functions_are_replaced_wherever_they_are_held_and_come_back(package):
+def test_functions_are_replaced_everywhere_and_restored(package):
     own = dict(package.core.POLICY_LOSS_REGISTRY), package.core.agg_loss
     with ours.use_fastrl() as replaced:
         assert package.core.agg_loss is package.losses.agg_loss is ours.agg_loss
@@ -70,12 +70,12 @@ def test_functions_are_replaced_wherever_they_are_held_and_come_back(package):
     assert own[0] == package.core.POLICY_LOSS_REGISTRY
     assert package.core.agg_loss is package.losses.agg_loss is own[1]
     with ours.use_fastrl():
-        replaced.undo()  # nothing is left to do, and the second use is not its own
+        replaced.undo()  # does nothing, as the second use has another handle
         assert package.core.agg_loss is ours.agg_loss
     assert package.core.agg_loss is own[1]
 
 
-def test_the_plugin_acts_where_verl_imports_it(package, monkeypatch):
+def test_the_plugin_acts_if_verl_imports_it(package, monkeypatch):
     name = "fastrl.integrations.verl.plugin"
     monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.import_module(name).replaced.undo()
@@ -94,7 +94,7 @@ def changed(old_log_prob, log_prob):
     raise AssertionError
 
 
-def test_a_verl_that_is_not_known_is_refused_and_left_as_it_is(package):
+def test_an_unknown_verl_is_refused_and_not_changed(package):
     core = package.core
     own = core.agg_loss
     changed.__module__ = CORE
@@ -107,7 +107,7 @@ def test_a_verl_that_is_not_known_is_refused_and_left_as_it_is(package):
     assert core.agg_loss is own
 
 
-def test_functions_of_somebody_else_are_refused(package):
+def test_functions_that_were_already_replaced_are_refused(package):
     with ours.use_fastrl(), pytest.raises(RuntimeError, match="runs on fastrl already"):
         ours.use_fastrl()
     package.core.agg_loss = verl_formulas.agg_loss
@@ -128,7 +128,7 @@ def test_the_installed_verl_runs_on_fastrl():
         assert len(replaced.names) == 15
         assert core.get_policy_loss_fn("vanilla") is verl_policy_losses.vanilla
         assert core.get_adv_estimator_fn("grpo") is ours.compute_grpo_outcome_advantage
-        # a loss of verl's own that calls one of ours
+        # a loss of verl that calls one of our functions
         loss, _ = core.compute_policy_loss_dro(
             *(batch().old, batch().log_prob, batch().advantages, batch().mask.float()),
             config=installed(

@@ -1,4 +1,4 @@
-"""What verl's own unit tests of these functions check; and, where verl is found, those tests."""
+"""What verl's unit tests of these functions check, and those tests where verl is installed."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def test_losses_do_not_depend_on_micro_batches_and_ranks(mode, parts, ranks):
     whole, pieces = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected = list(losses(whole, slice(None)))
     found = [losses(pieces, part, dp_size=ranks) for part in split(parts)]
-    # ranks are averaged: each of them would see as much again
+    # gradients are averaged over ranks
     found = [sum(each) / ranks for each in zip(*found, strict=True)]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -79,7 +79,7 @@ def test_token_sum_by_hand():
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(0.37, 0.81), (1.0, 1.0), (0.9, 0.0)])
-def test_what_stands_at_observations_changes_no_advantage(gamma, lam):
+def test_values_at_observations_change_no_advantage(gamma, lam):
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]], dtype=torch.float)
     rewards = torch.tensor([[0.0, 0.0, 0.1, 0.1, 0.1, 0.0, 0.0, 0.1, 1.0, 0.0, 0.0]])
     values = torch.tensor([[0.0, 0.0, 4.0, 5.0, 6.0, 0.0, 0.0, 7.0, 9.0, 0.0, 0.0]])
@@ -113,7 +113,7 @@ def test_the_gradient_with_a_plus_is_that_of_k2():
 
 
 def own_tests():
-    """Return the folder of verl's tests, which its wheel brings along, or None."""
+    """Return the folder of verl's tests, which its wheel includes, or None."""
     core = importable("verl.trainer.ppo.core_algos")
     if core is None:
         return None

@@ -1,10 +1,10 @@
-"""Modules of the packages that the drop-ins are for, where these are installed."""
+"""Modules of optional packages."""
 
 import importlib
 
 
 def importable(name):
-    """Import a module; None if it or something that it needs is missing."""
+    """Import a module; None if it or one of its dependencies is missing."""
     try:
         return importlib.import_module(name)
     except ImportError:

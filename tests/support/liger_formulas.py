@@ -1,16 +1,16 @@
-"""What liger-kernel 0.8 computes for GRPO and kin, written down from its formulas in float64."""
+"""What liger-kernel 0.8 computes for GRPO and its variants, transcribed in float64."""
 
 import types
 import warnings
 
 import torch
 
-#: The losses that have no form with a ratio per sequence, and how Liger says so.
+#: The losses without sequence-level ratios, and Liger's message about them.
 NO_SEQUENCES = ("cispo", "sapo", "vespo")
 SEQUENCES = "Sequence-level importance sampling is not supported for loss_type="
 
 
-class WrittenDown:
+class Transcription:
     """Liger's `LigerFusedLinearGRPOLoss`, the whole batch at once."""
 
     def __init__(
@@ -51,7 +51,7 @@ class WrittenDown:
         if o.importance_sampling_level == "sequence" and o.loss_type in NO_SEQUENCES:
             raise ValueError(f"{SEQUENCES} {o.loss_type}")
         if o.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
-            warnings.warn("ref_per_token_logps goes before ref_input", stacklevel=2)
+            warnings.warn("ref_per_token_logps is preferred to ref_input", stacklevel=2)
 
         def logprobs(hidden, weight, bias):
             logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())

@@ -1,4 +1,4 @@
-"""What other trainers compute, written out from their formulas: golden values in float64.
+"""What other trainers compute, transcribed from their formulas: golden values in float64.
 
 TRL 1.16 `GRPOTrainer` and `GMPOTrainer`, verl 0.9 `core_algos`, OpenRLHF 0.11 `PolicyLoss`, each
 with the terms that its training step adds. Everything is `[B, T]`; `mask` is float 0/1.

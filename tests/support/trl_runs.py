@@ -1,4 +1,4 @@
-"""Short runs of TRL's trainers on a model and a tokenizer made here, with and without fastrl."""
+"""Short runs of TRL's trainers with and without fastrl, on a small model and tokenizer."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "un
 
 
 def needed(package):
-    """Import an optional package; absent, the test is skipped, but in CI it fails."""
+    """Import an optional package; without it the test is skipped, in CI it fails."""
     if os.environ.get("CI"):
         return importlib.import_module(package)
     return pytest.importorskip(package)
@@ -53,14 +53,14 @@ def make_model(kind="LlamaConfig", **changes):
 
 
 def save_model(path, *arguments, **options):
-    """Write model and tokenizer where TRL can load them, the reference model too."""
+    """Save model and tokenizer where TRL can load them, also as the reference model."""
     make_model(*arguments, **options).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return str(path)
 
 
 def reward_even(completion_ids, **_):
-    """Share of even tokens, which any policy can raise and no two completions share for long."""
+    """Share of even tokens and a little for length, so that completions rarely tie."""
     return [sum(i % 2 == 0 for i in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
 
 
@@ -76,7 +76,7 @@ def make_trainer(model, kind="GRPO", output_dir="unused", peft_config=None, **op
             "num_generations": 4,
             "max_completion_length": 7,
             "learning_rate": 0.5,
-            "optim": "sgd",  # Adam would blow rounding up where a gradient is zero but for rounding
+            "optim": "sgd",  # Adam would amplify gradients that are only rounding errors
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
             "report_to": "none",
@@ -100,7 +100,7 @@ def make_trainer(model, kind="GRPO", output_dir="unused", peft_config=None, **op
 
 
 def run(trainer, use=contextlib.nullcontext):
-    """Train, and return what was logged at each step and the loss of each micro-batch."""
+    """Train; return the log of each step, the loss of each micro-batch and the handle."""
     losses = []
     with use(trainer) as handle:
         own = trainer.compute_loss

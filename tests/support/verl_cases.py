@@ -1,4 +1,4 @@
-"""Batches, configurations and comparisons that the tests of verl on fastrl share."""
+"""Batches, configurations and comparisons for the tests of verl on fastrl."""
 
 import importlib
 import math
@@ -26,7 +26,7 @@ LOCAL["loss_scale_factor"] = None
 
 
 class Config(types.SimpleNamespace):
-    """What the policy losses read of verl's ActorConfig."""
+    """The part of verl's ActorConfig that the policy losses read."""
 
     def get(self, name, default=None):
         return getattr(self, name, default)
@@ -92,7 +92,7 @@ FIELDS = {
 
 
 def policy_loss(namespace, name, data, mode, info, weights=None, **fields):
-    """Return loss, gradient and metrics of a policy loss of ours or theirs."""
+    """Return loss, gradient and metrics of one of our policy losses or of theirs."""
     config = transcribed if namespace is verl_policy_losses else namespace.config
     name = name if namespace is verl_policy_losses else f"compute_policy_loss_{name}"
     loss, gradient, (metrics,) = value_and_gradient(

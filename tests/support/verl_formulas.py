@@ -1,6 +1,7 @@
-"""What verl 0.9 computes, written down from its formulas in float64, under its names and arguments.
+"""What verl 0.9 computes, transcribed from its formulas in float64, with its names and arguments.
 
-Masked tokens are selected away, the others are multiplied by their mask; autograd is the gradient.
+Masked tokens are removed by `torch.where`, the others multiplied by their mask; gradients come from
+autograd.
 """
 
 import torch

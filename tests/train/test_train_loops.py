@@ -217,7 +217,7 @@ def test_a_reward_that_fails_later_leaves_a_checkpoint_to_resume_from(small):
 def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_in_the_log(small, loop):
     small |= {"reward": "small_rewards:fails_later", "name": "a", "eval_every": 3}
     with pytest.raises(RewardError, match="must be finite"):
-        run(loop, small)  # the sixth call is that of step 3, the seventh its evaluation
+        run(loop, small)  # the sixth call is step 3, the seventh its evaluation
     assert rows(Path(small["out_dir"]) / "a")[-1]["step"] == 2
     sys.modules["small_rewards"].calls = 0
     with pytest.raises(RewardError, match="must be finite"):

@@ -44,7 +44,9 @@ SUPPORT = [
         handling="replaced",
     ),
     Support(option="`get_advantages_and_returns`", handling="replaced"),
-    Support(option="`compute_reward`, `get_cumulative_returns`, `aggregate_loss`", handling="own"),
+    Support(
+        option="`compute_reward`, `get_cumulative_returns`, `aggregate_loss`", handling="unchanged"
+    ),
     Support(
         option="options that OpenRLHF refuses; a correction without `rollout_log_probs`",
         handling="refused",

@@ -4,8 +4,8 @@ trainer = GRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)
 use_fastrl(trainer)
 trainer.train()
 
-Two methods of the instance are replaced, the ones that TRL's own subclasses override:
-`_get_per_token_logps_and_entropies`, and `_compute_loss` if the configuration allows it. TRL's own
+Two methods of the instance are replaced, the ones that TRL's subclasses override:
+`_get_per_token_logps_and_entropies`, and `_compute_loss` if the configuration allows it. TRL's
 code still logs the metrics, from fastrl's log-probabilities and entropies. One metric is added: the
 share of log-ratios that saturate in the fused loss where TRL's would overflow.
 """
@@ -191,13 +191,13 @@ class Handle(Undoable):
         self._ready = result.logprobs, result.entropy
         try:
             with torch.no_grad():
-                own = self._loss(model, inputs)  # logs TRL's metrics
+                theirs = self._loss(model, inputs)  # logs TRL's metrics
         finally:
             self._ready = None
         # TRL has just read its metrics from the device, so reading one more costs no wait
         fraction = 0.0 if saturated is None else log_saturated(self._trainer, saturated)
         if fraction == 0:
-            self._compare(loss, own)
+            self._compare(loss, theirs)
         elif not self._warned_of_saturation:
             self._warned_of_saturation = True
             warn_of_saturation(self._trainer, fraction)
@@ -224,11 +224,11 @@ class Handle(Undoable):
                 stacklevel=4,
             )
 
-    def _compare(self, loss: Tensor, own: Tensor) -> None:
+    def _compare(self, fused: Tensor, trls: Tensor) -> None:
         if self._comparisons >= _COMPARED_CALLS:
             return
         self._comparisons += 1
-        ours, theirs = loss.item(), own.item()
+        ours, theirs = fused.item(), trls.item()
         close = math.isclose(ours, theirs, rel_tol=1e-3, abs_tol=1e-3)
         if math.isfinite(theirs) and not close:
             raise RuntimeError(

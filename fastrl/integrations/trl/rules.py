@@ -208,7 +208,7 @@ OTHERS: tuple[Support, ...] = (
     ),
     Support(
         option="inputs beside token ids and mask (`pixel_values`, `token_type_ids`, ...)",
-        handling="own",
+        handling="unchanged",
         note="decided for each call",
     ),
 )

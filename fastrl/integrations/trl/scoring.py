@@ -84,17 +84,17 @@ def within(trainer: Any, model: nn.Module, function: Callable[[nn.Module], Resul
     inner = trainer.accelerator.unwrap_model(model)
     if inner is model:
         return function(model)
-    own = inner.__dict__.get("forward")
+    previous = inner.__dict__.get("forward")
 
     def forward(*_: Any, **__: Any) -> Result:
         restore()
         return function(inner)
 
     def restore() -> None:
-        if own is None:
+        if previous is None:
             inner.__dict__.pop("forward", None)
         else:
-            inner.__dict__["forward"] = own
+            inner.__dict__["forward"] = previous
 
     inner.__dict__["forward"] = forward
     try:

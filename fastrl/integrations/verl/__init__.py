@@ -124,18 +124,18 @@ SUPPORT = [
     Support(
         option="loss modes `dppo_tv`, `dppo_kl`, `clip_cov`, `kl_cov`, `dro`, `bypass_mode`, and "
         "losses that a user registers",
-        handling="own",
+        handling="unchanged",
         note="where they call functions above, these are fastrl's",
     ),
     Support(
         option="advantage estimators `rloo`, `reinforce_plus_plus`, `remax`, `opo`, `gpg`, `gdpo`, "
         "`grpo_passk`, optimal token baselines",
-        handling="own",
+        handling="unchanged",
         note="`gdpo` normalizes with `compute_grpo_outcome_advantage`, which is fastrl's",
     ),
     Support(
         option="`use_fused_kernels=True`, vocabulary-parallel log-probabilities (Megatron)",
-        handling="own",
+        handling="unchanged",
     ),
     Support(
         option="logits that are a nested tensor or a DTensor",
