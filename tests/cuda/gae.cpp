@@ -34,7 +34,7 @@ GaeParams params_of(const float* rewards, const float* values, int64_t tokens, i
   return p;
 }
 
-// One row, everything valid but the masked.
+// One row with a mask.
 bool agrees(int64_t length, Random random) {
   std::vector<float> rewards(length), values(length), advantages(length), again(length);
   std::vector<float> returns(length);

@@ -1,4 +1,4 @@
-// The policy loss of tokens and of sequences: the same bits whoever comes first, and the sum.
+// The policy loss of tokens and of sequences: its value, and the same bits in every run.
 #include "cuda/tokens/policy_loss.cuh"
 
 #include <cstdio>
@@ -91,7 +91,7 @@ bool moves_each_token_once() {
   host::AlignedCopy logprobs(4 * n), slope(4 * n), mask(n);
   std::memset(logprobs.data(), 0, 4 * n);
   std::memset(mask.data(), 1, n);
-  // the other inputs lie elsewhere, so that only this one is counted
+  // the other inputs are in another place, so that only this one is counted
   host::AlignedCopy others(4 * n, 0, logprobs.data());
   std::vector<unsigned char> loads(4 * n), stores(4 * n);
   host::watched[0] = {logprobs.data(), 4 * n, loads.data(), nullptr};

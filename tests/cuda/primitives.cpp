@@ -22,7 +22,7 @@ struct SumShared {
   BulkBarrier full[2];
 };
 
-// Row i of x, of cluster_size() parts, in the two stages by turns; the last cluster counts.
+// Sums row i of x, of which each block of the cluster has a part, in the two stages by turns.
 __global__ void sum_kernel(const __grid_constant__ SumParams p) {
   SumShared& s = *shared_memory<SumShared>();
   const int t = thread_index();

@@ -1,4 +1,4 @@
-// The weights of sequences: exact counts, the same bits whoever comes first, no step beyond memory.
+// The weights of sequences: exact counts, and the same bits in every run.
 #include "cuda/tokens/sequence_weights.cuh"
 
 #include <cstdio>

@@ -6,45 +6,38 @@ import pytest
 import torch
 
 from fastrl import reference
-from fastrl.contract import (
-    KL_ESTIMATORS,
-    KL_GRADIENTS,
-    LEVELS,
-    SURROGATES,
-    LossArguments,
-    ObjectiveArguments,
-)
+from fastrl.contract import LossArguments
 from tests.support import cuda_vocabulary as kernels
 from tests.support.cuda_rows import CASES, assert_gradient, exact, gradient, make_rows
-
-
-def objective(surrogate="ppo_clip", kl_estimator="k3", kl_gradient="exact", **scalars):
-    return ObjectiveArguments(
-        surrogate=SURROGATES.index(surrogate),
-        level=LEVELS.index("token"),
-        kl_estimator=KL_ESTIMATORS.index(kl_estimator),
-        kl_gradient=KL_GRADIENTS.index(kl_gradient),
-        coefficients=kernels.coefficients(**scalars),
-    )
-
+from tests.support.cuda_vocabulary import objective_of
 
 # objectives, and which optional arguments there are
 OBJECTIVES = {
-    "ppo": (objective(clip_high=0.28, dual_clip=3.0), "old_logprobs"),
+    "ppo": (objective_of(clip_high=0.28, dual_clip=3.0), "old_logprobs"),
     "everything": (
-        objective(kl_gradient="bias-corrected", kl_coef=0.1, entropy_coef=0.02),
+        objective_of(kl_gradient="bias-corrected", kl_coef=0.1, entropy_coef=0.02),
         "old_logprobs ref_logprobs kl_weights entropy_weights policy_weights",
     ),
     "cispo": (
-        objective("cispo", "k1", "straight-through", clip_low=1.0, clip_high=0.1, kl_coef=0.3),
+        objective_of(
+            "cispo",
+            kl_estimator="k1",
+            kl_gradient="straight-through",
+            clip_low=1.0,
+            clip_high=0.1,
+            kl_coef=0.3,
+        ),
         "old_logprobs ref_logprobs",
     ),
     "sapo": (
-        objective("sapo", "abs", kl_coef=0.1, kl_clamp=2.0, log_ratio_low=1.0),
+        objective_of("sapo", kl_estimator="abs", kl_coef=0.1, kl_clamp=2.0, log_ratio_low=1.0),
         "old_logprobs ref_logprobs",
     ),
-    "on policy": (objective(entropy_coef=0.1), ""),
-    "reinforce": (objective("reinforce", "k2", kl_coef=0.2), "ref_logprobs entropy_weights"),
+    "on policy": (objective_of(entropy_coef=0.1), ""),
+    "reinforce": (
+        objective_of("reinforce", kl_estimator="k2", kl_coef=0.2),
+        "ref_logprobs entropy_weights",
+    ),
 }
 
 
@@ -196,7 +189,7 @@ def test_a_chosen_token_may_be_excluded(clusters, softcap):
     logits, token_ids, mask, arguments, *_ = everything(5001, torch.float32, 1, 3)
     logits = logits.clone()
     logits[0, 0, token_ids[0, 0]] = -inf
-    chosen = objective("reinforce", "k1", entropy_coef=0.1)
+    chosen = objective_of("reinforce", kl_estimator="k1", entropy_coef=0.1)
     choice = {"inplace": False, "clusters": clusters, "logit_softcap": softcap or 0.0}
     lp, _, grad = one_pass(logits, token_ids, mask, arguments, chosen, **choice)
     assert lp[0, 0] == -inf
@@ -225,7 +218,7 @@ def test_rows_without_a_gradient_are_zeros(V, clusters):
     arguments.advantages[0, 1] = 0
     arguments.weights[0, 2] = 0
     arguments.policy_weights[0, 3] = 0
-    chosen = objective()
+    chosen = objective_of()
     _, _, grad = one_pass(
         logits, token_ids, mask, arguments, chosen, inplace=False, clusters=clusters
     )

@@ -1,29 +1,24 @@
 """The policy loss on the host build of the CUDA kernels: the operator's own tests, many blocks."""
 
-from math import inf
-
 import pytest
 import torch
 
 from fastrl import reference
-from fastrl.contract import (
-    KL_GRADIENTS,
-    LEVELS,
-    SURROGATES,
-    LossArguments,
-    Metrics,
-    ObjectiveArguments,
-)
+from fastrl.contract import KL_GRADIENTS, LEVELS, SURROGATES, LossArguments, Metrics
 from tests.ops.test_objective_options import *  # noqa: F403
 from tests.ops.test_policy_loss import *  # noqa: F403
 from tests.ops.test_policy_loss_masks import *  # noqa: F403
 from tests.support.cuda_host import assert_program_passes
 from tests.support.cuda_on_host import backend, policy_loss_fwd, registered  # noqa: F401
-from tests.support.cuda_vocabulary import coefficients
+from tests.support.cuda_vocabulary import objective_of
 
-COEFFICIENTS = coefficients(
-    dual_clip=3.0, kl_coef=0.1, kl_clamp=10.0, log_ratio_low=20.0, entropy_coef=0.01
-)
+SCALARS = {
+    "dual_clip": 3.0,
+    "kl_coef": 0.1,
+    "kl_clamp": 10.0,
+    "log_ratio_low": 20.0,
+    "entropy_coef": 0.01,
+}
 
 
 @pytest.mark.parametrize(("sanitizer", "warp"), [("address", 32), ("thread", 8)])
@@ -49,18 +44,16 @@ def constants(shape, sequences, layout, offset=0):
 
 @pytest.mark.parametrize("offset", [0, 1])  # on and off the boundaries of vectors
 @pytest.mark.parametrize("layout", ["token", "mixed"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_many_blocks_add_up_to_what_one_does(level, layout, offset):
+@pytest.mark.parametrize(("level", "kl_gradient"), zip(LEVELS, KL_GRADIENTS, strict=True))
+def test_many_blocks_add_up_to_what_one_does(level, kl_gradient, layout, offset):
     shape = (5, 37)
     logprobs, entropy, old, ref = (tokens(shape, offset) for _ in range(4))
     mask = (tokens(shape, offset) > -0.5).flatten()
     mask = torch.cat([mask[:1].expand(offset), mask])[offset:].view(shape)
     loss = LossArguments(*constants(shape, 5, layout, offset), old, ref, None)
     for surrogate in SURROGATES:
-        kinds = (SURROGATES.index(surrogate), LEVELS.index(level), 2)
-        gradient = LEVELS.index(level) % len(KL_GRADIENTS)
-        objective = ObjectiveArguments(*kinds, gradient, COEFFICIENTS)
-        inputs = (logprobs, entropy, mask, *loss, *objective)
+        objective = objective_of(surrogate, level, kl_gradient=kl_gradient, **SCALARS)
+        inputs = (logprobs, entropy, mask, *loss, *objective_of())
         by_token = level == "token" and surrogate != "gmpo"
         one = policy_loss_fwd(*inputs, per_block=1000)
         many = policy_loss_fwd(*inputs, per_block=32 if by_token else 2)
@@ -84,11 +77,10 @@ def test_constants_per_sequence(level, layout, packed):
     entropy, mask = tokens(shape).abs(), tokens(shape) > -1
     loss = LossArguments(*constants(shape, count, layout), old, ref, bounds)
     for surrogate in ("ppo_clip", "gmpo", "reinforce"):
-        kinds = (SURROGATES.index(surrogate), LEVELS.index(level))
-        objective = ObjectiveArguments(*kinds, 2, 0, COEFFICIENTS)
+        objective = objective_of(surrogate, level, **SCALARS)
         actual = policy_loss_fwd(logprobs, entropy, mask, *loss, *objective, per_block=12)
         if surrogate == "gmpo":
-            objective = objective._replace(level=LEVELS.index("sequence"))
+            objective = objective_of(surrogate, "sequence", **SCALARS)
         expected = reference.policy_loss(logprobs, entropy, mask, loss, objective)
         for got, want in zip(actual, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -97,10 +89,10 @@ def test_constants_per_sequence(level, layout, packed):
 def test_without_entropy_there_is_no_slope_of_it():
     shape = (2, 9)
     loss = LossArguments(*constants(shape, 2, "mixed"), None, None, None)
-    unweighted = coefficients(clip_low=inf)
-    objective = ObjectiveArguments(0, 0, 2, 0, unweighted)
     mask = torch.ones(shape, dtype=torch.bool)
-    _, slope, entropy_slope, metrics = policy_loss_fwd(tokens(shape), None, mask, *loss, *objective)
+    _, slope, entropy_slope, metrics = policy_loss_fwd(
+        tokens(shape), None, mask, *loss, *objective_of()
+    )
     assert slope.shape == shape
     assert entropy_slope.shape == (0,)
     assert Metrics._make(metrics).active_tokens == mask.sum()

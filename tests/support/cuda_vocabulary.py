@@ -5,7 +5,16 @@ from math import inf
 
 import torch
 
-from fastrl.contract import Coefficients, RowArguments, RowStats
+from fastrl.contract import (
+    KL_ESTIMATORS,
+    KL_GRADIENTS,
+    LEVELS,
+    SURROGATES,
+    Coefficients,
+    ObjectiveArguments,
+    RowArguments,
+    RowStats,
+)
 from tests.support import cuda_structs as structs
 from tests.support.cuda_host import call, library
 
@@ -72,12 +81,20 @@ def logits_policy_loss(logits, rows, arguments, objective, grad=None, *, cluster
     return logprobs, entropy
 
 
-def coefficients(**given):
-    """Return the scalars of an objective; a bound that is not given is not set."""
+def objective_of(
+    surrogate="ppo_clip", level="token", kl_estimator="k3", kl_gradient="exact", **scalars
+):
+    """Return an objective as the operators take it; a bound that is not given is not set."""
     unset = dict.fromkeys(Coefficients._fields, inf)
     unset |= {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "entropy_coef": 0.0}
     unset |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
-    return Coefficients(**{**unset, **given})
+    return ObjectiveArguments(
+        surrogate=SURROGATES.index(surrogate),
+        level=LEVELS.index(level),
+        kl_estimator=KL_ESTIMATORS.index(kl_estimator),
+        kl_gradient=KL_GRADIENTS.index(kl_gradient),
+        coefficients=Coefficients(**{**unset, **scalars}),
+    )
 
 
 def watch(place, x):

@@ -1,4 +1,4 @@
-// Sums over a block and over a grid: in a fixed order, and without losing digits.
+// Sums over a block and over a grid: in a fixed order, compensated for rounding.
 #pragma once
 
 #include <cstring>
@@ -7,7 +7,7 @@
 
 namespace fastrl::cuda {
 
-// A float and what rounding has taken from it; no double is needed.
+// A float and the rounding error of its sum, which takes no arithmetic in double.
 struct Sum {
   float high, low;
 
@@ -20,7 +20,7 @@ struct Sum {
     add(other.high);
     low += other.low;
   }
-  // beyond the finite the remainder is NaN and means nothing
+  // of an infinite or NaN sum the error is NaN
   __device__ float total() const { return high - high == 0.0f ? high + low : high; }
 };
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ T sum_block(T x, T* shared) {
   constexpr int kWarps = kThreads / kWarp;
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
   x = sum_warp(x);
-  sync_block();  // until everybody has read the sum before this one
+  sync_block();  // every thread has read the sum before this one
   if (lane == 0) shared[warp] = x;
   sync_block();
   if (warp == 0) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ T sum_block(T x, T* shared) {
   return shared[0];
 }
 
-// True in the block that arrives last, which then sees what thread 0 of every block wrote before.
+// True in the block that arrives last, to which all that the blocks wrote before is visible.
 // `arrived` is 0 before the launch, and again after it.
 __device__ __forceinline__ bool last_block(uint32_t* arrived, uint32_t* shared) {
   sync_block();

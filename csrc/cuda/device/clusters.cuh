@@ -33,7 +33,7 @@ __device__ __forceinline__ unsigned cluster_size() {
   FASTRL_SM90(asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x));)
   return x;
 }
-// Every thread of every block of the cluster; what was stored before is seen after.
+// By every thread of every block of the cluster; what was stored before is visible after.
 __device__ __forceinline__ void sync_cluster() {
   FASTRL_SM90(asm volatile("barrier.cluster.arrive.release;\n\t"
                            "barrier.cluster.wait.acquire;" :: : "memory");)
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_remote(float* shared, unsigned rank, float
 struct BulkBarrier {
   uint64_t state;
 };
-// By one thread; sync_block before anybody uses it.
+// By one thread; sync_block before any use.
 __device__ __forceinline__ void init(BulkBarrier* barrier) {
   FASTRL_SM90(asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
                            "fence.mbarrier_init.release.cluster;" ::"r"(
@@ -74,7 +74,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsi
                   "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)),
                   "l"(evict_first) : "memory");)
 }
-// Until the phase of this parity is complete: 0 the first time, then 1, 0, ...
+// Waits until the phase of this parity is complete: 0 the first time, then 1, 0, ...
 __device__ __forceinline__ void wait(BulkBarrier* barrier, unsigned parity) {
   FASTRL_SM90(asm volatile("{\n\t.reg .pred done;\n\t"
                            "again:\n\t"

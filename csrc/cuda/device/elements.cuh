@@ -1,4 +1,4 @@
-// The element types of logits, as vectors of 16 bytes that turn into floats and back.
+// The element types of logits: conversion of vectors of 16 bytes to floats and back.
 #pragma once
 
 #include "primitives.cuh"

@@ -1,4 +1,4 @@
-// Starting a kernel, and what a launch asks of the device. No torch.
+// Launches, and the properties of the device that they depend on. No torch.
 #pragma once
 
 namespace fastrl::cuda {
@@ -17,7 +17,7 @@ inline Status device_limits(DeviceLimits* limits) {
   return status;
 }
 
-// A shape as the runtime wants it; holds the attribute that its configuration points to.
+// A launch configuration of the runtime, with the attribute that it points to.
 template <typename Params>
 class Configured {
  public:
@@ -59,8 +59,8 @@ Status launch(void (*kernel)(Params), const LaunchShape& shape, const Params& pa
   return cudaLaunchKernelEx(&configured.config, kernel, params);
 }
 
-// Whether the code of a kernel comes from a compilation for sm_90 or later. PTX for an older GPU
-// runs on every newer one, but what a cluster is it does not know: the kernel is empty there.
+// Whether the code of a kernel was compiled for sm_90 or later. PTX for an older GPU runs on every
+// newer one, but it has no clusters: kernels with clusters are empty there.
 template <typename Params>
 bool knows_clusters(void (*kernel)(Params)) {
   cudaFuncAttributes attributes{};
@@ -94,7 +94,7 @@ int ask_resident_clusters(void (*kernel)(Params), LaunchShape shape, int device)
   return clusters;
 }
 
-// The same, asked once for launches that follow each other in a training step.
+// The same, with the last answer kept: launches in a training loop repeat.
 template <typename Params>
 int resident_clusters(void (*kernel)(Params), const LaunchShape& shape, const DeviceLimits&) {
   struct Answer {

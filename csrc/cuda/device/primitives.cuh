@@ -1,7 +1,7 @@
-// Everything that a kernel asks of the machine it runs on: where it is in the grid, barriers,
-// shuffles, clusters, asynchronous copies, ordered memory, fast exponentials. Kernels use nothing
-// else of CUDA but `__global__`, `__device__` and `__launch_bounds__`, so that a second version of
-// this header, named by FASTRL_HOST_PRIMITIVES, runs the same source on a CPU under the sanitizers.
+// Everything that kernels need of the machine: their place in the grid, barriers, shuffles,
+// clusters, asynchronous copies, ordered memory, fast exponentials. Kernels use nothing else of
+// CUDA but `__global__`, `__device__` and `__launch_bounds__`, so that a second version of this
+// header, named by FASTRL_HOST_PRIMITIVES, runs the same source on a CPU under the sanitizers.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace fastrl::cuda {
 
-// What one thread moves at once.
+// The widest load and store of a thread.
 struct alignas(16) Vec16 {
   uint32_t word[4];
 };
@@ -94,7 +94,8 @@ template <typename T>
 __device__ __forceinline__ T atomic_compare_and_swap(T* p, T expected, T x) {
   return atomicCAS(p, expected, x);
 }
-// What this thread, and those it has met at a barrier, wrote before is seen by who reads `x`.
+// What this thread, and those it met at a barrier, wrote before is visible to a thread that reads
+// `x`.
 __device__ __forceinline__ void store_release(unsigned* p, unsigned x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
@@ -182,7 +183,7 @@ __device__ __forceinline__ float unpack_f16(uint16_t bits) {
 }
 __device__ __forceinline__ float bits_to_float(uint32_t x) { return __uint_as_float(x); }
 __device__ __forceinline__ uint32_t float_to_bits(float x) { return __float_as_uint(x); }
-// The 32 bits that begin `bits` (0 to 31) above the lowest of `high:low`.
+// The low 32 bits of `high:low` shifted right by `bits` (0 to 31).
 __device__ __forceinline__ uint32_t shift_pair(uint32_t low, uint32_t high, unsigned bits) {
   return __funnelshift_r(low, high, bits);
 }

@@ -1,8 +1,8 @@
 // Generalised advantage estimation as a scan over all tokens of the batch, last to first.
 //
-// Sequences stand one after another, so the scan takes them all at once: a block scans a chunk,
-// whatever sequences it holds, and what it needs from behind the chunk it composes from the maps of
-// the chunks there, in their order, so that the bits do not depend on who was first.
+// Sequences follow one another, so one scan takes them all: a block scans a chunk, whatever
+// sequences it holds, and composes what it needs from behind the chunk from the maps of the chunks
+// there, in their order, so that the bits do not depend on which block was first.
 #pragma once
 
 #include "gae_map.cuh"
@@ -34,13 +34,13 @@ struct GaeTokens {
     const int64_t last =
         first + kRun <= p.sequences.tokens ? first + kRun - 1 : p.sequences.tokens - 1;
     sequence = p.sequences.of(last);
-    // beyond the last sequence where cu_seqlens ends too early
+    // not so where cu_seqlens end too early
     const bool inside = sequence < p.sequences.count;
     if (inside && p.sequences.begin(sequence + 1) == last + 1) ends |= 1u << (last - first);
     for (int64_t s = sequence; s > 0; --s) {
       const int64_t begin = p.sequences.begin(s);
       if (begin <= first) break;
-      if (begin <= last) ends |= 1u << (begin - 1 - first);  // where cu_seqlens rises
+      if (begin <= last) ends |= 1u << (begin - 1 - first);  // where cu_seqlens rise
     }
   }
   __device__ __forceinline__ bool is_plain() const {
@@ -111,7 +111,7 @@ __device__ __forceinline__ GaeMap look_behind(const GaeParams& p, int64_t chunk,
   return behind;
 }
 
-// What stands behind this thread's run: the runs of the block after it, then the other chunks.
+// The map of all behind this thread's run: the runs of the block after it, then the other chunks.
 template <int kThreads>
 __device__ __forceinline__ GaeMap scan_block(const GaeParams& p, const GaeMap& own, int64_t chunk,
                                              int64_t chunks, GaeShared<kThreads>* shared) {

@@ -12,11 +12,12 @@ struct GaeMap {
   // There are valid tokens before that end; `value` is that of the first.
   static constexpr uint32_t kSeen = 2;
   // The advantage behind the run enters; the value behind it enters. Where they do not, they may
-  // be NaN, so a factor of 0 would not do.
+  // be NaN, so that a factor of 0 is not enough.
   static constexpr uint32_t kTrace = 4, kNext = 8;
 
   float constant, trace, next, value;
-  float bootstrap;  // stands for the value behind a sequence's last valid token, where per token
+  float
+      bootstrap;  // in place of the value after the last valid token of a sequence, where per token
   uint32_t flags;
 
   __device__ static GaeMap identity() { return {0, 1, 0, 0, 0, kTrace}; }
@@ -50,7 +51,7 @@ struct GaeMap {
   }
 };
 
-// `left` stands before `right`.
+// `left` comes before `right`.
 __device__ __forceinline__ GaeMap compose(const GaeMap& left, const GaeMap& right) {
   using M = GaeMap;
   if (left.has(M::kClosed)) return left;
@@ -78,7 +79,7 @@ __device__ __forceinline__ GaeMap compose(const GaeMap& left, const GaeMap& righ
   return map;
 }
 
-// Each lane receives the composition of its own map and those of the lanes after it.
+// Each lane receives the composition of its map and the maps of the lanes after it.
 __device__ __forceinline__ GaeMap compose_lanes(GaeMap map) {
   const int lane = thread_index() % kWarp;
   FASTRL_UNROLL

@@ -19,7 +19,7 @@ struct Run {
   bool whole_warp;  // all tokens of the warp's runs exist and lie on 16-byte boundaries
   Vec16* staged;    // the warp's
 
-  // The rotation keeps the banks of shared memory apart where a thread takes its own vectors.
+  // The rotation avoids bank conflicts where each thread reads its own vectors.
   __device__ __forceinline__ int own_place(int j) const {
     const int lane = thread_index() % kWarp;
     return lane * kVectors + (j + lane / 2) % kVectors;
@@ -33,7 +33,7 @@ struct Run {
     return first - lane * kRun + (j * kWarp + lane) * 4;
   }
 
-  // Values on their way: fetch all there are before unpacking any, as unpacking waits.
+  // Loads in flight: fetch all tensors before unpacking any, as unpacking waits.
   struct Fetched {
     const float* values;
     Vec16 vectors[kVectors];

@@ -30,7 +30,7 @@ struct GroupOf {
   }
 };
 
-// Writes what there is to know of one reward; a batch deviation divides later.
+// Writes all results of one reward; a batch deviation divides later.
 __device__ __forceinline__ void write_reward(const GroupAdvantagesParams& p, int64_t i,
                                              const GroupOf& group) {
   const float reward = p.rewards[i], n = static_cast<float>(group.extent.count);
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                             [&](int64_t i) { return p.entries[p.entry_of[i]].count == 1; });
 }
 
-// Blocks of consecutive groups, and the size of group from which one block takes only one.
+// The size from which a consecutive group gets a whole block; smaller ones get a warp.
 template <int kThreads>
 constexpr int64_t kWholeBlockFrom = 4 * kThreads;
 

@@ -8,7 +8,7 @@
 
 namespace fastrl::cuda {
 
-// Floats in the order of integers; NaN stands beyond the infinities.
+// Maps floats to integers in the same order; NaN lies beyond the infinities.
 __device__ __forceinline__ uint32_t ordered(float x) {
   const uint32_t bits = float_to_bits(x);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -38,7 +38,7 @@ struct FixedSum {
 };
 
 // Halves of rewards, as multiples of 2^(exponent - bits) above half the lowest: halves, because the
-// distance of two floats may be none.
+// distance of two floats may overflow.
 struct FixedPoint {
   float half_low;
   int exponent, bits;

@@ -2,7 +2,7 @@
 //
 // At token level a block takes a range of tokens; at the sequence levels a cluster of blocks takes
 // whole sequences and reads each three times: mean log-ratio, sum of slopes, losses. The block that
-// finishes last adds up what the others left.
+// finishes last adds up the sums of all.
 #pragma once
 
 #include "policy_tokens.cuh"
@@ -148,7 +148,7 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     policy_loss_of_sequences(const __grid_constant__ PolicyLossParams p) {
   SequenceShared<kThreads>* shared = shared_memory<SequenceShared<kThreads>>();
-  if (cluster_size() > 1) sync_cluster();  // nobody stores to a block that does not run yet
+  if (cluster_size() > 1) sync_cluster();  // every block runs and can be stored to
   TokenSums sums{};
   const int64_t first = block_index() / cluster_size() * p.per_block, after = first + p.per_block;
   for (int64_t s = first; s < after && s < p.sequences.count; ++s) {

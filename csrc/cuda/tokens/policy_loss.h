@@ -19,7 +19,7 @@ struct PolicyLossParams {
   float *loss, *slope, *entropy_slope;  // entropy_slope may be null
   Metrics* metrics;
   // A block works on this many tokens; at the sequence levels a cluster of `ranks` blocks works on
-  // this many sequences. Every block leaves its sums here.
+  // this many sequences. Every block writes its sums to `partial_sums`.
   int64_t per_block;
   unsigned ranks;
   void* partial_sums;
@@ -30,7 +30,7 @@ struct PolicyLossParams {
 };
 
 // Sets per_block and ranks and returns the number of blocks: functions of the shape alone, so that
-// the order of summation is, and few enough for one block to add up what all have left.
+// the order of summation is, and few enough for one block to add up the sums of all.
 inline unsigned policy_loss_blocks(PolicyLossParams* params) {
   constexpr int64_t kMostBlocks = 2048, kFewestTokens = 2048, kTokensOfRank = 4096;
   const bool by_token = params->objective.level == Level::kToken;

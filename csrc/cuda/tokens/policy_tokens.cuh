@@ -1,4 +1,5 @@
-// Four tokens of the policy loss at a time: what they read, what they add to the sums, the slope.
+// Four tokens of the policy loss at a time: what they read, what they add to the sums, their
+// slopes.
 #pragma once
 
 #include <cstring>
@@ -12,7 +13,7 @@ namespace fastrl::cuda {
 using FloatMath = ScalarMath<float>;
 constexpr int kQuad = 4;  // tokens that a thread works on at a time
 
-// A step of the sum: the plain sum of four is as exact as the four are.
+// One compensated step for four numbers, whose plain sum is as exact as they are.
 __device__ __forceinline__ void add_quad(Sum* sum, const float (&x)[kQuad]) {
   sum->add((x[0] + x[1]) + (x[2] + x[3]));
 }
@@ -59,7 +60,7 @@ struct SharedRatio {
   bool alone;
 };
 
-// A token range to go through. At the sequence levels it is that of one sequence, `sequence`.
+// Tokens to go through: at the sequence levels those of one sequence.
 struct TokenRange {
   int64_t begin, end, sequence;
 };
@@ -127,7 +128,7 @@ struct Quad {
       }
     }
   }
-  // What is not active enters all arithmetic as 0.
+  // Inactive tokens are 0 in all arithmetic.
   __device__ __forceinline__ void load(const float* values, float (&x)[kQuad]) const {
     if (kWhole) {
       const Vec16 loaded = load16(values + first);
@@ -146,7 +147,7 @@ struct Quad {
       x[k] = is_active(k) ? constant.values[sequence[kOneSequence ? 0 : k]] : 0.0f;
     }
   }
-  // Writes the tokens of the range; only the others may be somebody else's.
+  // Writes the tokens of the range alone: the others may belong to other blocks.
   __device__ __forceinline__ void store(float* values, const float (&x)[kQuad]) const {
     if (kWhole && first >= range.begin && first + kQuad <= range.end) {
       Vec16 stored;
@@ -199,7 +200,7 @@ __device__ __forceinline__ bool flows_through_ratio(Surrogate surrogate) {
   return surrogate != Surrogate::kCispo && surrogate != Surrogate::kReinforce;
 }
 
-// Loss, slopes and metrics of one quad. What is not active is 0 in all that is added.
+// Loss, slopes and metrics of one quad.
 template <bool kOneSequence, typename Q>
 __device__ __forceinline__ void add_tokens(const Q& q, SharedRatio shared, TokenSums* sums) {
   const PolicyLossParams& p = q.p;

@@ -1,8 +1,8 @@
 // The weight of a valid token of each sequence, in one launch.
 //
-// A warp counts a chunk of tokens: a word of bits says which of its tokens count. The block that
-// finishes last adds the chunks up, so that the tokens before any place that count are known, and
-// with them those of every sequence. All counts are integers and exact.
+// Each warp counts the valid tokens of a chunk and marks them as bits of words. The block that
+// finishes last adds the chunks up; the number of valid tokens before any place is then known, and
+// the difference of two is that of a sequence. All counts are integers and exact.
 #pragma once
 
 #include "../device/block_sum.cuh"
@@ -11,7 +11,7 @@
 
 namespace fastrl::cuda {
 
-// Words have as many bits as a warp has lanes, and a chunk as many words.
+// A word has as many bits as a warp has lanes, and a chunk as many words.
 constexpr int kChunk = kWarp * kWarp;
 
 // Each lane receives the sum over itself and the lanes before it.
@@ -25,10 +25,10 @@ __device__ __forceinline__ uint32_t running_sum(uint32_t x) {
   return x;
 }
 
-// By one warp: which tokens of the chunk count, and how many. The mask is of elements like Word.
+// By one warp; the elements of the mask have the size of a Word.
 template <typename Word>
 __device__ __forceinline__ void count_chunk(const SequenceWeightsParams& p, int64_t chunk) {
-  constexpr int kAtOnce = 8;  // so many loads are on their way
+  constexpr int kAtOnce = 8;  // loads in flight
   const int lane = thread_index() % kWarp;
   const auto token_of = [&](int word) { return chunk * kChunk + word * kWarp + lane; };
   const auto exists = [&](int64_t token) { return token < p.sequences.tokens; };
@@ -61,7 +61,8 @@ __device__ __forceinline__ void count_chunk(const SequenceWeightsParams& p, int6
     p.words[chunk * kWarp + lane] = own;
     p.before_word[chunk * kWarp + lane] = through - count;
   }
-  if (lane == kWarp - 1) p.before_chunk[chunk] = through;  // of the chunk alone, for now
+  if (lane == kWarp - 1)
+    p.before_chunk[chunk] = through;  // add_up_chunks makes it the sum of those before
 }
 
 struct Count {
@@ -69,7 +70,7 @@ struct Count {
   __device__ void add(const Count& other) { value += other.value; }
 };
 
-// By one block: from the tokens of each chunk to those before it.
+// By one block: from the valid tokens of each chunk to those before it.
 template <int kThreads>
 __device__ __forceinline__ void add_up_chunks(const SequenceWeightsParams& p, uint32_t* shared) {
   constexpr int kWarps = kThreads / kWarp;
@@ -96,10 +97,10 @@ __device__ __forceinline__ void add_up_chunks(const SequenceWeightsParams& p, ui
   sync_block();
 }
 
-// How many tokens before this one count.
+// How many valid tokens are before this one.
 __device__ __forceinline__ uint32_t valid_before(const SequenceWeightsParams& p, int64_t token) {
   uint32_t count = p.before_chunk[token / kChunk];
-  if (token % kChunk != 0) {  // a word of this chunk, which exists
+  if (token % kChunk != 0) {  // then the chunk exists
     const uint32_t bits = p.words[token / kWarp] & ((1u << token % kWarp) - 1u);
     count += p.before_word[token / kWarp] + count_bits(bits);
   }

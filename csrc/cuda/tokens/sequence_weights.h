@@ -8,7 +8,7 @@
 
 namespace fastrl::cuda {
 
-constexpr int64_t kTokensOfChunk = 1024;  // counted by one warp, in words of 32
+constexpr int64_t kTokensOfChunk = 1024;  // one warp's, in words of 32
 constexpr int64_t kWordsOfChunk = kTokensOfChunk / 32;
 
 enum class NumberType : int {
@@ -34,7 +34,7 @@ struct DeviceNumber {
 
 struct SequenceWeightsParams {
   Mask mask;                 // always given
-  const int64_t* token_ids;  // null: the mask alone says which tokens count
+  const int64_t* token_ids;  // null: the mask alone says which tokens are valid
   int64_t ignore_index;
   Sequences sequences;
   Aggregation aggregation;
@@ -44,11 +44,11 @@ struct SequenceWeightsParams {
   bool count_empty;
   int64_t group_size;
   float* weights;
-  bool* active;  // which tokens count; may be null
-  // The tokens before each chunk that count; one more, for all of them.
+  bool* active;  // which tokens are valid; may be null
+  // The valid tokens before each chunk, and the number of all after the last.
   uint32_t* before_chunk;
-  // Of each word of a chunk: a bit for every token that counts, and the tokens of the chunk before
-  // it that do. Null where all that matters is how many there are.
+  // Of each word: a bit for every valid token, and how many of them are before it in its chunk.
+  // Null where no weight depends on the lengths of sequences.
   uint32_t *words, *before_word;
   uint32_t* arrived;  // 0 before and after
 };
@@ -56,7 +56,7 @@ struct SequenceWeightsParams {
 inline int64_t weight_chunks(int64_t tokens) {
   return (tokens + kTokensOfChunk - 1) / kTokensOfChunk;
 }
-// Whether the weights need to know which tokens are whose.
+// Whether the weights depend on the lengths of sequences.
 inline bool counts_sequences(Aggregation aggregation) {
   return aggregation != Aggregation::kTokenMean && aggregation != Aggregation::kTokenSum;
 }

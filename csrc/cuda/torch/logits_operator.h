@@ -23,8 +23,7 @@ inline LogitsType logits_type(const Tensor& logits) {
   }
 }
 
-// What the tensors hold is on the device and not looked at here: a token outside the vocabulary
-// gives NaN.
+// The values of the tensors are not looked at: a token outside the vocabulary gives NaN.
 inline LogitsParams check_logits(const Tensor& logits, const RowArguments& in) {
   const int64_t* token_ids = check_rows(logits, in);
   return {logits_type(logits),

@@ -1,4 +1,4 @@
-// What every operator of the CUDA backend does around its launch: device, stream, scratch, errors.
+// What every operator of the CUDA backend needs around its launch: device, stream, scratch, errors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +11,7 @@
 
 namespace fastrl::cuda {
 
-// The device of a call's tensors is the current one while this lives.
+// Makes the device of a call's tensors the current one while it lives.
 class Call {
  public:
   Call(const Tensor& like, const char* name) : device_(device_of(like, name)), guard_(device_) {
@@ -38,7 +38,7 @@ inline void check_launch(cudaError_t status, const char* kernel) {
                   " could not be launched: ", cudaGetErrorString(status));
 }
 
-// Scratch; alive as long as the returned tensor, and in the order of the stream beyond that.
+// Scratch memory; after the tensor is gone, only later launches on the stream reuse it.
 inline Tensor scratch(const Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
@@ -55,7 +55,7 @@ inline Sequences sequences_of(const Tensor& tokens, const std::optional<Tensor>&
   return {data_or_null<int32_t>(cu_seqlens), tokens.numel(), count, tokens.size(1)};
 }
 
-// What a mask holds is on the device and not looked at here: whatever is not 0 counts as 1.
+// The values of a mask are not looked at: whatever is not 0 counts as 1.
 inline Mask mask_of(const Tensor& mask) {
   const int bytes = static_cast<int>(mask.element_size());
   switch (mask.scalar_type()) {

@@ -12,7 +12,7 @@ Tensor zero_word(const Tensor& like, const Call& call) {
   const auto fresh = [&] { return torch::stable::new_zeros(like, {1}, ScalarType::Int); };
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_launch(cudaStreamIsCapturing(call.stream(), &capture), "cudaStreamIsCapturing");
-  // a graph may run beside the stream it was captured on, and one name means many such streams
+  // a graph may run beside the stream it was captured on, and the per-thread stream is many streams
   if (capture != cudaStreamCaptureStatusNone || call.stream() == cudaStreamPerThread) {
     return fresh();
   }

@@ -1,4 +1,4 @@
-// From what is known at a launch to what a kernel is compiled for.
+// Chooses the instance of a kernel for a dtype, an alignment and a softcap.
 #pragma once
 
 #include <type_traits>

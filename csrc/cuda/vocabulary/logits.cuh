@@ -14,7 +14,8 @@ constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 #if !defined(FASTRL_SPLIT_BYTES)  // tests have small ones, for many splits of short rows
 #define FASTRL_SPLIT_BYTES (48 << 10)
 #endif
-constexpr int64_t kMaxSplitBytes = FASTRL_SPLIT_BYTES;  // twice, for two blocks on an SM of sm_90
+constexpr int64_t kMaxSplitBytes =
+    FASTRL_SPLIT_BYTES;  // two in each of two blocks fit an SM of sm_90
 constexpr int64_t kLargeSplitBytes = 9 * kMaxSplitBytes / 4;
 constexpr int kMaxCluster = 16;
 
@@ -45,7 +46,7 @@ __device__ __forceinline__ bool row_counts(const LogitsParams& p, unsigned row, 
   return p.mask.at(row) & (token_id != p.ignore_index);
 }
 
-// What kernels need of LogitsParams beside the pointers.
+// Where the rows of the logits and of their gradient lie.
 struct RowGeometry {
   const unsigned char* logits;
   unsigned char* grad;                                       // null: none
@@ -72,7 +73,7 @@ struct LogitMap {
   float natural;     // to an exponent of e
   float squash;
   float gain;   // dz/dx at x = 0
-  float floor;  // logits at or below count as -inf; no product with it overflows
+  float floor;  // logits at or below it count as -inf; products with it do not overflow
 };
 
 struct Scaling {
@@ -90,10 +91,10 @@ struct Scaling {
   __device__ __forceinline__ LogitMap map(float temperature) const {
     const float natural = temperatures ? scale / temperature : scale;
     const float multiplier = natural * kLog2E;
-    // further down the rounding error of a product, which is exponentiated, would overflow
+    // below this, the rounding error of a product would overflow when exponentiated
     const float low = -1e9f / (multiplier > 1.0f ? multiplier : 1.0f);
     const float finite = Element<T>::value(Element<T>::from(std::fmax(low, Element<T>::kLowest)));
-    const float floor = squash > 0 ? -INFINITY : finite;  // a softcap holds all but -inf
+    const float floor = squash > 0 ? -INFINITY : finite;  // a softcap bounds all but -inf
     return {multiplier, natural, squash, temperatures ? gain / temperature : gain, floor};
   }
 };
@@ -126,7 +127,7 @@ inline bool rows_are_aligned(const RowGeometry& g, LogitsType type) {
   return bits % 16 == 0;
 }
 
-// More rows than an index here can count would be beyond any memory.
+// Indices of rows and columns have 31 bits; no memory holds more rows.
 inline bool fits(const LogitsParams& p) {
   return p.batch >= 0 && p.tokens >= 0 && p.vocabulary > 0 &&
          p.batch * p.tokens < (int64_t{1} << 31) && p.vocabulary < (int64_t{1} << 31);

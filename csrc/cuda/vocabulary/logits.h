@@ -15,7 +15,7 @@ struct LogitsParams {
   LogitsType type;
   const void* logits;
   int64_t batch, tokens, vocabulary, stride_b, stride_t;
-  // [batch, tokens], contiguous; without `temperatures` all rows have the one temperature
+  // [batch, tokens], contiguous; without `temperatures` the one temperature is that of all rows
   const int64_t* token_ids;
   Mask mask;
   int64_t ignore_index;
@@ -46,7 +46,7 @@ struct TokenStatsBackwardParams {
   const float *grad_logprobs, *grad_entropy, *grad_logsumexp;
 };
 
-// The objective is one of single tokens, which excludes gmpo.
+// The objective is at token level, which excludes gmpo.
 struct LogitsPolicyLossParams {
   LogitsParams in;
   GradientParams out;

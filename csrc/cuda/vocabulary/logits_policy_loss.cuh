@@ -20,7 +20,8 @@ Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& lim
     shape.blocks *= clusters < rows.rows ? clusters : rows.rows;
     if (clusters > 0) return launch(kernel, shape, call, stream);
   }
-  // As many rows at once as the second sweep still finds in half of L2, but one per SM.
+  // As many rows at once as fit in half of L2, where the second sweep finds them; at least one
+  // per SM.
   const unsigned sms = static_cast<unsigned>(limits.sms);
   const int64_t row_bytes = rows.vocabulary * static_cast<int64_t>(sizeof(T));
   const unsigned cached = static_cast<unsigned>(limits.l2_bytes / 2 / row_bytes / sms);

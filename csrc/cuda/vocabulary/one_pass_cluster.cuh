@@ -33,7 +33,7 @@ struct StagedSplit {
     arm(full, bulk_bytes);
     if (bulk_bytes > 0) bulk_load(shared + head, global + head, bulk_bytes, full);
   }
-  // By every thread; seen after a barrier.
+  // By every thread; visible after a barrier.
   __device__ __forceinline__ void copy_rest() const {
     if (kAligned) return;
     const int bulk = static_cast<int>(bulk_bytes / sizeof(T)), t = thread_index();
@@ -64,7 +64,8 @@ struct ClusterShared {
 
   static constexpr size_t kHeader = 1024;
   __host__ __device__ static unsigned stage_bytes(const RowGeometry& rows, unsigned element_size) {
-    return (rows.splits.columns * element_size + 32 + 127) / 128 * 128;  // 32: not aligned
+    return (rows.splits.columns * element_size + 32 + 127) / 128 *
+           128;  // 32: the shift, and a vector after the last
   }
   static size_t bytes(const RowGeometry& rows, unsigned element_size) {
     static_assert(sizeof(ClusterShared) <= kHeader, "the stages begin behind it");
@@ -107,14 +108,14 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     const unsigned row = block_index() / ranks + stage * clusters;
     if (row < rows.rows && s.inputs[stage].active()) fill(row, stage);
   }
-  sync_cluster();  // every block is there to be written to, and the first two rows' rest is seen
+  sync_cluster();  // every block runs and can be written to; what threads copied is visible
 
   int stage = 0, exchange = 0;
   unsigned parity = 0;  // of the next wait, a bit per stage
   for (unsigned row = block_index() / ranks; row < rows.rows; row += clusters, stage ^= 1) {
     const unsigned next = row + 2 * clusters;
     const bool has_next = next < rows.rows && next > row;
-    // needed at the end of this turn, by when it has come
+    // used at the end of this iteration, when it has arrived
     const uint32_t fetched = t < RowInputs::kWords && has_next ? fetch_input(call, t, next) : 0;
     const RowInputs& in = s.inputs[stage];
     const Stores<T, kAligned> stores(reinterpret_cast<T*>(rows.grad_row(row)) + first, columns);
@@ -166,8 +167,8 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     }
     if (zero) write_zeros<kThreads>(stores);
 
-    if (!kAligned) fence_bulk();  // elements that threads stored will be overwritten by a copy
-    sync_block();                 // nobody reads this stage any more
+    if (!kAligned) fence_bulk();  // a copy will overwrite elements that threads stored
+    sync_block();                 // no thread reads this stage any more
     if (t < RowInputs::kWords) s.inputs[stage].word[t] = fetched;
     if (kAligned) {
       if (t == 0 && fetched) fill(next, stage);  // thread 0 fetched `active`

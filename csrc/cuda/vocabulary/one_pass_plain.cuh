@@ -1,4 +1,4 @@
-// One pass without clusters: a block reads a row twice, the second time from L2 as far as it holds.
+// Without clusters: a block reads a row twice, the second time from L2 as far as it fits there.
 #pragma once
 
 #include "row_loss.cuh"

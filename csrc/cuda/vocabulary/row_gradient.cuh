@@ -1,4 +1,4 @@
-// What follows from a row's sums, and the second sweep, which writes the row's gradient.
+// From the sums of a row to its statistics, and the second sweep, which writes its gradient.
 #pragma once
 
 #include "row_sums.cuh"
@@ -12,7 +12,7 @@ struct RowStats {
   bool is_top1;
 };
 
-// What flows back into a row.
+// The gradient of the loss in the statistics of a row.
 struct RowFlow {
   float logprob, logsumexp, entropy;
 };
@@ -25,17 +25,17 @@ struct GradientTerms {
 // Below this, the logarithm of a sum near 1 is rounding noise.
 constexpr float kResolution = 1.2e-7f;
 
-// How far the largest logit's exponent is from 0, which rounding the center left.
+// The exponent of the largest logit: not quite 0, as the center is rounded.
 template <bool kSoftcap>
 __device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& exponents) {
   return std::fma(exponents.squashed(max), exponents.map.multiplier, -exponents.center(max));
 }
 
-// `token` is the raw logit of the chosen token; NaN where there is none such.
+// `token` is the raw logit of the chosen token, NaN if its id is outside the vocabulary.
 template <bool kSoftcap>
 __device__ __forceinline__ float logprob_of(float token, float max, float log_sum,
                                             const Exponents<kSoftcap>& exponents) {
-  if (kSoftcap && token == -INFINITY) return token - log_sum;  // excluded also under a softcap
+  if (kSoftcap && token == -INFINITY) return token - log_sum;  // stays excluded under a softcap
   const float below = exponents.squashed(token) - exponents.squashed(max);
   return std::fma(below, exponents.map.natural, -log_sum);
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
   const float log_of_sum = std::log(sum);
   RowStats stats;
   stats.max = sums.max;
-  // written as multiply-adds here and below: every kernel has the same bits
+  // explicit multiply-adds, here and below: every kernel computes the same bits
   const float log_sum = std::fma(residue(sums.max, exponents), -kLn2, log_of_sum);
   stats.log_sum = log_sum < kResolution ? 0.0f : log_sum;
   stats.logprob = logprob_of(token, sums.max, stats.log_sum, exponents);
@@ -140,12 +140,12 @@ struct Stores {
     }
     end = head + (n - head) / kLanes * kLanes;
   }
-  // The element beside the vectors that a thread has, or -1.
+  // The element outside the vectors that a thread stores, or -1.
   __device__ __forceinline__ int beside(int thread) const {
     if (kAligned || thread >= head + columns - end) return -1;
     return thread < head ? thread : thread - head + end;
   }
-  // The thread that writes a column; it alone may write that once more.
+  // The thread that stores a column, and the only one that may store it again.
   template <int kThreads>
   __device__ __forceinline__ int writer(int column) const {
     if (column < head) return column;

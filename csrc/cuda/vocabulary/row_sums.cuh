@@ -21,8 +21,8 @@ struct Exponents {
   __device__ __forceinline__ float squashed(float x) const {
     return kSoftcap ? std::tanh(x * map.squash) : x;
   }
-  // What exponents are relative to. The product is rounded by itself: every use sees the same. Of
-  // nothing but excluded logits it is 0: their own would leave a residue far from 0.
+  // What exponents are relative to. The product is rounded on its own, so that every use has the
+  // same bits. If all logits are excluded it is 0: the exponent of the floor has a large residue.
   __device__ __forceinline__ float center(float max) const {
     const float center = multiply_rounded(squashed(max), map.multiplier);
     return max <= map.floor ? 0.0f : center;
@@ -34,7 +34,7 @@ struct Exponents {
     }
     return std::fma(x, map.multiplier, -center);
   }
-  // The sums relative to `max`, which is no smaller. The bounds keep 0 * inf out.
+  // The sums relative to `max`, which is at least s.max. The bounds prevent 0 * inf.
   __device__ __forceinline__ RowSums moved(RowSums s, float max) const {
     const float by = std::fmin(std::fmax(center(s.max) - center(max), -1e4f), 0.0f);
     const float factor = fast_exp2(by);
@@ -44,7 +44,7 @@ struct Exponents {
   __device__ __forceinline__ RowSums nothing() const { return {map.floor, 0, 0, 0}; }
 };
 
-// Adds kVectors vectors of a row. One rescaling for all of them; the values stay packed until used.
+// Adds kVectors vectors of a row: one rescaling for all, and values stay packed until used.
 template <typename T, bool kSoftcap, Wanted kWanted, int kVectors>
 __device__ __forceinline__ void add_vectors(RowSums* sums, const Vec16* x, uint32_t floor,
                                             const Exponents<kSoftcap>& exponents) {
@@ -92,7 +92,7 @@ template <typename T, bool kSoftcap, Wanted kWanted, int kThreads, typename Sour
 __device__ __forceinline__ RowSums sweep_sums(const Source& source,
                                               const Exponents<kSoftcap>& exponents) {
   constexpr int kLanes = Element<T>::kLanes, kAtOnce = 4;
-  // a constant distance between the vectors of a step costs no instruction
+  // with a constant distance between the vectors of a step, addresses cost no instructions
   constexpr ptrdiff_t kStride = kThreads * kLanes;
   const uint32_t floor = filled_word<T>(exponents.map.floor);
   const unsigned shift = source.shift(0);
@@ -119,7 +119,7 @@ __device__ __forceinline__ RowSums reduce_sums(RowSums s, const Exponents<kSoftc
 #pragma unroll
   for (int by = kWarp / 2; by > 0; by /= 2) max = max_nan(max, shuffle_xor(max, by));
   s = exponents.moved(s, max);
-  // lanes that did not round a product before adding it would have other bits than the rest
+  // rounded apart: a multiply-add in some of the lanes would give them other bits
   const auto add_lanes = [](float x, int by) { return add_rounded(x, shuffle_xor(x, by)); };
 #pragma unroll
   for (int by = kWarp / 2; by > 0; by /= 2) {

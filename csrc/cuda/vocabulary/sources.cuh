@@ -6,7 +6,7 @@
 
 namespace fastrl::cuda {
 
-// 16 bytes that begin `bytes` (0 to 15) into two vectors which follow each other.
+// The 16 bytes at offset `bytes` (0 to 15) of two consecutive vectors.
 __device__ __forceinline__ Vec16 join(Vec16 low, Vec16 high, unsigned bytes) {
   uint32_t w[8];
 #pragma unroll
@@ -28,7 +28,7 @@ __device__ __forceinline__ unsigned misalignment(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) & 15);
 }
 
-// -inf from lane `n` on.
+// Replaces lane `n` and those after it by -inf.
 template <typename T>
 __device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
   constexpr int kPerWord = Element<T>::kPerWord, kBits = 32 / kPerWord;
@@ -43,9 +43,9 @@ __device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
   return x;
 }
 
-// `vector(column, shift)`: the values from this column on, -inf beyond the end. With kAligned the
-// column is that of a whole vector; else any, `shift` being how far it is from the beginning of
-// one, and nothing outside the split is read or returned.
+// `vector(column, shift)`: the values from this column on, -inf beyond the end. With kAligned a
+// vector begins at the column; otherwise `shift` is the distance in bytes to the boundary before
+// it. Nothing outside the split is read or returned.
 template <typename T, bool kAligned, bool kStreaming>
 struct GlobalSource {
   const T* data;
@@ -92,7 +92,7 @@ struct SharedSource {
   __device__ __forceinline__ Vec16 vector(ptrdiff_t column, unsigned shift) const {
     const T* at = data + column;
     if constexpr (kAligned) return load16_shared(at);
-    // the stage has room for a vector behind the last
+    // the stage has room for a vector after the last
     const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
     const Vec16 x = join(load16_shared(low), load16_shared(low + 16), shift);
     const int left = columns - static_cast<int>(column);

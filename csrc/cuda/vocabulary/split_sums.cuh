@@ -54,7 +54,7 @@ struct SplitSums {
       if (lane == 0) warps[split * kWarps + warp] = sums;
     }
     sync_block();
-    if (ranks > 1) sync_cluster();  // every block is there to be written to
+    if (ranks > 1) sync_cluster();  // every block runs and can be written to
     for (int split = rank + warp * ranks; split < count; split += kWarps * ranks) {
       const RowSums sums = reduce_sums<kWanted>(warps + split * kWarps, kWarps, exponents);
       if (ranks == 1) {

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kAligned && !kSoftcap ? 4 : 2)
     sync_block();
     const GradientTerms terms = s.terms;
     write_gradient<kThreads>(source, stores, token, terms, exponents);
-    sync_block();  // before the next task's terms
+    sync_block();  // before the terms of the next task are stored
   }
 }
 

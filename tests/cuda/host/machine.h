@@ -1,5 +1,5 @@
 // A CPU that pretends to be a GPU: one thread of the system per CUDA thread, blocks and clusters as
-// groups of them, a bulk copy as a thread of its own. Slow, and exactly as racy as the kernel is.
+// groups of them, a bulk copy in a separate thread. Slow, and as racy as the kernel is.
 #pragma once
 
 #include <atomic>
@@ -45,8 +45,8 @@ inline void require(bool ok, const char* what) {
 
 inline std::atomic<uint64_t> progress{0};
 
-// Sleeps while *at is `seen`. Not std::atomic::wait: what that shares between unrelated barriers
-// orders them, and would hide races from ThreadSanitizer.
+// Sleeps while *at is `seen`. Not by std::atomic::wait: its internal state is shared by unrelated
+// barriers, which would order them and hide races from ThreadSanitizer.
 inline void sleep_while(const std::atomic<uint32_t>& at, uint32_t seen) {
   for (int turn = 0; at.load(std::memory_order_acquire) == seen; ++turn) {
 #if defined(__linux__)
@@ -91,7 +91,7 @@ struct Warp {
   uint64_t slots[2][kLanes];
 };
 
-// Performs the bulk copies of a block one after the other, in a thread of its own.
+// Performs the bulk copies of a block one after the other, in one thread.
 class CopyEngine {
  public:
   ~CopyEngine() {
@@ -155,7 +155,7 @@ struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
 };
 
-// Who the running thread is.
+// The place of the running thread.
 struct Here {
   const LaunchShape* shape;
   Cluster* cluster;

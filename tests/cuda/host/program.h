@@ -21,7 +21,7 @@ class Random {
     return static_cast<uint32_t>(state_ >> 32);
   }
   float uniform() { return static_cast<float>(bits() >> 8) / (1 << 24); }
-  float normal() {  // near enough
+  float normal() {  // nearly
     float sum = -6;
     for (int i = 0; i < 12; ++i) sum += uniform();
     return sum;
