@@ -1,6 +1,7 @@
 // Checks whose messages name the argument, what was expected and what was given.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -130,9 +131,29 @@ inline std::string element_text(const Tensor& tensor, int64_t i) {
   return text.str();
 }
 
-// A new uninitialised contiguous tensor on the device of `like`.
+// A new contiguous tensor on the device of `like`; its contents are arbitrary until written.
+// torch::stable::new_empty does the same by way of the dispatcher, which costs the host twice this.
+inline Tensor new_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                         ScalarType dtype) {
+  constexpr size_t kMostDims = 8;
+  STD_TORCH_CHECK(sizes.size() <= kMostDims, "a tensor of at most 8 dimensions is expected");
+  int64_t strides[kMostDims], stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  int32_t device_type, device_index;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides, type, device_type, device_index, &made));
+  return Tensor(made);
+}
+
 inline Tensor empty_like_tokens(const Tensor& like, ScalarType dtype) {
-  return torch::stable::new_empty(like, like.sizes(), dtype);
+  return new_tensor(like, like.sizes(), dtype);
 }
 
 // The enumerator of this number; `last` is the last of its enum.

@@ -119,17 +119,19 @@ def resolve(
     Raises:
         ValueError: the backend is unknown, or it was named and cannot do the call.
     """
-    one_of("backend", backend, BACKENDS)
-    if backend == "auto":
-        backend = _default
-    if backend == "auto":
-        candidates = _PREFERENCE.get(device.type, ("reference",))
+    if backend != "auto":
+        one_of("backend", backend, BACKENDS)
+    chosen = _default if backend == "auto" else backend
+    if chosen == "auto":
         reason = None if partly else unable
-        return next(name for name in candidates if refusal(name, device, dtype, reason) is None)
-    reason = refusal(backend, device, dtype, unable)
-    if reason is not None:
-        raise ValueError(f"backend {backend!r} cannot do this call: {reason}")
-    return backend
+        for name in _PREFERENCE.get(device.type, ()):
+            if refusal(name, device, dtype, reason) is None:
+                return name
+        return "reference"
+    refused = refusal(chosen, device, dtype, unable)
+    if refused is not None:
+        raise ValueError(f"backend {chosen!r} cannot do this call: {refused}")
+    return chosen
 
 
 def torch_only(backend: str) -> None:

@@ -151,7 +151,7 @@ def linear_policy_loss(
         result = _one_pass(states, rows, head, inputs, options, token_ids.shape, metrics=metrics)
     else:
         logprobs, entropy, *_ = stats_of_hidden(states, rows, head, options)
-        shape = inputs.active.shape
+        shape = inputs.masks.active.shape
         result = loss_of_logprobs(
             logprobs.reshape(shape), entropy.reshape(shape), inputs, token_ids.shape
         )
@@ -173,7 +173,7 @@ def _one_pass(
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
     objective = inputs.objective
     weighed = inputs.weighed(inputs.arguments.advantages, None)
-    flat = flat_arguments(weighed, inputs.active)
+    flat = flat_arguments(weighed, inputs.masks.active)
     if callable(objective.surrogate):
         call = LinearCall(*tensors, head.lora_scale, rows, *options)
         slopes = TokenSlopes(
@@ -192,11 +192,11 @@ def _one_pass(
             metrics,
         )
     logprobs, entropy, *grads = found
-    padded = inputs.active.shape
+    padded = inputs.masks.active.shape
     logprobs, entropy = logprobs.reshape(padded), entropy.reshape(padded)
     if not metrics:  # nobody has looked at the others: 0 times what they seem to lose can be NaN
-        seen = inputs.active & weighed_tokens(weighed, inputs.active)
-        inputs = inputs._replace(active=seen)
+        seen = inputs.masks.active & weighed_tokens(weighed, inputs.masks.active)
+        inputs = inputs._replace(masks=inputs.masks._replace(active=seen))
     loss, _, _, values = inputs.evaluate(logprobs, entropy, weighed)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)

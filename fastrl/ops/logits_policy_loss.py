@@ -128,7 +128,7 @@ def logits_policy_loss(
         token_ids=rows.token_ids,
         ignore_index=rows.ignore_index,
     )
-    rows = rows._replace(mask=inputs.active)
+    rows = rows._replace(mask=inputs.masks.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
     if visiting != "reference" and _in_one_pass(logits, inputs):

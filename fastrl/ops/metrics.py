@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -11,9 +12,51 @@ from torch import Tensor
 from fastrl.checks import floating, one_of
 from fastrl.contract import METRICS
 
-_POLICY, _MAX, _MIN, _TOKENS = (
-    METRICS.index(name) for name in ("policy_loss", "ratio_max", "ratio_min", "active_tokens")
-)
+_INDEX = {name: index for index, name in enumerate(METRICS)}
+
+
+class LossMetrics(Mapping[str, Tensor]):
+    """The metrics of a policy loss by name: 0-d tensors, views of one vector on the device.
+
+    Attributes:
+        vector: all of them, in the order of the names.
+
+    Example:
+        >>> import torch, fastrl
+        >>> metrics = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)).metrics
+        >>> metrics["ratio_mean"]
+        tensor(1.)
+        >>> metrics.to_floats()["active_tokens"]
+        2.0
+    """
+
+    __slots__ = ("vector",)
+
+    def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
+        """`values` is the vector, or a mapping that has every name."""
+        if isinstance(values, Mapping):
+            values = torch.stack([values[name] for name in METRICS])
+        self.vector = values
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.vector[_INDEX[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(METRICS)
+
+    def __len__(self) -> int:
+        return len(METRICS)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a checkpoint that `torch.load` reads with weights_only=True may hold no class of ours
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def to_floats(self) -> dict[str, float]:
+        """Return them as Python numbers: one transfer, where `.item()` of each takes twelve."""
+        return dict(zip(METRICS, self.vector.tolist(), strict=True))
 
 
 def reduce_metrics(
@@ -21,7 +64,7 @@ def reduce_metrics(
     process_group: torch.distributed.ProcessGroup | None = None,
     *,
     policy_loss: Literal["sum", "mean"] = "sum",
-) -> dict[str, Tensor]:
+) -> LossMetrics:
     """Return the metrics of all micro-batches and ranks together, equal on every rank.
 
     `active_tokens` is summed, `ratio_max` and `ratio_min` are the extremes of those that have an
@@ -37,7 +80,7 @@ def reduce_metrics(
         policy_loss: `sum` or `mean`.
 
     Returns:
-        0-d tensors by the same names, fp32 (fp64 from fp64), on the device of the metrics.
+        `LossMetrics`, fp32 (fp64 from fp64), on the device of the metrics.
 
     Raises:
         TypeError: `metrics` are no metrics, or `process_group` is no process group.
@@ -55,31 +98,32 @@ def reduce_metrics(
     one_of("policy_loss", policy_loss, ("sum", "mean"))
     table = torch.stack([_row(part) for part in _parts(metrics)])
     dtype, table = table.dtype, table.double()
-    tokens = table[:, _TOKENS, None]
+    of = dict(zip(METRICS, table.unbind(1), strict=True))
+    tokens = of["active_tokens"][:, None]
     some = tokens > 0
 
-    sums = torch.where(some, table * tokens, 0.0)
-    sums[:, _TOKENS] = table[:, _TOKENS]
+    sums = LossMetrics(torch.where(some, table * tokens, 0.0).sum(0))
+    sums["active_tokens"].copy_(of["active_tokens"].sum())
     if policy_loss == "sum":
-        sums[:, _POLICY] = table[:, _POLICY]
+        sums["policy_loss"].copy_(of["policy_loss"].sum())
     # a mean may be NaN, an extreme may not: gloo and NCCL order NaN as they like
-    extremes = torch.stack([table[:, _MAX], -table[:, _MIN]], dim=1)
+    extremes = torch.stack([of["ratio_max"], -of["ratio_min"]], dim=1)
     extremes = torch.where(some & ~extremes.isnan(), extremes, -torch.inf).amax(0)
-    total = sums.sum(0)
     group = _group(process_group)
     if group is not None:
-        torch.distributed.all_reduce(total, group=group)
+        torch.distributed.all_reduce(sums.vector, group=group)
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=group)
 
-    count = total[_TOKENS]
-    result = total / count.clamp(min=1)
-    result[_TOKENS] = count
+    count = sums["active_tokens"]
+    result = LossMetrics(sums.vector / count.clamp(min=1))
+    result["active_tokens"].copy_(count)
     if policy_loss == "sum":
-        result[_POLICY] = total[_POLICY]
-    for index, extreme in ((_MAX, extremes[0]), (_MIN, -extremes[1])):
-        broken = total[index].isnan()
-        result[index] = torch.where(broken, total[index], torch.where(count > 0, extreme, 0.0))
-    return dict(zip(METRICS, result.to(dtype).unbind(), strict=True))
+        result["policy_loss"].copy_(sums["policy_loss"])
+    for name, extreme in (("ratio_max", extremes[0]), ("ratio_min", -extremes[1])):
+        lost = sums[name].isnan()
+        known = torch.where(count > 0, extreme, 0.0)
+        result[name].copy_(torch.where(lost, sums[name], known))
+    return LossMetrics(result.vector.to(dtype))
 
 
 def _parts(metrics: object) -> Sequence[object]:
@@ -96,6 +140,8 @@ def _parts(metrics: object) -> Sequence[object]:
 
 
 def _row(metrics: object) -> Tensor:
+    if isinstance(metrics, LossMetrics):
+        return metrics.vector.detach()
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be the metrics of a loss, got {type(metrics).__name__}")
     if set(metrics) != set(METRICS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from fastrl.backend import Backend, resolve
 from fastrl.checks import per_token, unread_mask
-from fastrl.contract import METRICS
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unable
 from fastrl.ops._loss.term_weights import Normalizer
+from fastrl.ops.metrics import LossMetrics
 from fastrl.tracing import refuse_transforms
 
 
@@ -40,7 +41,7 @@ class PolicyLoss(NamedTuple):
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor]
     logprobs: Tensor
     entropy: Tensor | None
 
@@ -161,6 +162,7 @@ def policy_loss_result(
     loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, shape: torch.Size
 ) -> PolicyLoss:
     """Return loss and metrics with what the loss saw, in the caller's shape."""
-    named = dict(zip(METRICS, metrics.unbind(), strict=True))
-    of_tokens = None if entropy is None else entropy.reshape(shape)
-    return PolicyLoss(loss, named, logprobs.reshape(shape), of_tokens)
+    if logprobs.shape != shape:
+        logprobs = logprobs.reshape(shape)
+        entropy = None if entropy is None else entropy.reshape(shape)
+    return PolicyLoss(loss, LossMetrics(metrics), logprobs, entropy)

@@ -119,7 +119,6 @@ def sequence_weights(
     cu_seqlens: Tensor | None,
     how: AggregationArguments,
     backend: str,
-    *,
     token_ids: Tensor | None = None,
     ignore_index: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -188,16 +187,12 @@ def aggregation_arguments(
             "it is used by the means over sequences"
         )
     count = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    number, element = _normalizer(normalizer, aggregation, tokens)
-    size, ids = _groups(group_size, group_ids, aggregation, count, tokens)
     return AggregationArguments(
-        aggregation=AGGREGATIONS.index(aggregation),
-        normalizer=number,
-        normalizer_tensor=element,
-        length_norm=length_norm or 0.0,
-        count_empty=count_empty,
-        group_size=size,
-        group_ids=ids,
+        AGGREGATIONS.index(aggregation),
+        *_normalizer(normalizer, aggregation, tokens),
+        length_norm or 0.0,
+        count_empty,
+        *_groups(group_size, group_ids, aggregation, count, tokens),
     )
 
 

@@ -1,4 +1,4 @@
-"""The metrics of micro-batches and ranks together are those of the whole batch."""
+"""The reduced metrics of micro-batches and ranks are those of the whole batch."""
 
 import math
 import os
@@ -83,12 +83,12 @@ def test_nan_stays_visible(backend):
         ([3], TypeError, "got int"),
     ],
 )
-def test_what_is_no_metrics_is_refused(metrics, error, message):
+def test_invalid_metrics_are_refused(metrics, error, message):
     with pytest.raises(error, match=message):
         fastrl.reduce_metrics(metrics)
 
 
-def test_what_is_no_process_group_is_refused():
+def test_an_invalid_process_group_is_refused():
     metrics = metrics_of("reference", batch("reference"))
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got str"):
         fastrl.reduce_metrics(metrics, "world")
@@ -142,3 +142,12 @@ def test_over_two_ranks(tmp_path, monkeypatch):
     for here, there in zip(together, torch.load(f"{path}.together"), strict=True):
         torch.testing.assert_close(here, whole)
         torch.testing.assert_close(there, whole)
+
+
+def test_metrics_are_saved_and_loaded_as_plain_tensors(tmp_path):
+    metrics = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)).metrics
+    torch.save({"metrics": metrics}, tmp_path / "metrics.pt")
+    loaded = torch.load(tmp_path / "metrics.pt", weights_only=True)["metrics"]
+    assert list(loaded) == list(metrics)
+    assert {name: x.item() for name, x in loaded.items()} == metrics.to_floats()
+    assert type(metrics)(loaded).to_floats() == metrics.to_floats()

@@ -131,12 +131,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
       check_loss({advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs,
                   ref_logprobs, cu_seqlens},
                  objective, logprobs, sequences.count(), "logprobs");
-  const Tensor loss = torch::stable::new_empty(logprobs, {}, ScalarType::Float);
+  const Tensor loss = new_tensor(logprobs, {}, ScalarType::Float);
   const Tensor slope = empty_like_tokens(logprobs, ScalarType::Float);
-  const Tensor entropy_slope = c.entropy_coef != 0
-                                   ? empty_like_tokens(logprobs, ScalarType::Float)
-                                   : torch::stable::new_empty(logprobs, {0}, ScalarType::Float);
-  const Tensor metrics = torch::stable::new_empty(logprobs, {kNumMetrics}, ScalarType::Float);
+  const Tensor entropy_slope = c.entropy_coef != 0 ? empty_like_tokens(logprobs, ScalarType::Float)
+                                                   : new_tensor(logprobs, {0}, ScalarType::Float);
+  const Tensor metrics = new_tensor(logprobs, {kNumMetrics}, ScalarType::Float);
   const TokenInputs in{logprobs.const_data_ptr<float>(),
                        data_or_null<float>(entropy),
                        mask.const_data_ptr<bool>(),

@@ -100,13 +100,13 @@ std::tuple<Tensor, Tensor> sequence_weights(
                   "group_size or group_ids must be given for prompt-mean");
 
   const bool merged = token_ids || mask.scalar_type() != ScalarType::Bool;
-  const Tensor active = merged ? empty_like_tokens(mask, ScalarType::Bool)
-                               : torch::stable::new_empty(mask, {0}, ScalarType::Bool);
+  const Tensor active =
+      merged ? empty_like_tokens(mask, ScalarType::Bool) : new_tensor(mask, {0}, ScalarType::Bool);
   const Validity valid{mask, data_or_null<int64_t>(token_ids), ignore_index,
                        merged ? active.mutable_data_ptr<bool>() : nullptr};
   const std::vector<int64_t> lengths = lengths_of(sequences, mask.numel(), valid);
 
-  const Tensor weights = torch::stable::new_empty(mask, {sequences.count()}, ScalarType::Float);
+  const Tensor weights = new_tensor(mask, {sequences.count()}, ScalarType::Float);
   float* out = weights.mutable_data_ptr<float>();
   const auto write = [&](int64_t count, const auto& share) {
     const double over = denominator(count, normalizer, normalizer_tensor);

@@ -19,16 +19,24 @@ def with_gradients(
 
     A gradient may share memory with its tensor, and may wait in a wider dtype.
     """
-    tensors, grads = zip(*gradients, strict=True)
-    return cast("Tensor", _KnownGradients.apply(loss, *tensors, *grads))  # type: ignore[no-untyped-call]
+    tensors, grads, cast_back = [], [], False
+    for x, grad in gradients:
+        if x is not None and grad is not None and x.requires_grad:
+            tensors.append(x)
+            grads.append(grad)
+            cast_back = cast_back or grad.dtype != x.dtype
+    if not tensors:
+        return loss
+    return cast("Tensor", _KnownGradients.apply(loss, grads, cast_back, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _KnownGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, *pairs: Tensor | None) -> Tensor:
-        tensors, grads = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+    def forward(
+        ctx: Any, loss: Tensor, grads: list[Tensor], cast_back: bool, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*grads)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        ctx.dtypes = [x.dtype for x in tensors] if cast_back else None
         if torch.compiler.is_compiling():
             return loss.clone()
         ctx.mark_dirty(loss)  # the caller made it: no copy is needed to give it a history
@@ -37,13 +45,10 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        found = [
-            _scaled(grad, grad_loss).to(dtype) if need and grad is not None else None
-            for grad, dtype, need in zip(
-                ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[1:], strict=False
-            )
-        ]
-        return (None, *found, *([None] * len(found)))
+        grads = _scaled(ctx.saved_tensors, grad_loss)
+        if ctx.dtypes is not None:
+            grads = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return (None, None, None, *grads)
 
 
 def before_overwriting(logits: Tensor) -> Tensor:
@@ -84,12 +89,12 @@ class _Overwritten(torch.autograd.Function):
         return grad
 
 
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """Return grad * factor, in place where nobody can ask for the gradient again."""
+def _scaled(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    """Return grads * factor, in place where nobody can ask for the gradients again."""
     if is_traced(factor):
-        return grad * factor.to(grad.dtype)
+        return [grad * factor.to(grad.dtype) for grad in grads]
     if torch._C._autograd._get_current_graph_task_keep_graph():
-        return grad * factor
-    if factor.device.type == "cpu" and float(factor) == 1.0:
-        return grad
-    return grad.mul_(factor)
+        return [grad * factor for grad in grads]
+    if factor.is_cpu and float(factor) == 1.0:
+        return grads
+    return [grad.mul_(factor) for grad in grads]

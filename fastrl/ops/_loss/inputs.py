@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fastrl.checks import floating, on_device, same_shape, saveable
 from fastrl.contract import LossArguments, ObjectiveArguments
 from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
-from fastrl.ops._loss.term_weights import TermMasks, of_the_aggregation, term_aggregations
+from fastrl.ops._loss.term_weights import TermMasks, term_aggregations, term_weights
 from fastrl.ops.token_weights import bounds_of
 
 
@@ -31,7 +31,6 @@ class LossInputs(NamedTuple):
 
     objective: Objective
     arguments: LossArguments
-    active: Tensor  # bool [B, T]
     masks: TermMasks
     backend: str
 
@@ -55,7 +54,7 @@ class LossInputs(NamedTuple):
         o = self.objective
         function = o.surrogate if callable(o.surrogate) else None
         return evaluate(
-            logprobs, entropy, self.active, arguments, o.arguments, function, self.backend
+            logprobs, entropy, self.masks.active, arguments, o.arguments, function, self.backend
         )
 
 
@@ -120,42 +119,62 @@ def loss_inputs(
         raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
 
     def per_token(name: str, value: object) -> Tensor | None:
-        return None if value is None else as_padded(name, value, tokens, dtype).detach()
+        if value is None:
+            return None
+        padded = as_padded(name, value, tokens, dtype)
+        return padded.detach() if padded.requires_grad else padded
 
     def constant(name: str, value: object) -> Tensor:
-        return saveable(_constant(name, value, tokens, bounds).to(dtype).contiguous())
+        given = _constant(name, value, tokens, bounds)
+        return given if _ready(given, dtype) else saveable(given.to(dtype).contiguous())
 
     aggregations = term_aggregations(
         o, tokens, bounds, normalizer=normalizer, group_size=group_size, group_ids=group_ids
     )
-    scores = constant("advantages", advantages)
-    arguments, active = of_the_aggregation(
-        LossArguments(
-            advantages=scores,
-            weights=scores,  # replaced
-            kl_weights=None,
-            entropy_weights=None,
-            policy_weights=None
-            if policy_weights is None
-            else constant("policy_weights", policy_weights),
-            old_logprobs=per_token("old_logprobs", old_logprobs),
-            ref_logprobs=per_token("ref_logprobs", ref_logprobs),
-            cu_seqlens=bounds,
-        ),
+    weights, kl_weights, entropy_weights, active = term_weights(
         (mask[None] if packed else mask).contiguous(),
+        bounds,
         aggregations,
         backend,
         token_ids if token_ids is None or token_ids.dim() == 2 else token_ids[None],
         ignore_index,
+        dtype,
     )
-    active = saveable(active)
+    arguments = LossArguments(
+        constant("advantages", advantages),
+        weights,
+        kl_weights,
+        entropy_weights,
+        None if policy_weights is None else constant("policy_weights", policy_weights),
+        per_token("old_logprobs", old_logprobs),
+        per_token("ref_logprobs", ref_logprobs),
+        bounds,
+    )
     rollout = per_token("rollout_logprobs", rollout_logprobs)
-    masks = TermMasks(o, active, rollout, aggregations.entropy)
-    return LossInputs(o, arguments, active, masks, backend)
+    masks = TermMasks(o, saveable(active), rollout, aggregations.entropy)
+    return LossInputs(o, arguments, masks, backend)
+
+
+def _ready(value: object, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Say at little cost whether a tensor needs neither a cast nor a copy."""
+    return (
+        type(value) is Tensor
+        and value.dtype == dtype
+        and value.is_contiguous()
+        and not torch.compiler.is_compiling()
+        and not value.is_inference()
+    )
 
 
 def as_padded(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor per token as contiguous `[B, T]`, packed `[1, N]`."""
+    if (
+        _ready(value, dtype)
+        and value.dim() == 2
+        and value.shape == like.shape
+        and value.device == like.device
+    ):
+        return value
     result = same_shape(name, floating(name, value), like, "logprobs")
     result = result[None] if result.dim() == 1 else result
     return saveable(result.to(dtype).contiguous())
@@ -163,7 +182,8 @@ def as_padded(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
 
 def _constant(name: str, value: object, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Check a constant of the loss; return it per sequence `[S]` or per token `[B, T]`."""
-    given = floating(name, value).detach()
+    given = floating(name, value)
+    given = given.detach() if given.requires_grad else given
     on_device(name, given, tokens, "logprobs")
     if given.shape == tokens.shape:
         return given[None] if given.dim() == 1 else given

@@ -65,43 +65,33 @@ def term_aggregations(
     )
 
 
-def of_the_aggregation(
-    arguments: LossArguments,
+def term_weights(
     mask: Tensor,
+    cu_seqlens: Tensor | None,
     aggregations: TermAggregations,
     backend: str,
     token_ids: Tensor | None,
     ignore_index: int,
-) -> tuple[LossArguments, Tensor]:
-    """Return the arguments with the weights of every sequence, and which tokens are valid."""
-    dtype = arguments.advantages.dtype
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return the weights of every sequence in each term (None: as policy), and the valid tokens."""
     weights, active = sequence_weights(
-        mask,
-        arguments.cu_seqlens,
-        aggregations.policy,
-        backend,
-        token_ids=token_ids,
-        ignore_index=ignore_index,
-        dtype=dtype,
+        mask, cu_seqlens, aggregations.policy, backend, token_ids, ignore_index, dtype
     )
 
     def own(how: AggregationArguments | None) -> Tensor | None:
         if how is None:
             return None
-        return sequence_weights(active, arguments.cu_seqlens, how, backend, dtype=dtype)[0]
+        return sequence_weights(active, cu_seqlens, how, backend, dtype=dtype)[0]
 
-    return arguments._replace(
-        weights=weights,
-        kl_weights=own(aggregations.kl),
-        entropy_weights=own(aggregations.entropy),
-    ), active
+    return weights, own(aggregations.kl), own(aggregations.entropy), active
 
 
 class TermMasks(NamedTuple):
     """What weighs the tokens of a term beyond its aggregation: corrections and masks."""
 
     objective: Objective
-    active: Tensor
+    active: Tensor  # bool [B, T]
     rollout_logprobs: Tensor | None
     entropy_aggregation: AggregationArguments | None
 
