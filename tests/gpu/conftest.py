@@ -1,6 +1,6 @@
-"""Tests that need a GPU (`make gpu`): every backend that works on its tensors, and how it is used.
+"""Tests that need a GPU (`make gpu`), for every backend that takes its tensors.
 
-This folder stands by itself: it needs pytest and torch, and nothing else of the tests.
+This folder is self-contained: it needs pytest and torch, but no other tests.
 """
 
 import pytest
@@ -34,7 +34,7 @@ def backend(request):
 
 @pytest.fixture(params=("triton", "cuda"))
 def kernels(request):
-    """The backends with kernels of their own on a GPU."""
+    """The backends with GPU kernels."""
     return _usable(request.param)
 
 
@@ -47,7 +47,7 @@ def _usable(name):
 
 @pytest.fixture
 def no_sync():
-    """Any call that waits for the GPU raises."""
+    """Make every call that synchronizes with the GPU raise."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -56,7 +56,7 @@ def no_sync():
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The names of the Triton kernels that are compiled while the test runs."""
+    """Names of the Triton kernels that are compiled during the test."""
     jit = pytest.importorskip("triton.runtime.jit")
     names = []
     compile_one = jit.JITFunction._do_compile
@@ -71,7 +71,7 @@ def compilations(monkeypatch):
 
 @pytest.fixture
 def memory():
-    """A function that skips the test where the GPU has fewer free bytes."""
+    """A function that skips the test if the GPU has fewer free bytes."""
 
     def needs(size):
         torch.cuda.empty_cache()
@@ -84,7 +84,7 @@ def memory():
 
 @pytest.fixture
 def captured():
-    """A function that captures a call in a CUDA graph; it returns the answer and the replay."""
+    """A function that captures a call in a CUDA graph; it returns the result and the replay."""
 
     def capture(call):
         side = torch.cuda.Stream()

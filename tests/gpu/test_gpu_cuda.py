@@ -1,7 +1,7 @@
 """The CUDA kernels on a GPU: the calls of workloads.py exact, captured, on streams, sanitized.
 
-What holds for every backend on a GPU is in the files beside this one;
-tests/triton/test_gpu_workloads.py runs the same calls on the CPU.
+The other files in this folder test every backend on a GPU; tests/triton/test_gpu_workloads.py runs
+the same calls on the CPU.
 """
 
 import os
@@ -53,7 +53,7 @@ def test_nothing_waits_for_the_gpu():
 
 
 def test_cuda_graphs():
-    """Captured once, replayed on other inputs; eager calls between replays leave both alone."""
+    """Captured once, replayed on other inputs; eager calls between replays do not interfere."""
     for work in [*small(), *of_tokens(33, 3000)]:
         inputs = on_gpu(work)
         side = torch.cuda.Stream()

@@ -112,7 +112,7 @@ def test_group_advantages_are_exact(backend, count, size, baseline, scale, by_id
 
 
 def calls(backend):
-    """Every operator of this file, on inputs made beforehand."""
+    """Every operator of this file, on existing inputs."""
     tokens, rewards = policy_inputs(16, 777), torch.randn(1024, device=CUDA)
     rollout, ids = gae_inputs(16, 5000, ends=True), torch.arange(1024, device=CUDA) % 100
     constant = {n: x for n, x in tokens.items() if n != "logprobs"}

@@ -88,8 +88,8 @@ def test_the_policy_loss_is_exact(backend, preset, dtype, inplace):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_depends_on_nothing_beside_it(kernels, dtype):
-    """Many rows take a program each, few are split over programs: the bits are the same."""
+def test_a_row_does_not_depend_on_other_rows(kernels, dtype):
+    """With many rows each gets a program, few rows are split over programs; the bits agree."""
     logits, ids = logits_and_ids(1, 700, 151936, dtype)
     together = stats_and_gradient(logits, ids, kernels)
     for size in (1, 5, 60):
@@ -188,7 +188,7 @@ def test_a_cuda_graph_captures_it(kernels, name, captured):
     assert torch.equal(answer, expected)
 
 
-def test_fifty_lengths_compile_nothing_anew(compilations):
+def test_fifty_lengths_compile_nothing_new(compilations):
     def run(length):
         logits, ids = logits_and_ids(2, length, 32000)
         inputs = loss_inputs(ids, torch.full(ids.shape, -2.0, device=CUDA))

@@ -1,4 +1,4 @@
-"""Calls of every operator through the public functions, as functions of tensors on any device."""
+"""Calls of every operator through the public functions, on tensors of any device."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ OBJECTIVES = {
     "sapo": Objective.preset("sapo"),
     "reinforce": Objective.preset("reinforce", kl_estimator="k1", **KL),
 }
-BY_TOKEN = [name for name, o in OBJECTIVES.items() if o.level == "token" and o.ratio != "gmpo"]
+BY_TOKEN = [name for name, o in OBJECTIVES.items() if o.level == "token" and o.surrogate != "gmpo"]
 #: relative to the largest element; float32 adds up many terms, and takes fast exponentials
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -32,7 +32,7 @@ class Workload(NamedTuple):
 
 
 def _lengths(total, count):
-    """Where `count` sequences of uneven lengths, some of them empty, begin and end."""
+    """The cu_seqlens of `count` sequences of uneven lengths, some of them empty."""
     cuts = (torch.rand(count - 1) * (total + 1)).long().sort().values
     cuts[: count // 8] = 0
     return torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.tensor([total])]).int()
@@ -117,7 +117,7 @@ def _logits(B, T, V, dtype):
 
 
 def _leaf(wide):
-    """The logits: a view whose rows do not lie next to each other."""
+    """Logits as a view whose rows are not adjacent."""
     return wide[:, :-1, :-3].detach().requires_grad_()
 
 
@@ -157,7 +157,7 @@ def _logits_policy_loss(objective, **options):
 
 
 def of_tokens(B, T):
-    """Everything that reads log-probabilities, rewards or values."""
+    """All calls on log-probabilities, rewards or values."""
     for packed in (False, True):
         layout = "packed" if packed else "padded"
         for name, objective in OBJECTIVES.items():
@@ -176,7 +176,7 @@ def of_tokens(B, T):
 
 
 def of_logits(B, T, V, dtype=torch.float32):
-    """Everything that reads logits."""
+    """All calls on logits."""
     for name, options in {
         "": {"temperature": 0.7},
         ", softcap": {"logit_softcap": 10.0, "logit_scale": 0.5},
@@ -192,7 +192,7 @@ def of_logits(B, T, V, dtype=torch.float32):
 
 
 def assert_equals_the_reference(work, backend):
-    """Hold one call on the tensors that a backend takes against the reference in float64."""
+    """Compare a call on the tensors that a backend takes with the reference in float64."""
     device = "cpu" if backend == "cpu" else "cuda"
     came = work.run({name: x.to(device) for name, x in work.inputs.items()}, backend)
     double = {name: x.double() if x.is_floating_point() else x for name, x in work.inputs.items()}
@@ -211,6 +211,6 @@ def assert_equals_the_reference(work, backend):
 
 
 def small():
-    """A few of each, for the slow tools."""
+    """A few calls of each kind, for slow tools."""
     torch.manual_seed(0)
     return [*of_tokens(3, 17), *of_logits(2, 3, 1001)]

@@ -1,4 +1,4 @@
-"""Exactly on a bound the slope is that of the inside, whatever torch takes for that of `clamp`."""
+"""Exactly on a bound the slope is the one inside, whatever gradient torch gives `clamp` there."""
 
 import math
 
@@ -14,7 +14,7 @@ ONE = torch.ones(1, 1)
 
 
 def slope_of(backend, objective, log_ratio=None, advantage=1.0, ref_distance=None):
-    """dL/dlogprob of one token; on policy where `log_ratio` is None."""
+    """dL/dlogprob of one token; on policy if `log_ratio` is None."""
     logprobs = torch.full((1, 1), -1.0, requires_grad=True)
     ref = None if ref_distance is None else logprobs.detach() + ref_distance
     fastrl.policy_loss(
@@ -95,7 +95,7 @@ def test_kl_clamp(backend, estimator, distance, bound, slope):
 @pytest.mark.parametrize("returns", [0.0, 4.0])
 @pytest.mark.parametrize("old", [0.5, 1.0, 1.5])
 def test_value_loss(loss, returns, old):
-    """Where both branches are equal, on the bound and inside, the slope is that of either."""
+    """Where both branches are equal, on the bound and inside, either slope is accepted."""
     values = torch.tensor([[1.0]], requires_grad=True)
     options = {"old_values": torch.tensor([[old]]), "clip": 0.5, "loss": loss}
     fastrl.value_loss(values, torch.tensor([[returns]]), ONE, **options).loss.backward()

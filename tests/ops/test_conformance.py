@@ -1,4 +1,4 @@
-"""Each convention gives its trainer's own numbers: loss and gradients against golden values."""
+"""Each convention gives its trainer's numbers: loss and gradients against golden values."""
 
 import math
 
@@ -304,7 +304,7 @@ def test_openrlhf(backend, preset, option, by_token, noise):
     assert_conforms(backend, b, o, golden(openrlhf, b, **settings, **more), tolerance=3e-8)
 
 
-def test_every_preset_of_a_trainer_is_held():
+def test_every_preset_of_a_trainer_is_tested():
     tested = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF}
     trainers = {name: set(presets) for name, presets in CONVENTIONS.items() if name != "fastrl"}
     assert {name: set(presets) for name, presets in tested.items()} == trainers

@@ -1,4 +1,4 @@
-"""Corners where a wrong answer would pass in silence; each was wrong once."""
+"""Corner cases where a wrong result would go unnoticed; each was wrong once."""
 
 import itertools
 import math
@@ -113,7 +113,7 @@ def test_lora_under_autocast(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fill", [-1e9, -1e10, -1e20, -1e30, -1e38, "lowest"])
 def test_logits_filled_far_below_the_others(backend, fill, dtype):
-    """As by a mask over the vocabulary: stretches of a row hold nothing else."""
+    """As a mask over the vocabulary does: parts of a row have no other logits."""
     fill = torch.finfo(dtype).min if fill == "lowest" else fill
     logits = torch.full((1, 2, 1500), fill)
     logits[..., 700:705] = torch.randn(2, 5)
@@ -179,7 +179,7 @@ ALL_BITS = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a 
 
 @pytest.mark.parametrize("broken", ["advantages", "old_logprobs", "ref_logprobs", "upstream"])
 def test_a_nan_of_any_payload_fills_a_bfloat16_gradient(backend, broken):
-    """Rounded as a number it would carry into the sign and become 0."""
+    """Rounding it like a number would carry into the sign and give 0."""
     logits = torch.randn(1, 2, 64).bfloat16().requires_grad_()
     ids = torch.tensor([[3, 5]])
     per_token = {name: torch.full((1, 2), -1.0) for name in ("old_logprobs", "ref_logprobs")}
@@ -204,7 +204,7 @@ def test_numbers_beyond_any_float_are_refused_by_name():
 
 @pytest.mark.parametrize("shape", [(0, 2), (1, 0), (0,)])
 def test_without_a_token_loss_and_gradients_are_zero(backend, shape):
-    """Also with prompts to count, and logits whose strides say nothing."""
+    """Also with prompts to count, and logits with meaningless strides."""
     prompts = {"group_size": 1, "objective": fastrl.Objective(aggregation="prompt-mean")}
     cut = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if len(shape) == 1 else {}
     ids, mask = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
@@ -225,7 +225,7 @@ def test_without_a_token_loss_and_gradients_are_zero(backend, shape):
 
 
 def test_a_weight_of_zero_is_no_reason_to_project_a_row(backend):
-    """The ratio of a row that nobody looked at may overflow with its advantage."""
+    """The ratio of a row that was not projected may overflow with its advantage."""
     hidden, weight = torch.tensor([[-300.0], [1.0]]), torch.tensor([[1.0], [-1.0]])
     ids, mask = torch.tensor([0, 0]), torch.ones(2)
     advantages, old = torch.tensor([-1e6, 1.0]), torch.tensor([-600.0, -0.125])

@@ -1,7 +1,7 @@
-"""Tokens whose log-probability is -inf: banned from the vocabulary, and sampled all the same.
+"""Tokens whose log-probability is -inf: banned from the vocabulary, but sampled.
 
-Where two log-probabilities that are subtracted are the same infinity, their difference is 0; an
-infinite log-probability is a constant, which no gradient flows into.
+The difference of two equal infinite log-probabilities is 0. An infinite log-probability is a
+constant without gradient.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Log-ratios of +-200, masked and not, advantage 0, all kinks: gradients are never NaN."""
+"""Log-ratios of +-200, masked or not, advantage 0, all kinks: gradients are never NaN."""
 
 import itertools
 import math
@@ -107,7 +107,7 @@ def test_float32_has_the_numbers_of_float64(backend, o):
 @pytest.mark.parametrize("log_ratio", [0.0, -3.0])
 @pytest.mark.parametrize("distance", [0.01, 1.0, 17.0, 30.0, 39.9, -17.0, -39.9])
 def test_the_slope_of_the_bias_corrected_k3_is_the_distance(backend, distance, log_ratio, level):
-    """d(r k3) = -r x for x = ref - logprob: two parts of size e^x that must not be subtracted."""
+    """d(r k3) = -r x for x = ref - logprob: subtracting its two parts of size e^x would cancel."""
     o = Objective(kl_coef=1.0, kl_gradient="bias-corrected", level=level)
     dtype = torch.float64 if backend == "reference" else torch.float32
     for kind in {torch.float32, dtype}:

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation and discounted returns, against the recurrence in float64."""
+"""Generalized advantage estimation and discounted returns, against the recurrence in float64."""
 
 import math
 
@@ -98,13 +98,13 @@ def assert_exact(result, inputs, gamma, lam, B, T):
 
 
 def same(part, wanted, backend):
-    """To the bit, but where a tree of additions depends on where the tokens lie."""
+    """Compare bits, or closely where the order of additions depends on the position of tokens."""
     if backend == "triton":
         return torch.allclose(part, wanted, rtol=1e-5, atol=1e-5)
     return torch.equal(part, wanted)
 
 
-def test_the_number_worked_in_the_contract(backend):
+def test_the_example_of_the_contract(backend):
     result = fastrl.gae(
         torch.tensor([[0.0, 1.0, 0.0]]),
         torch.tensor([[0.0, 0.0, 100.0]]),
@@ -134,7 +134,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize(("options", "expected"), BY_HAND)
-def test_numbers_worked_by_hand(backend, options, expected):
+def test_numbers_by_hand(backend, options, expected):
     options = {name: torch.tensor(value) for name, value in options.items()}
     values = torch.tensor([[2.0, 4.0, 6.0]])
     result = fastrl.gae(torch.ones(1, 3), values, **options, gamma=0.5, lam=0.5, backend=backend)
@@ -186,7 +186,7 @@ def test_a_gap_of_masked_tokens_changes_no_bit(backend):
 
 
 @given(seeds, poisons, st.sampled_from([None, "sequence", "token"]))
-def test_what_stands_at_masked_tokens_changes_no_bit(backend, seed, poison, bootstrap):
+def test_values_at_masked_tokens_change_no_bit(backend, seed, poison, bootstrap):
     torch.manual_seed(seed)
     inputs = make_inputs(4, 8, ends=True, bootstrap=bootstrap)
     clean = fastrl.gae(**inputs, backend=backend)

@@ -1,4 +1,4 @@
-"""Advantages relative to a group: against a loop in float64, and what went wrong elsewhere."""
+"""Group advantages: against a loop in float64, and known failures of others."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ nan = math.nan
 
 
 def deviation(rewards, correction):
-    """Standard deviation, 0 where no degree of freedom is left."""
+    """Standard deviation; 0 without degrees of freedom."""
     freedom = len(rewards) - correction
     if freedom <= 0:
         return 0.0
@@ -76,7 +76,7 @@ def assert_exact(backend, rewards, ids, atol=0.0, **options):
     return came
 
 
-def test_the_number_worked_in_the_contract(backend):
+def test_the_example_of_the_contract(backend):
     result = fastrl.group_advantages(
         torch.tensor([1.0, 0.8, 0.4, 0.2]), group_size=4, correction=0, eps=0, backend=backend
     )
@@ -126,7 +126,7 @@ def test_ragged_groups_in_random_order(backend, baseline, scale, correction, sin
 @pytest.mark.parametrize("bad", [nan, math.inf, -math.inf])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_what_is_not_finite_stays_in_its_group(backend, baseline, scale, bad):
+def test_non_finite_rewards_stay_in_their_group(backend, baseline, scale, bad):
     ids = [0, 0, 1, 1, 2, 2, 2, 0]
     rewards = torch.randn(8)
     others = [i for i, g in enumerate(ids) if g != 1]

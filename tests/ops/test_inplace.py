@@ -1,4 +1,4 @@
-"""Writing gradients over the logits: only when asked, and never in silence where it would harm."""
+"""Writing gradients over the logits: only on request, and never silently where it would harm."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def case():
 
 
 def losses(backend, inplace):
-    """The two functions that take the permission, on logits `[6, V]`."""
+    """The two functions with the option, on logits `[6, V]`."""
 
     def from_stats(logits, token_ids, advantages, mask):
         logprobs = fastrl.token_logprobs(

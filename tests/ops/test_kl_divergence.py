@@ -16,7 +16,7 @@ differences = st.floats(-90, 90, width=32)
 
 
 def exact(estimator, d):
-    """The estimate and its derivative by the policy's log-probability; d = ref - logprob."""
+    """The estimate and its derivative w.r.t. the policy's log-probability; d = ref - logprob."""
     x = min(max(d, -80.0), 80.0)
     value, slope = {
         "k1": (-x, 1.0),
@@ -40,7 +40,7 @@ BY_HAND = [("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", 0.3678794, 0.6321206), ("a
 
 
 @pytest.mark.parametrize(("estimator", "value", "slope"), BY_HAND)
-def test_numbers_worked_by_hand(estimator, value, slope):
+def test_numbers_by_hand(estimator, value, slope):
     logprobs = torch.tensor([-1.0], requires_grad=True)
     kl = fastrl.kl_divergence(logprobs, torch.tensor([-2.0]), estimator=estimator)
     kl.sum().backward()

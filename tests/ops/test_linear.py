@@ -31,7 +31,7 @@ HEADS = {
 
 
 def batch(dtype=torch.float32, head=()):
-    """Arguments of the linear loss; parameters are leaves that want gradients."""
+    """Arguments of the linear loss; parameters are leaves that require gradients."""
     parameters = {"hidden": torch.randn(B, T, H), "weight": torch.randn(V, H) / math.sqrt(H) * 3}
     options = dict(head)
     if options.pop("bias", False):
@@ -53,7 +53,7 @@ def batch(dtype=torch.float32, head=()):
 
 
 def explicit(parameters, function, *arguments, **options):
-    """Apply a function of logits to logits that are really there."""
+    """Apply a function of logits to explicit logits."""
     p = parameters
     logits = p["hidden"] @ p["weight"].t()
     if "bias" in p:

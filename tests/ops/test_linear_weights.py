@@ -1,4 +1,4 @@
-"""Heads whose weight is a view: by columns, with gaps, with rows or columns that share memory."""
+"""Heads whose weight is a view: column-major, with gaps, or with overlapping rows or columns."""
 
 import pytest
 import torch

@@ -319,7 +319,7 @@ def test_the_second_derivative_is_refused(backend):
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "a function"])
 def test_a_broken_token_is_seen_in_loss_and_gradient_and_stays_in_its_sequence(backend, name):
-    """Comparisons with NaN are false: without care a broken token passes for a clipped one."""
+    """Comparisons with NaN are false, so that a NaN token could look like a clipped one."""
     arguments = batch()
     arguments["mask"] = torch.ones(B, T)
     arguments["logits"][1, 2, 5] = math.nan

@@ -1,4 +1,4 @@
-"""Masked mean and whitening, alone and over the ranks of a process group."""
+"""Masked mean and whitening, in one process and over the ranks of a process group."""
 
 import math
 import os
@@ -79,7 +79,7 @@ def test_the_mean_by_hand():
 
 
 @pytest.mark.parametrize("poison", POISONS, ids=str)
-def test_what_stands_at_masked_entries_changes_no_bit(poison):
+def test_values_at_masked_entries_change_no_bit(poison):
     x, mask = torch.randn(4, 6), make_mask("random", 4, 6)
     dirty = x.masked_fill(~mask, poison)
     for function in (fastrl.masked_mean, fastrl.whiten):

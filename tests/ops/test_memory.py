@@ -1,4 +1,4 @@
-"""Peak memory beyond inputs and gradients: a few per cent from logits, one chunk from hidden."""
+"""Peak memory beyond inputs and gradients: a few percent from logits, one chunk from hidden."""
 
 import pytest
 

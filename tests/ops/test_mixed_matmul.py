@@ -97,6 +97,6 @@ def test_products_of_other_libraries_between_ours_are_unharmed():
         (torch.empty(2, 4), torch.ones(2, 6)[:, ::2], torch.ones(3, 4).bfloat16(), "a must be"),
     ],
 )
-def test_what_does_not_fit_is_refused(out, a, b, message):
+def test_mismatched_operands_are_refused(out, a, b, message):
     with pytest.raises(RuntimeError, match=message):
         matmul(out, a, b)

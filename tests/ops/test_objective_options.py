@@ -1,4 +1,4 @@
-"""Every field of `Objective`: what it does to the loss, and that it is never dropped in silence."""
+"""Every field of `Objective`: its effect on the loss, and that it is never silently ignored."""
 
 import dataclasses
 import math
@@ -205,9 +205,11 @@ def anchored(logprobs, old_logprobs, ref_logprobs, advantages):
 
 @pytest.mark.parametrize("function", [squared, anchored])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_an_objective_of_ones_own(backend, function):
+def test_a_function_as_objective(backend, function):
     inputs = policy_inputs(4, 5, torch.float64, "random")
-    o = Objective(surrogate=function, kl_coef=0.2, entropy_coef=0.1, rollout_correction=CORRECTIONS[0])
+    o = Objective(
+        surrogate=function, kl_coef=0.2, entropy_coef=0.1, rollout_correction=CORRECTIONS[0]
+    )
     assert_exact(backend, o, inputs)
     use = ("old_logprobs", "ref_logprobs")
     bare, gradient, _ = run(backend, function, inputs, use)
@@ -216,7 +218,7 @@ def test_an_objective_of_ones_own(backend, function):
     assert torch.equal(gradient, same)
 
 
-def test_an_objective_of_ones_own_sees_no_poison():
+def test_a_function_as_objective_sees_no_poison():
     inputs = policy_inputs(4, 5, torch.float32, "random")
     clean, gradient, _ = run("auto", squared, inputs)
     masked = ~inputs["mask"]

@@ -1,4 +1,4 @@
-"""Packed sequences of 3, 5, 1 and 7 tokens: at every position what each sequence gives alone."""
+"""Packed sequences of 3, 5, 1 and 7 tokens: the same results as for each sequence separately."""
 
 import math
 
@@ -79,7 +79,7 @@ def normalizer_of(o):
 
 
 def by_sequence(o, packed, options):
-    """Loss, gradients and metrics of each sequence in a call of its own, as [1, n]."""
+    """Loss, gradients and metrics of each sequence in a separate call, as [1, n]."""
     logprobs, A, mask, given = packed
     loss, gradients, metrics = 0, [], []
     for s, (lp, m) in enumerate(zip(split(logprobs), split(mask), strict=True)):
@@ -190,7 +190,7 @@ def padded(x, fill=0.0):
     return result
 
 
-def test_what_looks_at_the_whole_batch_equals_the_padded_one(backend):
+def test_batch_level_options_equal_those_of_a_padded_batch(backend):
     logprobs, mask, given = inputs(torch.float32)
     wide = padded(mask)
     valid = wide.bool()

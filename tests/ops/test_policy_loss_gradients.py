@@ -81,7 +81,7 @@ def test_constants_get_no_gradient(backend):
 
 
 def upstream(kind, loss):
-    """The loss through something that hands back a particular upstream gradient."""
+    """The loss, followed by an op that returns a particular upstream gradient."""
     if kind == "zero":
         return loss * 0.0
     if kind == "scaled":

@@ -44,7 +44,7 @@ def grouping(o, sequences):
 
 @pytest.mark.parametrize("poison", POISONS, ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_stands_at_masked_tokens_changes_no_bit(backend, preset, poison):
+def test_values_at_masked_tokens_change_no_bit(backend, preset, poison):
     o = Objective.preset(preset, **EVERYTHING)
     inputs = policy_inputs(4, 6, torch.float32, "random")
     inputs["mask"][1] = False

@@ -1,4 +1,4 @@
-"""The page of losses says what the presets are."""
+"""docs/losses.md lists the presets."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from fastrl.objective.presets import CONVENTIONS, convention_table
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 
 
-def test_the_table_in_the_docs_is_the_one_that_the_code_makes():
+def test_the_table_in_the_docs_is_generated_from_the_code():
     assert convention_table() in PAGE.read_text()
 
 

@@ -1,4 +1,4 @@
-"""The GEMMs of the LM head: the same gradients whichever library multiplies."""
+"""The GEMMs of the LM head: the same gradients with every library."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ROWS, WIDTH, VOCABULARY = 5, 8, 37
 
 @pytest.fixture
 def wide_results(monkeypatch):
-    """torch.mm and torch.addmm with `out_dtype`, which torch has on a GPU alone."""
+    """torch.mm and torch.addmm with `out_dtype`, which torch only has on a GPU."""
 
     def mm(a, b, *, out_dtype, out):
         assert a.dtype == b.dtype == torch.bfloat16
@@ -61,7 +61,7 @@ def test_tensor_cores_round_the_gradient_of_the_logits_and_nothing_else(wide_res
     torch.testing.assert_close(total.double(), 2 * rounded.t() @ hidden.double())
 
 
-def test_what_multiplies_is_chosen_by_device_dtype_and_machine(monkeypatch):
+def test_the_gemm_is_chosen_by_device_dtype_and_machine(monkeypatch):
     def chosen(hidden, weight, backend, device="cpu"):
         operands = (torch.empty(1, 1, dtype=dtype, device="meta") for dtype in (hidden, weight))
 

@@ -1,4 +1,4 @@
-"""Importance weights against the engine that sampled: by hand, detached, within bounds."""
+"""Importance weights against the rollout engine: by hand, detached, within bounds."""
 
 import math
 
@@ -15,7 +15,7 @@ LEVELS = ("token", "sequence", "geometric")
 
 
 def weights_of(backend, differences, mask=None, lengths=None, **correction):
-    """is_t of tokens whose log old / rollout is given: minus the gradient at advantage 1."""
+    """is_t of tokens with these log(old / rollout): minus the gradient at advantage 1."""
     old = torch.full_like(differences, -1.0)
     logprobs = old.clone().requires_grad_()
     mask = torch.ones_like(old) if mask is None else mask
@@ -73,7 +73,7 @@ def test_masked_tokens_do_not_enter_the_ratio_of_their_sequence(backend, kind, l
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_packed_sequences_have_ratios_of_their_own(backend, level):
+def test_packed_sequences_have_separate_ratios(backend, level):
     differences, lengths = torch.randn(4, 6) / 2, [6, 1, 0, 3]
     rows = weights_of(
         backend, differences, torch.arange(6) < torch.tensor(lengths)[:, None], level=level
@@ -84,7 +84,7 @@ def test_packed_sequences_have_ratios_of_their_own(backend, level):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_on_policy_the_trainers_own_logprobs_are_held_against_the_rollout(backend, kind, level):
+def test_on_policy_the_current_logprobs_are_compared_with_the_rollout(backend, kind, level):
     # one engine sampled, the trainer is one step old: old_logprobs=None stands for logprobs
     dtype = torch.float64 if backend == "reference" else torch.float32
     o = Objective(rollout_correction=RolloutCorrection(kind=kind, level=level, low=0.6, high=1.4))

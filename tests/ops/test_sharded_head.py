@@ -1,4 +1,4 @@
-"""An LM head that FSDP2 has sharded over two processes trains as the whole one does."""
+"""An LM head that FSDP2 shards over two processes trains like an unsharded one."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What weighs each term of the loss: own factors, masks, corrections, denominators."""
+"""The weights of each term of the loss: policy weights, masks, corrections, normalizers."""
 
 import math
 
@@ -41,7 +41,7 @@ def widest(backend):
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence-token"])
-def test_factors_of_ones_own_weigh_the_policy_term_alone(backend, level, packing):
+def test_policy_weights_only_affect_the_policy_term(backend, level, packing):
     inputs, lengths = policy_inputs(4, 6, widest(backend), "random"), None
     if packing:
         lengths = [3, 6, 1, 5]
@@ -50,7 +50,7 @@ def test_factors_of_ones_own_weigh_the_policy_term_alone(backend, level, packing
     assert_exact(backend, o, inputs, (*needed(o), "policy_weights"), lengths)
 
 
-def test_factors_by_sequence_and_by_token_are_the_same(backend):
+def test_policy_weights_per_sequence_and_per_token_are_the_same(backend):
     inputs = policy_inputs(4, 6, widest(backend), "random")
     by_sequence = torch.rand(4, dtype=widest(backend))
     gradients = [
@@ -96,7 +96,7 @@ def test_nan_in_an_active_token_reaches_loss_and_gradient(backend, name):
     assert not gradient[0].isnan().any()
 
 
-def test_the_share_of_top_entropy_is_that_of_the_valid_tokens(backend):
+def test_the_top_entropy_quantile_is_over_valid_tokens(backend):
     entropy = torch.tensor([[5.0, 1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0, 9.0]])
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
     logprobs = torch.zeros(2, 5, requires_grad=True)
@@ -116,7 +116,7 @@ def test_the_share_of_top_entropy_is_that_of_the_valid_tokens(backend):
     ]
 
 
-def test_a_bad_sequence_that_the_policy_has_left_teaches_nothing(backend):
+def test_off_policy_sequences_with_negative_advantage_are_dropped(backend):
     # mean log old / current: 0.3, 0.1, 0.3; advantages -1, -1, 1: only the first is dropped
     drift = torch.tensor([[0.2, 0.4], [0.0, 0.2], [0.3, 0.3]])
     logprobs = torch.full((3, 2), -1.0, requires_grad=True)
@@ -132,7 +132,7 @@ def test_a_bad_sequence_that_the_policy_has_left_teaches_nothing(backend):
     assert (logprobs.grad != 0).tolist() == [[False] * 2, [True] * 2, [True] * 2]
 
 
-def test_a_token_that_the_engine_could_not_score_is_no_evidence(backend):
+def test_a_token_that_the_engine_could_not_score_counts_as_no_difference(backend):
     # TRL's get_off_policy_mask: nan_to_num of the differences; their means are 0.3, 0.1
     drift = torch.tensor([[math.nan, 0.6], [math.nan, 0.2]])
     logprobs = torch.full((2, 2), -1.0, requires_grad=True)
@@ -148,7 +148,7 @@ def test_a_token_that_the_engine_could_not_score_is_no_evidence(backend):
     assert (logprobs.grad != 0).tolist() == [[False] * 2, [True] * 2]
 
 
-def test_a_denominator_for_each_term(backend):
+def test_a_normalizer_per_term(backend):
     inputs = policy_inputs(3, 4, widest(backend), "ragged")
     use = ("old_logprobs", "ref_logprobs", "entropy")
     fields = {"kl_coef": 0.2, "entropy_coef": 0.1, "aggregation": "seq-mean-token-mean"}

@@ -1,4 +1,4 @@
-"""Log-probabilities and kin from logits: against float64, at the edges, in every layout."""
+"""Statistics of tokens from logits: against float64, at the edges, in every layout."""
 
 import math
 
@@ -284,7 +284,7 @@ def test_expanded_logits(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [257, 50257])
-def test_a_row_does_not_depend_on_its_company(backend, vocabulary, dtype):
+def test_a_row_does_not_depend_on_other_rows(backend, vocabulary, dtype):
     if backend == "reference":
         pytest.skip("eager torch promises no batch invariance")
     logits = random_logits(9, vocabulary, dtype=dtype)

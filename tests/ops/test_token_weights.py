@@ -23,7 +23,7 @@ from tests.support.inputs import (
 
 
 def exact_weights(mask, aggregation, normalizer=None, length_norm=None, groups=None):
-    """w_t by the sentence that defines each aggregation, token by token."""
+    """w_t from the definition of each aggregation, token by token."""
     B, T = mask.shape
     lengths = [int(row.sum()) for row in mask]
     groups = list(range(B)) if groups is None else groups
@@ -120,7 +120,7 @@ def test_the_number_of_groups_is_counted_without_rounding(count):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_packed_sequences_weigh_the_same_as_padded_ones(aggregation):
+def test_packed_sequences_get_the_same_weights_as_padded_ones(aggregation):
     lengths = [3, 0, 5, 1, 0]
     valid = make_mask("random", 5, 5) & (torch.arange(5) < torch.tensor(lengths)[:, None])
     options = {"length_norm": 5.0} if aggregation == "seq-mean-token-sum-norm" else {}

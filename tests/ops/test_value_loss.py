@@ -127,7 +127,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize(("value", "ret", "old", "clip", "loss", "cost", "slope"), BY_HAND)
-def test_numbers_worked_by_hand(value, ret, old, clip, loss, cost, slope):
+def test_numbers_by_hand(value, ret, old, clip, loss, cost, slope):
     old = {} if old is None else {"old_values": torch.tensor([[old]]), "clip": clip}
     result, gradient = run(
         torch.tensor([[value]]),
@@ -161,7 +161,7 @@ def test_explained_variance_of_constant_returns_is_zero():
 
 @pytest.mark.parametrize("poison", POISONS, ids=str)
 @pytest.mark.parametrize("loss", ["mse", "huber"])
-def test_what_stands_at_masked_tokens_changes_no_bit(loss, poison):
+def test_values_at_masked_tokens_change_no_bit(loss, poison):
     inputs = make_inputs(4, 6, clip=0.2)
     clean, gradient = run(**inputs, loss=loss)
     for name in ("values", "returns", "old_values"):

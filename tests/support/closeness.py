@@ -1,15 +1,15 @@
-"""How close is close enough: budgets derived from rounding, not tolerances picked by hand."""
+"""Error budgets derived from rounding, instead of hand-picked tolerances."""
 
 import torch
 
 
 def assert_within_budget(actual, exact, same_dtype=None, *, ulps=8, size=None, atol=0.0):
-    """Hold `actual` against the float64 `exact`, within what rounding explains.
+    """Compare `actual` with the float64 `exact`, within what rounding explains.
 
     The budget of an element is twice the worst error of `same_dtype` (the eager computation in the
     dtype under test), plus `ulps` roundings of `size` (the magnitude of what was added up on the
     way; by default the element itself), plus `atol` for errors already in the inputs. NaN and
-    infinities must stand in the same places.
+    infinities must be in the same places.
     """
     assert actual.shape == exact.shape, f"shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     got, want = actual.detach().double(), exact.detach().double()

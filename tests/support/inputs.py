@@ -1,4 +1,4 @@
-"""Makers of inputs: logits, masks, per-token tensors, layouts; and hypothesis strategies."""
+"""Inputs of tests: logits, masks, per-token tensors, layouts, and hypothesis strategies."""
 
 import torch
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = ("all", "none", "random", "one-row-masked", "ragged")
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "expanded")
-#: What may stand at a masked position without changing anything.
+#: Values that a masked position may have without changing a result.
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, -1e30)
 #: The sequences whose micro-batch splits must agree.
 LENGTHS = (1, 3, 7, 50, 2, 9, 100, 11)
@@ -40,7 +40,7 @@ def make_logprobs(*shape, dtype=torch.float64):
 
 
 def policy_inputs(B, T, dtype=torch.float64, mask="ragged", noise=0.4):
-    """Everything that `policy_loss` takes, as a dict; ratios on both sides of the clip."""
+    """All arguments of `policy_loss`, as a dict; ratios on both sides of the clip."""
     logprobs = make_logprobs(B, T)
     return {
         "logprobs": logprobs.to(dtype),
@@ -55,7 +55,7 @@ def policy_inputs(B, T, dtype=torch.float64, mask="ragged", noise=0.4):
 
 
 def in_layout(x, layout):
-    """The values of `x` `[B, T]` in another memory layout (`expanded` repeats its first row)."""
+    """`x` `[B, T]` in another memory layout (`expanded` repeats its first row)."""
     B, T = x.shape
     if layout == "transposed":
         return x.t().contiguous().t()
@@ -92,5 +92,5 @@ poisons = st.sampled_from(POISONS)
 
 
 def backend_for(objective, backend):
-    """The backend to name for an objective: PyTorch evaluates a function."""
+    """The backend to name for an objective; a function needs `auto`."""
     return "auto" if callable(objective.surrogate) and backend != "reference" else backend

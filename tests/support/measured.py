@@ -1,4 +1,4 @@
-"""Peak memory of a piece of code, measured in a process of its own."""
+"""Peak memory of a piece of code, measured in a separate process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs the policy loss on inputs and holds it against the truth: padded and packed, any dtype."""
+"""Compares the policy loss with its definition: padded and packed, in any dtype."""
 
 import torch
 
@@ -12,7 +12,7 @@ PER_TOKEN += ("policy_weights",)
 
 
 def run(backend, objective, inputs, use=("old_logprobs",), **options):
-    """Call `policy_loss` on those of `inputs` that are in `use`; return result and gradients."""
+    """Call `policy_loss` on the `inputs` named in `use`; return result and gradients."""
     logprobs = inputs["logprobs"].detach().requires_grad_()
     given = {name: inputs[name] for name in use}
     if "entropy" in given:
@@ -40,13 +40,13 @@ def needed(o):
 
 
 def pack(inputs, lengths):
-    """The padded `inputs` without what lies beyond `lengths`; `[B]` advantages stay."""
+    """The padded `inputs`, packed to `lengths`; `[B]` advantages are kept."""
     names = [*PER_TOKEN, *(["advantages"] if inputs["advantages"].dim() == 2 else [])]
     return {**inputs, **{name: packed(inputs[name], lengths) for name in names}}
 
 
 def truth_of(o, inputs, use, lengths=None, **options):
-    """The truth on padded inputs, or on packed ones where `lengths` are given."""
+    """Expected results for padded inputs, or for packed ones if `lengths` are given."""
     mask = inputs["mask"].bool().flatten().tolist()
     if lengths is None:
         B, width = inputs["mask"].shape
@@ -77,7 +77,7 @@ def truth_of(o, inputs, use, lengths=None, **options):
 
 
 def assert_exact(backend, objective, inputs, use=None, lengths=None, groups=None, **options):
-    """Hold loss, gradients and every metric against the truth."""
+    """Compare loss, gradients and every metric with the expected results."""
     o = fastrl.Objective.preset(objective) if isinstance(objective, str) else objective
     use = needed(o) if use is None else use
     bounds = {} if lengths is None else {"cu_seqlens": cu_seqlens(lengths)}

@@ -1,4 +1,4 @@
-"""The policy loss written out token by token, apart from the package: the truth of its tests."""
+"""The policy loss written out token by token, independent of the package: the expected results."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Truth(NamedTuple):
 
 
 def hold(x, low, high):
-    """x within bounds: it keeps its gradient inside them and loses it outside."""
+    """x clamped to bounds, with gradient 1 inside and 0 outside."""
     return x * 0 + low if x < low else x * 0 + high if x > high else x
 
 
@@ -114,7 +114,7 @@ def rollout_weights(correction, old, rollout, tokens):
 
 
 def kept_in_policy(o, sequences, lp, old, rollout, advantages, H):
-    """The tokens whose policy term stays, and of these the ones of high entropy."""
+    """The tokens that keep their policy term, and among them those of high entropy."""
     kept = top = {t for tokens in sequences for t in tokens}
     if o.off_policy_threshold is not None:
         sampled = old if rollout is None else rollout
@@ -130,7 +130,7 @@ def kept_in_policy(o, sequences, lp, old, rollout, advantages, H):
 
 
 def exact_policy_loss(o, sequences, logprobs, advantages, **options):
-    """Loss, metrics and gradients; `sequences` lists the active tokens of each, all else is flat.
+    """Loss, metrics and gradients; `sequences` lists the active tokens of each; the rest is flat.
 
     Options: old, ref, rollout, entropy, policy_weights (flat tensors), normalizer, groups (the
     group of each sequence), width (the padded length).
@@ -179,7 +179,8 @@ def exact_policy_loss(o, sequences, logprobs, advantages, **options):
             if o.level == "sequence-token":
                 d = hold(mean.detach() + lp[t] - lp[t].detach(), lowest, highest)
             if callable(o.surrogate):
-                f, flag = o.surrogate(lp[t], old[t], None if ref is None else ref[t], advantages[t]), 0
+                to_ref = None if ref is None else ref[t]
+                f, flag = o.surrogate(lp[t], old[t], to_ref, advantages[t]), 0
             elif o.surrogate == "gmpo":
                 f, flag = -advantages[t] * torch.exp(shared), flags[t]
             else:
