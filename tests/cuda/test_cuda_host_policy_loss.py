@@ -53,7 +53,7 @@ def test_many_blocks_add_up_to_what_one_does(level, kl_gradient, layout, offset)
     loss = LossArguments(*constants(shape, 5, layout, offset), old, ref, None)
     for surrogate in SURROGATES:
         objective = objective_of(surrogate, level, kl_gradient=kl_gradient, **SCALARS)
-        inputs = (logprobs, entropy, mask, *loss, *objective_of())
+        inputs = (logprobs, entropy, mask, *loss, *objective)
         by_token = level == "token" and surrogate != "gmpo"
         one = policy_loss_fwd(*inputs, per_block=1000)
         many = policy_loss_fwd(*inputs, per_block=32 if by_token else 2)
