@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fastrl
+from fastrl.contract import LossArguments, Metrics
 from fastrl.library import operators
 from fastrl.objective.presets import PRESETS
 
@@ -57,7 +58,7 @@ def test_policy_loss_is_exact(backend, preset, shape):
     inputs = policy_inputs(*shape)
     found = policy_loss(inputs, backend, objective=preset)
     exact = policy_loss(double(inputs), "reference", objective=preset)
-    # two tokens whose ratio stands at the clip may fall on either side of it in float32
+    # two tokens whose ratio is at the clip may be on either side of it in float32
     off = (found[1] - exact[1]).abs() > 1e-4 * exact[1].abs().max()
     assert off.sum() <= 2
     torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-4, atol=1e-5)
@@ -147,7 +148,7 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_waits_for_the_gpu(kernels, name, request):
     call = calls(kernels)[name]
-    call()  # compilation may
+    call()  # compilation may synchronize
     request.getfixturevalue("no_sync")
     call()
 
@@ -230,15 +231,15 @@ def test_policy_loss_beyond_32_bit_offsets(kernels, memory):
     mask = torch.ones_like(logprobs, dtype=torch.bool)
     weights = torch.full_like(logprobs, 2.0**-31)
     weights[0, -1] = 1.0
-    inf = float("inf")
-    coefficients = [0.2, 0.2, inf, inf, 1.0, 1.0, 0.0, inf, inf, inf, 0.0]
-    loss, slope, metrics = operators(kernels).policy_loss_fwd(
-        logprobs, advantages, mask, weights, *[None] * 6, 0, 0, 2, 0, coefficients
+    absent = LossArguments._make(None for _ in LossArguments._fields)
+    arguments = absent._replace(advantages=advantages, weights=weights)
+    loss, slope, _, metrics = operators(kernels).policy_loss_fwd(
+        logprobs, None, mask, *arguments, *fastrl.Objective().arguments
     )
     assert slope[0, -1].item() == -2.0
     assert (slope[0, -4096:-1] == -(2.0**-30)).all()
     assert loss.item() == pytest.approx(-4.0, rel=1e-5)
-    assert metrics[10].item() == pytest.approx(TOKENS, rel=1e-6)
+    assert Metrics._make(metrics).active_tokens.item() == pytest.approx(TOKENS, rel=1e-6)
 
 
 def test_more_sequences_than_a_grid_axis_has_blocks(kernels):

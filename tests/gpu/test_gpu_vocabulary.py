@@ -172,7 +172,7 @@ NAMES = ("stats", "one pass", "in place")
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_waits_for_the_gpu(kernels, name, request):
     call = calls(kernels)[name]
-    call()  # compilation may
+    call()  # compilation may synchronize
     request.getfixturevalue("no_sync")
     call()
 
