@@ -44,7 +44,7 @@ def constants(shape, sequences, layout, offset=0):
 
 @pytest.mark.parametrize("offset", [0, 1])  # on and off the boundaries of vectors
 @pytest.mark.parametrize("layout", ["token", "mixed"])
-@pytest.mark.parametrize(("level", "kl_gradient"), zip(LEVELS, KL_GRADIENTS, strict=True))
+@pytest.mark.parametrize(("level", "kl_gradient"), list(zip(LEVELS, KL_GRADIENTS, strict=True)))
 def test_many_blocks_add_up_to_what_one_does(level, kl_gradient, layout, offset):
     shape = (5, 37)
     logprobs, entropy, old, ref = (tokens(shape, offset) for _ in range(4))
