@@ -1,5 +1,7 @@
 """The metrics of the losses, collected over micro-batches on the device, read once per step."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class MetricMeans:
         self._tokens: list[Tensor] = []
         self._seen: list[dict[str, Tensor]] = []
 
-    def add(self, metrics: dict[str, Tensor]) -> None:
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
         """Add a micro-batch."""
         self._seen.append({name: value.detach() for name, value in metrics.items()})
         self._tokens.append(metrics["active_tokens"].detach().double())
