@@ -1,4 +1,4 @@
-"""Runs cases, or one that is pasted: python -m tests.fuzz "Case('gae', tokens=3)"."""
+"""Runs random cases, or a pasted one: python -m tests.fuzz "Case('gae', tokens=3)"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`group_advantages`, `gae` and `discounted_returns`: what is given, and what is expected."""
+"""`group_advantages`, `gae` and `discounted_returns`: arguments and expected results."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def examined_gae(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
 
 
 def _following(case: Case, tokens: Tokens, kind: str | None) -> tuple[Any, Any]:
-    """Return what follows each token as the last one and as a truncated one, and the argument."""
+    """Return the values after each token, if it is the last or truncated, and the argument."""
     if kind is None:
         return None, None
     random = case.random("bootstrap")

@@ -18,14 +18,14 @@ class Arithmetic:
     subnormal: float
 
     def holds_sum(self, a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-        """Say where a + b, which float64 rounds to `total`, is a number of this format."""
+        """Return where a + b, which float64 rounds to `total`, is representable in this format."""
         if self is not FLOAT64:
             return _float32(total) == total
-        part = total - a  # the residual of float64's own rounding (Knuth's two-sum)
+        part = total - a  # the rounding error of float64 (Knuth's two-sum)
         return (a - (total - part)) + (b - part) == 0
 
     def holds_product(self, a: np.ndarray, b: np.ndarray, product: np.ndarray) -> np.ndarray:
-        """Say where a b, which float64 rounds to `product`, is a number of this format."""
+        """Return where a b, which float64 rounds to `product`, is representable in this format."""
         if self is not FLOAT64:
             return _float32(product) == product  # two float32 make an exact float64
         return (np.abs(a) == 1) | (np.abs(b) == 1) | (product == 0)
@@ -44,5 +44,5 @@ FORMATS = {each.name: each for each in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
 
 
 def of_results(*dtypes: str) -> Arithmetic:
-    """Return what results are computed in: float32, or float64 where an operand has it."""
+    """Return the format of the arithmetic: float32, or float64 if an operand has it."""
     return FLOAT64 if "float64" in dtypes else FLOAT32

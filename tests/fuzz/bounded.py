@@ -1,17 +1,17 @@
-"""Float64 values that carry a bound of the error that a narrower arithmetic may make.
+"""Float64 values with a bound on the error that a narrower arithmetic may make.
 
-An implementation rounds after every operation. From `x` with the error `e`, the operation `f` in
-an arithmetic of unit roundoff `u` makes `f(x)` with an error of at most
+An implementation rounds after every operation. Applied to `x` with the error `e`, the operation `f`
+in an arithmetic of unit roundoff `u` returns `f(x)` with an error of at most
 
     |f(x + e) - f(x)|  +  roundings * u |f(x)|  +  underflow,
 
-the underflow being the smallest normal number, as a kernel may flush what is below it to 0. A
-result beyond the largest number has an infinite error: whatever follows from it is accepted.
-Bounds follow from the formulas alone; none is tuned for a single case.
+where underflow is the smallest normal number, since a kernel may flush smaller ones to 0. A result
+beyond the largest number has an infinite error: anything derived from it is accepted. Bounds follow
+from the formulas; none is tuned to a case.
 
-An operation on exact operands whose result the arithmetic holds is exact, and what is decided by
-it (is a ratio beyond a clip bound?) is certain. A decision whose two sides lie closer than their
-errors is in doubt: `choose` then covers both results, and `Doubts` counts it.
+An operation on exact operands with a representable result is exact, and a decision based on it (is
+a ratio beyond a clip bound?) is certain. A decision between sides that are closer than their errors
+is in doubt: `choose` then covers both results, and `Doubts` counts it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ GRID = 2.0**-10
 
 
 def sum_roundings(terms: int) -> float:
-    """How many unit roundoffs of the sum of magnitudes a sum of so many terms may be off."""
+    """Error of a sum of this many terms, in unit roundoffs of the sum of magnitudes."""
     return min(max(terms - 1, 0), SUM_LAMBDA * terms**0.5)
 
 
 @dataclasses.dataclass
 class Doubts:
-    """How many decisions of a case lie within rounding of their bound, by kind."""
+    """The number of decisions of a case that are within rounding of their bound, by kind."""
 
     counts: Counter = dataclasses.field(default_factory=Counter)
 
@@ -52,7 +52,7 @@ class Doubts:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A yes or no for every entry, and where rounding may turn it round."""
+    """A yes or no for every entry, and where rounding may flip it."""
 
     yes: np.ndarray
     doubtful: np.ndarray
@@ -78,7 +78,7 @@ def certain(yes: np.ndarray) -> Decision:
 
 
 class Bounded:
-    """Values, bounds of their errors, and the arithmetic that makes them."""
+    """Values, bounds on their errors, and the arithmetic that computes them."""
 
     __slots__ = ("arithmetic", "error", "value")
     __array_priority__ = 1  # so that an array on the left leaves the operation to this class
@@ -193,7 +193,7 @@ def _product(magnitude: np.ndarray, error: np.ndarray) -> np.ndarray:
 
 
 def constant(value: object, arithmetic: Arithmetic) -> Bounded:
-    """Return a number as the arithmetic holds it: exactly, or rounded once."""
+    """Return a number as represented in the arithmetic: exactly, or rounded once."""
     if isinstance(value, float | int):
         return _number(float(value), arithmetic)
     return _constant(value, arithmetic)

@@ -1,6 +1,6 @@
-"""A case: a function and the plain values that say what is done with it.
+"""A case: a function and plain values that describe a call of it.
 
-`repr` leaves out what has its simplest value, and is the line to paste:
+`repr` omits options with their simplest value, and is the line to paste:
 
     python -m tests.fuzz "Case('token_stats', vocabulary=4097, features=('inf-block',))"
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-#: What a case can say, with the simplest value of each.
+#: The options of a case, with the simplest value of each.
 SIMPLEST: dict[str, Any] = {
     "seed": 0,
     "mode": "grad",  # or no-grad, inference
@@ -106,7 +106,7 @@ class Case:
 
     @property
     def dtypes(self) -> tuple[str, str, str]:
-        """The dtypes of arguments that need not have the same."""
+        """The options for dtypes, which may differ between arguments."""
         others = (self.second_dtype, self.third_dtype)
         return self.dtype, *(self.dtype if name == "like" else name for name in others)
 
@@ -122,7 +122,7 @@ class Case:
 
 
 def parse(line: str) -> Case:
-    """Return the case that a pasted line says; only literals are evaluated."""
+    """Return the case of a pasted line; only literals are evaluated."""
     call = _Numbers().visit(ast.parse(line.strip(), mode="eval")).body
     if not isinstance(call, ast.Call) or getattr(call.func, "id", None) != "Case":
         raise ValueError(f"a line like Case('gae', tokens=3) is expected, got {line!r}")

@@ -1,4 +1,4 @@
-"""What a call gave against what the oracle expects of it."""
+"""Compares the results of a call with those of the oracle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensors import numbers
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One part of a result that is not what the oracle expects."""
+    """One part of a result that differs from what the oracle expects."""
 
     part: str
     kind: str  # shape, dtype, nan, value, bool, missing, refused, not refused, raised
@@ -47,7 +47,7 @@ def part(x: Tensor | None) -> Got | None:
 def differences(
     got: dict[str, Got | None], want: dict[str, Part], doubts: Doubts
 ) -> list[Difference]:
-    """Return what differs, in the order of the parts; `got` holds (numbers, dtype) or None."""
+    """Return the differences in the order of the parts; `got` has (numbers, dtype) or None."""
     found = []
     for name, part in want.items():
         if name not in got or got[name] is None:
@@ -86,7 +86,7 @@ def _compare(name: str, got: np.ndarray, part: Part, doubts: Doubts) -> Differen
         want = stored(want, part.dtype, part.waited_for)
     if part.waited_for is not None and np.isnan(part.waited_for):
         nothing = (want.value == 0) & (want.error == 0)
-        doubts.add("unsaid: NaN as upstream gradient of a loss", nothing)
+        doubts.add("unspecified: NaN as upstream gradient of a loss", nothing)
         want = Bounded(want.value, np.where(nothing, np.inf, want.error), want.arithmetic)
     doubts.add("unbounded", np.isinf(want.error).any(-1))
     near = np.abs(got - want.value) <= want.error

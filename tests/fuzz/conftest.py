@@ -1,4 +1,4 @@
-"""What the tests of the fuzzer share."""
+"""Fixtures of the tests of the fuzzer."""
 
 import numpy as np
 import pytest

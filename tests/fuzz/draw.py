@@ -1,4 +1,4 @@
-"""Draws cases: every option by itself, with the values at which something changes among them."""
+"""Draws cases: every option independently, including the values where behavior changes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _dtypes(chance: Chance, function: str, float64: bool) -> dict[str, Any]:
 
 
 def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
-    """Return what is out of the ordinary about the data: nothing in about half of the cases."""
+    """Return unusual features of the data; none in about half of the cases."""
     known: list[str] = []
     if function in WITH_ROWS:
         known += logits_data.FEATURES
@@ -122,7 +122,7 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
     known += PLAIN_FEATURES.get(function, ())
     found = chance.some(known, min(0.5, 1.5 / max(len(known), 1)))
     top = dict(options.get("fields", {})).get("top_entropy_quantile", 1.0) < 1
-    if top:  # the entropy of a row without distribution is unsaid
+    if top:  # the entropy of a row without distribution is unspecified
         found = tuple(name for name in found if name not in NO_ENTROPY)
     return found + (("nan-payload",) if chance.of(0.1) else ())
 

@@ -1,4 +1,4 @@
-"""Draws objectives whose every field has an effect, and what they need from the call."""
+"""Draws objectives in which every field has an effect, with the inputs that they need."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _correction(chance: Chance) -> dict[str, Any]:
 
 
 def _aggregations(chance: Chance, options: dict, full: dict, fields: dict) -> dict[str, Any] | None:
-    """Draw how terms are added up into `fields`; return what that needs, None if it cannot be."""
+    """Draw aggregations into `fields`; return the options that they need, or None if impossible."""
     unknown = options["layout"] == "packed"
     corrections = full["rollout_correction"] or ()
     if unknown and (

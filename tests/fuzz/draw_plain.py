@@ -1,4 +1,4 @@
-"""Draws what values, rewards and masks have: the functions without a vocabulary or an objective."""
+"""Draws options of values, rewards and masks: functions without a vocabulary or an objective."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _groups(chance: Chance, options: dict) -> dict[str, Any]:
 
 
 def _other_dtypes(chance: Chance, options: dict) -> dict[str, Any]:
-    """Return the dtypes of all arguments in half of the cases; float64 beside another, too."""
+    """Return dtypes of all arguments in half of the cases, including float64 mixed with others."""
     if chance.of(0.5):
         return {}
     known = ["float32", "float32", "bfloat16", "float16"]

@@ -1,4 +1,4 @@
-"""Draws what cases with a vocabulary have: logits, or hidden states and a head."""
+"""Draws options of cases with a vocabulary: logits, or hidden states and a head."""
 
 from __future__ import annotations
 

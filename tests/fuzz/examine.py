@@ -40,7 +40,7 @@ BACKENDS = ("auto", "reference", *COMPILED)
 
 
 class Verdict(NamedTuple):
-    """What came of a case: nothing differs, or what does; decisions in doubt; a refusal."""
+    """The outcome of a case: differences if any, decisions in doubt, a refusal."""
 
     differences: list[Difference]
     doubts: Counter
@@ -54,7 +54,7 @@ def backend_of(case: Case, backend: str) -> str:
 
 
 def examine(case: Case, backend: str, device: str) -> Verdict:
-    """Return what differs between a case and its oracle."""
+    """Return the differences between a call and its oracle."""
     if case.wrong is not None:
         return Verdict(refusal_differences(case, backend), Counter(), refused=True)
     trial = Trial(case, backend_of(case, backend), device)
@@ -75,7 +75,7 @@ def examine(case: Case, backend: str, device: str) -> Verdict:
 
 
 def _stem(text: str) -> str:
-    """The beginning of a message without its numbers: what tells one error from another."""
+    """The start of a message without its numbers, to tell one error from another."""
     return re.sub(r"[\d.\[\](), -]+", " ", text)[:60].strip()
 
 

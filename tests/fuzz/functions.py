@@ -1,4 +1,4 @@
-"""The functions that the formulas need, with the errors that arguments and evaluation make."""
+"""The functions in the formulas, with the errors from their arguments and evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .bounded import Bounded, Decision, beyond, choose, where
 
 
 def exp(x: Bounded) -> Bounded:
-    """Return e^x; kernels take 2^(x log2 e), which makes |x| roundings of the argument more."""
+    """Return e^x; kernels compute 2^(x log2 e), which adds |x| roundings of the argument."""
     value = np.exp(x.value)
     finite = np.where(np.isfinite(x.value), x.value, 0.0)
     grown = np.where(x.error == 0, 0.0, value * np.expm1(x.error))
@@ -50,7 +50,7 @@ def minimum(a: Bounded, b: object) -> Bounded:
 
 
 def held(x: Bounded, low: object, high: object) -> tuple[Bounded, Decision]:
-    """Return x held within [low, high], and where it lies beyond them; NaN stays NaN."""
+    """Return x clamped to [low, high], and where it is beyond them; NaN stays NaN."""
     low, high = x.like(low), x.like(high)
     over, under = beyond(x, high), beyond(low, x)
     full = np.zeros(x.shape)
@@ -63,10 +63,10 @@ def mean(x: Bounded, axis: int | None = None) -> Bounded:
 
 
 def stored(x: Bounded, dtype: str, waited_for: float | None = None) -> Bounded:
-    """Return x as a tensor of this dtype holds it: rounded once more, subnormal or flushed.
+    """Return x as stored in this dtype: rounded once more, subnormal or flushed.
 
-    The gradient of a loss is made with the loss and waits in the dtype of its tensor; the upstream
-    gradient that it `waited_for` multiplies it, underflow and all, and it rounds again.
+    The gradient of a loss is computed with the loss and stored in the dtype of its tensor. The
+    backward multiplies it by the upstream gradient that it `waited_for`, which rounds it again.
     """
     kept = FORMATS[dtype]
     waited_for = None if waited_for is not None and np.isnan(waited_for) else waited_for

@@ -24,7 +24,7 @@ ENTERING = {"cpu": 2.0**-16, "cuda": 2.0**-8}
 
 @dataclasses.dataclass
 class HeadData:
-    """Hidden states `[N, H]` and parameters, as their dtypes hold them."""
+    """Hidden states `[N, H]` and parameters, rounded to their dtypes."""
 
     hidden: np.ndarray
     parameters: dict[str, np.ndarray]
@@ -72,7 +72,7 @@ def tensors_of(case: Case, rows: LogitRows, head: HeadData) -> dict[str, Tensor]
 
 
 def head_arguments(case: Case, leaves: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the options of the head, with those of its parameters that are options."""
+    """Return the optional arguments of the head, including optional parameters."""
     arguments: dict[str, Any] = {}
     if "bias" in leaves:
         arguments["bias"] = leaves["bias"]

@@ -1,4 +1,4 @@
-"""The linear forms: what a case gives them, and what they should give."""
+"""The linear forms: arguments and expected results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def examined_stats(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     ids = trial.moved(ids_tensor(rows))
     parts = parts_of(trial.call(leaves["hidden"], leaves["weight"], ids, **arguments))
     linear, oracle = oracle_of(trial, rows, head)
-    trial.doubts.add("unsaid: a row without distribution", oracle.undefined)
+    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
     got = {name: part(x) for name, x in parts.items()}
     want = expected_statistics(rows, oracle)
     moving = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
@@ -53,7 +53,7 @@ def examined_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     rows = rows_of(case)
     head, tokens, active = head_of(case, rows), rows.tokens, rows.active
     linear, oracle = oracle_of(trial, rows, head)
-    trial.doubts.add("unsaid: a row without distribution", oracle.undefined)
+    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
     logprobs = np.zeros(tokens.total)
     logprobs[active] = oracle.logprobs.value
     inputs = PolicyInputs(case, tokens, active, logprobs)
@@ -95,7 +95,7 @@ def _leaves(trial: Trial, rows: LogitRows, head: HeadData) -> dict[str, Tensor]:
 def _gradient_parts(
     rows: LogitRows, head: HeadData, linear: LinearHead, dx: Bounded, idle: np.ndarray
 ) -> dict[str, Part]:
-    """Return the expected gradients of what is not frozen."""
+    """Return the expected gradients of tensors that are not frozen."""
     # of a row that has no upstream gradient there is none, whatever the row holds: it is left out
     if not rows.case.compact:
         idle = idle & np.isfinite(linear.hidden).all(1)
@@ -116,5 +116,5 @@ def _gradient_parts(
 
 
 def _idle(*upstreams: Bounded) -> np.ndarray:
-    """Say which rows certainly have no upstream gradient."""
+    """Return which rows certainly have no upstream gradient."""
     return np.logical_and.reduce([(g.value == 0) & (g.error == 0) for g in upstreams])

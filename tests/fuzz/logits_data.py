@@ -31,7 +31,7 @@ FEATURES = (
 
 
 def logits_of(case: Case, tokens: Tokens, ids: np.ndarray) -> np.ndarray:
-    """Return float64 logits `[N, V]` that the dtype of the case holds."""
+    """Return float64 logits `[N, V]` that are representable in the dtype of the case."""
     n, v = tokens.total, case.vocabulary
     random = case.random("logits")
     x = random.standard_normal((n, v)) * case.spread

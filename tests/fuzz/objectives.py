@@ -1,6 +1,6 @@
-"""The objective of a case: what is given to fastrl, and the fields that the oracle reads.
+"""The objective of a case: as passed to fastrl, and the fields that the oracle reads.
 
-The presets are those of the table in `docs/losses.md`, written out again.
+The presets repeat the table in `docs/losses.md`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ CONVENTIONS["fastrl"] = {name: {} for name in PRESETS}
 
 
 def fields_of(case: Case) -> dict[str, Any]:
-    """Return every field of the objective of a case, as the docs say."""
+    """Return every field of the objective of a case, according to the docs."""
     given = dict(case.fields)
     if case.objective in OWN:
         return {**DEFAULTS, **given, "surrogate": case.objective}
@@ -124,7 +124,7 @@ def fields_of(case: Case) -> dict[str, Any]:
 
 
 def objective_of(case: Case) -> object:
-    """Return the objective as it is given to fastrl."""
+    """Return the objective as passed to fastrl."""
     changes = dict(case.fields)
     corrections = changes.get("rollout_correction")
     if corrections is not None:

@@ -1,4 +1,4 @@
-"""`policy_loss` and `logits_policy_loss`: what a case gives them, and what they should give."""
+"""`policy_loss` and `logits_policy_loss`: arguments and expected results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def examined_logits(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     tokens, active = rows.tokens, rows.active
     logits = logits_of(case, tokens, rows.ids)
     oracle = Rows(logits[active], rows.ids[active], rows.head(trial), rows.arithmetic)
-    trial.doubts.add("unsaid: a row without distribution", oracle.undefined)
+    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
     logprobs = np.zeros(tokens.total)
     logprobs[active] = oracle.logprobs.value
     inputs = PolicyInputs(case, tokens, active, logprobs)
@@ -116,13 +116,13 @@ def expected_parts(loss: Loss, arithmetic: Arithmetic) -> dict[str, Part]:
 
 
 def scaled(slope: Bounded, case: Case) -> Bounded:
-    """Return slope times the upstream gradient of the loss; what 0 leaves of NaN is unsaid."""
+    """Return slope times the upstream gradient of the loss; 0 times NaN is unspecified."""
     result = slope * constant(UPSTREAM[case.upstream], slope.arithmetic)
     return zero_or_lost(slope, result)
 
 
 def zero_or_lost(factor: Bounded, product: Bounded) -> Bounded:
-    """Accept 0 and NaN where a factor of 0 met NaN."""
+    """Accept 0 and NaN as the product of 0 and NaN."""
     lost = (factor.value == 0) & np.isnan(product.value)
     return Bounded(product.value, np.where(lost, np.inf, product.error), product.arithmetic)
 

@@ -1,7 +1,7 @@
-"""What a case gives a policy loss for every token, besides logits.
+"""The data of a policy loss per token, besides logits.
 
-Log-probabilities on a grid of 1/64 have exact differences in float32 (and in 16 bits where they
-are small), so that a log ratio can lie on a bound; `bounds_of` lists the bounds of the objective.
+Log-probabilities on a grid of 1/64 have exact differences in float32 (and, if small, in 16 bits),
+so that a log ratio can be exactly on a bound; `bounds_of` lists the bounds of the objective.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FEATURES = (
 
 
 def logprobs_of(case: Case, tokens: Tokens) -> np.ndarray:
-    """Return the log-probabilities of a case without logits, as its dtype holds them."""
+    """Return the log-probabilities of a case without logits, rounded to its dtype."""
     random = case.random("logprobs")
     drawn = -np.abs(random.standard_normal(tokens.total)) * 3
     drawn = _on_grid(case, drawn)
@@ -51,7 +51,7 @@ def logprobs_of(case: Case, tokens: Tokens) -> np.ndarray:
 
 
 def bounds_of(fields: dict) -> list[float]:
-    """Return the log ratios at which something changes."""
+    """Return the log ratios at which behavior changes."""
     clamp = fields["log_ratio_clamp"]
     clamps = clamp if isinstance(clamp, tuple) else (clamp, -clamp) if clamp else ()
     low, high = fields["clip_low"], fields["clip_high"]
@@ -63,14 +63,14 @@ def bounds_of(fields: dict) -> list[float]:
 
 
 def kl_bounds_of(fields: dict) -> list[float]:
-    """Return the ref - logprob at which something changes."""
+    """Return the values of ref - logprob at which behavior changes."""
     clamp = fields["kl_clamp"]
     around = [] if clamp is None else [clamp, -clamp, sqrt(2 * clamp), -sqrt(2 * clamp)]
     return [0.0, 80.0, -80.0, 40.0, -40.0, 17.0, 30.0, *around]
 
 
 def correction_bounds_of(fields: dict) -> list[float]:
-    """Return the old - rollout at which a correction changes."""
+    """Return the values of old - rollout at which a correction changes."""
     found = [0.0, 80.0, -80.0]
     for correction in fields["rollout_correction"] or ():
         bounds = (correction["low"], correction["high"])
@@ -114,7 +114,7 @@ def rollout_of(case: Case, old: np.ndarray, fields: dict) -> np.ndarray | None:
 
 
 def _beside(case: Case, name: str, logprobs: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Return log-probabilities that lie beside these, or are infinite, or NaN."""
+    """Return log-probabilities close to these, or infinite, or NaN."""
     finite = np.isfinite(logprobs)
     values = np.where(finite, logprobs, -2.5) + by
     both = "both-inf" if name == "old" else f"{name}-both-inf"

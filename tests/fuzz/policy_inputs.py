@@ -1,4 +1,4 @@
-"""What a policy loss takes for every token besides logits: as tensors, and for the oracle."""
+"""The inputs of a policy loss per token, besides logits: as tensors, and for the oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .weighing import group_arguments, normalizer_argument, weights_of_terms
 
 
 class PolicyInputs:
-    """The numbers of every token besides logits, and how they are given."""
+    """The numbers of every token besides logits, and how they are passed."""
 
     def __init__(self, case: Case, tokens: Tokens, valid: np.ndarray, logprobs: np.ndarray) -> None:
         self.case, self.tokens, self.valid = case, tokens, valid
@@ -34,7 +34,7 @@ class PolicyInputs:
         self.rollout = policy_data.rollout_of(case, sampled, self.fields)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what all policy losses take by keyword, as tensors."""
+        """Return the keyword arguments that all policy losses share, as tensors."""
         case, tokens = self.case, self.tokens
         given: dict[str, Any] = {"objective": objective_of(case)}
         for name in ("old", "ref", "rollout"):

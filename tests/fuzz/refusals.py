@@ -1,4 +1,4 @@
-"""Calls that are to be refused: a legal call of each function, and what can be wrong with it.
+"""Calls that must be refused: a legal call of each function, and what can be wrong with it.
 
 A refusal is a `ValueError` or `TypeError` that names the argument.
 """
@@ -56,7 +56,7 @@ def legal(function: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """What is wrong with a call, and the word that the refusal has to say."""
+    """What is wrong with a call, and the word that the error message must contain."""
 
     functions: tuple[str, ...]
     says: str
@@ -176,7 +176,7 @@ WRONG: dict[str, Wrong] = {
     "an unknown aggregation": Wrong(("token_weights",), "aggregation", _with(aggregation="mean")),
     "a dimension too many": Wrong(("masked_mean",), "dim", _with(dim=2)),
 }
-#: Fields of an objective that would have no effect, or that contradict one another.
+#: Fields of an objective that would have no effect, or that contradict each other.
 IDLE_FIELDS: dict[str, dict[str, Any]] = {
     "kl_estimator": {"kl_estimator": "k1"},
     "kl_clamp": {"kl_clamp": 1.0},
@@ -207,7 +207,7 @@ def wrongs_of(function: str) -> list[str]:
 
 
 def refusal_differences(case: Case, backend: str) -> list[Difference]:
-    """Return nothing if the call of this case is refused as it should be."""
+    """Return no difference if the call of this case is refused as expected."""
     wrong = WRONG[case.wrong]
     given = legal(case.function)
     if case.function not in PLAIN:

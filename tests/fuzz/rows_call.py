@@ -1,4 +1,4 @@
-"""`token_logprobs` and `token_stats`: what a case gives them, and what they should give."""
+"""`token_logprobs` and `token_stats`: arguments and expected results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp")
 
 
 def examined(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
-    """Return what the case gave, and what it should give."""
+    """Return the results of the call and the expected ones."""
     case = trial.case
     rows = rows_of(case)
     logits = logits_of(case, rows.tokens, rows.ids)
@@ -35,7 +35,7 @@ def examined(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     parts = parts_of(result)
     active = rows.active
     oracle = Rows(logits[active], rows.ids[active], rows.head(trial), rows.arithmetic)
-    trial.doubts.add("unsaid: a row without distribution", oracle.undefined)
+    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
     got = {name: part(x) for name, x in parts.items()}
     want = expected_parts(rows, oracle)
     if trial.differentiates(leaf):
@@ -47,7 +47,7 @@ def examined(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
 
 
 def parts_of(result: Any) -> dict[str, Tensor]:
-    """Return the outputs by name, those that were not asked for left out."""
+    """Return the requested outputs by name."""
     parts = {"logprobs": result} if isinstance(result, Tensor) else result._asdict()
     return {name: x for name, x in parts.items() if x is not None}
 
@@ -57,7 +57,7 @@ def outputs_of(case: Case) -> tuple[str, ...]:
 
 
 def expected_parts(rows: LogitRows, oracle: Rows) -> dict[str, Part]:
-    """Return the outputs of a case as the oracle has them."""
+    """Return the expected outputs of a case."""
     dtype = oracle.arithmetic.name
     return {
         name: Part(rows.placed(getattr(oracle, name)), "bool" if name == "is_top1" else dtype)

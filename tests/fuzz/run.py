@@ -1,4 +1,4 @@
-"""Runs cases, shrinks what fails, and gathers what there was."""
+"""Runs cases, shrinks failing ones, and collects statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Signature = tuple[str, str, str]
 
 @dataclasses.dataclass
 class Failure:
-    """The first case of a kind of difference, as found and shrunk, and how many there were."""
+    """The first case of a kind of difference, as found and shrunk, and the number of such cases."""
 
     found: Case
     shrunk: Case
@@ -32,7 +32,7 @@ class Failure:
 
 @dataclasses.dataclass
 class Report:
-    """What a run did."""
+    """The results of a run."""
 
     cases: Counter = dataclasses.field(default_factory=Counter)  # by function
     refused: int = 0
@@ -141,7 +141,7 @@ def _note(
 
 
 def lines_of(report: Report, run: Run) -> list[str]:
-    """Return what a run found, to be read."""
+    """Return the results of a run as text."""
     lines = [
         f"{report.total} cases of seed {run.seed} on {run.backend} in {report.seconds:.0f} s: "
         f"{report.failing} failed in {len(report.failures)} ways, "

@@ -1,4 +1,4 @@
-"""Runs cases in processes of their own, so that a crash of a kernel is a failure like others."""
+"""Runs cases in child processes, so that a crash of a kernel is a failure like any other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONTEXT = multiprocessing.get_context("fork")
 
 @dataclasses.dataclass
 class Child:
-    """A process, the cases that it runs, and the number of the one it is at."""
+    """A process, its cases, and the number of the current one."""
 
     run: Run
     process: Any
@@ -33,7 +33,7 @@ class Child:
 
 
 def supervised(run: Run, jobs: int) -> Report:
-    """Run the cases in processes, so many at a time."""
+    """Run the cases in this many parallel processes."""
     report, started = Report(), time.monotonic()
     waiting = [
         dataclasses.replace(run, first=first, cases=min(SHARE, run.first + run.cases - first))
@@ -71,7 +71,7 @@ def _started(run: Run, known: tuple[Signature, ...]) -> Child:
 
 
 def _finished(child: Child, report: Report) -> Run | None:
-    """Take what a child found; of one that crashed, return the cases that it has left."""
+    """Collect the results of a child; if it crashed, return its remaining cases."""
     run = child.run
     try:
         report.merge(child.answer.recv())
@@ -97,7 +97,7 @@ def _finished(child: Child, report: Report) -> Run | None:
 
 
 def perform_apart(run: Run, known: tuple[Signature, ...]) -> Report:
-    """Run, in a process of its own, cases that are known to end."""
+    """Run cases that are known to terminate in a separate process."""
     if run.cases == 0:
         return Report()
     child = _started(run, known)
@@ -107,7 +107,7 @@ def perform_apart(run: Run, known: tuple[Signature, ...]) -> Report:
 
 
 def crash_of(case: Case, run: Run) -> str | None:
-    """Return the signal that a case ends its process with, None if it does not crash."""
+    """Return the signal that ends the process of a case, or None if it does not crash."""
     process = _CONTEXT.Process(target=examine, args=(case, run.backend, run.device))
     process.start()
     process.join()

@@ -1,4 +1,4 @@
-"""Tensors of a case: float64 numbers brought into the dtype, memory layout and masked values."""
+"""Tensors of a case: float64 numbers in the requested dtype, memory layout and masked values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 from .case import Case
 from .tokens import Tokens
 
-#: What stands where the mask is 0, which must change nothing.
+#: Values where the mask is 0, which must not change any result.
 MASKED_VALUES = {"nan": np.nan, "1e30": 1e30, "inf": np.inf}
-#: A NaN whose payload a careless rounding to 16 bits carries over into the sign: 0.
+#: A NaN whose payload carries into the sign if it is rounded to 16 bits like a number.
 NAN_PAYLOADS = {
     torch.float32: (torch.int32, 0x7FFFFFFF),
     torch.bfloat16: (torch.int16, 0x7FFF),
@@ -35,7 +35,7 @@ def flat_tensor(case: Case, values: np.ndarray, dtype: str) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """Return the same numbers in another memory layout, NaN in what lies between."""
+    """Return the same numbers in another memory layout, with NaN in the gaps."""
     if x.numel() == 0:  # numpy gives such a tensor strides of 0
         return torch.empty(x.shape, dtype=x.dtype) if layout != "strided" else x
     if layout == "contiguous" or x.dim() == 0:
@@ -70,7 +70,7 @@ def _unused(shape: object, like: Tensor) -> Tensor:
 
 
 def token_values(case: Case, tokens: Tokens, values: np.ndarray) -> np.ndarray:
-    """Return `[N]` values with what the case puts under the mask."""
+    """Return `[N]` values with the case's values at masked tokens."""
     if case.masked_values == "usual" or tokens.mask is None:
         return values
     return np.where(tokens.valid, values, MASKED_VALUES[case.masked_values])

@@ -1,4 +1,4 @@
-"""Bounds of rounding errors hold for float32, and say what is certain."""
+"""Bounds on rounding errors hold for float32, and tell what is certain."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A fixed number of cases of the fuzzer: nothing that the oracle does not explain."""
+"""A fixed number of cases of the fuzzer, without differences from the oracle."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The fuzzer fails where fastrl or the oracle is wrong, and its lines say how."""
+"""The fuzzer fails if fastrl or the oracle is wrong, and reports a line that shows how."""
 
 import dataclasses
 import subprocess
@@ -32,7 +32,7 @@ class Flipped(torch.autograd.Function):
 
 
 def replaced(monkeypatch, name, wrong):
-    """Put `wrong(right, *arguments)` in the place of a public function."""
+    """Replace a public function by `wrong(right, *arguments)`."""
     right = getattr(fastrl, name)
     monkeypatch.setattr(fastrl, name, lambda *given, **options: wrong(right, *given, **options))
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a case are: shape, sequences, mask."""
+"""The layout of the tokens of a case: shape, sequences, mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case on one backend: how it is called, in which mode, and that it changes nothing given."""
+"""One case on one backend: the call, its mode, and a check that it leaves its inputs unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .case import Case
 
 @dataclasses.dataclass
 class Trial:
-    """A case, where it runs, and what is noted on the way."""
+    """A case, where it runs, and its decisions in doubt."""
 
     case: Case
     backend: str
@@ -80,7 +80,7 @@ class Trial:
         torch.autograd.backward(outputs, upstream)
 
     def changed(self) -> bool:
-        """Say whether the call, or its backward, wrote into a tensor that it was given."""
+        """Return whether the call or its backward wrote into one of its inputs."""
         return not all(_same(now.detach(), before) for now, before in self._before)
 
 

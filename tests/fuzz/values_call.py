@@ -1,4 +1,4 @@
-"""The functions that are plain torch everywhere: what is given, and what is expected."""
+"""The functions in plain torch: arguments and expected results."""
 
 from __future__ import annotations
 

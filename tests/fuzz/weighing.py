@@ -1,4 +1,4 @@
-"""The normalizer, the groups and the lengths of a case, as fastrl and as the oracle take them."""
+"""The normalizer, groups and lengths of a case, for fastrl and for the oracle."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def weights_of_terms(
         return token_weights(weighing, aggregation, normalizer_of(case, normalized), arithmetic)
 
     def entropy_on(dropped: Decision | None) -> Bounded:
-        """An aggregation of its own is over the tokens that have the bonus."""
+        """A separate entropy aggregation runs over the tokens that have the bonus."""
         if dropped is None or fields["entropy_aggregation"] is None:
             return of("entropy", valid)[valid]
         kept = valid.copy()

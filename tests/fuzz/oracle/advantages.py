@@ -52,11 +52,11 @@ def group_advantages(
         if arithmetic is FLOAT64 and not divisor > OF_FLOAT64 * size:
             off = np.where(nothing, 0.0, np.inf)
         by_batch = options["baseline"] == "none" and options["scale"] == "batch"
-        if by_batch and np.isnan(r).any():  # unsaid: whether the others of the group are NaN
+        if by_batch and np.isnan(r).any():  # unspecified: whether the others of the group are NaN
             off = np.where(np.isnan(r), off, np.inf)
         errors[0, inside] = off
     values = (advantages, mean, std)
-    # unsaid: what else there is in a group of an infinite reward, which is to stay in it
+    # unspecified: what else there is in a group of an infinite reward, which is to stay in it
     infinite = np.isin(groups, groups[np.isinf(rewards)])
     parts = {}
     for name, value, error in zip(("advantages", "mean", "std"), values, errors, strict=True):
@@ -100,7 +100,7 @@ def _in_finite_groups(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def _divisor(deviation: float, together: float, options: dict) -> np.float64:
-    """The number to divide by; numpy's, for which a division by 0 is infinite."""
+    """The divisor as a NumPy number, for which a division by 0 is infinite."""
     scale = options["scale"]
     if scale == "none":
         return np.float64(1)
@@ -142,7 +142,7 @@ def gae(
         terms = (rewards[t], gamma * value, -values[t], gamma * lam * advantage)
         made = terms[0] + terms[1] + terms[2] + terms[3]
         magnitude = sum(abs(term) for term in terms)
-        # unsaid: what a discount of 0 leaves of infinity and NaN
+        # unspecified: what a discount of 0 leaves of infinity and NaN
         lost = math.isinf(error) or (gamma == 0 and not math.isfinite(value))
         lost = lost or (gamma * lam == 0 and not math.isfinite(advantage))
         rounding = 7 * unit * magnitude + arithmetic.smallest * (magnitude > 0)

@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a sequence's ratios, each clipped on the side of its advantage."""
+"""GMPO: the geometric mean of a sequence's ratios, clipped according to their advantages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .valid_tokens import Tokens
 def geometric_ratio(tokens: Tokens, ratio: Any, fields: dict) -> tuple[Any, Term]:
     """Return the ratio that the tokens of a sequence share, and the term -A r.
 
-    A token's log ratio is held from above where its advantage is not negative, else from below;
-    it counts as clipped where the advantage is not 0.
+    A token's log ratio is bounded from above if its advantage is not negative, else from below. It
+    counts as clipped unless the advantage is 0.
     """
     x, a = ratio.x, tokens.advantages
     positive, negative = a.value > 0, a.value < 0

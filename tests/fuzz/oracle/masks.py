@@ -1,4 +1,4 @@
-"""What weighs or drops tokens of the policy term: rollout corrections, masks of the objective."""
+"""Weights and masks of tokens in the policy term: rollout corrections, masks of the objective."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def off_policy(tokens: Tokens, fields: dict, doubts: Doubts) -> Decision | None:
     gone = where(np.isnan(gone.value), zeros(gone), gone)
     far = means(gone, tokens.sequence, tokens.count)
     above = beyond(far, fields["off_policy_threshold"])
-    above = Decision(above.yes, above.doubtful | np.isnan(far.value))  # unsaid: inf - inf
+    above = Decision(above.yes, above.doubtful | np.isnan(far.value))  # unspecified: inf - inf
     dropped = taken(above, tokens.sequence) & (tokens.advantages.value < 0)
     doubts.add("off-policy threshold", dropped.doubtful)
     return dropped

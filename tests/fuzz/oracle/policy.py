@@ -1,7 +1,7 @@
 """The policy loss of the valid tokens: loss, gradients and metrics, from the docstrings.
 
-L = sum_t w_t is_t [c_t f_t + beta k_t] - entropy_coef sum_t w_t H_t. The derivatives are formulas,
-not the product of a differentiation.
+L = sum_t w_t is_t [c_t f_t + beta k_t] - entropy_coef sum_t w_t H_t. The derivatives are explicit
+formulas, without automatic differentiation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .valid_tokens import Tokens
 
 @dataclasses.dataclass
 class Loss:
-    """What is expected of a call; the slopes are dL/dlogprob and dL/dH of each token."""
+    """Expected results of a call; the slopes are dL/dlogprob and dL/dH of each token."""
 
     loss: Bounded
     slope: Bounded
@@ -57,7 +57,7 @@ Function = Callable[[Tokens, Bounded], Term]
 
 
 def log_ratio(tokens: Tokens, fields: dict) -> Ratio:
-    """Return the log ratio by level, held within 80 and `log_ratio_clamp`."""
+    """Return the log ratio by level, clamped to +-80 and `log_ratio_clamp`."""
     logprobs = tokens.logprobs
     if tokens.old is None:
         x = where(np.isnan(logprobs.value), logprobs, zeros(logprobs))
@@ -81,7 +81,7 @@ def policy_loss(
     doubts: Doubts,
     function: Function | None = None,
 ) -> Loss:
-    """Return what is expected."""
+    """Return the expected results."""
     ratio = log_ratio(tokens, fields)
     if fields["surrogate"] == "gmpo":
         ratio, term = geometric_ratio(tokens, ratio, fields)
@@ -98,7 +98,7 @@ def policy_loss(
     policy = _times(weight, _finite_where_weightless(weight, term.value), doubts)
     through, own = (_times(weight, part, doubts) for part in (term.through, term.own))
     infinite = np.isinf(tokens.advantages.value)
-    doubts.add("unsaid: an infinite advantage", infinite)
+    doubts.add("unspecified: an infinite advantage", infinite)
     # the factors may be multiplied in any order, and overflow before one of them makes them small
     factors = np.abs(weight.value * tokens.advantages.value) * np.exp(np.maximum(ratio.x.value, 0))
     infinite = infinite | (factors > weight.arithmetic.largest)
@@ -148,11 +148,11 @@ def _term(tokens: Tokens, ratio: Ratio, fields: dict, function: Function | None)
 
 
 def _times(weight: Bounded, x: Bounded, doubts: Doubts) -> Bounded:
-    """Return weight times x; what 0 leaves of infinity and NaN is unsaid."""
+    """Return weight times x; 0 times infinity or NaN is unspecified."""
     product = weight * x
     lost = (weight.value == 0) & ~np.isfinite(x.value)
     lost = lost | (x.value == 0) & ~np.isfinite(weight.value)
-    doubts.add("unsaid: 0 times what is not finite", lost)
+    doubts.add("unspecified: 0 times infinity or NaN", lost)
     return Bounded(product.value, np.where(lost, np.inf, product.error), product.arithmetic)
 
 
@@ -175,9 +175,9 @@ def _slope(tokens: Tokens, ratio: Ratio, through: Bounded, own: Bounded) -> Boun
         n = np.maximum(np.bincount(tokens.sequence, minlength=tokens.count), 1).astype(float)
         total = taken(sums(through, tokens.sequence, tokens.count) / n, tokens.sequence)
     lost = np.isnan(through.value)
-    # unsaid: what a token that is held at a bound has of another token's NaN
+    # unspecified: what a token that is held at a bound has of another token's NaN
     total = unbounded(total, ratio.shared & np.isnan(total.value) & ~lost)
-    if ratio.bounded_each:  # unsaid: what a token at its bound has of a NaN that it shares
+    if ratio.bounded_each:  # unspecified: what a token at its bound has of a NaN that it shares
         at_bound = lost & (ratio.stuck.yes | ratio.stuck.doubtful)
         total = where(
             lost, Bounded(total.value, np.where(at_bound, np.inf, 0), own.arithmetic), total
@@ -192,7 +192,7 @@ def _constant_where_infinite(
     """An infinite log-probability is a constant; a NaN loss reaches the gradient."""
     lost, unsure = np.isnan(part.value), np.isinf(part.error)
     infinite = np.isinf(tokens.logprobs.value) & ~lost
-    shared = ratio.shared & np.isnan(slope.value)  # unsaid: what it has of another token's NaN
+    shared = ratio.shared & np.isnan(slope.value)  # unspecified: what it has of another token's NaN
     slope = where(infinite, unbounded(zeros(slope), shared | unsure), slope)
     slope = unbounded(slope, lost & unsure)
     reaches = lost & np.isfinite(slope.error)

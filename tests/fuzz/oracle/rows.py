@@ -1,4 +1,4 @@
-"""What the token functions say about softmax(z), z = softcap(scale x) / temperature, in float64.
+"""The token functions of softmax(z), z = softcap(scale x) / temperature, in float64.
 
 The bounds of error, in unit roundoffs u, with t_j = z_j - max z and s = sum exp t_j:
 
@@ -34,7 +34,7 @@ class Head:
 
 
 class Rows:
-    """Active rows `[N, V]`: their statistics, and the gradient of what is made of them."""
+    """Active rows `[N, V]`: their statistics and gradient."""
 
     def __init__(
         self,
@@ -209,11 +209,11 @@ class Rows:
         idle = idle & (e_l == 0) & (e_h == 0) & (e_s == 0)
         value = np.where(banned & ~np.isnan(self.p), 0.0, value)
         error = np.where(banned | idle, 0.0, error)
-        # unsaid: what a row without distribution gets where nothing is asked of it, and what a
+        # unspecified: what a row without distribution gets where nothing is asked of it, and what a
         # banned column gets where NaN is asked of the row
-        unsaid = idle & self.undefined[:, None] | (p == 0) & np.isnan(g_l + g_h + g_s)
-        unsaid = unsaid | np.isinf(e_l + e_h + e_s)
-        unsaid = unsaid | np.isinf(g_l + g_h + g_s) | banned & self.undefined[:, None]
+        unspecified = idle & self.undefined[:, None] | (p == 0) & np.isnan(g_l + g_h + g_s)
+        unspecified = unspecified | np.isinf(e_l + e_h + e_s)
+        unspecified = unspecified | np.isinf(g_l + g_h + g_s) | banned & self.undefined[:, None]
         result = value * self.slope
         total = np.abs(self.slope) * error + (np.abs(value) + error) * self.slope_error
         total = total + 2 * u * np.abs(result)
@@ -226,5 +226,5 @@ class Rows:
         beyond = beyond | (magnitude * np.abs(self.slope) > largest) & ~np.isinf(magnitude)
         total = np.where((beyond & ~idle) | np.isnan(total), np.inf, total)
         total = np.where(np.isfinite(result), total, np.where(self.overflows[:, None], np.inf, 0.0))
-        total = np.where(self.overflows[:, None] & ~idle | unsaid, np.inf, total)
+        total = np.where(self.overflows[:, None] & ~idle | unspecified, np.inf, total)
         return Bounded(result, total, self.arithmetic)

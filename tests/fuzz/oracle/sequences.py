@@ -26,7 +26,7 @@ def means(x: Bounded, sequence: np.ndarray, count: int) -> Bounded:
 
 
 def taken(x: Bounded | Decision, index: np.ndarray) -> Bounded | Decision:
-    """Return what the sequence of each token has."""
+    """Return the value of each token's sequence."""
     if isinstance(x, Decision):
         return Decision(x.yes[index], x.doubtful[index])
     return x[index]

@@ -1,4 +1,4 @@
-"""The valid tokens of a policy loss: what is known of each."""
+"""The valid tokens of a policy loss and their inputs."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ def value_terms(
     inner = choose(outside, zeros(v), clipped_slope)
     value = where(lost, free + nothing, choose(larger, clipped, free))
     slope = where(lost, free + nothing, choose(larger, inner, slope))
-    # unsaid: a clipped error whose formula has a difference of two infinities
+    # unspecified: a clipped error whose formula has a difference of two infinities
     given = np.isnan(v.value) | np.isnan(r.value) | np.isnan(old.value)
-    unsaid = np.isnan(clipped.value) & ~np.isnan(free.value) & ~given
-    larger = Decision(larger.yes, larger.doubtful | unsaid)
-    return unbounded(value, unsaid), unbounded(slope, unsaid), larger
+    unspecified = np.isnan(clipped.value) & ~np.isnan(free.value) & ~given
+    larger = Decision(larger.yes, larger.doubtful | unspecified)
+    return unbounded(value, unspecified), unbounded(slope, unspecified), larger
 
 
 def explained_variance(v: Bounded, r: Bounded) -> Bounded:

@@ -1,4 +1,4 @@
-"""`token_weights`: how much each token counts in a loss."""
+"""`token_weights`: the weight of each token in a loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sequences import lengths
 
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """What the weights depend on besides the aggregation."""
+    """The inputs of the weights besides the aggregation."""
 
     valid: np.ndarray  # [N]
     sequence: np.ndarray  # [N]
