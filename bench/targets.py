@@ -67,10 +67,8 @@ def triton_targets() -> list[Target]:
     ]
 
 
-def compile_triton(target: Target, architecture: str) -> Path:
-    """Compile one target and return its cubin (or hsaco, with its assembly beside it)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+def triton_source(target: Target) -> Any:
+    """Return what Triton compiles for a target."""
     from triton.compiler import ASTSource
 
     signature, constants, attributes = {}, {}, {}
@@ -81,21 +79,27 @@ def compile_triton(target: Target, architecture: str) -> Path:
         if name in target.constants:
             constants[(place,)] = target.constants[name]
         if name in target.divisible:
-            parts = enumerate(given) if isinstance(given, tuple) else ()
-            pointers = [(place, i) for i, type_ in parts if str(type_).startswith("*")]
+            fields = enumerate(given) if isinstance(given, tuple) else ()
+            pointers = [(place, i) for i, type_ in fields if str(type_).startswith("*")]
             for path in pointers or [(place,)]:
                 attributes[path] = [["tt.divisibility", 16]]
     unknown = ({*target.types} | {*target.constants}) - {*target.kernel.arg_names}
     assert not unknown, f"{target.name}: the kernel has no argument {unknown}"
+    return ASTSource(target.kernel, signature, constants, attributes)
+
+
+def compile_triton(target: Target, architecture: str) -> Path:
+    """Compile one target and return its cubin (or hsaco, with its assembly beside it)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     amd = architecture.startswith("gfx")
     gpu = (
         GPUTarget("hip", architecture, 64) if amd else GPUTarget("cuda", int(architecture[3:]), 32)
     )
     warps = target.amd_num_warps if amd and target.amd_num_warps else target.num_warps
     options = {"num_warps": warps, **(target.options or {})}
-    compiled = triton.compile(
-        ASTSource(target.kernel, signature, constants, attributes), target=gpu, options=options
-    )
+    compiled = triton.compile(triton_source(target), target=gpu, options=options)
     path = BUILD / f"triton-{target.name}-{architecture}.{'hsaco' if amd else 'cubin'}"
     path.write_bytes(compiled.asm["hsaco" if amd else "cubin"])
     if amd:

@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
+sys.path.append(str(ROOT / "bench"))  # as when a script there is run
+
+
 def from_bench(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -50,7 +53,7 @@ def test_every_kernel_keeps_what_its_target_says(reports, architecture):
 @needs_triton
 def test_kernels_that_stream_have_a_budget_and_a_prediction(reports):
     budgeted = {one["name"] for one in reports if one["milliseconds"]}
-    assert {"gae", "gae_apply", "policy_loss", "policy_loss_sequence"} <= budgeted
+    assert {"gae", "gae_apply", "policy_loss", "policy_loss_per_sequence"} <= budgeted
 
 
 @pytest.mark.skipif(not list((ROOT / "csrc" / "cuda").rglob("*.cu")), reason="there is no .cu")
@@ -72,7 +75,6 @@ def test_a_sweep_that_is_not_found_fails(monkeypatch):
     reading = sass.Pass(228, 33, 0, 0, 64, 0, 0, is_loop=True)
     kernel = kernel_of()._replace(name=budget.kernel)
     monkeypatch.setattr(targets.subprocess, "run", lambda *_, **__: Done)
-    monkeypatch.syspath_prepend(ROOT / "bench")
     for sweeps, failures in (
         ([writing, reading], []),
         ([writing], ["None instructions per element, budget 14.0"]),
@@ -192,7 +194,6 @@ def test_only_the_triton_that_a_target_names_may_spill_and_outside_of_loops(plac
 @pytest.mark.parametrize(("version", "held"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False)])
 def test_the_budgets_are_for_the_tritons_of_the_supported_torch(version, held, monkeypatch):
     monkeypatch.setattr("triton.__version__", version)
-    monkeypatch.syspath_prepend(ROOT / "bench")
     kernel = kernel_of(("FFMA R8, R4, R5, R8", "LDL R4, [R1]"))
     monkeypatch.setattr("sass.read", lambda _: [kernel])
     monkeypatch.setattr(targets, "compile_triton", lambda *_: None)
@@ -209,30 +210,36 @@ def test_every_launch_and_every_target_says_what_the_compiler_may_fuse(monkeypat
     code = r"""
 import json, torch
 from triton.runtime.jit import JITFunction
+from fastrl.contract import AggregationArguments, Coefficients, LEVELS, LossArguments
+from fastrl.contract import ObjectiveArguments, RowArguments
 found = {}
 def run(self, *_, grid, warmup, **options):
     found.setdefault(self.__name__, set()).add(str(options.get("enable_fp_fusion")))
 JITFunction.run = run
 from fastrl.triton.gae import gae
 from fastrl.triton.groups import group_advantages
-from fastrl.triton.tokens import policy_loss
+from fastrl.triton.tokens import policy_loss, sequence_weights
 from fastrl.triton.vocabulary import logits_policy_loss, rows, token_stats
-row, ids = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.long)
+row, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
 gae.gae_fwd(row, row, None, None, None, None, None, 0.9, 0.9)
 gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, None, 0.9, 0.9)
 group_advantages.group_advantages_fwd(torch.ones(6), None, 3, 0, 0, 1.0, 1e-6, 0)
-coefficients = [0.2, 0.2, 1e9, 1e9, 1.0, 1.05, 0.1, 1e9, 1e9, 1e9, 0.01]
-for level in (0, 1):
-    policy_loss.policy_loss_fwd(*[row] * 4, *[None] * 6, level, 0, 2, 0, coefficients)
-loss = (row, row, None, None, row, row, 0, 2, 0, coefficients)
+how = AggregationArguments(0, 0.0, None, 0.0, False, 0, None)
+sequence_weights.sequence_weights(mask, None, 0, None, *how)
+c = Coefficients(0.2, 0.2, 1e9, 1e9, 1.0, 1.05, 0.1, 1e9, 1e9, 1e9, 0.01)
+def arguments(x):
+    loss = LossArguments(x, x, None, None, None, x, x, None)
+    return loss, ObjectiveArguments(0, LEVELS.index("token"), 0, 0, c)
+for level in range(len(LEVELS)):
+    loss, objective = arguments(row)
+    policy_loss.policy_loss_fwd(row, row, mask, *loss, *objective._replace(level=level))
 for rows.processors in (lambda device: 0, lambda device: 132):
-    logits = torch.zeros(1, 1, 40_000)
-    one = [x[:1, :1] for x in (ids, row > 0)]
-    token_stats.token_stats_fwd(logits, *one, None, 1.0, 1.0, 0.0, True, False)
-    per_row = [row[:1, :1]] * 4
-    token_stats.token_stats_bwd(logits, *one, None, 1.0, 1.0, 0.0, *per_row, None, None)
-    short = [x[:1, :1] if isinstance(x, torch.Tensor) else x for x in loss]
-    logits_policy_loss.logits_policy_loss_fwd(logits, *one, None, 1.0, 1.0, 0.0, *short)
+    logits, one = torch.zeros(1, 1, 40_000), row[:1, :1]
+    of_rows = RowArguments(one.long(), one > 0, -100, None, 1.0, 1.0, 0.0)
+    token_stats.token_stats_fwd(logits, *of_rows, True, False)
+    token_stats.token_stats_bwd(logits, *of_rows, *[one] * 4, None, None)
+    loss, objective = arguments(one)
+    logits_policy_loss.logits_policy_loss_fwd(logits, *of_rows, *loss, *objective)
 print(json.dumps({name: sorted(values) for name, values in found.items()}))
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -244,8 +251,8 @@ print(json.dumps({name: sorted(values) for name, values in found.items()}))
     for target in targets.triton_targets():
         name = target.kernel.fn.__name__
         assert launched[name] == [str(target.options["enable_fp_fusion"])], name
-    assert launched["_sums_of_blocks"] == ["False"]  # has no target, and goes with the others
-    assert len(launched) >= 7
+    assert launched["sums_of_blocks_kernel"] == ["False"]  # has no target, and goes with the others
+    assert len(launched) >= 8
 
 
 def test_the_prediction_is_the_largest_of_three():

@@ -1,12 +1,26 @@
 """What leads to another compilation of a Triton kernel, on a GPU that is pretended."""
 
+import importlib
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from fastrl.contract import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    KL_GRADIENTS,
+    LEVELS,
+    SURROGATES,
+    AggregationArguments,
+    Coefficients,
+    LossArguments,
+    ObjectiveArguments,
+    RowArguments,
+)
 from fastrl.triton.runtime.registration import INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -37,16 +51,17 @@ def compiled(monkeypatch):
     before = driver._active
     driver.set_active(gpu)
     from fastrl.triton.gae import gae
-    from fastrl.triton.tokens import policy_loss
+    from fastrl.triton.tokens import policy_loss, sequence_weights
     from fastrl.triton.vocabulary import logits_policy_loss, row_sums, token_stats
 
     kernels = (
         gae.gae_kernel,
         policy_loss.policy_loss_kernel,
-        token_stats._token_stats_fwd,
-        token_stats._token_stats_bwd,
-        logits_policy_loss._logits_policy_loss,
-        row_sums._sums_of_blocks,
+        sequence_weights.sequence_weights_kernel,
+        token_stats.token_stats_fwd_kernel,
+        token_stats.token_stats_bwd_kernel,
+        logits_policy_loss.logits_policy_loss_kernel,
+        row_sums.sums_of_blocks_kernel,
     )
     for kernel in kernels:
         kernel.device_caches.clear()
@@ -56,11 +71,44 @@ def compiled(monkeypatch):
     driver._active = before
 
 
+COEFFICIENTS = Coefficients(
+    clip_low=0.2,
+    clip_high=0.2,
+    dual_clip=INF,
+    delta=INF,
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
+    kl_coef=0.1,
+    kl_clamp=INF,
+    log_ratio_low=INF,
+    log_ratio_high=INF,
+    entropy_coef=0.01,
+)
+OF_ROWS = ["logits_policy_loss_kernel", "token_stats_bwd_kernel", "token_stats_fwd_kernel"]
+
+
 def coefficients(clip=0.2, kl=0.1, entropy=0.01):
-    return [clip, clip, INF, INF, 1.0, 1.05, kl, INF, INF, INF, entropy]
+    return COEFFICIENTS._replace(clip_low=clip, clip_high=clip, kl_coef=kl, entropy_coef=entropy)
 
 
-def all_kernels(B=2, T=3, V=64, temperature=1.0, scale=1.0, softcap=0.0, per_row=False, c=None):
+def objective(c=COEFFICIENTS, level="token"):
+    return ObjectiveArguments(
+        surrogate=SURROGATES.index("ppo_clip"),
+        level=LEVELS.index(level),
+        kl_estimator=KL_ESTIMATORS.index("k3"),
+        kl_gradient=KL_GRADIENTS.index("exact"),
+        coefficients=c,
+    )
+
+
+def loss_arguments(constants, row, cu_seqlens=None):
+    return LossArguments(constants, constants, None, None, None, row, row, cu_seqlens)
+
+
+def all_kernels(
+    B=2, T=3, V=64, temperature=1.0, scale=1.0, softcap=0.0, per_row=False, c=COEFFICIENTS,
+    ignore_index=-100, constants=None, sequences=None,
+):  # fmt: skip
     from fastrl.triton.vocabulary.logits_policy_loss import (
         logits_policy_loss_fwd,
         logits_policy_loss_fwd_,
@@ -74,25 +122,28 @@ def all_kernels(B=2, T=3, V=64, temperature=1.0, scale=1.0, softcap=0.0, per_row
     logits = torch.zeros(B, T, V, dtype=torch.bfloat16)
     row = torch.ones(B, T)
     heat = row if per_row else None
-    options = (row.long(), row.bool(), heat, temperature, scale, softcap)
-    token_stats_fwd(logits, *options, True, False)
+    rows = RowArguments(row.long(), row.bool(), ignore_index, heat, temperature, scale, softcap)
+    token_stats_fwd(logits, *rows, True, False)
     for backward in (token_stats_bwd, token_stats_bwd_):
-        backward(logits, *options, row, row, row, row, None, None)
-    loss = (row, row, None, None, row, row, 0, 2, 0, c or coefficients())
+        backward(logits, *rows, row, row, row, row, None, None)
+    bounds = None if sequences is None else torch.zeros(sequences + 1, dtype=torch.int32)
+    loss = loss_arguments(row if constants is None else constants, row, bounds)
     for one_pass in (logits_policy_loss_fwd, logits_policy_loss_fwd_):
-        one_pass(logits, *options, *loss)
+        one_pass(logits, *rows, *loss, *objective(c))
 
 
 def test_lengths_and_numbers_compile_nothing_anew(compiled):
     all_kernels()
-    assert sorted(compiled) == ["_logits_policy_loss", "_token_stats_bwd", "_token_stats_fwd"]
+    assert sorted(compiled) == OF_ROWS
     for length in (1, 2, 5, 16, 17, 64, 100, 128, 1000, 1024, 4096):
         all_kernels(T=length)
         all_kernels(B=length, T=1)
     for number in (0.1, 0.5, 1.5, 2.0, 16.0):
         all_kernels(temperature=number, scale=number)
         all_kernels(c=coefficients(clip=number, kl=number, entropy=number))
-    all_kernels(c=[0.2, 0.3, 3.0, 2.0, 1.5, 1.5, 0.1, 5.0, 10.0, 10.0, 0.5])
+    for ignore_index in (0, 1, 16, -1, 2**40):
+        all_kernels(ignore_index=ignore_index)
+    all_kernels(c=Coefficients(0.2, 0.3, 3.0, 2.0, 1.5, 1.5, 0.1, 5.0, 10.0, 10.0, 0.5))
     all_kernels(V=16 * 1000 + 16)  # more lanes, as a constant of the compilation: of V alone
     assert len(compiled) == 6
 
@@ -112,21 +163,29 @@ def test_few_rows_compile_nothing_anew_either(compiled, monkeypatch):
     monkeypatch.setattr(rows, "processors", lambda device: 132)
     for length in (1, 3, 7, 16, 40):
         all_kernels(B=1, T=length, V=160_000)
-    once = {"_logits_policy_loss", "_sums_of_blocks", "_token_stats_bwd", "_token_stats_fwd"}
-    assert sorted(compiled) == sorted(once)
+    assert sorted(compiled) == sorted([*OF_ROWS, "sums_of_blocks_kernel"])
+
+
+def test_numbers_of_sequences_compile_nothing_anew(compiled):
+    for sequences in (1, 2, 3, 16, 17, 100):
+        all_kernels(B=sequences, T=2, constants=torch.ones(sequences))
+    assert len(compiled) == len(OF_ROWS)
+    for sequences in (1, 2, 3, 16, 17, 100):
+        all_kernels(B=1, T=5, constants=torch.ones(sequences), sequences=sequences)
+    assert sorted(compiled) == sorted([*OF_ROWS, "logits_policy_loss_kernel"])
 
 
 def test_logits_that_begin_anywhere_are_not_read_in_words():
     """Strides alone do not tell: a slice of a buffer may begin at an odd logit."""
-    from fastrl.triton.vocabulary.rows import plan
+    from fastrl.triton.vocabulary.rows import launch_options
 
     buffer = torch.zeros(4 * 64 + 8, dtype=torch.bfloat16)
     assert buffer.data_ptr() % 16 == 0
     for start, aligned in ((0, True), (1, False), (2, False), (4, False), (8, True)):
         logits = buffer[start : start + 4 * 64].view(2, 2, 64)
-        assert plan(logits, softcap=0.0)["PLAN"].aligned is aligned
+        assert launch_options(logits, softcap=0.0)["SPEC"].aligned is aligned
         fresh = torch.zeros(2, 2, 64, dtype=torch.bfloat16)
-        assert plan(logits, fresh, softcap=0.0)["PLAN"].aligned is aligned
+        assert launch_options(logits, fresh, softcap=0.0)["SPEC"].aligned is aligned
 
 
 def test_lengths_of_gae_compile_nothing_anew(compiled):
@@ -148,16 +207,17 @@ def test_lengths_of_gae_compile_nothing_anew(compiled):
     assert len(compiled) == 6
 
 
-def test_lengths_of_the_policy_loss_compile_a_few_kernels(compiled):
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_lengths_of_the_policy_loss_compile_a_few_kernels(compiled, per_sequence):
     """One for lengths that are multiples of 16, one for others."""
     from fastrl.triton.tokens.policy_loss import policy_loss_fwd
 
     def run(T, level):
         x = torch.zeros(4, T)
-        losses = (x, x, x.bool(), x, None, None, x, x, None, None)
-        policy_loss_fwd(*losses, level, 0, 2, 0, coefficients())
+        loss = loss_arguments(torch.zeros(4) if per_sequence else x, x)
+        policy_loss_fwd(x, None, x.bool(), *loss, *objective(level=level))
 
-    for level, most in ((0, 2), (1, 3)):
+    for level, most in (("token", 2), ("sequence", 3)):
         for T in (16, 4, 3):
             run(T, level)
         assert len(compiled) == most
@@ -167,26 +227,32 @@ def test_lengths_of_the_policy_loss_compile_a_few_kernels(compiled):
         compiled.clear()
 
 
-def test_offsets_of_rows_have_64_bits():
+def test_batches_of_the_weights_compile_two_kernels(compiled):
+    """One for few counts of a sequence or group, one for many."""
+    from fastrl.triton.tokens.sequence_weights import sequence_weights
+
+    how = AggregationArguments(
+        AGGREGATIONS.index("prompt-mean"), 0.0, None, 0.0, False, group_size=1, group_ids=None
+    )
+    for group_size in (1, 2, 4, 16, 64):
+        for T in (1, 2, 16, 100, 4096, 100_000):
+            mask = torch.ones(64, T, dtype=torch.bool)
+            sequence_weights(mask, None, -100, None, *how._replace(group_size=group_size))
+    assert len(compiled) == 2
+
+
+def test_offsets_of_rows_have_64_bits(monkeypatch):
     """Of every target: the pointer of a row is the tensor's plus an i64."""
     import re
 
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    from fastrl.triton.vocabulary import token_stats
-
-    target = next(one for one in token_stats.targets() if one.name == "token_stats_bwd")
-    names = target.kernel.arg_names
-    signature = {name: target.types.get(name, "constexpr") for name in names}
-    constants = {
-        (place,): target.constants.get(name)
-        for place, name in enumerate(names)
-        if name not in target.types
-    }
-    source = ASTSource(target.kernel, signature, constants)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    targets = importlib.import_module("targets")
+    target = next(one for one in targets.triton_targets() if one.name == "token_stats_bwd")
     gpu = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=gpu, options={"num_warps": target.num_warps})
+    options = {"num_warps": target.num_warps}
+    compiled = triton.compile(targets.triton_source(target), target=gpu, options=options)
     for name in ("logits", "grad"):
         added = re.findall(
             rf"tt\.addptr %{name}, \S+ : !tt\.ptr<bf16>, (\w+)", compiled.asm["ttir"]

@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from test_registered_ops import samples
 
 import fastrl
-from fastrl import Objective
+from fastrl import Objective, reference
+from fastrl.contract import LossArguments, RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.triton.runtime.registration import INTERPRETED, OPERATORS
+from tests.contract.test_registered_ops import samples
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="runs where TRITON_INTERPRET=1 says so"),
@@ -20,16 +21,26 @@ pytestmark = [
 
 VOCABULARY = 20_000  # one whole block and a tail
 OBJECTIVE = Objective(kl_coef=0.1, entropy_coef=0.01)
+ROWS = RowArguments(
+    token_ids=torch.zeros(1, 1, dtype=torch.int64),
+    mask=None,
+    ignore_index=-100,
+    temperatures=None,
+    temperature=1.0,
+    logit_scale=1.0,
+    logit_softcap=0.0,
+)
 
 
 def modules(*names):
-    return [importlib.import_module(f"fastrl.triton.{name}") for name in names]
+    return [importlib.import_module(f"fastrl.triton.vocabulary.{name}") for name in names]
 
 
 def test_opcheck_of_every_operator():
     seen = set()
     for name, arguments in samples():
-        if name in OPERATORS:
+        by_id = name == "sequence_weights" and arguments[-1] is not None  # torch sorts those
+        if name in OPERATORS and not by_id:
             operator = getattr(operators("triton"), name).default
             torch.library.opcheck(operator, arguments)
             seen.add(name)
@@ -78,9 +89,9 @@ def test_a_row_split_over_programs_is_the_same_to_the_bit(monkeypatch, dtype, so
     whole = everything(logits, ids, mask, softcap)
     (rows,) = modules("rows")
     monkeypatch.setattr(rows, "processors", lambda device: 10**6)
-    assert rows.parts_of(logits) == 2
-    for one, parts in zip(whole, everything(logits, ids, mask, softcap), strict=True):
-        assert torch.equal(one, parts)
+    assert rows.splits_of(logits) == 2
+    for one, split in zip(whole, everything(logits, ids, mask, softcap), strict=True):
+        assert torch.equal(one, split)
 
 
 class Launches:
@@ -94,35 +105,75 @@ class Launches:
         return lambda **arguments: None
 
 
-def test_rows_stand_on_the_first_axis_of_the_grid(monkeypatch):
+def test_rows_are_on_the_first_axis_of_the_grid(monkeypatch):
     """The other two axes end at 65,535 programs."""
-    stats, loss = modules("token_stats", "logits_policy_loss")
+    stats, policy = modules("token_stats", "logits_policy_loss")
     launches = Launches()
-    monkeypatch.setattr(stats, "_token_stats_fwd", launches)
-    monkeypatch.setattr(stats, "_token_stats_bwd", launches)
-    monkeypatch.setattr(loss, "_logits_policy_loss", launches)
+    monkeypatch.setattr(stats, "token_stats_fwd_kernel", launches)
+    monkeypatch.setattr(stats, "token_stats_bwd_kernel", launches)
+    monkeypatch.setattr(policy, "logits_policy_loss_kernel", launches)
     logits = torch.zeros(1, 1, 8).expand(70_000, 2, 8)
     row = torch.zeros(1, 1).expand(70_000, 2)
-    options = (row.long(), row.bool(), None, 1.0, 1.0, 0.0)
-    stats.token_stats_fwd(logits, *options, True, True)
-    stats.token_stats_bwd(logits, *options, row, row, row, row, None, None)
-    coefficients = [0.2, 0.2, *[math.inf] * 2, 1.0, 1.0, 0.0, *[math.inf] * 3, 0.0]
-    loss.logits_policy_loss_fwd(logits, *options, row, row, *[None] * 4, 0, 0, 0, coefficients)
+    rows = ROWS._replace(token_ids=row.long(), mask=row.bool())
+    stats.token_stats_fwd(logits, *rows, True, True)
+    stats.token_stats_bwd(logits, *rows, row, row, row, row, None, None)
+    loss = LossArguments(row, row, None, None, None, None, None, None)
+    policy.logits_policy_loss_fwd(logits, *rows, *loss, *Objective().arguments)
     assert launches.grids == [(140_000,)] * 3
 
 
 def test_an_id_outside_the_vocabulary_makes_its_own_row_nan():
     """Meta tensors and GPUs cannot look at ids beforehand; the operator must not read there."""
     logits = torch.randn(1, 3, 50)
-    options = (torch.tensor([[1, 50, -7]]), torch.ones(1, 3, dtype=torch.bool), None, 1.0, 1.0, 0.0)
-    logprobs, entropy, *_, row_max, log_sum = operators("triton").token_stats_fwd(
-        logits, *options, True, False
-    )
-    assert logprobs.isnan().tolist() == [[False, True, True]]
-    grad = operators("triton").token_stats_bwd(
-        logits, *options, row_max, log_sum, entropy, torch.ones(1, 3), None, None
-    )
+    rows = ROWS._replace(token_ids=torch.tensor([[1, 50, -7]]))
+    stats = RowStats._make(operators("triton").token_stats_fwd(logits, *rows, True, False))
+    assert stats.logprobs.isnan().tolist() == [[False, True, True]]
+    saved = (stats.row_max, stats.log_sum, stats.entropy)
+    grad = operators("triton").token_stats_bwd(logits, *rows, *saved, torch.ones(1, 3), None, None)
     assert grad.isnan().any(-1).tolist() == [[False, True, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16], ids=str)
+def test_rows_that_do_not_count_are_zero_whatever_their_id(dtype):
+    logits, row = torch.randn(2, 2, 40), torch.ones(2, 2)
+    ids = torch.tensor([[3, -100], [99, 5]])
+    mask = torch.tensor([[1, 1], [0, 1]]).to(dtype)
+    rows = ROWS._replace(token_ids=ids, mask=mask)
+    stats = RowStats._make(operators("triton").token_stats_fwd(logits, *rows, True, True))
+    counts = torch.tensor([[True, False], [False, True]])
+    for stat in stats[:4]:
+        assert torch.equal(stat != 0, counts)
+    saved = (stats.row_max, stats.log_sum, stats.entropy)
+    grad = operators("triton").token_stats_bwd(logits, *rows, *saved, row, row, row)
+    loss = LossArguments(row, row, None, None, None, None, None, None)
+    logprobs, entropy, in_one_pass = operators("triton").logits_policy_loss_fwd(
+        logits, *rows, *loss, *Objective().arguments
+    )
+    assert torch.equal(logprobs, stats.logprobs)
+    assert torch.equal(entropy, stats.entropy)
+    for gradient in (grad, in_one_pass):
+        assert torch.equal((gradient != 0).any(-1), counts)
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 2, 2, 6)], ids=["padded", "packed"])
+def test_constants_per_sequence_are_those_of_its_tokens(bounds):
+    shape, sequences = ((2, 3), 2) if bounds is None else ((1, 6), 3)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    logits, old = torch.randn(*shape, 40), torch.randn(shape) - 4
+    rows = ROWS._replace(token_ids=torch.randint(40, shape))
+    objective = OBJECTIVE.arguments
+    per_sequence = [torch.randn(sequences) for _ in range(5)]
+    tokens = torch.ones(shape, dtype=torch.bool)
+    of = reference.sequences_of(tokens, cu_seqlens)
+    per_token = [of.per_token(x, tokens).contiguous() for x in per_sequence]
+    found, expected = (
+        operators("triton").logits_policy_loss_fwd(
+            logits, *rows, *LossArguments(*constants, old, old + 0.1, bound), *objective
+        )
+        for constants, bound in ((per_sequence, cu_seqlens), (per_token, None))
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_rows_without_a_gradient_get_zeros_whatever_they_hold():

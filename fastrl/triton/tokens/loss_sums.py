@@ -31,6 +31,12 @@ def fold(x):
 
 
 @triton.jit
+def fold_max(x):
+    """Return the largest of the neighbours that one thread holds."""
+    return tl.max(tl.reshape(x, [x.shape[0] // 4, 4]), 1)
+
+
+@triton.jit
 def _halves_joined(columns, half: tl.constexpr):
     """Join the tensors that are half of all apart."""
     joined = ()

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fastrl import contract
 from fastrl.contract import Coefficients, LossArguments, Metrics, ObjectiveArguments
-from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights
+from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights, with_constants_of
 from fastrl.triton.objectives import (
     BIAS_CORRECTED,
     MAX_LOG_RATIO,
@@ -36,7 +36,7 @@ from fastrl.triton.objectives import (
 )
 from fastrl.triton.sequences import packed_sequence, padded_sequence
 from fastrl.triton.tokens.last_program import count_of_finished, is_last
-from fastrl.triton.tokens.loss_sums import ROW, finish, fold, store_sums
+from fastrl.triton.tokens.loss_sums import ROW, finish, fold, fold_max, store_sums
 
 BLOCK = 1024  # tokens of a program at a time
 MOST_PROGRAMS = 512  # at token level: beyond it programs take several blocks
@@ -71,19 +71,19 @@ def _load(pointer, at, inside, active):
 
 @triton.jit
 def _load_tokens(
-    start, end, logprobs, mask, loss, length, sequence, BY_SEQUENCE: tl.constexpr,
+    start, end, logprobs, mask, loss, length, sequences, BY_SEQUENCE: tl.constexpr,
     LEVEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load a block; `sequence` is their sequence, or at token level how many there are."""
     block = tl.arange(0, BLOCK)
     at = start + block
     inside = at < end
     active = inside & (tl.load(mask + at, mask=inside, other=0) != 0)
+    sequence = 0  # of constants that are not loaded yet, which are at token level
     if LEVEL == TOKEN:
         if loss.cu_seqlens is None:
             sequence = padded_sequence(start, block, length)
         else:
-            sequence = packed_sequence(at, loss.cu_seqlens, sequence)
+            sequence = packed_sequence(at, loss.cu_seqlens, sequences)
     logprob = _load(logprobs, at, inside, active)
     advantage = load_constant(loss.advantages, BY_SEQUENCE.advantages, sequence, at, inside, active)
     old = logprob  # on policy the ratio is 1 by definition, but NaN stays NaN
@@ -132,16 +132,16 @@ def policy_loss_kernel(
         begin = tl.load(loss.cu_seqlens + program).to(tl.int64)
         end = tl.load(loss.cu_seqlens + program + 1).to(tl.int64)
     limit = tokens if LEVEL == TOKEN else end
-    sequence = sequences if LEVEL == TOKEN else program
+    if LEVEL != TOKEN:
+        loss = with_constants_of(program, loss, BY_SEQUENCE)
     zero = tl.zeros([BLOCK], tl.float32)
 
-    mean = zero
-    shared_slope = 0.0
+    mean, shared_slope = zero, 0.0
     if LEVEL != TOKEN:
         total, count = zero, zero
         for start in range(begin, end, BLOCK):
             x = _load_tokens(
-                start, limit, logprobs, mask, loss, length, sequence, BY_SEQUENCE, LEVEL, BLOCK
+                start, limit, logprobs, mask, loss, length, sequences, BY_SEQUENCE, LEVEL, BLOCK
             )
             log_ratio = x.difference
             if SURROGATE is gmpo:
@@ -149,13 +149,13 @@ def policy_loss_kernel(
             total += log_ratio
             count += x.active.to(tl.float32)
         size = tl.maximum(tl.sum(count, 0), 1.0)
-        mean += tl.sum(total, 0) / size
+        mean = zero + tl.sum(total, 0) / size
         alone = size == 1  # its ratio is its own, and the slope of the KL through it
         if LEVEL == SEQUENCE and (THROUGH_RATIO or KL_GRADIENT == BIAS_CORRECTED):
             total = zero
             for start in range(begin, end, BLOCK):
                 x = _load_tokens(
-                    start, limit, logprobs, mask, loss, length, sequence, BY_SEQUENCE, LEVEL, BLOCK
+                    start, limit, logprobs, mask, loss, length, sequences, BY_SEQUENCE, LEVEL, BLOCK
                 )
                 weights = _weights(x, loss, BY_SEQUENCE)
                 if THROUGH_RATIO:
@@ -171,10 +171,10 @@ def policy_loss_kernel(
     policy_sum, kl_sum, kl_old_sum, entropy_sum, ratio_sum = none, none, none, none, none
     low_sum, high_sum, active_sum, zero_grad_sum = none, none, none, none
     weighted_kl, weighted_entropy = none, none
-    ratio_max, ratio_min = zero - float("inf"), zero + float("inf")
+    ratio_max, ratio_min = none - float("inf"), none + float("inf")
     for start in range(begin, end, BLOCK):
         x = _load_tokens(
-            start, limit, logprobs, mask, loss, length, sequence, BY_SEQUENCE, LEVEL, BLOCK
+            start, limit, logprobs, mask, loss, length, sequences, BY_SEQUENCE, LEVEL, BLOCK
         )
         weights = _weights(x, loss, BY_SEQUENCE)
         terms = _terms(SURROGATE, LEVEL, mean, x, c)
@@ -219,8 +219,10 @@ def policy_loss_kernel(
         else:
             kl_old_sum += fold(x.difference)  # 0 or NaN
         ratio_sum += fold(tl.where(x.active, terms.ratio, 0.0))
-        ratio_max = tl.maximum(ratio_max, tl.where(x.active, terms.ratio, -float("inf")))
-        ratio_min = tl.minimum(ratio_min, tl.where(x.active, terms.ratio, float("inf")))
+        highest_ratio = fold_max(tl.where(x.active, terms.ratio, -float("inf")))
+        lowest_ratio = -fold_max(tl.where(x.active, -terms.ratio, -float("inf")))
+        ratio_max = tl.maximum(ratio_max, highest_ratio)
+        ratio_min = tl.minimum(ratio_min, lowest_ratio)
         low_sum += fold((terms.clip < 0).to(tl.float32))
         high_sum += fold((terms.clip > 0).to(tl.float32))
         active_sum += fold(x.active.to(tl.float32))

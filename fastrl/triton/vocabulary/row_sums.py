@@ -168,7 +168,7 @@ def token_logprob(x, row_max, log_sum, gain, squash, SPEC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
-def _sums_of_blocks(
+def sums_of_blocks_kernel(
     logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash,
     length, stride_b: tl.int64, stride_t: tl.int64, vocabulary,
     partial_sums, token_logits, SPEC: tl.constexpr,
@@ -202,7 +202,7 @@ def sums_of_blocks(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[
     shape = (B * T, blocks, len(Sums._fields), options["SPEC"].lanes)
     partial_sums = logits.new_empty(shape, dtype=torch.float32)
     token_logits = logits.new_empty((B, T), dtype=torch.float32)
-    _sums_of_blocks[(B * T * blocks,)](
+    sums_of_blocks_kernel[(B * T * blocks,)](
         **arguments, partial_sums=partial_sums, token_logits=token_logits, **options
     )
     return partial_sums, token_logits
