@@ -33,7 +33,8 @@ def test_an_old_compiler_compiles_the_sources(compiler):
     if not shutil.which(compiler):
         pytest.skip(f"{compiler} is not installed")
     places = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-fvisibility=hidden"]
+    command += ["-Wall", "-Wextra", "-Werror"]
     command += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
     command += [flag for place in places for flag in ("-isystem", place)]
     done = subprocess.run(
