@@ -81,7 +81,7 @@ struct Kernels {
                          int64_t* count);
   // Sum over a sequence of the derivatives with respect to its mean log-ratio: w f' and the ratio
   // slope of the KL, which a single token has in its own slope.
-  double (*sum_slopes)(const TokenInputs& in, const Segment& sequence);
+  double (*sum_slopes)(const TokenInputs& in, const Segment& sequence, int64_t active);
 };
 
 // Null where the compiler's target lacks the instructions.

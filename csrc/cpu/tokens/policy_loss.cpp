@@ -47,7 +47,7 @@ Segment with_shared_ratio(const Kernels& kernels, const TokenInputs& in, Segment
   const double n = static_cast<double>(std::max<int64_t>(count, 1));
   sequence.shared = {static_cast<float>(sum / n), 0.0f, count == 1};
   if (in.objective.level == Level::kSequence) {
-    sequence.shared.slope = static_cast<float>(kernels.sum_slopes(in, sequence) / n);
+    sequence.shared.slope = static_cast<float>(kernels.sum_slopes(in, sequence, count) / n);
   }
   return sequence;
 }

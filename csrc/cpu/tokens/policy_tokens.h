@@ -154,13 +154,38 @@ FASTRL_INLINE bool flows_through_ratio(const Objective<float>& o) {
   return o.surrogate != Surrogate::kCispo && o.surrogate != Surrogate::kReinforce;
 }
 
-double sum_slopes(const TokenInputs& in, const Segment& sequence) {
+// Whether all tokens of a sequence with one ratio have the same terms: they do not where the loss
+// looks at the token itself.
+FASTRL_INLINE bool terms_are_shared(const TokenInputs& in) {
+  return in.objective.level != Level::kToken && in.constants.advantages.by_sequence &&
+         flows_through_ratio(in.objective) && in.objective.surrogate != Surrogate::kGmpo;
+}
+
+// The terms of every active token of such a sequence.
+FASTRL_INLINE Terms terms_of_sequence(const TokenInputs& in, const Segment& sequence) {
+  const vfloat advantage = fill(in.constants.advantages.values[sequence.sequence]);
+  return objective_terms<VectorMath>(in.objective.surrogate, fill(sequence.shared.mean), advantage,
+                                     vfloat{}, in.objective.coefficients);
+}
+
+double sum_slopes(const TokenInputs& in, const Segment& sequence, int64_t active) {
   const Objective<float>& o = in.objective;
   const float kl_coef = o.coefficients.kl_coef;
   const SharedRatio shared = sequence.shared;
   const bool policy = flows_through_ratio(o);
   const bool kl = kl_coef != 0 && o.kl_gradient == KlGradient::kBiasCorrected && !shared.alone;
   if (!policy && !kl) return 0;
+  const LossConstants& constants = in.constants;
+  const bool one_weight = constants.weights.by_sequence && (!constants.policy_weights.values ||
+                                                            constants.policy_weights.by_sequence);
+  if (one_weight && !kl && terms_are_shared(in)) {
+    float weight = constants.weights.values[sequence.sequence];
+    if (constants.policy_weights.values) {
+      weight *= constants.policy_weights.values[sequence.sequence];
+    }
+    const vfloat slope = weighted<VectorMath>(fill(weight), terms_of_sequence(in, sequence).slope);
+    return active ? static_cast<double>(slope[0]) * static_cast<double>(active) : 0.0;
+  }
   const SegmentInputs segment(in, sequence);
   DoubleSum total;
   for (int64_t i = sequence.begin; i < sequence.end; i += kLanes) {
@@ -218,15 +243,24 @@ struct LaneSums {
 };
 
 // Loss, slope and metrics of one vector of tokens.
-FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, LaneSums* sums, StepSums* step) {
+// `known` are the terms of the whole sequence, where they are shared.
+FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, const Terms* known,
+                              LaneSums* sums, StepSums* step) {
   const TokenInputs& in = t.in;
   const Objective<float>& o = in.objective;
   const Coefficients<float>& c = o.coefficients;
   const bool by_token = o.level == Level::kToken;
   const bool own_slope = o.level != Level::kSequence || !flows_through_ratio(o);
-  const Terms terms =
-      by_token ? objective_terms<VectorMath>(o.surrogate, t.difference, t.advantage, t.logprob, c)
-               : shared_terms(t, shared.mean);
+  Terms terms;
+  if (known) {
+    const auto active = [&](vfloat x) { return where(t.active, x, vfloat{}); };
+    terms = {active(known->loss), active(known->slope), active(known->clip), known->log_ratio,
+             known->ratio};
+  } else if (by_token) {
+    terms = objective_terms<VectorMath>(o.surrogate, t.difference, t.advantage, t.logprob, c);
+  } else {
+    terms = shared_terms(t, shared.mean);
+  }
   vfloat slope = fill(shared.slope);
   if (own_slope) slope += weighted<VectorMath>(t.weight, terms.slope);
   if (o.surrogate == Surrogate::kGmpo) {
@@ -283,15 +317,19 @@ FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, LaneSums* sum
 void token_losses(const TokenInputs& inputs, const Segment* segments, int64_t count,
                   TokenSums* sums) {
   const TokenInputs in = inputs;  // nobody else writes to a copy, so it stays in registers
+  const bool shared = terms_are_shared(in);
   LaneSums lanes;
   lanes.ratio_max = fill(-__builtin_inff());
   lanes.ratio_min = fill(__builtin_inff());
   for (int64_t k = 0; k < count; ++k) {
     const SegmentInputs segment(in, segments[k]);
+    Terms of_sequence{};
+    if (shared) of_sequence = terms_of_sequence(in, segments[k]);
     for (int64_t i = segments[k].begin; i < segments[k].end;) {
       StepSums step{};
       for (int j = 0; j < kVectorsPerStep && i < segments[k].end; ++j, i += kLanes) {
-        add_tokens(Tokens(segment, i), segments[k].shared, &lanes, &step);
+        add_tokens(Tokens(segment, i), segments[k].shared, shared ? &of_sequence : nullptr, &lanes,
+                   &step);
       }
       lanes.add(step);
     }
