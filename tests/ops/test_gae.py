@@ -205,7 +205,7 @@ def test_values_at_masked_tokens_change_no_bit(backend, seed, poison, bootstrap)
 def test_packed_sequences_give_the_same_as_padded_ones(backend, bootstrap):
     lengths = [3, 0, 5, 1, 0, 7, 4, 4, 4, 4, 0]
     inputs = make_inputs(len(lengths), 7, ends=True, bootstrap=bootstrap)
-    inputs["mask"] &= torch.arange(7) < torch.tensor(lengths)[:, None]
+    inputs["mask"] &= torch.arange(inputs["mask"].shape[1]) < torch.tensor(lengths)[:, None]
     padded = fastrl.gae(**inputs, gamma=0.9, backend=backend)
     flat = {name: packed(x, lengths) if x.dim() == 2 else x for name, x in inputs.items()}
     result = fastrl.gae(**flat, gamma=0.9, cu_seqlens=cu_seqlens(lengths), backend=backend)

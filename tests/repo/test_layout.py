@@ -200,3 +200,20 @@ def test_no_file_contains_a_path_of_a_developers_machine():
             lines = path.read_text().splitlines()
             found += [f"{path.name}: {line.strip()}" for line in lines if place.search(line)]
     assert found == []
+
+
+def test_the_contract_is_read_by_name():
+    # written so that these lines do not match themselves
+    literal = re.compile(
+        r"(coefficients|stats|metrics)" + r"\[\d|\br" + r"ange\(7\)|columns\(col" + "umns"
+    )
+    sources = (".py", ".cpp", ".h", ".cu", ".cuh")
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in repository_files()
+        if path.suffix in sources
+        and path.relative_to(ROOT).parts[0] in ("fastrl", "csrc", "tests", "bench")
+        for line in path.read_text().splitlines()
+        if literal.search(line)
+    ]
+    assert found == []
