@@ -13,7 +13,7 @@ from timing import Case, Provider
 
 import fastrl
 
-CHECKED_ROWS = 64  # rows of logits that are held against float64
+CHECKED_ROWS = 64  # rows of logits that are compared with float64
 OBJECTIVE = fastrl.Objective(clip_low=0.2, clip_high=0.2, aggregation="token-mean")
 
 

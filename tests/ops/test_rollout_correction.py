@@ -85,7 +85,7 @@ def test_packed_sequences_have_separate_ratios(backend, level):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_the_current_logprobs_are_compared_with_the_rollout(backend, kind, level):
-    # one engine sampled, the trainer is one step old: old_logprobs=None stands for logprobs
+    # the rollout engine sampled, the trainer is on policy: old_logprobs=None means logprobs
     dtype = torch.float64 if backend == "reference" else torch.float32
     o = Objective(rollout_correction=RolloutCorrection(kind=kind, level=level, low=0.6, high=1.4))
     inputs = policy_inputs(4, 5, dtype, "random")

@@ -40,7 +40,7 @@ class Ratio:
     x: Bounded  # of the level
     stuck: Decision  # held at a bound, where there is no slope
     shared: bool  # the tokens of a sequence share its slope
-    bounded_each: bool = False  # each of them within bounds of its own
+    bounded_each: bool = False  # each within separate bounds
 
 
 @dataclasses.dataclass
