@@ -10,8 +10,8 @@
 namespace fastrl::cuda {
 
 struct Sequences {
-  const int32_t* cu_seqlens;  // null: a sequence is a row of `row_length` tokens
-  int64_t tokens, count, row_length;
+  const int32_t* cu_seqlens;          // null: a sequence is a row of `row_length` tokens
+  int64_t tokens, count, row_length;  // fewer than 2^32
 
   // `s` may be `count`, one past the last.
   FASTRL_HD int64_t begin(int64_t s) const {
@@ -23,10 +23,7 @@ struct Sequences {
 
   // The sequence of a token that exists; `count` where cu_seqlens end before it.
   FASTRL_HD int64_t of(int64_t token) const {
-    if (!cu_seqlens) {
-      if (tokens >> 32 != 0) return token / row_length;
-      return static_cast<uint32_t>(token) / static_cast<uint32_t>(row_length);
-    }
+    if (!cu_seqlens) return static_cast<uint32_t>(token) / static_cast<uint32_t>(row_length);
     int64_t low = 0, high = count;
     while (low < high) {  // the first that ends behind the token
       const int64_t middle = (low + high) / 2;

@@ -44,8 +44,9 @@ __device__ __forceinline__ void finish(const PolicyLossParams& p, TokenSums sums
   metrics.zero_grad_fraction = static_cast<float>(sums.zero_grad) / n;
 }
 
+// At most 96 registers: with fewer it spills on sm_100.
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 640 / kThreads)
     policy_loss_of_tokens(const __grid_constant__ PolicyLossParams p) {
   TokenSums* shared = shared_memory<TokenSums>();
   TokenSums sums{};
@@ -185,7 +186,7 @@ inline bool any_by_sequence(const LossConstants& c) {
 
 // `params` as policy_loss_blocks left them, with room for the sums of as many blocks. Clusters need
 // sm_90, and room for all their blocks at once.
-template <int kTokenThreads = 256, int kSequenceThreads = 512>
+template <int kTokenThreads = 128, int kSequenceThreads = 512>
 Status launch_policy_loss(PolicyLossParams params, unsigned blocks, const DeviceLimits& limits,
                           Stream stream) {
   params.aligned = on_vector_boundaries(params);

@@ -32,7 +32,7 @@ struct PolicyLossParams {
 // Sets per_block and ranks and returns the number of blocks: functions of the shape alone, so that
 // the order of summation is, and few enough for one block to add up the sums of all.
 inline unsigned policy_loss_blocks(PolicyLossParams* params) {
-  constexpr int64_t kMostBlocks = 2048, kFewestTokens = 2048, kTokensOfRank = 4096;
+  constexpr int64_t kMostBlocks = 2048, kFewestTokens = 1024, kTokensOfRank = 4096;
   const bool by_token = params->objective.level == Level::kToken;
   const int64_t tokens = params->sequences.tokens;
   const int64_t work = by_token ? tokens : params->sequences.count;

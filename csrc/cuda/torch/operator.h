@@ -52,6 +52,8 @@ inline uint32_t* words_of(const Tensor& tensor) {
 
 inline Sequences sequences_of(const Tensor& tokens, const std::optional<Tensor>& cu_seqlens) {
   const int64_t count = check_sequences(tokens, cu_seqlens);
+  STD_TORCH_CHECK(tokens.numel() < int64_t{1} << 32, "there must be fewer than 2^32 tokens, got ",
+                  tokens.numel());
   return {data_or_null<int32_t>(cu_seqlens), tokens.numel(), count, tokens.size(1)};
 }
 

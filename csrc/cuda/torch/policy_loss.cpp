@@ -20,8 +20,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
       check_objective<float>(surrogate, level, kl_estimator, kl_gradient, coefficients);
   check_tokens(logprobs, entropy, mask, params.objective);
   params.sequences = sequences_of(logprobs, cu_seqlens);
-  STD_TORCH_CHECK(params.sequences.tokens < int64_t{1} << 32,
-                  "logprobs must hold fewer than 2^32 tokens");
   params.constants = check_loss({advantages, weights, kl_weights, entropy_weights, policy_weights,
                                  old_logprobs, ref_logprobs, cu_seqlens},
                                 params.objective, logprobs, params.sequences.count, "logprobs");

@@ -52,8 +52,6 @@ std::tuple<Tensor, Tensor> sequence_weights(
       {aggregation, normalizer, normalizer_tensor, length_norm, count_empty, group_size, group_ids},
       mask, token_ids, params.sequences.count);
   STD_TORCH_CHECK(!group_ids, "group_ids must come in order, as group_size, on a CUDA device");
-  STD_TORCH_CHECK(params.sequences.tokens < int64_t{1} << 32,
-                  "mask must hold fewer than 2^32 tokens");
   params.mask = mask_of(mask);
   params.token_ids = data_or_null<int64_t>(token_ids);
   params.ignore_index = ignore_index;
