@@ -37,7 +37,7 @@ LOSSES = (
         "policy_loss_full", loss_types(*_FULL), PER_TOKEN, 41, 215, 1, 1,
         surrogate="sapo", kl_gradient="bias-corrected", entropy=True,
     ),
-    Loss("policy_loss_per_sequence", loss_types(*_PLAIN), PER_SEQUENCE, 13, 140, 1, 9),
+    Loss("policy_loss_per_sequence", loss_types(*_PLAIN), PER_SEQUENCE, 13, 135, 1, 9),
     # the whole code: the loop over blocks is no innermost loop, it has the search for sequences
     Loss(
         "policy_loss_packed_per_sequence", loss_types(*_PLAIN, "cu_seqlens"), PER_SEQUENCE,

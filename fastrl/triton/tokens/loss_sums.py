@@ -37,6 +37,12 @@ def fold_max(x):
 
 
 @triton.jit
+def fold_min(x):
+    """Return the smallest of the neighbours that one thread holds."""
+    return tl.min(tl.reshape(x, [x.shape[0] // 4, 4]), 1)
+
+
+@triton.jit
 def _halves_joined(columns, half: tl.constexpr):
     """Join the tensors that are half of all apart."""
     joined = ()

@@ -36,7 +36,7 @@ from fastrl.triton.objectives import (
 )
 from fastrl.triton.sequences import packed_sequence, padded_sequence
 from fastrl.triton.tokens.last_program import count_of_finished, is_last
-from fastrl.triton.tokens.loss_sums import ROW, finish, fold, fold_max, store_sums
+from fastrl.triton.tokens.loss_sums import ROW, finish, fold, fold_max, fold_min, store_sums
 
 BLOCK = 1024  # tokens of a program at a time
 MOST_PROGRAMS = 512  # at token level: beyond it programs take several blocks
@@ -220,7 +220,7 @@ def policy_loss_kernel(
             kl_old_sum += fold(x.difference)  # 0 or NaN
         ratio_sum += fold(tl.where(x.active, terms.ratio, 0.0))
         highest_ratio = fold_max(tl.where(x.active, terms.ratio, -float("inf")))
-        lowest_ratio = -fold_max(tl.where(x.active, -terms.ratio, -float("inf")))
+        lowest_ratio = fold_min(tl.where(x.active, terms.ratio, float("inf")))
         ratio_max = tl.maximum(ratio_max, highest_ratio)
         ratio_min = tl.minimum(ratio_min, lowest_ratio)
         low_sum += fold((terms.clip < 0).to(tl.float32))
