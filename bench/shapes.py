@@ -55,7 +55,11 @@ LINEAR = {
 
 TOKENS = {
     "smoke": [Tokens("tiny", 4, 16)],
-    "issue": [Tokens("rollout", 256, 4096)],
+    "issue": [
+        Tokens("micro-batch", 8, 128),
+        Tokens("batch", 32, 1024),
+        Tokens("rollout", 256, 4096),
+    ],
     "models": [
         Tokens("wide", 4096, 128),
         Tokens("rollout", 256, 4096),
