@@ -1,4 +1,4 @@
-"""`python -m fastrl`: versions, and which backends are usable here and why the others are not."""
+"""`python -m fastrl`: print versions and, for each backend, whether it is usable or why not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastrl.triton.runtime.registration import INTERPRETED
 
 
 def report() -> str:
-    """Return the text that `python -m fastrl` shows."""
+    """Return the text that `python -m fastrl` prints."""
     lines = [
         f"fastrl {fastrl.__version__}, torch {torch.__version__}, "
         f"python {platform.python_version()}, {platform.machine()}",
@@ -26,7 +26,7 @@ def report() -> str:
         if name == "cpu" and reason is None:
             state += f" ({cpu_capability()}, {torch.get_num_threads()} threads)"
         if name == "triton" and reason is None and INTERPRETED:
-            state += " (interpreted, slowly, as TRITON_INTERPRET says)"
+            state += " (slow: interpreted because TRITON_INTERPRET is set)"
         lines.append(f"  {name:<10} {state}")
     return "\n".join(lines)
 

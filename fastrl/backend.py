@@ -1,6 +1,7 @@
-"""Which backend runs a call: an explicit one is used or refused, `auto` takes the fastest able one.
+"""Which backend runs a call: the one named, else the fastest that supports the call.
 
-The environment variable `FASTRL_BACKEND` and `set_backend` change what `auto` means.
+The environment variable `FASTRL_BACKEND` and `set_backend` change what `auto` means. Naming a
+backend that cannot run the call raises an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 #: Fastest first, by device type. A device that is not listed uses the reference backend.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
-#: The devices whose tensors a compiled backend takes.
+#: Supported devices of each compiled backend.
 _DEVICES = {
     "cpu": ("cpu",),
     "triton": ("cuda", "cpu") if triton.INTERPRETED else ("cuda",),
@@ -31,13 +32,13 @@ _default: str = one_of("FASTRL_BACKEND", os.environ.get("FASTRL_BACKEND", "auto"
 
 
 def set_backend(backend: Backend) -> None:
-    """Choose the backend of every later call that does not name one itself.
+    """Set the default backend, for all later calls with `backend="auto"`.
 
     Args:
-        backend: `"auto"` (the fastest that can do the call) or the name of a backend.
+        backend: `"auto"` (the fastest that supports the call) or the name of a backend.
 
     Raises:
-        ValueError: the name is unknown, or the backend is not usable on this machine.
+        ValueError: the name is unknown or the backend cannot be used on this machine.
 
     Example:
         >>> import fastrl
@@ -64,7 +65,7 @@ def get_backend() -> Backend:
 
 
 def unavailable(backend: str) -> str | None:
-    """Return one sentence on why a backend cannot be used on this machine, or None."""
+    """Return why a backend cannot be used on this machine, as one sentence, or None if it can."""
     if backend == "cpu":
         return native.missing
     if backend == "triton":
@@ -75,15 +76,15 @@ def unavailable(backend: str) -> str | None:
 
 
 def refusal(
-    backend: str, device: torch.device, dtype: torch.dtype, unable: str | None = None
+    backend: str, device: torch.device, dtype: torch.dtype, unsupported: str | None = None
 ) -> str | None:
-    """Return why `backend` cannot do a call on these tensors, or None.
+    """Return why `backend` cannot run a call on these tensors, or None if it can.
 
     Args:
         backend: a concrete backend, not `auto`.
-        device: where the tensors are.
-        dtype: the dtype of the tensor that decides the arithmetic.
-        unable: a reason why compiled kernels cannot do this very call.
+        device: device of the tensors.
+        dtype: dtype of the tensor that determines the dtype of the arithmetic.
+        unsupported: why no compiled kernel can run this particular call, or None.
     """
     if backend == "reference":
         return None
@@ -91,30 +92,30 @@ def refusal(
     if reason is not None:
         return reason
     if device.type not in _DEVICES[backend]:
-        takes = " and ".join(_DEVICES[backend])
-        return f"it works on {takes} tensors, these are on {device.type}"
+        supported = " and ".join(_DEVICES[backend])
+        return f"it supports tensors on {supported}, not on {device.type}"
     if dtype not in _KERNEL_DTYPES:
         return f"it takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    return unable
+    return unsupported
 
 
 def resolve(
     backend: str,
     device: torch.device,
     dtype: torch.dtype,
-    unable: str | None = None,
+    unsupported: str | None = None,
     *,
-    partly: bool = False,
+    partial: bool = False,
 ) -> str:
-    """Return the concrete backend for a call; the first arguments are those of `refusal`.
+    """Return the concrete backend for a call; see `refusal` for the first four arguments.
 
     Args:
-        backend: as in `refusal`, or `auto`.
+        backend: a backend or `auto`.
         device: as in `refusal`.
         dtype: as in `refusal`.
-        unable: as in `refusal`.
-        partly: whether a kernel that is unable to do all of the call can do its largest part; then
-            `auto` takes it for that. A named backend does the whole call or is refused.
+        unsupported: as in `refusal`.
+        partial: `auto` may choose a compiled backend although the call is `unsupported`, because
+            its kernels can still do the largest part. A named backend must do the whole call.
 
     Raises:
         ValueError: the backend is unknown, or it was named and cannot do the call.
@@ -123,22 +124,22 @@ def resolve(
         one_of("backend", backend, BACKENDS)
     chosen = _default if backend == "auto" else backend
     if chosen == "auto":
-        reason = None if partly else unable
+        reason = None if partial else unsupported
         for name in _PREFERENCE.get(device.type, ()):
             if refusal(name, device, dtype, reason) is None:
                 return name
         return "reference"
-    refused = refusal(chosen, device, dtype, unable)
+    refused = refusal(chosen, device, dtype, unsupported)
     if refused is not None:
         raise ValueError(f"backend {chosen!r} cannot do this call: {refused}")
     return chosen
 
 
 def torch_only(backend: str) -> None:
-    """Check the backend of a function that is plain torch everywhere.
+    """Check the `backend` argument of a function that is plain torch on every device.
 
     Raises:
-        ValueError: the backend is unknown, or it was named and has no kernel for the function.
+        ValueError: the backend is unknown or is a compiled one.
     """
     if one_of("backend", backend, BACKENDS) not in ("auto", "reference"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of arguments: each raises with the argument's name, what was expected and what came."""
+"""Argument checks: every error names the argument, what was expected, and what was given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl.tracing import is_traced
 
-#: the dtypes that torch computes in
+#: floating-point dtypes with full arithmetic in torch (float8 only stores)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -30,23 +30,25 @@ def number(
 ) -> float:
     """Return `value` as a float if it is a finite number with low <= value <= high.
 
-    The scalars of numpy are numbers, too; those of a symbolic trace stay what they are.
+    NumPy scalars are accepted. Symbolic numbers of a trace are returned unchanged.
     """
     traced = isinstance(value, torch.SymInt | torch.SymFloat)
     if isinstance(value, bool) or not (traced or isinstance(value, int | float | numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     result = cast("float", value)
-    wanted = "finite"
-    wanted += "" if low is None else f" and >= {low:g}"
-    wanted += "" if high is None else f" and <= {high:g}"
+    expected = "finite"
+    expected += "" if low is None else f" and >= {low:g}"
+    expected += "" if high is None else f" and <= {high:g}"
     try:
         result = result if traced else float(result)
     except OverflowError:
-        raise ValueError(f"{name} must be {wanted}, got an integer beyond any float") from None
+        raise ValueError(
+            f"{name} must be {expected}, got an integer too large for a float"
+        ) from None
     inside = (low is None or result >= low) and (high is None or result <= high)
-    # not math.isfinite: torch.compile(dynamic=True) traces floats
+    # torch.compile(dynamic=True) traces floats, which math.isfinite does not accept
     if not (inside and -math.inf < result < math.inf):
-        raise ValueError(f"{name} must be {wanted}, got {result}")
+        raise ValueError(f"{name} must be {expected}, got {result}")
     return result
 
 
@@ -59,7 +61,7 @@ def positive(name: str, value: object) -> float:
 
 
 def whole(name: str, value: object, *, low: int = -(2**63)) -> int:
-    """Return `value` as an int if it is an integer of 64 bits, at least `low`."""
+    """Return `value` as an int if it is a 64-bit integer >= low."""
     traced = isinstance(value, torch.SymInt)
     if isinstance(value, bool) or not (traced or isinstance(value, int | numbers.Integral)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -80,19 +82,19 @@ def flag(name: str, value: object) -> bool:
 
 
 def tensor(name: str, value: object) -> Tensor:
-    """Return `value` if it is a tensor."""
+    """Return `value` if it is a tensor, but not a DTensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if is_sharded(value):
         raise TypeError(
-            f"{name} must be a plain tensor, got a DTensor: pass its `to_local()` where its rows "
-            "are spread over ranks, else its `full_tensor()`"
+            f"{name} must be a plain tensor, got a DTensor: pass its `to_local()` if its rows are "
+            "distributed over ranks, else its `full_tensor()`"
         )
     return value
 
 
 def floating(name: str, value: object) -> Tensor:
-    """Return `value` if it is a floating-point tensor of a dtype that torch computes in."""
+    """Return `value` if it is a tensor of a dtype in `FLOATS`."""
     result = tensor(name, value)
     if result.dtype not in FLOATS:
         raise TypeError(
@@ -103,7 +105,7 @@ def floating(name: str, value: object) -> Tensor:
 
 
 def is_sharded(value: object) -> bool:
-    """Say whether a tensor is a DTensor (FSDP2, tensor parallelism)."""
+    """Return whether a tensor is a DTensor (FSDP2, tensor parallelism)."""
     return hasattr(value, "full_tensor")
 
 
@@ -116,7 +118,7 @@ def integer(name: str, value: object) -> Tensor:
 
 
 def on_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
-    """Raise unless `value` lives where `like` does."""
+    """Raise unless `value` is on the device of `like`."""
     if value.device != like.device:
         raise ValueError(
             f"{name} must be on {like.device} like {like_name}, got a tensor on {value.device}"
@@ -124,7 +126,7 @@ def on_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
 
 
 def same_shape(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor:
-    """Return `value` if shape and device are those of `like`."""
+    """Return `value` if it has the shape and device of `like`."""
     if value.shape != like.shape:
         raise ValueError(
             f"{name} must have shape {tuple(like.shape)} like {like_name}, got {tuple(value.shape)}"
@@ -142,7 +144,7 @@ def per_token(name: str, value: object) -> Tensor:
 
 
 def unread_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
-    """Return a mask of the shape of `like` as it is; whether it holds 0 and 1 is not looked at."""
+    """Check the dtype, shape and device of a mask, but not its values."""
     result = tensor(name, value)
     if result.is_complex() or (result.is_floating_point() and result.dtype not in FLOATS):
         raise TypeError(f"{name} must be bool, integer or float 0/1, got {result.dtype}")
@@ -150,32 +152,32 @@ def unread_mask(name: str, value: object, like: Tensor, like_name: str) -> Tenso
 
 
 def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
-    """Return a 0/1 mask of the shape of `like` as bool."""
+    """Return a 0/1 mask with the shape of `like` as bool."""
     result = unread_mask(name, value, like, like_name)
     if result.dtype != torch.bool and can_read(result):
-        other = (result != 0) & (result != 1)
-        if bool(other.any()):
+        invalid = (result != 0) & (result != 1)
+        if bool(invalid.any()):
             raise ValueError(
-                f"{name} must be bool, integer or float 0/1, got {result[other][0].item()}"
+                f"{name} must be bool, integer or float 0/1, got {result[invalid][0].item()}"
             )
     return saveable(result.to(torch.bool))
 
 
 def saveable(value: Tensor) -> Tensor:
-    """Return `value` as autograd may save it: a clone if it was made in inference mode."""
+    """Return `value` such that autograd can save it: an inference tensor is cloned."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return value
     return value.clone() if value.is_inference() else value
 
 
 def can_read(value: Tensor) -> bool:
-    """Say whether looking at the data costs nothing: on a CPU, and not while tracing."""
+    """Return whether values can be checked for free: on a CPU, and not while tracing."""
     return value.device.type == "cpu" and not is_traced(value)
 
 
 def sequence_bounds(cu_seqlens: object, tokens: int, like: Tensor) -> Tensor:
-    """Return `cu_seqlens` as int32 `[S + 1]` if it cuts `tokens` packed tokens into sequences."""
-    result = integer("cu_seqlens", cu_seqlens).to(torch.int64)  # unsigned differences would wrap
+    """Return `cu_seqlens` as int32 `[S + 1]` if it splits `tokens` packed tokens into sequences."""
+    result = integer("cu_seqlens", cu_seqlens).to(torch.int64)  # unsigned differences wrap around
     on_device("cu_seqlens", result, like, "the per-token tensors")
     if result.dim() != 1 or result.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(result.shape)}")

@@ -1,9 +1,9 @@
-"""What crosses from Python to C++, CUDA and Triton, declared once and read by name on every side.
+"""Enums, arguments and results that Python shares with C++, CUDA and Triton.
 
-The kinds are numbered in the order in which they stand here. The fields of the named tuples become
-arguments and results of the registered operators (`fastrl/library.py`), fields of the tuples that
-the Triton kernels take, and fields of the structs in `csrc/contract.h`, which
-`tests/contract/test_contract.py` compares with these.
+A member of an enum is passed as its index in the lists below. The fields of the named tuples are
+the arguments and results of the registered operators (`fastrl/library.py`), of the tuples that
+Triton kernels take, and of the structs in `csrc/contract.h`; everything is accessed by field name.
+`tests/contract/test_contract.py` compares the two declarations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BASELINES: tuple[str, ...] = get_args(Baseline)
 SCALES: tuple[str, ...] = get_args(Scale)
 SINGLETONS: tuple[str, ...] = get_args(Singleton)
 
-#: The kinds by the name of their C++ enum.
+#: The members of each enum, by its name in C++.
 KINDS = {
     "Surrogate": SURROGATES,
     "Level": LEVELS,
@@ -51,7 +51,7 @@ KINDS = {
 
 
 class Coefficients(NamedTuple):
-    """The scalars of an objective; a bound that is not set is infinite."""
+    """The scalars of an objective; a disabled bound is infinite."""
 
     clip_low: float
     clip_high: float
@@ -61,13 +61,13 @@ class Coefficients(NamedTuple):
     sapo_temperature_neg: float
     kl_coef: float
     kl_clamp: float
-    log_ratio_low: float  # distance of the lower bound of the log-ratio from 0
+    log_ratio_low: float  # the lower bound of the log-ratio is -log_ratio_low
     log_ratio_high: float
     entropy_coef: float
 
 
 class ObjectiveArguments(NamedTuple):
-    """An objective as the operators take it: its kinds, numbered, and its scalars."""
+    """An objective as operators take it: enum members as integers, and scalars."""
 
     surrogate: int
     level: int
@@ -77,16 +77,17 @@ class ObjectiveArguments(NamedTuple):
 
 
 class LossArguments(NamedTuple):
-    """The constants of a policy loss. "Constant" is float32 `[S]`, per sequence, or `[B, T]`.
+    """The inputs of a policy loss without gradient.
 
-    A packed batch is `[1, N]`, cut into S sequences by `cu_seqlens`; without it S = 1.
+    A constant is float32, `[S]` per sequence or `[B, T]` per token. A packed batch is `[1, N]`,
+    split into S sequences by `cu_seqlens`; without `cu_seqlens` it is one sequence.
     """
 
     advantages: Tensor  # constant
-    weights: Tensor  # constant: of a valid token in every term that has none of its own
+    weights: Tensor  # constant; of active tokens in each term without separate weights
     kl_weights: Tensor | None  # constant
     entropy_weights: Tensor | None  # constant
-    policy_weights: Tensor | None  # constant: factors on the policy term alone
+    policy_weights: Tensor | None  # constant; further factors in the policy term only
     old_logprobs: Tensor | None  # [B, T]
     ref_logprobs: Tensor | None  # [B, T]
     cu_seqlens: Tensor | None  # int32 [S + 1]
@@ -96,28 +97,28 @@ class AggregationArguments(NamedTuple):
     """How the tokens of one term are averaged; see `fastrl.token_weights`."""
 
     aggregation: int
-    normalizer: float  # the global denominator; 0: the local count
-    normalizer_tensor: Tensor | None  # the same as a float32 tensor of one element, or None
-    length_norm: float  # 0: the padded width T
+    normalizer: float  # global denominator; 0 means the local count
+    normalizer_tensor: Tensor | None  # one element: replaces `normalizer`
+    length_norm: float  # 0 means the padded width T
     count_empty: bool
-    group_size: int  # sequences of a group in prompt-mean; 0: by group_ids
+    group_size: int  # consecutive sequences per group in prompt-mean; 0: see group_ids
     group_ids: Tensor | None  # int64 [S]
 
 
 class RowArguments(NamedTuple):
-    """What accompanies logits `[B, T, V]`."""
+    """The inputs that accompany logits `[B, T, V]`."""
 
     token_ids: Tensor  # int64 [B, T]
-    mask: Tensor | None  # [B, T], bool or 0/1 of another dtype; None: every row counts
-    ignore_index: int  # a row with this id does not count
-    temperatures: Tensor | None  # float32 [B, T], in place of `temperature`
+    mask: Tensor | None  # [B, T], 0/1 of any dtype; None: every row is active
+    ignore_index: int  # a row with this id is inactive
+    temperatures: Tensor | None  # float32 [B, T]: replaces `temperature`
     temperature: float
     logit_scale: float
-    logit_softcap: float  # 0: none
+    logit_softcap: float  # 0: no softcap
 
 
 class RowStats(NamedTuple):
-    """The statistics of rows of logits, `[B, T]`; 0 in rows that do not count."""
+    """Statistics of rows of logits, `[B, T]`; 0 in inactive rows."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -125,11 +126,11 @@ class RowStats(NamedTuple):
     sum_sq_probs: Tensor
     is_top1: Tensor  # bool
     row_max: Tensor  # the largest logit, for the backward
-    log_sum: Tensor  # log of the sum of exponentials relative to it, for the backward
+    log_sum: Tensor  # log sum exp(logit - row_max), for the backward
 
 
 class Metrics(NamedTuple):
-    """The metrics of a policy loss: one vector on the device, in this order."""
+    """The metrics of a policy loss, in the order of the vector on the device."""
 
     policy_loss: float
     kl: float

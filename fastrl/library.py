@@ -1,9 +1,8 @@
-"""The registered operators: every `torch.library` schema and fake, once for all backends.
+"""The registered operators: each `torch.library` schema and fake, shared by all backends.
 
-Backends only implement what is declared here, each in a namespace of its own. Arguments that
-belong together are declared by the named tuples of `fastrl/contract.py`. Per-token tensors are
-`[B, T]`, logits `[B, T, V]` with any batch strides and vocabulary stride 1; the public functions
-in `fastrl.ops` see to both.
+Every compiled backend implements them in a separate namespace. Groups of arguments come from the
+named tuples in `fastrl/contract.py`. The public functions in `fastrl.ops` pass per-token tensors as
+`[B, T]` and logits as `[B, T, V]` with any batch strides and vocabulary stride 1.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _TYPES = {
 
 
 def _declared(fields: type) -> str:
-    """Return the fields of a named tuple as a part of a schema."""
-    kinds = get_type_hints(fields)
-    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in kinds.items())
+    """Return the fields of a named tuple as arguments of a schema."""
+    hints = get_type_hints(fields)
+    return ", ".join(f"{_TYPES[hint]} {name}" for name, hint in hints.items())
 
 
 _ROWS = _declared(RowArguments)
@@ -46,7 +45,7 @@ _STATS_BACKWARD = (
     f"{_ROWS}, Tensor row_max, Tensor log_sum, Tensor entropy, "
     "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
 )
-# Linear forms: hidden [N, H], per-token tensors and constants [N]; an absent chunk size is chosen.
+# Linear forms: hidden [N, H], per-token tensors and constants [N].
 _LINEAR = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
     f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, str backend"
@@ -63,8 +62,8 @@ _SCHEMAS = {
     ),
     "token_stats_bwd": f"(Tensor logits, {_STATS_BACKWARD}) -> Tensor",
     "token_stats_bwd_": f"(Tensor(a!) logits, {_STATS_BACKWARD}) -> ()",
-    # The weight of a valid token of each sequence, [S], and, where the mask is not bool or
-    # token_ids are given, which tokens are valid: bool, the shape of the mask (else empty).
+    # weights [S]: of an active token, per sequence. active: bool, the shape of the mask; empty if
+    # it would equal the mask (mask is bool and token_ids is None).
     "sequence_weights": (
         "(Tensor mask, Tensor? token_ids, int ignore_index, Tensor? cu_seqlens, "
         f"{_declared(AggregationArguments)}) -> (Tensor weights, Tensor active)"
@@ -76,7 +75,7 @@ _SCHEMAS = {
     "logits_policy_loss_fwd_": (
         f"(Tensor(a!) logits, {_ROWS}, {_LOSS}) -> (Tensor logprobs, Tensor entropy)"
     ),
-    # slope = dL/dlogprobs and entropy_slope = dL/dentropy (empty where entropy_coef is 0)
+    # slope = dL/dlogprobs, entropy_slope = dL/dentropy (empty if entropy_coef is 0)
     "policy_loss_fwd": (
         f"(Tensor logprobs, Tensor? entropy, Tensor mask, {_LOSS}) -> "
         "(Tensor loss, Tensor slope, Tensor entropy_slope, Tensor metrics)"
@@ -100,15 +99,16 @@ _SCHEMAS = {
         f"({_LINEAR}, {_LOSS}, bool[] needs, bool metrics) -> "
         f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),
-    # Which vector code the CPU kernels use here: avx512, avx2 or plain.
+    # The instruction set of the CPU kernels: avx512, avx2 or plain.
     "cpu_capability": "() -> str",
-    # Whether the CPU multiplies bfloat16 on matrix tiles (AMX); then out (+)= a b with sums in
-    # float32, b in bfloat16, a in bfloat16 or in float32 taken as the sum of two bfloat16.
+    # Whether the CPU multiplies bfloat16 matrices on AMX tiles, which mixed_matmul_ needs.
     "has_matrix_tiles": "() -> bool",
-    # Ask for huge pages under a new tensor on the CPU that nobody has written to yet.
+    # Request huge pages for a new CPU tensor; call it before the first write.
     "huge_pages_": "(Tensor(a!) tensor) -> ()",
+    # out = a b, or out += a b, summed in float32. b is bfloat16; a is bfloat16, or float32 and
+    # split into the sum of two bfloat16.
     "mixed_matmul_": "(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()",
-    # For the tests: the scalar objective of the C++ header, point by point in float64.
+    # For tests: the formulas of csrc/objectives.h, elementwise in float64.
     "objective_eval": (
         "(Tensor logprobs, Tensor log_ratio, Tensor advantages, Tensor ref_minus_logprob, "
         f"{_declared(ObjectiveArguments)}) -> "
@@ -116,8 +116,8 @@ _SCHEMAS = {
     ),
 }
 
-#: The namespace of each compiled backend. The loops of the linear forms, which take the backend of
-#: their chunks as an argument, are in the first alone.
+#: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered in the first
+#: alone: the loops of the linear forms take the backend of their chunks as an argument.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
 _ONLY_ONCE = ("linear_", "cpu_", "has_", "huge_", "mixed_", "objective_eval")
 
@@ -127,7 +127,7 @@ def operators(backend: str) -> Any:
     return getattr(torch.ops, NAMESPACES[backend])
 
 
-def _places(name: str) -> list[str]:
+def _qualified_names(name: str) -> list[str]:
     once = name.startswith(_ONLY_ONCE)
     return [f"{space}::{name}" for space in NAMESPACES.values() if space == "fastrl" or not once]
 
@@ -136,14 +136,14 @@ def _places(name: str) -> list[str]:
 OPERATORS = tuple(_SCHEMAS)
 
 for _name, _schema in _SCHEMAS.items():
-    for _place in _places(_name):
-        torch.library.define(_place, _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for _qualified_name in _qualified_names(_name):
+        torch.library.define(_qualified_name, _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _fake(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     def register(fake: Callable[..., object]) -> Callable[..., object]:
-        for place in _places(name):
-            torch.library.register_fake(place, fake)
+        for qualified_name in _qualified_names(name):
+            torch.library.register_fake(qualified_name, fake)
         return fake
 
     return register
@@ -168,10 +168,10 @@ def _(
     mask: Tensor, token_ids: Tensor | None, ignore_index: int, cu_seqlens: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
     count = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    merged = token_ids is not None or mask.dtype != torch.bool
+    differs = token_ids is not None or mask.dtype != torch.bool
     return (
         mask.new_empty(count, dtype=torch.float32),
-        mask.new_empty(mask.shape if merged else (0,), dtype=torch.bool),
+        mask.new_empty(mask.shape if differs else (0,), dtype=torch.bool),
     )
 
 
@@ -245,13 +245,13 @@ def _linear_gradients(
 
 
 def arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of logits, sums and accumulated gradients: float32, or float64 where one is."""
-    double = torch.float64 in (hidden.dtype, weight.dtype)
-    return torch.float64 if double else torch.float32
+    """The dtype of logits, sums and accumulated gradients: float32, or float64 if an input is."""
+    is_double = torch.float64 in (hidden.dtype, weight.dtype)
+    return torch.float64 if is_double else torch.float32
 
 
 def stored_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype a gradient waits in for the backward: that of its parameter, wide enough."""
+    """The dtype in which a gradient is kept until the backward: float16 might underflow."""
     return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
 
 

@@ -1,4 +1,4 @@
-"""The compiled extensions `fastrl._C` and `fastrl._C_cuda`: importing them registers operators."""
+"""Import of the compiled extensions `fastrl._C` and `fastrl._C_cuda`, which registers operators."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from fastrl import library as library
 
-#: One sentence on why the compiled CPU backend cannot be used, or None when it can.
+#: Why the compiled CPU backend cannot be used, as one sentence, or None if it can.
 missing: str | None = None
-#: The same of the CUDA kernels, where there is a GPU for them.
+#: The same for the CUDA extension, regardless of whether there is a GPU.
 cuda_missing: str | None = None
 
 
 def cpu_capability() -> str:
-    """Return which vector code the compiled CPU backend uses here: avx512, avx2 or plain."""
+    """Return the instruction set of the compiled CPU backend: avx512, avx2 or plain."""
     return str(torch.ops.fastrl.cpu_capability())
 
 
 def has_matrix_tiles() -> bool:
-    """Say whether the compiled CPU backend has the matrix tiles of AMX to multiply bfloat16."""
+    """Return whether the compiled CPU backend can multiply bfloat16 matrices on AMX tiles."""
     return missing is None and bool(torch.ops.fastrl.has_matrix_tiles())
 
 
@@ -35,7 +35,7 @@ def new_large(
 
 
 def _load(module: str, compiler: str, install: str) -> str | None:
-    """Import a compiled module; return why that cannot be done, or None."""
+    """Import a compiled module; return why it cannot be imported, or None."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -51,7 +51,7 @@ def _load(module: str, compiler: str, install: str) -> str | None:
 
 
 def _out_of_date() -> str | None:
-    """Return why an extension that was loaded cannot be used, or None: it lacks operators."""
+    """Return which operator the loaded extension lacks, as one sentence, or None."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in library.OPERATORS:
         keys = ("CPU", "CompositeExplicitAutograd")

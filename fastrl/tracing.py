@@ -1,4 +1,4 @@
-"""Calls whose tensors have no values to look at, and transforms that no kernel can follow."""
+"""Detection of `torch.compile`, `make_fx`, fake tensors and `torch.func` transforms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def is_traced(value: Tensor) -> bool:
-    """Say whether a tensor has no value here: compiled, exported, fake, recorded by `make_fx`."""
+    """Return whether a tensor has no values to read: compiled, exported, fake or in `make_fx`."""
     return (
         torch.compiler.is_compiling()
         or isinstance(value, FakeTensor)
@@ -20,16 +20,16 @@ def is_traced(value: Tensor) -> bool:
 
 
 def refuse_transforms(function: str) -> None:
-    """Raise inside `torch.func.grad`, `vmap`, `jvp` and their kin, which go by torch's own rules.
+    """Raise inside `torch.func.grad`, `vmap`, `jvp` etc., for which the kernels have no rules.
 
     Raises:
-        RuntimeError: a transform is under way.
+        RuntimeError: called inside a transform.
     """
     if _transformed():
         raise RuntimeError(
             f"{function} cannot be transformed by torch.func (grad, vmap, jvp, ...): its gradient "
-            "comes from a kernel; use backward() or torch.autograd.grad, and a batch in place of "
-            "vmap (the functions of logits that are no losses also have backend='reference')"
+            "comes from a kernel; use backward() or torch.autograd.grad, and a batch instead of "
+            "vmap (token_logprobs and token_stats also have backend='reference')"
         )
 
 
@@ -37,6 +37,7 @@ def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# torch.compile asks while it traces, with the transforms of the traced code under way. This is
-# `torch.compiler.assume_constant_result` without its import of torch._dynamo, of a second.
+# torch.compile must evaluate this while tracing, inside the transforms of the traced code.
+# `torch.compiler.assume_constant_result` sets the same mark but imports torch._dynamo, which takes
+# a second.
 _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]

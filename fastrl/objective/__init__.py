@@ -1,4 +1,4 @@
-"""The loss family: `Objective`, the named losses, and the correction for the sampling engine."""
+"""`Objective`, its presets, and the rollout correction."""
 
 from fastrl.objective.objective import Objective as Objective
 from fastrl.objective.objective import TokenLoss as TokenLoss

@@ -1,6 +1,6 @@
-"""The loss family: an `Objective` picks a surrogate, a level, a KL estimator and an aggregation.
+"""`Objective`: a policy loss as a surrogate, a level, a KL estimator and an aggregation.
 
-A loss of the literature is a choice from these lists; `presets.py` holds the named ones. The scalar
+The losses of the literature are combinations of these; `presets.py` lists them by name. The scalar
 formulas are in `fastrl/reference/objectives.py`.
 """
 
@@ -41,14 +41,14 @@ _NUMBERS = {
     **dict.fromkeys(("top_entropy_quantile", "kl_clamp", "length_norm"), positive),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), positive),
 }
-#: The surrogates that use a field, ...
+#: The surrogates that use a field; fields that are not listed apply to all.
 _USED_BY = {
     **dict.fromkeys(("clip_low", "clip_high"), ("ppo_clip", "cispo", "gmpo")),
     **dict.fromkeys(("dual_clip", "delta"), ("ppo_clip",)),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
     "log_ratio_clamp": ("ppo_clip", "cispo", "sapo", "gmpo"),
 }
-#: ... and the field without which another has no effect.
+#: The field that must be set for another to have an effect.
 _NEEDS = {
     **dict.fromkeys(("kl_estimator", "kl_clamp", "kl_gradient", "kl_aggregation"), "kl_coef"),
     "entropy_aggregation": "entropy_coef",
@@ -58,9 +58,9 @@ _NEEDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What the policy loss computes for a token, and how the tokens are added up.
+    """The loss of a token, and how tokens are aggregated.
 
-    With `log r = logprobs - old_logprobs` (or its mean over the sequence) and `A` the advantage:
+    With `log r = logprobs - old_logprobs` (or its mean over the sequence) and the advantage `A`:
 
     | surrogate | loss of a token `f` | gradient `df/dlogprob` |
     | --- | --- | --- |
@@ -71,58 +71,61 @@ class Objective:
     | `reinforce` | `-A logprob` | `-A` |
     | a function | `function(logprobs, old_logprobs, ref_logprobs, advantages)` | by autograd |
 
-    `|log r|` saturates at 80 (slope 0 beyond), so nothing overflows; `log_ratio_clamp` tightens it.
-    Exactly on a bound the slope is that of the inside. Of two log-probabilities that are the same
-    infinity (a token that both policies exclude) the difference is 0: ratio 1, KL 0. A token whose
-    log-probability is infinite has the slope 0; its loss under `cispo` and `reinforce` is the
-    infinite product, or 0 where the advantage is 0. A token of weight 0 adds neither loss nor
-    slope, unless it is NaN.
-    With the level `sequence-token` (GSPO-token) a token has the value of the sequence's ratio and
-    the gradient of its own: `log r = sg[mean] + logprob - sg[logprob]`.
+    `sg` stops the gradient. `log r` is clamped to [-80, 80] to avoid overflow, and to
+    `log_ratio_clamp` if given; outside the bounds the gradient is 0, exactly on a bound it is the
+    gradient inside. If both log-probabilities are the same infinity (a token that both policies
+    exclude), their difference is 0, hence ratio 1 and KL 0. If a token's log-probability is
+    infinite, its gradient is 0 and its loss under `cispo` and `reinforce` is the infinite product,
+    or 0 if the advantage is 0. A token of weight 0 contributes neither loss nor gradient, unless it
+    is NaN.
+    At the level `sequence-token` (GSPO-token), a token uses the value of the sequence's ratio but
+    only the gradient of its own log-probability: `log r = sg[mean] + logprob - sg[logprob]`.
 
-    | kl_gradient | KL term of a token, `k` by `kl_estimator` | its gradient |
+    | kl_gradient | KL term of a token, with `k` from `kl_estimator` | its gradient |
     | --- | --- | --- |
     | `exact` | `k` | `dk/dlogprob` |
-    | `straight-through` | `k` | that of `k2`, the unbiased one (as verl's `k3+`) |
-    | `bias-corrected` | `r k`, both logs within 40 | `r dk/dlogprob + k dr/dlogprob` (DeepSeek-V3.2) |
+    | `straight-through` | `k` | the gradient of `k2`, which is unbiased (as verl's `k3+`) |
+    | `bias-corrected` | `r k`, both log-ratios clamped to [-40, 40] | `r dk/dlogprob + k dr/dlogprob` (DeepSeek-V3.2) |
 
     Attributes:
-        surrogate: the row of the table, or a function of per-token tensors.
+        surrogate: a row of the first table, or a function of per-token tensors.
         level: `"token"`, `"sequence"` for one ratio per sequence (GSPO), or `"sequence-token"`.
         clip_low: distance of the lower bound from 1 (`gmpo`: from 0, on the log ratio).
         clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio).
-        dual_clip: cap `c > 1` of the loss for negative advantages (dual-clip PPO), or None.
-        delta: cap of the unclipped ratio, above 1 + clip_high (INTELLECT-2), or None.
+        dual_clip: `c > 1`, bounds the loss by `-c A` if `A < 0` (dual-clip PPO), or None.
+        delta: upper bound of the unclipped ratio, above 1 + clip_high (INTELLECT-2), or None.
         sapo_temperature_pos: `tau` for positive advantages.
-        sapo_temperature_neg: `tau` for the others.
-        kl_coef: weight `beta` of the KL to `ref_logprobs`. With 0 the other fields of the KL must
-            be left out, also by a schedule that ends there.
+        sapo_temperature_neg: `tau` for all other advantages.
+        kl_coef: weight `beta` of the KL to `ref_logprobs`. If it is 0, even at the end of a
+            schedule, the other KL fields must be left at their defaults.
         kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`.
-        kl_clamp: bound of the estimate of a token, or None.
+        kl_clamp: bound on the absolute value of the estimate of a token, or None.
         kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.
         entropy_coef: weight of the entropy bonus.
-        log_ratio_clamp: bound of `|log r|`, or (low, high) with `low <= log r <= high` and
-            infinities for no bound, or None.
-        aggregation: how tokens are weighed, as in `token_weights`.
-        kl_aggregation: how the KL's tokens are weighed, or None: like the others.
-        entropy_aggregation: how those of the entropy bonus are weighed, or None: like the others.
+        log_ratio_clamp: bound on `|log r|`, or bounds (low, high) with `low <= log r <= high`, of
+            which one may be infinite, or None.
+        aggregation: how tokens are weighted, as in `token_weights`.
+        kl_aggregation: how tokens are weighted in the KL term; None means as in `aggregation`.
+        entropy_aggregation: how tokens are weighted in the entropy bonus; None means as in
+            `aggregation`.
         length_norm: the constant length of `seq-mean-token-sum-norm`; None is the padded width T.
-        count_empty: whether a mean over sequences counts those without a valid token.
-        rollout_correction: importance weights against `rollout_logprobs`, one or a tuple, or None.
-        rollout_weighs: the terms that they weigh, `"policy-and-kl"` or `"policy"`.
-        off_policy_threshold: sequences whose mean of `old_logprobs - logprobs`
-            (`rollout_logprobs`, where given, for the old ones) is above lose the policy term of
-            their tokens with negative advantage (DeepSeek-V3.2), or None. A difference that is
-            NaN counts as 0.
-        top_entropy_quantile: the share of tokens, those of the highest entropy, that keep policy
-            term and entropy bonus; the others keep the KL alone (arXiv 2506.01939). A token whose
-            entropy is NaN keeps both.
-        convention: whose preset this is. Fields that this trainer sets for the KL, the entropy bonus
-            or the rollout correction are accepted while that term is off; others raise.
+        count_empty: whether a mean over sequences counts sequences without an active token.
+        rollout_correction: importance weights against `rollout_logprobs`: one, a tuple, or None.
+        rollout_weighs: the terms that they multiply, `"policy-and-kl"` or `"policy"`.
+        off_policy_threshold: if the mean of `old_logprobs - logprobs` over a sequence is above this,
+            its tokens with negative advantage are dropped from the policy term (DeepSeek-V3.2).
+            `rollout_logprobs`, if given, replace `old_logprobs`; NaN differences count as 0. None
+            disables it.
+        top_entropy_quantile: the fraction of tokens, those with the highest entropy, that keep the
+            policy term and the entropy bonus; the rest keep only the KL (arXiv 2506.01939). A token
+            whose entropy is NaN keeps both.
+        convention: the trainer whose preset this is. The values that its presets set for the KL,
+            the entropy bonus or the rollout correction are accepted even while that term is off;
+            any others raise.
 
     Raises:
-        ValueError: a field has no such value, or would have no effect beside the others.
-        TypeError: a field has a wrong type.
+        ValueError: a field is invalid, or has no effect in combination with the other fields.
+        TypeError: a field has the wrong type.
 
     Example:
         >>> from fastrl import Objective
@@ -171,16 +174,16 @@ class Objective:
         one_of("convention", self.convention, get_args(Convention))
         flag("count_empty", self.count_empty)
 
-        keep = object.__setattr__  # numbers of numpy, too, are kept as floats
+        keep = object.__setattr__  # NumPy numbers are stored as floats
         for field in dataclasses.fields(self):
             check, value = _NUMBERS.get(field.name), getattr(self, field.name)
             if check and not (value is None and field.default is None):
                 keep(self, field.name, check(field.name, value))
-        farthest = 1.0 if self.surrogate == "ppo_clip" else None
-        keep(self, "clip_low", number("clip_low", self.clip_low, low=0.0, high=farthest))
-        # a weight may be capped below 1, and then only has to leave room above its lower bound
-        nearest = -self.clip_low if self.surrogate == "cispo" else 0.0
-        keep(self, "clip_high", number("clip_high", self.clip_high, low=nearest))
+        max_low = 1.0 if self.surrogate == "ppo_clip" else None
+        keep(self, "clip_low", number("clip_low", self.clip_low, low=0.0, high=max_low))
+        # the weight of cispo may be capped below 1, but not below its lower bound
+        min_high = -self.clip_low if self.surrogate == "cispo" else 0.0
+        keep(self, "clip_high", number("clip_high", self.clip_high, low=min_high))
         keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
         keep(self, "log_ratio_clamp", _log_ratio_clamp(self.log_ratio_clamp))
 
@@ -201,7 +204,7 @@ class Objective:
                     f"got {type(correction).__name__}"
                 )
         if self.rollout_correction == ():
-            raise ValueError("rollout_correction must hold at least one, or be None; got ()")
+            raise ValueError("rollout_correction must contain at least one, or be None; got ()")
         self._refuse_what_has_no_effect()
         keep(self, "_arguments", self._as_arguments())
 
@@ -215,7 +218,7 @@ class Objective:
             )
         if surrogate == "gmpo" and self.kl_gradient == "bias-corrected":
             raise ValueError(
-                "kl_gradient must not be 'bias-corrected' with surrogate gmpo: its ratio is no "
+                "kl_gradient must not be 'bias-corrected' with surrogate gmpo: its ratio is not an "
                 "importance weight"
             )
         if surrogate == "gmpo" and self.top_entropy_quantile < 1:
@@ -246,7 +249,7 @@ class Objective:
                 )
             if needed is None or getattr(self, needed):
                 continue
-            # a trainer's own choice waits for the term that it is about
+            # the values that a trainer's presets set may remain while their term is off
             if value not in values_of(self.convention, field.name):
                 raise ValueError(
                     f"{field.name} has no effect without {needed}; got {field.name}={value!r} "
@@ -255,7 +258,7 @@ class Objective:
 
     @property
     def arguments(self) -> ObjectiveArguments:
-        """The objective as the operators take it, but for a function as surrogate."""
+        """The objective as the operators take it; a function as surrogate is left out."""
         return self._arguments  # type: ignore[attr-defined,no-any-return]
 
     def _as_arguments(self) -> ObjectiveArguments:
@@ -277,51 +280,52 @@ class Objective:
 
     @property
     def rollout_corrections(self) -> tuple[RolloutCorrection, ...]:
-        """The rollout corrections, none or more."""
+        """The rollout corrections as a tuple, empty if there are none."""
         if self.rollout_correction is None:
             return ()
-        several = isinstance(self.rollout_correction, tuple)
-        return self.rollout_correction if several else (self.rollout_correction,)  # type: ignore[return-value]
+        is_tuple = isinstance(self.rollout_correction, tuple)
+        return self.rollout_correction if is_tuple else (self.rollout_correction,)  # type: ignore[return-value]
 
     @classmethod
     def preset(
         cls, name: Preset, *, convention: Convention = "fastrl", **changes: Any
     ) -> Objective:
-        """Return a named loss of the literature, with fields changed as asked.
+        """Return a loss of the literature by name, with `changes` to its fields.
 
-        | name | what it picks | paper | called elsewhere |
+        | name | definition | paper | name in other libraries |
         | --- | --- | --- | --- |
         | `ppo` | ppo_clip 0.2, token-mean | Schulman et al. 2017, arXiv 1707.06347 | verl `vanilla`, OpenRLHF `ppo` |
         | `grpo` | ppo_clip 0.2, seq-mean-token-mean | Shao et al. 2024, arXiv 2402.03300 | TRL `grpo` |
         | `bnpo` | ppo_clip 0.2, token-mean over the local batch | Xiao et al. 2025, arXiv 2506.02864 | TRL `bnpo` |
-        | `dr_grpo` | ppo_clip 0.2, sum over a constant length | Liu et al. 2025, arXiv 2503.20783 | TRL `dr_grpo`, verl `seq-mean-token-sum-norm` |
+        | `dr_grpo` | ppo_clip 0.2, token sum over a constant length | Liu et al. 2025, arXiv 2503.20783 | TRL `dr_grpo`, verl `seq-mean-token-sum-norm` |
         | `dapo` | ppo_clip 0.2 / 0.28, token-mean (give `normalizer`) | Yu et al. 2025, arXiv 2503.14476 | TRL `dapo` |
         | `gspo` | sequence level, 3e-4 / 4e-4, seq-mean-token-mean | Zheng et al. 2025, arXiv 2507.18071 | TRL `importance_sampling_level="sequence"`, verl `gspo` |
-        | `gmpo` | geometric mean of ratios within e^0.4, seq-mean-token-mean | Zhao et al. 2025, arXiv 2507.20673 | verl `geo_mean`, TRL `GMPOTrainer` |
+        | `gmpo` | geometric mean of the ratios, each clipped at e^-0.4 or e^0.4, seq-mean-token-mean | Zhao et al. 2025, arXiv 2507.20673 | verl `geo_mean`, TRL `GMPOTrainer` |
         | `cispo` | cispo, ratio capped at 5, no lower bound, token-mean | MiniMax 2025, arXiv 2506.13585 | TRL `cispo` |
         | `sapo` | sapo 1.0 / 1.05, seq-mean-token-mean | Gao et al. 2025, arXiv 2511.20347 | TRL `sapo`, verl `sapo` |
-        | `luspo` | gspo, each sequence times its length | arXiv 2602.05261 | TRL `luspo` |
+        | `luspo` | gspo, each sequence weighted by its length | arXiv 2602.05261 | TRL `luspo` |
         | `reinforce` | reinforce, token-mean | Williams 1992 | tinker `importance_sampling` on policy |
 
-        One name is several formulas: `convention` picks that of a trainer, with its defaults.
+        Trainers use the same name for different formulas; `convention` selects the formula and the
+        defaults of one of them.
 
         | | `fastrl` | `trl` (1.16) | `verl` (0.9) | `openrlhf` (0.11) |
         | --- | --- | --- | --- | --- |
-        | log-ratio held within | 80 | 80 (TRL: nothing) | 20 | 20, `gspo` 80 |
-        | `grpo` adds up by | sequence mean | sequence mean | token mean | token mean |
+        | bound on the log-ratio | 80 | 80 (TRL: none) | 20 | 20, `gspo` 80 |
+        | aggregation of `grpo` | sequence mean | sequence mean | token mean | token mean |
         | `dapo` upper clip | 0.28 | 0.2 | 0.28 | 0.28 |
         | dual clip | none | none | 3, always (not `gspo`, `cispo`) | none |
-        | `cispo` holds the ratio in | [0, 5] | [0, 5] | [0.8, 1.2] | - |
+        | bounds on the ratio in `cispo` | [0, 5] | [0, 5] | [0.8, 1.2] | - |
         | `gspo` | one ratio per sequence | the same | GSPO-token, log-ratio at most 10 | as `fastrl` |
         | `luspo` | sum over the sequence, mean over sequences | the same, over all B | - | - |
         | empty sequences in a mean | left out | counted | left out, `gmpo` counted | left out |
-        | KL of a token | k3, free | k3, free | k3 within 10 | any, within 10 |
-        | KL and entropy add up | like the policy | entropy: token mean | token mean in `gspo sapo gmpo` | token mean |
-        | rollout correction weighs | policy and KL | policy | policy | policy |
+        | KL of a token | k3 | k3 | k3 within 10 | any, within 10 |
+        | aggregation of KL and entropy | like the policy | entropy: token mean | token mean in `gspo sapo gmpo` | token mean |
+        | rollout correction multiplies | policy and KL | policy | policy | policy |
 
-        What a convention cannot know is given with the call: `normalizer` for global counts (TRL's
+        Pass what a convention cannot know: `normalizer` for global counts (TRL's
         `num_items_in_batch`, verl's `batch_num_tokens`), `length_norm` for TRL's
-        `max_completion_length`. verl's `clip_high` etc. follow its configuration: pass them.
+        `max_completion_length`, and verl's `clip_high` etc., which come from its configuration.
 
         Args:
             name: one of the names above.
@@ -329,9 +333,9 @@ class Objective:
             **changes: fields of `Objective` that differ from the preset.
 
         Raises:
-            ValueError: unknown name or convention, a loss that the trainer does not have, or a
-                field without effect.
-            TypeError: a change that is no field of `Objective`.
+            ValueError: the name or convention is unknown, the trainer does not have the loss, or
+                a field has no effect.
+            TypeError: a change is not a field of `Objective`.
 
         Example:
             >>> from fastrl import Objective
@@ -357,7 +361,7 @@ def _log_ratio_clamp(clamp: object) -> float | tuple[float, float] | None:
 
 
 def as_objective(objective: object) -> Objective:
-    """Return the `Objective` that a preset's name, a function or an `Objective` stands for."""
+    """Return the `Objective` for a preset's name, a function or an `Objective`."""
     if isinstance(objective, Objective):
         return objective
     if isinstance(objective, str):
@@ -371,5 +375,5 @@ def as_objective(objective: object) -> Objective:
     )
 
 
-#: The presets as the papers have them, built once: a call that names one need not check it again.
+#: The presets of the papers, built and checked only once.
 _NAMED = {name: Objective.preset(cast("Preset", name)) for name in PRESETS}

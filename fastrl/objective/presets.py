@@ -1,4 +1,4 @@
-"""The named losses, and what each of them is in other trainers: data for `Objective.preset`."""
+"""The losses by name, in the papers and in other trainers: data for `Objective.preset`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Fields = dict[str, Any]
 _SEQUENCE_RATIO: Fields = {"level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
 _GEOMETRIC: Fields = {"surrogate": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
 
-#: As the papers have them.
+#: The losses of the papers.
 PRESETS: dict[str, Fields] = {
     "ppo": {},
     "grpo": {"aggregation": "seq-mean-token-mean"},
@@ -42,18 +42,18 @@ PRESETS: dict[str, Fields] = {
 }
 
 
-def _changed(names: str, changes: Fields, **of_one: Fields) -> dict[str, Fields]:
-    """The presets in `names`, all changed alike, some changed further."""
-    return {name: {**PRESETS[name], **changes, **of_one.get(name, {})} for name in names.split()}
+def _changed(names: str, changes: Fields, **further: Fields) -> dict[str, Fields]:
+    """The presets in `names`, each with `changes` and with `further[name]`."""
+    return {name: {**PRESETS[name], **changes, **further.get(name, {})} for name in names.split()}
 
 
-# TRL: the correction for the sampler and its masks leave the KL alone, the entropy bonus is a
-# mean over tokens whatever the loss, and a mean over sequences counts those without a token.
+# TRL: rollout corrections and masks do not affect the KL, the entropy bonus is always a mean over
+# tokens, and a mean over sequences counts sequences without an active token.
 _TRL: Fields = {"rollout_weighs": "policy", "entropy_aggregation": "token-mean"}
 _BY_SEQUENCE: Fields = {"count_empty": True}
 
-# verl: log-ratios within 20, KL (k3) within 10; losses with an aggregation of their own leave KL
-# and entropy to the configured one, whose default is token-mean.
+# verl: log-ratios within 20, KL (k3) within 10. In losses with a fixed aggregation of the policy
+# term, KL and entropy still use the configured aggregation, by default token-mean.
 _VERL: Fields = {"rollout_weighs": "policy", "kl_clamp": 10.0}
 _WITHIN_20: Fields = {"log_ratio_clamp": 20.0}
 _OTHERS_BY_TOKEN: Fields = {"kl_aggregation": "token-mean", "entropy_aggregation": "token-mean"}
@@ -97,7 +97,7 @@ ADVANTAGE_CONVENTIONS: dict[str, tuple[float, float, str]] = {
 
 
 def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
-    """The fields of a named loss, as a trainer has it, changed as asked."""
+    """The fields of a loss in the convention of a trainer, with changes."""
     one_of("objective", name, tuple(PRESETS))
     presets = CONVENTIONS[one_of("convention", convention, tuple(CONVENTIONS))]
     if name not in presets:
@@ -106,17 +106,17 @@ def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
         )
     fields = {**presets[name], **changes}
     if convention == "verl" and fields.get("kl_estimator", "k3") != "k3":
-        fields["kl_clamp"] = changes.get("kl_clamp")  # only its k3 is held
+        fields["kl_clamp"] = changes.get("kl_clamp")  # verl clamps only k3
     return fields
 
 
 def values_of(convention: str, field: str) -> set[Any]:
-    """The values that the presets of a convention give to a field."""
+    """The values that the presets of a convention set for a field."""
     return {fields[field] for fields in CONVENTIONS[convention].values() if field in fields}
 
 
 def convention_table() -> str:
-    """The table of `docs/losses.md`: each preset's fields, and how those of a trainer differ."""
+    """The table in `docs/losses.md`: the fields of each preset, and where a trainer differs."""
     trainers = {name: presets for name, presets in CONVENTIONS.items() if name != "fastrl"}
     shared = {
         name: set.intersection(*(_changes(presets, loss) for loss in presets))
@@ -134,18 +134,18 @@ def convention_table() -> str:
             else "-"
             for name, presets in trainers.items()
         ]
-        rows.append([f"`{loss}`", ", ".join(sorted(map(_written, fields.items()))), *cells])
+        rows.append([f"`{loss}`", ", ".join(sorted(map(_as_code, fields.items()))), *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def _changes(presets: dict[str, Fields], loss: str) -> set[str]:
-    usual = PRESETS[loss]
+    original = PRESETS[loss]
     return {
-        _written((name, value))
+        _as_code((name, value))
         for name, value in presets[loss].items()
-        if name not in usual or usual[name] != value
+        if name not in original or original[name] != value
     }
 
 
-def _written(field: tuple[str, Any]) -> str:
+def _as_code(field: tuple[str, Any]) -> str:
     return f"`{field[0]}={field[1]!r}`"

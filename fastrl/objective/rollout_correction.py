@@ -1,4 +1,4 @@
-"""Which importance weights the loss takes against the engine that sampled."""
+"""Options of the importance weights that correct for the inference engine."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from fastrl.checks import number, one_of, positive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutCorrection:
-    """A detached importance weight between the trainer and the engine that sampled.
+    """A detached importance weight between the trainer and the engine that sampled the tokens.
 
-    The ratio is `exp(old_logprobs - rollout_logprobs)` of a token (`level="token"`), the product
-    over its sequence (`"sequence"`) or the geometric mean over it (`"geometric"`).
+    The ratio is `exp(old_logprobs - rollout_logprobs)` of the token (`level="token"`), its product
+    over the sequence (`"sequence"`) or its geometric mean over the sequence (`"geometric"`).
 
-    | kind | weight of a token | names elsewhere |
+    | kind | weight of a token | also known as |
     | --- | --- | --- |
-    | `truncate` | the ratio, held within `[low, high]` | TIS; TRL `*_truncate`, OpenRLHF `tis` |
-    | `mask` | the ratio, 0 outside `[low, high]` | IcePop; TRL `*_mask`, verl `"low_high"` |
-    | `filter` | 1, 0 outside `[low, high]` | rejection; verl `rollout_rs` |
+    | `truncate` | the ratio, clamped to `[low, high]` | TIS; TRL `*_truncate`, OpenRLHF `tis` |
+    | `mask` | the ratio, or 0 outside `[low, high]` | IcePop; TRL `*_mask`, verl `"low_high"` |
+    | `filter` | 1, or 0 outside `[low, high]` | rejection; verl `rollout_rs` |
 
-    An `Objective` takes several as a tuple and multiplies them: OpenRLHF's `seq-mask-tis` is a
-    `filter` by the geometric mean and a `truncate` of tokens without bounds (`high=inf`).
+    An `Objective` takes a tuple of several and multiplies their weights: OpenRLHF's `seq-mask-tis`
+    is a `filter` at level `geometric` and a `truncate` at level `token` with `high=inf`.
 
     Attributes:
         kind: `"truncate"`, `"mask"` or `"filter"`.
         level: `"token"`, `"sequence"` or `"geometric"`.
         low: lower bound of the ratio, at least 0.
-        high: upper bound of the ratio, above `low`; infinite for none.
+        high: upper bound of the ratio, above `low`; infinity means no bound.
 
     Raises:
-        ValueError: a field has no such value.
+        ValueError: a field is invalid.
+        TypeError: a field has the wrong type.
 
     Example:
         >>> from fastrl import Objective, RolloutCorrection

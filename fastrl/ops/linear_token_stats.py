@@ -222,7 +222,7 @@ def chunk_options(
     """
     if chunk_tokens is not None:
         chunk_tokens = whole("chunk_tokens", chunk_tokens, low=1)
-    chosen = resolve(backend, head.weight.device, head.dtype, unable, partly=True)
+    chosen = resolve(backend, head.weight.device, head.dtype, unable, partial=True)
     return ChunkOptions(chunk_tokens, flag("compact", compact), chosen)
 
 

@@ -109,7 +109,7 @@ def logits_policy_loss(
     )
     chosen = as_objective(objective)
     able = unable(chosen)
-    visiting = resolve(backend, logits.device, logits.dtype, able, partly=True)
+    visiting = resolve(backend, logits.device, logits.dtype, able, partial=True)
     inputs = loss_inputs(
         token_ids,
         mask,

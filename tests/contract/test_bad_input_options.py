@@ -224,7 +224,7 @@ WITHOUT_EFFECT = [
         "entropy_aggregation has no effect without entropy_coef",
     ),
     ({"rollout_weighs": "policy"}, ValueError, "rollout_weighs has no effect without rollout_corr"),
-    ({"rollout_correction": ()}, ValueError, "rollout_correction must hold at least one"),
+    ({"rollout_correction": ()}, ValueError, "rollout_correction must contain at least one"),
     ({"convention": "ppo"}, ValueError, "convention must be one of fastrl, trl, verl, openrlhf"),
 ]
 
