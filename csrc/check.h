@@ -11,6 +11,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <sstream>
@@ -131,6 +132,15 @@ inline std::string element_text(const Tensor& tensor, int64_t i) {
   return text.str();
 }
 
+// Rows of [B, T, V] that are to be overwritten must not share an element.
+inline void check_rows_apart(const Tensor& logits) {
+  const int64_t batch = logits.size(0), tokens = logits.size(1), row = logits.size(2);
+  const int64_t b = std::abs(logits.stride(0)), t = std::abs(logits.stride(1));
+  const bool apart = (tokens <= 1 || t >= row) && (batch <= 1 || b >= row) &&
+                     (tokens <= 1 || batch <= 1 || b >= t * tokens || t >= b * batch);
+  STD_TORCH_CHECK(apart, "logits must not overlap in memory to be overwritten");
+}
+
 // A new contiguous tensor on the device of `like`; its contents are arbitrary until written.
 // torch::stable::new_empty does the same by way of the dispatcher, which costs the host twice this.
 inline Tensor new_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
@@ -156,11 +166,11 @@ inline Tensor empty_like_tokens(const Tensor& like, ScalarType dtype) {
   return new_tensor(like, like.sizes(), dtype);
 }
 
-// The enumerator of this number; `last` is the last of its enum.
+// The enumerator of this number.
 template <typename Kind>
-Kind check_kind(int64_t number, Kind last, const char* name) {
-  STD_TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(last), name, " must be 0 to ",
-                  static_cast<int64_t>(last), ", got ", number);
+Kind check_kind(int64_t number, const char* name) {
+  constexpr int64_t kMost = static_cast<int64_t>(kLast<Kind>);
+  STD_TORCH_CHECK(number >= 0 && number <= kMost, name, " must be 0 to ", kMost, ", got ", number);
   return static_cast<Kind>(number);
 }
 
@@ -181,11 +191,10 @@ Coefficients<S> check_coefficients(const std::vector<double>& values) {
 template <typename S>
 Objective<S> check_objective(int64_t surrogate, int64_t level, int64_t kl_estimator,
                              int64_t kl_gradient, const std::vector<double>& coefficients) {
-  Objective<S> objective{check_kind(surrogate, Surrogate::kReinforce, "surrogate"),
-                         check_kind(level, Level::kSequenceToken, "level"),
-                         check_kind(kl_estimator, KlEstimator::kAbs, "kl_estimator"),
-                         check_kind(kl_gradient, KlGradient::kBiasCorrected, "kl_gradient"),
-                         check_coefficients<S>(coefficients)};
+  Objective<S> objective{
+      check_kind<Surrogate>(surrogate, "surrogate"), check_kind<Level>(level, "level"),
+      check_kind<KlEstimator>(kl_estimator, "kl_estimator"),
+      check_kind<KlGradient>(kl_gradient, "kl_gradient"), check_coefficients<S>(coefficients)};
   if (objective.surrogate == Surrogate::kGmpo) {
     objective.level = Level::kSequence;
     STD_TORCH_CHECK(objective.kl_gradient != KlGradient::kBiasCorrected,

@@ -18,7 +18,7 @@ struct AggregationArguments {
 // Checks everything except the values in the tensors.
 inline Aggregation check_aggregation(const AggregationArguments& in, const Tensor& mask,
                                      const std::optional<Tensor>& token_ids, int64_t sequences) {
-  const Aggregation kind = check_kind(in.aggregation, Aggregation::kPromptMean, "aggregation");
+  const Aggregation kind = check_kind<Aggregation>(in.aggregation, "aggregation");
   STD_TORCH_CHECK(mask.dim() == 2 && mask.is_contiguous(),
                   "mask must be contiguous of shape [B, T], got ", shape_text(mask));
   check_like(token_ids, mask, ScalarType::Long, "token_ids", "mask");

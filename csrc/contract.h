@@ -12,12 +12,28 @@
 
 namespace fastrl {
 
+// The last enumerator of a kind.
+template <typename Kind>
+inline constexpr Kind kLast{};
+
 enum class Surrogate : int { kPpoClip, kCispo, kSapo, kGmpo, kReinforce };
+template <>
+inline constexpr Surrogate kLast<Surrogate> = Surrogate::kReinforce;
+
 // One ratio per token; one per sequence; one per sequence, with the slope through the token's
 // ratio.
 enum class Level : int { kToken, kSequence, kSequenceToken };
+template <>
+inline constexpr Level kLast<Level> = Level::kSequenceToken;
+
 enum class KlEstimator : int { kK1, kK2, kK3, kAbs };
+template <>
+inline constexpr KlEstimator kLast<KlEstimator> = KlEstimator::kAbs;
+
 enum class KlGradient : int { kExact, kStraightThrough, kBiasCorrected };
+template <>
+inline constexpr KlGradient kLast<KlGradient> = KlGradient::kBiasCorrected;
+
 enum class Aggregation : int {
   kTokenMean,
   kSeqMeanTokenMean,
@@ -26,9 +42,20 @@ enum class Aggregation : int {
   kTokenSum,
   kPromptMean
 };
+template <>
+inline constexpr Aggregation kLast<Aggregation> = Aggregation::kPromptMean;
+
 enum class Baseline : int { kMean, kLeaveOneOut, kNone };
+template <>
+inline constexpr Baseline kLast<Baseline> = Baseline::kNone;
+
 enum class Scale : int { kGroup, kBatch, kNone };
+template <>
+inline constexpr Scale kLast<Scale> = Scale::kNone;
+
 enum class Singleton : int { kZero, kRaw };
+template <>
+inline constexpr Singleton kLast<Singleton> = Singleton::kRaw;
 
 // exp(80) still fits a float; log-ratios saturate here with slope 0.
 constexpr double kMaxLogRatio = 80.0;
@@ -64,6 +91,13 @@ struct Objective {
   KlEstimator kl_estimator;
   KlGradient kl_gradient;
   Coefficients<S> coefficients;
+};
+
+// What group advantages are relative to, divided by, and for a group of one.
+struct GroupKinds {
+  Baseline baseline;
+  Scale scale;
+  Singleton singleton;
 };
 
 // A constant of the loss: one value per sequence, or one per token.

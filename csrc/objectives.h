@@ -85,6 +85,12 @@ FASTRL_HD GmpoTerms<T, typename Math::Mask> gmpo_terms(T difference, T advantage
   return {Math::where(above, high, Math::where(below, low, log_ratio)), clip, unclipped};
 }
 
+// Whether the gradient flows through the ratio. Where the ratio is only a weight, it flows through
+// the token's own log-probability.
+FASTRL_HD constexpr bool flows_through_ratio(Surrogate surrogate) {
+  return surrogate != Surrogate::kCispo && surrogate != Surrogate::kReinforce;
+}
+
 // `difference` is logprob - old_logprob of the token, or its mean over the sequence.
 template <typename Math, typename S, typename T = typename Math::Real>
 FASTRL_HD ObjectiveTerms<T> objective_terms(Surrogate kind, T difference, T advantage, T logprob,

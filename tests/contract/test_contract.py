@@ -66,6 +66,12 @@ def test_kinds_are_the_enumerators(name):
     assert_same(expected, enumerators_of(name), f"enum {name}")
 
 
+@pytest.mark.parametrize("name", contract.KINDS)
+def test_the_last_enumerator_is_said_to_be_the_last(name):
+    last = as_enumerator(contract.KINDS[name][-1])
+    assert f"kLast<{name}> = {name}::{last};" in HEADER, f"kLast<{name}> is not {last}"
+
+
 @pytest.mark.parametrize("name", STRUCTS)
 def test_fields_are_those_of_the_struct(name):
     assert_same(STRUCTS[name]._fields, fields_of(name), f"struct {name}")

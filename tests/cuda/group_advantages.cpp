@@ -50,7 +50,7 @@ bool agrees(int64_t groups, int64_t size, Scale scale, Random random) {
     GroupAdvantagesParams p{};
     p.rewards = from.data(), p.group_ids = group_ids;
     p.count = n, p.group_size = group_ids ? 0 : size;
-    p.scale = scale, p.correction = 1.0f, p.eps = 1e-4f;
+    p.kinds.scale = scale, p.correction = 1.0f, p.eps = 1e-4f;
     p.advantages = result.advantages.data(), p.mean = result.mean.data();
     p.std = result.std.data(), p.informative = reinterpret_cast<bool*>(result.informative.data());
     group_advantages(&p);

@@ -1,18 +1,15 @@
 // Generalized advantage estimation: a scan from the last token of each sequence to the first.
 #include <tuple>
 
+#include "../../check_gae.h"
 #include "../parallel.h"
 #include "sequences.h"
 
 namespace fastrl::cpu {
 namespace {
 
-enum class Bootstrap { kNone, kSequence, kToken };
-
-struct Inputs {
-  const float *rewards, *values, *bootstrap;
-  const bool *mask, *terminated, *truncated;
-  Bootstrap kind;
+struct Scan {
+  GaeInputs in;
   float *advantages, *returns;
   double gamma, lam;
 };
@@ -20,11 +17,12 @@ struct Inputs {
 // Scans `kChains` sequences of equal length together, so that their latencies overlap. begin[k] is
 // the first token of the k-th.
 template <int kChains, bool kMask, bool kEnds>
-void scan(const Inputs& in, const int64_t* begin, const int64_t* sequence, int64_t length) {
-  const double gamma = in.gamma, decay = in.gamma * in.lam;
+void scan(const Scan& all, const int64_t* begin, const int64_t* sequence, int64_t length) {
+  const GaeInputs& in = all.in;
+  const double gamma = all.gamma, decay = all.gamma * all.lam;
   double next_value[kChains], trace[kChains];
   for (int k = 0; k < kChains; ++k) {
-    next_value[k] = in.kind == Bootstrap::kSequence ? in.bootstrap[sequence[k]] : 0.0;
+    next_value[k] = in.bootstrap == Bootstrap::kSequence ? in.bootstrap_values[sequence[k]] : 0.0;
     trace[k] = 0.0;
   }
   // with a bootstrap per token, the state after the last active one has that token's
@@ -38,14 +36,15 @@ void scan(const Inputs& in, const int64_t* begin, const int64_t* sequence, int64
       if (kEnds) {
         const bool truncated = in.truncated && in.truncated[i];
         const bool terminated = in.terminated && in.terminated[i];
-        if (in.kind == Bootstrap::kToken && (truncated || !seen[k])) following = in.bootstrap[i];
+        if (in.bootstrap == Bootstrap::kToken && (truncated || !seen[k]))
+          following = in.bootstrap_values[i];
         if (truncated || terminated) carried = 0;
         if (terminated) following = 0;
         seen[k] |= active;
       }
       const double advantage = reward + gamma * following - value + decay * carried;
-      in.advantages[i] = active ? static_cast<float>(advantage) : 0.0f;
-      in.returns[i] = active ? static_cast<float>(advantage + value) : 0.0f;
+      all.advantages[i] = active ? static_cast<float>(advantage) : 0.0f;
+      all.returns[i] = active ? static_cast<float>(advantage + value) : 0.0f;
       trace[k] = active ? advantage : trace[k];
       next_value[k] = active ? value : next_value[k];
     }
@@ -53,14 +52,15 @@ void scan(const Inputs& in, const int64_t* begin, const int64_t* sequence, int64
 }
 
 template <int kChains>
-void scan(const Inputs& in, const int64_t* begin, const int64_t* sequence, int64_t length) {
-  const bool ends = in.terminated || in.truncated || in.kind == Bootstrap::kToken;
+void scan(const Scan& all, const int64_t* begin, const int64_t* sequence, int64_t length) {
+  const GaeInputs& in = all.in;
+  const bool ends = in.terminated || in.truncated || in.bootstrap == Bootstrap::kToken;
   if (in.mask) {
-    ends ? scan<kChains, true, true>(in, begin, sequence, length)
-         : scan<kChains, true, false>(in, begin, sequence, length);
+    ends ? scan<kChains, true, true>(all, begin, sequence, length)
+         : scan<kChains, true, false>(all, begin, sequence, length);
   } else {
-    ends ? scan<kChains, false, true>(in, begin, sequence, length)
-         : scan<kChains, false, false>(in, begin, sequence, length);
+    ends ? scan<kChains, false, true>(all, begin, sequence, length)
+         : scan<kChains, false, false>(all, begin, sequence, length);
   }
 }
 
@@ -71,39 +71,14 @@ std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
                                    const std::optional<Tensor>& bootstrap_values,
                                    const std::optional<Tensor>& cu_seqlens, double gamma,
                                    double lam) {
-  check_like(rewards, rewards, ScalarType::Float, "rewards", "rewards");
-  STD_TORCH_CHECK(rewards.dim() == 2, "rewards must have shape [B, T], got ", shape_text(rewards));
-  check_like(values, rewards, ScalarType::Float, "values", "rewards");
-  check_like(mask, rewards, ScalarType::Bool, "mask", "rewards");
-  check_like(terminated, rewards, ScalarType::Bool, "terminated", "rewards");
-  check_like(truncated, rewards, ScalarType::Bool, "truncated", "rewards");
+  const int64_t count = check_sequences(rewards, cu_seqlens);
+  const GaeInputs in =
+      check_gae({rewards, values, mask, terminated, truncated, bootstrap_values}, count);
   const Sequences sequences(rewards, cu_seqlens);
-  Bootstrap kind = Bootstrap::kNone;
-  if (bootstrap_values) {
-    kind = bootstrap_values->dim() == 2 ? Bootstrap::kToken : Bootstrap::kSequence;
-    if (kind == Bootstrap::kToken) {
-      check_like(*bootstrap_values, rewards, ScalarType::Float, "bootstrap_values", "rewards");
-    } else {
-      check_dtype(*bootstrap_values, ScalarType::Float, "bootstrap_values");
-      STD_TORCH_CHECK(bootstrap_values->dim() == 1 && bootstrap_values->is_contiguous() &&
-                          bootstrap_values->size(0) == sequences.count(),
-                      "bootstrap_values must have one value per sequence (", sequences.count(),
-                      ") or per token, got ", shape_text(*bootstrap_values));
-    }
-  }
   const Tensor advantages = empty_like_tokens(rewards, ScalarType::Float);
   const Tensor returns = empty_like_tokens(rewards, ScalarType::Float);
-  const Inputs in{rewards.const_data_ptr<float>(),
-                  values.const_data_ptr<float>(),
-                  data_or_null<float>(bootstrap_values),
-                  data_or_null<bool>(mask),
-                  data_or_null<bool>(terminated),
-                  data_or_null<bool>(truncated),
-                  kind,
-                  advantages.mutable_data_ptr<float>(),
-                  returns.mutable_data_ptr<float>(),
-                  gamma,
-                  lam};
+  const Scan all{in, advantages.mutable_data_ptr<float>(), returns.mutable_data_ptr<float>(), gamma,
+                 lam};
   constexpr int64_t kChains = 4;
   const auto length = [&](int64_t s) { return sequences.end(s) - sequences.begin(s); };
   for_each_range(sequences.count(), kChains, [&](int64_t first, int64_t last) {
@@ -115,10 +90,10 @@ std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
       alike = alike && length(s) == length(first);
     }
     if (alike) {
-      scan<kChains>(in, begin, sequence, length(first));
+      scan<kChains>(all, begin, sequence, length(first));
     } else {
       for (int64_t k = 0; k < last - first; ++k) {
-        scan<1>(in, begin + k, sequence + k, length(first + k));
+        scan<1>(all, begin + k, sequence + k, length(first + k));
       }
     }
   });

@@ -4,14 +4,10 @@
 #include <numeric>
 #include <tuple>
 
-#include "../../check.h"
+#include "../../check_groups.h"
 
 namespace fastrl::cpu {
 namespace {
-
-enum class Baseline : int64_t { kMean, kLeaveOneOut, kNone };
-enum class Scale : int64_t { kGroup, kBatch, kNone };
-enum class Singleton : int64_t { kZero, kRaw };
 
 struct Moments {
   double mean, std;
@@ -31,23 +27,15 @@ Moments moments(int64_t begin, int64_t end, double correction, const Value& valu
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
     const Tensor& rewards, const std::optional<Tensor>& group_ids, int64_t group_size,
     int64_t baseline, int64_t scale, double correction, double eps, int64_t singleton) {
-  check_like(rewards, rewards, ScalarType::Float, "rewards", "rewards");
-  STD_TORCH_CHECK(rewards.dim() == 1, "rewards must have shape [N], got ", shape_text(rewards));
-  STD_TORCH_CHECK(baseline >= 0 && baseline <= 2, "baseline must be 0 to 2, got ", baseline);
-  STD_TORCH_CHECK(scale >= 0 && scale <= 2, "scale must be 0 to 2, got ", scale);
-  STD_TORCH_CHECK(singleton >= 0 && singleton <= 1, "singleton must be 0 or 1, got ", singleton);
+  const GroupKinds kinds = check_groups(rewards, group_ids, group_size, baseline, scale, singleton);
   const int64_t count = rewards.numel();
 
   // the members of a group side by side, in their own order
   std::vector<int64_t> order(count), bounds;
   std::iota(order.begin(), order.end(), 0);
   if (group_size > 0) {
-    STD_TORCH_CHECK(count % group_size == 0, "rewards must hold whole groups of ", group_size,
-                    ", got ", count);
     for (int64_t i = 0; i < count; i += group_size) bounds.push_back(i);
   } else {
-    STD_TORCH_CHECK(group_ids.has_value(), "group_ids must be given when group_size is 0");
-    check_like(*group_ids, rewards, ScalarType::Long, "group_ids", "rewards");
     const int64_t* ids = group_ids->const_data_ptr<int64_t>();
     const auto before = [&](int64_t a, int64_t b) { return ids[a] < ids[b]; };
     if (!std::is_sorted(ids, ids + count)) std::stable_sort(order.begin(), order.end(), before);
@@ -64,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
     groups.push_back(moments(bounds[g], bounds[g + 1], correction, member));
   }
   double batch_std = 0;
-  if (static_cast<Scale>(scale) == Scale::kBatch) {
+  if (kinds.scale == Scale::kBatch) {
     std::vector<double> known;
     for (size_t g = 0; g < groups.size(); ++g) {
       if (!std::isfinite(groups[g].mean)) continue;
@@ -90,16 +78,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
     for (int64_t i = begin; equal && i < end; ++i) equal = member(i) == member(begin);
     const double mean = equal ? member(begin) : groups[g].mean;
     const double std = equal ? 0.0 : groups[g].std;
-    const double divisor = static_cast<Scale>(scale) == Scale::kNone    ? 1.0
-                           : static_cast<Scale>(scale) == Scale::kGroup ? std + eps
-                                                                        : batch_std + eps;
-    const bool raw = static_cast<Singleton>(singleton) == Singleton::kRaw;
+    const double divisor = kinds.scale == Scale::kNone    ? 1.0
+                           : kinds.scale == Scale::kGroup ? std + eps
+                                                          : batch_std + eps;
+    const bool raw = kinds.singleton == Singleton::kRaw;
     for (int64_t i = begin; i < end; ++i) {
       const double r = member(i);
       double advantage = r;
-      if (static_cast<Baseline>(baseline) != Baseline::kNone) {
+      if (kinds.baseline != Baseline::kNone) {
         advantage = r - mean;  // exactly 0 where all are equal
-        if (static_cast<Baseline>(baseline) == Baseline::kLeaveOneOut) {
+        if (kinds.baseline == Baseline::kLeaveOneOut) {
           advantage *= n / std::max(n - 1, 1.0);
         }
       }

@@ -148,17 +148,11 @@ void sum_log_ratios(const TokenInputs& in, const Segment& sequence, double* sum,
   *count = count_of(active);
 }
 
-// Whether the gradient flows through the ratio. Where the ratio is only a weight, it flows through
-// the log-probability of the token.
-FASTRL_INLINE bool flows_through_ratio(const Objective<float>& o) {
-  return o.surrogate != Surrogate::kCispo && o.surrogate != Surrogate::kReinforce;
-}
-
 // Whether all tokens of a sequence with one ratio have the same terms: they do not where the loss
 // looks at the token itself.
 FASTRL_INLINE bool terms_are_shared(const TokenInputs& in) {
   return in.objective.level != Level::kToken && in.constants.advantages.by_sequence &&
-         flows_through_ratio(in.objective) && in.objective.surrogate != Surrogate::kGmpo;
+         flows_through_ratio(in.objective.surrogate) && in.objective.surrogate != Surrogate::kGmpo;
 }
 
 // The terms of every active token of such a sequence.
@@ -172,7 +166,7 @@ double sum_slopes(const TokenInputs& in, const Segment& sequence, int64_t active
   const Objective<float>& o = in.objective;
   const float kl_coef = o.coefficients.kl_coef;
   const SharedRatio shared = sequence.shared;
-  const bool policy = flows_through_ratio(o);
+  const bool policy = flows_through_ratio(o.surrogate);
   const bool kl = kl_coef != 0 && o.kl_gradient == KlGradient::kBiasCorrected && !shared.alone;
   if (!policy && !kl) return 0;
   const LossConstants& constants = in.constants;
@@ -250,7 +244,7 @@ FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, const Terms* 
   const Objective<float>& o = in.objective;
   const Coefficients<float>& c = o.coefficients;
   const bool by_token = o.level == Level::kToken;
-  const bool own_slope = o.level != Level::kSequence || !flows_through_ratio(o);
+  const bool own_slope = o.level != Level::kSequence || !flows_through_ratio(o.surrogate);
   Terms terms;
   if (known) {
     const auto active = [&](vfloat x) { return where(t.active, x, vfloat{}); };

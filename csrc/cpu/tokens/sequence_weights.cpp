@@ -3,6 +3,7 @@
 #include <map>
 #include <tuple>
 
+#include "../../check_aggregation.h"
 #include "../flags.h"
 #include "../parallel.h"
 #include "sequences.h"
@@ -82,22 +83,12 @@ std::tuple<Tensor, Tensor> sequence_weights(
     const std::optional<Tensor>& cu_seqlens, int64_t aggregation, double normalizer,
     const std::optional<Tensor>& normalizer_tensor, double length_norm, bool count_empty,
     int64_t group_size, const std::optional<Tensor>& group_ids) {
-  const Aggregation kind = check_kind(aggregation, Aggregation::kPromptMean, "aggregation");
   check_cpu(mask, "mask");
-  STD_TORCH_CHECK(mask.dim() == 2 && mask.is_contiguous(),
-                  "mask must be contiguous of shape [B, T], got ", shape_text(mask));
-  check_like(token_ids, mask, ScalarType::Long, "token_ids", "mask");
-  check_flags(mask);
   const Sequences sequences(mask, cu_seqlens);
-  if (group_ids) {
-    check_cpu(*group_ids, "group_ids");
-    check_dtype(*group_ids, ScalarType::Long, "group_ids");
-    STD_TORCH_CHECK(group_ids->numel() == sequences.count() && group_ids->is_contiguous(),
-                    "group_ids must be contiguous, one for each sequence, got ",
-                    shape_text(*group_ids));
-  }
-  STD_TORCH_CHECK(kind != Aggregation::kPromptMean || group_ids || group_size > 0,
-                  "group_size or group_ids must be given for prompt-mean");
+  const Aggregation kind = check_aggregation(
+      {aggregation, normalizer, normalizer_tensor, length_norm, count_empty, group_size, group_ids},
+      mask, token_ids, sequences.count());
+  check_flags(mask);
 
   const bool merged = token_ids || mask.scalar_type() != ScalarType::Bool;
   const Tensor active =

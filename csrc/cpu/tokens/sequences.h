@@ -3,24 +3,16 @@
 
 #include <algorithm>
 
-#include "../../check.h"
+#include "../../check_sequences.h"
 
 namespace fastrl::cpu {
 
 class Sequences {
  public:
   Sequences(const Tensor& tokens, const std::optional<Tensor>& cu_seqlens)
-      : count_(tokens.size(0)), length_(tokens.size(1)) {
+      : count_(check_sequences(tokens, cu_seqlens)), length_(tokens.size(1)) {
     if (!cu_seqlens) return;
-    check_cpu(*cu_seqlens, "cu_seqlens");
-    check_dtype(*cu_seqlens, ScalarType::Int, "cu_seqlens");
-    STD_TORCH_CHECK(
-        cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1 && cu_seqlens->is_contiguous(),
-        "cu_seqlens must be contiguous of shape [S + 1], got ", shape_text(*cu_seqlens));
-    STD_TORCH_CHECK(tokens.size(0) == 1, "cu_seqlens must come with packed tokens [1, N], got ",
-                    shape_text(tokens));
     cu_seqlens_ = cu_seqlens->const_data_ptr<int32_t>();
-    count_ = cu_seqlens->size(0) - 1;
     STD_TORCH_CHECK(cu_seqlens_[0] == 0, "cu_seqlens must begin with 0, got ", cu_seqlens_[0]);
     for (int64_t s = 0; s < count_; ++s) {
       STD_TORCH_CHECK(cu_seqlens_[s + 1] >= cu_seqlens_[s], "cu_seqlens must not decrease, got ",

@@ -47,15 +47,6 @@ class Logits {
     data_ = static_cast<const char*>(logits.const_data_ptr());
   }
 
-  // Writing in place needs rows that do not overlap.
-  void check_rows_are_apart() const {
-    const int64_t batch = tokens_ ? rows_ / tokens_ : 0;
-    const int64_t t = std::abs(stride_t_), b = std::abs(stride_b_), row = row_bytes();
-    const bool apart = (tokens_ <= 1 || t >= row) && (batch <= 1 || b >= row) &&
-                       (tokens_ <= 1 || batch <= 1 || b >= t * tokens_ || t >= b * batch);
-    STD_TORCH_CHECK(apart, "logits must not overlap in memory to be overwritten");
-  }
-
   LogitsType type() const { return type_; }
   int64_t rows() const { return rows_; }
   int64_t vocabulary() const { return vocabulary_; }

@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
     const std::vector<double>& coefficients) {
   const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
                            logit_softcap});
-  rows.logits().check_rows_are_apart();
+  check_rows_apart(logits);
   const TokenLoss loss(
       token_ids,
       {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs, ref_logprobs,

@@ -118,7 +118,7 @@ void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids,
                       const std::optional<Tensor>& grad_logsumexp) {
   const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
                            logit_softcap});
-  rows.logits().check_rows_are_apart();
+  check_rows_apart(logits);
   write_grad(rows, token_ids,
              {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
              rows.logits());

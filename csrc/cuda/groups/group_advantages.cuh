@@ -35,14 +35,14 @@ __device__ __forceinline__ void write_reward(const GroupAdvantagesParams& p, int
                                              const GroupOf& group) {
   const float reward = p.rewards[i], n = static_cast<float>(group.extent.count);
   const bool alone = group.extent.count == 1, finite = group.extent.finite();
-  const bool raw = p.singleton == Singleton::kRaw;
+  const bool raw = p.kinds.singleton == Singleton::kRaw;
   float advantage = reward;
-  if (p.baseline != Baseline::kNone) {
+  if (p.kinds.baseline != Baseline::kNone) {
     advantage = finite ? group.fixed.real(group.fixed.above_lowest(reward) - group.mean_fixed)
                        : reward - group.mean;
-    if (p.baseline == Baseline::kLeaveOneOut && !alone) advantage *= n / (n - 1.0f);
+    if (p.kinds.baseline == Baseline::kLeaveOneOut && !alone) advantage *= n / (n - 1.0f);
   }
-  if (p.scale == Scale::kGroup && (advantage != 0.0f || !finite)) {  // 0 / 0 is 0 here
+  if (p.kinds.scale == Scale::kGroup && (advantage != 0.0f || !finite)) {  // 0 / 0 is 0 here
     advantage /= group.std + p.eps;
   }
   if (alone) advantage = raw ? reward : 0.0f * reward;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     const GroupOf group(extent, fixed, sum.value, squares.value, p.correction);
     for (int64_t i = first; i < end; i += kTeam) write_reward(p, i, group);
   }
-  if (p.scale != Scale::kBatch) return;
+  if (p.kinds.scale != Scale::kBatch) return;
   if (num_blocks() > 1 && !last_block(p.arrived, reinterpret_cast<uint32_t*>(shared))) return;
   sync_block();
   divide_by_batch<kThreads>(p, shared, [&](int64_t) { return p.group_size == 1; });
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                         static_cast<long long>(entry.squares), p.correction);
     write_reward(p, i, group);
   }
-  if (p.scale != Scale::kBatch) return;
+  if (p.kinds.scale != Scale::kBatch) return;
   sync_block();
   divide_by_batch<kThreads>(p, shared,
                             [&](int64_t i) { return p.entries[p.entry_of[i]].count == 1; });

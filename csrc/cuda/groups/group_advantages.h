@@ -20,9 +20,7 @@ struct GroupAdvantagesParams {
   const float* rewards;
   const int64_t* group_ids;  // null where groups are consecutive
   int64_t count, group_size;
-  Baseline baseline;
-  Scale scale;
-  Singleton singleton;
+  GroupKinds kinds;
   float correction, eps;
   float *advantages, *mean, *std;
   bool* informative;

@@ -195,11 +195,6 @@ __device__ __forceinline__ ObjectiveTerms<float> shared_terms(const Q& q, int k,
   return {loss, loss, terms.clip, mean, ratio};
 }
 
-// Where the ratio is only a weight, the gradient flows through the token's own log-probability.
-__device__ __forceinline__ bool flows_through_ratio(Surrogate surrogate) {
-  return surrogate != Surrogate::kCispo && surrogate != Surrogate::kReinforce;
-}
-
 // Loss, slopes and metrics of one quad.
 template <bool kOneSequence, typename Q>
 __device__ __forceinline__ void add_tokens(const Q& q, SharedRatio shared, TokenSums* sums) {

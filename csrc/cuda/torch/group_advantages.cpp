@@ -1,6 +1,7 @@
 // The operator group_advantages_fwd on CUDA tensors.
 #include <tuple>
 
+#include "../../check_groups.h"
 #include "launches.h"
 #include "operator.h"
 
@@ -11,8 +12,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
     const Tensor& rewards, const std::optional<Tensor>& group_ids, int64_t group_size,
     int64_t baseline, int64_t scale, double correction, double eps, int64_t singleton) {
   const Call call(rewards, "rewards");
-  check_like(rewards, rewards, ScalarType::Float, "rewards", "rewards");
-  STD_TORCH_CHECK(rewards.dim() == 1, "rewards must have shape [N], got ", shape_text(rewards));
+  const auto kinds = check_groups(rewards, group_ids, group_size, baseline, scale, singleton);
   const Tensor advantages = empty_like_tokens(rewards, ScalarType::Float);
   const Tensor mean = empty_like_tokens(rewards, ScalarType::Float);
   const Tensor std = empty_like_tokens(rewards, ScalarType::Float);
@@ -24,9 +24,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
   STD_TORCH_CHECK(params.count < int64_t{1} << 30, "rewards must be fewer than 2^30, got ",
                   params.count);
   params.group_size = group_size;
-  params.baseline = check_kind(baseline, Baseline::kNone, "baseline");
-  params.scale = check_kind(scale, Scale::kNone, "scale");
-  params.singleton = check_kind(singleton, Singleton::kRaw, "singleton");
+  params.kinds = kinds;
   params.correction = static_cast<float>(correction);
   params.eps = static_cast<float>(eps);
   params.advantages = advantages.mutable_data_ptr<float>();
@@ -35,15 +33,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
   params.informative = informative.mutable_data_ptr<bool>();
   std::optional<Tensor> entries, entry_of, arrived;
   if (group_size > 0) {
-    STD_TORCH_CHECK(params.count % group_size == 0, "rewards must hold whole groups of ",
-                    group_size, ", got ", params.count);
-    if (params.scale == Scale::kBatch) {
+    if (kinds.scale == Scale::kBatch) {
       arrived = zero_word(rewards, call);
       params.arrived = words_of(*arrived);
     }
   } else {
-    STD_TORCH_CHECK(group_ids.has_value(), "group_ids must be given when group_size is 0");
-    check_like(*group_ids, rewards, ScalarType::Long, "group_ids", "rewards");
     params.group_ids = group_ids->const_data_ptr<int64_t>();
     params.num_entries = group_entries(params.count);
     entries = scratch(rewards, params.num_entries * static_cast<int64_t>(sizeof(GroupEntry)));

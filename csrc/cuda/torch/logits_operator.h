@@ -48,11 +48,7 @@ inline GradientParams gradient_in(const Tensor& grad) {
 
 // The logits as their own gradient: their rows must not share an element.
 inline GradientParams gradient_over(const Tensor& logits) {
-  const int64_t batch = logits.size(0), tokens = logits.size(1), row = logits.size(2);
-  const int64_t b = std::abs(logits.stride(0)), t = std::abs(logits.stride(1));
-  const bool apart = (tokens <= 1 || t >= row) && (batch <= 1 || b >= row) &&
-                     (tokens <= 1 || batch <= 1 || b >= t * tokens || t >= b * batch);
-  STD_TORCH_CHECK(apart, "logits must not overlap in memory to be overwritten");
+  check_rows_apart(logits);
   return gradient_in(logits);
 }
 
