@@ -1,4 +1,4 @@
-"""The reference backend: eager torch on any device and dtype, written as the definition."""
+"""The reference backend: the definition of every op, in eager torch on any device."""
 
 from fastrl.reference.gae import gae as gae
 from fastrl.reference.group_advantages import group_advantages as group_advantages

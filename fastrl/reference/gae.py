@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: the recurrence, one step at a time."""
+"""Generalized advantage estimation: the recurrence, one step at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns `[B, T]`.
 
-    From the last token to the first, stepping over masked ones:
+    From the last token to the first, skipping masked tokens:
     delta_t = r_t + gamma V_next - V_t,  A_t = delta_t + gamma lam A_next.
     """
     tokens = rewards.shape[1]
@@ -30,7 +30,8 @@ def gae(
     last_of = {} if cu_seqlens is None else _sequence_ends(cu_seqlens)
 
     next_advantage = next_value = rewards.new_zeros(rewards.shape[0])
-    fresh = torch.ones_like(mask[:, 0]) if tokens else mask.new_zeros(mask.shape[0])
+    # whether no valid token of the sequence follows
+    at_end = torch.ones_like(mask[:, 0]) if tokens else mask.new_zeros(mask.shape[0])
     if bootstrap_values is not None and not per_token and cu_seqlens is None:
         next_value = bootstrap_values
     columns = []
@@ -39,29 +40,29 @@ def gae(
             sequence = last_of[t]
             next_advantage = torch.zeros_like(next_advantage)
             next_value = torch.zeros_like(next_value)
-            fresh = torch.ones_like(fresh)
+            at_end = torch.ones_like(at_end)
             if bootstrap_values is not None and not per_token:
                 next_value = bootstrap_values[sequence].reshape(1)
         valid = mask[:, t]
-        after, trace = next_value, next_advantage
+        value_after, trace = next_value, next_advantage
         if per_token:
             assert bootstrap_values is not None
-            after = torch.where(fresh, bootstrap_values[:, t], after)
+            value_after = torch.where(at_end, bootstrap_values[:, t], value_after)
         if truncated is not None:
             cut = truncated[:, t]
             trace = torch.where(cut, zero, trace)
             if per_token:
                 assert bootstrap_values is not None
-                after = torch.where(cut, bootstrap_values[:, t], after)
+                value_after = torch.where(cut, bootstrap_values[:, t], value_after)
         if terminated is not None:
             trace = torch.where(terminated[:, t], zero, trace)
-            after = torch.where(terminated[:, t], zero, after)
-        delta = rewards[:, t] + gamma * after - values[:, t]
+            value_after = torch.where(terminated[:, t], zero, value_after)
+        delta = rewards[:, t] + gamma * value_after - values[:, t]
         advantage = delta + gamma * lam * trace
         columns.append(torch.where(valid, advantage, zero))
         next_advantage = torch.where(valid, advantage, next_advantage)
         next_value = torch.where(valid, values[:, t], next_value)
-        fresh = fresh & ~valid
+        at_end = at_end & ~valid
     if not columns:
         return torch.zeros_like(rewards), torch.zeros_like(rewards)
     advantages = torch.stack(columns[::-1], dim=1)
@@ -69,6 +70,6 @@ def gae(
 
 
 def _sequence_ends(cu_seqlens: Tensor) -> dict[int, int]:
-    """Map the position of each sequence's last token to the number of the sequence."""
+    """Map the position of each sequence's last token to the index of the sequence."""
     bounds = cu_seqlens.tolist()
     return {end - 1: s for s, (start, end) in enumerate(pairwise(bounds)) if end > start}

@@ -1,4 +1,4 @@
-"""Advantages of rewards relative to their group: GRPO, Dr. GRPO, RLOO."""
+"""Group-relative advantages: GRPO, Dr. GRPO, RLOO."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def group_advantages(
     eps: float,
     singleton: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return advantages, mean, std and informative of the group of each reward, all `[N]`.
+    """Return the fields of `GroupAdvantages`, `[N]` each.
 
-    Mean and variance take two passes in float64, so rewards that differ in the fifth digit keep
-    their spread. What is not finite stays in its group, and 0 stays 0 also where the deviation
-    that divides it is 0.
+    Mean and variance are computed in two passes in float64, so that the variance of nearly equal
+    rewards is accurate. A non-finite reward affects only its group. A centered reward of 0 gives
+    advantage 0, even if the standard deviation is 0, too.
     """
     if rewards.numel() == 0:
         return rewards, rewards.clone(), rewards.clone(), rewards.to(torch.bool)

@@ -1,10 +1,10 @@
-"""The scalar mathematics of every surrogate and KL estimator, elementwise; autograd is the slope.
+"""The scalar formulas of every surrogate and KL estimator, elementwise, for autograd.
 
-`log_ratio = log pi(token) - log pi_old(token)`, `ratio = exp(log_ratio)`, A the advantage. Each
-surrogate takes `(logprobs, log_ratio, advantages, c)`, c the `Coefficients`, and returns
-`(loss, clip)`: clip is -1 where a lower bound acts, +1 where an upper bound acts, else 0.
-`csrc/objectives.h` has the same functions with their derivatives written out; the tests compare
-the two point by point.
+`log_ratio = log pi(token) - log pi_old(token)`, `ratio = exp(log_ratio)`, A is the advantage. Each
+surrogate takes `(logprobs, log_ratio, advantages, c)` with c the `Coefficients` and returns
+`(loss, clip)`: clip is -1 where a lower bound is active, +1 where an upper bound is active, else 0.
+`csrc/objectives.h` has the same functions with explicit derivatives; the tests compare the two
+point by point.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 
 from fastrl.contract import Coefficients
 
-#: exp(80) = 5.5e34 still fits float32; log-ratios saturate here with slope 0.
+#: Log-ratios are clamped to +-80: exp(80) = 5.5e34 fits into float32.
 MAX_LOG_RATIO = 80.0
 
 
-def hold(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """Hold x within `[low, high]`: slope 1 there, the bounds included, and 0 beyond; NaN stays.
+def clamp(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Clamp x to `[low, high]`, propagating NaN; the derivative is 1 inside and at the bounds.
 
-    (The slope of `torch.clamp` at a bound is 1 up to torch 2.13, and 0 from then on.)
+    (The derivative of `torch.clamp` at a bound is 1 up to torch 2.13, then 0.)
     """
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
 def difference(logprobs: Tensor, others: Tensor) -> Tensor:
-    """`logprobs - others`; 0 where both are the same infinity: a token that both exclude.
+    """`logprobs - others`; 0 for equal infinities: a token that both policies exclude.
 
-    An infinite log-probability is a constant: nothing flows into it.
+    An infinite log-probability is a constant and gets no gradient.
     """
     same = (logprobs == others) & others.isinf()
     minuend, subtrahend = (
@@ -44,12 +44,12 @@ def difference(logprobs: Tensor, others: Tensor) -> Tensor:
 def saturate(
     log_ratio: Tensor, low: float = inf, high: float = inf, limit: float = MAX_LOG_RATIO
 ) -> Tensor:
-    """Hold a log-ratio within `[-low, high]`, each at most `limit`; beyond, the slope is 0."""
-    return hold(log_ratio, -min(low, limit), min(high, limit))
+    """Clamp a log-ratio to `[-low, high]` and to `[-limit, limit]`."""
+    return clamp(log_ratio, -min(low, limit), min(high, limit))
 
 
 def weighted_logprob(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """`weights * logprobs`; 0 where the weight is, also next to an infinite log-probability."""
+    """`weights * logprobs`; 0 where the weight is 0, even if the log-probability is infinite."""
     constant = logprobs.isinf()
     product = weights * torch.where(constant, logprobs.detach(), logprobs)
     return torch.where(constant & (weights == 0), 0.0, product)
@@ -60,8 +60,8 @@ def ppo_clip(
 ) -> tuple[Tensor, Tensor]:
     """`-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`; A < 0: at most -dual_clip A."""
     ratio = log_ratio.exp()
-    free = hold(ratio, -inf, c.delta) * advantages
-    bounded = hold(ratio, 1 - c.clip_low, 1 + c.clip_high) * advantages
+    free = clamp(ratio, -inf, c.delta) * advantages
+    bounded = clamp(ratio, 1 - c.clip_low, 1 + c.clip_high) * advantages
     loss = -torch.where(bounded < free, bounded, free)
     above = (bounded < free) & (advantages > 0) | (ratio > c.delta) & (free <= bounded)
     above &= advantages != 0
@@ -81,14 +81,14 @@ def cispo(
     ratio = log_ratio.exp().detach()
     above = (ratio > high) & (advantages != 0)
     below = (ratio < low) & (advantages != 0)
-    loss = weighted_logprob(-hold(ratio, low, high) * advantages, logprobs)
+    loss = weighted_logprob(-clamp(ratio, low, high) * advantages, logprobs)
     return loss, above.to(torch.int8) - below.to(torch.int8)
 
 
 def sapo(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
-    """`-4/tau sigmoid(tau (r - 1)) A`: a soft gate instead of a clip."""
+    """`-4/tau sigmoid(tau (r - 1)) A`: a smooth gate instead of a clip."""
     tau = torch.full_like(log_ratio, c.sapo_temperature_neg)
     tau = tau.masked_fill(advantages > 0, c.sapo_temperature_pos)
     gate = torch.sigmoid(tau * torch.expm1(log_ratio)) * (4 / tau)
@@ -96,12 +96,12 @@ def sapo(
 
 
 def gmpo_log_ratio(log_ratio: Tensor, advantages: Tensor, c: Coefficients) -> tuple[Tensor, Tensor]:
-    """The clipped token log-ratio whose sequence mean GMPO exponentiates, and the clip flag."""
+    """The clipped token log-ratio whose mean over the sequence GMPO exponentiates, and clip."""
     low, high = -c.clip_low, c.clip_high
     rises = advantages >= 0
     above = rises & (log_ratio > high) & (advantages != 0)
     below = ~rises & (log_ratio < low)
-    clipped = torch.where(rises, hold(log_ratio, -inf, high), hold(log_ratio, low, inf))
+    clipped = torch.where(rises, clamp(log_ratio, -inf, high), clamp(log_ratio, low, inf))
     return clipped, above.to(torch.int8) - below.to(torch.int8)
 
 
@@ -118,7 +118,7 @@ def reinforce(
     return loss, torch.zeros_like(advantages, dtype=torch.int8)
 
 
-#: The surrogates of one token; `gmpo` is one of the sequence.
+#: The surrogates of single tokens; `gmpo` takes the mean over a sequence first.
 SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "ppo_clip": ppo_clip,
     "cispo": cispo,
@@ -131,10 +131,10 @@ def kl_estimate(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     estimator: str,
-    clamp: float = inf,
+    bound: float = inf,
     limit: float = MAX_LOG_RATIO,
 ) -> Tensor:
-    """Estimate KL(pi || ref) from one sampled token: k1, k2, k3 or abs, then held within clamp."""
+    """Estimate KL(pi || ref) from one sampled token by k1, k2, k3 or abs, clamped to +-bound."""
     ref_minus_logprob = saturate(difference(ref_logprobs, logprobs), limit=limit)
     if estimator == "k1":
         kl = -ref_minus_logprob
@@ -144,7 +144,7 @@ def kl_estimate(
         kl = torch.expm1(ref_minus_logprob) - ref_minus_logprob
     else:
         kl = ref_minus_logprob.abs()
-    return kl if clamp == inf else hold(kl, -clamp, clamp)
+    return kl if bound == inf else clamp(kl, -bound, bound)
 
 
 def kl_term(
@@ -153,38 +153,40 @@ def kl_term(
     log_ratio: Tensor,
     estimator: str,
     gradient: str,
-    clamp: float = inf,
-    bounds: tuple[float, float] = (inf, inf),
-    own: Tensor | bool = True,
+    bound: float = inf,
+    log_ratio_bounds: tuple[float, float] = (inf, inf),
+    unshared: Tensor | bool = True,
 ) -> Tensor:
     """The KL as it enters the loss.
 
-    `exact` is the estimate with its own gradient; `straight-through` its value with the gradient
-    of k2, whose expectation is that of the KL; `bias-corrected` is the estimate times the ratio,
-    which makes value and gradient of k3 unbiased off policy. `bounds` are those of `log_ratio`,
-    below and above; `own` says where it moves with the token's log-probability and no other's.
+    `exact` is the estimate with its true gradient. `straight-through` has the value of the estimate
+    and the gradient of k2, which is an unbiased estimate of the gradient of the KL.
+    `bias-corrected` is the estimate times the ratio, which makes value and gradient of k3 unbiased
+    off policy. `bound` clamps the estimate, `log_ratio_bounds` (low, high) clamp the log-ratio to
+    `[-low, high]`; `unshared` marks tokens whose log-ratio depends on no other token.
     """
     if gradient == "bias-corrected":
-        # a product of two exponentials fits a float where each factor is held at half the range
+        # a product of two exponentials fits into a float if each exponent is clamped to half the
+        # range
         half = MAX_LOG_RATIO / 2
-        held = saturate(log_ratio, *bounds, limit=half)
-        term = held.exp() * kl_estimate(logprobs, ref_logprobs, estimator, clamp, half)
+        clamped = saturate(log_ratio, *log_ratio_bounds, limit=half)
+        term = clamped.exp() * kl_estimate(logprobs, ref_logprobs, estimator, bound, half)
         if estimator == "k3":
-            # with x = ref - logprob: d(r k3) = r k3 - r (k3 + x) = -r x, where autograd would
-            # leave what remains of two parts as large as e^x
+            # with x = ref - logprob: d(r k3) = r k3 - r (k3 + x) = -r x; in autograd, terms of size
+            # e^x cancel instead
             x = difference(ref_logprobs, logprobs).detach()
-            inside = (x.abs() <= half) & (torch.expm1(x) - x <= clamp)
-            free = inside & (held == log_ratio) & own
-            slope = torch.where(free, -held.exp() * x, 0.0)  # 0 times an infinite x is NaN
-            term = torch.where(free, _with_slope(term, logprobs, slope), term)
+            in_range = (x.abs() <= half) & (torch.expm1(x) - x <= bound) & (clamped == log_ratio)
+            closed_form = in_range & unshared
+            slope = torch.where(closed_form, -clamped.exp() * x, 0.0)  # 0 * inf would be NaN
+            term = torch.where(closed_form, _with_slope(term, logprobs, slope), term)
         return term
     if gradient == "straight-through":
         k2 = kl_estimate(logprobs, ref_logprobs, "k2")
-        value = kl_estimate(logprobs, ref_logprobs, estimator, clamp).detach()
+        value = kl_estimate(logprobs, ref_logprobs, estimator, bound).detach()
         return value + (k2 - k2.detach())
-    return kl_estimate(logprobs, ref_logprobs, estimator, clamp)
+    return kl_estimate(logprobs, ref_logprobs, estimator, bound)
 
 
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-    """`value` with the slope that is written out, where x is finite."""
+    """`value` with the derivative `slope` with respect to x, or 0 where x is not finite."""
     return value.detach() + slope.detach() * torch.where(x.isfinite(), x - x.detach(), 0.0)

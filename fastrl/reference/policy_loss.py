@@ -1,4 +1,4 @@
-"""The policy loss from token log-probabilities, its slope and its metrics."""
+"""The policy loss from token log-probabilities, with slopes and metrics."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from fastrl.reference.sequences import Sequences, sequences_of
 
 
 class _Inputs(NamedTuple):
-    """Everything `[B, T]` and 0 at masked tokens, so that what they hold is inert."""
+    """Constants of the terms, `[B, T]`, 0 at masked tokens so that their values have no effect."""
 
     old: Tensor
     ref: Tensor | None
     advantages: Tensor
-    weights: Tensor
-    kl_weights: Tensor
     mask: Tensor
     sequences: Sequences
 
 
 class _Terms(NamedTuple):
-    """Per-token parts of the loss, kept for the metrics."""
+    """The terms of the loss per token, and what the metrics need."""
 
     policy: Tensor
     kl: Tensor
@@ -55,9 +53,9 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return loss, dL/dlogprobs and dL/dentropy `[B, T]` (None: 0), and the vector of `Metrics`.
 
-    L = sum_t w_t c_t f_t + beta sum_t u_t k_t - entropy_coef sum_t v_t H_t, w, u and v the
-    weights of the terms (u and v by default w) and c the policy weights. `function` takes the
-    place of the surrogate.
+    L = sum_t w_t c_t f_t + beta sum_t u_t k_t - entropy_coef sum_t v_t H_t with the weights w, u
+    and v of the three terms (by default u = v = w) and the policy weights c. `function` replaces
+    the surrogate.
     """
     if _must_leave_inference_mode():
         with torch.inference_mode(False):
@@ -76,31 +74,34 @@ def policy_loss(
 
     logprobs = valid(logprobs.detach())
     old, ref = arguments.old_logprobs, arguments.ref_logprobs
-    weights, factors = constant(arguments.weights), constant(arguments.policy_weights)
+    weights, policy_weights = constant(arguments.weights), constant(arguments.policy_weights)
     kl_weights, entropy_weights = map(constant, (arguments.kl_weights, arguments.entropy_weights))
     advantages = constant(arguments.advantages)
     assert weights is not None
     assert advantages is not None
-    of_policy = weights if factors is None else weights * factors
+    policy_term_weights = weights if policy_weights is None else weights * policy_weights
     kl_weights = weights if kl_weights is None else kl_weights
     entropy_weights = weights if entropy_weights is None else entropy_weights
-    # a token of weight 0 is dropped: autograd would multiply the weight by an infinite slope
-    advantages = torch.where((of_policy == 0) & advantages.isinf(), advantages.sign(), advantages)
+    # 0 times an infinite advantage would be NaN
+    dropped = policy_term_weights == 0
+    advantages = torch.where(dropped & advantages.isinf(), advantages.sign(), advantages)
     old = logprobs if old is None else valid(old)
     ref = None if ref is None else valid(ref)
-    inputs = _Inputs(old, ref, advantages, of_policy, kl_weights, mask, sequences)
+    inputs = _Inputs(old, ref, advantages, mask, sequences)
 
     def total(current: Tensor) -> tuple[Tensor, tuple[Tensor, _Terms]]:
         terms = _terms(current, inputs, objective, function)
-        lost = valid(terms.policy)
-        policy = torch.where((of_policy == 0) & lost.isinf(), 0.0, of_policy * lost).sum()
+        surrogate = valid(terms.policy)
+        policy = torch.where(
+            dropped & surrogate.isinf(), 0.0, policy_term_weights * surrogate
+        ).sum()
         loss = policy
         if c.kl_coef and ref is not None:
             loss = loss + c.kl_coef * (kl_weights * valid(terms.kl)).sum()
         return loss, (torch.stack([loss, policy]), terms)
 
     slope, (sums, terms) = _slope(total, logprobs)
-    # comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one
+    # comparisons with NaN choose a flat branch: a NaN token must not look like a clipped one
     slope = torch.where(terms.policy.isnan(), terms.policy, slope)
     if c.kl_coef:
         slope = torch.where(terms.kl.isnan(), terms.kl, slope)
@@ -147,7 +148,7 @@ def _must_leave_inference_mode() -> bool:
 
 @functools.cache
 def _transforms_in_inference_mode() -> bool:
-    """Say whether `torch.func.grad` differentiates there: in torch 2.10 it returns zeros."""
+    """Return whether `torch.func.grad` works in inference mode: torch 2.10 returns zeros."""
     with torch.inference_mode():
         return bool(torch.func.grad(torch.square)(torch.ones(())) == 2)
 
@@ -159,24 +160,24 @@ def _copy(x: Tensor | None) -> Tensor | None:
 def _slope(
     total: Callable[[Tensor], tuple[Tensor, tuple[Tensor, _Terms]]], logprobs: Tensor
 ) -> tuple[Tensor, tuple[Tensor, _Terms]]:
-    """Differentiate `total`, whatever autograd mode the caller is in."""
+    """Return the gradient and auxiliary outputs of `total`, in any autograd mode."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         outcome: tuple[Tensor, tuple[Tensor, _Terms]]
         outcome = torch.func.grad(total, has_aux=True)(logprobs)
         return outcome
-    # hooks of the caller (activation checkpointing, offloading) are not for this inner graph
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is):
+    # keeps the caller's hooks (activation checkpointing, offloading) away from this inner graph
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
         current = logprobs.detach().requires_grad_()
         loss, (sums, terms) = total(current)
         if not loss.requires_grad:
             raise ValueError(
-                "objective must return a loss that autograd can follow to logprobs, got a constant"
+                "objective must return a loss that is differentiable in logprobs, got a constant"
             )
         (slope,) = torch.autograd.grad(loss, current)
     return slope, (sums.detach(), _Terms(*(term.detach() for term in terms)))
 
 
-def _as_is(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -191,13 +192,13 @@ def _terms(
     if level != "token" and surrogate != "gmpo":
         log_ratio = sequences.mean(log_ratio, mask)
     if level == "sequence-token":
-        # the value of the sequence's ratio, the slope of the token's own
-        own = torch.where(logprobs.isfinite(), logprobs - logprobs.detach(), 0.0)
-        log_ratio = log_ratio.detach() + own
-    free_log_ratio = log_ratio
+        # the sequence's log-ratio, with the gradient of the token's log-probability alone
+        zero = torch.where(logprobs.isfinite(), logprobs - logprobs.detach(), 0.0)
+        log_ratio = log_ratio.detach() + zero
+    unclamped_log_ratio = log_ratio
     log_ratio = objectives.saturate(log_ratio, *bounds)
     if function is not None:
-        policy = _of_function(function, logprobs, old, ref, advantages)
+        policy = _evaluate(function, logprobs, old, ref, advantages)
         clip = torch.zeros_like(mask, dtype=torch.int8)
     elif surrogate == "gmpo":
         clipped, clip = objectives.gmpo_log_ratio(log_ratio, advantages, c)
@@ -210,33 +211,33 @@ def _terms(
         kl = objectives.kl_term(
             logprobs,
             ref,
-            free_log_ratio,
+            unclamped_log_ratio,
             KL_ESTIMATORS[objective.kl_estimator],
             KL_GRADIENTS[objective.kl_gradient],
             c.kl_clamp,
             bounds,
-            own=_own_ratio(mask, sequences, level),
+            unshared=_unshared(mask, sequences, level),
         )
     return _Terms(policy, kl, log_ratio.exp().detach(), clip)
 
 
-def _of_function(
+def _evaluate(
     function: TokenLoss, logprobs: Tensor, old: Tensor, ref: Tensor | None, advantages: Tensor
 ) -> Tensor:
     policy = function(logprobs, old, ref, advantages)
     if not isinstance(policy, Tensor) or policy.shape != logprobs.shape:
-        came = tuple(policy.shape) if isinstance(policy, Tensor) else type(policy).__name__
+        given = tuple(policy.shape) if isinstance(policy, Tensor) else type(policy).__name__
         raise ValueError(
-            "objective must return a loss per token of the shape of logprobs "
-            f"{tuple(logprobs.shape)}, got {came}"
+            "objective must return a loss per token, with the shape of logprobs "
+            f"{tuple(logprobs.shape)}, got {given}"
         )
     if not policy.is_floating_point():
         raise TypeError(f"objective must return a floating-point loss, got {policy.dtype}")
     return policy.to(logprobs.dtype)
 
 
-def _own_ratio(mask: Tensor, sequences: Sequences, level: str) -> Tensor:
-    """Say which tokens move their ratio alone."""
+def _unshared(mask: Tensor, sequences: Sequences, level: str) -> Tensor:
+    """Return which tokens have a ratio that depends on no other token."""
     if level != "sequence":
         return mask
     return sequences.spread(sequences.total(mask.to(torch.int64)), mask) == 1

@@ -1,4 +1,4 @@
-"""Importance weights between the trainer's policy and the engine that sampled."""
+"""Importance weights between the trainer's policy and the engine that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rollout_correction(
     sequences: Sequences,
     correction: RolloutCorrection,
 ) -> Tensor:
-    """Return the detached weight is_t `[B, T]` of every token, by the kind of correction."""
+    """Return the detached importance weight of every token, `[B, T]`."""
     log_ratio = torch.where(mask, difference(logprobs.detach(), rollout_logprobs), 0.0)
     if correction.level == "sequence":
         log_ratio = sequences.spread(sequences.total(log_ratio), log_ratio)
@@ -26,6 +26,7 @@ def rollout_correction(
     ratio = saturate(log_ratio).exp()
     if correction.kind == "truncate":
         return ratio.clamp(correction.low, correction.high)
-    outside = (ratio < correction.low) | (ratio > correction.high)  # false for NaN, which stays
+    # false for NaN, which is propagated
+    outside = (ratio < correction.low) | (ratio > correction.high)
     kept = torch.where(ratio.isnan(), ratio, 1.0) if correction.kind == "filter" else ratio
     return torch.where(outside, 0.0, kept)

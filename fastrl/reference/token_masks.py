@@ -1,4 +1,4 @@
-"""Tokens that leave the policy term: those of off-policy sequences, and those of low entropy."""
+"""Tokens that are dropped from the policy term: off-policy negatives, and low entropy."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def off_policy(
     sequences: Sequences,
     threshold: float,
 ) -> Tensor:
-    """Say which tokens have A < 0 in a sequence whose mean of sampled - current is above.
+    """Return which tokens have A < 0 in a sequence with mean(sampled - current) > threshold.
 
-    DeepSeek-V3.2 (arXiv 2512.02556): bad samples that the policy has left teach it nothing. A
-    token whose difference is NaN is no evidence and counts as 0, as in TRL.
+    From DeepSeek-V3.2 (arXiv 2512.02556): negative samples that the current policy would hardly
+    produce do not help. Differences that are NaN count as 0, as in TRL.
     """
     gap = difference(sampled_logprobs, logprobs.detach())
     drift = sequences.mean(torch.where(gap.isnan(), 0.0, gap), mask)
     return mask & (advantages < 0) & (drift > threshold)
 
 
-def top_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Say which tokens are at or above the (1 - share) quantile of the valid tokens' entropy.
+def top_entropy(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """Return which tokens are at or above the (1 - fraction) quantile of entropy, or are NaN.
 
-    The quantile is linear between order statistics, as in `torch.quantile`, for any number of
-    tokens and without knowing it on the host. A token whose entropy is NaN stays.
+    The quantile is taken over unmasked tokens and interpolates linearly, as in `torch.quantile`,
+    but works for any number of tokens and without synchronizing with the host.
     """
     if entropy.numel() == 0:
         return mask
     known = mask & ~entropy.isnan()
     ordered = torch.where(known, entropy, torch.inf).flatten().sort().values
-    rank = (1 - share) * (known.sum() - 1).clamp(min=0).to(entropy.dtype)
+    rank = (1 - fraction) * (known.sum() - 1).clamp(min=0).to(entropy.dtype)
     below, above = ordered[torch.stack([rank.floor(), rank.ceil()]).long()]
     threshold = torch.lerp(below, above, rank.frac())
     return mask & ~(entropy < threshold)

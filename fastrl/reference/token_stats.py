@@ -1,4 +1,4 @@
-"""Log-probability, entropy and kin of chosen tokens, from logits."""
+"""Log-probability, entropy and other statistics of given tokens, from logits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def shifted_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return z - max z and max z for z = softcap(logit_scale * logits) / temperature.
 
-    The maximum is taken off before anything is rounded, so a common offset of the logits costs no
-    precision. A logit of -inf excludes its token: it stays -inf under a softcap, and gets no
-    gradient. A tensor temperature is per row.
+    The maximum is subtracted before anything is rounded, so a common offset of the logits costs no
+    precision. A logit of -inf excludes its token: it remains -inf under a softcap and gets no
+    gradient. A temperature that is a tensor is per row.
     """
     excluded = logits == float("-inf")
     if isinstance(temperature, Tensor):
@@ -41,8 +41,8 @@ def token_stats(
     """Return logprobs, entropy, logsumexp, sum of squared probabilities, and is_top1.
 
     With t = z - max z:  log p = t - log sum exp t,  H = -sum p log p.
-    Rows that are not active never enter the arithmetic; every output is 0 there. An active row
-    with an id outside the vocabulary has the log-probability NaN.
+    Inactive rows have no effect, and all their outputs are 0. In an active row with an id outside
+    the vocabulary the log-probability is NaN.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if isinstance(temperature, Tensor):
@@ -54,7 +54,7 @@ def token_stats(
     log_sum = shifted.exp().sum(-1, keepdim=True).log()
     logprobs = shifted - log_sum
     probs = logprobs.exp()
-    # 0 log 0 = 0: a token of probability 0 has no part in the entropy, nor in its gradient
+    # 0 log 0 = 0: a token of probability 0 contributes neither to the entropy nor to its gradient
     finite_logprobs = torch.where(probs == 0, 0.0, logprobs)
     stats = (
         torch.where(known, logprobs.gather(-1, token_ids)[..., 0], float("nan")),

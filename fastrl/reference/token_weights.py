@@ -1,4 +1,4 @@
-"""The weight of every token in the loss: what the names of the aggregations mean."""
+"""The weights of tokens in the loss: the definition of every aggregation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def sequence_weights(
     how: AggregationArguments,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weight of a valid token of each sequence, `[S]`; `active` `[B, T]` says which are.
+    """Return the weight of an active token of each sequence, `[S]`; `active` is `[B, T]`.
 
-    Without `count_empty` sequences without a valid token do not count in a mean over sequences.
+    A mean over sequences ignores sequences without an active token, unless `count_empty` is set.
     """
     lengths = sequences.total(active.to(dtype))
     ones = torch.ones_like(lengths)
@@ -31,7 +31,7 @@ def sequence_weights(
         index = _group_index(how, sequences.count, active.device)
         group_tokens = group_sum(lengths, index)
         members = group_sum(ones, index)
-        # each group is counted once: a share of 1 / members from every member
+        # counts each group once: every member contributes 1 / members
         count = torch.where(group_tokens > 0, 1 / members, 0.0).sum().round()
         return 1 / group_tokens.clamp(min=1) / _denominator(how, count)
     counted = ones if how.count_empty else (lengths > 0).to(dtype)
@@ -49,7 +49,7 @@ def token_weights(
     how: AggregationArguments,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return w_t `[B, T]`, 0 at masked tokens."""
+    """Return the weight of each token, `[B, T]`, 0 at masked tokens."""
     return torch.where(
         active, sequences.spread(sequence_weights(active, sequences, how, dtype), active), 0.0
     )
@@ -62,7 +62,7 @@ def _group_index(how: AggregationArguments, count: int, device: torch.device) ->
 
 
 def _denominator(how: AggregationArguments, count: Tensor) -> float | Tensor:
-    """The global count where given, else the local one; where nothing is valid divide by 1."""
+    """The global count if given, else the local one; 1 instead of a local count of 0."""
     if how.normalizer_tensor is not None:
         return torch.where(count > 0, how.normalizer_tensor.reshape(()).to(count.dtype), 1.0)
     return how.normalizer or count.clamp(min=1)

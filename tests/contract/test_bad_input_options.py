@@ -92,7 +92,7 @@ CALLS = [
     (
         lambda: loss(lambda logprobs, old, ref, advantages: logprobs.detach()),
         ValueError,
-        "objective must return a loss that autograd can follow to logprobs, got a constant",
+        "objective must return a loss that is differentiable in logprobs, got a constant",
     ),
     # groups without members
     (
