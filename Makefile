@@ -9,11 +9,14 @@ INTERPRETED ?= $(wildcard tests/triton/test_triton_*.py) $(addprefix tests/ops/t
   bounds edges excluded_tokens extreme_ratios gae group_advantages logits_policy_loss policy_loss \
   token_stats)) tests/contract/test_registered_ops.py tests/fuzz/test_fuzz.py
 ARGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 CASES ?= 2000
 SEED ?= 0
 BACKEND ?= cpu
 
 PY := $(VENV)/bin/python
+# the tests of a file share what they compile, so a file runs in one process
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 # setup.py lists the values; unlike an installation, make stops if a compilation fails
@@ -52,11 +55,11 @@ train-ppo: $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.train.ppo $(ARGS)
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	$(PY) -m pytest --doctest-modules $(TESTS) $(ARGS)
+	$(PYTEST) --doctest-modules $(TESTS) $(ARGS)
 
 # Triton reads TRITON_INTERPRET at import, so these tests need a separate process.
 test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreted $(INTERPRETED) $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -q -m interpreted $(INTERPRETED) $(ARGS)
 
 # FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)

@@ -33,6 +33,12 @@ settings.register_profile(
 settings.load_profile("fastrl")
 
 
+def pytest_configure(config):
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:  # processes side by side share the cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(20260923)
