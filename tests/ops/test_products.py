@@ -56,8 +56,8 @@ def test_tensor_cores_round_the_gradient_of_the_logits_and_nothing_else(wide_res
     cores.hidden_gradient(operand, weight, found)
     torch.testing.assert_close(found.double(), rounded @ weight.double())
     total = torch.full((VOCABULARY, WIDTH), torch.nan)
-    cores.weight_gradient(operand, hidden, total, begun=False)
-    cores.weight_gradient(operand, hidden, total, begun=True)
+    cores.weight_gradient(operand, hidden, total, accumulate=False)
+    cores.weight_gradient(operand, hidden, total, accumulate=True)
     torch.testing.assert_close(total.double(), 2 * rounded.t() @ hidden.double())
 
 

@@ -1,1 +1,1 @@
-"""The linear forms: the LM head applied a chunk of rows at a time."""
+"""The linear forms: functions of hidden states, whose logits exist only a chunk at a time."""

@@ -1,4 +1,4 @@
-"""Which rows of a linear form enter which GEMM, and the statistics of a chunk of them."""
+"""Chunks of rows in a linear form: which rows they contain, their statistics and gradients."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._linear.head import LinearHead
 
-#: Bytes of logits that a chunk may take on a CPU.
+#: Most bytes of logits in a chunk on a CPU.
 _CPU_CHUNK_BYTES = 192 * 2**20
 
 
-def take_rows(rows: RowArguments, which: Tensor | slice) -> RowArguments:
-    """Return the chosen ones of rows `[N]`."""
-    heat = rows.temperatures
+def take_rows(rows: RowArguments, chunk: Tensor | slice) -> RowArguments:
+    """Index rows `[N]` by a chunk."""
     return rows._replace(
-        token_ids=rows.token_ids[which],
-        mask=None if rows.mask is None else rows.mask[which],
-        temperatures=None if heat is None else heat[which],
+        token_ids=rows.token_ids[chunk],
+        mask=None if rows.mask is None else rows.mask[chunk],
+        temperatures=None if rows.temperatures is None else rows.temperatures[chunk],
     )
 
 
 def _as_batch(rows: RowArguments) -> RowArguments:
-    """Return rows `[C]` as the operators on logits take them, `[1, C]`."""
+    """Reshape rows `[C]` to `[1, C]`, as the operators on logits take them."""
     return rows._replace(
         token_ids=rows.token_ids[None],
         mask=None if rows.mask is None else rows.mask[None],
@@ -37,16 +36,16 @@ def _as_batch(rows: RowArguments) -> RowArguments:
 
 
 class RowOrder(NamedTuple):
-    """Rows that may have a gradient, and rows that only have statistics; None means all rows."""
+    """Indices of rows that may have a gradient, and of other active rows; None means all rows."""
 
     trained: Tensor | None
     scored: Tensor | None
 
 
 def order_rows(active: Tensor, may_flow: Tensor, *, compact: bool) -> RowOrder:
-    """Sort the rows `[N]` into those that may have a gradient, and the other active ones.
+    """Partition the rows `[N]` into active rows that may have a gradient, and other active rows.
 
-    On a GPU this is the one synchronisation of a call.
+    On a GPU this is the only synchronization of a call.
     """
     if not compact:
         return RowOrder(None, None)
@@ -57,11 +56,11 @@ def order_rows(active: Tensor, may_flow: Tensor, *, compact: bool) -> RowOrder:
 
 
 def chunk_size(chunk_tokens: int | None, head: LinearHead, *, trained: bool) -> int:
-    """Return how many rows a chunk has: as asked, else from the vocabulary and the device.
+    """Return the number of rows in a chunk: `chunk_tokens`, or a default.
 
-    On a CPU a chunk of logits and a block of converted weights stay under 256 MiB. On a GPU each
-    chunk reads and writes the summed weight gradient once, which wants many rows; with a frozen
-    head few are enough.
+    On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
+    every chunk reads and writes the accumulated weight gradient once, which takes many rows to
+    amortize; a frozen head needs fewer.
     """
     if chunk_tokens is not None:
         return chunk_tokens
@@ -72,16 +71,16 @@ def chunk_size(chunk_tokens: int | None, head: LinearHead, *, trained: bool) -> 
 
 
 def chunks(rows: Tensor | None, total: int, size: int) -> Iterator[Tensor | slice]:
-    """Yield the rows of each chunk: parts of `rows`, or slices of all `total` rows."""
+    """Yield chunks of `rows` (None: of all `total` rows), of at most `size` rows."""
     count = total if rows is None else rows.shape[0]
-    parts = -(-count // size)
-    for part in range(parts):  # equal parts: a short last chunk would waste its GEMM
-        bounds = slice(part * count // parts, (part + 1) * count // parts)
+    number = -(-count // size)
+    for i in range(number):  # equal sizes: the GEMMs of a short last chunk would be inefficient
+        bounds = slice(i * count // number, (i + 1) * count // number)
         yield bounds if rows is None else rows[bounds]
 
 
 def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
-    """Return the statistics of chunk logits `[C, V]`, `[C]` each."""
+    """Return the statistics of the logits `[C, V]` of a chunk, `[C]` each."""
     if backend == "reference":
         stats = reference_stats(logits, rows)
         unused = torch.zeros_like(logits[:, 0])
@@ -97,14 +96,14 @@ def write_chunk_gradient(
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     backend: str,
 ) -> None:
-    """Write dL/dlogits over the logits `[C, V]`; `grads` are of logprobs, entropy, logsumexp."""
+    """Overwrite the logits `[C, V]` with dL/dlogits; `grads`: of logprobs, entropy, logsumexp."""
     if backend == "reference":
         with torch.enable_grad():
             leaf = logits.detach().clone().requires_grad_()
             outputs = zip(reference_stats(leaf, rows)[:3], grads, strict=True)
-            asked = [(output, grad) for output, grad in outputs if grad is not None]
-        differentiated, upstream = zip(*asked, strict=True)
-        logits.copy_(torch.autograd.grad(differentiated, leaf, upstream)[0])
+            used = [(output, grad) for output, grad in outputs if grad is not None]
+        outputs_used, upstream = zip(*used, strict=True)
+        logits.copy_(torch.autograd.grad(outputs_used, leaf, upstream)[0])
         return
     operators(backend).token_stats_bwd_(
         logits[None],
@@ -117,7 +116,7 @@ def write_chunk_gradient(
 
 
 def reference_stats(logits: Tensor, rows: RowArguments) -> tuple[Tensor, ...]:
-    """Return the five statistics of `TokenStats` from the reference backend."""
+    """Return the five fields of `TokenStats` from the reference backend."""
     active = rows.token_ids != rows.ignore_index
     return reference.token_stats(
         logits,
@@ -129,14 +128,16 @@ def reference_stats(logits: Tensor, rows: RowArguments) -> tuple[Tensor, ...]:
     )
 
 
-def keep_rows(logits: Tensor, flows: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring the rows that `flows` marks to the front of a chunk; return them and which they are.
+def compact_rows(logits: Tensor, has_gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the rows with a gradient to the front of a chunk; return them and their old indices.
 
-    Rows from the end fill the gaps, so that few rows to leave out cost few copies.
+    Rows from the end replace those without a gradient, so only as many rows are copied as are
+    replaced.
     """
-    count = int(flows.sum())
-    kept = torch.arange(count, device=flows.device)
-    gaps, fillers = (~flows[:count]).nonzero()[:, 0], count + flows[count:].nonzero()[:, 0]
+    count = int(has_gradient.sum())
+    kept = torch.arange(count, device=has_gradient.device)
+    gaps = (~has_gradient[:count]).nonzero()[:, 0]
+    fillers = count + has_gradient[count:].nonzero()[:, 0]
     kept[gaps] = fillers
     for gap, filler in zip(gaps.tolist(), fillers.tolist(), strict=True):
         logits[gap].copy_(logits[filler])

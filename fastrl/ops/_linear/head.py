@@ -1,7 +1,7 @@
-"""The LM head as the linear forms take it: checked, projected chunk by chunk, differentiated.
+"""The LM head of the linear forms: its checks, logits and gradients.
 
-Logits are float32 (float64 from float64) whatever the operands, and gradients of parameters are
-summed in that dtype; `products` has the GEMMs.
+Logits are float32 for operands of any dtype (float64 if one is float64), and gradients of
+parameters are accumulated in that dtype; `products.py` has the GEMMs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LinearHead:
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """The size of the vocabulary, V."""
         return self.weight.shape[0]
 
     @property
@@ -44,7 +44,7 @@ class LinearHead:
         return self.weight, self.bias, self.lora_a, self.lora_b
 
     def project(self, hidden: Tensor, logits: Tensor) -> None:
-        """Write the logits `[C, V]` of hidden states `[C, H]`, in `products.operand_dtype`."""
+        """Write the logits `[C, V]` of hidden states `[C, H]` in `products.operand_dtype`."""
         self.products.logits(hidden, self.weight, logits)
         if self.lora_a is not None and self.lora_b is not None:
             low_rank = hidden.to(self.dtype) @ self.lora_a.to(self.dtype).t()
@@ -55,10 +55,10 @@ class LinearHead:
 
 
 class HeadGradients:
-    """Gradients of the head's parameters, summed over chunks; those not needed take no memory."""
+    """Gradients of the head's parameters, accumulated over chunks; only needed ones use memory."""
 
     def __init__(self, head: LinearHead, needs: tuple[bool, ...]) -> None:
-        """`needs` says which of weight, bias, lora_a, lora_b want a gradient."""
+        """`needs`: whether weight, bias, lora_a and lora_b need a gradient."""
         self._head = head
         self._sums = [
             new_large(parameter, parameter.shape, head.dtype)
@@ -69,31 +69,32 @@ class HeadGradients:
         for total in self._sums[1:]:
             if total is not None:
                 total.zero_()
-        self._weight_begun = False  # the largest sum is written by its first chunk, not zeroed
+        # the first chunk overwrites the gradient of the weight, which saves zeroing it
+        self._weight_written = False
 
     def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
-        """Add a chunk: its logits' gradient `[C, V]`, its hidden states, where theirs goes.
+        """Add the gradients of a chunk with dL/dlogits `[C, V]`, which may be overwritten.
 
-        The logits' gradient is used up.
+        The gradient of the hidden states is written to `grad_hidden`, if given.
         """
         head, products = self._head, self._head.products
         weight, bias, *_ = self._sums
         if bias is not None:
             bias.add_(grad_logits.sum(0))
-        through_lora = self._add_lora(grad_logits, hidden, further=grad_hidden is not None)
+        through_lora = self._add_lora(grad_logits, hidden, to_hidden=grad_hidden is not None)
         operand = products.gradient_operand(grad_logits)
         if grad_hidden is not None:
             products.hidden_gradient(operand, head.weight, grad_hidden)
             if through_lora is not None:
                 grad_hidden.addmm_(*through_lora)
         if weight is not None:
-            products.weight_gradient(operand, hidden, weight, begun=self._weight_begun)
-            self._weight_begun = True
+            products.weight_gradient(operand, hidden, weight, accumulate=self._weight_written)
+            self._weight_written = True
 
     def _add_lora(
-        self, grad_logits: Tensor, hidden: Tensor, *, further: bool
+        self, grad_logits: Tensor, hidden: Tensor, *, to_hidden: bool
     ) -> tuple[Tensor, Tensor] | None:
-        """Add to the gradients of the adapter; return the factors of what hidden states get."""
+        """Add to the gradients of LoRA; return two factors of its part in that of hidden states."""
         head = self._head
         lora_a, lora_b = self._sums[2:]
         if head.lora_a is None or head.lora_b is None:
@@ -101,7 +102,7 @@ class HeadGradients:
         a, b, hidden = (x.to(head.dtype) for x in (head.lora_a, head.lora_b, hidden))
         if lora_b is not None:
             lora_b.addmm_(grad_logits.t(), hidden @ a.t(), alpha=head.lora_scale)
-        if lora_a is None and not further:
+        if lora_a is None and not to_hidden:
             return None
         grad_low_rank = (grad_logits @ b).mul_(head.lora_scale)
         if lora_a is not None:
@@ -109,12 +110,12 @@ class HeadGradients:
         return grad_low_rank, a
 
     def results(self) -> tuple[Tensor, ...]:
-        """Return the sums in the parameters' dtypes (float16 stays float32: it may be scaled yet).
+        """Return the gradients in the dtypes of the parameters, empty if not needed.
 
-        A gradient that was not needed is an empty tensor.
+        Those of float16 remain float32, since the upstream gradient may still scale them.
         """
         head = self._head
-        if self._sums[0] is not None and not self._weight_begun:
+        if self._sums[0] is not None and not self._weight_written:
             self._sums[0].zero_()
         return tuple(
             head.weight.new_empty(0)
@@ -161,13 +162,13 @@ def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> Linea
 
 
 def _gathered(name: str, parameter: object) -> Tensor:
-    """Return a whole parameter: FSDP2 shards are gathered, emptied ZeRO-3 shards refused."""
+    """Return a full parameter: gather an FSDP2 shard, raise for a partitioned ZeRO-3 parameter."""
     if is_sharded(parameter):
         parameter = gathered(parameter)
     result = floating(name, parameter)
     if result.numel() == 0 and (hasattr(result, "ds_id") or result.dim() == 1):
         raise ValueError(
-            f"{name} is empty: ZeRO-3 has partitioned it; gather it around the call, with "
+            f"{name} is empty: ZeRO-3 has partitioned it; make the call inside "
             "`deepspeed.zero.GatheredParameters(parameter)`"
         )
     return result

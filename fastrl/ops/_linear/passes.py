@@ -1,16 +1,16 @@
 """The loops of the linear forms over chunks of rows, registered as operators for every device.
 
-    per chunk:  project -> statistics -> slope -> gradient over the logits -> two gradient GEMMs
+    per chunk:  project -> statistics -> slopes -> dL/dlogits in place -> two gradient GEMMs
 
-Masked rows enter no GEMM; rows whose slope turns out 0 (clipped, no advantage) leave before the
-gradient GEMMs where that is free, on a CPU. On a GPU it would take a synchronisation per chunk,
-which costs more than the GEMM of the rows that it saves, so there they stay, holding zeros.
+Masked rows are left out of all GEMMs. Rows whose slopes are 0 (clipped, no advantage) are left out
+of the gradient GEMMs on a CPU. On a GPU that would take a synchronization per chunk, which costs
+more than it saves, so these rows remain as zeros.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
@@ -29,7 +29,7 @@ from fastrl.ops._linear.chunks import (
     chunk_size,
     chunk_stats,
     chunks,
-    keep_rows,
+    compact_rows,
     order_rows,
     take_rows,
     write_chunk_gradient,
@@ -38,11 +38,11 @@ from fastrl.ops._linear.head import HeadGradients, LinearHead
 from fastrl.ops._linear.products import choose_products
 from fastrl.ops._loss.slopes import TokenSlopes
 
-Taken = TypeVar("Taken")
+Fields = TypeVar("Fields")
 
 
 class LinearGradients(NamedTuple):
-    """Gradients of hidden states and parameters; those not needed are empty."""
+    """Gradients of hidden states and parameters, empty if not needed."""
 
     hidden: Tensor
     weight: Tensor
@@ -52,7 +52,7 @@ class LinearGradients(NamedTuple):
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run in the dtypes that are given: autocast would round what is meant to be exact."""
+    """Disable autocast, which would round operands to 16 bits."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -65,7 +65,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LinearCall(NamedTuple):
-    """What every operator of the linear forms begins with; the rows are `[N]`."""
+    """The arguments that all operators of the linear forms share; rows are `[N]`."""
 
     hidden: Tensor
     weight: Tensor
@@ -87,45 +87,45 @@ class LinearCall(NamedTuple):
         )
 
     def active(self) -> Tensor:
-        """Return which rows count."""
+        """Return which rows are active."""
         assert self.rows.mask is not None
         return self.rows.mask
 
 
 @functools.cache
-def _kinds(fields: type) -> tuple[Any, ...]:
+def _types(fields: type) -> tuple[Any, ...]:
     return tuple(get_type_hints(fields).values())
 
 
 class Arguments:
-    """The flat arguments of an operator, taken from the front."""
+    """The flat arguments of an operator, consumed from the front."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        """The arguments in the order of the schema."""
-        self._left = list(arguments)
+        """`arguments`: in the order of the schema."""
+        self._remaining = list(arguments)
 
-    def take(self, fields: type[Taken]) -> Taken:
-        """Return the next ones as a named tuple, those of named tuples inside it, too."""
+    def take(self, fields: type[Fields]) -> Fields:
+        """Return the next arguments as a named tuple, in which others may be nested."""
         values = []
-        for kind in _kinds(fields):  # type: ignore[arg-type]
+        for kind in _types(fields):  # type: ignore[arg-type]
             nested = isinstance(kind, type) and hasattr(kind, "_fields")
-            if nested and kind is not Coefficients:
+            if nested and kind is not Coefficients:  # which are a single argument, a list
                 values.append(self.take(kind))
             else:
-                value = self._left.pop(0)
+                value = self._remaining.pop(0)
                 values.append(Coefficients._make(value) if kind is Coefficients else value)
         return fields(*values)
 
     def rest(self) -> list[Any]:
-        """Return what is left."""
-        return self._left
+        """Return the remaining arguments."""
+        return self._remaining
 
 
 class LinearWalk:
-    """The rows of a call, visited a chunk at a time in one workspace."""
+    """The rows of a call, processed chunk by chunk in the same buffers."""
 
     def __init__(self, call: LinearCall, needs: list[bool]) -> None:
-        """`needs` says whether hidden, weight, bias, lora_a, lora_b want a gradient."""
+        """`needs`: whether hidden, weight, bias, lora_a and lora_b need a gradient."""
         hidden, head = call.hidden, call.head()
         self.hidden, self.head, self.rows, self.needs = hidden, head, call.rows, needs
         self.total = hidden.shape[0]
@@ -142,54 +142,54 @@ class LinearWalk:
             else hidden.new_empty(0)
         )
 
-    def parts(self, rows: Tensor | None) -> Any:
-        """Yield the rows of each chunk."""
+    def chunks(self, rows: Tensor | None) -> Iterator[Tensor | slice]:
+        """Yield chunks of `rows`; None means all rows."""
         return chunks(rows, self.total, self.size)
 
-    def project(self, part: Tensor | slice) -> tuple[Tensor, Tensor, RowArguments]:
-        """Return hidden states, logits and per-row inputs of a chunk."""
-        given = self.hidden[part]
-        states = self._states[: given.shape[0]].copy_(given)
-        logits = self._logits[: given.shape[0]]
-        rows = take_rows(self.rows, part)
-        if isinstance(part, slice):  # nothing was left out, and 0 * NaN would reach the weight
+    def project(self, chunk: Tensor | slice) -> tuple[Tensor, Tensor, RowArguments]:
+        """Return hidden states, logits and row arguments of a chunk."""
+        hidden = self.hidden[chunk]
+        states = self._states[: hidden.shape[0]].copy_(hidden)
+        logits = self._logits[: hidden.shape[0]]
+        rows = take_rows(self.rows, chunk)
+        if isinstance(chunk, slice):  # includes masked rows: 0 * NaN would reach the weight
             assert rows.mask is not None
             states.masked_fill_(~rows.mask[:, None], 0.0)
         self.head.project(states, logits)
         return states, logits, rows
 
-    def add_gradients(self, part: Tensor | slice, grad_logits: Tensor, states: Tensor) -> None:
+    def add_gradients(self, chunk: Tensor | slice, grad_logits: Tensor, states: Tensor) -> None:
         """Run the gradient GEMMs of a chunk."""
         grad_states = torch.empty_like(states, dtype=self.head.dtype) if self.needs[0] else None
         self.parameters.add(grad_logits, states, grad_states)
         if grad_states is not None:
-            self.grad_hidden[part] = grad_states.to(self.grad_hidden.dtype)
+            self.grad_hidden[chunk] = grad_states.to(self.grad_hidden.dtype)
 
     def gradients(self) -> LinearGradients:
-        """Return what was summed."""
+        """Return the gradients, accumulated over all chunks."""
         return LinearGradients(self.grad_hidden, *self.parameters.results())
 
 
 @_without_autocast
 @torch.no_grad()
 def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the fields of `RowStats` for all rows, `[N]`; 0 at rows that are not active."""
+    """Return the fields of `RowStats` for all rows, `[N]`; 0 at inactive rows."""
     call = Arguments(arguments).take(LinearCall)
     walk = LinearWalk(call, [False] * 5)
     stats, active = _no_stats(call), call.active()
-    for part in walk.parts(order_rows(active, active, compact=call.compact).trained):
-        _, logits, rows = walk.project(part)
-        _store(stats, part, chunk_stats(logits, rows, call.backend))
+    for chunk in walk.chunks(order_rows(active, active, compact=call.compact).trained):
+        _, logits, rows = walk.project(chunk)
+        _store(stats, chunk, chunk_stats(logits, rows, call.backend))
     return tuple(stats)
 
 
 @_without_autocast
 @torch.no_grad()
 def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
-    """Project again, and return the gradients of hidden states and parameters.
+    """Project all chunks again and return the gradients of hidden states and parameters.
 
-    After the arguments of the forward come row_max, log_sum, entropy, the upstream gradients of
-    logprobs, entropy and logsumexp, and which gradients are needed.
+    The arguments of the forward are followed by row_max, log_sum, entropy, the upstream gradients
+    of logprobs, entropy and logsumexp, and which gradients are needed.
     """
     flat = Arguments(arguments)
     call = flat.take(LinearCall)
@@ -199,20 +199,20 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     for grad in grads:
         may_flow = may_flow if grad is None else may_flow | (grad != 0)
     saved = _no_stats(call)._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
-    for part in walk.parts(order_rows(active, may_flow, compact=call.compact).trained):
-        states, logits, rows = walk.project(part)
-        lp, h, lse = (None if grad is None else grad[part] for grad in grads)
-        known = RowStats._make(stat[part] for stat in saved)
-        write_chunk_gradient(logits, rows, known, (lp, h, lse), call.backend)
-        walk.add_gradients(part, logits, states)
+    for chunk in walk.chunks(order_rows(active, may_flow, compact=call.compact).trained):
+        states, logits, rows = walk.project(chunk)
+        grad_lp, grad_h, grad_lse = (None if grad is None else grad[chunk] for grad in grads)
+        stats = RowStats._make(stat[chunk] for stat in saved)
+        write_chunk_gradient(logits, rows, stats, (grad_lp, grad_h, grad_lse), call.backend)
+        walk.add_gradients(chunk, logits, states)
     return tuple(walk.gradients())
 
 
 def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return logprobs, entropy and the gradients of the loss, one visit to every row.
+    """Return logprobs, entropy and the gradients of the loss, in one pass over the rows.
 
-    After the arguments that the linear forms share come the loss and its objective, which
-    gradients are needed, and whether rows without one are wanted for the metrics.
+    The arguments of `LinearCall` are followed by those of the loss and its objective, by which
+    gradients are needed, and by whether rows without a gradient are needed for the metrics.
     """
     flat = Arguments(arguments)
     call = flat.take(LinearCall)
@@ -227,35 +227,38 @@ def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 def linear_loss_pass(
     call: LinearCall, slopes: TokenSlopes, needs: list[bool], *, metrics: bool
 ) -> tuple[Tensor, ...]:
-    """The single pass: statistics of every row, gradients through the rows that may have one."""
+    """Compute the statistics of every row and the gradients in a single pass."""
     walk = LinearWalk(call, needs)
     order = order_rows(call.active(), slopes.may_flow(), compact=call.compact)
-    stats = _no_stats(call)
-    selecting = call.compact and call.hidden.device.type == "cpu"
-    scored = [] if order.scored is None or not metrics else walk.parts(order.scored)
-    for trained, part in [
-        *((any(needs), part) for part in walk.parts(order.trained)),
-        # a row without advantage has slope 0, unless it is broken: NaN must reach the gradient
-        *((any(needs) and selecting, part) for part in scored),
+    all_stats = _no_stats(call)
+    compacting = call.compact and call.hidden.device.type == "cpu"
+    scored = [] if order.scored is None or not metrics else walk.chunks(order.scored)
+    for trained, chunk in [
+        *((any(needs), chunk) for chunk in walk.chunks(order.trained)),
+        # their slopes are 0 unless a log-probability is NaN, which must reach the gradient
+        *((any(needs) and compacting, chunk) for chunk in scored),
     ]:
-        states, logits, rows = walk.project(part)
-        found = chunk_stats(logits, rows, call.backend)
-        _store(stats, part, found)
+        states, logits, rows = walk.project(chunk)
+        stats = chunk_stats(logits, rows, call.backend)
+        _store(all_stats, chunk, stats)
         if not trained:
             continue
-        slope, entropy_slope = slopes.of(found.logprobs, found.entropy, part)
-        if selecting:
-            flows = slope != 0 if entropy_slope is None else (slope != 0) | (entropy_slope != 0)
-            if not bool(flows.all()):
-                logits, kept = keep_rows(logits, flows)
-                part, states, rows = part[kept], states[kept], take_rows(rows, kept)
-                found = RowStats._make(stat[kept] for stat in found)
+        slope, entropy_slope = slopes.of(stats.logprobs, stats.entropy, chunk)
+        if compacting:
+            has_gradient = slope != 0
+            if entropy_slope is not None:
+                has_gradient = has_gradient | (entropy_slope != 0)
+            if not bool(has_gradient.all()):
+                assert isinstance(chunk, Tensor)  # with `compact` no chunk is a slice
+                logits, kept = compact_rows(logits, has_gradient)
+                chunk, states, rows = chunk[kept], states[kept], take_rows(rows, kept)
+                stats = RowStats._make(stat[kept] for stat in stats)
                 slope = slope[kept]
                 entropy_slope = None if entropy_slope is None else entropy_slope[kept]
         if logits.shape[0]:
-            write_chunk_gradient(logits, rows, found, (slope, entropy_slope, None), call.backend)
-            walk.add_gradients(part, logits, states)
-    return (stats.logprobs, stats.entropy, *walk.gradients())
+            write_chunk_gradient(logits, rows, stats, (slope, entropy_slope, None), call.backend)
+            walk.add_gradients(chunk, logits, states)
+    return (all_stats.logprobs, all_stats.entropy, *walk.gradients())
 
 
 def _no_stats(call: LinearCall) -> RowStats:
@@ -264,13 +267,13 @@ def _no_stats(call: LinearCall) -> RowStats:
     return zeros._replace(is_top1=torch.zeros_like(like, dtype=torch.bool))
 
 
-def _store(stats: RowStats, part: Tensor | slice, found: RowStats) -> None:
-    for whole, piece in zip(stats, found, strict=True):
-        whole[part] = piece
+def _store(all_stats: RowStats, chunk: Tensor | slice, stats: RowStats) -> None:
+    for target, values in zip(all_stats, stats, strict=True):
+        target[chunk] = values
 
 
 def _with_autograd_inside(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the reference backend differentiate inside an operator that a compiled graph calls."""
+    """Enable autograd inside an operator, for the reference backend in a compiled graph."""
     key = torch._C.DispatchKey.AutogradFunctionality
 
     @functools.wraps(operator)

@@ -1,10 +1,10 @@
-"""The three GEMMs of an LM head, with float32 results whatever the operands.
+"""The three GEMMs of an LM head, with float32 results for operands of any dtype.
 
     logits = hidden weight^T,   d hidden = d logits weight,   d weight += d logits^T hidden
 
-Which library multiplies is chosen once per call, by device, dtype and what the machine has. torch
-rounds what it multiplies in 16 bits to 16 bits on a CPU, which no log-probability survives; so
-there the operands are converted block by block, or go to fastrl's own product on matrix tiles.
+The implementation is chosen once per call by backend, device and dtype. On a CPU torch rounds the
+product of 16-bit matrices to 16 bits, too coarse for log-probabilities; there, operands are
+converted block by block, or multiplied by fastrl's kernel for AMX tiles.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from fastrl import native
 
-#: Bytes of a block of weights that is converted at a time.
+#: Bytes of a converted block of weights.
 _BLOCK_BYTES = 16 * 2**20
 
 
 class ConvertedProducts:
-    """Operands in the dtype of the results: float32, or float64 where one of them is."""
+    """Operands converted to the dtype of the results: float32, or float64 if one is float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype` is that of results and sums."""
+        """`dtype`: of the results."""
         self.dtype = dtype
-        #: in which hidden states enter
+        #: of the hidden states
         self.operand_dtype = dtype
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -35,7 +35,7 @@ class ConvertedProducts:
             torch.mm(hidden, block.t(), out=out[:, columns])
 
     def gradient_operand(self, grad_logits: Tensor) -> Tensor:
-        """Return the gradient of the logits as the two GEMMs below want it; may overwrite it."""
+        """Convert dL/dlogits for the two GEMMs below, possibly in place."""
         return grad_logits
 
     def hidden_gradient(self, grad_logits: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -45,13 +45,13 @@ class ConvertedProducts:
             out.addmm_(grad_logits[:, columns], block)
 
     def weight_gradient(
-        self, grad_logits: Tensor, hidden: Tensor, total: Tensor, *, begun: bool
+        self, grad_logits: Tensor, hidden: Tensor, total: Tensor, *, accumulate: bool
     ) -> None:
-        """Add to `[V, H]`, or write it where the sum has not begun."""
-        total.addmm_(grad_logits.t(), hidden, beta=float(begun))
+        """Add to `[V, H]` if `accumulate`, else overwrite it."""
+        total.addmm_(grad_logits.t(), hidden, beta=float(accumulate))
 
     def _blocks(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the weight in the dtype of the results, block by block where it is converted."""
+        """Yield the weight in the dtype of the results, in blocks if it must be converted."""
         if weight.dtype == self.dtype:
             yield slice(None), weight
             return
@@ -64,7 +64,7 @@ class ConvertedProducts:
 
 
 class TileProducts(ConvertedProducts):
-    """bfloat16 on the matrix tiles of a CPU; the gradient enters as the sum of two bfloat16."""
+    """bfloat16 on the AMX tiles of a CPU; dL/dlogits is split into the sum of two bfloat16."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
@@ -79,14 +79,14 @@ class TileProducts(ConvertedProducts):
         torch.ops.fastrl.mixed_matmul_(out, grad_logits, weight, False)
 
     def weight_gradient(
-        self, grad_logits: Tensor, hidden: Tensor, total: Tensor, *, begun: bool
+        self, grad_logits: Tensor, hidden: Tensor, total: Tensor, *, accumulate: bool
     ) -> None:
-        """Add to `[V, H]`, or write it where the sum has not begun."""
-        torch.ops.fastrl.mixed_matmul_(total, grad_logits.t(), hidden, begun)
+        """Add to `[V, H]` if `accumulate`, else overwrite it."""
+        torch.ops.fastrl.mixed_matmul_(total, grad_logits.t(), hidden, accumulate)
 
 
 class TensorCoreProducts(ConvertedProducts):
-    """16-bit operands and float32 results on a GPU; the gradient enters rounded to bfloat16."""
+    """16-bit operands and float32 results on a GPU; dL/dlogits is rounded to bfloat16."""
 
     def __init__(self, operand_dtype: torch.dtype) -> None:
         super().__init__(torch.float32)
@@ -97,7 +97,7 @@ class TensorCoreProducts(ConvertedProducts):
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
 
     def gradient_operand(self, grad_logits: Tensor) -> Tensor:
-        """Return the gradient of the logits in bfloat16, in the memory of the float32 one."""
+        """Round dL/dlogits to bfloat16, in the same memory."""
         return narrowed(grad_logits, torch.bfloat16)
 
     def hidden_gradient(self, grad_logits: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -105,19 +105,19 @@ class TensorCoreProducts(ConvertedProducts):
         torch.mm(grad_logits, weight, out_dtype=torch.float32, out=out)
 
     def weight_gradient(
-        self, grad_logits: Tensor, hidden: Tensor, total: Tensor, *, begun: bool
+        self, grad_logits: Tensor, hidden: Tensor, total: Tensor, *, accumulate: bool
     ) -> None:
-        """Add to `[V, H]`, or write it where the sum has not begun."""
-        if begun:
+        """Add to `[V, H]` if `accumulate`, else overwrite it."""
+        if accumulate:
             torch.addmm(total, grad_logits.t(), hidden, out_dtype=torch.float32, out=total)
         else:
             torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32, out=total)
 
 
 def narrowed(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a float32 matrix to a 16-bit dtype, each row into the first half of its own memory.
+    """Round a float32 matrix to a 16-bit dtype, each row in the first half of its memory.
 
-    Columns j to 2 j land where columns j/2 to j were, which have moved on by then.
+    Columns j to 2j are written where columns j/2 to j were, which have already been moved.
     """
     narrow = matrix.view(dtype)[:, : matrix.shape[1]]
     narrow[:, :1] = matrix[:, :1].clone()
@@ -131,11 +131,11 @@ def narrowed(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def choose_products(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, backend: str
 ) -> ConvertedProducts:
-    """Return how a call multiplies; float16 gradients would underflow, so they stay float32."""
-    alike = hidden.dtype == weight.dtype == torch.bfloat16
-    # the tiles take a weight by rows or by columns, and no view that skips elements of both
-    if backend == "cpu" and alike and 1 in weight.stride() and native.has_matrix_tiles():
+    """Return the GEMMs for a call; those of float16 use float32, as gradients could underflow."""
+    is_bfloat16 = hidden.dtype == weight.dtype == torch.bfloat16
+    # mixed_matmul_ needs stride 1 in one of the dimensions
+    if backend == "cpu" and is_bfloat16 and 1 in weight.stride() and native.has_matrix_tiles():
         return TileProducts()
-    if backend in ("triton", "cuda") and alike and hidden.device.type == "cuda":
+    if backend in ("triton", "cuda") and is_bfloat16 and hidden.device.type == "cuda":
         return TensorCoreProducts(torch.bfloat16)
     return ConvertedProducts(dtype)

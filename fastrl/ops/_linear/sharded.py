@@ -1,4 +1,4 @@
-"""Parameters that lie in parts on several ranks: gathered for a call, their gradient averaged."""
+"""Parameters that are sharded over ranks: gathered for a call, with averaged gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastrl.ops._autograd.first_derivative import first_derivative_only
 
 
 def gathered(parameter: Any) -> Tensor:
-    """Return a DTensor whole; its gradient is the mean over the ranks that it lies on.
+    """Return the full tensor of a DTensor; its gradient is the mean over the ranks of its mesh.
 
-    Every rank calls this, and its backward, as it does with the layers that FSDP2 gathers itself;
-    the mean is what FSDP2 does with theirs. (`full_tensor()` alone would leave to each rank the
-    gradient of its own batch.)
+    Every rank must call this and its backward, as with the layers that FSDP2 gathers, whose
+    gradients FSDP2 averages, too. (With `full_tensor()` alone each rank would keep the gradient of
+    its local batch.)
     """
     if not (torch.is_grad_enabled() and parameter.requires_grad):
         return cast("Tensor", parameter.full_tensor().detach())
@@ -33,6 +33,6 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
-        parts = [Partial("sum")] * ctx.mesh.ndim
-        total = DTensor.from_local(grad / ctx.mesh.size(), ctx.mesh, parts, run_check=False)
+        partial = [Partial("sum")] * ctx.mesh.ndim
+        total = DTensor.from_local(grad / ctx.mesh.size(), ctx.mesh, partial, run_check=False)
         return total.redistribute(placements=ctx.placements)
