@@ -151,6 +151,9 @@ class TermMasks(NamedTuple):
 
 def _normalizers(normalizer: object, o: Objective) -> tuple[object, object, object]:
     """The global denominator of each term."""
+    shared = o.kl_aggregation is None and o.entropy_aggregation is None
+    if shared and not isinstance(normalizer, Mapping):
+        return normalizer, None, None
     active = (True, bool(o.kl_coef), bool(o.entropy_coef))
     own = (True, o.kl_aggregation is not None, o.entropy_aggregation is not None)
     separate = [
