@@ -52,6 +52,11 @@ LOSSES = (
     ),
 )  # fmt: skip
 
+_SPILLS = {
+    "policy_loss_sequence": {"3.6": 3},  # on sm_80
+    "policy_loss_packed": {"3.6": 3, "3.7": 15},  # on sm_100
+}
+
 
 def targets() -> list[Target]:
     """Return what is compiled ahead of time."""
@@ -97,7 +102,7 @@ def _policy_loss(of: Loss) -> Target:
         loops=of.loops,
         narrow=of.narrow,
         options={"enable_fp_fusion": True},
-        spills={"3.6": 3} if of.name == "policy_loss_sequence" else None,
+        spills=_SPILLS.get(of.name),
     )
 
 

@@ -96,7 +96,11 @@ def _logits_policy_loss() -> list[Target]:
             bytes_per_element=8 if rows.dtype == "fp32" else 4,
             instructions=36 if rows.softcap else 16,
             mufu=6.4 if rows.softcap else 2.4,
-            spills={"3.8": 4, "3.9": 6} if rows.softcap else None,
+            spills={"3.8": 4, "3.9": 6}
+            if rows.softcap
+            else {"3.6": 4}
+            if suffix == "_packed"
+            else None,
             # the search for the sequence of a row does not stream
             loops=3 if "cu_seqlens" in names else None,
             constants={

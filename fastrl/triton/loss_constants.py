@@ -35,35 +35,14 @@ class Weights(NamedTuple):
 
 
 @triton.jit
-def with_constants_of(sequence, loss, BY_SEQUENCE: tl.constexpr):
-    """Replace the pointers of constants per sequence by the values of this sequence."""
-    return LossArguments(
-        advantages=tl.load(loss.advantages + sequence)
-        if BY_SEQUENCE.advantages
-        else loss.advantages,
-        weights=tl.load(loss.weights + sequence) if BY_SEQUENCE.weights else loss.weights,
-        kl_weights=tl.load(loss.kl_weights + sequence)
-        if BY_SEQUENCE.kl_weights
-        else loss.kl_weights,
-        entropy_weights=tl.load(loss.entropy_weights + sequence)
-        if BY_SEQUENCE.entropy_weights
-        else loss.entropy_weights,
-        policy_weights=tl.load(loss.policy_weights + sequence)
-        if BY_SEQUENCE.policy_weights
-        else loss.policy_weights,
-        old_logprobs=loss.old_logprobs,
-        ref_logprobs=loss.ref_logprobs,
-        cu_seqlens=loss.cu_seqlens,
-    )
-
-
-@triton.jit
 def load_constant(values, BY_SEQUENCE: tl.constexpr, sequence, token, inside, active):
-    """Load a constant of the loss for a block of tokens; 0 where inactive."""
-    if values.dtype.is_ptr():
-        at = sequence if BY_SEQUENCE else token
-        values = tl.load(values + at, mask=inside, other=0.0)
-    return tl.where(active, values, 0.0)
+    """Load a constant of the loss for a block of tokens, or of one sequence; 0 where inactive."""
+    at = sequence if BY_SEQUENCE else token
+    if at.type.is_block():  # noqa: SIM108
+        x = tl.load(values + at, mask=inside, other=0.0)
+    else:
+        x = tl.load(values + at)
+    return tl.where(active, x, 0.0)
 
 
 @triton.jit

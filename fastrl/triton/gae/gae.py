@@ -77,7 +77,10 @@ class Specialization(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token of every thread; `after` follows the sequence, or a token with a bootstrap value."""
+    """A token of every thread, or its four.
+
+    `after` is what follows the last token of a sequence, or the bootstrap value of each token.
+    """
 
     active: Any
     reward: Any
@@ -105,16 +108,12 @@ def _joined(quarters):
 
 
 @triton.jit
-def _flags(flags, at, inside):
-    if flags is None:
-        return (None, None, None, None)
-    else:
-        return _quarters(tl.load(flags + at, mask=inside, other=0) != 0)
-
-
-@triton.jit
-def _precede(received, token, gamma, decay, STATE: tl.constexpr):
-    """Return the advantage of a token and what it hands on, where `received` comes from behind."""
+def _precede(received, quads, i: tl.constexpr, gamma, decay, STATE: tl.constexpr):
+    """Return the advantage of a token and what it hands on: token i of each thread's four."""
+    token = Token(
+        quads.active[i], quads.reward[i], quads.value[i], quads.terminated[i],
+        quads.truncated[i], quads.is_last[i], quads.after[i],
+    )  # fmt: skip
     PER_TOKEN: tl.constexpr = STATE == UNMET
     constant, trace, by_next, value, is_open = received
     # behind the last token of a sequence comes gamma times what follows it
@@ -203,15 +202,20 @@ def gae_kernel(inputs, out, maps, tokens, length, sequences, span, gamma, lam, S
         after = tl.load(inputs.bootstrap_values + at, mask=inside, other=0.0)
     else:
         after = tl.load(inputs.bootstrap_values + sequence, mask=is_last, other=0.0)
+    terminated, truncated = (None, None, None, None), (None, None, None, None)
+    if inputs.terminated is not None:
+        terminated = _quarters(tl.load(inputs.terminated + at, mask=inside, other=0) != 0)
+    if inputs.truncated is not None:
+        truncated = _quarters(tl.load(inputs.truncated + at, mask=inside, other=0) != 0)
     quads = Token(
         _quarters(active), _quarters(reward), _quarters(value),
-        _flags(inputs.terminated, at, inside), _flags(inputs.truncated, at, inside),
+        terminated, truncated,
         _quarters(is_last), _quarters(after),
     )  # fmt: skip
 
     state = identity_map(tl.zeros([GROUPS], tl.float32))
     for i in tl.static_range(3, -1, -1):
-        _, state = _precede(state, _token_of(quads, i), gamma, decay, STATE)
+        _, state = _precede(state, quads, i, gamma, decay, STATE)
     upto, before = scanned(state, STATE)
     if PHASE == MAPS:
         store_map(maps, chunk, tl.num_programs(0), last_map(upto), STATE)
@@ -225,20 +229,11 @@ def gae_kernel(inputs, out, maps, tokens, length, sequences, span, gamma, lam, S
         state = GaeMap(received.constant, zero, zero, received.value, zero)
         found = ()
         for i in tl.static_range(3, -1, -1):
-            advantage, state = _precede(state, _token_of(quads, i), gamma, decay, STATE)
+            advantage, state = _precede(state, quads, i, gamma, decay, STATE)
             found = (advantage,) + found  # type: ignore[assignment]  # noqa: RUF005
         advantage = _joined(found)
         tl.store(out.advantages + at, tl.where(active, advantage, 0.0), mask=inside)
         tl.store(out.returns + at, tl.where(active, advantage + value, 0.0), mask=inside)
-
-
-@triton.jit
-def _token_of(quads, i: tl.constexpr):
-    """Return one of the four tokens that each thread holds."""
-    return Token(
-        quads.active[i], quads.reward[i], quads.value[i], quads.terminated[i],
-        quads.truncated[i], quads.is_last[i], quads.after[i],
-    )  # fmt: skip
 
 
 def gae_fwd(rewards, values, mask, terminated, truncated, bootstrap_values, cu_seqlens, gamma, lam):

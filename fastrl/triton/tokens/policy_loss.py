@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fastrl import contract
 from fastrl.contract import Coefficients, LossArguments, Metrics, ObjectiveArguments
-from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights, with_constants_of
+from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights
 from fastrl.triton.objectives import (
     BIAS_CORRECTED,
     MAX_LOG_RATIO,
@@ -71,19 +71,19 @@ def _load(pointer, at, inside, active):
 
 @triton.jit
 def _load_tokens(
-    start, end, logprobs, mask, loss, length, sequences, BY_SEQUENCE: tl.constexpr,
+    start, end, logprobs, mask, loss, length, sequence, BY_SEQUENCE: tl.constexpr,
     LEVEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Load a block; `sequence` is the one it is of, or at token level how many there are."""
     block = tl.arange(0, BLOCK)
     at = start + block
     inside = at < end
     active = inside & (tl.load(mask + at, mask=inside, other=0) != 0)
-    sequence = 0  # of constants that are not loaded yet, which are at token level
     if LEVEL == TOKEN:
         if loss.cu_seqlens is None:
             sequence = padded_sequence(start, block, length)
         else:
-            sequence = packed_sequence(at, loss.cu_seqlens, sequences)
+            sequence = packed_sequence(at, loss.cu_seqlens, sequence)
     logprob = _load(logprobs, at, inside, active)
     advantage = load_constant(loss.advantages, BY_SEQUENCE.advantages, sequence, at, inside, active)
     old = logprob  # on policy the ratio is 1 by definition, but NaN stays NaN
@@ -132,8 +132,7 @@ def policy_loss_kernel(
         begin = tl.load(loss.cu_seqlens + program).to(tl.int64)
         end = tl.load(loss.cu_seqlens + program + 1).to(tl.int64)
     limit = tokens if LEVEL == TOKEN else end
-    if LEVEL != TOKEN:
-        loss = with_constants_of(program, loss, BY_SEQUENCE)
+    sequence = sequences if LEVEL == TOKEN else program
     zero = tl.zeros([BLOCK], tl.float32)
 
     mean, shared_slope = zero, 0.0
@@ -141,7 +140,7 @@ def policy_loss_kernel(
         total, count = zero, zero
         for start in range(begin, end, BLOCK):
             x = _load_tokens(
-                start, limit, logprobs, mask, loss, length, sequences, BY_SEQUENCE, LEVEL, BLOCK
+                start, limit, logprobs, mask, loss, length, sequence, BY_SEQUENCE, LEVEL, BLOCK
             )
             log_ratio = x.difference
             if SURROGATE is gmpo:
@@ -155,7 +154,7 @@ def policy_loss_kernel(
             total = zero
             for start in range(begin, end, BLOCK):
                 x = _load_tokens(
-                    start, limit, logprobs, mask, loss, length, sequences, BY_SEQUENCE, LEVEL, BLOCK
+                    start, limit, logprobs, mask, loss, length, sequence, BY_SEQUENCE, LEVEL, BLOCK
                 )
                 weights = _weights(x, loss, BY_SEQUENCE)
                 if THROUGH_RATIO:
@@ -174,11 +173,18 @@ def policy_loss_kernel(
     ratio_max, ratio_min = none - float("inf"), none + float("inf")
     for start in range(begin, end, BLOCK):
         x = _load_tokens(
-            start, limit, logprobs, mask, loss, length, sequences, BY_SEQUENCE, LEVEL, BLOCK
+            start, limit, logprobs, mask, loss, length, sequence, BY_SEQUENCE, LEVEL, BLOCK
         )
         weights = _weights(x, loss, BY_SEQUENCE)
         terms = _terms(SURROGATE, LEVEL, mean, x, c)
         policy_sum += fold(weighted(weights.policy, terms.loss))
+        ratio_sum += fold(tl.where(x.active, terms.ratio, 0.0))
+        highest_ratio = fold_max(tl.where(x.active, terms.ratio, -float("inf")))
+        lowest_ratio = fold_min(tl.where(x.active, terms.ratio, float("inf")))
+        ratio_max = tl.maximum(ratio_max, highest_ratio)
+        ratio_min = tl.minimum(ratio_min, lowest_ratio)
+        low_sum += fold((terms.clip < 0).to(tl.float32))
+        high_sum += fold((terms.clip > 0).to(tl.float32))
         if LEVEL == SEQUENCE and THROUGH_RATIO:
             slope = zero + shared_slope
             if SURROGATE is gmpo:
@@ -218,13 +224,6 @@ def policy_loss_kernel(
             kl_old_sum += fold(expm1(log_ratio) - log_ratio)
         else:
             kl_old_sum += fold(x.difference)  # 0 or NaN
-        ratio_sum += fold(tl.where(x.active, terms.ratio, 0.0))
-        highest_ratio = fold_max(tl.where(x.active, terms.ratio, -float("inf")))
-        lowest_ratio = fold_min(tl.where(x.active, terms.ratio, float("inf")))
-        ratio_max = tl.maximum(ratio_max, highest_ratio)
-        ratio_min = tl.minimum(ratio_min, lowest_ratio)
-        low_sum += fold((terms.clip < 0).to(tl.float32))
-        high_sum += fold((terms.clip > 0).to(tl.float32))
         active_sum += fold(x.active.to(tl.float32))
         zero_grad_sum += fold(zero_grad.to(tl.float32))
 

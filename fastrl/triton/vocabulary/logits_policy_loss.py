@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.contract import Coefficients, LossArguments, ObjectiveArguments, RowArguments
-from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights, with_constants_of
+from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights
 from fastrl.triton.objectives import (
     compiled_for,
     difference_of,
@@ -51,7 +51,6 @@ def _slopes(
         sequence = index // length
     else:
         sequence = packed_sequence(index, loss.cu_seqlens, sequences)
-    loss = with_constants_of(sequence, loss, BY_SEQUENCE)
     weights = load_weights(loss, BY_SEQUENCE, sequence, index, True, True)
     advantage = load_constant(loss.advantages, BY_SEQUENCE.advantages, sequence, index, True, True)
     old = logprob if loss.old_logprobs is None else tl.load(loss.old_logprobs + index)
