@@ -1,4 +1,4 @@
-"""Rows of logits or hidden states as every backend takes them: checked, `[B, T]` and more."""
+"""Checks of logits or hidden states and of everything given per row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fastrl.checks import (
 )
 from fastrl.contract import RowArguments
 
-#: The largest of temperature, logit_scale, logit_softcap and their quotients, and the reciprocal of
-#: the smallest: float32 holds them, and the exponents of logits up to 1e8.
-_STEEPEST = 1e30
+#: Bound on temperature, logit_scale, logit_softcap, their quotients and all reciprocals: none of
+#: them overflows in float32, nor do logits up to 1e8 after scaling.
+_MAX_SCALE = 1e30
 
 
 def as_rows(
@@ -35,10 +35,10 @@ def as_rows(
     name: str = "logits",
     vocabulary: int | None = None,
 ) -> tuple[Tensor, RowArguments]:
-    """Check logits and what accompanies them; return both as `[B, T, V]` and `[B, T]`, not copied.
+    """Check logits and their row arguments; return them as `[B, T, V]` and `[B, T]` without copies.
 
-    The linear forms pass hidden states, say so in `name`, and give the vocabulary. What mask and
-    token_ids hold is for the kernels to check, or for `active_rows`.
+    The linear forms pass hidden states with `name="hidden"` and the size of the vocabulary. The
+    values of mask and token_ids are checked by the kernels, or by `active_rows`.
     """
     x = floating(name, inputs)
     ids = integer("token_ids", token_ids).to(torch.int64)
@@ -46,7 +46,7 @@ def as_rows(
         raise ValueError(f"token_ids must have shape [B, T] or [N], got {tuple(ids.shape)}")
     if x.dim() != ids.dim() + 1 or x.shape[:-1] != ids.shape:
         raise ValueError(
-            f"{name} must have the shape {tuple(ids.shape)} of token_ids and one dimension more, "
+            f"{name} must have the shape {tuple(ids.shape)} of token_ids plus one dimension, "
             f"got {tuple(x.shape)}"
         )
     vocabulary = x.shape[-1] if vocabulary is None else vocabulary
@@ -54,20 +54,21 @@ def as_rows(
         raise ValueError(f"{name} must have a vocabulary of at least 1, got {tuple(x.shape)}")
     on_device("token_ids", ids, x, name)
     ignored = whole("ignore_index", ignore_index)
-    given = None if mask is None else unread_mask("mask", mask, ids, "token_ids")
-    scale = _moderate("logit_scale", logit_scale, {})
+    checked_mask = None if mask is None else unread_mask("mask", mask, ids, "token_ids")
+    scale = _bounded("logit_scale", logit_scale, {})
     scales = {"logit_scale": scale}
     softcap = 0.0
     if logit_softcap is not None:
-        softcap = scales["logit_softcap"] = _moderate("logit_softcap", logit_softcap, scales)
+        softcap = scales["logit_softcap"] = _bounded("logit_softcap", logit_softcap, scales)
     if ids.dim() == 1:
-        x, ids, given = x[None], ids[None], None if given is None else given[None]
+        x, ids = x[None], ids[None]
+        checked_mask = None if checked_mask is None else checked_mask[None]
         if isinstance(temperature, Tensor) and temperature.dim() == 1:
             temperature = temperature[None]
     packed = ids.shape[0] == 1 and integer("token_ids", token_ids).dim() == 1
     rows = RowArguments(
         token_ids=saveable(ids.contiguous()),
-        mask=None if given is None else saveable(given.contiguous()),
+        mask=None if checked_mask is None else saveable(checked_mask.contiguous()),
         ignore_index=ignored,
         temperatures=None,
         temperature=1.0,
@@ -75,20 +76,20 @@ def as_rows(
         logit_softcap=softcap,
     )
     if not isinstance(temperature, Tensor):
-        return x, rows._replace(temperature=_moderate("temperature", temperature, scales))
-    heat = _temperatures(temperature, rows, x.dtype, scales, packed=packed)
-    return x, rows._replace(temperatures=heat)
+        return x, rows._replace(temperature=_bounded("temperature", temperature, scales))
+    temperatures = _temperatures(temperature, rows, x.dtype, scales, packed=packed)
+    return x, rows._replace(temperatures=temperatures)
 
 
 def active_rows(rows: RowArguments, vocabulary: int) -> Tensor:
-    """Return which rows count, bool `[B, T]`; check mask and ids where that costs nothing."""
+    """Return which rows are active, bool `[B, T]`; check the values of mask and ids on a CPU."""
     active = rows.token_ids != rows.ignore_index
     if rows.mask is not None:
         active = active & as_mask("mask", rows.mask, rows.token_ids, "token_ids")
     if can_read(rows.token_ids):
-        bad = active & ((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
-        if bool(bad.any()):
-            where = tuple(bad.nonzero()[0].tolist())
+        invalid = active & ((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
+        if bool(invalid.any()):
+            where = tuple(invalid.nonzero()[0].tolist())
             raise ValueError(
                 f"token_ids must lie in [0, {vocabulary}) or be ignore_index, "
                 f"got {int(rows.token_ids[where])} at {where}"
@@ -96,73 +97,74 @@ def active_rows(rows: RowArguments, vocabulary: int) -> Tensor:
     return active
 
 
-def _moderate(name: str, value: object, beside: dict[str, float]) -> float:
-    """Return a number above 0 that float32 holds, and its quotients with those beside it."""
+def _bounded(name: str, value: object, others: dict[str, float]) -> float:
+    """Return a number above 0 if it and its quotients with the others are within `_MAX_SCALE`."""
     result = positive(name, value)
-    low, high = _bounds(beside)
+    low, high = _bounds(others)
     if not low <= result <= high:
-        others = f" beside {', '.join(beside)}" if beside else ""
+        given = f" given {' and '.join(others)}" if others else ""
         raise ValueError(
-            f"{name} must lie in [{low:g}, {high:g}]{others}, for float32 to hold what is made of "
-            f"it; got {result}"
+            f"{name} must lie in [{low:g}, {high:g}]{given}, or float32 could overflow; "
+            f"got {result}"
         )
     return result
 
 
-def _bounds(beside: dict[str, float]) -> tuple[float, float]:
-    others = (1.0, *beside.values())
-    return max(others) / _STEEPEST, min(others) * _STEEPEST
+def _bounds(others: dict[str, float]) -> tuple[float, float]:
+    scales = (1.0, *others.values())
+    return max(scales) / _MAX_SCALE, min(scales) * _MAX_SCALE
 
 
 def _temperatures(
-    heat: Tensor, rows: RowArguments, dtype: torch.dtype, scales: dict[str, float], *, packed: bool
+    given: Tensor, rows: RowArguments, dtype: torch.dtype, scales: dict[str, float], *, packed: bool
 ) -> Tensor:
     """Return a temperature per row, `[B, T]`."""
-    floating("temperature", heat)
+    floating("temperature", given)
     shape = tuple(rows.token_ids.shape)
-    on_device("temperature", heat, rows.token_ids, "token_ids")
-    if heat.requires_grad:
-        raise ValueError("temperature must not require a gradient: it has none")
+    on_device("temperature", given, rows.token_ids, "token_ids")
+    if given.requires_grad:
+        raise ValueError("temperature must not require a gradient: none is computed for it")
     allowed: list[tuple[int, ...]] = [shape, ()]
     allowed += [] if packed else [shape[:1], (shape[0], 1)]
-    if tuple(heat.shape) not in allowed:
-        takes, came = allowed, tuple(heat.shape)
+    if tuple(given.shape) not in allowed:
+        expected, got = allowed, tuple(given.shape)
         if packed:
-            takes, came = [shape[1:], ()], came[1:] if came[:1] == (1,) else came
+            expected, got = [shape[1:], ()], got[1:] if got[:1] == (1,) else got
         raise ValueError(
-            f"temperature must be a float or have one of the shapes {takes}, got {came}"
+            f"temperature must be a float or have one of the shapes {expected}, got {got}"
         )
-    heat = heat[:, None] if heat.dim() == 1 else heat
+    column = given[:, None] if given.dim() == 1 else given
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    heat = saveable(heat.to(real).expand(shape).contiguous())
-    if can_read(heat):
+    temperatures = saveable(column.to(real).expand(shape).contiguous())
+    if can_read(temperatures):
         active = rows.token_ids != rows.ignore_index
         if rows.mask is not None:
             active = active & (rows.mask != 0)
-        bad = active & ~((heat > 0) & heat.isfinite())
-        if bool(bad.any()):
-            raise ValueError(f"temperature must be above 0 and finite, got {float(heat[bad][0])}")
+        invalid = active & ~((temperatures > 0) & temperatures.isfinite())
+        if bool(invalid.any()):
+            first = float(temperatures[invalid][0])
+            raise ValueError(f"temperature must be above 0 and finite, got {first}")
         low, high = _bounds(scales)
-        steep = active & ((heat < low) | (heat > high))
-        if bool(steep.any()):
-            _moderate("temperature", float(heat[steep][0]), scales)
-    return heat
+        outside = active & ((temperatures < low) | (temperatures > high))
+        if bool(outside.any()):
+            _bounded("temperature", float(temperatures[outside][0]), scales)
+    return temperatures
 
 
 def refuse_unsafe_inplace(name: str, logits: Tensor) -> None:
-    """Raise if writing the gradient over the logits would destroy something else."""
+    """Raise if overwriting the logits with their gradient would destroy other values."""
     if logits.is_leaf and logits.requires_grad:
         raise ValueError(
-            f"{name}=True needs logits that are no leaf: the gradient of a leaf would be written "
-            "over its own values"
+            f"{name}=True needs logits that are not a leaf: the gradient would overwrite the "
+            "values of the leaf"
         )
     base = logits._base
     if base is not None and base.is_leaf and base.requires_grad:
         raise ValueError(
-            f"{name}=True needs logits that are no view of a leaf: the gradient would be written "
-            "over the leaf's values"
+            f"{name}=True needs logits that are not a view of a leaf: the gradient would overwrite "
+            "the values of the leaf"
         )
-    # (a compiled graph writes elsewhere, whatever is permitted)
+    # a compiled graph never writes in place
     if not torch.compiler.is_compiling() and _rows_overlap(logits):
         raise ValueError(
             f"{name}=True needs logits whose rows do not share memory, got strides "
@@ -171,10 +173,10 @@ def refuse_unsafe_inplace(name: str, logits: Tensor) -> None:
 
 
 def _rows_overlap(logits: Tensor) -> bool:
-    """Say whether an element may belong to two rows: some stride is within what is inside it."""
-    inside = 1
+    """Return whether an element may belong to two rows: a stride is shorter than what it spans."""
+    span = 1
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
-        if size > 1 and stride < inside:
+        if size > 1 and stride < span:
             return logits.numel() > 0
-        inside = max(inside, stride * (size - 1) + inside)
+        span = max(span, stride * (size - 1) + span)
     return False

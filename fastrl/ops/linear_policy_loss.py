@@ -13,8 +13,8 @@ from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._linear.passes import LinearCall, linear_loss_pass
-from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unable
-from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments, weighed_tokens
+from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
+from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments, weighted_tokens
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.linear_token_stats import (
     ChunkOptions,
@@ -125,8 +125,8 @@ def linear_policy_loss(
         ignore_index,
     )
     chosen = as_objective(objective)
-    able = unable(chosen)
-    options = chunk_options(chunk_tokens, compact, backend, head, able)
+    unsupported = unsupported_reason(chosen)
+    options = chunk_options(chunk_tokens, compact, backend, head, unsupported)
     assert rows.mask is not None
     inputs = loss_inputs(
         token_ids,
@@ -142,12 +142,12 @@ def linear_policy_loss(
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
         dtype=head.dtype,
-        backend="reference" if able else options.backend,
+        backend="reference" if unsupported else options.backend,
     )
     flag("metrics", metrics)
     # a loop over chunks in Python would be cut to the values of one call
     unrolled = callable(chosen.surrogate) and is_traced(states)
-    if inputs.known() and not unrolled:
+    if inputs.tokenwise() and not unrolled:
         result = _one_pass(states, rows, head, inputs, options, token_ids.shape, metrics=metrics)
     else:
         logprobs, entropy, *_ = stats_of_hidden(states, rows, head, options)
@@ -172,16 +172,16 @@ def _one_pass(
     differentiable = torch.is_grad_enabled()
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
     objective = inputs.objective
-    weighed = inputs.weighed(inputs.arguments.advantages, None)
-    flat = flat_arguments(weighed, inputs.masks.active)
+    constants = inputs.masked_arguments(inputs.arguments.advantages, None)  # reads neither
+    flat = flat_arguments(constants, inputs.masks.active)
     if callable(objective.surrogate):
         call = LinearCall(*tensors, head.lora_scale, rows, *options)
         slopes = TokenSlopes(
             call.active(), flat, objective.arguments, objective.surrogate, inputs.backend
         )
-        found = linear_loss_pass(call, slopes, needs, metrics=metrics)
+        outputs = linear_loss_pass(call, slopes, needs, metrics=metrics)
     else:
-        found = torch.ops.fastrl.linear_policy_loss_fwd(
+        outputs = torch.ops.fastrl.linear_policy_loss_fwd(
             *(None if x is None else x.detach() for x in tensors),
             head.lora_scale,
             *rows,
@@ -191,13 +191,13 @@ def _one_pass(
             needs,
             metrics,
         )
-    logprobs, entropy, *grads = found
+    logprobs, entropy, *grads = outputs
     padded = inputs.masks.active.shape
     logprobs, entropy = logprobs.reshape(padded), entropy.reshape(padded)
-    if not metrics:  # nobody has looked at the others: 0 times what they seem to lose can be NaN
-        seen = inputs.masks.active & weighed_tokens(weighed, inputs.masks.active)
-        inputs = inputs._replace(masks=inputs.masks._replace(active=seen))
-    loss, _, _, values = inputs.evaluate(logprobs, entropy, weighed)
+    if not metrics:  # rows of weight 0 were not projected, and 0 times their loss could be NaN
+        projected = inputs.masks.active & weighted_tokens(constants, inputs.masks.active)
+        inputs = inputs._replace(masks=inputs.masks._replace(active=projected))
+    loss, _, _, values = inputs.evaluate(logprobs, entropy, constants)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
         loss = with_gradients(loss, [(x, grad if need else None) for x, grad, need in pairs])

@@ -16,7 +16,7 @@ from fastrl.ops._autograd.known_gradient import (
     mark_overwritten,
     with_gradients,
 )
-from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unable
+from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
@@ -108,8 +108,8 @@ def logits_policy_loss(
         ignore_index,
     )
     chosen = as_objective(objective)
-    able = unable(chosen)
-    visiting = resolve(backend, logits.device, logits.dtype, able, partial=True)
+    unsupported = unsupported_reason(chosen)
+    row_backend = resolve(backend, logits.device, logits.dtype, unsupported, partial=True)
     inputs = loss_inputs(
         token_ids,
         mask,
@@ -124,17 +124,17 @@ def logits_policy_loss(
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
         dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
-        backend="reference" if able else visiting,
+        backend="reference" if unsupported else row_backend,
         token_ids=rows.token_ids,
         ignore_index=rows.ignore_index,
     )
     rows = rows._replace(mask=inputs.masks.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-    if visiting != "reference" and _in_one_pass(logits, inputs):
+    if row_backend != "reference" and _in_one_pass(logits, inputs):
         return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
     logprobs, entropy, *_ = stats_of_rows(
-        padded, rows, visiting, with_entropy=True, inplace_backward=inplace
+        padded, rows, row_backend, with_entropy=True, inplace_backward=inplace
     )
     return loss_of_logprobs(logprobs, entropy, inputs, token_ids.shape)
 
@@ -147,7 +147,7 @@ def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
         # an fp16 gradient has to be scaled before it is rounded, so it waits for the backward
         and logits.dtype != torch.float16
         and not callable(inputs.objective.surrogate)
-        and inputs.known()
+        and inputs.tokenwise()
     )
 
 
@@ -155,8 +155,8 @@ def _one_pass(
     given: Tensor, padded: Tensor, rows: RowArguments, *, inplace: bool, inputs: LossInputs
 ) -> PolicyLoss:
     logits = with_unit_vocabulary_stride(padded)
-    weighed = inputs.weighed(inputs.arguments.advantages, None)
-    arguments = (*rows, *weighed, *inputs.objective.arguments)
+    constants = inputs.masked_arguments(inputs.arguments.advantages, None)  # reads neither
+    arguments = (*rows, *constants, *inputs.objective.arguments)
     run = operators(inputs.backend)
     if inplace and logits is padded and not torch.compiler.is_compiling():
         taker = before_overwriting(logits)
@@ -166,6 +166,6 @@ def _one_pass(
     else:
         taker = logits
         logprobs, entropy, grad_logits = run.logits_policy_loss_fwd(logits.detach(), *arguments)
-    loss, _, _, metrics = inputs.evaluate(logprobs, entropy, weighed)
+    loss, _, _, metrics = inputs.evaluate(logprobs, entropy, constants)
     loss = with_gradients(loss, [(taker, grad_logits)])
     return policy_loss_result(loss, metrics, logprobs, entropy, given.shape[:-1])

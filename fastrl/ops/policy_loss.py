@@ -13,7 +13,7 @@ from fastrl.checks import per_token, unread_mask
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
-from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unable
+from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.metrics import LossMetrics
 from fastrl.tracing import refuse_transforms
@@ -134,14 +134,14 @@ def policy_loss(
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
         dtype=torch.float64 if tokens.dtype == torch.float64 else torch.float32,
-        backend=resolve(backend, tokens.device, tokens.dtype, unable(chosen)),
+        backend=resolve(backend, tokens.device, tokens.dtype, unsupported_reason(chosen)),
     )
     if entropy is None and chosen.entropy_coef:
-        raise ValueError("entropy is needed where objective.entropy_coef is not 0")
+        raise ValueError("entropy is needed when objective.entropy_coef is not 0")
     if entropy is None and chosen.top_entropy_quantile < 1:
-        raise ValueError("entropy is needed where objective.top_entropy_quantile is below 1")
-    padded = inputs.canonical("logprobs", tokens, tokens)
-    of_tokens = None if entropy is None else inputs.canonical("entropy", entropy, tokens)
+        raise ValueError("entropy is needed when objective.top_entropy_quantile is below 1")
+    padded = inputs.padded("logprobs", tokens, tokens)
+    of_tokens = None if entropy is None else inputs.padded("entropy", entropy, tokens)
     return loss_of_logprobs(padded, of_tokens, inputs, tokens.shape)
 
 
@@ -151,7 +151,7 @@ def loss_of_logprobs(
     """Return the loss of `[B, T]` log-probabilities, differentiable; `shape` is the caller's."""
     seen = logprobs.detach()
     seen_entropy = None if entropy is None else entropy.detach()
-    arguments = inputs.weighed(seen, seen_entropy)
+    arguments = inputs.masked_arguments(seen, seen_entropy)
     loss, slope, entropy_slope, metrics = inputs.evaluate(seen, seen_entropy, arguments)
     if torch.is_grad_enabled():
         loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)])

@@ -56,15 +56,15 @@ REFUSED = [
         "rollout_correction.kind mask has no effect without a bound",
     ),
     # options whose inputs are missing, and inputs that nothing looks at
-    (loss(Objective(kl_coef=0.1)), "ref_logprobs is needed where objective.kl_coef is above 0"),
-    (loss(Objective(entropy_coef=0.1)), "entropy is needed where objective.entropy_coef is not 0"),
+    (loss(Objective(kl_coef=0.1)), "ref_logprobs is needed when objective.kl_coef is above 0"),
+    (loss(Objective(entropy_coef=0.1)), "entropy is needed when objective.entropy_coef is not 0"),
     (
         loss(Objective(top_entropy_quantile=0.2)),
-        "entropy is needed where objective.top_entropy_quantile is below 1",
+        "entropy is needed when objective.top_entropy_quantile is below 1",
     ),
     (
         loss(Objective(rollout_correction=RolloutCorrection())),
-        "rollout_logprobs is needed where objective.rollout_correction is set",
+        "rollout_logprobs is needed when objective.rollout_correction is set",
     ),
     (
         loss(rollout_logprobs=zeros(2, 3)),
@@ -81,7 +81,7 @@ REFUSED = [
     # denominators
     (
         loss(apart, ref_logprobs=zeros(2, 3), normalizer=8.0),
-        "normalizer must be a mapping, one for each of policy, kl",
+        "normalizer must be a mapping with keys among policy, kl",
     ),
     (
         loss(apart, ref_logprobs=zeros(2, 3), normalizer={"entropy": 8.0}),

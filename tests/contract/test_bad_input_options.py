@@ -38,7 +38,11 @@ def overlapping():
 
 CALLS = [
     # normalizer
-    (lambda: with_normalizer({}, **KL_AND_MEAN), ValueError, "normalizer must hold ... got none"),
+    (
+        lambda: with_normalizer({}, **KL_AND_MEAN),
+        ValueError,
+        "normalizer must contain ... got none",
+    ),
     (lambda: with_normalizer(True), TypeError, "normalizer must be a number, got bool"),
     (lambda: with_normalizer(2 + 1j), TypeError, "normalizer must be a number, got complex"),
     (
@@ -162,7 +166,7 @@ CALLS = [
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-39),
         ValueError,
-        "temperature must lie in [1e-30, 1e+30] beside logit_scale, for float32 ... got 1e-39",
+        "temperature must lie in [1e-30, 1e+30] given logit_scale, or float32 ... got 1e-39",
     ),
     *(
         (
@@ -176,32 +180,32 @@ CALLS = [
     (
         lambda: fastrl.token_logprobs(logits, ids, logit_scale=1e10, logit_softcap=1e-25),
         ValueError,
-        "logit_softcap must lie in [1e-20, 1e+30] beside logit_scale, ... got 1e-25",
+        "logit_softcap must lie in [1e-20, 1e+30] given logit_scale, ... got 1e-25",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-29, logit_scale=100.0),
         ValueError,
-        "temperature must lie in [1e-28, 1e+30] beside logit_scale, ... got 1e-29",
+        "temperature must lie in [1e-28, 1e+30] given logit_scale, ... got 1e-29",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=1e-29, logit_softcap=30.0),
         ValueError,
-        "temperature must lie in [3e-29, 1e+30] beside logit_scale, logit_softcap, ... got 1e-29",
+        "temperature must lie in [3e-29, 1e+30] given logit_scale and logit_softcap, ... got 1e-29",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=torch.tensor([1.0, 1e-40])),
         ValueError,
-        "temperature must lie in [1e-30, 1e+30] beside logit_scale, ... got 9.99",
+        "temperature must lie in [1e-30, 1e+30] given logit_scale, ... got 9.99",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, temperature=torch.tensor(1e35)),
         ValueError,
-        "temperature must lie in [1e-30, 1e+30] beside logit_scale, ... got 1.00",
+        "temperature must lie in [1e-30, 1e+30] given logit_scale, ... got 1.00",
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, logit_scale=1e-20, temperature=1e20),
         ValueError,
-        "temperature must lie in [1e-30, 1e+10] beside logit_scale, ... got 1e+20",
+        "temperature must lie in [1e-30, 1e+10] given logit_scale, ... got 1e+20",
     ),
 ]
 

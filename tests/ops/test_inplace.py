@@ -56,7 +56,7 @@ def test_logits_are_untouched_unless_asked(backend, function):
 @pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
 def test_a_leaf_is_refused(backend, function):
     _, _, *rest = case()
-    with pytest.raises(ValueError, match=r"inplace.*=True needs logits that are no leaf"):
+    with pytest.raises(ValueError, match=r"inplace.*=True needs logits that are not a leaf"):
         losses(backend, True)[function](torch.randn(6, V, requires_grad=True), *rest)
 
 
@@ -123,7 +123,7 @@ def test_a_use_after_the_loss_notices(backend):
 def test_a_view_of_a_leaf_is_refused(backend, function):
     _, _, *rest = case()
     leaf = torch.randn(1, 7, V, requires_grad=True)
-    with pytest.raises(ValueError, match="no view of a leaf"):
+    with pytest.raises(ValueError, match="not a view of a leaf"):
         losses(backend, True)[function](leaf.view(7, V)[:6], *rest)
 
 

@@ -243,7 +243,7 @@ def linear_loss_pass(
         _store(all_stats, chunk, stats)
         if not trained:
             continue
-        slope, entropy_slope = slopes.of(stats.logprobs, stats.entropy, chunk)
+        slope, entropy_slope = slopes.of_chunk(stats.logprobs, stats.entropy, chunk)
         if compacting:
             has_gradient = slope != 0
             if entropy_slope is not None:

@@ -1,1 +1,1 @@
-"""Inputs of the policy loss: the weights of its terms and the slopes of its tokens."""
+"""Inputs of the policy losses: constants, the weights of each term, slopes per token."""

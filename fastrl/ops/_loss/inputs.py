@@ -1,4 +1,4 @@
-"""The arguments that every policy loss shares, checked, as the operators take them."""
+"""Checks of the arguments that all policy losses share, and their conversion for operators."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from fastrl.ops._loss.term_weights import TermMasks, term_aggregations, term_wei
 from fastrl.ops.token_weights import bounds_of
 
 
-def unable(objective: Objective) -> str | None:
-    """Return why compiled kernels cannot evaluate the objective, or None."""
+def unsupported_reason(objective: Objective) -> str | None:
+    """Return why compiled kernels cannot evaluate the objective, or None if they can."""
     if callable(objective.surrogate):
         return (
-            "the objective is a Python function, which PyTorch evaluates (where no backend is "
-            "named, the fastest does what is left)"
+            "the objective is a Python function, which PyTorch evaluates (backend='auto' uses "
+            "the fastest backend for everything else)"
         )
     return None
 
 
 class LossInputs(NamedTuple):
-    """What a policy loss needs beside log-probabilities and entropy, without gradient."""
+    """The inputs of a policy loss other than log-probabilities and entropy; no gradients."""
 
     objective: Objective
     arguments: LossArguments
     masks: TermMasks
     backend: str
 
-    # no property: torch.compile of torch 2.10 traces none of a NamedTuple
-    def known(self) -> bool:
-        """Say whether the slope of a token is known once its own log-probability is."""
-        return self.objective.level == "token" and not self.masks.wait(self.arguments)
+    # not a property: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
+    def tokenwise(self) -> bool:
+        """Return whether the slope of a token depends on its own log-probability alone."""
+        return self.objective.level == "token" and not self.masks.need_logprobs(self.arguments)
 
-    def canonical(self, name: str, value: Tensor, like: Tensor) -> Tensor:
+    def padded(self, name: str, value: Tensor, like: Tensor) -> Tensor:
         """Return a differentiable tensor per token as `[B, T]` in the dtype of the arithmetic."""
         return as_padded(name, value, like, self.arguments.advantages.dtype)
 
-    def weighed(self, logprobs: Tensor, entropy: Tensor | None) -> LossArguments:
-        """Return the arguments with all weights; neither tensor is read where they are known."""
+    def masked_arguments(self, logprobs: Tensor, entropy: Tensor | None) -> LossArguments:
+        """Return the arguments with corrections and masks applied to the weights.
+
+        If the loss is `tokenwise`, the values of the two tensors have no effect.
+        """
         return self.masks.apply(self.arguments, logprobs, entropy)
 
     def evaluate(
         self, logprobs: Tensor, entropy: Tensor | None, arguments: LossArguments
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return loss, dL/dlogprobs, dL/dentropy and metrics; nothing here is differentiable."""
+        """Return loss, dL/dlogprobs, dL/dentropy (None: 0) and metrics, without autograd."""
         o = self.objective
         function = o.surrogate if callable(o.surrogate) else None
         return evaluate(
@@ -73,8 +76,8 @@ def evaluate(
     loss, slope, entropy_slope, metrics = operators(backend).policy_loss_fwd(
         logprobs, entropy, active, *arguments, *objective
     )
-    used = objective.coefficients.entropy_coef != 0 and entropy is not None
-    return loss, slope, entropy_slope if used else None, metrics
+    has_entropy_term = objective.coefficients.entropy_coef != 0 and entropy is not None
+    return loss, slope, entropy_slope if has_entropy_term else None, metrics
 
 
 def loss_inputs(
@@ -96,26 +99,27 @@ def loss_inputs(
     token_ids: Tensor | None = None,
     ignore_index: int = 0,
 ) -> LossInputs:
-    """Check what the policy losses share; `tokens` is `[B, T]` or `[N]`, `mask` of any 0/1 dtype.
+    """Check the arguments that the policy losses share.
 
-    `token_ids` are given where a token with the id `ignore_index` counts as masked.
+    `tokens` is `[B, T]` or `[N]`, `mask` 0/1 of any dtype. If `token_ids` are given, tokens with
+    the id `ignore_index` are masked, too.
     """
     o = objective
     packed = tokens.dim() == 1
     bounds = bounds_of(tokens, cu_seqlens)
     if ref_logprobs is None and o.kl_coef:
-        raise ValueError("ref_logprobs is needed where objective.kl_coef is above 0")
+        raise ValueError("ref_logprobs is needed when objective.kl_coef is above 0")
     corrections = o.rollout_corrections
     if rollout_logprobs is None and corrections:
-        raise ValueError("rollout_logprobs is needed where objective.rollout_correction is set")
-    drops = o.off_policy_threshold is not None
-    if rollout_logprobs is not None and not (corrections or drops):
+        raise ValueError("rollout_logprobs is needed when objective.rollout_correction is set")
+    off_policy_mask = o.off_policy_threshold is not None
+    if rollout_logprobs is not None and not (corrections or off_policy_mask):
         raise ValueError(
             "rollout_logprobs has no effect unless objective.rollout_correction or "
             "objective.off_policy_threshold is set"
         )
-    by_sequence = o.level != "token" or drops or any(c.level != "token" for c in corrections)
-    if packed and bounds is None and by_sequence:
+    sequence_level = o.level != "token" or any(c.level != "token" for c in corrections)
+    if packed and bounds is None and (sequence_level or off_policy_mask):
         raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
 
     def per_token(name: str, value: object) -> Tensor | None:
@@ -125,8 +129,8 @@ def loss_inputs(
         return padded.detach() if padded.requires_grad else padded
 
     def constant(name: str, value: object) -> Tensor:
-        given = _constant(name, value, tokens, bounds)
-        return given if _ready(given, dtype) else saveable(given.to(dtype).contiguous())
+        result = _constant(name, value, tokens, bounds)
+        return result if _ready(result, dtype) else saveable(result.to(dtype).contiguous())
 
     aggregations = term_aggregations(
         o, tokens, bounds, normalizer=normalizer, group_size=group_size, group_ids=group_ids
@@ -156,7 +160,7 @@ def loss_inputs(
 
 
 def _ready(value: object, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Say at little cost whether a tensor needs neither a cast nor a copy."""
+    """Return whether a tensor needs neither a cast nor a copy; much cheaper than trying."""
     return (
         type(value) is Tensor
         and value.dtype == dtype
@@ -167,7 +171,7 @@ def _ready(value: object, dtype: torch.dtype) -> TypeGuard[Tensor]:
 
 
 def as_padded(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor per token as contiguous `[B, T]`, packed `[1, N]`."""
+    """Return a tensor per token as contiguous `[B, T]`; packed `[N]` becomes `[1, N]`."""
     if (
         _ready(value, dtype)
         and value.dim() == 2
@@ -182,14 +186,14 @@ def as_padded(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
 
 def _constant(name: str, value: object, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Check a constant of the loss; return it per sequence `[S]` or per token `[B, T]`."""
-    given = floating(name, value)
-    given = given.detach() if given.requires_grad else given
-    on_device(name, given, tokens, "logprobs")
-    if given.shape == tokens.shape:
-        return given[None] if given.dim() == 1 else given
-    by_sequence = tokens.dim() == 2 or cu_seqlens is not None
+    result = floating(name, value)
+    result = result.detach() if result.requires_grad else result
+    on_device(name, result, tokens, "logprobs")
+    if result.shape == tokens.shape:
+        return result[None] if result.dim() == 1 else result
+    has_sequences = tokens.dim() == 2 or cu_seqlens is not None
     count = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if by_sequence and given.shape == (count,):
-        return given
-    expected = f"{tuple(tokens.shape)}" + (f" or ({count},)" if by_sequence else "")
-    raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")
+    if has_sequences and result.shape == (count,):
+        return result
+    expected = f"{tuple(tokens.shape)}" + (f" or ({count},)" if has_sequences else "")
+    raise ValueError(f"{name} must have shape {expected}, got {tuple(result.shape)}")

@@ -1,4 +1,4 @@
-"""dL/dlogprob of some of the rows of a linear form."""
+"""The slopes of a tokenwise policy loss, for a subset of the tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastrl.ops._loss.inputs import evaluate
 
 
 def flat_arguments(arguments: LossArguments, active: Tensor) -> LossArguments:
-    """Return the arguments per token, `[N]` each, of tokens `[B, T]`."""
+    """Expand the arguments to one value per token, `[N]`; `active` is `[B, T]`."""
     sequences = reference.sequences_of(active, arguments.cu_seqlens)
     return LossArguments._make(
         None if x is None else sequences.per_token(x, active).reshape(-1)
@@ -23,7 +23,7 @@ def flat_arguments(arguments: LossArguments, active: Tensor) -> LossArguments:
 
 
 class TokenSlopes(NamedTuple):
-    """A loss of tokens by themselves: `active` and the arguments are per token, `[N]`."""
+    """A policy loss without dependencies between tokens; all tensors are per token, `[N]`."""
 
     active: Tensor
     arguments: LossArguments
@@ -32,30 +32,30 @@ class TokenSlopes(NamedTuple):
     backend: str
 
     def may_flow(self) -> Tensor:
-        """Say which rows may have a gradient, as far as is known before their logprobs are."""
+        """Return which tokens may have a gradient, judging by the constants alone."""
         a, c = self.arguments, self.objective.coefficients
-        flows = a.weights != 0
+        may_flow = a.weights != 0
         if a.policy_weights is not None:
-            flows = flows & (a.policy_weights != 0)
-        if self.function is None:  # what a function makes of an advantage of 0 is not known
-            flows = flows & (a.advantages != 0)
+            may_flow = may_flow & (a.policy_weights != 0)
+        if self.function is None:  # a function may have a gradient where the advantage is 0
+            may_flow = may_flow & (a.advantages != 0)
         terms = ((c.kl_coef, a.kl_weights), (c.entropy_coef, a.entropy_weights))
         for coefficient, weights in terms:
             if coefficient:
-                flows = flows | ((a.weights if weights is None else weights) != 0)
-        return flows
+                may_flow = may_flow | ((a.weights if weights is None else weights) != 0)
+        return may_flow
 
-    def of(
-        self, logprobs: Tensor, entropy: Tensor, rows: Tensor | slice
+    def of_chunk(
+        self, logprobs: Tensor, entropy: Tensor, chunk: Tensor | slice
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the slopes of the loss in logprobs and entropy, both `[C]`, of these rows."""
+        """Return dL/dlogprobs and dL/dentropy (None: 0) of a chunk, `[C]` each."""
         arguments = LossArguments._make(
-            None if x is None else x[rows][None].contiguous() for x in self.arguments
+            None if x is None else x[chunk][None].contiguous() for x in self.arguments
         )
         _, slope, entropy_slope, _ = evaluate(
             logprobs[None],
             entropy[None],
-            self.active[rows][None],
+            self.active[chunk][None],
             arguments,
             self.objective,
             self.function,
@@ -64,8 +64,8 @@ class TokenSlopes(NamedTuple):
         return slope[0], None if entropy_slope is None else entropy_slope[0]
 
 
-def weighed_tokens(arguments: LossArguments, active: Tensor) -> Tensor:
-    """Say which tokens `[B, T]` have a weight in any term."""
+def weighted_tokens(arguments: LossArguments, active: Tensor) -> Tensor:
+    """Return which tokens `[B, T]` have a nonzero weight in any term."""
     sequences = reference.sequences_of(active, arguments.cu_seqlens)
     policy = sequences.per_token(arguments.weights, active)
     if arguments.policy_weights is not None:

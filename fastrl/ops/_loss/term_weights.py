@@ -1,4 +1,4 @@
-"""The weights of the terms of the loss: aggregation, rollout corrections, masks."""
+"""The weights of each term of the loss: aggregation, rollout corrections, masks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fastrl.ops.token_weights import aggregation_arguments, sequence_weights
 
 TERMS = ("policy", "kl", "entropy")
 
-#: a global denominator: one for all terms, or one for each that is averaged in its own way
+#: A global denominator: one for all terms, or one for each term with a separate aggregation.
 Normalizer = float | Tensor | Mapping[str, float | Tensor]
 
 
 class TermAggregations(NamedTuple):
-    """How the tokens of each term are averaged; None: like those of the policy term."""
+    """The aggregation of each term; None means the same as in the policy term."""
 
     policy: AggregationArguments
     kl: AggregationArguments | None
@@ -36,17 +36,17 @@ def term_aggregations(
     group_size: object,
     group_ids: object,
 ) -> TermAggregations:
-    """Check how the terms of the loss of `tokens` `[B, T]` or packed `[N]` are averaged."""
+    """Check the aggregation of each term for `tokens` `[B, T]` or packed `[N]`."""
     o = objective
     aggregations = (o.aggregation, o.kl_aggregation, o.entropy_aggregation)
     normalizers = _normalizers(normalizer, o)
-    # whichever aggregation takes no groups must not see any, but the policy's refuses stray ones
-    strays = "prompt-mean" not in aggregations
+    # groups are for prompt-mean; if no term uses it, the check of the policy term must reject them
+    unused_groups = "prompt-mean" not in aggregations
 
     def arguments(term: int) -> AggregationArguments:
         aggregation = aggregations[term]
         assert aggregation is not None
-        grouped = aggregation == "prompt-mean" or (term == 0 and strays)
+        grouped = aggregation == "prompt-mean" or (term == 0 and unused_groups)
         return aggregation_arguments(
             tokens,
             cu_seqlens,
@@ -74,30 +74,30 @@ def term_weights(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return the weights of every sequence in each term (None: as policy), and the valid tokens."""
+    """Return weights `[S]` for policy, KL and entropy (None: as policy), and the active tokens."""
     weights, active = sequence_weights(
         mask, cu_seqlens, aggregations.policy, backend, token_ids, ignore_index, dtype
     )
 
-    def own(how: AggregationArguments | None) -> Tensor | None:
+    def separate(how: AggregationArguments | None) -> Tensor | None:
         if how is None:
             return None
         return sequence_weights(active, cu_seqlens, how, backend, dtype=dtype)[0]
 
-    return weights, own(aggregations.kl), own(aggregations.entropy), active
+    return weights, separate(aggregations.kl), separate(aggregations.entropy), active
 
 
 class TermMasks(NamedTuple):
-    """What weighs the tokens of a term beyond its aggregation: corrections and masks."""
+    """Rollout corrections and token masks of an objective, which change the weights per token."""
 
     objective: Objective
     active: Tensor  # bool [B, T]
     rollout_logprobs: Tensor | None
     entropy_aggregation: AggregationArguments | None
 
-    # no property: torch.compile of torch 2.10 traces none of a NamedTuple
-    def wait(self, arguments: LossArguments) -> bool:
-        """Say whether the weights are known only after the current log-probabilities."""
+    # not a property: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
+    def need_logprobs(self, arguments: LossArguments) -> bool:
+        """Return whether the weights depend on the current log-probabilities or entropies."""
         o = self.objective
         on_policy = arguments.old_logprobs is None and bool(o.rollout_corrections)
         return on_policy or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
@@ -105,78 +105,79 @@ class TermMasks(NamedTuple):
     def apply(
         self, arguments: LossArguments, logprobs: Tensor, entropy: Tensor | None
     ) -> LossArguments:
-        """Return the arguments with the factors of corrections and masks, `[B, T]`.
+        """Return the arguments with corrections and masks applied to the weights, `[B, T]`.
 
-        Neither tensor is read unless the weights `wait` for it.
+        The values of `logprobs` and `entropy` have no effect unless the weights `need_logprobs`.
         """
         o, active = self.objective, self.active
-        top = o.top_entropy_quantile < 1 and entropy is not None
-        if not (o.rollout_corrections or o.off_policy_threshold is not None or top):
+        entropy_mask = o.top_entropy_quantile < 1 and entropy is not None
+        if not (o.rollout_corrections or o.off_policy_threshold is not None or entropy_mask):
             return arguments
         sequences = reference.sequences_of(active, arguments.cu_seqlens)
 
         def per_token(constant: Tensor) -> Tensor:
             return torch.where(active, sequences.per_token(constant, active), 0.0)
 
-        kl, bonus = arguments.kl_weights, arguments.entropy_weights
+        kl_weights, entropy_weights = arguments.kl_weights, arguments.entropy_weights
         old = logprobs if arguments.old_logprobs is None else arguments.old_logprobs
         sampled = old if self.rollout_logprobs is None else self.rollout_logprobs
-        factors = torch.ones_like(active, dtype=arguments.weights.dtype)
+        policy_weights = torch.ones_like(active, dtype=arguments.weights.dtype)
         if arguments.policy_weights is not None:
-            factors = per_token(arguments.policy_weights)
+            policy_weights = per_token(arguments.policy_weights)
         for correction in o.rollout_corrections:
             ratio = reference.rollout_correction(old, sampled, active, sequences, correction)
-            factors = factors * ratio
+            policy_weights = policy_weights * ratio
             if o.rollout_weighs == "policy-and-kl" and o.kl_coef:
-                kl = per_token(arguments.weights if kl is None else kl) * ratio
+                kl_weights = arguments.weights if kl_weights is None else kl_weights
+                kl_weights = per_token(kl_weights) * ratio
         if o.off_policy_threshold is not None:
             advantages = per_token(arguments.advantages)
-            gone = reference.off_policy(
+            dropped = reference.off_policy(
                 logprobs, sampled, advantages, active, sequences, o.off_policy_threshold
             )
-            factors = torch.where(gone, 0.0, factors)
-        if top and entropy is not None:
+            policy_weights = torch.where(dropped, 0.0, policy_weights)
+        if entropy_mask and entropy is not None:
             kept = reference.top_entropy(entropy, active, o.top_entropy_quantile)
-            factors = torch.where(kept, factors, 0.0)
+            policy_weights = torch.where(kept, policy_weights, 0.0)
             if o.entropy_coef and self.entropy_aggregation is None:
-                bonus = torch.where(kept, per_token(arguments.weights), 0.0)
+                entropy_weights = torch.where(kept, per_token(arguments.weights), 0.0)
             elif o.entropy_coef and self.entropy_aggregation is not None:
-                bonus = reference.token_weights(
-                    kept, sequences, self.entropy_aggregation, factors.dtype
+                entropy_weights = reference.token_weights(
+                    kept, sequences, self.entropy_aggregation, policy_weights.dtype
                 )
         return arguments._replace(
-            policy_weights=factors.contiguous(), kl_weights=kl, entropy_weights=bonus
+            policy_weights=policy_weights.contiguous(),
+            kl_weights=kl_weights,
+            entropy_weights=entropy_weights,
         )
 
 
 def _normalizers(normalizer: object, o: Objective) -> tuple[object, object, object]:
-    """The global denominator of each term."""
+    """Return the global denominator of each term."""
     shared = o.kl_aggregation is None and o.entropy_aggregation is None
     if shared and not isinstance(normalizer, Mapping):
         return normalizer, None, None
-    active = (True, bool(o.kl_coef), bool(o.entropy_coef))
-    own = (True, o.kl_aggregation is not None, o.entropy_aggregation is not None)
-    separate = [
-        name for name, used, apart in zip(TERMS, active, own, strict=True) if used and apart
-    ]
+    separate = ["policy"]
+    separate += ["kl"] if o.kl_coef and o.kl_aggregation else []
+    separate += ["entropy"] if o.entropy_coef and o.entropy_aggregation else []
     if isinstance(normalizer, Mapping):
         if not normalizer:
             raise ValueError(
-                "normalizer must hold the count of at least one of "
-                f"{', '.join(separate)} where it is a mapping, got none"
+                "normalizer must contain the count of at least one of "
+                f"{', '.join(separate)} if it is a mapping, got none"
             )
         for name in normalizer:
             if name not in separate:
                 raise ValueError(
-                    "normalizer must have keys among the terms that are added up in their own way, "
+                    "normalizer must have keys among the terms with separate aggregations, "
                     f"{', '.join(separate)}; got {name!r}"
                 )
         policy, kl, entropy = (normalizer.get(name) for name in TERMS)
         return policy, kl, entropy
     if normalizer is not None and len(separate) > 1:
         raise ValueError(
-            "normalizer must be a mapping, one for each of "
-            f"{', '.join(separate)} (left out: the local count), where objective has aggregations "
-            f"of their own for them; got {type(normalizer).__name__}"
+            f"normalizer must be a mapping with keys among {', '.join(separate)} (missing: the "
+            "local count), which have separate aggregations in objective; "
+            f"got {type(normalizer).__name__}"
         )
     return normalizer, None, None
