@@ -3,7 +3,7 @@
     python bench/sass.py build/targets/*.cubin
 
 NVIDIA cubins are read through the disassembler that the `triton` wheel carries (or one on PATH),
-AMD kernels from the assembly that Triton leaves beside them. A hot loop is an innermost loop that
+AMD kernels through the assembly that Triton leaves beside them. A hot loop is an innermost loop that
 reads or writes global memory; a kernel without one is a single pass over its block, and its whole
 code is that pass.
 """
@@ -40,7 +40,7 @@ class Pass(NamedTuple):
     is_loop: bool
 
     def elements(self, element_bytes: int) -> float:
-        """How many elements the pass covers, from what it reads of them."""
+        """Return how many elements the pass covers, by the bytes it reads."""
         return (self.loaded or self.shared or self.stored) / element_bytes
 
 
@@ -87,7 +87,7 @@ def _output(name: str, *arguments: str) -> str:
 
 
 def _functions(text: str) -> Iterator[tuple[str, dict[str, int], list[str]]]:
-    """Name, labels and instructions of every function in a disassembly."""
+    """Return name, labels and instructions of every function in a disassembly."""
     for part in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.MULTILINE)[1:]:
         labels: dict[str, int] = {}
         code: list[str] = []
@@ -122,14 +122,14 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
 
 
 def _reads_vectors(body: list[str]) -> bool:
-    """Whether a loop reads several vectors per pass, and exponentiates what they hold."""
+    """Say whether a loop reads several vectors per pass, and takes exponentials of them."""
     vectors = [op for op in body if _is(op, ("LDG", "LDS")) and _width(op) >= 16]
     exponentials = [op for op in body if op.startswith("MUFU.EX2")]
     return len(vectors) > 1 and len(exponentials) >= 4 * len(vectors)
 
 
 def _innermost(labels: dict[str, int], code: list[str]) -> list[tuple[int, int]]:
-    """Where the loops that hold no other loop begin and end."""
+    """Return where the loops that contain no other loop begin and end."""
     found = {}
     for end, instruction in enumerate(code):
         target = re.search(r"\bBRA\b.*?(\.L_x?_?\w+)", instruction)
@@ -171,7 +171,7 @@ def _is(operation: str, names: tuple[str, ...]) -> bool:
 
 
 def _width(operation: str) -> int:
-    """Bytes that one thread moves."""
+    """Return the bytes that one thread moves."""
     return next((_WIDTHS[part] for part in operation.split(".")[1:] if part in _WIDTHS), 4)
 
 

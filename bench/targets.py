@@ -164,7 +164,7 @@ def report_cuda(source: Path, architecture: str) -> list[Report]:
 
 
 def worst_sweeps(kernel: Any) -> list[Any]:
-    """Return the dearest sweep that only reads and the dearest that writes, as far as there are."""
+    """Return the most expensive sweep that only reads and the most expensive that writes."""
     reading = [one for one in kernel.sweeps if not one.stored]
     writing = [one for one in kernel.sweeps if one.stored]
     return [max(some, key=lambda one: one.instructions) for some in (reading, writing) if some]
@@ -179,10 +179,10 @@ def nvcc() -> str | None:
 def _costs(
     passes: list[Any], element_bytes: int, each: float | None = None
 ) -> tuple[float | None, float | None]:
-    """Instructions and special functions per element, over all hot loops together."""
+    """Return instructions and special functions per element, over all hot loops together."""
     counted = [(one, each or one.elements(element_bytes)) for one in passes]
     counted = [(one, elements) for one, elements in counted if elements]
-    # a loop that only writes is for the rows that the others leave out
+    # a loop that only writes is for rows that have no gradient
     counted = [pair for pair in counted if pair[0].loaded or pair[0].shared] or counted
     if not counted:
         return None, None

@@ -39,7 +39,7 @@ def _finite(x):
 
 @triton.jit
 def _power_of_two(x):
-    """The largest power of two that is not above x, and its inverse."""
+    """Return the largest power of two that is not above x, and its inverse."""
     exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
     return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(
         tl.float32, bitcast=True
@@ -64,7 +64,7 @@ def _reward(at, rewards, order, limit, MODE: tl.constexpr):
 
 @triton.jit
 def _bound(key, group_ids, count, ABOVE: tl.constexpr):
-    """The first place in sorted ids that holds no less than the key (ABOVE: more than it)."""
+    """Return where in sorted ids the first is that is not below the key (ABOVE: above it)."""
     low = tl.zeros_like(key)
     high = low + count
     while low < high:
@@ -78,7 +78,7 @@ def _bound(key, group_ids, count, ABOVE: tl.constexpr):
 
 @triton.jit
 def _neighbours(first, last, group_ids, group_size, count, MODE: tl.constexpr):
-    """Where the members of the groups of the rewards `first` to `last` lie."""
+    """Return where the groups of the rewards `first` to `last` begin and end."""
     if MODE == CONSECUTIVE:
         end = tl.minimum((last // group_size + 1) * group_size, count)
         return first // group_size * group_size, end
@@ -91,7 +91,7 @@ def _neighbours(first, last, group_ids, group_size, count, MODE: tl.constexpr):
 
 @triton.jit
 def _mean(high, low, size):
-    """The quotient of a sum in two parts, in two parts again."""
+    """Divide a sum that is given in two parts; return the quotient in two parts."""
     mean = tl.div_rn(high, size)
     # mean * size without rounding, after Dekker: halves of the digits multiply exactly
     upper, count = mean * 4097, size * 4097
@@ -112,7 +112,7 @@ def _std(squares, size, correction, scale):
 
 @triton.jit
 def _known(begin, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, MODE: tl.constexpr):
-    """Which of COLUMNS rewards belong to a group without NaN and infinities."""
+    """Say which of COLUMNS rewards belong to a group without NaN and infinities."""
     columns = tl.arange(0, COLUMNS)
     key = _key(begin + columns, group_ids, group_size, count, MODE)
     last = tl.minimum(begin + COLUMNS, count) - 1
@@ -129,7 +129,7 @@ def _known(begin, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, 
 def _batch_std(
     rewards, group_ids, group_size, count, correction, COLUMNS: tl.constexpr, MODE: tl.constexpr
 ):
-    """The deviation of all rewards whose group is finite; every program finds it for itself."""
+    """Return the deviation of all rewards whose group is finite; every program computes it."""
     columns = tl.arange(0, COLUMNS)
     broken = tl.zeros([COLUMNS], tl.int32)
     for begin in range(0, count, COLUMNS):
@@ -254,7 +254,7 @@ def group_advantages_kernel(
 def _compared(
     near, end, key, rewards, group_ids, order, group_size, COLUMNS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """The next rewards, and for each row which of them are of its group."""
+    """Return the next rewards, and for each row which of them are of its group."""
     at = near + tl.arange(0, COLUMNS)
     y = _reward(at, rewards, order, end, MODE)
     its_key = _key(at, group_ids, group_size, end, MODE)
@@ -307,7 +307,7 @@ def group_advantages_fwd(
 
 
 def _std_of_finite(rewards, means, correction):
-    """The deviation over a large batch, by torch: what each program would take too long for."""
+    """Return the deviation over a large batch, by torch: each program would take too long."""
     known = means.isfinite()
     size = known.sum()
     x = torch.where(known, rewards, 0.0).double()
