@@ -3,9 +3,9 @@
     python bench/sass.py build/targets/*.cubin
 
 NVIDIA cubins are read through the disassembler that the `triton` wheel carries (or one on PATH),
-AMD kernels through the assembly that Triton leaves beside them. A hot loop is an innermost loop that
-reads or writes global memory; a kernel without one is a single pass over its block, and its whole
-code is that pass.
+AMD kernels through the assembly that Triton leaves beside them. A hot loop is an innermost loop
+that reads or writes global memory; a kernel without one is a single pass over its block, and its
+whole code is that pass.
 """
 
 from __future__ import annotations
