@@ -1,4 +1,4 @@
-"""Generalised advantage estimation and discounted returns."""
+"""Generalized advantage estimation and discounted returns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fastrl.ops.token_weights import bounds_of
 
 
 class Gae(NamedTuple):
-    """Advantages and returns, of the shape of the rewards; 0 at masked tokens.
+    """Advantages and returns, in the shape of the rewards; 0 at masked tokens.
 
     Attributes:
         advantages: A_t.
-        returns: A_t + V_t, the target of the value function.
+        returns: A_t + V_t, the targets of the value function.
 
     Example:
         >>> import torch, fastrl
@@ -44,25 +44,26 @@ def gae(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Gae:
-    """Return the advantages of Schulman et al. 2016 (arXiv 1506.02438) by a reverse scan.
+    """Return generalized advantage estimates (Schulman et al. 2016, arXiv 1506.02438).
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  returns = A + V,
-    where t + 1 is the next valid token: masked ones are stepped over. lam = 0 is one-step TD,
-    lam = 1 Monte Carlo.
+    where t + 1 is the next valid token; masked tokens are skipped. lam = 0 is one-step TD,
+    lam = 1 is Monte Carlo.
 
     Args:
         rewards: `[B, T]` or packed `[N]`.
         values: the shape of `rewards`.
-        mask: 0/1, the shape of `rewards`; masked tokens (padding, tool output) are transparent.
+        mask: 0/1, the shape of `rewards`; masked tokens (padding, tool output) are skipped.
         gamma: discount, in [0, 1].
         lam: trace decay, in [0, 1].
-        terminated: 0/1, the shape of `rewards`: nothing follows, V_{t+1} = 0 and the trace ends.
-        truncated: 0/1, the shape of `rewards`: the trace ends, the value that follows is kept:
-            `bootstrap_values[b, t]` where those are per token, else the next token's.
-        bootstrap_values: what follows the last valid token, `[B]` (packed `[S]`), or per token
-            the value of the state after it, the shape of `rewards` (which wins where the two
-            shapes are the same); None is 0.
-        cu_seqlens: int `[S + 1]`, where packed sequences begin and end; None is one sequence.
+        terminated: 0/1, the shape of `rewards`: the episode ends after t, so V_{t+1} = A_{t+1} = 0.
+        truncated: 0/1, the shape of `rewards`: the trajectory is cut after t, so A_{t+1} = 0 but
+            V_{t+1} is kept, from `bootstrap_values[b, t]` if these are per token, else from the
+            next token.
+        bootstrap_values: the value of the state after the last valid token, `[B]` (packed `[S]`),
+            or after every token, the shape of `rewards` (which takes precedence if the two shapes
+            are equal); None is 0.
+        cu_seqlens: int `[S + 1]`, the bounds of packed sequences; None is one sequence.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -106,12 +107,12 @@ def gae(
     )
     chosen = resolve(backend, r.device, dtype)
     if chosen == "reference":
-        everything = torch.ones_like(inputs[0], dtype=torch.bool)
-        masked = everything if inputs[2] is None else inputs[2]
-        parts = reference.gae(inputs[0], inputs[1], masked, *inputs[3:])
+        ones = torch.ones_like(inputs[0], dtype=torch.bool)
+        valid = ones if inputs[2] is None else inputs[2]
+        outputs = reference.gae(inputs[0], inputs[1], valid, *inputs[3:])
     else:
-        parts = cast("tuple[Tensor, Tensor]", operators(chosen).gae_fwd(*inputs))
-    return Gae(*(part.reshape(r.shape) for part in parts))
+        outputs = cast("tuple[Tensor, Tensor]", operators(chosen).gae_fwd(*inputs))
+    return Gae(*(output.reshape(r.shape) for output in outputs))
 
 
 def discounted_returns(
@@ -125,14 +126,14 @@ def discounted_returns(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return G_t = r_t + gamma G_{t+1}, the discounted reward to go, stepping over masked tokens.
+    """Return the discounted rewards-to-go G_t = r_t + gamma G_{t+1}, skipping masked tokens.
 
     Args:
         rewards: as in `gae`.
         mask: as in `gae`.
         gamma: discount, in [0, 1].
         terminated: as in `gae`.
-        truncated: as in `gae`; the sum ends there, with what `bootstrap_values` says follows.
+        truncated: as in `gae`, with G_{t+1} from `bootstrap_values`, or 0 without one for t.
         bootstrap_values: as in `gae`.
         cu_seqlens: as in `gae`.
         backend: `auto`, or the backend to use.
@@ -166,12 +167,12 @@ def discounted_returns(
 def _bootstrap(
     bootstrap_values: object, rewards: Tensor, sequences: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return `[S]`, or per token `[B, T]`."""
+    """Return bootstrap values per sequence, `[S]`, or per token, `[B, T]`."""
     if bootstrap_values is None:
         return None
     value = floating("bootstrap_values", bootstrap_values).detach()
     on_device("bootstrap_values", value, rewards, "rewards")
-    if value.shape == rewards.shape:  # per token comes first where the two shapes are one
+    if value.shape == rewards.shape:  # takes precedence if both shapes are equal
         value = value[None] if rewards.dim() == 1 else value
         return value.to(dtype).contiguous()
     if value.shape == (sequences,):

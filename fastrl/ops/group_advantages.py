@@ -1,4 +1,4 @@
-"""Advantages of rewards relative to their group."""
+"""Group-relative advantages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fastrl.ops.token_weights import check_group_size
 
 
 class GroupAdvantages(NamedTuple):
-    """Advantages and the statistics of the group of each reward, all of the shape of the rewards.
+    """Advantages and statistics of each reward's group, in the shape of the rewards.
 
     Attributes:
-        advantages: what multiplies the policy ratio.
+        advantages: the advantage of each reward.
         mean: mean reward of the group.
         std: standard deviation of the group's rewards.
-        informative: bool, False where all rewards of the group are equal.
+        informative: bool, False if all rewards of the group are equal.
 
     Example:
         >>> import torch, fastrl
@@ -50,25 +50,25 @@ def group_advantages(
     convention: Convention = "fastrl",
     backend: Backend = "auto",
 ) -> GroupAdvantages:
-    """Return (r - baseline) / (std + eps) within each group of answers to one prompt.
+    """Return (r - baseline) / (std + eps) within each group of responses to the same prompt.
 
-    GRPO (Shao et al. 2024) is the default, with TRL's eps and unbiased std; Dr. GRPO takes
-    `scale="none"`, RLOO (Ahmadian et al. 2024) `baseline="leave_one_out", scale="none"`. Mean and
-    variance take two passes in float64. A group of equal rewards gives exactly 0 (unless
-    `baseline="none"`); what is not finite stays in its group.
+    The defaults are GRPO (Shao et al. 2024) with TRL's eps and unbiased std. Dr. GRPO is
+    `scale="none"`, RLOO (Ahmadian et al. 2024) is `baseline="leave_one_out", scale="none"`. Mean
+    and variance are computed in two passes in float64. A group of equal rewards gives exactly 0
+    (unless `baseline="none"`). A non-finite reward affects only its group.
 
     Args:
         rewards: `[N]`, or `[P, G]` for P groups of G.
-        group_size: so many consecutive rewards form a group (not needed for `[P, G]`).
-        group_ids: integers, the shape of `rewards`, in any order: the group of each.
+        group_size: number of consecutive rewards in a group (not needed for `[P, G]`).
+        group_ids: integers, the shape of `rewards`: the group of each, in any order.
         baseline: `mean`, `leave_one_out` (mean of the others) or `none`.
-        scale: divide by the std of the `group`, of the whole `batch`, or by nothing (`none`).
-        correction: degrees of freedom taken off in the std, as in `torch.std`; 1 if None.
-        eps: added to the std; that of the convention if None.
-        singleton: what a group of one gets: `zero`, or its reward as it is (`raw`); that of the
-            convention if None.
-        convention: whose `eps` and `singleton`: `fastrl` and `trl` 1e-4, zero; `verl` 1e-6, raw;
-            `openrlhf` 1e-9, zero.
+        scale: divide by the std of the `group`, of the whole `batch`, or not at all (`none`).
+        correction: subtracted from n in the variance, as in `torch.std`; None is 1.
+        eps: added to the std; None means the value of the convention.
+        singleton: the advantage in a group of one: `zero`, or the reward itself (`raw`); None
+            means the value of the convention.
+        convention: the trainer whose `eps` and `singleton` are the defaults: `fastrl` and `trl`
+            1e-4, zero; `verl` 1e-6, raw; `openrlhf` 1e-9, zero.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -76,7 +76,7 @@ def group_advantages(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, or the grouping is missing.
+        ValueError: an argument has the wrong shape or value, or no groups are given.
 
     Example:
         >>> import torch, fastrl
@@ -89,10 +89,10 @@ def group_advantages(
         raise ValueError(f"rewards must have shape [N] or [P, G], got {tuple(r.shape)}")
     one_of("baseline", baseline, BASELINES)
     one_of("scale", scale, SCALES)
-    usual = ADVANTAGE_CONVENTIONS[one_of("convention", convention, tuple(ADVANTAGE_CONVENTIONS))]
-    correction = number("correction", usual[0] if correction is None else correction, low=0.0)
-    eps = number("eps", usual[1] if eps is None else eps, low=0.0)
-    alone = one_of("singleton", usual[2] if singleton is None else singleton, SINGLETONS)
+    defaults = ADVANTAGE_CONVENTIONS[one_of("convention", convention, tuple(ADVANTAGE_CONVENTIONS))]
+    correction = number("correction", defaults[0] if correction is None else correction, low=0.0)
+    eps = number("eps", defaults[1] if eps is None else eps, low=0.0)
+    rule = one_of("singleton", defaults[2] if singleton is None else singleton, SINGLETONS)
     if group_ids is not None:
         if group_size is not None:
             raise ValueError("group_size and group_ids cannot both be given")
@@ -107,7 +107,7 @@ def group_advantages(
         if r.dim() == 2 and size != max(r.shape[1], 1):
             raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
         ids = None
-        if isinstance(size, torch.SymInt):  # the operators take an int, which would be this call's
+        if isinstance(size, torch.SymInt):  # as an argument of the operator it would be specialized
             ids, size = torch.arange(r.numel(), device=r.device) // size, 0
     flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
     chosen = resolve(backend, r.device, r.dtype)
@@ -121,7 +121,7 @@ def group_advantages(
             scale=scale,
             correction=correction,
             eps=eps,
-            singleton=alone,
+            singleton=rule,
         )
     else:
         result = cast(
@@ -134,7 +134,7 @@ def group_advantages(
                 SCALES.index(scale),
                 correction,
                 eps,
-                SINGLETONS.index(alone),
+                SINGLETONS.index(rule),
             ),
         )
-    return GroupAdvantages(*(part.reshape(r.shape) for part in result))
+    return GroupAdvantages(*(output.reshape(r.shape) for output in result))

@@ -23,19 +23,19 @@ def kl_divergence(
 ) -> Tensor:
     """Return an estimate of KL(pi || ref) for each token sampled from pi.
 
-    With d = ref_logprobs - logprobs, held within +-80 (0 where both are the same infinity: a token
-    that both exclude):  k1 = -d (unbiased, any sign),  k2 = d^2 / 2,  k3 = exp(d) - 1 - d
-    (unbiased and never negative),  abs = |d|
+    With d = ref_logprobs - logprobs, clamped to +-80:  k1 = -d (unbiased, any sign),
+    k2 = d^2 / 2,  k3 = exp(d) - 1 - d (unbiased, never negative),  abs = |d|
     (Schulman, "Approximating KL divergence", 2020). verl calls them kl, mse, low_var_kl and abs.
-    An infinite log-probability is a constant, with the gradient 0; of any other the gradient is NaN
-    where the estimate is.
+    If both are the same infinity (a token that both policies exclude), d = 0. An infinite
+    log-probability is a constant with gradient 0; all others have the gradient NaN if the estimate
+    is NaN.
 
     Args:
-        logprobs: of the policy, any shape; the gradient flows here and to `ref_logprobs`.
-        ref_logprobs: of the reference, the same shape.
+        logprobs: under the policy, any shape; differentiable, as is `ref_logprobs`.
+        ref_logprobs: under the reference policy, the same shape.
         estimator: `k1`, `k2`, `k3` or `abs`.
-        clamp: hold the estimate within +-clamp (no gradient beyond), or None.
-        backend: `auto` or `reference`; this function is plain torch on every device.
+        clamp: clamp the estimate to +-clamp (gradient 0 outside), or None.
+        backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
         The estimate of each token, fp32 (fp64 from fp64).
@@ -58,6 +58,6 @@ def kl_divergence(
     bound = inf if clamp is None else positive("clamp", clamp)
     dtype = torch.float64 if current.dtype == torch.float64 else torch.float32
     kl = reference.kl_estimate(current.to(dtype), ref.to(dtype), estimator, bound)
-    if estimator in ("k1", "abs") and kl.requires_grad:  # their slopes would be finite at NaN
+    if estimator in ("k1", "abs") and kl.requires_grad:  # whose gradients would be finite at NaN
         kl = kl * torch.where(kl.isnan(), kl.detach(), 1.0)
     return kl

@@ -1,4 +1,4 @@
-"""The policy loss straight from hidden states and the LM head, a chunk of logits at a time."""
+"""The policy loss from hidden states and the LM head, a chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -54,28 +54,29 @@ def linear_policy_loss(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> PolicyLoss:
-    """Return `logits_policy_loss` of hidden @ weight^T + bias, never holding those logits.
+    """Return `logits_policy_loss` of hidden @ weight^T + bias, without storing all logits at once.
 
-    At token level the loss and all gradients come from one visit to each chunk of rows: 6NHV
-    floating-point operations, 4NHV with a frozen head, 2NHV without gradient. Masked rows enter
-    no GEMM; rows whose slope is 0 (clipped, no advantage) enter none of the gradient's.
-    What needs all current log-probabilities or entropies first (ratios of sequences, masks of the
-    objective, a rollout correction on policy) visits the rows twice (8NHV), in the same memory; so
-    does a function as objective under `torch.compile`.
+    At token level, the loss and all gradients are computed in one pass over chunks of rows: 6NHV
+    floating-point operations, 4NHV with a frozen head, 2NHV without gradients. Masked rows are left
+    out of all GEMMs, rows without advantage or weight out of the gradient GEMMs (on a CPU also
+    clipped rows).
+    Objectives that depend on all current log-probabilities or entropies (sequence-level ratios,
+    masks, a rollout correction on policy) take two passes (8NHV) and no more memory, as do Python
+    functions under `torch.compile`.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
-        weight: of the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
+        weight: the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
         token_ids: integers `[B, T]` or `[N]`.
         advantages: as in `policy_loss`.
         mask: 0/1, the shape of `token_ids`.
         bias: `[V]`, or None.
-        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head, or None.
-        chunk_tokens: rows at a time; None chooses from the vocabulary and the device.
-        compact: leave idle rows out, which on a GPU costs one synchronisation; False keeps them.
-        metrics: if False, the metrics are empty, and where one visit is enough rows without
-            advantage or weight are not even projected, whatever they hold, unless KL or entropy
-            asks for them.
+        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
+        chunk_tokens: rows in a chunk; None chooses by vocabulary and device.
+        compact: skip rows without effect, which on a GPU takes one synchronization.
+        metrics: if False, the metrics are empty. If one pass is enough, rows with advantage or
+            weight 0 are then not projected, unless the KL or entropy term needs them; NaN in them
+            has no effect.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
@@ -84,22 +85,22 @@ def linear_policy_loss(
         ref_logprobs: as in `policy_loss`.
         rollout_logprobs: as in `policy_loss`.
         policy_weights: as in `policy_loss`.
-        objective: as in `policy_loss`; a Python function sees the tokens of one chunk at a
-            time, `[1, C]`, so it has to treat each token by itself.
+        objective: as in `policy_loss`; a Python function is called with one chunk of tokens at a
+            time, `[1, C]`, so it must treat tokens independently.
         normalizer: as in `policy_loss`.
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
-        backend: `auto`, or the backend that works on the chunks. A function as objective takes
-            `auto` or `reference`: PyTorch evaluates it, on log-probabilities from the fastest.
+        backend: `auto`, or the backend for the chunks. A function as objective needs `auto` or
+            `reference`: PyTorch evaluates it, on log-probabilities from the fastest backend.
 
     Returns:
-        `PolicyLoss`; the entropy among its metrics is exact.
+        `PolicyLoss`; the metric `entropy` is exact.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, is missing, or has no effect, or the
-            weight is an emptied ZeRO-3 shard.
+        ValueError: an argument has the wrong shape or value, is missing, or has no effect, or
+            ZeRO-3 has partitioned the weight.
 
     Example:
         >>> import torch, fastrl
@@ -145,7 +146,7 @@ def linear_policy_loss(
         backend="reference" if unsupported else options.backend,
     )
     flag("metrics", metrics)
-    # a loop over chunks in Python would be cut to the values of one call
+    # a trace would record the loop over chunks with the row order of this call
     unrolled = callable(chosen.surrogate) and is_traced(states)
     if inputs.tokenwise() and not unrolled:
         result = _one_pass(states, rows, head, inputs, options, token_ids.shape, metrics=metrics)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states and the LM head; logits live a chunk at a time."""
+"""Log-probabilities of tokens from hidden states and the LM head, a chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ def linear_token_logprobs(
     ignore_index: int = -100,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return `token_logprobs` of hidden @ weight^T + bias, never holding those logits.
+    """Return `token_logprobs` of hidden @ weight^T + bias, without storing all logits at once.
 
-    Rows are projected a chunk at a time, in fp32 whatever the operands. The backward projects
-    them again: 2NHV floating-point operations forward, 6NHV backward, 4NHV with a frozen head.
-    Masked rows enter no GEMM, rows whose upstream gradient is 0 none of the backward's.
+    Rows are projected to fp32 logits a chunk at a time, and again in the backward: 2NHV
+    floating-point operations in the forward, 6NHV in the backward, 4NHV with a frozen head. Masked
+    rows are left out of all GEMMs, rows with upstream gradient 0 out of those of the backward.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or `[N, H]`.
-        weight: of the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
+        weight: the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
         token_ids: integers `[B, T]` or `[N]`.
         bias: `[V]`, or None.
-        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head, or None.
-        chunk_tokens: rows at a time; None chooses from the vocabulary and the device.
-        compact: leave idle rows out, which on a GPU costs one synchronisation; False keeps them.
+        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
+        chunk_tokens: rows in a chunk; None chooses by vocabulary and device.
+        compact: skip rows without effect, which on a GPU takes one synchronization.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
-        backend: `auto`, or the backend that works on the chunks.
+        backend: `auto`, or the backend for the chunks.
 
     Returns:
-        Log-probabilities in fp32, the shape of `token_ids`. GEMMs of fp32 operands are torch's:
-        `torch.set_float32_matmul_precision` below "highest" rounds them, too.
+        Log-probabilities in fp32, the shape of `token_ids`. fp32 GEMMs are those of torch, which
+        round their operands if `torch.set_float32_matmul_precision` is below "highest".
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, the weight is an emptied ZeRO-3
-            shard, or the backend cannot do the call.
+        ValueError: an argument has the wrong shape or value, ZeRO-3 has partitioned the weight, or
+            the backend cannot do the call.
 
     Example:
         >>> import torch, fastrl
@@ -109,13 +109,13 @@ def linear_token_stats(
     ignore_index: int = -100,
     backend: Backend = "auto",
 ) -> TokenStats:
-    """Return `token_stats` of hidden @ weight^T + bias, never holding those logits.
+    """Return `token_stats` of hidden @ weight^T + bias, without storing all logits at once.
 
     Args:
         hidden: as in `linear_token_logprobs`.
         weight: as in `linear_token_logprobs`.
         token_ids: integers `[B, T]` or `[N]`.
-        outputs: the fields of `TokenStats` wanted; the others are None.
+        outputs: the fields of `TokenStats` to return; the others are None.
         bias: as in `linear_token_logprobs`.
         lora: as in `linear_token_logprobs`.
         chunk_tokens: as in `linear_token_logprobs`.
@@ -125,15 +125,15 @@ def linear_token_stats(
         logit_softcap: as in `token_logprobs`.
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
-        backend: `auto`, or the backend that works on the chunks.
+        backend: `auto`, or the backend for the chunks.
 
     Returns:
         `TokenStats`, fp32 (is_top1 bool), each the shape of `token_ids`; 0 at masked rows.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, the weight is an emptied ZeRO-3
-            shard, or the backend cannot do the call.
+        ValueError: an argument has the wrong shape or value, ZeRO-3 has partitioned the weight, or
+            the backend cannot do the call.
 
     Example:
         >>> import torch, fastrl
@@ -164,7 +164,7 @@ def linear_token_stats(
 
 
 class ChunkOptions(NamedTuple):
-    """How a linear form walks its rows; the backend is a concrete one."""
+    """How a linear form is chunked; `backend` is a concrete one."""
 
     chunk_tokens: int | None
     compact: bool
@@ -183,7 +183,7 @@ def linear_inputs(
     logit_softcap: object,
     ignore_index: object,
 ) -> tuple[Tensor, RowArguments, LinearHead]:
-    """Check what the linear forms share; return hidden `[N, H]`, differentiable, and rows `[N]`."""
+    """Check common arguments; return differentiable hidden states `[N, H]`, rows `[N]`, head."""
     refuse_transforms("a function of hidden states")
     states = floating("hidden", hidden)
     if states.dim() not in (2, 3) or states.shape[-1] == 0:
@@ -200,11 +200,10 @@ def linear_inputs(
         name="hidden",
         vocabulary=head.vocabulary,
     )
-    heat = rows.temperatures
     flat = rows._replace(
         token_ids=rows.token_ids.reshape(-1),
         mask=active_rows(rows, head.vocabulary).reshape(-1),
-        temperatures=None if heat is None else heat.reshape(-1),
+        temperatures=None if rows.temperatures is None else rows.temperatures.reshape(-1),
     )
     return padded.reshape(-1, padded.shape[-1]), flat, head
 
@@ -214,22 +213,22 @@ def chunk_options(
     compact: object,
     backend: str,
     head: LinearHead,
-    unable: str | None = None,
+    unsupported: str | None = None,
 ) -> ChunkOptions:
-    """Check how to walk the rows, and choose the backend for the chunks.
+    """Check the options, and choose the backend for the chunks.
 
-    `unable` says why it cannot score them, too.
+    `unsupported` is why compiled kernels cannot evaluate the objective, or None.
     """
     if chunk_tokens is not None:
         chunk_tokens = whole("chunk_tokens", chunk_tokens, low=1)
-    chosen = resolve(backend, head.weight.device, head.dtype, unable, partial=True)
+    chosen = resolve(backend, head.weight.device, head.dtype, unsupported, partial=True)
     return ChunkOptions(chunk_tokens, flag("compact", compact), chosen)
 
 
 def stats_of_hidden(
     hidden: Tensor, rows: RowArguments, head: LinearHead, options: ChunkOptions
 ) -> tuple[Tensor, ...]:
-    """Return the five fields of `TokenStats`, `[N]`, differentiable."""
+    """Return the five fields of `TokenStats`, `[N]` and differentiable."""
     return cast(
         "tuple[Tensor, ...]",
         _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
@@ -255,8 +254,8 @@ class _LinearTokenStats(torch.autograd.Function):
         stats = RowStats._make(
             torch.ops.fastrl.linear_token_stats_fwd(*parameters, lora_scale, *rows, *options)
         )
-        of_rows = (rows.token_ids, rows.mask, rows.temperatures)
-        save(ctx, *parameters, *of_rows, stats.row_max, stats.log_sum, stats.entropy)
+        row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
+        save(ctx, *parameters, *row_tensors, stats.row_max, stats.log_sum, stats.entropy)
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.lora_scale, ctx.options = lora_scale, options
         ctx.mark_non_differentiable(stats.sum_sq_probs, stats.is_top1)
@@ -269,7 +268,7 @@ class _LinearTokenStats(torch.autograd.Function):
         *parameters, token_ids, mask, temperatures, row_max, log_sum, entropy = saved(ctx)
         rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
         needs = list(ctx.needs_input_grad[:5])
-        found = torch.ops.fastrl.linear_token_stats_bwd(
+        grads_out = torch.ops.fastrl.linear_token_stats_bwd(
             *parameters,
             ctx.lora_scale,
             *rows,
@@ -280,5 +279,10 @@ class _LinearTokenStats(torch.autograd.Function):
             *grads[:3],
             needs,
         )
-        wanted = zip(found, parameters, needs, strict=True)
-        return (*(grad.to(x.dtype) if need else None for grad, x, need in wanted), None, None, None)
+        outputs = zip(grads_out, parameters, needs, strict=True)
+        return (
+            *(grad.to(x.dtype) if need else None for grad, x, need in outputs),
+            None,
+            None,
+            None,
+        )

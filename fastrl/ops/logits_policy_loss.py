@@ -1,4 +1,4 @@
-"""The policy loss straight from logits: loss and gradient in one pass over them."""
+"""The policy loss from logits, with its gradient in the same pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import (
-    before_overwriting,
+    alias_before_overwriting,
     mark_overwritten,
     with_gradients,
 )
@@ -46,13 +46,14 @@ def logits_policy_loss(
     inplace: bool = False,
     backend: Backend = "auto",
 ) -> PolicyLoss:
-    """Return `policy_loss` of the tokens' log-probabilities under softmax(z), z from logits.
+    """Return `policy_loss` of the log-probabilities of tokens under logits.
 
-    The same numbers as `policy_loss(*token_stats(logits, token_ids), ...)`, without storing
-    anything of the size of the logits but their gradient. Where the objective is at token level
-    the row is read once and its gradient written once, while it is still in cache:
-    dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H), c_t = dL/dlogprob_t.
-    fp16 logits, ratios of sequences, masks of the objective and Python functions take a second
+    Equals `policy_loss` of the `token_logprobs` and entropies of the logits. The only other tensor
+    of the size of the logits is their gradient. For objectives at token level each row is read once
+    and its gradient written once, while the row is still in cache:
+    dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H) with c_t = dL/dlogprob_t and
+    z as in `token_logprobs`.
+    fp16 logits, sequence-level ratios, masks of the objective and Python functions need a second
     read in the backward.
 
     Args:
@@ -74,14 +75,14 @@ def logits_policy_loss(
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
-        inplace: let the gradient be written over the logits, which saves a tensor of their size
-            (a permission: the reference backend has no use for it). The logits are gone then;
-            a gradient through another use of them raises.
-        backend: `auto`, or the backend to use. A function as objective takes `auto` or `reference`:
+        inplace: allow the gradient to overwrite the logits, which saves a tensor of their size (the
+            reference backend never does). The logits cannot be used afterwards: a gradient
+            through another use raises.
+        backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`:
             PyTorch evaluates it, on log-probabilities from the fastest backend.
 
     Returns:
-        `PolicyLoss`; the entropy among its metrics is exact.
+        `PolicyLoss`; the metric `entropy` is exact.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -140,11 +141,11 @@ def logits_policy_loss(
 
 
 def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
-    """Say whether loss and gradient can come from a single visit to each row."""
+    """Return whether loss and gradient can be computed in a single pass over the rows."""
     return (
         torch.is_grad_enabled()
         and logits.requires_grad
-        # an fp16 gradient has to be scaled before it is rounded, so it waits for the backward
+        # an fp16 gradient must be scaled before it is rounded, hence in the backward
         and logits.dtype != torch.float16
         and not callable(inputs.objective.surrogate)
         and inputs.tokenwise()
@@ -152,20 +153,20 @@ def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
 
 
 def _one_pass(
-    given: Tensor, padded: Tensor, rows: RowArguments, *, inplace: bool, inputs: LossInputs
+    original: Tensor, padded: Tensor, rows: RowArguments, *, inplace: bool, inputs: LossInputs
 ) -> PolicyLoss:
     logits = with_unit_vocabulary_stride(padded)
     constants = inputs.masked_arguments(inputs.arguments.advantages, None)  # reads neither
     arguments = (*rows, *constants, *inputs.objective.arguments)
     run = operators(inputs.backend)
     if inplace and logits is padded and not torch.compiler.is_compiling():
-        taker = before_overwriting(logits)
+        target = alias_before_overwriting(logits)
         logprobs, entropy = run.logits_policy_loss_fwd_(logits.detach(), *arguments)
-        mark_overwritten(given)
-        grad_logits = taker.detach()
+        mark_overwritten(original)
+        grad_logits = target.detach()
     else:
-        taker = logits
+        target = logits
         logprobs, entropy, grad_logits = run.logits_policy_loss_fwd(logits.detach(), *arguments)
     loss, _, _, metrics = inputs.evaluate(logprobs, entropy, constants)
-    loss = with_gradients(loss, [(taker, grad_logits)])
-    return policy_loss_result(loss, metrics, logprobs, entropy, given.shape[:-1])
+    loss = with_gradients(loss, [(target, grad_logits)])
+    return policy_loss_result(loss, metrics, logprobs, entropy, original.shape[:-1])

@@ -12,15 +12,15 @@ from fastrl.checks import as_mask, flag, floating, whole
 def masked_mean(
     x: Tensor, mask: Tensor, *, dim: int | None = None, backend: Backend = "auto"
 ) -> Tensor:
-    """Return the mean of x over the entries where the mask is 1; 0 where there is none.
+    """Return the mean of x over the entries where the mask is 1, or 0 if there are none.
 
-    sum(mask * x) / sum(mask), with masked entries selected away, so NaN there is inert.
+    sum(mask * x) / sum(mask), except that NaN and infinity in masked entries have no effect.
 
     Args:
         x: any shape.
         mask: 0/1, the shape of `x`.
         dim: the dimension to reduce, or None for all.
-        backend: `auto` or `reference`; this function is plain torch on every device.
+        backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
         fp32 (fp64 from fp64), differentiable in `x`.
@@ -53,17 +53,17 @@ def whiten(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) over the masked entries, 0 at the others.
+    """Return (x - mean) / sqrt(var + 1e-8) of the entries where the mask is 1, and 0 elsewhere.
 
-    The variance is the unbiased one (divided by n - 1), in two passes, as in TRL's
-    `masked_whiten` and verl's. With fewer than two valid entries it counts as 0.
+    The variance is unbiased (divided by n - 1) and computed in two passes, as in `masked_whiten` of
+    TRL and verl. It is 0 if fewer than two entries are valid.
 
     Args:
         x: any shape.
         mask: 0/1, the shape of `x`.
-        shift_mean: subtract the mean; if False only the scale changes.
+        shift_mean: subtract the mean; if False, only scale.
         process_group: ranks whose entries are whitened together; None is this process alone.
-        backend: `auto` or `reference`; this function is plain torch on every device.
+        backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
         fp32 (fp64 from fp64), the shape of `x`, without gradient.
@@ -85,17 +85,17 @@ def whiten(
         )
     values, valid = _masked(x.detach() if isinstance(x, Tensor) else x, mask)
 
-    def total(part: Tensor) -> Tensor:
-        whole = part.sum()
+    def total(local: Tensor) -> Tensor:
+        result = local.sum()
         if process_group is not None:
-            torch.distributed.all_reduce(whole, group=process_group)
-        return whole
+            torch.distributed.all_reduce(result, group=process_group)
+        return result
 
     count = total(valid.to(values.dtype))
     mean = total(values) / count.clamp(min=1)
-    centred = torch.where(valid, values - mean, 0.0)
-    variance = total(centred.square()) / (count - 1).clamp(min=1)
-    scaled = centred * torch.rsqrt(variance + 1e-8)
+    centered = torch.where(valid, values - mean, 0.0)
+    variance = total(centered.square()) / (count - 1).clamp(min=1)
+    scaled = centered * torch.rsqrt(variance + 1e-8)
     return torch.where(valid, scaled if shift_mean else scaled + mean, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a loss over micro-batches and ranks."""
+"""The metrics of a loss, and their reduction over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INDEX = {name: index for index, name in enumerate(METRICS)}
 
 
 class LossMetrics(Mapping[str, Tensor]):
-    """The metrics of a policy loss by name: 0-d tensors, views of one vector on the device.
+    """The metrics of a policy loss by name: 0-d tensors, views of a vector on the device.
 
     Attributes:
-        vector: all of them, in the order of the names.
+        vector: all metrics, in the order of the names.
 
     Example:
         >>> import torch, fastrl
@@ -33,7 +33,7 @@ class LossMetrics(Mapping[str, Tensor]):
     __slots__ = ("vector",)
 
     def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
-        """`values` is the vector, or a mapping that has every name."""
+        """`values`: the vector, or a mapping with all names."""
         if isinstance(values, Mapping):
             values = torch.stack([values[name] for name in METRICS])
         self.vector = values
@@ -51,11 +51,11 @@ class LossMetrics(Mapping[str, Tensor]):
         return repr(dict(self))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # a checkpoint that `torch.load` reads with weights_only=True may hold no class of ours
+        # torch.load(weights_only=True) would reject this class
         return OrderedDict, (), None, None, iter(self.items())
 
     def to_floats(self) -> dict[str, float]:
-        """Return them as Python numbers: one transfer, where `.item()` of each takes twelve."""
+        """Return them as Python floats with one transfer from the device instead of twelve."""
         return dict(zip(METRICS, self.vector.tolist(), strict=True))
 
 
@@ -65,26 +65,27 @@ def reduce_metrics(
     *,
     policy_loss: Literal["sum", "mean"] = "sum",
 ) -> LossMetrics:
-    """Return the metrics of all micro-batches and ranks together, equal on every rank.
+    """Return metrics over all micro-batches and ranks, equal on every rank.
 
-    `active_tokens` is summed, `ratio_max` and `ratio_min` are the extremes of those that have an
-    active token, and every other metric is the mean over all active tokens. `policy_loss` is
-    summed, which is right where a global `normalizer` made each a share of the whole; `"mean"`
-    weighs it by active tokens, which is right for local token means. Two all-reduces of one small
-    vector each, no host synchronisation.
+    `active_tokens` is summed, `ratio_max` and `ratio_min` are the extremes over micro-batches with
+    an active token, and every other metric is the mean over all active tokens. `policy_loss` is
+    summed, as is right for losses with a global `normalizer`; `"mean"` averages it with the active
+    tokens as weights, as is right for local token means. Takes two all-reduces of a small vector
+    and no host synchronization.
 
     Args:
-        metrics: `PolicyLoss.metrics`, or a sequence of them, one of each micro-batch.
-        process_group: the ranks; None is the default group where `torch.distributed` is
-            initialised, and else this process alone.
+        metrics: `PolicyLoss.metrics`, or a sequence with one for each micro-batch.
+        process_group: the ranks; None is the default group if `torch.distributed` is initialized,
+            else this process alone.
         policy_loss: `sum` or `mean`.
 
     Returns:
         `LossMetrics`, fp32 (fp64 from fp64), on the device of the metrics.
 
     Raises:
-        TypeError: `metrics` are no metrics, or `process_group` is no process group.
-        ValueError: there are none, or they have other names (those of `metrics=False` have none).
+        TypeError: an argument has the wrong type.
+        ValueError: the sequence is empty, or the names are wrong (with `metrics=False` there are
+            none).
 
     Example:
         >>> import torch, fastrl
@@ -96,19 +97,19 @@ def reduce_metrics(
         tensor(5.)
     """
     one_of("policy_loss", policy_loss, ("sum", "mean"))
-    table = torch.stack([_row(part) for part in _parts(metrics)])
+    table = torch.stack([_vector(item) for item in _sequence(metrics)])
     dtype, table = table.dtype, table.double()
-    of = dict(zip(METRICS, table.unbind(1), strict=True))
-    tokens = of["active_tokens"][:, None]
-    some = tokens > 0
+    columns = dict(zip(METRICS, table.unbind(1), strict=True))
+    tokens = columns["active_tokens"][:, None]
+    has_tokens = tokens > 0
 
-    sums = LossMetrics(torch.where(some, table * tokens, 0.0).sum(0))
-    sums["active_tokens"].copy_(of["active_tokens"].sum())
+    sums = LossMetrics(torch.where(has_tokens, table * tokens, 0.0).sum(0))
+    sums["active_tokens"].copy_(columns["active_tokens"].sum())
     if policy_loss == "sum":
-        sums["policy_loss"].copy_(of["policy_loss"].sum())
-    # a mean may be NaN, an extreme may not: gloo and NCCL order NaN as they like
-    extremes = torch.stack([of["ratio_max"], -of["ratio_min"]], dim=1)
-    extremes = torch.where(some & ~extremes.isnan(), extremes, -torch.inf).amax(0)
+        sums["policy_loss"].copy_(columns["policy_loss"].sum())
+    # NaN goes through the sums alone: gloo and NCCL do not agree on its maximum
+    extremes = torch.stack([columns["ratio_max"], -columns["ratio_min"]], dim=1)
+    extremes = torch.where(has_tokens & ~extremes.isnan(), extremes, -torch.inf).amax(0)
     group = _group(process_group)
     if group is not None:
         torch.distributed.all_reduce(sums.vector, group=group)
@@ -120,13 +121,12 @@ def reduce_metrics(
     if policy_loss == "sum":
         result["policy_loss"].copy_(sums["policy_loss"])
     for name, extreme in (("ratio_max", extremes[0]), ("ratio_min", -extremes[1])):
-        lost = sums[name].isnan()
-        known = torch.where(count > 0, extreme, 0.0)
-        result[name].copy_(torch.where(lost, sums[name], known))
+        extreme = torch.where(count > 0, extreme, 0.0)
+        result[name].copy_(torch.where(sums[name].isnan(), sums[name], extreme))
     return LossMetrics(result.vector.to(dtype))
 
 
-def _parts(metrics: object) -> Sequence[object]:
+def _sequence(metrics: object) -> Sequence[object]:
     if isinstance(metrics, Mapping):
         return [metrics]
     if not isinstance(metrics, Sequence) or isinstance(metrics, str):
@@ -135,11 +135,11 @@ def _parts(metrics: object) -> Sequence[object]:
             f"got {type(metrics).__name__}"
         )
     if not metrics:
-        raise ValueError("metrics must hold those of at least one micro-batch, got none")
+        raise ValueError("metrics must contain those of at least one micro-batch, got none")
     return metrics
 
 
-def _row(metrics: object) -> Tensor:
+def _vector(metrics: object) -> Tensor:
     if isinstance(metrics, LossMetrics):
         return metrics.vector.detach()
     if not isinstance(metrics, Mapping):

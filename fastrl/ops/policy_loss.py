@@ -1,4 +1,4 @@
-"""The policy loss from token log-probabilities: ratio, clip, KL, aggregation, metrics."""
+"""The policy loss from token log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fastrl.tracing import refuse_transforms
 
 
 class PolicyLoss(NamedTuple):
-    """A policy loss and what is worth watching about it.
+    """A policy loss, its metrics, and the log-probabilities and entropies behind it.
 
     Attributes:
         loss: scalar, differentiable.
         metrics: 0-d tensors on the device, without gradient: `policy_loss` (without KL and
-            entropy), `kl` to the reference and `kl_old` to the old policy (k3), `entropy` (the
-            exact one where it is known, else the sampled estimate -log p), `ratio_mean`,
-            `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (shares of valid
-            tokens where a bound acts), `active_tokens`, `zero_grad_fraction`.
-        logprobs: the log-probabilities of the tokens that the loss saw, detached, `[B, T]` or
-            `[N]`; from logits or hidden states 0 at masked tokens.
-        entropy: the entropies it saw, likewise; None where `policy_loss` was given none.
+            entropy), `kl` to the reference policy and `kl_old` to the old policy (k3), `entropy`
+            (exact if known, else the sample estimate -log p), `ratio_mean`, `ratio_max`,
+            `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (fractions of active tokens where
+            the lower, the upper or either bound is active), `active_tokens`, `zero_grad_fraction`.
+        logprobs: the log-probabilities of the tokens, detached, `[B, T]` or `[N]`; if computed
+            from logits or hidden states, 0 at masked tokens.
+        entropy: the entropies, likewise; None if `policy_loss` was called without.
 
     Example:
         >>> import torch, fastrl
@@ -63,37 +63,38 @@ def policy_loss(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> PolicyLoss:
-    """Return the policy loss of PPO, GRPO and their variants, with gradient and metrics.
+    """Return the loss of PPO, GRPO or another `Objective`, with gradients and metrics.
 
     L = sum_t w_t is_t [c_t f(log r_t, A_t) + kl_coef k_t] - entropy_coef sum_t w_t H_t with
-    log r_t = logprobs - old_logprobs; f and k are those of `Objective`, w_t those of
-    `token_weights`, is_t the rollout correction, c_t the `policy_weights`, 0 where a mask of the
-    objective drops a token. Gradients flow to `logprobs` and `entropy`; everything else is a
-    constant.
+    log r_t = logprobs - old_logprobs. f and k are defined in `Objective`, the weights w_t in
+    `token_weights`, the rollout correction is_t in `RolloutCorrection`; c_t are the
+    `policy_weights`, 0 for tokens that a mask of the objective drops. Differentiable in `logprobs`
+    and `entropy`; all other arguments are constants.
 
     Args:
         logprobs: `[B, T]` or packed `[N]`.
-        advantages: `[B]` or `[B, T]`; packed `[S]` (with `cu_seqlens`) or `[N]`, which it is
-            taken for where S = N.
-        mask: 0/1, the shape of `logprobs`; masked tokens are inert, whatever they hold.
-        old_logprobs: those of the policy that the ratio is against; None is the on-policy case,
-            ratio exactly 1.
-        ref_logprobs: those of the reference policy; needed where `kl_coef > 0`.
-        rollout_logprobs: those of the engine that sampled; for `rollout_correction` and
+        advantages: `[B]` or `[B, T]`; packed `[S]` (with `cu_seqlens`) or `[N]`, which takes
+            precedence if S = N.
+        mask: 0/1, the shape of `logprobs`; masked tokens have no effect, even if they are NaN.
+        old_logprobs: under the policy in the denominator of the ratio; None is the on-policy case
+            with ratio 1.
+        ref_logprobs: under the reference policy; needed if `kl_coef > 0`.
+        rollout_logprobs: from the engine that sampled the tokens; for `rollout_correction` and
             `off_policy_threshold`.
-        entropy: the entropy at each token; needed where `entropy_coef` is not 0 or
-            `top_entropy_quantile` below 1.
-        policy_weights: constant factors of the policy term alone, shaped like `advantages`:
-            importance weights or masks.
+        entropy: the entropy at each token; needed if `entropy_coef` is not 0 or
+            `top_entropy_quantile` is below 1.
+        policy_weights: constant factors in the policy term only, e.g. importance weights or masks;
+            the shape of `advantages`.
         objective: the name of a preset, an `Objective`, or a function
             `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
-        normalizer: the global denominator, as in `token_weights`; a mapping of `"policy"`, `"kl"`
-            and `"entropy"` where the objective has aggregations of their own for them.
+        normalizer: the global denominator, as in `token_weights`. If the objective has separate
+            aggregations for KL or entropy, a mapping with the keys `"policy"`, `"kl"` and
+            `"entropy"`.
         group_size: as in `token_weights`, for `prompt-mean`.
         group_ids: as in `token_weights`, for `prompt-mean`.
-        cu_seqlens: int `[S + 1]`, where packed sequences begin and end.
-        backend: `auto`, or the backend to use. A function as objective takes `auto` or `reference`:
-            PyTorch evaluates it.
+        cu_seqlens: int `[S + 1]`, the bounds of packed sequences.
+        backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`,
+            since PyTorch evaluates it.
 
     Returns:
         `PolicyLoss`.
@@ -114,7 +115,7 @@ def policy_loss(
         >>> round(result.metrics["ratio_mean"].item(), 2), round(result.loss.item(), 2)
         (1.35, -0.24)
         >>> result.loss.backward()
-        >>> logprobs.grad  # the clip holds
+        >>> logprobs.grad  # clipped
         tensor([[0.]])
     """
     refuse_transforms("policy_loss")
@@ -141,27 +142,27 @@ def policy_loss(
     if entropy is None and chosen.top_entropy_quantile < 1:
         raise ValueError("entropy is needed when objective.top_entropy_quantile is below 1")
     padded = inputs.padded("logprobs", tokens, tokens)
-    of_tokens = None if entropy is None else inputs.padded("entropy", entropy, tokens)
-    return loss_of_logprobs(padded, of_tokens, inputs, tokens.shape)
+    padded_entropy = None if entropy is None else inputs.padded("entropy", entropy, tokens)
+    return loss_of_logprobs(padded, padded_entropy, inputs, tokens.shape)
 
 
 def loss_of_logprobs(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, shape: torch.Size
 ) -> PolicyLoss:
-    """Return the loss of `[B, T]` log-probabilities, differentiable; `shape` is the caller's."""
-    seen = logprobs.detach()
-    seen_entropy = None if entropy is None else entropy.detach()
-    arguments = inputs.masked_arguments(seen, seen_entropy)
-    loss, slope, entropy_slope, metrics = inputs.evaluate(seen, seen_entropy, arguments)
+    """Return the differentiable loss of `[B, T]` log-probabilities, the results in `shape`."""
+    detached = logprobs.detach()
+    detached_entropy = None if entropy is None else entropy.detach()
+    arguments = inputs.masked_arguments(detached, detached_entropy)
+    loss, slope, entropy_slope, metrics = inputs.evaluate(detached, detached_entropy, arguments)
     if torch.is_grad_enabled():
         loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)])
-    return policy_loss_result(loss, metrics, seen, seen_entropy, shape)
+    return policy_loss_result(loss, metrics, detached, detached_entropy, shape)
 
 
 def policy_loss_result(
     loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, shape: torch.Size
 ) -> PolicyLoss:
-    """Return loss and metrics with what the loss saw, in the caller's shape."""
+    """Return a `PolicyLoss` with log-probabilities and entropies in the caller's shape."""
     if logprobs.shape != shape:
         logprobs = logprobs.reshape(shape)
         entropy = None if entropy is None else entropy.reshape(shape)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens from logits, with entropy and other statistics."""
+"""Log-probabilities, entropies and other statistics of tokens from logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fastrl.tracing import refuse_transforms
 
 
 class TokenStats(NamedTuple):
-    """Statistics of the distribution at each token; a field that was not asked for is None.
+    """Statistics of the distribution at each token; fields that were not requested are None.
 
     Attributes:
-        logprobs: log p(token), fp32, the shape of `token_ids`.
+        logprobs: log p(token).
         entropy: -sum p log p, in nats.
         logsumexp: log sum exp z.
         sum_sq_probs: sum p^2 (no gradient).
-        is_top1: bool, no logit is greater than that of the token.
+        is_top1: bool, whether no logit is greater than the token's.
 
     Example:
         >>> import torch, fastrl
@@ -56,23 +56,22 @@ def token_logprobs(
 ) -> Tensor:
     """Return log softmax(z)[token] with z = softcap(logit_scale * logits) / temperature.
 
-    Takes the place of TRL's `selective_log_softmax(logits, index)` and of verl's
-    `logprobs_from_logits(logits, labels)`. The gradient is
-    d log p_y / dz_j = [j = y] - p_j; nothing of the size of the logits is kept for it but the
-    logits themselves.
+    Replaces TRL's `selective_log_softmax(logits, index)` and verl's
+    `logprobs_from_logits(logits, labels)`. The gradient is d log p_y / dz_j = [j = y] - p_j. The
+    logits are the only tensor of their size that is kept for the backward.
 
     Args:
         logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
         token_ids: integers `[B, T]` or `[N]`.
-        temperature: a float, or a tensor `[]`, `[B, T]`, `[N]`, `[B]` or `[B, 1]` per row.
+        temperature: a float, or a tensor `[]`, `[B, T]`, `[N]`, `[B]` or `[B, 1]`.
         logit_scale: factor on the logits (Cohere, Granite), above 0.
         logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None. These three and their
-            quotients lie in [1e-30, 1e30] (not checked in a tensor on a GPU).
-        mask: 0/1, the shape of `token_ids`; masked rows give 0, whatever they hold.
-        ignore_index: rows with this id give 0, too.
-        inplace_backward: let the backward write the gradient over the logits, which saves a
-            tensor of their size (a permission: the reference backend has no use for it). The
-            logits are gone then; a gradient through another use of them raises.
+            quotients must be in [1e-30, 1e30] (not checked for a tensor on a GPU).
+        mask: 0/1, the shape of `token_ids`; masked rows give 0, even if they contain NaN.
+        ignore_index: rows with this id are masked, too.
+        inplace_backward: allow the backward to overwrite the logits with their gradient, which
+            saves a tensor of their size (the reference backend never does). The logits cannot be
+            used afterwards: a gradient through another use raises.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -119,13 +118,13 @@ def token_stats(
     """Return log-probability, entropy and other statistics in one pass over the logits.
 
     With z as in `token_logprobs`: logprobs = log p_y, entropy H = -sum_j p_j log p_j,
-    logsumexp = log sum_j exp z_j, sum_sq_probs = sum_j p_j^2, is_top1: z_y is the maximum. The
+    logsumexp = log sum_j exp z_j, sum_sq_probs = sum_j p_j^2, is_top1 = (z_y is the maximum). The
     first three are differentiable: dH/dz_j = -p_j (log p_j + H), d logsumexp/dz_j = p_j.
 
     Args:
         logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
         token_ids: integers `[B, T]` or `[N]`.
-        outputs: the fields of `TokenStats` wanted; the others are None.
+        outputs: the fields of `TokenStats` to return; the others are None.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
@@ -172,7 +171,7 @@ def token_stats(
 def token_stats_result(
     stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
 ) -> TokenStats:
-    """Return the statistics that were asked for, in the caller's shape."""
+    """Return the requested statistics, in the caller's shape."""
     named = zip(TokenStats._fields, stats, strict=True)
     return TokenStats(*(stat.reshape(shape) if name in outputs else None for name, stat in named))
 
@@ -186,7 +185,7 @@ def stats_of_rows(
     with_sum_sq_probs: bool = False,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the five fields of `TokenStats` `[B, T]`, differentiable, from a concrete backend."""
+    """Return the five fields of `TokenStats`, `[B, T]` and differentiable."""
     if backend == "reference":
         active = active_rows(rows, logits.shape[-1])
         return reference.token_stats(
@@ -212,7 +211,7 @@ def stats_of_rows(
 
 
 def with_unit_vocabulary_stride(logits: Tensor) -> Tensor:
-    """Return the logits, copied only if their vocabulary is strided."""
+    """Return logits with stride 1 in the vocabulary, copied if necessary."""
     strided = logits.stride(-1) != 1 and logits.shape[-1] > 1
     return logits.contiguous() if strided else logits
 
@@ -231,9 +230,8 @@ class _TokenStats(torch.autograd.Function):
         stats = RowStats._make(
             operators(backend).token_stats_fwd(logits, *rows, with_entropy, with_sum_sq_probs)
         )
-        of_rows = (rows.token_ids, rows.mask, rows.temperatures)
-        of_backward = (stats.row_max, stats.log_sum, stats.entropy)
-        ctx.save_for_backward(logits, *of_rows, *of_backward)
+        row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
+        ctx.save_for_backward(logits, *row_tensors, stats.row_max, stats.log_sum, stats.entropy)
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.inplace_backward = inplace_backward
         ctx.backend = backend
@@ -251,16 +249,16 @@ class _TokenStats(torch.autograd.Function):
         grad_logsumexp: Tensor | None,
         *_: None,
     ) -> tuple[Tensor | None, ...]:
-        logits, token_ids, mask, temperatures, *of_forward = ctx.saved_tensors
+        logits, token_ids, mask, temperatures, *saved_stats = ctx.saved_tensors
         rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
         grads = (
             None if grad is None else grad.contiguous()
             for grad in (grad_logprobs, grad_entropy, grad_logsumexp)
         )
-        arguments = (logits, *rows, *of_forward, *grads)
+        arguments = (logits, *rows, *saved_stats, *grads)
         if ctx.inplace_backward and not torch.compiler.is_compiling():
             operators(ctx.backend).token_stats_bwd_(*arguments)
-            # whoever else saved the logits must notice that they are gone
+            # makes autograd raise if another node has saved the logits
             torch.autograd.graph.increment_version(logits)
             grad_logits = logits.detach()
         else:

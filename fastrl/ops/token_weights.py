@@ -1,4 +1,4 @@
-"""Weights of tokens in a loss, and the checks on masks, sequences and groups that they need."""
+"""Weights of tokens in a loss, and checks of sequences, groups and normalizers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def token_weights(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the weight w_t of every token, so that a loss is sum_t w_t * loss_t.
+    """Return the weight w_t of every token such that the loss is sum_t w_t * loss_t.
 
-    | aggregation | w_t of a valid token | `normalizer` takes the place of |
+    | aggregation | w_t of a valid token | `normalizer` replaces |
     | --- | --- | --- |
     | `token-mean` | 1 / tokens | tokens |
     | `seq-mean-token-mean` | 1 / (sequences * tokens of the sequence) | sequences |
@@ -49,21 +49,21 @@ def token_weights(
     | `prompt-mean` | 1 / (groups * tokens of the group) | groups |
     | `token-sum` | 1 | - |
 
-    A sequence or group without a valid token counts for nothing, unless `count_empty` has means
-    over sequences count them all; an empty mask gives all zeros.
-    With the normalizer of the whole batch (all micro-batches and ranks) the gradient does not
-    depend on how the batch is split.
+    Sequences and groups without a valid token are not counted, unless `count_empty` includes them
+    in means over sequences. If no token is valid, all weights are 0.
+    With a `normalizer` that counts all micro-batches and ranks, the gradient does not depend on how
+    the batch is split.
 
     Args:
         mask: 0/1, `[B, T]` or packed `[N]`.
         aggregation: a row of the table.
         normalizer: the global denominator, a float or a tensor of one element.
         length_norm: the constant of `seq-mean-token-sum-norm`; None is the padded width T.
-        group_size: for `prompt-mean`: so many consecutive sequences answer one prompt.
+        group_size: for `prompt-mean`: number of consecutive sequences for the same prompt.
         group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
         count_empty: whether a mean over sequences counts those without a valid token (TRL).
-        cu_seqlens: int `[S + 1]`, where packed sequences begin and end.
-        backend: `auto` or `reference`; this function is plain torch on every device.
+        cu_seqlens: int `[S + 1]`, the bounds of packed sequences.
+        backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
         fp32 weights, the shape of `mask`.
@@ -107,7 +107,7 @@ def weights_of(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Tensor:
-    """Return w_t `[B, T]` (packed `[1, N]`); the options are those of `aggregation_arguments`."""
+    """Return w_t `[B, T]` (packed `[1, N]`); see `aggregation_arguments` for the options."""
     how = aggregation_arguments(valid, cu_seqlens, **options)
     padded = valid[None] if valid.dim() == 1 else valid
     check_normalizer(how, padded)
@@ -123,14 +123,14 @@ def sequence_weights(
     ignore_index: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of a valid token of each sequence, `[S]`, and which tokens are valid.
+    """Return the weight of an active token of each sequence, `[S]`, and which tokens are active.
 
-    The mask is `[B, T]` or `[1, N]`, 0/1 of any dtype; a token with the id `ignore_index` counts
-    as masked.
+    The mask is `[B, T]` or `[1, N]`, 0/1 of any dtype; tokens with the id `ignore_index` are
+    masked, too.
     """
-    # groups in any order need a sort, which the kernels of a GPU do not have
-    by_torch = backend == "reference" or (backend != "cpu" and how.group_ids is not None)
-    if by_torch:
+    # groups in any order need a sort, which the GPU kernels do not do
+    use_torch = backend == "reference" or (backend != "cpu" and how.group_ids is not None)
+    if use_torch:
         active = as_mask("mask", mask, mask, "mask")
         active = active if token_ids is None else active & (token_ids != ignore_index)
         check_normalizer(how, active)
@@ -139,12 +139,12 @@ def sequence_weights(
     weights, active = operators(backend).sequence_weights(
         mask, token_ids, ignore_index, cu_seqlens, *how
     )
-    merged = token_ids is not None or mask.dtype != torch.bool
-    return weights, active if merged else mask
+    differs = token_ids is not None or mask.dtype != torch.bool
+    return weights, active if differs else mask
 
 
 def bounds_of(tokens: Tensor, cu_seqlens: object) -> Tensor | None:
-    """Return checked `cu_seqlens` for packed tokens `[N]`; a padded `[B, T]` takes none."""
+    """Return checked `cu_seqlens`, which only packed tokens `[N]` may have."""
     if cu_seqlens is None:
         return None
     if tokens.dim() != 1:
@@ -165,7 +165,7 @@ def aggregation_arguments(
     group_ids: object = None,
     count_empty: bool = False,
 ) -> AggregationArguments:
-    """Check how the tokens `[B, T]` or packed `[N]` are averaged."""
+    """Check the aggregation of tokens `[B, T]` or packed `[N]`."""
     one_of("aggregation", aggregation, AGGREGATIONS)
     packed = tokens.dim() == 1
     if packed and cu_seqlens is None and aggregation not in ("token-mean", "token-sum"):
@@ -203,24 +203,25 @@ def _normalizer(normalizer: object, aggregation: str, like: Tensor) -> tuple[flo
         raise ValueError("normalizer has no effect with aggregation token-sum")
     if not isinstance(normalizer, Tensor):
         number = positive("normalizer", normalizer)
-        if isinstance(number, torch.SymFloat | torch.SymInt):  # an operator would take its value
+        # as an argument of the operator it would be specialized to its value
+        if isinstance(number, torch.SymFloat | torch.SymInt):
             return 0.0, torch.full((1,), number, device=like.device, dtype=torch.float32)
         return number, None
     tensor("normalizer", normalizer)
     if normalizer.is_complex() or normalizer.dtype == torch.bool:
-        raise TypeError(f"normalizer must be a float or a tensor of one, got {normalizer.dtype}")
+        raise TypeError(f"normalizer must be a number or a real tensor, got {normalizer.dtype}")
     if normalizer.numel() != 1:
         raise ValueError(
-            f"normalizer must be a float or have one element, got shape {tuple(normalizer.shape)}"
+            f"normalizer must be a number or have one element, got shape {tuple(normalizer.shape)}"
         )
     on_device("normalizer", normalizer, like, "mask")
     return 0.0, normalizer.detach()
 
 
 def check_normalizer(how: AggregationArguments, active: Tensor) -> None:
-    """Raise unless the normalizer is above 0; the CPU kernels do so themselves."""
+    """Raise unless the normalizer is above 0, for the reference backend."""
     given = how.normalizer_tensor
-    # with nothing to weigh, a count of 0 is as it should be
+    # a normalizer of 0 is correct if no token is active
     if given is not None and can_read(given) and not (float(given) == 0 and not active.any()):
         positive("normalizer", float(given))
 

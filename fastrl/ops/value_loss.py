@@ -16,12 +16,12 @@ from fastrl.ops.token_weights import bounds_of, weights_of
 
 
 class ValueLoss(NamedTuple):
-    """A value loss and what is worth watching about it.
+    """A value loss and its metrics.
 
     Attributes:
         loss: scalar, differentiable.
         metrics: 0-d tensors without gradient: `value_mean`, `return_mean`, `clip_fraction`,
-            `explained_variance` (1 - var(R - V) / var(R); 0 where the returns do not vary).
+            `explained_variance` (1 - var(R - V) / var(R), or 0 if all returns are equal).
 
     Example:
         >>> import torch, fastrl
@@ -50,17 +50,17 @@ def value_loss(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> ValueLoss:
-    """Return sum_t w_t e(V_t, R_t) with e(V, R) = (V - R)^2 / 2, or Huber with its corner at 1.
+    """Return sum_t w_t e(V_t, R_t) with e(V, R) = (V - R)^2 / 2, or the Huber loss with delta 1.
 
-    With `clip` a token's loss is max(e(V, R), e(V_old + clip(V - V_old, -clip, clip), R)), as in
-    PPO (Schulman et al. 2017; OpenAI baselines). TRL's and verl's value loss are this.
+    With `clip`, the loss of a token is max(e(V, R), e(V_old + clip(V - V_old, -clip, clip), R)), as
+    in PPO (Schulman et al. 2017; OpenAI baselines), TRL and verl.
 
     Args:
-        values: `[B, T]` or packed `[N]`; the gradient flows here alone.
+        values: `[B, T]` or packed `[N]`; the only differentiable argument.
         returns: the shape of `values`.
-        mask: 0/1, the shape of `values`; masked tokens are inert.
+        mask: 0/1, the shape of `values`; masked tokens have no effect.
         old_values: the shape of `values`; needed with `clip`.
-        clip: how far a value may move from `old_values`, or None.
+        clip: bound on `|V - V_old|`, or None.
         loss: `mse` or `huber`.
         aggregation: as in `token_weights`.
         normalizer: as in `token_weights`.
@@ -68,7 +68,7 @@ def value_loss(
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `token_weights`.
-        backend: `auto` or `reference`; this function is plain torch on every device.
+        backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
         `ValueLoss`.
@@ -89,8 +89,8 @@ def value_loss(
     target = same_shape("returns", per_token("returns", returns), current, "values").detach()
     one_of("loss", loss, ("mse", "huber"))
     if (clip is None) != (old_values is None):
-        given, needed = ("clip", "old_values") if old_values is None else ("old_values", "clip")
-        raise ValueError(f"{needed} is needed where {given} is given")
+        given, missing = ("clip", "old_values") if old_values is None else ("old_values", "clip")
+        raise ValueError(f"{missing} is needed when {given} is given")
     dtype = torch.float64 if current.dtype == torch.float64 else torch.float32
     old = None
     if old_values is not None:

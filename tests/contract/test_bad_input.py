@@ -91,7 +91,7 @@ POLICY_LOSS = [
     ),
     ({"normalizer": "8"}, TypeError, "normalizer must be a number ... got str"),
     ({"normalizer": True}, TypeError, "normalizer must be a number ... got bool"),
-    ({"normalizer": ones(2)}, ValueError, "normalizer must be a float or have one element, got"),
+    ({"normalizer": ones(2)}, ValueError, "normalizer must be a number or have one element, got"),
     ({"normalizer": zeros(())}, ValueError, "normalizer must be above 0, got 0"),
     ({"normalizer": meta[0, 0]}, ValueError, "normalizer must be on cpu like mask, got"),
     (

@@ -69,8 +69,8 @@ VALUE_LOSS = [
     ({"returns": meta}, ValueError, "returns must be on cpu like values, got ... meta"),
     ({"mask": ones(2, 4)}, ValueError, "mask must have shape (2, 3) like values, got (2, 4)"),
     ({"loss": "l1"}, ValueError, "loss must be one of mse, huber; got 'l1'"),
-    ({"clip": 0.2}, ValueError, "old_values is needed where clip is given"),
-    ({"old_values": ones(2, 3)}, ValueError, "clip is needed where old_values is given"),
+    ({"clip": 0.2}, ValueError, "old_values is needed when clip is given"),
+    ({"old_values": ones(2, 3)}, ValueError, "clip is needed when old_values is given"),
     *(
         ({"old_values": ones(2, 3), "clip": value}, error, f"clip must be ... got {got}")
         for value, error, got in [

@@ -48,12 +48,12 @@ CALLS = [
     (
         lambda: with_normalizer(torch.tensor(2 + 1j)),
         TypeError,
-        "normalizer must be a float or a tensor of one, got torch.complex64",
+        "normalizer must be a number or a real tensor, got torch.complex64",
     ),
     (
         lambda: with_normalizer(torch.tensor(True)),
         TypeError,
-        "normalizer must be a float or a tensor of one, got torch.bool",
+        "normalizer must be a number or a real tensor, got torch.bool",
     ),
     # dtypes
     *(

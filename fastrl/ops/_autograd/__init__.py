@@ -1,1 +1,1 @@
-"""What the custom autograd functions share."""
+"""Autograd functions for gradients that are computed in the forward, and guards."""

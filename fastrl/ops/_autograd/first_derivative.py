@@ -1,4 +1,4 @@
-"""The guard that every backward of fastrl carries: there is no second derivative."""
+"""The guard of every backward in fastrl against second derivatives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ import torch
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a backward raise under `create_graph=True`.
 
-    `torch.autograd.function.once_differentiable` raises only when the second derivative flows
-    through the upstream gradient; where it would flow through saved tensors alone, the result is
-    a constant in silence.
+    `torch.autograd.function.once_differentiable` raises only if the second derivative depends on
+    the upstream gradient; if it depends on saved tensors alone, the result is silently a constant.
     """
 
     @functools.wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> Any:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             raise RuntimeError(
-                "fastrl has first derivatives only: this backward was asked for a graph of itself "
-                "(create_graph=True)"
+                "fastrl has first derivatives only: this backward was called with create_graph=True"
             )
         return backward(ctx, *grads)
 

@@ -1,4 +1,4 @@
-"""Losses whose gradient was computed together with them: autograd only has to pass it on."""
+"""Losses whose gradient is computed in the forward; the backward only scales it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastrl.tracing import is_traced
 def with_gradients(
     loss: Tensor, gradients: Sequence[tuple[Tensor | None, Tensor | None]]
 ) -> Tensor:
-    """Return the loss with these gradients: pairs of a tensor and dL/d(tensor).
+    """Attach gradients to a loss, given as pairs of a tensor and dL/d(tensor).
 
-    A gradient may share memory with its tensor, and may wait in a wider dtype.
+    A gradient may share memory with its tensor, and may have a wider dtype until the backward.
     """
     tensors, grads, cast_back = [], [], False
     for x, grad in gradients:
@@ -39,7 +39,7 @@ class _KnownGradients(torch.autograd.Function):
         ctx.dtypes = [x.dtype for x in tensors] if cast_back else None
         if torch.compiler.is_compiling():
             return loss.clone()
-        ctx.mark_dirty(loss)  # the caller made it: no copy is needed to give it a history
+        ctx.mark_dirty(loss)  # a new tensor of the caller, which needs no copy
         return loss
 
     @staticmethod
@@ -51,13 +51,13 @@ class _KnownGradients(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-def before_overwriting(logits: Tensor) -> Tensor:
-    """Return the logits as they hang in the graph now, to take the gradient once they are gone."""
+def alias_before_overwriting(logits: Tensor) -> Tensor:
+    """Return an alias of the logits, which receives their gradient after they are overwritten."""
     return cast("Tensor", _Alias.apply(logits))  # type: ignore[no-untyped-call]
 
 
 def mark_overwritten(logits: Tensor) -> None:
-    """Tell autograd that the logits are gone: a gradient through any later use of them raises."""
+    """Tell autograd that the logits are overwritten: a gradient through any later use raises."""
     _Overwritten.apply(logits)  # type: ignore[no-untyped-call]
 
 
@@ -83,14 +83,14 @@ class _Overwritten(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         if grad is not None and bool((grad != 0).any()):
             raise RuntimeError(
-                "the logits were modified by an inplace operation: inplace=True wrote the gradient "
-                "over them, and they were used again afterwards"
+                "the logits were modified by an inplace operation: inplace=True overwrote them "
+                "with the gradient, and they were used again afterwards"
             )
         return grad
 
 
 def _scaled(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
-    """Return grads * factor, in place where nobody can ask for the gradients again."""
+    """Return grads * factor, in place unless the graph is retained."""
     if is_traced(factor):
         return [grad * factor.to(grad.dtype) for grad in grads]
     if torch._C._autograd._get_current_graph_task_keep_graph():

@@ -1,4 +1,4 @@
-"""Tensors that a backward needs, some of which autograd refuses to keep."""
+"""Tensors saved for a backward, inference tensors included."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """Keep tensors for the backward, also those that were made in inference mode.
+    """Save tensors for the backward, also those that were made in inference mode.
 
-    `save_for_backward` refuses these, and a copy of an LM head would take as much memory again.
+    `save_for_backward` rejects the latter, and clones of an LM head would take too much memory.
     """
-    frozen = [_of_inference(x) for x in tensors]
-    ctx.save_for_backward(*(None if kept else x for x, kept in zip(tensors, frozen, strict=True)))
-    ctx.of_inference = [x if kept else None for x, kept in zip(tensors, frozen, strict=True)]
+    pairs = [(x, _is_inference(x)) for x in tensors]
+    ctx.save_for_backward(*(None if inference else x for x, inference in pairs))
+    ctx.inference_tensors = [x if inference else None for x, inference in pairs]
 
 
 def saved(ctx: Any) -> list[Any]:
     """Return the tensors in the order of `save`."""
-    pairs = zip(ctx.saved_tensors, ctx.of_inference, strict=True)
-    return [kept if x is None else x for x, kept in pairs]
+    pairs = zip(ctx.saved_tensors, ctx.inference_tensors, strict=True)
+    return [inference if x is None else x for x, inference in pairs]
 
 
-def _of_inference(x: Tensor | None) -> bool:
+def _is_inference(x: Tensor | None) -> bool:
     if x is None or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return x.is_inference()
