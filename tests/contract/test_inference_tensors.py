@@ -156,7 +156,7 @@ def test_a_frozen_head_is_kept_and_not_copied():
     hidden = torch.randn(3, 4, requires_grad=True)
     logprobs = fastrl.linear_token_logprobs(hidden, weight, torch.tensor([1, 2, 3]))
     node = logprobs.grad_fn
-    while not hasattr(node, "of_inference"):
+    while not hasattr(node, "inference_tensors"):
         node = node.next_functions[0][0]
-    (kept,) = (x for x in node.of_inference if x is not None)
+    (kept,) = (x for x in node.inference_tensors if x is not None)
     assert kept.data_ptr() == weight.data_ptr()

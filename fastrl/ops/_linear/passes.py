@@ -2,9 +2,9 @@
 
     per chunk:  project -> statistics -> slopes -> dL/dlogits in place -> two gradient GEMMs
 
-Masked rows are left out of all GEMMs, rows without advantage or weight out of the gradient GEMMs. On
-a CPU that includes rows whose slopes turn out to be 0 (clipped); on a GPU it would take a
-synchronization per chunk, which costs more than it saves, so these rows remain as zeros.
+Masked rows are left out of all GEMMs, rows without advantage or weight out of the gradient GEMMs.
+On a CPU the latter also skip rows whose slopes turn out to be 0 (clipped); on a GPU that takes a
+synchronization per chunk and costs more than it saves, so there these rows remain as zeros.
 """
 
 from __future__ import annotations
