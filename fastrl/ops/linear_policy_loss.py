@@ -14,7 +14,7 @@ from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._linear.passes import LinearCall, linear_loss_pass
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
-from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments, weighted_tokens
+from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.linear_token_stats import (
     ChunkOptions,
@@ -174,12 +174,12 @@ def _one_pass(
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
     objective = inputs.objective
     constants = inputs.masked_arguments(inputs.arguments.advantages, None)  # reads neither
-    flat = flat_arguments(constants, inputs.masks.active)
-    if callable(objective.surrogate):
+    active = inputs.masks.active
+    flat = flat_arguments(constants, active)
+    function = objective.surrogate if callable(objective.surrogate) else None
+    slopes = TokenSlopes(active.reshape(-1), flat, objective.arguments, function, inputs.backend)
+    if function is not None:
         call = LinearCall(*tensors, head.lora_scale, rows, *options)
-        slopes = TokenSlopes(
-            call.active(), flat, objective.arguments, objective.surrogate, inputs.backend
-        )
         outputs = linear_loss_pass(call, slopes, needs, metrics=metrics)
     else:
         outputs = torch.ops.fastrl.linear_policy_loss_fwd(
@@ -193,10 +193,9 @@ def _one_pass(
             metrics,
         )
     logprobs, entropy, *grads = outputs
-    padded = inputs.masks.active.shape
-    logprobs, entropy = logprobs.reshape(padded), entropy.reshape(padded)
+    logprobs, entropy = logprobs.reshape(active.shape), entropy.reshape(active.shape)
     if not metrics:  # rows of weight 0 were not projected, and 0 times their loss could be NaN
-        projected = inputs.masks.active & weighted_tokens(constants, inputs.masks.active)
+        projected = active & slopes.weighted().reshape(active.shape)
         inputs = inputs._replace(masks=inputs.masks._replace(active=projected))
     loss, _, _, values = inputs.evaluate(logprobs, entropy, constants)
     if any(needs):

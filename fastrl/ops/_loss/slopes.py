@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fastrl import reference
@@ -31,19 +30,29 @@ class TokenSlopes(NamedTuple):
     function: TokenLoss | None
     backend: str
 
+    def weighted(self) -> Tensor:
+        """Return which tokens have a nonzero weight in any term."""
+        return self._in_any_term(self._policy_weights() != 0)
+
     def may_flow(self) -> Tensor:
         """Return which tokens may have a gradient, judging by the constants alone."""
-        a, c = self.arguments, self.objective.coefficients
-        may_flow = a.weights != 0
-        if a.policy_weights is not None:
-            may_flow = may_flow & (a.policy_weights != 0)
+        policy = self._policy_weights() != 0
         if self.function is None:  # a function may have a gradient where the advantage is 0
-            may_flow = may_flow & (a.advantages != 0)
+            policy = policy & (self.arguments.advantages != 0)
+        return self._in_any_term(policy)
+
+    def _policy_weights(self) -> Tensor:
+        a = self.arguments
+        return a.weights if a.policy_weights is None else a.weights * a.policy_weights
+
+    def _in_any_term(self, policy: Tensor) -> Tensor:
+        a, c = self.arguments, self.objective.coefficients
+        found = policy
         terms = ((c.kl_coef, a.kl_weights), (c.entropy_coef, a.entropy_weights))
         for coefficient, weights in terms:
             if coefficient:
-                may_flow = may_flow | ((a.weights if weights is None else weights) != 0)
-        return may_flow
+                found = found | ((a.weights if weights is None else weights) != 0)
+        return found
 
     def of_chunk(
         self, logprobs: Tensor, entropy: Tensor, chunk: Tensor | slice
@@ -62,14 +71,3 @@ class TokenSlopes(NamedTuple):
             self.backend,
         )
         return slope[0], None if entropy_slope is None else entropy_slope[0]
-
-
-def weighted_tokens(arguments: LossArguments, active: Tensor) -> Tensor:
-    """Return which tokens `[B, T]` have a nonzero weight in any term."""
-    sequences = reference.sequences_of(active, arguments.cu_seqlens)
-    policy = sequences.per_token(arguments.weights, active)
-    if arguments.policy_weights is not None:
-        policy = policy * sequences.per_token(arguments.policy_weights, active)
-    others = (arguments.kl_weights, arguments.entropy_weights)
-    terms = [policy, *(sequences.per_token(x, active) for x in others if x is not None)]
-    return torch.stack([weights != 0 for weights in terms]).any(0)
