@@ -47,7 +47,7 @@ def gae(
     """Return generalized advantage estimates (Schulman et al. 2016, arXiv 1506.02438).
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  returns = A + V,
-    where t + 1 is the next valid token; masked tokens are skipped. lam = 0 is one-step TD,
+    where t + 1 is the next active token; masked tokens are skipped. lam = 0 is one-step TD,
     lam = 1 is Monte Carlo.
 
     Args:
@@ -60,7 +60,7 @@ def gae(
         truncated: 0/1, the shape of `rewards`: the trajectory is cut after t, so A_{t+1} = 0 but
             V_{t+1} is kept, from `bootstrap_values[b, t]` if these are per token, else from the
             next token.
-        bootstrap_values: the value of the state after the last valid token, `[B]` (packed `[S]`),
+        bootstrap_values: the value of the state after the last active token, `[B]` (packed `[S]`),
             or after every token, the shape of `rewards` (which takes precedence if the two shapes
             are equal); None is 0.
         cu_seqlens: int `[S + 1]`, the bounds of packed sequences; None is one sequence.
@@ -108,8 +108,8 @@ def gae(
     chosen = resolve(backend, r.device, dtype)
     if chosen == "reference":
         ones = torch.ones_like(inputs[0], dtype=torch.bool)
-        valid = ones if inputs[2] is None else inputs[2]
-        outputs = reference.gae(inputs[0], inputs[1], valid, *inputs[3:])
+        active = ones if inputs[2] is None else inputs[2]
+        outputs = reference.gae(inputs[0], inputs[1], active, *inputs[3:])
     else:
         outputs = cast("tuple[Tensor, Tensor]", operators(chosen).gae_fwd(*inputs))
     return Gae(*(output.reshape(r.shape) for output in outputs))

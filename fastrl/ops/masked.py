@@ -36,13 +36,13 @@ def masked_mean(
         tensor(3.)
     """
     torch_only(backend)
-    values, valid = _masked(x, mask)
+    values, active = _masked(x, mask)
     if dim is None:
-        return values.sum() / valid.sum().clamp(min=1)
+        return values.sum() / active.sum().clamp(min=1)
     dim = whole("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim()}), got {dim}")
-    return values.sum(dim) / valid.sum(dim).clamp(min=1)
+    return values.sum(dim) / active.sum(dim).clamp(min=1)
 
 
 def whiten(
@@ -56,7 +56,7 @@ def whiten(
     """Return (x - mean) / sqrt(var + 1e-8) of the entries where the mask is 1, and 0 elsewhere.
 
     The variance is unbiased (divided by n - 1) and computed in two passes, as in `masked_whiten` of
-    TRL and verl. It is 0 if fewer than two entries are valid.
+    TRL and verl. It is 0 if the mask is 1 for fewer than two entries.
 
     Args:
         x: any shape.
@@ -83,7 +83,7 @@ def whiten(
         raise TypeError(
             f"process_group must be a ProcessGroup or None, got {type(process_group).__name__}"
         )
-    values, valid = _masked(x.detach() if isinstance(x, Tensor) else x, mask)
+    values, active = _masked(x.detach() if isinstance(x, Tensor) else x, mask)
 
     def total(local: Tensor) -> Tensor:
         result = local.sum()
@@ -91,16 +91,16 @@ def whiten(
             torch.distributed.all_reduce(result, group=process_group)
         return result
 
-    count = total(valid.to(values.dtype))
+    count = total(active.to(values.dtype))
     mean = total(values) / count.clamp(min=1)
-    centered = torch.where(valid, values - mean, 0.0)
+    centered = torch.where(active, values - mean, 0.0)
     variance = total(centered.square()) / (count - 1).clamp(min=1)
     scaled = centered * torch.rsqrt(variance + 1e-8)
-    return torch.where(valid, scaled if shift_mean else scaled + mean, 0.0)
+    return torch.where(active, scaled if shift_mean else scaled + mean, 0.0)
 
 
 def _masked(x: object, mask: object) -> tuple[Tensor, Tensor]:
     values = floating("x", x)
-    valid = as_mask("mask", mask, values, "x")
+    active = as_mask("mask", mask, values, "x")
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    return torch.where(valid, values.to(dtype), 0.0), valid
+    return torch.where(active, values.to(dtype), 0.0), active

@@ -135,7 +135,7 @@ def _sequence(metrics: object) -> Sequence[object]:
             f"got {type(metrics).__name__}"
         )
     if not metrics:
-        raise ValueError("metrics must contain those of at least one micro-batch, got none")
+        raise ValueError("metrics must contain at least one micro-batch, got none")
     return metrics
 
 

@@ -40,7 +40,7 @@ def token_weights(
 ) -> Tensor:
     """Return the weight w_t of every token such that the loss is sum_t w_t * loss_t.
 
-    | aggregation | w_t of a valid token | `normalizer` replaces |
+    | aggregation | w_t of an active token | `normalizer` replaces |
     | --- | --- | --- |
     | `token-mean` | 1 / tokens | tokens |
     | `seq-mean-token-mean` | 1 / (sequences * tokens of the sequence) | sequences |
@@ -49,8 +49,8 @@ def token_weights(
     | `prompt-mean` | 1 / (groups * tokens of the group) | groups |
     | `token-sum` | 1 | - |
 
-    Sequences and groups without a valid token are not counted, unless `count_empty` includes them
-    in means over sequences. If no token is valid, all weights are 0.
+    Sequences and groups without an active token are not counted, unless `count_empty` includes them
+    in means over sequences. If no token is active, all weights are 0.
     With a `normalizer` that counts all micro-batches and ranks, the gradient does not depend on how
     the batch is split.
 
@@ -61,7 +61,7 @@ def token_weights(
         length_norm: the constant of `seq-mean-token-sum-norm`; None is the padded width T.
         group_size: for `prompt-mean`: number of consecutive sequences for the same prompt.
         group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
-        count_empty: whether a mean over sequences counts those without a valid token (TRL).
+        count_empty: whether a mean over sequences counts those without an active token (TRL).
         cu_seqlens: int `[S + 1]`, the bounds of packed sequences.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
@@ -83,13 +83,13 @@ def token_weights(
                 [0.2500, 0.0000, 0.0000]])
     """
     torch_only(backend)
-    valid = tensor("mask", mask)
-    if valid.dim() not in (1, 2):
-        raise ValueError(f"mask must have shape [B, T] or [N], got {tuple(valid.shape)}")
-    valid = as_mask("mask", valid, valid, "mask")
+    active = tensor("mask", mask)
+    if active.dim() not in (1, 2):
+        raise ValueError(f"mask must have shape [B, T] or [N], got {tuple(active.shape)}")
+    active = as_mask("mask", active, active, "mask")
     weights = weights_of(
-        valid,
-        bounds_of(valid, cu_seqlens),
+        active,
+        bounds_of(active, cu_seqlens),
         aggregation=aggregation,
         normalizer=normalizer,
         length_norm=length_norm,
@@ -97,19 +97,19 @@ def token_weights(
         group_ids=group_ids,
         count_empty=flag("count_empty", count_empty),
     )
-    return weights.reshape(valid.shape)
+    return weights.reshape(active.shape)
 
 
 def weights_of(
-    valid: Tensor,
+    active: Tensor,
     cu_seqlens: Tensor | None,
     *,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Tensor:
     """Return w_t `[B, T]` (packed `[1, N]`); see `aggregation_arguments` for the options."""
-    how = aggregation_arguments(valid, cu_seqlens, **options)
-    padded = valid[None] if valid.dim() == 1 else valid
+    how = aggregation_arguments(active, cu_seqlens, **options)
+    padded = active[None] if active.dim() == 1 else active
     check_normalizer(how, padded)
     return reference.token_weights(padded, sequences_of(padded, cu_seqlens), how, dtype)
 

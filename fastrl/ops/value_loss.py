@@ -85,7 +85,7 @@ def value_loss(
     """
     torch_only(backend)
     current = per_token("values", values)
-    valid = as_mask("mask", mask, current, "values")
+    active = as_mask("mask", mask, current, "values")
     target = same_shape("returns", per_token("returns", returns), current, "values").detach()
     one_of("loss", loss, ("mse", "huber"))
     if (clip is None) != (old_values is None):
@@ -95,10 +95,10 @@ def value_loss(
     old = None
     if old_values is not None:
         old = same_shape("old_values", per_token("old_values", old_values), current, "values")
-        old = torch.where(valid, old.detach().to(dtype), 0.0)
+        old = torch.where(active, old.detach().to(dtype), 0.0)
     bounds = bounds_of(current, cu_seqlens)
     weights = weights_of(
-        valid,
+        active,
         bounds,
         aggregation=aggregation,
         normalizer=normalizer,
@@ -107,21 +107,21 @@ def value_loss(
         group_ids=group_ids,
         dtype=dtype,
     ).reshape(current.shape)
-    v = torch.where(valid, current.to(dtype), 0.0)
-    r = torch.where(valid, target.to(dtype), 0.0)
+    v = torch.where(active, current.to(dtype), 0.0)
+    r = torch.where(active, target.to(dtype), 0.0)
     per_token_loss, clipped = reference.value_loss(
         v, r, old, None if clip is None else positive("clip", clip), loss
     )
     with torch.no_grad():
-        mean_return = masked_mean(r, valid)
-        spread = masked_mean((r - mean_return).square(), valid)
+        mean_return = masked_mean(r, active)
+        spread = masked_mean((r - mean_return).square(), active)
         error = r - v
-        unexplained = masked_mean((error - masked_mean(error, valid)).square(), valid)
+        unexplained = masked_mean((error - masked_mean(error, active)).square(), active)
         explained = 1 - unexplained / torch.where(spread > 0, spread, 1.0)
         metrics = {
-            "value_mean": masked_mean(v, valid),
+            "value_mean": masked_mean(v, active),
             "return_mean": mean_return,
-            "clip_fraction": masked_mean(clipped.to(dtype), valid),
+            "clip_fraction": masked_mean(clipped.to(dtype), active),
             "explained_variance": torch.where(spread == 0, 0.0, explained),
         }
     return ValueLoss((weights * per_token_loss).sum(), metrics)

@@ -30,7 +30,7 @@ def gae(
     last_of = {} if cu_seqlens is None else _sequence_ends(cu_seqlens)
 
     next_advantage = next_value = rewards.new_zeros(rewards.shape[0])
-    # whether no valid token of the sequence follows
+    # whether no active token of the sequence follows
     at_end = torch.ones_like(mask[:, 0]) if tokens else mask.new_zeros(mask.shape[0])
     if bootstrap_values is not None and not per_token and cu_seqlens is None:
         next_value = bootstrap_values
@@ -43,7 +43,7 @@ def gae(
             at_end = torch.ones_like(at_end)
             if bootstrap_values is not None and not per_token:
                 next_value = bootstrap_values[sequence].reshape(1)
-        valid = mask[:, t]
+        active = mask[:, t]
         value_after, trace = next_value, next_advantage
         if per_token:
             assert bootstrap_values is not None
@@ -59,10 +59,10 @@ def gae(
             value_after = torch.where(terminated[:, t], zero, value_after)
         delta = rewards[:, t] + gamma * value_after - values[:, t]
         advantage = delta + gamma * lam * trace
-        columns.append(torch.where(valid, advantage, zero))
-        next_advantage = torch.where(valid, advantage, next_advantage)
-        next_value = torch.where(valid, values[:, t], next_value)
-        at_end = at_end & ~valid
+        columns.append(torch.where(active, advantage, zero))
+        next_advantage = torch.where(active, advantage, next_advantage)
+        next_value = torch.where(active, values[:, t], next_value)
+        at_end = at_end & ~active
     if not columns:
         return torch.zeros_like(rewards), torch.zeros_like(rewards)
     advantages = torch.stack(columns[::-1], dim=1)

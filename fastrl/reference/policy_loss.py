@@ -66,13 +66,13 @@ def policy_loss(
     c = objective.coefficients
     sequences = sequences_of(mask, arguments.cu_seqlens)
 
-    def valid(x: Tensor) -> Tensor:
+    def zero_masked(x: Tensor) -> Tensor:
         return torch.where(mask, x, 0.0)
 
     def constant(x: Tensor | None) -> Tensor | None:
-        return None if x is None else valid(sequences.per_token(x, mask))
+        return None if x is None else zero_masked(sequences.per_token(x, mask))
 
-    logprobs = valid(logprobs.detach())
+    logprobs = zero_masked(logprobs.detach())
     old, ref = arguments.old_logprobs, arguments.ref_logprobs
     weights, policy_weights = constant(arguments.weights), constant(arguments.policy_weights)
     kl_weights, entropy_weights = map(constant, (arguments.kl_weights, arguments.entropy_weights))
@@ -85,19 +85,19 @@ def policy_loss(
     # 0 times an infinite advantage would be NaN
     dropped = policy_term_weights == 0
     advantages = torch.where(dropped & advantages.isinf(), advantages.sign(), advantages)
-    old = logprobs if old is None else valid(old)
-    ref = None if ref is None else valid(ref)
+    old = logprobs if old is None else zero_masked(old)
+    ref = None if ref is None else zero_masked(ref)
     inputs = _Inputs(old, ref, advantages, mask, sequences)
 
     def total(current: Tensor) -> tuple[Tensor, tuple[Tensor, _Terms]]:
         terms = _terms(current, inputs, objective, function)
-        surrogate = valid(terms.policy)
+        surrogate = zero_masked(terms.policy)
         policy = torch.where(
             dropped & surrogate.isinf(), 0.0, policy_term_weights * surrogate
         ).sum()
         loss = policy
         if c.kl_coef and ref is not None:
-            loss = loss + c.kl_coef * (kl_weights * valid(terms.kl)).sum()
+            loss = loss + c.kl_coef * (kl_weights * zero_masked(terms.kl)).sum()
         return loss, (torch.stack([loss, policy]), terms)
 
     slope, (sums, terms) = _slope(total, logprobs)
@@ -109,7 +109,7 @@ def policy_loss(
     loss, policy = sums[0].clone(), sums[1]
     entropy_slope = None
     if c.entropy_coef and entropy is not None:
-        loss = loss - c.entropy_coef * (entropy_weights * valid(entropy)).sum()
+        loss = loss - c.entropy_coef * (entropy_weights * zero_masked(entropy)).sum()
         entropy_slope = -c.entropy_coef * entropy_weights
 
     count = mask.sum().to(loss.dtype)

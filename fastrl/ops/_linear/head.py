@@ -94,7 +94,7 @@ class HeadGradients:
     def _add_lora(
         self, grad_logits: Tensor, hidden: Tensor, *, to_hidden: bool
     ) -> tuple[Tensor, Tensor] | None:
-        """Add to the gradients of LoRA; return two factors of its part in that of hidden states."""
+        """Add to the gradients of LoRA; return its share of dL/dhidden as two factors."""
         head = self._head
         lora_a, lora_b = self._sums[2:]
         if head.lora_a is None or head.lora_b is None:

@@ -47,12 +47,12 @@ class TokenSlopes(NamedTuple):
 
     def _in_any_term(self, policy: Tensor) -> Tensor:
         a, c = self.arguments, self.objective.coefficients
-        found = policy
+        result = policy
         terms = ((c.kl_coef, a.kl_weights), (c.entropy_coef, a.entropy_weights))
         for coefficient, weights in terms:
             if coefficient:
-                found = found | ((a.weights if weights is None else weights) != 0)
-        return found
+                result = result | ((a.weights if weights is None else weights) != 0)
+        return result
 
     def of_chunk(
         self, logprobs: Tensor, entropy: Tensor, chunk: Tensor | slice
