@@ -219,7 +219,8 @@ def test_the_operators_compile_and_register(tmp_path):
 import ctypes, os, torch
 from fastrl import library
 ctypes.CDLL({str(operators)!r}, mode=os.RTLD_LAZY)
-names = [name for name in library._SCHEMAS if library._qualified_names(name)[-1].startswith("fastrl_cuda")]
+last = {name: library._qualified_names(name)[-1] for name in library._SCHEMAS}
+names = [name for name in last if last[name].startswith("fastrl_cuda")]
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(sorted(name for name in names if not has("fastrl_cuda::" + name, "CUDA")))
 """
