@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from bench_gae import masked_loop
 from bench_group_advantages import group_loop
-from bench_policy_loss import sequence_level_loss, token_level_loss
+from bench_policy_loss import LEVELS as LEVELS
+from bench_policy_loss import grpo_loss
 from gpu_item import Item, backends, eager_forms, installed
 from timing import Case, Inputs, Provider
 
 import fastrl
 
 FP32 = torch.float32
-LEVELS = {"token": token_level_loss, "sequence": sequence_level_loss}
 
 
 def gae_item(device, B, T) -> Item:
@@ -120,7 +120,9 @@ def groups_item(device, prompts, size, by_id) -> Item:
 
 
 def tokens_item(device, B, T, level) -> Item:
-    eager = LEVELS[level]
+    def eager(logprobs, old_logprobs, advantages, mask):
+        return grpo_loss(logprobs, old_logprobs, None, advantages, mask, level=level, kl_coef=0.0)
+
     objective = fastrl.Objective(level=level, clip_low=0.2, clip_high=0.2, aggregation="token-mean")
     names = ("old_logprobs", "advantages", "mask")
 
