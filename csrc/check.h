@@ -10,6 +10,7 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -120,16 +121,17 @@ inline double element_value(const Tensor& tensor, int64_t i) {
   }
 }
 
-// The same as Python prints it: a float has a decimal point.
+// Element i of a tensor on the CPU, as Python prints it: a float with its point.
 inline std::string element_text(const Tensor& tensor, int64_t i) {
   const double value = element_value(tensor, i);
-  std::ostringstream text;
-  text << value;
   const auto type = tensor.scalar_type();
   const bool real = type == ScalarType::Double || type == ScalarType::Float ||
                     type == ScalarType::Half || type == ScalarType::BFloat16;
-  if (real && value == static_cast<double>(static_cast<int64_t>(value))) text << ".0";
-  return text.str();
+  if (!real) return std::to_string(static_cast<int64_t>(value));
+  char digits[32];
+  const auto end = std::to_chars(digits, digits + sizeof(digits), value).ptr;
+  const std::string text(digits, end);
+  return text.find_first_not_of("-0123456789") == std::string::npos ? text + ".0" : text;
 }
 
 // Rows of [B, T, V] that are to be overwritten must not share an element.

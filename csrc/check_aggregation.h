@@ -22,6 +22,8 @@ inline Aggregation check_aggregation(const AggregationArguments& in, const Tenso
   STD_TORCH_CHECK(mask.dim() == 2 && mask.is_contiguous(),
                   "mask must be contiguous of shape [B, T], got ", shape_text(mask));
   check_like(token_ids, mask, ScalarType::Long, "token_ids", "mask");
+  STD_TORCH_CHECK(in.length_norm >= 0, "length_norm must be positive, or 0 for the padded width, ",
+                  "got ", in.length_norm);
   if (in.normalizer_tensor) {
     check_device(*in.normalizer_tensor, mask, "normalizer_tensor", "mask");
     STD_TORCH_CHECK(in.normalizer_tensor->numel() == 1,

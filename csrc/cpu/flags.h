@@ -10,7 +10,7 @@ class Flags {
   template <typename Word, typename F>
   auto call(const F& f) const {
     const Word* words = reinterpret_cast<const Word*>(data_);
-    return f(words, static_cast<Word>(one_), static_cast<Word>(zero_));
+    return f(words, static_cast<Word>(one_), static_cast<Word>(minus_zero_));
   }
 
  public:
@@ -18,23 +18,23 @@ class Flags {
       : data_(static_cast<const char*>(mask.const_data_ptr())), size_(mask.element_size()) {
     switch (mask.scalar_type()) {
       case ScalarType::Half:
-        one_ = 0x3c00, zero_ = 0x8000;
+        one_ = 0x3c00, minus_zero_ = 0x8000;
         break;
       case ScalarType::BFloat16:
-        one_ = 0x3f80, zero_ = 0x8000;
+        one_ = 0x3f80, minus_zero_ = 0x8000;
         break;
       case ScalarType::Float:
-        one_ = 0x3f800000, zero_ = 0x80000000;
+        one_ = 0x3f800000, minus_zero_ = 0x80000000;
         break;
       case ScalarType::Double:
-        one_ = 0x3ff0000000000000, zero_ = 0x8000000000000000;
+        one_ = 0x3ff0000000000000, minus_zero_ = 0x8000000000000000;
         break;
       default:
         break;
     }
   }
 
-  // Calls f(words, one, zero), the elements as unsigned integers of their size.
+  // Calls f(words, one, minus_zero), the elements as unsigned integers of their size.
   template <typename F>
   auto visit(const F& f) const {
     if (size_ == 1) return call<uint8_t>(f);
@@ -44,26 +44,27 @@ class Flags {
   }
 
   bool operator[](int64_t i) const {
-    return visit([i](auto words, auto one, auto) { return words[i] == one; });
+    return visit(
+        [i](auto words, auto, auto minus_zero) { return words[i] != 0 && words[i] != minus_zero; });
   }
 
  private:
   const char* data_;
   int64_t size_;
-  uint64_t one_ = 1, zero_ = 0;
+  uint64_t one_ = 1, minus_zero_ = 0;
 };
 
 // Raises an error if an element of the mask is neither 0 nor 1.
 inline void check_flags(const Tensor& mask) {
   if (mask.scalar_type() == ScalarType::Bool) return;
   const int64_t count = mask.numel();
-  const int64_t bad = Flags(mask).visit([&](auto words, auto one, auto zero) {
+  const int64_t bad = Flags(mask).visit([&](auto words, auto one, auto minus_zero) {
     int64_t others = 0;
     for (int64_t i = 0; i < count; ++i) {
-      others += (words[i] != one) & (words[i] != 0) & (words[i] != zero);
+      others += (words[i] != one) & (words[i] != 0) & (words[i] != minus_zero);
     }
     for (int64_t i = 0; others && i < count; ++i) {
-      if (words[i] != one && words[i] != 0 && words[i] != zero) return i;
+      if (words[i] != one && words[i] != 0 && words[i] != minus_zero) return i;
     }
     return int64_t{-1};
   });

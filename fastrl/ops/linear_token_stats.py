@@ -41,7 +41,7 @@ def linear_token_logprobs(
 
     Rows are projected to fp32 logits a chunk at a time, and again in the backward: 2NHV
     floating-point operations in the forward, 6NHV in the backward, 4NHV with a frozen head. Masked
-    rows are left out of all GEMMs, rows with upstream gradient 0 out of those of the backward.
+    rows are left out of all GEMMs, rows with upstream gradient 0 out of the backward's GEMMs.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or `[N, H]`.
@@ -59,7 +59,7 @@ def linear_token_logprobs(
         backend: `auto`, or the backend for the chunks.
 
     Returns:
-        Log-probabilities in fp32, the shape of `token_ids`. fp32 GEMMs are those of torch, which
+        Log-probabilities in fp32, the shape of `token_ids`. fp32 GEMMs are torch's, which
         round their operands if `torch.set_float32_matmul_precision` is below "highest".
 
     Raises:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from fastrl.checks import floating, one_of
 from fastrl.contract import METRICS
@@ -17,6 +18,9 @@ _INDEX = {name: index for index, name in enumerate(METRICS)}
 
 class LossMetrics(Mapping[str, Tensor]):
     """The metrics of a policy loss by name: 0-d tensors, views of a vector on the device.
+
+    A read-only mapping. Pickle and `torch.save` store an `OrderedDict` of tensors, which
+    `torch.load(weights_only=True)` accepts.
 
     Attributes:
         vector: all metrics, in the order of the names.
@@ -35,7 +39,7 @@ class LossMetrics(Mapping[str, Tensor]):
     def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
         """`values`: the vector, or a mapping with all names."""
         if isinstance(values, Mapping):
-            values = torch.stack([values[name] for name in METRICS])
+            values = torch.stack([torch.as_tensor(values[name]) for name in METRICS])
         self.vector = values
 
     def __getitem__(self, name: str) -> Tensor:
@@ -54,9 +58,23 @@ class LossMetrics(Mapping[str, Tensor]):
         # torch.load(weights_only=True) would reject this class
         return OrderedDict, (), None, None, iter(self.items())
 
+    def __copy__(self) -> LossMetrics:
+        return LossMetrics(self.vector)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LossMetrics:
+        return LossMetrics(self.vector.clone())
+
     def to_floats(self) -> dict[str, float]:
         """Return them as Python floats with one transfer from the device instead of twelve."""
         return dict(zip(METRICS, self.vector.tolist(), strict=True))
+
+
+_pytree.register_pytree_node(
+    LossMetrics,
+    lambda metrics: ([metrics.vector], None),
+    lambda vector, _: LossMetrics(*vector),
+    serialized_type_name="fastrl.LossMetrics",
+)
 
 
 def reduce_metrics(

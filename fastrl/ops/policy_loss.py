@@ -29,8 +29,11 @@ class PolicyLoss(NamedTuple):
             (exact if known, else the sample estimate -log p), `ratio_mean`, `ratio_max`,
             `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (fractions of active tokens where
             the lower, the upper or either bound is active), `active_tokens`, `zero_grad_fraction`.
-        logprobs: the log-probabilities of the tokens, detached, `[B, T]` or `[N]`; if computed
-            from logits or hidden states, 0 at masked tokens.
+        logprobs: the log-probabilities of the tokens, detached, `[B, T]` or `[N]`. `policy_loss`
+            does not copy them: they share memory with its argument, unless that had to be cast or
+            made contiguous. Computed from logits or hidden states, they are 0 at masked tokens;
+            `linear_policy_loss` with `metrics=False` also leaves 0 at tokens that it did not
+            project.
         entropy: the entropies, likewise; None if `policy_loss` was called without.
 
     Example:

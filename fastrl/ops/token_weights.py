@@ -10,6 +10,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.backend import Backend, torch_only
 from fastrl.checks import (
+    FLOATS,
     as_mask,
     can_read,
     flag,
@@ -215,7 +216,9 @@ def _normalizer(normalizer: object, aggregation: str, like: Tensor) -> tuple[flo
             f"normalizer must be a number or have one element, got shape {tuple(normalizer.shape)}"
         )
     on_device("normalizer", normalizer, like, "mask")
-    return 0.0, normalizer.detach()
+    count = normalizer.detach()
+    unusual = count.is_floating_point() and count.dtype not in FLOATS
+    return 0.0, count.float() if unusual else count
 
 
 def check_normalizer(how: AggregationArguments, active: Tensor) -> None:

@@ -10,7 +10,10 @@ from fastrl import contract, library
 
 ROOT = Path(__file__).parents[2]
 HEADER = (ROOT / "csrc" / "contract.h").read_text()
-CHECKS = "".join((ROOT / "csrc" / name).read_text() for name in ("check.h", "check_rows.h"))
+CHECKS = "".join(
+    (ROOT / "csrc" / name).read_text()
+    for name in ("check.h", "check_rows.h", "check_aggregation.h")
+)
 STRUCTS = {
     "Coefficients": contract.Coefficients,
     "Objective": contract.ObjectiveArguments,
@@ -85,6 +88,39 @@ def test_the_arguments_of_rows_are_those_of_the_struct():
 def test_the_arguments_of_a_loss_are_those_of_the_struct():
     theirs = fields_of("LossArguments", CHECKS)
     assert_same(contract.LossArguments._fields, theirs, "struct LossArguments")
+
+
+def test_the_arguments_of_an_aggregation_are_those_of_the_struct():
+    theirs = fields_of("AggregationArguments", CHECKS)
+    assert_same(contract.AggregationArguments._fields, theirs, "struct AggregationArguments")
+
+
+def test_the_statistics_of_a_row_are_those_of_the_struct():
+    cpu = (ROOT / "csrc" / "cpu" / "vocabulary" / "token_stats.cpp").read_text()
+    theirs = fields_of(
+        "RowTensors", re.sub(r"explicit RowTensors.*?{}\n", "", cpu, flags=re.DOTALL)
+    )
+    assert_same(contract.RowStats._fields, theirs, "struct RowTensors")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        contract.RowArguments,
+        contract.LossArguments,
+        contract.AggregationArguments,
+        contract.RowStats,
+    ],
+)
+@pytest.mark.parametrize(
+    "source", OPERATOR_SOURCES, ids=lambda path: f"{path.parts[-3]}-{path.stem}"
+)
+def test_lists_in_braces_keep_the_order(source, fields):
+    for found in re.findall(r"{([\w.,\s]+)}", source.read_text()):
+        names = [part.strip().rpartition(".")[2] for part in found.split(",")]
+        if set(names) >= set(fields._fields):
+            inside = [name for name in names if name in fields._fields]
+            assert_same(fields._fields, inside, f"{source.relative_to(ROOT)}: {{{found}}}")
 
 
 def parameters(source, operator):

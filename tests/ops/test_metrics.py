@@ -1,5 +1,6 @@
 """The reduced metrics of micro-batches and ranks are those of the whole batch."""
 
+import copy
 import math
 import os
 import subprocess
@@ -151,3 +152,13 @@ def test_metrics_are_saved_and_loaded_as_plain_tensors(tmp_path):
     assert list(loaded) == list(metrics)
     assert {name: x.item() for name, x in loaded.items()} == metrics.to_floats()
     assert type(metrics)(loaded).to_floats() == metrics.to_floats()
+
+
+def test_metrics_are_a_node_of_trees_and_can_be_copied():
+    result = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
+    doubled = torch.utils._pytree.tree_map(lambda x: x.double(), result)
+    assert doubled.metrics["ratio_mean"].dtype == torch.float64
+    for same in (copy.copy(result.metrics), copy.deepcopy(result.metrics)):
+        assert same.to_floats() == result.metrics.to_floats()
+    plain = type(result.metrics)(result.metrics.to_floats())
+    assert plain.to_floats() == result.metrics.to_floats()

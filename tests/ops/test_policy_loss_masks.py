@@ -207,3 +207,25 @@ def test_nan_at_an_active_token_shows_in_the_loss_and_harms_no_other_sequence(ba
     result, gradient, _ = run(backend, preset, inputs)
     assert result.loss.isnan()
     assert gradient[1].isfinite().all()
+
+
+def test_a_bool_mask_of_other_bytes_means_what_torch_reads(backend):
+    mask = torch.frombuffer(bytearray([2, 2, 0, 255]), dtype=torch.bool)[None]
+    result = fastrl.policy_loss(
+        torch.zeros(1, 4), torch.ones(1), mask, objective="ppo", backend=backend
+    )
+    assert result.loss.item() == -1.0
+    assert result.metrics["active_tokens"].item() == 3
+    logprobs = fastrl.token_logprobs(
+        torch.zeros(1, 4, 3), torch.zeros(1, 4, dtype=torch.int64), mask=mask, backend=backend
+    )
+    assert ((logprobs != 0) == mask).all()
+
+
+def test_a_count_of_zero_weighs_nothing_also_where_empty_sequences_count(backend):
+    o = Objective.preset("grpo", convention="trl")
+    empty = torch.zeros(2, 3)
+    result = fastrl.policy_loss(
+        empty, torch.ones(2), empty, normalizer=torch.tensor(0.0), objective=o, backend=backend
+    )
+    assert result.loss.item() == 0

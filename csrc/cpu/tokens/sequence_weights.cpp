@@ -18,14 +18,14 @@ struct Validity {
   const Tensor& mask;
   const int64_t* token_ids;
   int64_t ignore_index;
-  bool* active;  // to be written, or null where the mask says it all
+  bool* active;  // to be written; null if the mask alone decides
 
   // How many of the tokens [begin, end) count.
   int64_t count(int64_t begin, int64_t end) const {
-    return Flags(mask).visit([&](auto words, auto one, auto) {
+    return Flags(mask).visit([&](auto words, auto, auto minus_zero) {
       int64_t valid = 0;
       for (int64_t i = begin; i < end; ++i) {
-        bool counts = words[i] == one;
+        bool counts = (words[i] != 0) & (words[i] != minus_zero);
         if (token_ids) counts &= token_ids[i] != ignore_index;
         if (active) active[i] = counts;
         valid += counts;
@@ -67,10 +67,11 @@ int64_t positive_ones(const std::vector<int64_t>& counts) {
 }
 
 // The global denominator if given, else the local count; 1 if nothing counts.
-double denominator(int64_t count, double normalizer, const std::optional<Tensor>& element) {
+double denominator(int64_t count, double normalizer, const std::optional<Tensor>& element,
+                   int64_t tokens) {
   if (!element && normalizer == 0) return static_cast<double>(std::max<int64_t>(count, 1));
   if (element) normalizer = element_value(*element, 0);
-  if (element && normalizer == 0 && count == 0) return 1;
+  if (element && normalizer == 0 && tokens == 0) return 1;  // nothing to weight
   if (!(normalizer > 0 && std::isfinite(normalizer))) {
     raise_value_error("normalizer must be ", std::isfinite(normalizer) ? "above 0" : "finite",
                       ", got ", normalizer);
@@ -99,8 +100,10 @@ std::tuple<Tensor, Tensor> sequence_weights(
 
   const Tensor weights = new_tensor(mask, {sequences.count()}, ScalarType::Float);
   float* out = weights.mutable_data_ptr<float>();
+  int64_t tokens = 0;
+  for (const int64_t length : lengths) tokens += length;
   const auto write = [&](int64_t count, const auto& share) {
-    const double over = denominator(count, normalizer, normalizer_tensor);
+    const double over = denominator(count, normalizer, normalizer_tensor, tokens);
     for (int64_t s = 0; s < sequences.count(); ++s) {
       out[s] = static_cast<float>(share(s) / over);
     }
@@ -109,8 +112,6 @@ std::tuple<Tensor, Tensor> sequence_weights(
   if (kind == Aggregation::kTokenSum) {
     std::fill_n(out, sequences.count(), 1.0f);
   } else if (kind == Aggregation::kTokenMean) {
-    int64_t tokens = 0;
-    for (const int64_t length : lengths) tokens += length;
     write(tokens, whole);
   } else if (kind == Aggregation::kPromptMean) {
     const Groups groups(lengths, group_size, data_or_null<int64_t>(group_ids));

@@ -18,7 +18,7 @@ namespace fastrl::cpu {
 // The sums over the blocks seen so far, relative to the largest exponent among them.
 class RowSum {
  public:
-  // `exponent` is that of the block's largest logit.
+  // `exponent` belongs to the block's largest logit.
   void add(const BlockPartial& block, double exponent) {
     Sums next{block.sum, block.sum_t, block.sum_sq};
     const double rise = exponent == exponent_ ? 0.0 : exponent - exponent_;

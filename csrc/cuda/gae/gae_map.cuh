@@ -9,7 +9,7 @@ namespace fastrl::cuda {
 struct GaeMap {
   // A sequence ends inside: nothing from behind the run enters.
   static constexpr uint32_t kClosed = 1;
-  // There are valid tokens before that end; `value` is that of the first.
+  // There are valid tokens before that end; `value` belongs to the first.
   static constexpr uint32_t kSeen = 2;
   // The advantage behind the run enters; the value behind it enters. Where they do not, they may
   // be NaN, so that a factor of 0 is not enough.

@@ -60,13 +60,13 @@ struct SharedRatio {
   bool alone;
 };
 
-// Tokens to go through: at the sequence levels those of one sequence.
+// A range of tokens to process; at the sequence levels it is one sequence.
 struct TokenRange {
   int64_t begin, end, sequence;
 };
 
 // Four tokens from `first` on, of which those in the range count. kWhole: all of them exist and lie
-// on 16-byte boundaries. kOneSequence: the range is that of a sequence.
+// on 16-byte boundaries. kOneSequence: the range is one sequence.
 template <bool kWhole, bool kOneSequence>
 struct Quad {
   const PolicyLossParams& p;

@@ -2,7 +2,7 @@
 //
 // Each warp counts the valid tokens of a chunk and marks them as bits of words. The block that
 // finishes last adds the chunks up; the number of valid tokens before any place is then known, and
-// the difference of two is that of a sequence. All counts are integers and exact.
+// the difference of two such numbers is the count of a sequence. All counts are integers and exact.
 #pragma once
 
 #include "../device/block_sum.cuh"

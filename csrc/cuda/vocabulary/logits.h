@@ -15,7 +15,7 @@ struct LogitsParams {
   LogitsType type;
   const void* logits;
   int64_t batch, tokens, vocabulary, stride_b, stride_t;
-  // [batch, tokens], contiguous; without `temperatures` the one temperature is that of all rows
+  // [batch, tokens], contiguous; without `temperatures` one temperature applies to all rows
   const int64_t* token_ids;
   Mask mask;
   int64_t ignore_index;

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.tracing import is_traced
@@ -21,13 +22,18 @@ def with_gradients(
     """
     tensors, grads, cast_back = [], [], False
     for x, grad in gradients:
-        if x is not None and grad is not None and x.requires_grad:
+        # in forward mode the function raises, where it would otherwise lose the tangent
+        if x is not None and grad is not None and (x.requires_grad or _forward_mode()):
             tensors.append(x)
             grads.append(grad)
             cast_back = cast_back or grad.dtype != x.dtype
     if not tensors:
         return loss
     return cast("Tensor", _KnownGradients.apply(loss, grads, cast_back, *tensors))  # type: ignore[no-untyped-call]
+
+
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0
 
 
 class _KnownGradients(torch.autograd.Function):

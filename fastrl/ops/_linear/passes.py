@@ -18,6 +18,8 @@ from torch import Tensor
 
 from fastrl import native
 from fastrl.contract import (
+    LEVELS,
+    SURROGATES,
     Coefficients,
     LossArguments,
     ObjectiveArguments,
@@ -88,8 +90,11 @@ class LinearCall(NamedTuple):
 
     def active(self) -> Tensor:
         """Return which rows are active."""
-        assert self.rows.mask is not None
-        return self.rows.mask
+        mask = self.rows.mask
+        if mask is None or mask.dtype != torch.bool:
+            came = "None" if mask is None else str(mask.dtype)
+            raise ValueError(f"mask must be a bool tensor for a linear form, got {came}")
+        return mask
 
 
 @functools.cache
@@ -218,6 +223,8 @@ def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     call = flat.take(LinearCall)
     loss, objective = flat.take(LossArguments), flat.take(ObjectiveArguments)
     needs, metrics = flat.rest()
+    if LEVELS[objective.level] != "token" or SURROGATES[objective.surrogate] == "gmpo":
+        raise ValueError("level must be token: the rows of a chunk are scored by themselves")
     slopes = TokenSlopes(call.active(), loss, objective, None, call.backend)
     return tuple(linear_loss_pass(call, slopes, needs, metrics=metrics))
 

@@ -131,7 +131,7 @@ def narrowed(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def choose_products(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, backend: str
 ) -> ConvertedProducts:
-    """Return the GEMMs for a call; those of float16 use float32, as gradients could underflow."""
+    """Return the GEMMs for a call; float16 uses the float32 GEMMs, as gradients could underflow."""
     is_bfloat16 = hidden.dtype == weight.dtype == torch.bfloat16
     # mixed_matmul_ needs stride 1 in one of the dimensions
     if backend == "cpu" and is_bfloat16 and 1 in weight.stride() and native.has_matrix_tiles():
