@@ -43,7 +43,7 @@ def _case(shape: Linear, dtype: torch.dtype) -> Case:
 
 
 def linear_inputs(shape: Linear, dtype: torch.dtype, seed: int) -> Inputs:
-    """Hidden states whose logits are those of the other benchmarks: normal, one raised per row."""
+    """Hidden states whose logits are as in the other benchmarks: normal, one raised per row."""
     generator = torch.Generator().manual_seed(seed)
     rows = (shape.sequences, shape.tokens)
     weight = torch.randn(shape.vocab, shape.hidden, generator=generator)

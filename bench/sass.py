@@ -70,7 +70,7 @@ def read(path: Path) -> list[Kernel]:
 
 
 def tool(name: str) -> str | None:
-    """Return the path of a CUDA tool: that of the triton wheel, or one on PATH."""
+    """Return the path of a CUDA tool, from the triton wheel or else from PATH."""
     if importlib.util.find_spec("triton") is not None:
         spec = importlib.util.find_spec("triton.backends.nvidia")
         for place in (spec and spec.submodule_search_locations) or ():

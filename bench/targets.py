@@ -1,14 +1,14 @@
 """`make targets`: every GPU kernel compiled for every target, and what its machine code costs.
 
-No GPU is needed. Triton kernels are compiled ahead of time for what bench/budgets/ lists, those of
-csrc/cuda by nvcc where it is installed; the code is left in build/targets/ and read back by
+No GPU is needed. Triton kernels are compiled ahead of time for what bench/budgets/ lists, CUDA
+kernels by nvcc where it is installed; the code is left in build/targets/ and read back by
 sass.py. The command fails where a kernel spills, computes in double, reads or writes less than
 16 bytes at a time where it streams, or exceeds its budget of instructions on sm_90. The budgets of
 Triton kernels hold for the Triton versions that torch 2.10 to 2.15 need; where one of these spills
 outside of all loops, the kernel's target says so. With another Triton, failures are only notes.
 
-The predicted time is that of an H200 and the largest of three: bytes over 4.3 TB/s, instructions
-over the issue rate, special functions over theirs. It is a bound, not a measurement.
+The predicted time is for an H200, the largest of three: bytes over 4.3 TB/s, instructions over the
+issue rate, special functions over theirs. It is a bound, not a measurement.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class AggregationArguments(NamedTuple):
 
     aggregation: int
     normalizer: float  # global denominator; 0 means the local count
-    normalizer_tensor: Tensor | None  # one element: replaces `normalizer`
+    normalizer_tensor: Tensor | None  # one element, any real dtype; replaces `normalizer`
     length_norm: float  # 0 means the padded width T
     count_empty: bool
     group_size: int  # consecutive sequences per group in prompt-mean; 0: see group_ids

@@ -31,6 +31,6 @@ def value_loss(
     with torch.no_grad():
         free_loss, bounded_loss = (value_error(x, returns, loss) for x in (values, bounded))
         clipped = bounded_loss > free_loss
-    # in a tie the gradient is that of the free loss; `torch.maximum` would average the two
+    # in a tie the free loss determines the gradient; `torch.maximum` would average the two
     chosen = torch.where(clipped | broken, bounded, values)
     return value_error(chosen, returns, loss), clipped

@@ -47,7 +47,7 @@ def load_constant(values, BY_SEQUENCE: tl.constexpr, sequence, token, inside, ac
 
 @triton.jit
 def load_weights(loss, BY_SEQUENCE: tl.constexpr, sequence, token, inside, active):
-    """Load the weights of all terms; those of a term without its own are `loss.weights`."""
+    """Load the weights of all terms; a term without separate weights uses `loss.weights`."""
     policy = load_constant(loss.weights, BY_SEQUENCE.weights, sequence, token, inside, active)
     kl, entropy = policy, policy
     if loss.policy_weights is not None:

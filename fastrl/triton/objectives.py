@@ -1,6 +1,6 @@
 """The scalar mathematics of every surrogate and KL estimator: the Triton twin of objectives.h.
 
-Names, order and meaning are those of `csrc/objectives.h`; `fastrl/reference/objectives.py` is the
+Names, order and meaning are as in `csrc/objectives.h`; `fastrl/reference/objectives.py` is the
 definition. A kernel is compiled for one surrogate and one KL estimator, which it gets as functions.
 """
 

@@ -33,7 +33,7 @@ from fastrl.triton.gae.gae_maps import (
 from fastrl.triton.sequences import packed_sequence
 
 BLOCK = 2048  # tokens of a program
-BEHIND = tl.constexpr(64)  # chunks behind one's own that are composed at a time
+BEHIND = tl.constexpr(64)  # later chunks whose maps a program composes at a time
 
 # which launch
 ONLY = tl.constexpr(0)  # sequences end inside their chunk

@@ -106,7 +106,7 @@ def _ref_difference(tokens, loss):
 
 @triton.jit
 def _terms(SURROGATE: tl.constexpr, LEVEL: tl.constexpr, mean, tokens, c):
-    """Return the terms of tokens; those of a sequence share its mean log-ratio."""
+    """Return the terms of tokens; tokens of one sequence share its mean log-ratio."""
     if SURROGATE is gmpo:
         ratio = exp(mean)
         loss = -tokens.advantage * ratio

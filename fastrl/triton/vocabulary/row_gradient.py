@@ -151,7 +151,7 @@ def row_gradient(
                 row + start, grad + start, BLOCK, row_terms,
                 binary_gain, reference, squash, False, SPEC,
             )  # fmt: skip
-        tl.debug_barrier()  # and the token's gradient comes after that of its block
+        tl.debug_barrier()  # the token's gradient overwrites an element of its block
         owner = known & ((token_id // BLOCK) % splits == split)
         tl.store(grad + token_id, at_token.to(grad.dtype.element_ty), mask=owner)
     else:

@@ -192,7 +192,7 @@ def sums_of_blocks_kernel(
 
 
 def sums_of_blocks(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the sums of every block, each by a program of its own, and the tokens' logits.
+    """Return the sums of every block, each by a separate program, and the tokens' logits.
 
     The logits, since a gradient written by other programs may overwrite them.
     """

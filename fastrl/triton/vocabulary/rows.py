@@ -1,7 +1,7 @@
 """Rows of logits as the kernels of vocabulary size take them: addresses, scaling, launch shapes.
 
 A row is cut in blocks of 32 columns per lane, and each lane belongs to one thread: in every block
-it reads its columns 16 bytes at a time, and keeps sums of its own. Block and lane depend on the
+it reads its columns 16 bytes at a time, and keeps separate sums. Block and lane depend on the
 vocabulary and the dtype alone, and so does every bit of a result.
 
 Up to a constant z is gain * v, for v = x, or v = -1 / (1 + exp(2 scale x / cap)) under a softcap;
