@@ -156,8 +156,8 @@ def test_metrics_are_saved_and_loaded_as_plain_tensors(tmp_path):
 
 def test_metrics_are_a_node_of_trees_and_can_be_copied():
     result = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
-    doubled = torch.utils._pytree.tree_map(lambda x: x.double(), result)
-    assert doubled.metrics["ratio_mean"].dtype == torch.float64
+    doubled = torch.utils._pytree.tree_map(lambda x: x.double(), result.metrics)
+    assert doubled["ratio_mean"].dtype == torch.float64
     for same in (copy.copy(result.metrics), copy.deepcopy(result.metrics)):
         assert same.to_floats() == result.metrics.to_floats()
     plain = type(result.metrics)(result.metrics.to_floats())
