@@ -112,7 +112,7 @@ class HeadGradients:
     def results(self) -> tuple[Tensor, ...]:
         """Return the gradients in the dtypes of the parameters, empty if not needed.
 
-        For float16 parameters they remain float32, since the upstream gradient may still scale them.
+        For float16 parameters they remain float32: the upstream gradient may still scale them.
         """
         head = self._head
         if self._sums[0] is not None and not self._weight_written:

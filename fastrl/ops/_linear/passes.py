@@ -216,7 +216,7 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
 def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return logprobs, entropy and the gradients of the loss, in one pass over the rows.
 
-    The arguments of `LinearCall` are followed by those of the loss and its objective, by which
+    The arguments of `LinearCall` are followed by the loss and objective arguments, by which
     gradients are needed, and by whether rows without a gradient are needed for the metrics.
     """
     flat = Arguments(arguments)
