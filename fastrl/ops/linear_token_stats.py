@@ -15,7 +15,12 @@ from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
 from fastrl.ops._linear.head import LinearHead, as_head
 from fastrl.ops._rows import active_rows, as_rows
-from fastrl.ops.token_stats import TokenStats, token_stats_result
+from fastrl.ops.token_stats import (
+    TokenStats,
+    public_stats,
+    token_stats_result,
+    without_gradient,
+)
 from fastrl.tracing import refuse_transforms
 
 Lora = tuple[Tensor, Tensor, float]
@@ -228,7 +233,7 @@ def chunk_options(
 def stats_of_hidden(
     hidden: Tensor, rows: RowArguments, head: LinearHead, options: ChunkOptions
 ) -> tuple[Tensor, ...]:
-    """Return the five fields of `TokenStats`, `[N]` and differentiable."""
+    """Return the fields of `TokenStats`, `[N]` and differentiable."""
     return cast(
         "tuple[Tensor, ...]",
         _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
@@ -258,9 +263,9 @@ class _LinearTokenStats(torch.autograd.Function):
         save(ctx, *parameters, *row_tensors, stats.row_max, stats.log_sum, stats.entropy)
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.lora_scale, ctx.options = lora_scale, options
-        ctx.mark_non_differentiable(stats.sum_sq_probs, stats.is_top1)
+        ctx.mark_non_differentiable(*without_gradient(stats))
         ctx.set_materialize_grads(False)
-        return stats[: len(TokenStats._fields)]
+        return public_stats(stats)
 
     @staticmethod
     @first_derivative_only

@@ -168,6 +168,18 @@ def token_stats(
     return token_stats_result(stats, outputs, token_ids.shape)
 
 
+def public_stats(stats: RowStats) -> tuple[Tensor, ...]:
+    """Return the statistics that are fields of `TokenStats`."""
+    return tuple(getattr(stats, name) for name in TokenStats._fields)
+
+
+def without_gradient(stats: RowStats) -> tuple[Tensor, ...]:
+    """Return those fields of `TokenStats` that are not differentiable."""
+    differentiable = ("logprobs", "entropy", "logsumexp")
+    names = (name for name in TokenStats._fields if name not in differentiable)
+    return tuple(getattr(stats, name) for name in names)
+
+
 def token_stats_result(
     stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
 ) -> TokenStats:
@@ -185,7 +197,7 @@ def stats_of_rows(
     with_sum_sq_probs: bool = False,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the five fields of `TokenStats`, `[B, T]` and differentiable."""
+    """Return the fields of `TokenStats`, `[B, T]` and differentiable."""
     if backend == "reference":
         active = active_rows(rows, logits.shape[-1])
         return reference.token_stats(
@@ -235,10 +247,9 @@ class _TokenStats(torch.autograd.Function):
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.inplace_backward = inplace_backward
         ctx.backend = backend
-        results = stats[: len(TokenStats._fields)]
-        ctx.mark_non_differentiable(stats.sum_sq_probs, stats.is_top1)
+        ctx.mark_non_differentiable(*without_gradient(stats))
         ctx.set_materialize_grads(False)
-        return results
+        return public_stats(stats)
 
     @staticmethod
     @first_derivative_only

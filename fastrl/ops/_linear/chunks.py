@@ -116,7 +116,7 @@ def write_chunk_gradient(
 
 
 def reference_stats(logits: Tensor, rows: RowArguments) -> tuple[Tensor, ...]:
-    """Return the five fields of `TokenStats` from the reference backend."""
+    """Return the fields of `TokenStats` from the reference backend."""
     active = rows.token_ids != rows.ignore_index
     return reference.token_stats(
         logits,
