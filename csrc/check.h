@@ -51,12 +51,14 @@ inline void check_device(const Tensor& tensor, const Tensor& like, const char* n
                   name, " must be on the device of ", like_name);
 }
 
-// For errors in values that a user passes: torch turns this exception into a ValueError.
+// For wrong values of a user's tensor. Torch 2.15 passes no exception type on, so the text marks it
+// for `fastrl.library.called`, which raises a ValueError.
 template <typename... Parts>
 [[noreturn]] void raise_value_error(const Parts&... parts) {
   std::ostringstream text;
+  text << "ValueError: ";
   (text << ... << parts);
-  throw std::invalid_argument(text.str());
+  throw std::runtime_error(text.str());
 }
 
 // A small per-token tensor: contiguous, of this dtype, of the shape and on the device of `like`.

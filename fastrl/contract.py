@@ -75,6 +75,11 @@ class ObjectiveArguments(NamedTuple):
     kl_gradient: int
     coefficients: Coefficients
 
+    def flat(self) -> tuple[int, int, int, int, list[float]]:
+        """Return the arguments of an operator; `torch.compile` of 2.10 wants a plain list."""
+        kinds = (self.surrogate, self.level, self.kl_estimator, self.kl_gradient)
+        return (*kinds, [*self.coefficients])
+
 
 class LossArguments(NamedTuple):
     """The inputs of a policy loss without gradient.

@@ -127,6 +127,23 @@ def operators(backend: str) -> Any:
     return getattr(torch.ops, NAMESPACES[backend])
 
 
+def called(operator: Callable[..., Any], *arguments: object) -> Any:
+    """Call an operator that checks the values of tensors.
+
+    Raises:
+        ValueError: the operator found a wrong value; the text is its own.
+    """
+    if torch.compiler.is_compiling():
+        return operator(*arguments)
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        _, marked, text = str(error).partition("ValueError: ")
+        if not marked:
+            raise
+        raise ValueError(text) from None
+
+
 def _qualified_names(name: str) -> list[str]:
     once = name.startswith(_ONLY_ONCE)
     return [f"{space}::{name}" for space in NAMESPACES.values() if space == "fastrl" or not once]

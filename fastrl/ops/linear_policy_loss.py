@@ -188,7 +188,7 @@ def _one_pass(
             *rows,
             *options,
             *flat,
-            *objective.arguments,
+            *objective.arguments.flat(),
             needs,
             metrics,
         )

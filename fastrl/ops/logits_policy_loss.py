@@ -8,7 +8,7 @@ from torch import Tensor
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, tensor
 from fastrl.contract import RowArguments
-from fastrl.library import operators
+from fastrl.library import called, operators
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import (
@@ -157,16 +157,18 @@ def _one_pass(
 ) -> PolicyLoss:
     logits = with_unit_vocabulary_stride(padded)
     constants = inputs.masked_arguments(inputs.arguments.advantages, None)  # reads neither
-    arguments = (*rows, *constants, *inputs.objective.arguments)
+    arguments = (*rows, *constants, *inputs.objective.arguments.flat())
     run = operators(inputs.backend)
     if inplace and logits is padded and not torch.compiler.is_compiling():
         target = alias_before_overwriting(logits)
-        logprobs, entropy = run.logits_policy_loss_fwd_(logits.detach(), *arguments)
+        logprobs, entropy = called(run.logits_policy_loss_fwd_, logits.detach(), *arguments)
         mark_overwritten(original)
         grad_logits = target.detach()
     else:
         target = logits
-        logprobs, entropy, grad_logits = run.logits_policy_loss_fwd(logits.detach(), *arguments)
+        logprobs, entropy, grad_logits = called(
+            run.logits_policy_loss_fwd, logits.detach(), *arguments
+        )
     loss, _, _, metrics = inputs.evaluate(logprobs, entropy, constants)
     loss = with_gradients(loss, [(target, grad_logits)])
     return policy_loss_result(loss, metrics, logprobs, entropy, original.shape[:-1])

@@ -12,7 +12,7 @@ from fastrl import reference
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag, one_of
 from fastrl.contract import RowArguments, RowStats
-from fastrl.library import operators
+from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
 from fastrl.tracing import refuse_transforms
@@ -240,7 +240,9 @@ class _TokenStats(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor, ...]:
         stats = RowStats._make(
-            operators(backend).token_stats_fwd(logits, *rows, with_entropy, with_sum_sq_probs)
+            called(
+                operators(backend).token_stats_fwd, logits, *rows, with_entropy, with_sum_sq_probs
+            )
         )
         row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
         ctx.save_for_backward(logits, *row_tensors, stats.row_max, stats.log_sum, stats.entropy)

@@ -23,7 +23,7 @@ from fastrl.checks import (
     whole,
 )
 from fastrl.contract import AGGREGATIONS, Aggregation, AggregationArguments
-from fastrl.library import operators
+from fastrl.library import called, operators
 from fastrl.reference import sequences_of
 
 
@@ -137,8 +137,8 @@ def sequence_weights(
         check_normalizer(how, active)
         sequences = sequences_of(active, cu_seqlens)
         return reference.sequence_weights(active, sequences, how, dtype), active
-    weights, active = operators(backend).sequence_weights(
-        mask, token_ids, ignore_index, cu_seqlens, *how
+    weights, active = called(
+        operators(backend).sequence_weights, mask, token_ids, ignore_index, cu_seqlens, *how
     )
     differs = token_ids is not None or mask.dtype != torch.bool
     return weights, active if differs else mask

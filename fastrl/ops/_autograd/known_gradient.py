@@ -29,7 +29,7 @@ def with_gradients(
             cast_back = cast_back or grad.dtype != x.dtype
     if not tensors:
         return loss
-    return cast("Tensor", _KnownGradients.apply(loss, grads, cast_back, *tensors))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _KnownGradients.apply(loss, cast_back, *tensors, *grads))  # type: ignore[no-untyped-call]
 
 
 def _forward_mode() -> bool:
@@ -38,9 +38,8 @@ def _forward_mode() -> bool:
 
 class _KnownGradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, grads: list[Tensor], cast_back: bool, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, cast_back: bool, *pairs: Tensor) -> Tensor:
+        tensors, grads = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         ctx.save_for_backward(*grads)
         ctx.dtypes = [x.dtype for x in tensors] if cast_back else None
         if torch.compiler.is_compiling():
@@ -54,7 +53,7 @@ class _KnownGradients(torch.autograd.Function):
         grads = _scaled(ctx.saved_tensors, grad_loss)
         if ctx.dtypes is not None:
             grads = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return (None, None, None, *grads)
+        return (None, None, *grads, *([None] * len(grads)))
 
 
 def alias_before_overwriting(logits: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def evaluate(
     if backend == "reference":
         return reference.policy_loss(logprobs, entropy, active, arguments, objective, function)
     loss, slope, entropy_slope, metrics = operators(backend).policy_loss_fwd(
-        logprobs, entropy, active, *arguments, *objective
+        logprobs, entropy, active, *arguments, *objective.flat()
     )
     has_entropy_term = objective.coefficients.entropy_coef != 0 and entropy is not None
     return loss, slope, entropy_slope if has_entropy_term else None, metrics
