@@ -11,7 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fastrl", "csrc", "tests", "bench", "docs", ".ci", ".github")
-SOME = ("test_masked.py", "test_policy_loss_masks.py", "test_readme.py", "test_requirements.py")
+SOME = (
+    "ops/test_masked.py",
+    "ops/test_policy_loss_masks.py",
+    "repo/test_readme.py",
+    "repo/test_requirements.py",
+)
 
 pytestmark = pytest.mark.slow
 
