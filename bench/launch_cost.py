@@ -24,7 +24,14 @@ from triton.backends.compiler import GPUTarget
 
 import fastrl
 from fastrl import Objective
-from fastrl.contract import BASELINES, SCALES, SINGLETONS, AggregationArguments, LossArguments
+from fastrl.contract import (
+    AGGREGATIONS,
+    BASELINES,
+    SCALES,
+    SINGLETONS,
+    AggregationArguments,
+    LossArguments,
+)
 from fastrl.library import operators
 
 CALLS, ROUNDS = 50, 60
@@ -117,7 +124,15 @@ def policy_loss_on_the_cpu() -> None:
     torch.set_num_threads(1)
     b = Batch(8, 128)
     objective = Objective.preset("grpo", kl_coef=0.04)
-    count = AggregationArguments(1, 0.0, None, 0.0, False, 0, None)
+    count = AggregationArguments(
+        aggregation=AGGREGATIONS.index(objective.aggregation),
+        normalizer=0.0,
+        normalizer_tensor=None,
+        length_norm=0.0,
+        count_empty=False,
+        group_size=0,
+        group_ids=None,
+    )
     run = operators("cpu")
     weights, _ = run.sequence_weights(b.mask, None, 0, None, *count)
     constants = LossArguments(b.advantages, weights, None, None, None, b.old, b.ref, None)
@@ -146,7 +161,7 @@ def policy_loss_on_the_cpu() -> None:
         "policy_loss, forward": loss,
         "operator sequence_weights": lambda: run.sequence_weights(b.mask, None, 0, None, *count),
         "operator policy_loss_fwd": lambda: run.policy_loss_fwd(
-            detached, None, b.mask, *constants, *objective.arguments
+            detached, None, b.mask, *constants, *objective.arguments.flat()
         ),
         "an autograd function that passes a gradient on": lambda: backward(passed),
     }
@@ -169,7 +184,7 @@ def launches_of_triton() -> None:
     b = Batch(16, 256)
     x, mask = b.old, b.mask
     rewards = torch.randn(64)
-    objective = Objective.preset("grpo").arguments
+    objective = Objective.preset("grpo").arguments.flat()
     op = operators("triton")
     constants = LossArguments(b.advantages, b.advantages, None, None, None, x, None, None)
     groups = (BASELINES.index("mean"), SCALES.index("group"), 1.0, 1e-4, SINGLETONS.index("zero"))

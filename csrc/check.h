@@ -146,7 +146,7 @@ inline void check_rows_apart(const Tensor& logits) {
 }
 
 // A new contiguous tensor on the device of `like`; its contents are arbitrary until written.
-// torch::stable::new_empty does the same by way of the dispatcher, which costs the host twice this.
+// (torch::stable::new_empty takes the way through the dispatcher.)
 inline Tensor new_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                          ScalarType dtype) {
   constexpr size_t kMostDims = 8;

@@ -60,12 +60,12 @@ def as_rows(
     softcap = 0.0
     if logit_softcap is not None:
         softcap = scales["logit_softcap"] = _bounded("logit_softcap", logit_softcap, scales)
-    if ids.dim() == 1:
+    packed = ids.dim() == 1
+    if packed:
         x, ids = x[None], ids[None]
         checked_mask = None if checked_mask is None else checked_mask[None]
         if isinstance(temperature, Tensor) and temperature.dim() == 1:
             temperature = temperature[None]
-    packed = ids.shape[0] == 1 and integer("token_ids", token_ids).dim() == 1
     rows = RowArguments(
         token_ids=saveable(ids.contiguous()),
         mask=None if checked_mask is None else saveable(checked_mask.contiguous()),

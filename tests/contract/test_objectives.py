@@ -8,34 +8,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fastrl
-from fastrl.contract import (
-    KL_ESTIMATORS,
-    KL_GRADIENTS,
-    SURROGATES,
-    Coefficients,
-    ObjectiveArguments,
-)
+from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS, SURROGATES
 from fastrl.reference import objectives
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 inf = math.inf
-DEFAULTS = Coefficients(
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_clip=inf,
-    delta=inf,
-    sapo_temperature_pos=1.0,
-    sapo_temperature_neg=1.05,
-    kl_coef=0.0,
-    kl_clamp=inf,
-    log_ratio_low=inf,
-    log_ratio_high=inf,
-    entropy_coef=0.0,
-)
-OBJECTIVE = ObjectiveArguments(
-    surrogate=0, level=0, kl_estimator=0, kl_gradient=0, coefficients=DEFAULTS
-)
+OBJECTIVE = fastrl.Objective(clip_high=0.28).arguments
+DEFAULTS = OBJECTIVE.coefficients
 CASES = {
     "ppo_clip": ("ppo_clip", {}),
     "ppo_clip, no lower bound": ("ppo_clip", {"clip_low": 1.0}),

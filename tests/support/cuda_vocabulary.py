@@ -1,16 +1,15 @@
 """The vocabulary kernels of the CUDA backend on the host machine, as functions of tensors."""
 
 import ctypes
-from math import inf
 
 import torch
 
+from fastrl import Objective
 from fastrl.contract import (
     KL_ESTIMATORS,
     KL_GRADIENTS,
     LEVELS,
     SURROGATES,
-    Coefficients,
     ObjectiveArguments,
     RowArguments,
     RowStats,
@@ -85,15 +84,12 @@ def objective_of(
     surrogate="ppo_clip", level="token", kl_estimator="k3", kl_gradient="exact", **scalars
 ):
     """Return an objective as the operators take it; a bound that is not given is not set."""
-    unset = dict.fromkeys(Coefficients._fields, inf)
-    unset |= {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "entropy_coef": 0.0}
-    unset |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     return ObjectiveArguments(
         surrogate=SURROGATES.index(surrogate),
         level=LEVELS.index(level),
         kl_estimator=KL_ESTIMATORS.index(kl_estimator),
         kl_gradient=KL_GRADIENTS.index(kl_gradient),
-        coefficients=Coefficients(**{**unset, **scalars}),
+        coefficients=Objective().arguments.coefficients._replace(**scalars),
     )
 
 

@@ -210,8 +210,8 @@ def test_every_launch_and_every_target_says_what_the_compiler_may_fuse(monkeypat
     code = r"""
 import json, torch
 from triton.runtime.jit import JITFunction
-from fastrl.contract import AggregationArguments, Coefficients, LEVELS, LossArguments
-from fastrl.contract import ObjectiveArguments, RowArguments
+from fastrl import Objective
+from fastrl.contract import AggregationArguments, LEVELS, LossArguments, RowArguments
 found = {}
 def run(self, *_, grid, warmup, **options):
     found.setdefault(self.__name__, set()).add(str(options.get("enable_fp_fusion")))
@@ -226,10 +226,10 @@ gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, No
 group_advantages.group_advantages_fwd(torch.ones(6), None, 3, 0, 0, 1.0, 1e-6, 0)
 how = AggregationArguments(0, 0.0, None, 0.0, False, 0, None)
 sequence_weights.sequence_weights(mask, None, 0, None, *how)
-c = Coefficients(0.2, 0.2, 1e9, 1e9, 1.0, 1.05, 0.1, 1e9, 1e9, 1e9, 0.01)
+objective = Objective(kl_coef=0.1, entropy_coef=0.01).arguments
 def arguments(x):
     loss = LossArguments(x, x, None, None, None, x, x, None)
-    return loss, ObjectiveArguments(0, LEVELS.index("token"), 0, 0, c)
+    return loss, objective
 for level in range(len(LEVELS)):
     loss, objective = arguments(row)
     policy_loss.policy_loss_fwd(row, row, mask, *loss, *objective._replace(level=level))

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+import fastrl
 from fastrl.contract import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -71,19 +72,7 @@ def compiled(monkeypatch):
     driver._active = before
 
 
-COEFFICIENTS = Coefficients(
-    clip_low=0.2,
-    clip_high=0.2,
-    dual_clip=INF,
-    delta=INF,
-    sapo_temperature_pos=1.0,
-    sapo_temperature_neg=1.05,
-    kl_coef=0.1,
-    kl_clamp=INF,
-    log_ratio_low=INF,
-    log_ratio_high=INF,
-    entropy_coef=0.01,
-)
+COEFFICIENTS = fastrl.Objective(kl_coef=0.1, entropy_coef=0.01).arguments.coefficients
 OF_ROWS = ["logits_policy_loss_kernel", "token_stats_bwd_kernel", "token_stats_fwd_kernel"]
 
 

@@ -139,12 +139,12 @@ class TermMasks(NamedTuple):
         if entropy_mask and entropy is not None:
             kept = reference.top_entropy(entropy, active, o.top_entropy_quantile)
             policy_weights = torch.where(kept, policy_weights, 0.0)
-            if o.entropy_coef and self.entropy_aggregation is None:
+            how = self.entropy_aggregation
+            if o.entropy_coef and how is None:
                 entropy_weights = torch.where(kept, per_token(arguments.weights), 0.0)
-            elif o.entropy_coef and self.entropy_aggregation is not None:
-                entropy_weights = reference.token_weights(
-                    kept, sequences, self.entropy_aggregation, policy_weights.dtype
-                )
+            elif o.entropy_coef and how is not None:
+                dtype = policy_weights.dtype
+                entropy_weights = reference.token_weights(kept, sequences, how, dtype)
         return arguments._replace(
             policy_weights=policy_weights.contiguous(),
             kl_weights=kl_weights,
