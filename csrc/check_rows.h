@@ -37,6 +37,11 @@ inline const int64_t* check_rows(const Tensor& logits, const RowArguments& in) {
   return in.token_ids.const_data_ptr<int64_t>();
 }
 
+// Only a GPU rounds the gradient to bfloat16 in the memory of the logits.
+inline void check_narrow(bool narrow) {
+  STD_TORCH_CHECK(!narrow, "narrow must be false on this device");
+}
+
 // The index of element i of [B, T], as Python prints it.
 inline std::string place_text(const Tensor& tokens, int64_t i) {
   std::ostringstream text;

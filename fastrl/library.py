@@ -55,13 +55,16 @@ _LINEAR_GRADIENTS = (
     "Tensor grad_lora_a, Tensor grad_lora_b)"
 )
 
+# An operator in place writes the gradient over the logits. With `narrow` a row of float32 logits,
+# which starts at a multiple of 16 bytes and has stride_t elements, becomes bfloat16 in the second
+# half of its memory: `logits.view(torch.bfloat16)[..., stride_t : stride_t + V]`. GPUs only.
 _SCHEMAS = {
     "token_stats_fwd": (
         f"(Tensor logits, {_ROWS}, bool with_entropy, bool with_sum_sq_probs) -> "
         f"({_declared(RowStats)})"
     ),
     "token_stats_bwd": f"(Tensor logits, {_STATS_BACKWARD}) -> Tensor",
-    "token_stats_bwd_": f"(Tensor(a!) logits, {_STATS_BACKWARD}) -> ()",
+    "token_stats_bwd_": f"(Tensor(a!) logits, {_STATS_BACKWARD}, bool narrow) -> ()",
     # weights [S]: of an active token, per sequence. active: bool, the shape of the mask; empty if
     # it would equal the mask (mask is bool and token_ids is None).
     "sequence_weights": (
@@ -73,7 +76,7 @@ _SCHEMAS = {
         "(Tensor logprobs, Tensor entropy, Tensor grad_logits)"
     ),
     "logits_policy_loss_fwd_": (
-        f"(Tensor(a!) logits, {_ROWS}, {_LOSS}) -> (Tensor logprobs, Tensor entropy)"
+        f"(Tensor(a!) logits, {_ROWS}, {_LOSS}, bool narrow) -> (Tensor logprobs, Tensor entropy)"
     ),
     # slope = dL/dlogprobs, entropy_slope = dL/dentropy (empty if entropy_coef is 0)
     "policy_loss_fwd": (
@@ -90,6 +93,8 @@ _SCHEMAS = {
         "float correction, float eps, int singleton) -> "
         "(Tensor advantages, Tensor mean, Tensor std, Tensor informative)"
     ),
+    # gradient *= factor (one element), which costs no memory traffic where the factor is 1.
+    "scale_": "(Tensor(a!) gradient, Tensor factor) -> ()",
     "linear_token_stats_fwd": f"({_LINEAR}) -> ({_declared(RowStats)})",
     "linear_token_stats_bwd": (
         f"({_LINEAR}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor? grad_logprobs, "
@@ -120,6 +125,8 @@ _SCHEMAS = {
 #: alone: the loops of the linear forms take the backend of their chunks as an argument.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
 _ONLY_ONCE = ("linear_", "cpu_", "has_", "huge_", "mixed_", "objective_eval")
+#: Operators that the CPU backend does without.
+ONLY_ON_GPUS = ("scale_",)
 
 
 def operators(backend: str) -> Any:
@@ -145,8 +152,12 @@ def called(operator: Callable[..., Any], *arguments: object) -> Any:
 
 
 def _qualified_names(name: str) -> list[str]:
-    once = name.startswith(_ONLY_ONCE)
-    return [f"{space}::{name}" for space in NAMESPACES.values() if space == "fastrl" or not once]
+    first, *others = NAMESPACES.values()
+    if name.startswith(_ONLY_ONCE):
+        others = []
+    elif name in ONLY_ON_GPUS:
+        return [f"{space}::{name}" for space in others]
+    return [f"{space}::{name}" for space in (first, *others)]
 
 
 #: The names of all operators.
@@ -224,6 +235,7 @@ def _(logprobs: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor
     )
 
 
+@_fake("scale_")
 @_fake("huge_pages_")
 @_fake("mixed_matmul_")
 def _(*_: object) -> None:

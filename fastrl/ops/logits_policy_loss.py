@@ -161,7 +161,7 @@ def _one_pass(
     run = operators(inputs.backend)
     if inplace and logits is padded and not torch.compiler.is_compiling():
         target = alias_before_overwriting(logits)
-        logprobs, entropy = called(run.logits_policy_loss_fwd_, logits.detach(), *arguments)
+        logprobs, entropy = called(run.logits_policy_loss_fwd_, logits.detach(), *arguments, False)
         mark_overwritten(original)
         grad_logits = target.detach()
     else:

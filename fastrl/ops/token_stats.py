@@ -270,7 +270,7 @@ class _TokenStats(torch.autograd.Function):
         )
         arguments = (logits, *rows, *saved_stats, *grads)
         if ctx.inplace_backward and not torch.compiler.is_compiling():
-            operators(ctx.backend).token_stats_bwd_(*arguments)
+            operators(ctx.backend).token_stats_bwd_(*arguments, False)
             # makes autograd raise if another node has saved the logits
             torch.autograd.graph.increment_version(logits)
             grad_logits = logits.detach()

@@ -82,10 +82,10 @@ def vocabulary_samples():
             saved = (found.row_max, found.log_sum, found.entropy)
             grads = (per_token(2, 3), None, per_token(2, 3))
             yield "token_stats_bwd", (logits, *options, *saved, *grads)
-            yield "token_stats_bwd_", (logits.clone(), *options, *saved, *grads)
+            yield "token_stats_bwd_", (logits.clone(), *options, *saved, *grads, False)
             loss = (*options, *loss_arguments(2, 3, sequences=2), *OBJECTIVE)
             yield "logits_policy_loss_fwd", (logits, *loss)
-            yield "logits_policy_loss_fwd_", (logits.clone(), *loss)
+            yield "logits_policy_loss_fwd_", (logits.clone(), *loss, False)
 
 
 def token_samples():

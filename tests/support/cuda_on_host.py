@@ -59,7 +59,7 @@ def policy_loss_fwd(logprobs, entropy, mask, *others, per_block=0, ranks=1):
     """With `per_block` tokens or sequences the grid is of many blocks on small inputs, too."""
     count = len(LossArguments._fields)
     arguments = LossArguments._make(others[:count])
-    objective = ObjectiveArguments._make(others[count:])
+    objective = ObjectiveArguments._make(others[count:-1])
     entropy_coef = Coefficients._make(objective.coefficients).entropy_coef
     loss, slope = logprobs.new_empty(()), torch.empty_like(logprobs)
     entropy_slope = torch.empty_like(logprobs) if entropy_coef else logprobs.new_empty(0)
@@ -138,7 +138,7 @@ def token_stats_fwd(logits, *arguments):
 
 
 def token_stats_bwd_(logits, *arguments, grad=None):
-    rows, (row_max, log_sum, entropy, *grads) = rows_and_rest(arguments)
+    rows, (row_max, log_sum, entropy, *grads, _narrow) = rows_and_rest(arguments)
     saved = RowStats._make([None] * len(RowStats._fields))
     saved = saved._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
     vocabulary.token_stats_backward(logits, rows, saved, grads, grad)
@@ -146,7 +146,7 @@ def token_stats_bwd_(logits, *arguments, grad=None):
 
 def token_stats_bwd(logits, *arguments):
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    token_stats_bwd_(logits, *arguments, grad=grad)
+    token_stats_bwd_(logits, *arguments, False, grad=grad)
     return grad
 
 
@@ -154,13 +154,13 @@ def logits_policy_loss_fwd_(logits, *arguments, grad=None):
     rows, others = rows_and_rest(arguments)
     count = len(LossArguments._fields)
     loss = LossArguments._make(others[:count])
-    objective = ObjectiveArguments._make(others[count:])
+    objective = ObjectiveArguments._make(others[count:-1])
     return vocabulary.logits_policy_loss(logits, rows, loss, objective, grad, clusters=True)
 
 
 def logits_policy_loss_fwd(logits, *arguments):
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return *logits_policy_loss_fwd_(logits, *arguments, grad=grad), grad
+    return *logits_policy_loss_fwd_(logits, *arguments, False, grad=grad), grad
 
 
 @pytest.fixture(scope="module")

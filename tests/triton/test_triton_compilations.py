@@ -113,12 +113,14 @@ def all_kernels(
     heat = row if per_row else None
     rows = RowArguments(row.long(), row.bool(), ignore_index, heat, temperature, scale, softcap)
     token_stats_fwd(logits, *rows, True, False)
-    for backward in (token_stats_bwd, token_stats_bwd_):
-        backward(logits, *rows, row, row, row, row, None, None)
+    backward = (logits, *rows, row, row, row, row, None, None)
+    token_stats_bwd(*backward)
+    token_stats_bwd_(*backward, False)
     bounds = None if sequences is None else torch.zeros(sequences + 1, dtype=torch.int32)
     loss = loss_arguments(row if constants is None else constants, row, bounds)
-    for one_pass in (logits_policy_loss_fwd, logits_policy_loss_fwd_):
-        one_pass(logits, *rows, *loss, *objective(c))
+    one_pass = (logits, *rows, *loss, *objective(c))
+    logits_policy_loss_fwd(*one_pass)
+    logits_policy_loss_fwd_(*one_pass, False)
 
 
 def test_lengths_and_numbers_compile_nothing_anew(compiled):

@@ -57,7 +57,8 @@ std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
     const std::optional<Tensor>& policy_weights, const std::optional<Tensor>& old_logprobs,
     const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
     int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
-    const std::vector<double>& coefficients) {
+    const std::vector<double>& coefficients, bool narrow) {
+  check_narrow(narrow);
   const Call call(logits, "logits");
   const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
                                                 temperature, logit_scale, logit_softcap});

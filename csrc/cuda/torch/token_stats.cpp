@@ -86,7 +86,8 @@ void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids,
                       const Tensor& log_sum, const Tensor& entropy,
                       const std::optional<Tensor>& grad_logprobs,
                       const std::optional<Tensor>& grad_entropy,
-                      const std::optional<Tensor>& grad_logsumexp) {
+                      const std::optional<Tensor>& grad_logsumexp, bool narrow) {
+  check_narrow(narrow);
   const Call call(logits, "logits");
   const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
                                                 temperature, logit_scale, logit_softcap});

@@ -112,6 +112,7 @@ def write_chunk_gradient(
         stats.log_sum[None],
         stats.entropy[None],
         *(None if grad is None else grad[None].contiguous() for grad in grads),
+        False,
     )
 
 

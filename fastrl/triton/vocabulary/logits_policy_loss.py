@@ -155,4 +155,7 @@ def logits_policy_loss_fwd(logits: Tensor, *arguments: Any) -> tuple[Tensor, Ten
 
 
 def logits_policy_loss_fwd_(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _one_pass(logits, logits, *arguments)
+    *others, narrow = arguments
+    if narrow:
+        raise NotImplementedError
+    return _one_pass(logits, logits, *others)

@@ -151,4 +151,7 @@ def token_stats_bwd(logits: Tensor, *arguments: Any) -> Tensor:
 
 
 def token_stats_bwd_(logits: Tensor, *arguments: Any) -> None:
-    _write_gradient(logits, logits, *arguments)
+    *others, narrow = arguments
+    if narrow:
+        raise NotImplementedError
+    _write_gradient(logits, logits, *others)
