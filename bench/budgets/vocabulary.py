@@ -20,6 +20,7 @@ class Rows(NamedTuple):
     dtype: str
     softcap: bool = False
     per_row: bool = False
+    grad: str | None = None  # of the gradient, where it is another
 
 
 #: By the end of the target's name.
@@ -29,6 +30,8 @@ ROWS = {
     "_fp16_per_row": Rows("fp16", per_row=True),
     "_softcap_per_row": Rows("bf16", softcap=True, per_row=True),
 }
+#: float32 logits of a chunk, whose gradient is bfloat16 in the second half of each row.
+NARROW = Rows("fp32", grad="bf16")
 
 
 def targets() -> list[Target]:
@@ -49,6 +52,10 @@ def _token_stats() -> list[Target]:
         _target(
             "token_logprobs_bwd", backward, ROWS[""], only_logprobs, entropy=False,
             bytes_per_element=4, instructions=7, mufu=1.2,
+        ),
+        _target(
+            "token_stats_bwd_narrow", backward, NARROW, saved,
+            bytes_per_element=6, instructions=7, mufu=1.2,
         ),
     ]  # fmt: skip
     for suffix, rows in ROWS.items():
@@ -78,6 +85,7 @@ def _logits_policy_loss() -> list[Target]:
         *((suffix, rows, per_token, PER_TOKEN, True) for suffix, rows in ROWS.items()),
         ("_per_sequence", ROWS[""], per_token, PER_SEQUENCE, True),
         ("_packed", ROWS[""], every, PER_SEQUENCE, True),
+        ("_narrow", NARROW, per_token, PER_TOKEN, True),
     ]
     found = []
     for suffix, rows, names, by_sequence, regularized in variants:
@@ -93,9 +101,9 @@ def _logits_policy_loss() -> list[Target]:
                 "sequences": "i32",
                 **dict.fromkeys(("logprobs", "entropies"), "*fp32"),
             },
-            bytes_per_element=8 if rows.dtype == "fp32" else 4,
+            bytes_per_element=(_BITS[rows.dtype] + _BITS[rows.grad or rows.dtype]) // 8,
             instructions=36 if rows.softcap else 16,
-            mufu=6.4 if rows.softcap else 2.4,
+            mufu=6.4 if rows.softcap else 2.2,
             spills={"3.8": 4, "3.9": 6}
             if rows.softcap
             else {"3.6": 4}
@@ -112,7 +120,8 @@ def _logits_policy_loss() -> list[Target]:
                 ),
             },
         )
-        spec = target.constants["SPEC"]._replace(entropy=regularized)
+        width = 128 // _BITS[rows.grad or rows.dtype]
+        spec = target.constants["SPEC"]._replace(entropy=regularized, width=width)
         found.append(target._replace(constants=target.constants | {"GRADIENT_SPEC": spec}))
     return found
 
@@ -122,7 +131,9 @@ def _target(
     constants: dict[str, Any] | None = None, **others: Any,
 ) -> Target:  # fmt: skip
     """Return a target with the types of `row_arguments` and the constants of `launch_options`."""
-    spec = Specialization(MOST_LANES, 128 // _BITS[of.dtype], True, of.softcap, entropy, False)
+    narrow_spec = kernel is token_stats.token_stats_bwd_kernel and of.grad
+    width = 128 // _BITS[of.grad if narrow_spec else of.dtype]
+    spec = Specialization(MOST_LANES, width, True, of.softcap, entropy, False)
     rows = {
         "logits": f"*{of.dtype}", "token_ids": "*i64", "mask": "*i1", "ignore_index": "i64",
         "scale": "fp32", "squash": "fp32", "length": "i32", "stride_b": "i64", "stride_t": "i64",
@@ -131,7 +142,7 @@ def _target(
     if of.per_row:
         rows["temperatures"] = "*fp32"
     if "grad" in kernel.arg_names:
-        rows |= {"grad": f"*{of.dtype}", "grad_stride_b": "i64", "grad_stride_t": "i64"}
+        rows |= {"grad": f"*{of.grad or of.dtype}", "grad_stride_b": "i64", "grad_stride_t": "i64"}
         rows["splits"] = "i32"
     return Target(
         name,

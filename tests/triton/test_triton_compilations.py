@@ -1,7 +1,9 @@
 """What leads to another compilation of a Triton kernel, on a GPU that is pretended."""
 
 import importlib
+import itertools
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -232,21 +234,31 @@ def test_batches_of_the_weights_compile_two_kernels(compiled):
     assert len(compiled) == 2
 
 
-def test_offsets_of_rows_have_64_bits(monkeypatch):
-    """Of every target: the pointer of a row is the tensor's plus an i64."""
-    import re
-
+def code_of(name, monkeypatch):
+    """The code of a target at every stage of the compilation."""
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
     targets = importlib.import_module("targets")
-    target = next(one for one in targets.triton_targets() if one.name == "token_stats_bwd")
-    gpu = GPUTarget("cuda", 90, 32)
-    options = {"num_warps": target.num_warps}
-    compiled = triton.compile(targets.triton_source(target), target=gpu, options=options)
+    target = next(one for one in targets.triton_targets() if one.name == name)
+    options = {"num_warps": target.num_warps, **target.options}
+    source = targets.triton_source(target)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+@pytest.mark.parametrize("name", ["token_stats_bwd_narrow", "logits_policy_loss_narrow"])
+def test_a_narrow_gradient_is_stored_after_all_loads_of_its_block(name, monkeypatch):
+    """Threads would overwrite what others have not read; the interpreter knows no threads."""
+    steps = re.findall(r"(ld|st)\.global[.\w]*v4|(bar)\.sync", code_of(name, monkeypatch)["ptx"])
+    order = ["".join(step) for step in steps]
+    assert {"ld", "st", "bar"} == set(order)
+    assert ("ld", "st") not in set(itertools.pairwise(order))
+
+
+def test_offsets_of_rows_have_64_bits(monkeypatch):
+    """Of every target: the pointer of a row is the tensor's plus an i64."""
+    ttir = code_of("token_stats_bwd", monkeypatch)["ttir"]
     for name in ("logits", "grad"):
-        added = re.findall(
-            rf"tt\.addptr %{name}, \S+ : !tt\.ptr<bf16>, (\w+)", compiled.asm["ttir"]
-        )
+        added = re.findall(rf"tt\.addptr %{name}, \S+ : !tt\.ptr<bf16>, (\w+)", ttir)
         assert added
         assert set(added) == {"i64"}

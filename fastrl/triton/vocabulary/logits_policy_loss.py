@@ -32,6 +32,7 @@ from fastrl.triton.vocabulary.rows import (
     PER_TOKEN,
     RUN_TIME,
     launch_options,
+    narrowed,
     row_arguments,
     row_counts,
     row_gain,
@@ -77,7 +78,7 @@ def logits_policy_loss_kernel(
     index = program // splits
     split = (program - index * splits).to(tl.int32)
     row = logits + row_offset(index, length, stride_b, stride_t, SPEC)
-    grad_row = grad + row_offset(index, length, grad_stride_b, grad_stride_t, SPEC)
+    grad_row = grad + row_offset(index, length, grad_stride_b, grad_stride_t, GRADIENT_SPEC)
     token_id = tl.load(token_ids + index)
     counts = row_counts(index, token_id, mask, ignore_index)
     gain, binary_gain = row_gain(index, temperatures, scale, counts)
@@ -122,7 +123,8 @@ def _one_pass(grad: Tensor, logits: Tensor, *arguments: Any) -> tuple[Tensor, Te
         loss = loss._replace(cu_seqlens=None)
     of_rows = row_arguments(logits, rows)
     options = launch_options(logits, grad, softcap=rows.logit_softcap, entropy=True)
-    partial_sums, token_logits, splits = None, None, splits_of(logits)
+    splits = splits_of(logits) if grad.dtype == logits.dtype else 1
+    partial_sums, token_logits = None, None
     if splits > 1:
         partial_sums, token_logits = sums_of_blocks(of_rows, options)
     constants = compiled_for(objective)
@@ -142,7 +144,9 @@ def _one_pass(grad: Tensor, logits: Tensor, *arguments: Any) -> tuple[Tensor, Te
         grad_stride_t=grad.stride(1),
         splits=splits,
         BY_SEQUENCE=which,
-        GRADIENT_SPEC=options["SPEC"]._replace(entropy=c.entropy_coef != 0),
+        GRADIENT_SPEC=options["SPEC"]._replace(
+            entropy=c.entropy_coef != 0, width=16 // grad.element_size()
+        ),
         **constants,
         **options,
     )
@@ -156,6 +160,4 @@ def logits_policy_loss_fwd(logits: Tensor, *arguments: Any) -> tuple[Tensor, Ten
 
 def logits_policy_loss_fwd_(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *others, narrow = arguments
-    if narrow:
-        raise NotImplementedError
-    return _one_pass(logits, logits, *others)
+    return _one_pass(narrowed(logits) if narrow else logits, logits, *others)

@@ -1,7 +1,9 @@
 """The second sweep over a row: its gradient, which may take the place of the logits.
 
 With p_j = 2^t_j norm the gradient of a row is p_j (constant + linear t_j); at the token dL/dlogprob
-is added. The row is read from its end, which the first sweep has left in cache.
+is added. The row is read from its end, which the first sweep has left in cache. A bfloat16 gradient
+of float32 logits may fill the second half of their row: element j then begins at byte
+2 stride + 2 j >= 4 j, beyond all logits that are still to be read once those of its block are.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ def _block_gradient(
 ):  # fmt: skip
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     tiles = load_block(block, columns_left, MASKED, SPEC)
+    if grad.dtype.element_ty != block.dtype.element_ty:
+        tl.debug_barrier()  # the gradient may overwrite what other threads read of this block
     for tile in tl.static_range(TILES):
         x = tiles[tile]
         v = value(x, squash, SPEC)
@@ -105,7 +109,7 @@ def row_gradient(
 
     Args:
         row: pointer to the logits.
-        grad: pointer to the gradient, may be the same.
+        grad: pointer to the gradient; may be the same, or half a row on with half the width.
         has_gradient: whether the gradient of the row may be other than zero.
         token_id: of the row.
         x: its logit, NaN where the id is outside the vocabulary; used by the block it is in.

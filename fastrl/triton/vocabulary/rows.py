@@ -97,19 +97,19 @@ def splits_of(logits: Tensor) -> int:
     return max(1, min(blocks_of(logits.shape[2]), processors(logits.device) // max(rows, 1)))
 
 
+def _has_aligned_rows(tensor: Tensor) -> bool:
+    """Say whether all rows start at multiples of 16 bytes."""
+    starts = zip(tensor.shape[:2], tensor.stride(), strict=False)
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(n == 1 or s * size % 16 == 0 for n, s in starts)
+
+
 def launch_options(
     *tensors: Tensor, softcap: float, entropy: bool = False, squares: bool = False
 ) -> dict[str, Any]:
     """Return what a launch on these tensors `[B, T, V]` is compiled for, and its other options."""
     lanes, width = lanes_of(tensors[0].shape[2]), 16 // tensors[0].element_size()
-    aligned = all(
-        tensor.data_ptr() % 16 == 0
-        and all(
-            size == 1 or stride % width == 0
-            for size, stride in zip(tensor.shape[:2], tensor.stride(), strict=False)
-        )
-        for tensor in tensors
-    )
+    aligned = all(_has_aligned_rows(tensor) for tensor in tensors)
     return {
         "SPEC": Specialization(lanes, width, aligned, softcap != 0, entropy, squares),
         "num_warps": max(1, lanes // (64 if torch.version.hip else 32)),
@@ -117,6 +117,22 @@ def launch_options(
         # multiply-adds are all written out
         "enable_fp_fusion": False,
     }
+
+
+def narrowed(logits: Tensor) -> Tensor:
+    """Return the second half of the memory of every row of float32 logits, as bfloat16 `[B, T, V]`.
+
+    Raises:
+        ValueError: the logits are not float32, or their rows overlap.
+    """
+    V, stride_b, stride_t = logits.shape[2], logits.stride(0), logits.stride(1)
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits: narrow expected torch.float32, got {logits.dtype}")
+    if stride_t < V:
+        raise ValueError(f"logits: narrow expected a row stride of at least {V}, got {stride_t}")
+    halves = logits.view(torch.bfloat16)
+    start = halves.storage_offset() + stride_t
+    return halves.as_strided(logits.shape, (2 * stride_b, 2 * stride_t, 1), start)
 
 
 def row_arguments(logits: Tensor, rows: RowArguments) -> dict[str, Any]:

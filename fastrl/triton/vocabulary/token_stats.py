@@ -23,6 +23,7 @@ from fastrl.triton.vocabulary.rows import (
     RUN_TIME,
     exact_value,
     launch_options,
+    narrowed,
     row_arguments,
     row_counts,
     row_gain,
@@ -130,7 +131,11 @@ def _write_gradient(grad: Tensor, logits: Tensor, *arguments: Any) -> None:
     saved = dict(zip(SAVED, arguments[-len(SAVED) :], strict=True))
     if not grad.numel():
         return
-    splits = splits_of(logits)
+    splits = splits_of(logits) if grad.dtype == logits.dtype else 1
+    options = launch_options(
+        logits, grad, softcap=rows.logit_softcap, entropy=saved["grad_entropy"] is not None
+    )
+    options["SPEC"] = options["SPEC"]._replace(width=16 // grad.element_size())
     token_stats_bwd_kernel[(rows.token_ids.numel() * splits,)](
         **row_arguments(logits, rows),
         **saved,
@@ -138,9 +143,7 @@ def _write_gradient(grad: Tensor, logits: Tensor, *arguments: Any) -> None:
         grad_stride_b=grad.stride(0),
         grad_stride_t=grad.stride(1),
         splits=splits,
-        **launch_options(
-            logits, grad, softcap=rows.logit_softcap, entropy=saved["grad_entropy"] is not None
-        ),
+        **options,
     )
 
 
@@ -152,6 +155,4 @@ def token_stats_bwd(logits: Tensor, *arguments: Any) -> Tensor:
 
 def token_stats_bwd_(logits: Tensor, *arguments: Any) -> None:
     *others, narrow = arguments
-    if narrow:
-        raise NotImplementedError
-    _write_gradient(logits, logits, *others)
+    _write_gradient(narrowed(logits) if narrow else logits, logits, *others)
