@@ -216,6 +216,7 @@ found = {}
 def run(self, *_, grid, warmup, **options):
     found.setdefault(self.__name__, set()).add(str(options.get("enable_fp_fusion")))
 JITFunction.run = run
+from fastrl.triton import scale
 from fastrl.triton.gae import gae
 from fastrl.triton.groups import group_advantages
 from fastrl.triton.tokens import policy_loss, sequence_weights
@@ -223,6 +224,7 @@ from fastrl.triton.vocabulary import logits_policy_loss, rows, token_stats
 row, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
 gae.gae_fwd(row, row, None, None, None, None, None, 0.9, 0.9)
 gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, None, 0.9, 0.9)
+scale.scale_(row, row[0, 0])
 group_advantages.group_advantages_fwd(torch.ones(6), None, 3, 0, 0, 1.0, 1e-6, 0)
 how = AggregationArguments(0, 0.0, None, 0.0, False, 0, None)
 sequence_weights.sequence_weights(mask, None, 0, None, *how)

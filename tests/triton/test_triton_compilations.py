@@ -53,11 +53,13 @@ def compiled(monkeypatch):
     monkeypatch.setattr(jit.JITFunction, "_do_compile", compile_nothing)
     before = driver._active
     driver.set_active(gpu)
+    from fastrl.triton import scale
     from fastrl.triton.gae import gae
     from fastrl.triton.tokens import policy_loss, sequence_weights
     from fastrl.triton.vocabulary import logits_policy_loss, row_sums, token_stats
 
     kernels = (
+        scale.scale_kernel,
         gae.gae_kernel,
         policy_loss.policy_loss_kernel,
         sequence_weights.sequence_weights_kernel,
@@ -234,6 +236,20 @@ def test_batches_of_the_weights_compile_two_kernels(compiled):
     assert len(compiled) == 2
 
 
+def test_lengths_and_places_of_a_scaled_gradient_compile_one_kernel(compiled, monkeypatch):
+    from fastrl.triton.scale import scale_
+
+    factor = torch.tensor([1.0, 2.0])
+    for length in (1, 2, 15, 16, 17, 4096, 40_000, 400_000):
+        buffer = torch.zeros(3, length + 8, dtype=torch.bfloat16)
+        for start in range(8):
+            scale_(buffer[0, start : start + length], factor[0])
+            scale_(buffer[:, start : start + length], factor[1])
+    monkeypatch.setattr("fastrl.triton.scale.segments_of", lambda _: (3, 2**32, 2**33))
+    scale_(buffer, factor[0])
+    assert compiled == ["scale_kernel"]
+
+
 def code_of(name, monkeypatch):
     """The code of a target at every stage of the compilation."""
     from triton.backends.compiler import GPUTarget
@@ -262,3 +278,5 @@ def test_offsets_of_rows_have_64_bits(monkeypatch):
         added = re.findall(rf"tt\.addptr %{name}, \S+ : !tt\.ptr<bf16>, (\w+)", ttir)
         assert added
         assert set(added) == {"i64"}
+    ttir = code_of("scale_bf16", monkeypatch)["ttir"]
+    assert set(re.findall(r"tt\.addptr \S+ \S+ : !tt\.ptr<bf16>, (\w+)", ttir)) == {"i64"}

@@ -38,7 +38,8 @@ def modules(*names):
 
 def test_opcheck_of_every_operator():
     seen = set()
-    for name, arguments in samples():
+    scaled = ("scale_", (torch.randn(2, 3, 40)[:, :-1], torch.tensor(0.5)))
+    for name, arguments in (*samples(), scaled):
         by_id = name == "sequence_weights" and arguments[-1] is not None  # torch sorts those
         if name in OPERATORS and not by_id:
             operator = getattr(operators("triton"), name).default

@@ -19,7 +19,7 @@ import torch
 
 from fastrl.library import NAMESPACES
 
-#: The module with the functions X, X_fwd, X_bwd, X_fwd_ and X_bwd_, by X.
+#: The module with the functions X, X_, X_fwd, X_bwd, X_fwd_ and X_bwd_, by X.
 MODULES = {
     "token_stats": "fastrl.triton.vocabulary.token_stats",
     "logits_policy_loss": "fastrl.triton.vocabulary.logits_policy_loss",
@@ -27,6 +27,7 @@ MODULES = {
     "gae": "fastrl.triton.gae.gae",
     "group_advantages": "fastrl.triton.groups.group_advantages",
     "sequence_weights": "fastrl.triton.tokens.sequence_weights",
+    "scale": "fastrl.triton.scale",
 }
 OPERATORS = (
     "token_stats_fwd",
@@ -38,6 +39,7 @@ OPERATORS = (
     "gae_fwd",
     "group_advantages_fwd",
     "sequence_weights",
+    "scale_",
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
@@ -61,7 +63,7 @@ def _imported_at_first_call(name: str) -> Callable[..., Any]:
     def implementation() -> Callable[..., Any]:
         if INTERPRETED:
             importlib.import_module("fastrl.triton.runtime.interpreter").correct()
-        module = importlib.import_module(MODULES[re.sub(r"_(fwd|bwd)_?$", "", name)])
+        module = importlib.import_module(MODULES[re.sub(r"(_fwd|_bwd)?_?$", "", name)])
         return cast("Callable[..., Any]", getattr(module, name))
 
     def run(first: torch.Tensor, *arguments: Any) -> Any:
