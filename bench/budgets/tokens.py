@@ -92,8 +92,9 @@ def _policy_loss(of: Loss) -> Target:
                 **{name: yes and getattr(of.loss, name) is not None for name, yes in given}
             ),
             "BLOCK": policy_loss.BLOCK,
+            "ALIGNED": of.level == "token" or of.loss.cu_seqlens is None,
         },
-        divisible=(*pointers, "tokens", "span"),
+        divisible=tuple(pointers),
         num_warps=policy_loss.NUM_WARPS,
         element_bytes=4,
         bytes_per_element=of.bytes_per_token,

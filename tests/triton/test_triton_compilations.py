@@ -202,24 +202,31 @@ def test_lengths_of_gae_compile_nothing_anew(compiled):
     assert len(compiled) == 6
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_lengths_of_the_policy_loss_compile_a_few_kernels(compiled, per_sequence):
-    """One for lengths that are multiples of 16, one for others."""
+def test_lengths_of_the_policy_loss_compile_two_kernels(compiled, per_sequence, level):
+    """One for token counts that are multiples of 4, at sequence level lengths; one for others."""
     from fastrl.triton.tokens.policy_loss import policy_loss_fwd
 
-    def run(T, level):
-        x = torch.zeros(4, T)
-        loss = loss_arguments(torch.zeros(4) if per_sequence else x, x)
-        policy_loss_fwd(x, None, x.bool(), *loss, *objective(level=level))
+    def run(T, start=0):
+        def view(rows, columns, dtype=torch.float32):
+            buffer = torch.zeros(start + rows * columns, dtype=dtype)
+            return buffer[start:].view(rows, columns)
 
-    for level, most in (("token", 2), ("sequence", 3)):
-        for T in (16, 4, 3):
-            run(T, level)
-        assert len(compiled) == most
-        for T in (2, 5, 12, 40, 48, 100, 117, 1500, 2048, 4001, 70_000, 600_000):
-            run(T, level)
-        assert len(compiled) == most
-        compiled.clear()
+        x = view(3, T)
+        loss = loss_arguments(view(1, 3)[0] if per_sequence else x, x)
+        policy_loss_fwd(x, None, view(3, T, torch.bool), *loss, *objective(level=level))
+
+    for T in (16, 4, 8, 100, 48, 1500, 2048, 600_000):
+        run(T)
+    assert compiled == ["policy_loss_kernel"]
+    for T in (1, 2, 3, 5, 117, 4001, 70_001):
+        run(T)
+    assert len(compiled) == 2
+    for start in range(1, 8):  # tensors that begin anywhere
+        for T in (16, 3, 117, 2000):
+            run(T, start)
+    assert len(compiled) == 2
 
 
 def test_batches_of_the_weights_compile_two_kernels(compiled):

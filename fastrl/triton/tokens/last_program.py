@@ -13,14 +13,6 @@ def is_last(finished):
     return tl.atomic_add(finished, 1) == tl.num_programs(0) - 1
 
 
-_counts: dict[tuple[int, int], torch.Tensor] = {}
-
-
 def count_of_finished(device):
-    """Return a zero that every kernel leaves at zero: one per stream, one per captured graph."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _counts:
-        _counts[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counts[key]
+    """Return a zero for one launch; one kept for the next would not survive a private pool."""
+    return torch.zeros(1, dtype=torch.int32, device=device)

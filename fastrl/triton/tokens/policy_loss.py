@@ -1,8 +1,8 @@
-"""The policy loss from log-probabilities: loss, slope per token and every metric, in one launch.
+"""The policy loss from log-probabilities: loss, slope per token and every metric.
 
 A program takes a run of tokens (token level) or one sequence (the others, which read it again once
-its ratio is known) and leaves one row of sums. The program that finishes last adds the rows up, in
-the order of the programs, so two runs agree to the bit.
+its ratio is known) and leaves one row of sums. The program that finishes last, found by a counter
+that each call zeroes, adds the rows up in the order of the programs, so two runs agree to the bit.
 """
 
 from typing import Any, NamedTuple
@@ -117,12 +117,12 @@ def _terms(SURROGATE: tl.constexpr, LEVEL: tl.constexpr, mean, tokens, c):
         return objective_terms(SURROGATE, difference, tokens.advantage, tokens.logprob, c)
 
 
-@triton.jit(do_not_specialize=("length", "sequences"))
+@triton.jit(do_not_specialize=("length", "sequences", "tokens", "span"))
 def policy_loss_kernel(
     logprobs, entropy, mask, loss, length, sequences, c, out, partial_sums, finished, tokens, span,
     SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
     LEVEL: tl.constexpr, THROUGH_RATIO: tl.constexpr, BY_SEQUENCE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     if LEVEL == TOKEN or loss.cu_seqlens is None:
@@ -132,6 +132,9 @@ def policy_loss_kernel(
         begin = tl.load(loss.cu_seqlens + program).to(tl.int64)
         end = tl.load(loss.cu_seqlens + program + 1).to(tl.int64)
     limit = tokens if LEVEL == TOKEN else end
+    if ALIGNED:  # no hint holds on an argument, so it goes through a division
+        begin = tl.multiple_of(begin, 4)
+        limit = limit // 4 * 4
     sequence = sequences if LEVEL == TOKEN else program
     zero = tl.zeros([BLOCK], tl.float32)
 
@@ -244,7 +247,12 @@ def policy_loss_kernel(
     store_sums(partial_sums, program, sums, ratio_max, ratio_min, weighted_kl, weighted_entropy)
     if is_last(finished):
         finish(partial_sums, tl.num_programs(0), out.loss, out.metrics, c)
-        tl.store(finished, 0)
+
+
+def _at_16_bytes(tensor):
+    """Return the tensor, a copy if it is a view that begins elsewhere."""
+    is_there = tensor is None or tensor.data_ptr() % 16 == 0
+    return tensor if is_there else tensor.clone()
 
 
 def policy_loss_fwd(logprobs, entropy, mask, *arguments):
@@ -266,6 +274,11 @@ def policy_loss_fwd(logprobs, entropy, mask, *arguments):
     else:
         programs = sequences
     has_entropy_slope = c.entropy_coef != 0
+    # four tokens are in range or none is, and begin at a multiple of 16 bytes
+    by_four = tokens if level == "token" else span
+    aligned = by_four % 4 == 0 and (level == "token" or loss.cu_seqlens is None)
+    logprobs, entropy, mask = map(_at_16_bytes, (logprobs, entropy, mask))
+    loss = LossArguments._make(map(_at_16_bytes, loss))
     out = Outputs(
         loss=logprobs.new_empty(()),
         slope=torch.empty_like(logprobs),
@@ -294,6 +307,7 @@ def policy_loss_fwd(logprobs, entropy, mask, *arguments):
         THROUGH_RATIO=surrogate in THROUGH_RATIO,
         BY_SEQUENCE=which,
         BLOCK=BLOCK,
+        ALIGNED=aligned,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )

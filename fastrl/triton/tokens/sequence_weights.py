@@ -1,7 +1,8 @@
-"""The weight of a valid token of each sequence, in one launch.
+"""The weight of a valid token of each sequence.
 
-Programs count the valid tokens of a sequence, or of some of its blocks where sequences are few.
-The program that finishes last adds up the counts, which are integers, and writes the weights.
+Programs count the valid tokens of a sequence, or of some of its blocks where sequences are few. The
+program that finishes last, found by a counter that each call zeroes, adds up these counts, which
+are integers, and writes the weights.
 """
 
 import torch
@@ -111,7 +112,6 @@ def sequence_weights_kernel(
             counts, weights, normalizer, normalizer_tensor, length_norm, groups, group_size,
             splits, AGGREGATION, COUNT_EMPTY, GROUPS, COLUMNS,
         )  # fmt: skip
-        tl.store(finished, 0)
 
 
 def sequence_weights(mask, token_ids, ignore_index, cu_seqlens, *aggregation):
