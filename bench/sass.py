@@ -38,6 +38,7 @@ class Pass(NamedTuple):
     narrow: int  # global accesses under 16 bytes
     barriers: int
     is_loop: bool
+    narrowest: int = 16  # bytes of the narrowest global access, if under 16
 
     def elements(self, element_bytes: int) -> float:
         """Return how many elements the pass covers, by the bytes it reads."""
@@ -150,15 +151,17 @@ def _pass(operations: list[str], *, is_loop: bool) -> Pass:
     def total(*names: str) -> int:
         return sum(_width(operation) for operation in operations if _is(operation, names))
 
+    widths = [_width(operation) for operation in operations if _is(operation, _GLOBAL)]
     return Pass(
         instructions=len(operations) - (kinds["NOP"]),
         mufu=kinds["MUFU"],
         loaded=total("LDG", "LDGSTS"),
         stored=total("STG"),
         shared=total("LDS"),
-        narrow=sum(_is(operation, _GLOBAL) and _width(operation) < 16 for operation in operations),
+        narrow=sum(width < 16 for width in widths),
         barriers=kinds["BAR"],
         is_loop=is_loop,
+        narrowest=min((16, *widths)),
     )
 
 

@@ -212,6 +212,9 @@ def _report(
     narrow = max((one.narrow for one in passes), default=0) - target.narrow if streams else 0
     if narrow > 0:
         failures.append(f"{narrow} accesses under 16 bytes in a pass")
+    narrowest = min((one.narrowest for one in passes), default=16)
+    if streams and narrowest < getattr(target, "narrowest", 1):
+        failures.append(f"an access of {narrowest} bytes in a pass")
     if streams and architecture == BUDGETED:
         for what, cost, budget in (
             ("instructions", instructions, target.instructions),

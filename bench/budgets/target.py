@@ -31,7 +31,9 @@ class Target(NamedTuple):
             loads do not tell.
         loops: how many of the loops stream, those that move most; None is all of them, 0 none: the
             whole code is one pass.
-        narrow: accesses under 16 bytes that a pass may hold: flags of a byte each, single values.
+        narrow: accesses under 16 bytes that a pass may hold: flags of a byte each, single values,
+            words of rows that are not aligned.
+        narrowest: bytes that each of these must have.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Target(NamedTuple):
     block: int | None = None
     loops: int | None = None
     narrow: int = 0
+    narrowest: int = 1
     amd_num_warps: int | None = None
     spills: dict[str, int] | None = None
 

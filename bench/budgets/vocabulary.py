@@ -9,7 +9,7 @@ from budgets.target import Target
 from fastrl.contract import KL_GRADIENTS, RowStats
 from fastrl.triton.objectives import KL_ESTIMATORS, SURROGATES
 from fastrl.triton.vocabulary import logits_policy_loss, token_stats
-from fastrl.triton.vocabulary.rows import MOST_LANES, Specialization
+from fastrl.triton.vocabulary.rows import COLUMNS_PER_LANE, MOST_LANES, Specialization
 
 _BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
 
@@ -21,7 +21,15 @@ class Rows(NamedTuple):
     softcap: bool = False
     per_row: bool = False
     grad: str | None = None  # of the gradient, where it is another
+    aligned: bool = True  # rows at multiples of 16 bytes
+    edges: bool = False  # rows that end elsewhere
+    together: bool = True  # the gradient's rows begin like those of the logits
 
+
+#: What rows that are not aligned may cost, of what aligned ones take: 8.4, 7 and 15.4 instructions
+#: per logit forward, backward and in one pass. They read words of 4 bytes, five for 16.
+UNALIGNED = 1.3
+WORDS = 20
 
 #: By the end of the target's name.
 ROWS = {
@@ -29,6 +37,10 @@ ROWS = {
     "_fp32": Rows("fp32"),
     "_fp16_per_row": Rows("fp16", per_row=True),
     "_softcap_per_row": Rows("bf16", softcap=True, per_row=True),
+    "_padded": Rows("bf16", edges=True),
+    "_unaligned": Rows("bf16", aligned=False, edges=True),
+    "_unaligned_fp16": Rows("fp16", aligned=False, edges=True),
+    "_unaligned_apart": Rows("bf16", aligned=False, edges=True, together=False),
 }
 #: float32 logits of a chunk, whose gradient is bfloat16 in the second half of each row.
 NARROW = Rows("fp32", grad="bf16")
@@ -63,13 +75,15 @@ def _token_stats() -> list[Target]:
         found += [
             _target(
                 f"token_stats_fwd{suffix}", forward, rows, {"out": out},
-                bytes_per_element=size, instructions=18 if capped else 9,
+                bytes_per_element=size,
+                instructions=18 if capped else 9 if rows.aligned else UNALIGNED * 8.4,
                 mufu=3.4 if capped else 1.2,
             ),
             _target(
                 f"token_stats_bwd{suffix}", backward, rows, saved,
                 bytes_per_element=2 * size,
-                instructions=18.5 if capped else 8 if rows.dtype == "fp16" else 7,
+                instructions=18.5 if capped else UNALIGNED * 7 if not rows.aligned
+                else 8 if rows.dtype == "fp16" else 7,
                 mufu=3.4 if capped else 1.2,
             ),
         ]  # fmt: skip
@@ -102,7 +116,7 @@ def _logits_policy_loss() -> list[Target]:
                 **dict.fromkeys(("logprobs", "entropies"), "*fp32"),
             },
             bytes_per_element=(_BITS[rows.dtype] + _BITS[rows.grad or rows.dtype]) // 8,
-            instructions=36 if rows.softcap else 16,
+            instructions=36 if rows.softcap else 16 if rows.aligned else UNALIGNED * 15.4,
             mufu=6.4 if rows.softcap else 2.2,
             spills={"3.8": 4, "3.9": 6}
             if rows.softcap
@@ -133,7 +147,16 @@ def _target(
     """Return a target with the types of `row_arguments` and the constants of `launch_options`."""
     narrow_spec = kernel is token_stats.token_stats_bwd_kernel and of.grad
     width = 128 // _BITS[of.grad if narrow_spec else of.dtype]
-    spec = Specialization(MOST_LANES, width, True, of.softcap, entropy, False)
+    spec = Specialization(
+        lanes=MOST_LANES,
+        width=width,
+        aligned=of.aligned,
+        edges=of.edges,
+        together=of.together,
+        softcap=of.softcap,
+        entropy=entropy,
+        squares=False,
+    )
     rows = {
         "logits": f"*{of.dtype}", "token_ids": "*i64", "mask": "*i1", "ignore_index": "i64",
         "scale": "fp32", "squash": "fp32", "length": "i32", "stride_b": "i64", "stride_t": "i64",
@@ -149,10 +172,13 @@ def _target(
         kernel,
         rows | types,
         {"SPEC": spec, **(constants or {})},
-        divisible=("logits", "grad", "vocabulary"),
+        divisible=("logits", "grad", *(() if of.edges else ("vocabulary",))) if of.aligned else (),
         num_warps=MOST_LANES // 32,
+        block=None if of.aligned else MOST_LANES * COLUMNS_PER_LANE.value,
         amd_num_warps=MOST_LANES // 64,
         element_bytes=_BITS[of.dtype] // 8,
         options={"enable_fp_fusion": False},
+        narrow=0 if of.aligned else WORDS,
+        narrowest=4,
         **others,
     )

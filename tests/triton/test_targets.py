@@ -172,6 +172,16 @@ def test_a_kernel_that_costs_too_much_fails(change, costs, words):
     assert report.failures[:1] == ([words] if words else [])
 
 
+@pytest.mark.parametrize(("width", "fails"), [("", False), (".64", False), (".U16", True)])
+def test_a_narrow_access_that_a_target_allows_has_a_least_width(width, fails):
+    class Words(Budget):
+        narrow, narrowest = 1, 4
+
+    kernel = kernel_of(("STG.E.128", f"STG.E{width}"))
+    report = targets._report("k", "sm_90", kernel, kernel.passes, (3.0, 1.0), Words)
+    assert report.failures == (["an access of 2 bytes in a pass"] if fails else [])
+
+
 @pytest.mark.parametrize(
     ("place", "compiler", "fails"),
     [

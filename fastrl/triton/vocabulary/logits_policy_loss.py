@@ -36,7 +36,7 @@ from fastrl.triton.vocabulary.rows import (
     row_arguments,
     row_counts,
     row_gain,
-    row_offset,
+    row_start,
     splits_of,
     token_logit,
 )
@@ -77,8 +77,8 @@ def logits_policy_loss_kernel(
     program = tl.program_id(0).to(tl.int64)
     index = program // splits
     split = (program - index * splits).to(tl.int32)
-    row = logits + row_offset(index, length, stride_b, stride_t, SPEC)
-    grad_row = grad + row_offset(index, length, grad_stride_b, grad_stride_t, GRADIENT_SPEC)
+    row = row_start(logits, index, length, stride_b, stride_t, SPEC)
+    grad_row = row_start(grad, index, length, grad_stride_b, grad_stride_t, GRADIENT_SPEC)
     token_id = tl.load(token_ids + index)
     counts = row_counts(index, token_id, mask, ignore_index)
     gain, binary_gain = row_gain(index, temperatures, scale, counts)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fastrl.triton.objectives import exp, expm1
+from fastrl.triton.vocabulary.row_loads import load_block, tile_columns, tile_mask
 from fastrl.triton.vocabulary.row_sums import token_logprob
 from fastrl.triton.vocabulary.rows import (
     COLUMNS_PER_LANE,
@@ -22,8 +23,6 @@ from fastrl.triton.vocabulary.rows import (
     exponent,
     exponent_factor,
     finite_or_zero,
-    load_block,
-    tile_columns,
     value,
 )
 
@@ -44,45 +43,70 @@ class RowTerms(NamedTuple):
 
 
 @triton.jit
-def _block_gradient(
-    block, grad, columns_left, row_terms, binary_gain, reference, squash,
-    MASKED: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
-    tiles = load_block(block, columns_left, MASKED, SPEC)
-    if grad.dtype.element_ty != block.dtype.element_ty:
-        tl.debug_barrier()  # the gradient may overwrite what other threads read of this block
-    for tile in tl.static_range(TILES):
-        x = tiles[tile]
-        v = value(x, squash, SPEC)
-        t = exponent(x, v, binary_gain, reference, SPEC)
-        factor = row_terms.constant
-        if SPEC.entropy:
-            t = at_least(t)
-            factor = tl.fma(t, row_terms.linear, row_terms.constant)
-        g = tl.exp2(t) * factor
-        if SPEC.softcap:
-            g *= tl.fma(-v, v, -v)
-        columns = tile_columns(tile, SPEC)
-        g = g.to(grad.dtype.element_ty)
-        if MASKED:
-            tl.store(grad + columns, g, mask=columns < columns_left)
-        else:
-            tl.store(grad + columns, g)
+def _head(grad, vocabulary, SPEC: tl.constexpr):
+    """Return how many columns come before the first multiple of 16 bytes of the gradient."""
+    SIZE: tl.constexpr = grad.dtype.element_ty.primitive_bitwidth // 8
+    return tl.minimum(((-grad.to(tl.int64) & 15) // SIZE).to(tl.int32), vocabulary)
 
 
 @triton.jit
-def _block_zeros(grad, columns_left, MASKED: tl.constexpr, SPEC: tl.constexpr):
+def _edges(head, vocabulary, split, owner_of_tail, SPEC: tl.constexpr):
+    """Return the columns at the ends of a row that do not fill 16 bytes, and which there are."""
+    WIDTH: tl.constexpr = SPEC.width
+    place = tl.arange(0, 2 * WIDTH)
+    tail = place - WIDTH + head + (vocabulary - head) // WIDTH * WIDTH
+    in_head = (place < head) & (split == 0)
+    in_tail = (tail < vocabulary) & (split == owner_of_tail)
+    columns = tl.where(place < WIDTH, place, tail)
+    return columns, tl.where(place < WIDTH, in_head, in_tail)
+
+
+@triton.jit
+def _gradient(x, row_terms, binary_gain, reference, squash, SPEC: tl.constexpr):
+    v = value(x, squash, SPEC)
+    t = exponent(x, v, binary_gain, reference, SPEC)
+    factor = row_terms.constant
+    if SPEC.entropy:
+        t = at_least(t)
+        factor = tl.fma(t, row_terms.linear, row_terms.constant)
+    g = tl.exp2(t) * factor
+    if SPEC.softcap:
+        g *= tl.fma(-v, v, -v)
+    return g
+
+
+@triton.jit
+def _block_gradient(
+    block, grad, limit, row_terms, binary_gain, reference, squash,
+    MASKED: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
+    tiles = load_block(block, limit, MASKED, SPEC.together, SPEC)
+    if grad.dtype.element_ty != block.dtype.element_ty:
+        tl.debug_barrier()  # the gradient may overwrite what other threads read of this block
+    for tile in tl.static_range(TILES):
+        g = _gradient(tiles[tile], row_terms, binary_gain, reference, squash, SPEC)
+        place = grad + tile_columns(tile, SPEC)
+        if MASKED:
+            tl.store(
+                place, g.to(grad.dtype.element_ty), mask=tile_mask(tile, limit, SPEC.width, SPEC)
+            )
+        else:
+            tl.store(place, g.to(grad.dtype.element_ty))
+
+
+@triton.jit
+def _block_zeros(grad, limit, MASKED: tl.constexpr, SPEC: tl.constexpr):
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     LANES: tl.constexpr = SPEC.lanes
     WIDTH: tl.constexpr = SPEC.width
     zeros = tl.zeros([LANES, WIDTH], grad.dtype.element_ty)
     for tile in tl.static_range(TILES):
-        columns = tile_columns(tile, SPEC)
+        place = grad + tile_columns(tile, SPEC)
         if MASKED:
-            tl.store(grad + columns, zeros, mask=columns < columns_left)
+            tl.store(place, zeros, mask=tile_mask(tile, limit, SPEC.width, SPEC))
         else:
-            tl.store(grad + columns, zeros)
+            tl.store(place, zeros)
 
 
 @triton.jit
@@ -124,8 +148,17 @@ def row_gradient(
         SPEC: `Specialization` of the launch.
     """
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * SPEC.lanes
-    full = vocabulary // BLOCK
-    has_tail = (full * BLOCK < vocabulary) & (full % splits == split)
+    WIDTH: tl.constexpr = SPEC.width
+    head, blocks, grad_blocks = 0, row, grad
+    if not SPEC.aligned:
+        head = _head(grad, vocabulary, SPEC)
+        blocks, grad_blocks = row + head, tl.multiple_of(grad + head, 16)
+        if SPEC.together:
+            blocks = tl.multiple_of(blocks, 16)
+    full = (vocabulary - head) // BLOCK
+    tail = full * BLOCK
+    limit = (vocabulary - head - tail) // WIDTH * WIDTH
+    has_tail = (limit > 0) & (full % splits == split)
     mine = (full - split + splits - 1) // splits
     if has_gradient:
         known = (token_id >= 0) & (token_id < vocabulary)
@@ -143,23 +176,34 @@ def row_gradient(
             constant -= slopes.entropy * (stats.entropy - stats.log_sum - LN2 * rest)
         row_terms = RowTerms(constant * norm, -slopes.entropy * LN2 * norm)
         at_token = _token_gradient(x, stats, slopes, gain, squash, SPEC) * chain
-        tl.debug_barrier()  # everyone has read the token's logit before anyone overwrites it
+        if SPEC.edges:
+            edges, is_mine = _edges(head, vocabulary, split, full % splits, SPEC)
+            x_edges = tl.load(row + edges, mask=is_mine, other=0).to(tl.float32)
+        tl.debug_barrier()  # everyone has read these logits before anyone overwrites them
         if has_tail:
             _block_gradient(
-                row + full * BLOCK, grad + full * BLOCK, vocabulary - full * BLOCK, row_terms,
+                blocks + tail, grad_blocks + tail, limit, row_terms,
                 binary_gain, reference, squash, True, SPEC,
             )  # fmt: skip
         for i in range(mine):
             start = (split + (mine - 1 - i) * splits).to(tl.int64) * BLOCK
             _block_gradient(
-                row + start, grad + start, BLOCK, row_terms,
+                blocks + start, grad_blocks + start, BLOCK, row_terms,
                 binary_gain, reference, squash, False, SPEC,
             )  # fmt: skip
-        tl.debug_barrier()  # the token's gradient overwrites an element of its block
-        owner = known & ((token_id // BLOCK) % splits == split)
+        tl.debug_barrier()  # what follows overwrites logits, and an element of the token's block
+        if SPEC.edges:
+            g = _gradient(x_edges, row_terms, binary_gain, reference, squash, SPEC)
+            mask = is_mine & (edges != token_id)
+            tl.store(grad + edges, g.to(grad.dtype.element_ty), mask=mask)
+        owner = known & ((token_id - head) // BLOCK % splits == split)
         tl.store(grad + token_id, at_token.to(grad.dtype.element_ty), mask=owner)
     else:
         if has_tail:
-            _block_zeros(grad + full * BLOCK, vocabulary - full * BLOCK, True, SPEC)
+            _block_zeros(grad_blocks + tail, limit, True, SPEC)
         for i in range(mine):
-            _block_zeros(grad + (split + i * splits) * BLOCK, BLOCK, False, SPEC)
+            start = (split + i * splits).to(tl.int64) * BLOCK
+            _block_zeros(grad_blocks + start, BLOCK, False, SPEC)
+        if SPEC.edges:
+            edges, is_mine = _edges(head, vocabulary, split, full % splits, SPEC)
+            tl.store(grad + edges, tl.zeros([2 * WIDTH], grad.dtype.element_ty), mask=is_mine)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.triton.vocabulary.row_loads import load_columns
 from fastrl.triton.vocabulary.rows import (
     COLUMNS_PER_LANE,
     LN2,
@@ -25,10 +26,9 @@ from fastrl.triton.vocabulary.rows import (
     exponent,
     exponent_factor,
     finite_or_zero,
-    load_block,
     row_counts,
     row_gain,
-    row_offset,
+    row_start,
     token_logit,
     value,
 )
@@ -55,7 +55,7 @@ class Statistics(NamedTuple):
 def block_sums(block, columns_left, binary_gain, squash, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """Return the sums [lanes] of a block, masked if it has more columns than are left."""
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
-    tiles = load_block(block, columns_left, MASKED, SPEC)
+    tiles = load_columns(block, columns_left, MASKED, SPEC)
     largest = tiles[0]
     for tile in tl.static_range(1, TILES):
         largest = tl.maximum(largest, tiles[tile])  # loses NaN: the sum will show it
@@ -181,7 +181,7 @@ def sums_of_blocks_kernel(
     if row_counts(index, token_id, mask, ignore_index):
         start = ((program - index * tl.cdiv(vocabulary, BLOCK)) * BLOCK).to(tl.int32)
         _, binary_gain = row_gain(index, temperatures, scale, True)
-        row = logits + row_offset(index, length, stride_b, stride_t, SPEC)
+        row = row_start(logits, index, length, stride_b, stride_t, SPEC)
         if start + BLOCK <= vocabulary:
             sums = block_sums(row + start, vocabulary - start, binary_gain, squash, False, SPEC)
         else:

@@ -59,6 +59,8 @@ class Specialization(NamedTuple):
         lanes: threads that share a row.
         width: logits in 16 bytes.
         aligned: rows start at multiples of 16 bytes.
+        edges: a row may begin or end between such multiples.
+        together: rows of the gradient start as far from such multiples as those of the logits.
         softcap: there is one.
         entropy: sums for the entropy are kept; in a gradient, it has a split.
         squares: sums for sum_sq_probs are kept.
@@ -67,6 +69,8 @@ class Specialization(NamedTuple):
     lanes: int
     width: int
     aligned: bool
+    edges: bool
+    together: bool
     softcap: bool
     entropy: bool
     squares: bool
@@ -97,22 +101,36 @@ def splits_of(logits: Tensor) -> int:
     return max(1, min(blocks_of(logits.shape[2]), processors(logits.device) // max(rows, 1)))
 
 
-def _has_aligned_rows(tensor: Tensor) -> bool:
-    """Say whether all rows start at multiples of 16 bytes."""
+def _phases(tensor: Tensor) -> tuple[int, ...]:
+    """Return how far a tensor, and each of its rows from the one before, is from 16 bytes."""
     starts = zip(tensor.shape[:2], tensor.stride(), strict=False)
     size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(n == 1 or s * size % 16 == 0 for n, s in starts)
+    return (tensor.data_ptr() % 16, *(0 if n == 1 else s * size % 16 for n, s in starts))
 
 
 def launch_options(
     *tensors: Tensor, softcap: float, entropy: bool = False, squares: bool = False
 ) -> dict[str, Any]:
-    """Return what a launch on these tensors `[B, T, V]` is compiled for, and its other options."""
-    lanes, width = lanes_of(tensors[0].shape[2]), 16 // tensors[0].element_size()
-    aligned = all(_has_aligned_rows(tensor) for tensor in tensors)
+    """Return what a launch on these tensors `[B, T, V]` is compiled for, and its other options.
+
+    The tensors are logits, and the gradient if there is one.
+    """
+    V, size, grad_size = tensors[0].shape[2], tensors[0].element_size(), tensors[-1].element_size()
+    phases = [_phases(tensor) for tensor in tensors]
+    aligned = not any(map(any, phases))
+    spec = Specialization(
+        lanes=lanes_of(V),
+        width=16 // size,
+        aligned=aligned,
+        edges=not aligned or V * grad_size % 16 != 0,
+        together=aligned or (phases[0] == phases[-1] and size == grad_size),
+        softcap=softcap != 0,
+        entropy=entropy,
+        squares=squares,
+    )
     return {
-        "SPEC": Specialization(lanes, width, aligned, softcap != 0, entropy, squares),
-        "num_warps": max(1, lanes // (64 if torch.version.hip else 32)),
+        "SPEC": spec,
+        "num_warps": max(1, spec.lanes // (64 if torch.version.hip else 32)),
         # what the compiler fuses may differ between two kernels that must agree: the fused
         # multiply-adds are all written out
         "enable_fp_fusion": False,
@@ -165,61 +183,14 @@ def row_counts(index, token_id, mask, ignore_index):
 
 
 @triton.jit
-def row_offset(index, length, stride_b, stride_t, SPEC: tl.constexpr):
-    """Return where a row starts; in 64 bits, since the logits may pass 2^31."""
+def row_start(tensor, index, length, stride_b, stride_t, SPEC: tl.constexpr):
+    """Return where a row starts; its offset has 64 bits, since the logits may pass 2^31."""
     batch = index // length
     offset = batch * stride_b + (index - batch * length) * stride_t
     if SPEC.aligned:
-        WIDTH: tl.constexpr = SPEC.width
+        WIDTH: tl.constexpr = 128 // tensor.dtype.element_ty.primitive_bitwidth
         offset = tl.multiple_of(offset, WIDTH)
-    return offset
-
-
-@triton.jit
-def tile_columns(tile, SPEC: tl.constexpr):
-    """Return the columns [lanes, width] of one tile of a block."""
-    LANES: tl.constexpr = SPEC.lanes
-    WIDTH: tl.constexpr = SPEC.width
-    lane = tl.arange(0, LANES)[:, None] * WIDTH
-    columns = tile * (LANES * WIDTH) + lane + tl.arange(0, WIDTH)[None, :]
-    if not SPEC.aligned:
-        # Accesses are narrow then; said to run along the lanes, they leave each thread the columns
-        # that it has elsewhere, and so leave every sum its bits.
-        columns = tl.max_contiguous(columns, [LANES, 1])
-    return columns
-
-
-@triton.jit
-def _load_tile(block, tile, SPEC: tl.constexpr):
-    if SPEC.aligned and block.dtype.element_ty == tl.bfloat16:
-        # two at a time: an instruction each, where the conversion of a single one takes up to two
-        LANES: tl.constexpr = SPEC.lanes
-        PAIRS: tl.constexpr = SPEC.width // 2
-        pairs = tile * (LANES * PAIRS) + tl.arange(0, LANES)[:, None] * PAIRS
-        pairs += tl.arange(0, PAIRS)[None, :]
-        words = tl.load(block.to(tl.pointer_type(tl.int32)) + pairs)
-        low = (words << 16).to(tl.float32, bitcast=True)
-        high = (words & -65536).to(tl.float32, bitcast=True)
-        x = tl.interleave(low, high)
-    else:
-        x = tl.load(block + tile_columns(tile, SPEC)).to(tl.float32)
-    return x
-
-
-@triton.jit
-def load_block(block, columns_left, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Return the tiles of a block in float32; -inf where a masked one has no columns left."""
-    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
-    tiles = ()
-    for tile in tl.static_range(TILES):
-        if MASKED:
-            columns = tile_columns(tile, SPEC)
-            x = tl.load(block + columns, mask=columns < columns_left, other=float("-inf"))
-            x = x.to(tl.float32)
-        else:
-            x = _load_tile(block, tile, SPEC)
-        tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton cannot unpack
-    return tiles
+    return tensor + offset
 
 
 @triton.jit

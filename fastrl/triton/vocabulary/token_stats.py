@@ -27,7 +27,7 @@ from fastrl.triton.vocabulary.rows import (
     row_arguments,
     row_counts,
     row_gain,
-    row_offset,
+    row_start,
     splits_of,
     token_logit,
 )
@@ -46,7 +46,7 @@ def token_stats_fwd_kernel(
     token_id = tl.load(token_ids + index)
     if row_counts(index, token_id, mask, ignore_index):
         gain, binary_gain = row_gain(index, temperatures, scale, True)
-        row = logits + row_offset(index, length, stride_b, stride_t, SPEC)
+        row = row_start(logits, index, length, stride_b, stride_t, SPEC)
         if partial_sums is None:
             x = token_logit(row, token_id, vocabulary, True)
         else:
@@ -104,8 +104,8 @@ def token_stats_bwd_kernel(
     program = tl.program_id(0).to(tl.int64)
     index = program // splits
     split = (program - index * splits).to(tl.int32)
-    row = logits + row_offset(index, length, stride_b, stride_t, SPEC)
-    grad_row = grad + row_offset(index, length, grad_stride_b, grad_stride_t, SPEC)
+    row = row_start(logits, index, length, stride_b, stride_t, SPEC)
+    grad_row = row_start(grad, index, length, grad_stride_b, grad_stride_t, SPEC)
     token_id = tl.load(token_ids + index)
     of_logprob, of_entropy, of_logsumexp = 0.0, 0.0, 0.0
     if grad_logprobs is not None:

@@ -1,0 +1,150 @@
+"""How a block of a row is read, so that each lane gets its columns wherever the row begins.
+
+A lane reads 16 bytes at a time where rows are aligned. Elsewhere it reads words of 4 bytes: 16-bit
+logits that begin in the middle of a word are shifted into place. Either way memory is read in
+whole words, or 16 bytes, of which one column at least is wanted: never beyond the 16 bytes that
+hold a row's first or last column.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastrl.triton.vocabulary.rows import COLUMNS_PER_LANE
+
+
+@triton.jit
+def _lane_starts(tile, each: tl.constexpr, SPEC: tl.constexpr):
+    """Return where each lane starts in a tile, of `each` columns or words a lane."""
+    LANES: tl.constexpr = SPEC.lanes
+    return tile * (LANES * each) + tl.arange(0, LANES) * each
+
+
+@triton.jit
+def tile_columns(tile, SPEC: tl.constexpr):
+    """Return the columns [lanes, width] of a tile of a block."""
+    WIDTH: tl.constexpr = SPEC.width
+    return _lane_starts(tile, WIDTH, SPEC)[:, None] + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def tile_mask(tile, limit, width: tl.constexpr, SPEC: tl.constexpr):
+    """Return [lanes, width] whether the first column of each lane is below the limit."""
+    LANES: tl.constexpr = SPEC.lanes
+    starts = _lane_starts(tile, SPEC.width, SPEC)
+    return tl.broadcast_to((starts < limit)[:, None], [LANES, width])
+
+
+@triton.jit
+def _unpacked(words):
+    """Return both bfloat16 of each word in float32, the first one from the lower bits.
+
+    An instruction each, where the conversion of a single one takes up to two.
+    """
+    low = (words << 16).to(tl.float32, bitcast=True)
+    high = (words & -65536).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _of_lanes(x0, x1, x2, x3):
+    """Return [lanes, 4] from what each lane has."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [x0.shape[0], 4])
+
+
+@triton.jit
+def _both(word, following):
+    """Return two words as one of 64 bits."""
+    high = following.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    return high | word.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _load_unaligned_halves(block, tile, limit, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Return the columns of a tile from the words that hold them, five per lane."""
+    tl.static_assert(SPEC.width == 8)
+    dtype: tl.constexpr = block.dtype.element_ty
+    odd = ((block.to(tl.int64) >> 1) & 1).to(tl.int32)  # the first column is a word's second half
+    starts = _lane_starts(tile, 8, SPEC)
+    place = (block - odd).to(tl.pointer_type(tl.int32)) + _lane_starts(tile, 4, SPEC)
+    words = ()
+    for i in tl.static_range(5):
+        step = i if i < 4 else 3 + odd  # a fifth word is wanted only where columns are shifted
+        if MASKED:
+            word = tl.load(place + step, mask=starts + (2 * step - odd) < limit, other=0)
+        else:
+            word = tl.load(place + step)
+        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005  Triton cannot unpack
+    w0, w1, w2, w3, w4 = words  # type: ignore[misc]
+    first, second = _both(w0, w1), _both(w1, w2)
+    third, fourth = _both(w2, w3), _both(w3, w4)
+    shift = odd.to(tl.uint64) * 16
+    shifted = _of_lanes(first >> shift, second >> shift, third >> shift, fourth >> shift)
+    if dtype == tl.bfloat16:
+        low, high = _unpacked(shifted.to(tl.int32))
+    else:  # a shift of both words each, since the compiler would shift both again for the second
+        shift += 16
+        upper = _of_lanes(first >> shift, second >> shift, third >> shift, fourth >> shift)
+        low = shifted.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = upper.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return tl.interleave(low, high)
+
+
+@triton.jit
+def load_tile(block, tile, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, SPEC: tl.constexpr):
+    """Return the columns [lanes, width] of a tile in float32.
+
+    Masked, what a lane has beyond the limit is not specified.
+    """
+    LANES: tl.constexpr = SPEC.lanes
+    WIDTH: tl.constexpr = SPEC.width
+    dtype: tl.constexpr = block.dtype.element_ty
+    if dtype.primitive_bitwidth == 16 and not ALIGNED:
+        x = _load_unaligned_halves(block, tile, limit, MASKED, SPEC)
+    elif ALIGNED and dtype == tl.bfloat16:
+        PAIRS: tl.constexpr = WIDTH // 2
+        pairs = _lane_starts(tile, PAIRS, SPEC)[:, None] + tl.arange(0, PAIRS)[None, :]
+        place = block.to(tl.pointer_type(tl.int32)) + pairs
+        if MASKED:
+            words = tl.load(place, mask=tile_mask(tile, limit, PAIRS, SPEC), other=0)
+        else:
+            words = tl.load(place)
+        low, high = _unpacked(words)
+        x = tl.interleave(low, high)
+    else:
+        columns = tile_columns(tile, SPEC)
+        if ALIGNED:
+            mask = tile_mask(tile, limit, WIDTH, SPEC)
+        else:
+            # said to run along the lanes, these accesses leave each thread the columns that it has
+            # elsewhere, and so leave every sum its bits
+            columns = tl.max_contiguous(columns, [LANES, 1])
+            mask = columns < limit
+        x = tl.load(block + columns, mask=mask, other=0) if MASKED else tl.load(block + columns)
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_block(block, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, SPEC: tl.constexpr):
+    """Return the tiles of a block; `load_tile` says what is in them beyond the limit."""
+    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
+    tiles = ()
+    for tile in tl.static_range(TILES):
+        x = load_tile(block, tile, limit, MASKED, ALIGNED, SPEC)
+        tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton cannot unpack
+    return tiles
+
+
+@triton.jit
+def load_columns(block, columns_left, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Return the tiles of a block; -inf where a masked one has no columns left."""
+    TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
+    tiles = ()
+    for tile in tl.static_range(TILES):
+        x = load_tile(block, tile, columns_left, MASKED, SPEC.aligned, SPEC)
+        if MASKED:
+            x = tl.where(tile_columns(tile, SPEC) < columns_left, x, float("-inf"))
+        tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    return tiles
