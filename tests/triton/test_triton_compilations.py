@@ -161,6 +161,23 @@ def test_few_rows_compile_nothing_anew_either(compiled, monkeypatch):
     assert sorted(compiled) == sorted([*OF_ROWS, "sums_of_blocks_kernel"])
 
 
+def test_few_rows_fill_the_device(monkeypatch):
+    from fastrl.triton.vocabulary import rows
+
+    monkeypatch.setattr(rows, "processors", lambda device: 132)
+
+    def programs(count, *places):
+        logits = torch.zeros(1, 1, 1).expand(1, count, 151_936)
+        return count * rows.splits_of(logits, *places)
+
+    for count in (26, 67, 100, 131, 132, 133, 200, 264):
+        assert 264 - count < programs(count) <= 264  # no other program for each would fit
+    for count in (265, 400, 4096):
+        assert programs(count) == count
+    for count in (67, 133, 265, 400, 1056):
+        assert 528 < programs(count, rows.EVEN) <= max(1056, count)
+
+
 def test_numbers_of_sequences_compile_nothing_anew(compiled):
     for sequences in (1, 2, 3, 16, 17, 100):
         all_kernels(B=sequences, T=2, constants=torch.ones(sequences))
@@ -267,6 +284,20 @@ def code_of(name, monkeypatch):
     options = {"num_warps": target.num_warps, **target.options}
     source = targets.triton_source(target)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+@pytest.mark.parametrize("name", ["token_stats_fwd", "logits_policy_loss"])
+def test_sums_are_laid_out_alike_wherever_rows_begin(name, monkeypatch):
+    """So that they are added in the same order: a row's bits do not depend on its alignment."""
+
+    def layouts(suffix):
+        code = code_of(f"{name}{suffix}", monkeypatch)["ttgir"]
+        named = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", code, flags=re.MULTILINE))
+        summed = re.findall(r"\}\) : \((tensor<[^()]*f32, [^()]*>)\) -> ", code)
+        return {re.sub(r"#blocked\d*", lambda m: named[m[0]], one) for one in summed}
+
+    assert len(layouts("")) >= 2
+    assert layouts("") == layouts("_unaligned") == layouts("_padded")
 
 
 @pytest.mark.parametrize("name", ["token_stats_bwd_narrow", "logits_policy_loss_narrow"])

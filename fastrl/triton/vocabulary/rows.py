@@ -25,6 +25,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 COLUMNS_PER_LANE = tl.constexpr(32)
 MOST_LANES = 512
+#: Programs of most lanes that a multiprocessor holds at a time, with 64 registers a thread.
+RESIDENT = 2
+#: Programs that even out the last wave of a single sweep, which may be split at no cost.
+EVEN = 8
 
 #: Arguments whose value must not lead to another compilation, ...
 RUN_TIME = (
@@ -95,10 +99,15 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def splits_of(logits: Tensor) -> int:
-    """Return how many programs share a row: more than one where rows are few."""
+def splits_of(logits: Tensor, programs: int = RESIDENT) -> int:
+    """Return how many programs share a row: as many as leave none of `programs` places free.
+
+    Places are counted per multiprocessor. Beyond one wave a row is not split, since its second
+    sweep would find it in memory and no longer in cache.
+    """
     rows = logits.shape[0] * logits.shape[1]
-    return max(1, min(blocks_of(logits.shape[2]), processors(logits.device) // max(rows, 1)))
+    places = programs * processors(logits.device)
+    return max(1, min(blocks_of(logits.shape[2]), places // max(rows, 1)))
 
 
 def _phases(tensor: Tensor) -> tuple[int, ...]:

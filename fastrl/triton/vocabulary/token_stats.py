@@ -19,6 +19,7 @@ from fastrl.triton.vocabulary.row_sums import (
     token_logprob,
 )
 from fastrl.triton.vocabulary.rows import (
+    EVEN,
     PER_TOKEN,
     RUN_TIME,
     exact_value,
@@ -131,7 +132,7 @@ def _write_gradient(grad: Tensor, logits: Tensor, *arguments: Any) -> None:
     saved = dict(zip(SAVED, arguments[-len(SAVED) :], strict=True))
     if not grad.numel():
         return
-    splits = splits_of(logits) if grad.dtype == logits.dtype else 1
+    splits = splits_of(logits, EVEN) if grad.dtype == logits.dtype else 1
     options = launch_options(
         logits, grad, softcap=rows.logit_softcap, entropy=saved["grad_entropy"] is not None
     )
