@@ -17,11 +17,12 @@ def targets() -> list[Target]:
         **dict.fromkeys(("correction", "eps"), "fp32"),
     }
     by_id = {**types, "group_ids": "*i64"}
+    of_batch = {"batch_std": "*fp32"}
     variants = [
         ("group_advantages", types, CONSECUTIVE, "group"),
-        ("group_advantages_batch", types, CONSECUTIVE, "batch"),
+        ("group_advantages_batch", {**types, **of_batch}, CONSECUTIVE, "batch"),
         ("group_advantages_ids", by_id, ANY_ORDER, "group"),
-        ("group_advantages_ids_batch", by_id, ANY_ORDER, "batch"),
+        ("group_advantages_ids_batch", {**by_id, **of_batch}, ANY_ORDER, "batch"),
         ("group_advantages_sorted", {**by_id, "order": "*i64"}, SORTED, "group"),
     ]
     return [
@@ -44,4 +45,22 @@ def targets() -> list[Target]:
             options={"enable_fp_fusion": False},
         )
         for name, given, mode, scale in variants
+    ] + [
+        Target(
+            name=f"batch_std_{mode.value}",
+            kernel=group_advantages.batch_std_kernel,
+            types={
+                **dict.fromkeys(("rewards", "batch_std"), "*fp32"),
+                **dict.fromkeys(("count", "group_size"), "i32"),
+                "correction": "fp32",
+                **ids,
+            },
+            constants={"COLUMNS": group_advantages.BATCH_COLUMNS, "MODE": mode.value},
+            divisible=("rewards", "batch_std"),
+            num_warps=group_advantages.BATCH_WARPS,
+            element_bytes=4,
+            bytes_per_element=16,
+            options={"enable_fp_fusion": False},
+        )
+        for mode, ids in ((CONSECUTIVE, {}), (ANY_ORDER, {"group_ids": "*i64"}))
     ]

@@ -221,7 +221,7 @@ def test_every_launch_and_every_target_says_what_the_compiler_may_fuse(monkeypat
 import json, torch
 from triton.runtime.jit import JITFunction
 from fastrl import Objective
-from fastrl.contract import AggregationArguments, LEVELS, LossArguments, RowArguments
+from fastrl.contract import AggregationArguments, LEVELS, LossArguments, RowArguments, SCALES
 found = {}
 def run(self, *_, grid, warmup, **options):
     found.setdefault(self.__name__, set()).add(str(options.get("enable_fp_fusion")))
@@ -235,7 +235,8 @@ row, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
 gae.gae_fwd(row, row, None, None, None, None, None, 0.9, 0.9)
 gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, None, 0.9, 0.9)
 scale.scale_(row, row[0, 0])
-group_advantages.group_advantages_fwd(torch.ones(6), None, 3, 0, 0, 1.0, 1e-6, 0)
+for scale_by in range(len(SCALES)):
+    group_advantages.group_advantages_fwd(torch.ones(6), None, 3, 0, scale_by, 1.0, 1e-6, 0)
 how = AggregationArguments(0, 0.0, None, 0.0, False, 0, None)
 sequence_weights.sequence_weights(mask, None, 0, None, *how)
 objective = Objective(kl_coef=0.1, entropy_coef=0.01).arguments

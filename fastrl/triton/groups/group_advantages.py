@@ -1,4 +1,4 @@
-"""Advantages of rewards relative to their group, in one launch.
+"""Advantages of rewards relative to their group, in one launch; scaled by the batch in two.
 
 A program compares its rewards with every reward that may be of their groups, whatever the order:
 three sweeps (size and largest, mean, deviation) over the group's neighbourhood where groups are
@@ -19,7 +19,9 @@ from fastrl.contract import BASELINES, SCALES, SINGLETONS
 ROWS = 16  # rewards of a program
 COLUMNS = 64  # rewards that they are compared with at a time
 ALL_PAIRS = 4096  # the largest batch of ids that is not sorted first
-ONE_LAUNCH = 16384  # the largest batch whose std every program finds for itself
+ONE_PROGRAM = 16384  # the largest batch whose std is found by one program
+BATCH_COLUMNS = 4096  # rewards that it takes at a time
+BATCH_WARPS = 16
 
 LEAVE_ONE_OUT = tl.constexpr(BASELINES.index("leave_one_out"))
 NO_BASELINE = tl.constexpr(BASELINES.index("none"))
@@ -129,7 +131,7 @@ def _known(begin, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, 
 def _batch_std(
     rewards, group_ids, group_size, count, correction, COLUMNS: tl.constexpr, MODE: tl.constexpr
 ):
-    """Return the deviation of all rewards whose group is finite; every program computes it."""
+    """Return the deviation of all rewards whose group is finite."""
     columns = tl.arange(0, COLUMNS)
     broken = tl.zeros([COLUMNS], tl.int32)
     for begin in range(0, count, COLUMNS):
@@ -163,6 +165,15 @@ def _batch_std(
         elif sweep == 1:
             mean, rest = _mean(tl.sum(uppers, 0), tl.sum(lowers, 0), tl.maximum(size, 1.0))
     return _std(tl.sum(squares, 0), size, correction, scale)
+
+
+@triton.jit(do_not_specialize=("count", "group_size"))
+def batch_std_kernel(
+    rewards, group_ids, batch_std, count, group_size, correction,
+    COLUMNS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    std = _batch_std(rewards, group_ids, group_size, count, correction, COLUMNS, MODE)
+    tl.store(batch_std, std)
 
 
 @triton.jit
@@ -230,12 +241,7 @@ def group_advantages_kernel(
     if SCALE != NO_SCALE:
         divisor = std
         if SCALE == BY_BATCH:
-            if batch_std is None:
-                divisor = tl.zeros_like(std) + _batch_std(
-                    rewards, group_ids, group_size, count, correction, COLUMNS, MODE
-                )
-            else:
-                divisor = tl.zeros_like(std) + tl.load(batch_std)
+            divisor = tl.zeros_like(std) + tl.load(batch_std)
         advantage = tl.where(advantage == 0, 0.0, tl.div_rn(advantage, divisor + eps))
     alone = size == 1
     advantage = tl.where(alone, x if RAW else 0.0 * x, advantage)
@@ -278,10 +284,13 @@ def group_advantages_fwd(
             mode = SORTED
             group_ids, order = group_ids.sort()
 
-    def launch(scale, batch_std):
+    if mode == CONSECUTIVE:
+        group_ids = None
+
+    def launch(scale, batch_std=None):
         group_advantages_kernel[(triton.cdiv(count, ROWS),)](
             rewards,
-            None if mode == CONSECUTIVE else group_ids,
+            group_ids,
             order,
             batch_std,
             *outputs,
@@ -298,16 +307,31 @@ def group_advantages_fwd(
             enable_fp_fusion=False,
         )
 
-    if SCALES[scale] == "batch" and (mode == SORTED or count > ONE_LAUNCH):
-        launch(NO_SCALE.value, None)
-        launch(BY_BATCH.value, _std_of_finite(rewards, means, correction))
+    if SCALES[scale] != "batch":
+        launch(scale)
+    elif mode == SORTED or count > ONE_PROGRAM:
+        launch(NO_SCALE.value)
+        launch(scale, _std_of_finite(rewards, means, correction))
     else:
-        launch(scale, None)
+        batch_std = rewards.new_empty(1)
+        batch_std_kernel[(1,)](
+            rewards,
+            group_ids,
+            batch_std,
+            count,
+            group_size,
+            correction,
+            COLUMNS=BATCH_COLUMNS,
+            MODE=mode.value,
+            num_warps=BATCH_WARPS,
+            enable_fp_fusion=False,
+        )
+        launch(scale, batch_std)
     return outputs
 
 
 def _std_of_finite(rewards, means, correction):
-    """Return the deviation over a large batch, by torch: each program would take too long."""
+    """Return the deviation over a large batch, by torch: one program would take too long."""
     known = means.isfinite()
     size = known.sum()
     x = torch.where(known, rewards, 0.0).double()
