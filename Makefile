@@ -30,7 +30,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo test test-interpreted fuzz install lint format types check bench \
-        bench-smoke targets gpu clean without-extension FORCE
+        bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench clean without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -45,7 +45,8 @@ help:
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps the table)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
-	@echo "make gpu          on a machine with a GPU: build, test, benchmark; installs nothing"
+	@echo "make gpu          on a machine with a GPU, which installs nothing: gpu-build, gpu-test,"
+	@echo "                  gpu-sanitize, gpu-bench, which also run alone (OUT=folder of the results)"
 	@echo "make clean        remove what was built, and the stamps in .venv"
 
 train: $(VENV)/.installed-train $(BUILT)
@@ -95,21 +96,53 @@ bench-smoke: $(VENV)/.installed-bench $(BUILT)
 targets: $(VENV)/.installed-triton
 	$(PY) bench/targets.py $(ARGS)
 
-# Such a machine may have no network, so GPU_PYTHON is used as it is. It needs a CUDA build of torch,
-# pytest, setuptools and ninja. GPU_MINUTES limits the benchmarks.
+# On a machine with a GPU, which may have no network: GPU_PYTHON is used as it is. It needs a CUDA build
+# of torch, pytest, setuptools and preferably ninja and pytest-xdist. Each piece ends within its time
+# and leaves what it has in OUT; each can run alone.
 GPU_PYTHON ?= $(PYTHON)
-GPU_MINUTES ?= 4.5
-GPU_TESTS := env PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu --confcutdir=tests/gpu -q tests/gpu
+OUT ?= build/gpu
+BACKENDS ?=
+TOOLS ?= memcheck racecheck synccheck
+RESUME ?=
+GPU_JOBS ?= 0
+GPU_TESTS ?= tests/gpu
+BUILD_SECONDS ?= 450
+TEST_SECONDS ?= 450
+SANITIZE_SECONDS ?= 420
+BENCH_SECONDS ?= 450
+GPU_RUN := env PYTHONPATH=. $(GPU_PYTHON)
 
-gpu:
-	FASTRL_BUILD=$(FASTRL_BUILD) $(GPU_PYTHON) setup.py build_ext --inplace
+gpu: gpu-build
 	@failed=0; \
-	$(GPU_TESTS) || failed=1; \
-	if command -v compute-sanitizer > /dev/null; then \
-	  timeout 90 compute-sanitizer --error-exitcode 1 $(GPU_TESTS) -k "cuda and two_runs" || failed=1; \
-	fi; \
-	PYTHONPATH=. $(GPU_PYTHON) bench/gpu.py --minutes $(GPU_MINUTES) $(ARGS) || failed=1; \
+	for piece in gpu-test gpu-sanitize gpu-bench; do $(MAKE) $$piece || failed=1; done; \
 	exit $$failed
+
+# without a GPU TORCH_CUDA_ARCH_LIST decides, as in setup.py
+gpu-build: SHELL := bash
+gpu-build:
+	@mkdir -p $(OUT)
+	@command -v "$${CUDA_HOME:+$$CUDA_HOME/bin/}nvcc" > /dev/null || { \
+	  echo "make gpu-build needs nvcc, which is neither in CUDA_HOME nor in PATH; make gpu-test" \
+	       "BACKENDS='triton reference' does without"; exit 1; }
+	@set -o pipefail; \
+	archs=$$($(GPU_PYTHON) -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())" 2> /dev/null); \
+	export TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$archs}" FASTRL_BUILD=cuda; \
+	echo "compiling for TORCH_CUDA_ARCH_LIST='$$TORCH_CUDA_ARCH_LIST' (log: $(OUT)/build.log)"; \
+	timeout $(BUILD_SECONDS) $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(OUT)/build.log || { \
+	  echo "the extensions could not be compiled within $(BUILD_SECONDS) s"; exit 1; }
+	@$(GPU_RUN) -c "import sys; from fastrl import native; \
+	  sys.exit(native.cuda_missing or native.missing)"
+
+gpu-test:
+	$(GPU_RUN) -m tests.gpu.run --out $(OUT) --seconds $(TEST_SECONDS) --jobs $(GPU_JOBS) \
+	  --backends "$(BACKENDS)" $(if $(RESUME),--resume) $(GPU_TESTS) $(ARGS)
+
+gpu-sanitize:
+	$(GPU_RUN) -m tests.gpu.sanitize --out $(OUT) --seconds $(SANITIZE_SECONDS) \
+	  --tools "$(TOOLS)" --backends "$(BACKENDS)"
+
+gpu-bench:
+	$(GPU_RUN) bench/gpu.py --out $(OUT) --seconds $(BENCH_SECONDS) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

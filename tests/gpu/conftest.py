@@ -1,47 +1,75 @@
 """Tests that need a GPU (`make gpu`), for every backend that takes its tensors.
 
-This folder is self-contained: it needs pytest and torch, but no other tests.
+This folder is self-contained: it needs pytest and torch, but no other tests. A backend that cannot
+be used skips its tests and fails test_gpu_backends.py.
 """
 
 import pytest
 import torch
 
 from fastrl.backend import unavailable
+from tests.gpu.results import end_process
 
 GPU_BACKENDS = ("triton", "cuda", "reference")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "alone: needs most of the GPU's memory")
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.path.parent.name:
             item.add_marker(pytest.mark.gpu)
+            if "memory" in item.fixturenames:
+                item.add_marker(pytest.mark.alone)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="there is no GPU that torch can use"))
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed():
+def fixed_seed(request):
     torch.manual_seed(20260923)
     yield
     if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # of this test; every later call in the process raises it again
+            end_process(request.config)
+            raise
         torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def asked(request):
+    """The backends to test, all unless `--backends` names some."""
+    names = (request.config.getoption("--backends", "") or " ".join(GPU_BACKENDS)).split()
+    return [name for given in names for name in given.split(",") if name]
+
+
 @pytest.fixture(params=GPU_BACKENDS)
-def backend(request):
-    return _usable(request.param)
+def backend(request, asked):
+    return _usable(request.param, asked)
 
 
 @pytest.fixture(params=("triton", "cuda"))
-def kernels(request):
+def kernels(request, asked):
     """The backends with GPU kernels."""
-    return _usable(request.param)
+    return _usable(request.param, asked)
 
 
-def _usable(name):
+@pytest.fixture
+def cuda_kernels(asked):
+    """The backend of the compiled CUDA kernels."""
+    return _usable("cuda", asked)
+
+
+def _usable(name, asked):
+    if name not in asked:
+        pytest.skip(f"backend {name} was left out")
     reason = unavailable(name)
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(f"backend {name} cannot be used: {reason}")
     return name
 
 

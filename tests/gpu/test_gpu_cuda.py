@@ -1,26 +1,15 @@
-"""The CUDA kernels on a GPU: the calls of workloads.py exact, captured, on streams, sanitized.
+"""The CUDA kernels on a GPU: the calls of workloads.py exact, captured, on streams.
 
 The other files in this folder test every backend on a GPU; tests/triton/test_gpu_workloads.py runs
-the same calls on the CPU.
+the same calls on the CPU; sanitize.py under NVIDIA's compute-sanitizer.
 """
-
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from fastrl.backend import unavailable
 from tests.gpu.workloads import assert_equals_the_reference, of_logits, of_tokens, small
 
-ROOT = Path(__file__).parent.parent.parent
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(unavailable("cuda") is not None, reason=str(unavailable("cuda"))),
-]
+pytestmark = pytest.mark.usefixtures("cuda_kernels")
 
 
 def on_gpu(work):
@@ -89,30 +78,3 @@ def test_streams_do_not_disturb_each_other():
         for came in results:
             for one, other in zip(came, wanted, strict=True):
                 assert torch.equal(one, other), work.name
-
-
-SANITIZER = shutil.which("compute-sanitizer")
-
-
-@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_under_compute_sanitizer(tool):
-    code = """
-import sys
-sys.path[:0] = ["tests/gpu"]
-import torch
-from tests.gpu.workloads import small
-for work in small():
-    work.run({name: x.cuda() for name, x in work.inputs.items()}, "cuda")
-torch.cuda.synchronize()
-"""
-    done = subprocess.run(
-        [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        cwd=ROOT,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]

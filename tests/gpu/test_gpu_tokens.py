@@ -48,10 +48,6 @@ def policy_loss(inputs, backend, **options):
     return result.loss.detach(), gradient, torch.stack(list(result.metrics.values()))
 
 
-def test_there_are_kernels_to_test():
-    assert fastrl.backend.resolve("auto", torch.device(CUDA), torch.float32) != "reference"
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("shape", [(5, 37), (64, 2048)], ids=str)
 def test_policy_loss_is_exact(backend, preset, shape):
