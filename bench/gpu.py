@@ -1,12 +1,15 @@
-"""The second half of `make gpu`: the benchmark matrix on a GPU, against eager torch and peers.
+"""The benchmark matrix on a GPU, against eager torch and peers: `make gpu-bench`.
 
-    python bench/gpu.py --minutes 6     # writes bench/results/<gpu>-<date>.md and .json
-    python bench/gpu.py --smoke         # the same code on tiny shapes, on a CPU; writes nothing
+    python bench/gpu.py --out build/gpu --seconds 450
+    python bench/gpu.py --smoke         # the same code on tiny shapes, on a CPU
 
 The protocol is in README.md. In addition: CUDA events surround each full public call, calls rotate
 over three input sets so that none stays in the cache, peak memory is what a call allocates, and
 GB/s and TFLOP/s count the minimum of work, the same for all providers. Where launches dominate,
 the table also has the time of the kernels alone (replayed from a CUDA graph) and of the host.
+
+This process leaves the GPU to those that it starts (gpu_jobs.py). What they find is in
+OUT/bench.jsonl and OUT/bench.md after every case; a process that dies or hangs costs one case.
 """
 
 from __future__ import annotations
@@ -14,63 +17,39 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import json
-import math
-import re
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 from gpu_cases import SHAPES, items
-from gpu_item import Item, backends
-from gpu_timing import Measured, Plan, anchors, measure
+from gpu_item import COMPILED, backends
+from gpu_journal import NAME, Journal
+from gpu_peers import DISTRIBUTIONS
+from gpu_report import head, markdown, section
 
-import fastrl
-
-RESULTS = Path(__file__).parent / "results"
-PEERS = ("trl", "liger-kernel", "flash-linear-attention", "torchrl", "quack-kernels")
-LENGTHS = 50  # different lengths in a row, including compilation
+WORKER = Path(__file__).with_name("gpu_jobs.py")
+JOB_SECONDS = 120.0  # that one job may take, compilation included
+RESERVED = 45.0  # seconds at the end for the last case, and as many before for the graphs
 
 
 def main() -> int:
     options = _options()
-    device = torch.device("cpu" if options.smoke else "cuda")
-    deadline = time.monotonic() + 60 * options.minutes
-    shapes = SHAPES["smoke" if options.smoke else "gpu"]
-    plan = Plan(1, 2, 2, 0.1) if options.smoke else Plan()
-    report = {"machine": machine(device), "command": f"python {' '.join(sys.argv)}"}
-    elements = 2**10 if options.smoke else 2**30
-    gemms = [(8, 16, 8)] if options.smoke else [(8192, 128256, 4096), (8192, 151936, 896)]
-    report["anchors"] = anchors(device, elements=elements, gemms=gemms)
-    report["lengths"] = different_lengths(device, 3 if options.smoke else LENGTHS)
-    lines = _head(report)
-    print("\n".join(lines), flush=True)
-    report["cases"] = []
-    for item in items(shapes, device):
-        case = item.make()
-        if options.only not in f"{case.label} {case.work}":
-            continue
-        if time.monotonic() > deadline:
-            section = [f"- not run, out of time: {case.label}, {case.work}"]
-        else:
-            found = measure(case, device, plan, small=item.small)
-            section = _table(item, case, found, report["anchors"]["copy TB/s"])
-            report["cases"].append(_record(item, case, found))
-            del found
-        print("\n".join(section), flush=True)
-        lines += section
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if not options.smoke:
-        _save(report, lines)
-    return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its processes end, too
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(options.out or ("build/gpu" if not options.smoke else folder))
+        out.mkdir(parents=True, exist_ok=True)
+        return Run(options, out).main()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0, help="no case starts after these")
+    parser.add_argument("--out", help="folder of the results; default: build/gpu")
+    parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args()
@@ -79,20 +58,114 @@ def _options() -> argparse.Namespace:
     return options
 
 
+class Run:
+    """A run of the matrix, by processes that may fail."""
+
+    def __init__(self, options: argparse.Namespace, out: Path) -> None:
+        self.options, self.out, self.journal = options, out, Journal(out)
+        self.shapes = "smoke" if options.smoke else "gpu"
+        self.device = torch.device("cpu" if options.smoke else "cuda")
+        self.end = time.monotonic() + options.seconds
+        reserved = min(RESERVED, options.seconds / 5)
+        self.last_start, self.last_case = self.end - reserved, self.end - 2 * reserved
+
+    def main(self) -> int:
+        (self.out / NAME).unlink(missing_ok=True)
+        self.journal.append(machine=machine(self.device), command=f"python {' '.join(sys.argv)}")
+        cases = [item.make() for item in items(SHAPES[self.shapes], self.device)]
+        chosen = [
+            str(number)
+            for number, case in enumerate(cases)
+            if self.options.only in f"{case.label} {case.work}"
+        ]
+        self._make(["anchors", *chosen], self.last_case)
+        small = {job: one["result"]["graphs"] for job, one in self._measured().items()}
+        self._make([f"graph {job} {p}" for job in small for p in small[job]], self.last_start)
+        self._make(["lengths"], self.last_start)
+        for job in [job for job in chosen if job not in self.journal.results()]:
+            label = f"{cases[int(job)].label}, {cases[int(job)].work}"
+            self.journal.append(job=job, not_run=label)
+        self._write()
+        text = markdown(self.journal.entries())
+        print(text[text.index("### Targets") :])
+        print(f"written: {self.out / 'bench.md'} and .jsonl")
+        return 0 if len(self._measured()) == len(chosen) else 1
+
+    def _measured(self) -> dict[str, dict]:
+        return {
+            job: one
+            for job, one in self.journal.results().items()
+            if job.isdigit() and "result" in one
+        }
+
+    def _make(self, jobs: list[str], until: float) -> None:
+        """Make jobs, in as many processes as it takes, and show results as they come."""
+        left = jobs
+        while left and time.monotonic() < until:
+            before = len(self.journal.results())
+            lost = {job: len(self.journal.left_out(job)) for job in left}
+            self._process(left, until)
+            for job in self.journal.unfinished():
+                # one that a provider ended starts again without that provider
+                if len(self.journal.left_out(job)) == lost.get(job, 0):
+                    self.journal.append(job=job, failure="its process died, hung or was cut")
+            again = any(len(self.journal.left_out(job)) > lost[job] for job in left)
+            left = [job for job in left if job not in self.journal.results()]
+            if len(self.journal.results()) == before and not again:
+                return  # it ended before its first job
+
+    def _process(self, jobs: list[str], until: float) -> None:
+        command = [sys.executable, str(WORKER)]
+        command += ["--out", str(self.out), "--shapes", self.shapes, "--until", str(until), *jobs]
+        shown, heard, last = set(self.journal.results()), len(self.journal.entries()), 0.0
+        with (self.out / "bench.log").open("a") as log:
+            running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            last = time.monotonic()
+            try:
+                while running.poll() is None:
+                    time.sleep(0.05)
+                    entries = len(self.journal.entries())
+                    if entries > heard:
+                        heard, last = entries, time.monotonic()
+                        self._show(shown)
+                    if time.monotonic() > min(self.end, last + JOB_SECONDS):
+                        break
+            finally:
+                if running.poll() is None:
+                    os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
+        self._show(shown)
+
+    def _show(self, shown: set[str]) -> None:
+        new = {job: one for job, one in self.journal.results().items() if job not in shown}
+        for job, one in new.items():
+            lines = head(self.journal.entries()) if job == "anchors" else section(job, one, {})
+            print("\n".join(lines), flush=True)
+        if new:
+            shown |= set(new)
+            self._write()
+
+    def _write(self) -> None:
+        """Replace the table as a whole, so that there is one whenever the run is cut."""
+        new = self.out / "bench.md.new"
+        new.write_text(markdown(self.journal.entries()))
+        new.replace(self.out / "bench.md")
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """Versions, GPU and clocks that the numbers were measured with."""
     found = {
         "date": str(datetime.date.today()),
         "torch": torch.__version__,
         "fastrl backends": ", ".join(backends(device)),
+        "torch.compile": COMPILED,
     }
     known = {
         one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()
     }
-    found |= {name: known.get(name, "not installed") for name in ("triton", *PEERS)}
+    found |= {name: known.get(name, "not installed") for name in ("triton", *DISTRIBUTIONS)}
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-        query = "clocks.sm,clocks.mem,power.draw,power.limit,driver_version"
+        query = "name,clocks.sm,clocks.mem,power.draw,power.limit,driver_version"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
         try:
             said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -100,85 +173,6 @@ def machine(device: torch.device) -> dict[str, str]:
         except (OSError, subprocess.CalledProcessError) as failure:
             found[query] = f"unknown: {failure}"
     return found
-
-
-def different_lengths(device: torch.device, count: int) -> dict[str, float]:
-    """Seconds for calls that all differ in length: the first time with compilation, then again."""
-    backend = backends(device)[0]
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(64, 4096, (count,), generator=generator).tolist()
-
-    def once(T: int) -> None:
-        logprobs = torch.randn(8, T, device=device) - 2
-        mask = torch.ones_like(logprobs)
-        fastrl.policy_loss(logprobs, mask[:, 0], mask, old_logprobs=logprobs, backend=backend)
-        fastrl.gae(logprobs, mask, mask, backend=backend)
-        logits = torch.randn(1, T, 1000, device=device)
-        ids = torch.zeros(1, T, dtype=torch.int64, device=device)
-        fastrl.token_stats(logits, ids, backend=backend)
-
-    found = {}
-    for what in ("first time", "second time"):
-        start = time.perf_counter()
-        for T in lengths:
-            once(T)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found[f"{count} lengths, {what}, s"] = time.perf_counter() - start
-    return found
-
-
-def _head(report: dict) -> list[str]:
-    parts = [*report["machine"].items(), ("command", f"`{report['command']}`")]
-    parts += [
-        (name, f"{value:.3g}")
-        for name, value in (*report["anchors"].items(), *report["lengths"].items())
-    ]
-    return [*(f"- {name}: {value}" for name, value in parts), ""]
-
-
-def _table(item: Item, case, found: list[Measured], copy: float) -> list[str]:
-    rate = "TFLOP/s" if item.flops else "GB/s"
-    lines = [f"### {case.label}: {case.work}", ""]
-    columns = ["provider", "ms (20-80 %)", rate, "of copy", "peak MiB", "error", "time / fastrl"]
-    columns += ["kernels us", "host us"] if item.small else []
-    lines += [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
-    ours = next((one for one in found if one.kind.startswith("fastrl") and one.samples), None)
-    for one in found:
-        if not one.samples:
-            lines.append(f"| {one.provider} | not run: {one.failure} |" + " |" * (len(columns) - 2))
-            continue
-        low, high = one.quantiles()
-        work = item.flops / 1e9 if item.flops else case.bytes_moved / 1e6
-        share = "" if item.flops else f"{work / one.median / copy / 1e3:.0%}"
-        cells = [
-            one.provider,
-            f"{one.median:.4g} ({low:.4g}-{high:.4g})",
-            f"{work / one.median:.0f}",
-            share,
-            f"{one.peak / 2**20:.1f}",
-            "" if math.isnan(one.error) else f"{one.error:.1e}",
-            f"{one.median / ours.median:.2f}" if ours else "",
-        ]
-        if item.small:
-            cells += ["" if t is None else f"{t * 1e3:.1f}" for t in (one.device, one.host)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def _record(item: Item, case, found: list[Measured]) -> dict:
-    kept = {name: getattr(case, name) for name in ("op", "work", "shape", "bytes_moved")}
-    kept |= {"dtype": str(case.dtype), "flops": item.flops}
-    return {**kept, "providers": [one._asdict() for one in found]}
-
-
-def _save(report: dict, lines: list[str]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    gpu = re.sub(r"\W+", "-", report["machine"]["gpu"]).strip("-").lower()
-    stem = RESULTS / f"{gpu}-{report['machine']['date']}"
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {stem.with_suffix('.md')} and .json")
 
 
 if __name__ == "__main__":

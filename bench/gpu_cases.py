@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import torch
 from gpu_item import Item
-from gpu_linear import linear_item
+from gpu_linear import Linear, linear_item, logprobs_item
 from gpu_logits import logits_item
 from gpu_tokens import LEVELS, gae_item, groups_item, tokens_item
 
 
 class Shapes(NamedTuple):
     logits: list[tuple[int, int, torch.dtype, float, bool]]  # N, V, dtype, density, sliced
-    linear: list[tuple[int, int, int, bool]]  # N, H, V, trained head
+    linear: list[Linear]
+    logprobs: list[tuple[Linear, bool]]  # scored without a gradient, or with
     tokens: list[tuple[int, int]]
     groups: list[tuple[int, int]]
     gae: list[tuple[int, int]]
@@ -40,10 +41,17 @@ SHAPES = {
             (32768, 32000, BF16, 1.0, False),
         ],
         linear=[
-            (8192, 4096, 128256, True),
-            (8192, 4096, 128256, False),
-            (8192, 896, 151936, True),
-            (2048, 2048, 151936, True),
+            Linear(8192, 4096, 128256),
+            Linear(8192, 896, 151936),
+            Linear(8192, 4096, 128256, density=0.5),
+            Linear(8192, 4096, 128256, trained=False),
+            Linear(2048, 2048, 151936),
+        ],
+        logprobs=[
+            (Linear(8192, 4096, 128256), True),
+            (Linear(8192, 4096, 128256), False),
+            (Linear(8192, 896, 151936), True),
+            (Linear(8192, 896, 151936), False),
         ],
         tokens=[(16, 4096), (64, 16384), (16, 640), (256, 40960)],
         groups=[(128, 8), (16, 4), (1024, 16), (256, 64)],
@@ -58,7 +66,8 @@ SHAPES = {
     ),
     "smoke": Shapes(
         logits=[(6, 200, FP32, 0.5, True), (4, 129, BF16, 1.0, False)],
-        linear=[(6, 8, 130, True), (6, 8, 130, False)],
+        linear=[Linear(6, 8, 130), Linear(16, 8, 130, trained=False, density=0.5)],
+        logprobs=[(Linear(6, 8, 130), True), (Linear(6, 8, 130), False)],
         tokens=[(3, 40)],
         groups=[(4, 4)],
         gae=[(3, 40)],
@@ -71,8 +80,9 @@ def items(shapes: Shapes, device: torch.device) -> Iterator[Item]:
     kinds = [
         [logits_item(device, *shape, gradient=False) for shape in shapes.logits],
         [logits_item(device, *shape, gradient=True) for shape in shapes.logits],
-        [linear_item(device, *shape) for shape in shapes.linear],
+        [linear_item(device, shape) for shape in shapes.linear],
         [gae_item(device, *shape) for shape in shapes.gae],
+        [logprobs_item(device, shape, scored=scored) for shape, scored in shapes.logprobs],
         [groups_item(device, *shape, by_id) for shape in shapes.groups for by_id in (False, True)],
         [tokens_item(device, *shape, level) for shape in shapes.tokens for level in LEVELS],
     ]

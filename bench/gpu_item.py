@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +9,11 @@ import torch
 from timing import Case
 
 from fastrl.backend import unavailable
+
+#: Compiled for each shape alone. The default mode leaves GEMMs to cuBLAS; "max-autotune" would
+#: spend minutes on tuning a GEMM of this size, and CUDA graphs would hide what a call costs the
+#: host. With fullgraph a graph break or the recompile limit is an error, never eager in silence.
+COMPILED = "dynamic=False, fullgraph=True, default mode"
 
 
 class Item(NamedTuple):
@@ -26,16 +30,20 @@ def backends(device: torch.device) -> list[str]:
     return [name for name in names if unavailable(name) is None]
 
 
-def installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+def kernels(device: torch.device) -> list[str]:
+    """Those with kernels."""
+    return [name for name in backends(device) if name != "reference"]
 
 
-def _compiled(function):
-    return torch.compile(function, dynamic=True)
+def sequences(rows: int) -> int:
+    """How many sequences rows are divided into, since peers take one advantage per sequence."""
+    return 8 if rows % 8 == 0 else 2
 
 
-def eager_forms(eager, device, *, compile_it: bool = True) -> list[tuple[str, str, Callable]]:
+def eager_forms(eager: Callable, device: torch.device) -> list[tuple[str, str, Callable]]:
+    """Name, kind, function: eager and, on a GPU, compiled."""
     found = [("eager", "eager", eager)]
-    if compile_it and device.type == "cuda":
-        found.append(("torch.compile", "compile", _compiled(eager)))
+    if device.type == "cuda":
+        compiled = torch.compile(eager, dynamic=False, fullgraph=True)
+        found.append(("torch.compile", "compile", compiled))
     return found

@@ -7,34 +7,37 @@ from collections.abc import Iterator
 
 import torch
 from bench_logits_policy_loss import _FromModel
-from gpu_item import Item, backends, eager_forms, installed
+from gpu_item import Item, backends, eager_forms, kernels, sequences
+from gpu_peers import liger_inputs, liger_loss_gradient, peer, trl_logprobs, trl_stats
 from logits import STD, eager_logprobs
 from timing import Case, Provider
 
 import fastrl
 
-CHECKED_ROWS = 64  # rows of logits that are compared with float64
+CHECKED_ROWS = 64  # rows of logits that are compared with float64, all of the first sequence
 OBJECTIVE = fastrl.Objective(clip_low=0.2, clip_high=0.2, aggregation="token-mean")
 
 
 def logits_item(device, N, V, dtype, density, sliced, *, gradient) -> Item:
+    B = sequences(N)
+    T = N // B
+
     def inputs(seed):
         generator = torch.Generator(device).manual_seed(seed)
-        width = N + 1 if sliced else N
-        logits = torch.empty(1, width, V, dtype=dtype, device=device)
+        logits = torch.empty(B, T + sliced, V, dtype=dtype, device=device)
         logits.normal_(0, STD, generator=generator)
-        logits = logits[:, :-1] if sliced else logits
-        ids = torch.randint(V, (1, N), device=device, generator=generator)
+        logits = logits[:, :T]
+        ids = torch.randint(V, (B, T), device=device, generator=generator)
         raised = math.log(V) + STD**2 / 2
-        raised = raised + 9.2 * torch.rand(1, N, 1, device=device, generator=generator) - 4.6
+        raised = raised + 9.2 * torch.rand(B, T, 1, device=device, generator=generator) - 4.6
         logits.scatter_(-1, ids[..., None], raised.to(dtype))
         old = fastrl.token_logprobs(logits, ids).detach()
-        noise = torch.randn(1, N, device=device, generator=generator)
+        noise = torch.randn(B, T, device=device, generator=generator)
         return {
             "logits": logits,
             "token_ids": ids,
-            "advantages": torch.randn(1, N, device=device, generator=generator),
-            "mask": torch.rand(1, N, device=device, generator=generator) < density,
+            "advantages": torch.randn(B, 1, device=device, generator=generator),
+            "mask": torch.rand(B, T, device=device, generator=generator) < density,
             "old_logprobs": old + 0.1 * noise,
         }
 
@@ -49,11 +52,23 @@ def logits_item(device, N, V, dtype, density, sliced, *, gradient) -> Item:
             dtype=dtype,
             bytes_moved=int(passes * N * V * dtype.itemsize * density),
             inputs=inputs,
-            providers=[*(_loss_of_logits(device) if gradient else _stats(device))],
+            providers=[*(_loss_of_logits(device) if gradient else _stats(device)), _copy()],
             error=_gradient_error if gradient else _stats_error,
         ),
         small=False,
     )
+
+
+def _copy() -> Provider:
+    target = {}
+
+    def copy(inputs):
+        logits = inputs["logits"]
+        if "logits" not in target:
+            target["logits"] = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        return target["logits"].copy_(logits)
+
+    return Provider("copy", "floor", copy)
 
 
 def eager_stats(logits, token_ids, mask):
@@ -64,7 +79,7 @@ def eager_stats(logits, token_ids, mask):
 
 
 def _stats(device) -> Iterator[Provider]:
-    def fastrl_stats(backend):
+    def ours(backend):
         def run(inputs):
             with torch.no_grad():
                 return fastrl.token_stats(
@@ -81,46 +96,43 @@ def _stats(device) -> Iterator[Provider]:
         return run
 
     for backend in backends(device):
-        yield Provider(f"fastrl {backend}", f"fastrl {backend}", fastrl_stats(backend))
+        yield Provider(f"fastrl {backend}", f"fastrl {backend}", ours(backend))
     for name, kind, function in eager_forms(eager_stats, device):
         yield Provider(name, kind, of(function))
-    if installed("trl"):
-        yield Provider("TRL fused", "peer", _trl_stats)
-    yield Provider("read once (sum)", "floor", lambda inputs: inputs["logits"].sum(-1))
-
-
-def _trl_stats(inputs):
-    from trl.kernels.logprob_entropy import selective_log_softmax_and_entropy
-
-    with torch.no_grad():
-        return selective_log_softmax_and_entropy(
-            inputs["logits"], inputs["token_ids"], 1.0, inputs["mask"]
-        )
+    yield peer("TRL fused", "trl", trl_stats)
 
 
 def eager_loss(logits, token_ids, advantages, old_logprobs, mask):
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    ratio = (eager_logprobs(logits, token_ids) - old_logprobs).exp()
+    return clipped_loss(eager_logprobs(logits, token_ids), advantages, old_logprobs, mask)
+
+
+def clipped_loss(logprobs, advantages, old_logprobs, mask):
+    ratio = (logprobs - old_logprobs).exp()
     bounded = ratio.clamp(0.8, 1.2)
     return -(torch.minimum(ratio * advantages, bounded * advantages) * mask).sum() / mask.sum()
+
+
+def _trl_loss(logits, token_ids, advantages, old_logprobs, mask):
+    return clipped_loss(trl_logprobs(logits, token_ids, mask), advantages, old_logprobs, mask)
 
 
 LOSS_INPUTS = ("token_ids", "advantages", "old_logprobs", "mask")
 
 
 def _loss_of_logits(device) -> Iterator[Provider]:
-    def gradient(function):
+    def gradient(function, factor=None):
         def run(inputs):
             logits = inputs["logits"].detach().requires_grad_()
             loss = function(logits, *(inputs[name] for name in LOSS_INPUTS))
-            return torch.autograd.grad(loss, logits)[0]
+            return torch.autograd.grad(loss if factor is None else factor * loss, logits)[0]
 
         return run
 
     def ours(backend):
         def loss(logits, ids, advantages, old, mask):
             return fastrl.logits_policy_loss(
-                logits, ids, advantages, mask, old_logprobs=old, objective=OBJECTIVE,
+                logits, ids, advantages[:, 0], mask, old_logprobs=old, objective=OBJECTIVE,
                 backend=backend,
             ).loss  # fmt: skip
 
@@ -128,25 +140,19 @@ def _loss_of_logits(device) -> Iterator[Provider]:
 
     for backend in backends(device):
         yield Provider(f"fastrl {backend}", f"fastrl {backend}", gradient(ours(backend)))
-        if backend != "reference":
-            yield Provider(
-                f"fastrl {backend} in place",
-                f"fastrl {backend} in place",
-                _in_place(backend),
-                lambda inputs: {**inputs, "logits": inputs["logits"].clone()},
-            )
+    for backend in kernels(device):
+        name = f"fastrl {backend}"
+        yield Provider(f"{name}, half the loss", "scaled", gradient(ours(backend), 0.5))
+        yield Provider(
+            f"{name} in place",
+            f"{name} in place",
+            _in_place(backend),
+            lambda inputs: {**inputs, "logits": inputs["logits"].clone()},
+        )
     for name, kind, function in eager_forms(eager_loss, device):
         yield Provider(name, kind, gradient(function))
-    if installed("liger_kernel"):
-        yield Provider("Liger GRPO in place", "peer", _liger, _liger_inputs)
-    target = {}
-
-    def copy(inputs):
-        if "logits" not in target:
-            target["logits"] = torch.empty_like(inputs["logits"])
-        return target["logits"].copy_(inputs["logits"])
-
-    yield Provider("copy", "floor", copy)
+    yield peer("TRL fused", "trl", gradient(_trl_loss))
+    yield peer("Liger GRPO in place", "liger_kernel", liger_loss_gradient, liger_inputs)
 
 
 def _in_place(backend):
@@ -155,7 +161,7 @@ def _in_place(backend):
         logits = _FromModel.apply(inputs["logits"], anchor)
         ids, advantages, old, mask = (inputs[name] for name in LOSS_INPUTS)
         fastrl.logits_policy_loss(
-            logits, ids, advantages, mask, old_logprobs=old, objective=OBJECTIVE,
+            logits, ids, advantages[:, 0], mask, old_logprobs=old, objective=OBJECTIVE,
             backend=backend, inplace=True,
         ).loss.backward()  # fmt: skip
         return logits.detach()
@@ -163,26 +169,9 @@ def _in_place(backend):
     return run
 
 
-def _liger_inputs(inputs):
-    """Liger takes one more position and ignores its logits; it writes the gradient over them."""
-    return {**inputs, "logits": torch.nn.functional.pad(inputs["logits"], (0, 0, 0, 1))}
-
-
-def _liger(inputs):
-    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-
-    logits = inputs["logits"].requires_grad_()
-    losses = triton_grpo_loss(
-        logits, inputs["old_logprobs"], None, inputs["token_ids"], inputs["advantages"][:, 0],
-        inputs["mask"].int(), temperature=1.0, beta=0.0, eps_low=0.2, eps_high=0.2, inplace=True,
-    )  # fmt: skip
-    (losses[0] * inputs["mask"]).sum().backward()
-    return logits.grad[:, :-1]
-
-
 def _rows(inputs):
     """The first rows in float64."""
-    cut = {name: x[:, :CHECKED_ROWS] for name, x in inputs.items()}
+    cut = {name: x[:1, :CHECKED_ROWS] for name, x in inputs.items()}
     return {name: x.double() if x.is_floating_point() else x for name, x in cut.items()}
 
 
@@ -193,7 +182,7 @@ def _stats_error(answer, inputs):
     errors = []
     for found, truth in zip(answer, (chosen, -(logprobs.exp() * logprobs).sum(-1)), strict=True):
         wanted = torch.where(exact["mask"], truth, 0.0)
-        found = torch.where(exact["mask"], found[:, :CHECKED_ROWS], 0.0).double()
+        found = torch.where(exact["mask"], found[:1, :CHECKED_ROWS], 0.0).double()
         errors.append(float(((found - wanted).abs() / wanted.abs().clamp(min=1)).max()))
     return max(errors)
 
@@ -203,4 +192,4 @@ def _gradient_error(answer, inputs):
     logits = exact["logits"].requires_grad_()
     loss = eager_loss(logits, *(exact[name] for name in LOSS_INPUTS)) * exact["mask"].sum()
     (truth,) = torch.autograd.grad(loss / inputs["mask"].sum(), logits)
-    return float((answer[:, :CHECKED_ROWS] - truth).abs().max() / truth.abs().max())
+    return float((answer[:1, :CHECKED_ROWS] - truth).abs().max() / truth.abs().max())

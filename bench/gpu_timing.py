@@ -9,12 +9,15 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from timing import COPIES, Case, Inputs, Provider, rotation
 
 REPLAYS = 20  # calls in a captured graph, whose time has no host in it
+UNCHECKED = (*COPIES, "scaled")  # kinds without an error of their own
+NOT_CAPTURED = ("compile", "loop")  # a Python loop would be a graph of a million nodes
 
 
 class Measured(NamedTuple):
@@ -23,52 +26,74 @@ class Measured(NamedTuple):
     provider: str
     kind: str
     samples: list[float]  # the whole public call
-    device: float | None  # the same replayed from a CUDA graph: kernels alone
     host: float | None  # what a call takes the host, where nothing waits for it
     peak: int  # bytes beyond what was allocated before the call
-    error: float
+    error: float | None  # None where the provider computes something else
     failure: str = ""
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples) if self.samples else math.nan
-
-    def quantiles(self) -> tuple[float, float]:
-        ordered = sorted(self.samples)
-        return ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
 
 
 class Plan(NamedTuple):
-    warmup: int = 20
-    samples: int = 50
+    warmup: int = 8
+    samples: int = 40
     sets: int = 3  # of inputs, so that none stays in the cache
-    seconds: float = 2.0  # that one provider may take in all; slower ones get fewer samples
+    seconds: float = 1.0  # that one provider may take in all; slower ones get fewer samples
 
 
-def measure(case: Case, device: torch.device, plan: Plan, *, small: bool) -> list[Measured]:
-    """Check every provider against float64, then time them in turn."""
+class ContextLostError(RuntimeError):
+    """A provider left the GPU in a state in which every call of this process fails."""
+
+    def __init__(self, provider: str, why: str) -> None:
+        super().__init__(f"{provider}: {why}")
+        self.provider, self.why = provider, why
+
+
+def measure(
+    case: Case, device: torch.device, plan: Plan, left_out: Mapping[str, str], *, small: bool
+) -> list[Measured]:
+    """Check every provider against float64, then time them in turn.
+
+    `left_out` are providers that cost an earlier process its GPU, and why.
+    """
+    torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
     turns = rotation(case, plan.sets)
     first = next(turns)
-    found = {provider.name: _checked(case, provider, first, device) for provider in case.providers}
-    running = [provider for provider in case.providers if not found[provider.name].failure]
+    found = {}
+    for provider in case.providers:
+        why = left_out.get(provider.name)
+        found[provider.name] = (
+            _checked(case, provider, first, device) if why is None else _failed(provider, why)
+        )
     left = {}
-    for provider in running:
-        slow = _timed(provider, first, device) / 1e3
-        calls = plan.seconds / max(slow, 1e-6)
-        for _ in range(int(min(plan.warmup, calls / 4))):
-            _timed(provider, next(turns), device)
-        left[provider.name] = int(max(3, min(plan.samples, calls)))
+    for provider in case.providers:
+        if not found[provider.name].failure:
+            warm = _guarded(provider, next(turns), device, found)
+            calls = plan.seconds / max(warm / 1e3, 1e-6)
+            for _ in range(int(min(plan.warmup, calls / 4))):
+                _guarded(provider, next(turns), device, found)
+            left[provider.name] = int(max(3, min(plan.samples, calls)))
     order = random.Random(0)
-    while remaining := [provider for provider in running if left[provider.name]]:
-        for provider in order.sample(remaining, len(remaining)):
-            found[provider.name].samples.append(_timed(provider, next(turns), device))
+    while running := [p for p in case.providers if left.get(p.name) and not found[p.name].failure]:
+        for provider in order.sample(running, len(running)):
+            took = _guarded(provider, next(turns), device, found)
+            found[provider.name].samples.append(took)
             left[provider.name] -= 1
-    if small:
-        for provider in running:
-            found[provider.name] = found[provider.name]._replace(
-                device=_replayed(provider, first, device), host=_host(provider, first, device)
-            )
+    for provider in case.providers if small else ():
+        if not found[provider.name].failure:
+            spent = _host(provider, first, device)
+            found[provider.name] = found[provider.name]._replace(host=spent)
     return list(found.values())
+
+
+def _guarded(
+    provider: Provider, inputs: Inputs, device: torch.device, found: dict[str, Measured]
+) -> float:
+    """Time a call; a provider that fails now is a row of the table, not the end of the run."""
+    try:
+        return _timed(provider, inputs, device)
+    except Exception as failure:
+        _raise_if_lost(provider, failure, device)
+        found[provider.name] = _failed(provider, _in_words(failure))
+        return math.inf
 
 
 def _checked(case: Case, provider: Provider, inputs: Inputs, device: torch.device) -> Measured:
@@ -78,12 +103,31 @@ def _checked(case: Case, provider: Provider, inputs: Inputs, device: torch.devic
         before = _allocated(device)
         answer = provider.run(ready)
         peak = _peak(device) - before
-        error = math.nan if provider.kind in COPIES else case.error(answer, inputs)
-    except Exception as failure:  # a peer that fails is a row of the table, not the end of the run
-        reason = str(failure).strip().splitlines() or [""]
-        words = f"{type(failure).__name__}: {reason[0][:160]}"
-        return Measured(provider.name, provider.kind, [], None, None, 0, math.nan, words)
-    return Measured(provider.name, provider.kind, [], None, None, peak, error)
+        error = None if provider.kind in UNCHECKED else case.error(answer, inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except Exception as failure:
+        _raise_if_lost(provider, failure, device)
+        return _failed(provider, _in_words(failure))
+    return Measured(provider.name, provider.kind, [], None, peak, error)
+
+
+def _failed(provider: Provider, why: str) -> Measured:
+    return Measured(provider.name, provider.kind, [], None, 0, None, why)
+
+
+def _in_words(failure: Exception) -> str:
+    reason = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {reason[0][:160]}"
+
+
+def _raise_if_lost(provider: Provider, failure: Exception, device: torch.device) -> None:
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            raise ContextLostError(provider.name, _in_words(failure)) from failure
 
 
 def _timed(provider: Provider, inputs: Inputs, device: torch.device) -> float:
@@ -104,20 +148,33 @@ def _timed(provider: Provider, inputs: Inputs, device: torch.device) -> float:
     return start.elapsed_time(end)
 
 
-def _replayed(provider: Provider, inputs: Inputs, device: torch.device) -> float | None:
-    """Milliseconds of a call's kernels alone, or None where it cannot be captured."""
-    if device.type != "cuda" or provider.kind == "compile":
-        return None
+def capturable(case: Case) -> list[Provider]:
+    """Return the providers whose kernels are timed alone, replayed from a graph."""
+    return [p for p in case.providers if p.kind not in NOT_CAPTURED]
+
+
+def replayed(provider: Provider, inputs: Inputs, device: torch.device) -> float:
+    """Return the milliseconds of a call's kernels alone.
+
+    A capture that fails leaves torch's allocator in a state that only a new process mends (until
+    torch 2.12), so call this in a process that may end.
+    """
+    ready = provider.prepare(inputs)
+    if device.type != "cuda":
+        return _timed(provider, ready, device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # compiles and warms up outside the capture
+            provider.run(ready)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for _ in range(REPLAYS):
-                provider.run(inputs)
-    except Exception:
-        torch.cuda.synchronize()
-        return None
+    with torch.cuda.graph(graph):
+        for _ in range(REPLAYS):
+            provider.run(ready)
     once = Provider(provider.name, provider.kind, lambda _: graph.replay())
-    return statistics.median(_timed(once, inputs, device) for _ in range(5)) / REPLAYS
+    return statistics.median(_timed(once, ready, device) for _ in range(10)) / REPLAYS
 
 
 def _host(provider: Provider, inputs: Inputs, device: torch.device) -> float:

@@ -9,7 +9,8 @@ from bench_gae import masked_loop
 from bench_group_advantages import group_loop
 from bench_policy_loss import LEVELS as LEVELS
 from bench_policy_loss import grpo_loss
-from gpu_item import Item, backends, eager_forms, installed
+from gpu_item import Item, backends, eager_forms, kernels
+from gpu_peers import peer
 from timing import Case, Inputs, Provider
 
 import fastrl
@@ -38,13 +39,11 @@ def gae_item(device, B, T) -> Item:
         return float((answer[:4, -4096:].cpu() - truth).abs().max() / truth.abs().max())
 
     def providers() -> Iterator[Provider]:
-        for backend in backends(device):
-            if backend != "reference":
-                yield Provider(f"fastrl {backend}", f"fastrl {backend}", ours(backend))
+        for backend in kernels(device):
+            yield Provider(f"fastrl {backend}", f"fastrl {backend}", ours(backend))
         if T <= 4096:
             yield Provider("Python loop", "loop", lambda inputs: masked_loop(**inputs))
-        if installed("torchrl"):
-            yield Provider("torchrl", "peer", _torchrl_gae)
+        yield peer("torchrl", "torchrl", _torchrl_gae)
         yield Provider(
             "copies", "floor", lambda inputs: [inputs[n].clone() for n in ("rewards", "values")]
         )
