@@ -111,8 +111,9 @@ def memory():
 
 
 @pytest.fixture
-def captured():
+def captured(request):
     """A function that captures a call in a CUDA graph; it returns the result and the replay."""
+    failed = []
 
     def capture(call):
         side = torch.cuda.Stream()
@@ -121,8 +122,12 @@ def captured():
             call()  # compiles and warms up outside the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        failed.append(True)
         with torch.cuda.graph(graph):
             answer = call()
+        failed.pop()
         return answer, graph.replay
 
-    return capture
+    yield capture
+    if failed:  # before torch 2.12 the allocator of this process is of no use any more
+        end_process(request.config)
