@@ -116,18 +116,23 @@ def captured(request):
     failed = []
 
     def capture(call):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()  # compiles and warms up outside the capture
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
         failed.append(True)
-        with torch.cuda.graph(graph):
-            answer = call()
+        found = _captured(call)
         failed.pop()
-        return answer, graph.replay
+        return found
 
     yield capture
     if failed:  # before torch 2.12 the allocator of this process is of no use any more
         end_process(request.config)
+
+
+def _captured(call):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()  # compiles and warms up outside the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = call()
+    return answer, graph.replay

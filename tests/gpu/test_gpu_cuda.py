@@ -41,40 +41,36 @@ def test_nothing_waits_for_the_gpu():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_cuda_graphs():
+def test_cuda_graphs(captured):
     """Captured once, replayed on other inputs; eager calls between replays do not interfere."""
     for work in [*small(), *of_tokens(33, 3000)]:
         inputs = on_gpu(work)
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            work.run(inputs, "cuda")
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = work.run(inputs, "cuda")
+        answer, replay = captured(lambda work=work, inputs=inputs: work.run(inputs, "cuda"))
         for step in range(3):
             for name in ("old_logprobs", "rewards"):
                 if name in inputs:
                     inputs[name].add_(0.01 * step)
             eager = work.run(inputs, "cuda")
-            graph.replay()
-            for one, other in zip(captured, eager, strict=True):
+            replay()
+            for one, other in zip(answer, eager, strict=True):
                 assert torch.equal(one, other), work.name
 
 
-def test_streams_do_not_disturb_each_other():
-    """Kernels that count their blocks run on many streams at once."""
+def test_streams_do_not_disturb_each_other(captured):
+    """Kernels that count their blocks run side by side: replayed, so that they overlap."""
     for work in of_tokens(65, 4000):
         inputs = on_gpu(work)
         wanted = work.run(inputs, "cuda")
+        graphs = [
+            captured(lambda work=work, inputs=inputs: work.run(inputs, "cuda")) for _ in range(4)
+        ]
+        streams = [torch.cuda.Stream() for _ in graphs]
         torch.cuda.synchronize()
-        streams = [torch.cuda.Stream() for _ in range(8)]
-        results = []
-        for _ in range(4):
-            for stream in streams:
+        for _ in range(20):
+            for stream, (_, replay) in zip(streams, graphs, strict=True):
                 with torch.cuda.stream(stream):
-                    results.append(work.run(inputs, "cuda"))
+                    replay()
         torch.cuda.synchronize()
-        for came in results:
-            for one, other in zip(came, wanted, strict=True):
+        for answer, _ in graphs:
+            for one, other in zip(answer, wanted, strict=True):
                 assert torch.equal(one, other), work.name

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 import fastrl
 from tests.gpu.linear_workloads import (
-    BF16,
     FP32,
     HEADS,
     OBJECTIVE,
@@ -82,7 +81,8 @@ def test_the_loss_is_that_of_explicit_logits(kernels, precision, compact):
     """The same logits, in float32, through `logits_policy_loss`: loss and metrics agree."""
     work = work_of(precision, compact=compact)
     found = policy_loss(work, work.leaves(), kernels)
-    hidden, weight = (work.parameters[name].to(BF16).float() for name in ("hidden", "weight"))
+    operand = work.precision.operand(work.device)
+    hidden, weight = (work.parameters[name].to(operand).float() for name in ("hidden", "weight"))
     tokens = dict(work.tokens)
     hidden = hidden.masked_fill(~tokens["mask"][..., None], 0.0)
     wanted = fastrl.logits_policy_loss(

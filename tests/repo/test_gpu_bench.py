@@ -100,6 +100,7 @@ def test_out_of_time_nothing_is_left_out_in_silence(run, tmp_path):
     assert (tmp_path / "bench.md").read_text().count("not run, out of time: a case, work") == 5
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_its_cases(tmp_path):
     command = [sys.executable, str(BENCH / "gpu.py"), "--smoke", "--out", str(tmp_path)]
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

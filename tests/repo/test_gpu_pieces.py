@@ -131,6 +131,19 @@ def test_no_outcome_is_no_success(run, tmp_path):
     assert "No module named 'nothing_of_this_name'" in said
 
 
+@pytest.mark.slow
+def test_some_tests_of_a_gpu_on_tensors_of_the_cpu(tmp_path):
+    """The files for a GPU can be run: fixtures, inputs, budgets, replays, the process around."""
+    some = "(captures or captured or factor or change_no_bit or side_by_side) and triton and not 16"
+    command = [sys.executable, "-m", "tests.gpu.run", "--without-gpu", "--out", str(tmp_path)]
+    command += ["--jobs", "1", "tests/gpu", "-p", "tests.gpu.pretended", "-k", some]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert len(read(tmp_path)) >= 20
+
+
 def test_a_missing_gpu_is_said(tmp_path):
     done = make("gpu-test", f"OUT={tmp_path}", CUDA_VISIBLE_DEVICES="")
     assert done.returncode
