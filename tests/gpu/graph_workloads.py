@@ -1,6 +1,6 @@
 """Calls under CUDA graphs and in private pools of memory, as the first calls of a process.
 
-    python -m tests.gpu.graph_workloads triton pool
+    python -m tests.gpu.graph_workloads triton pool policy_loss
 
 A kernel that keeps memory between calls, such as a counter, may have it from a pool that is freed
 or reissued; a process in which such memory exists already would not show that.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -123,9 +123,10 @@ def assert_right(name: str, inputs: dict[str, Tensor], found: list[Tensor]) -> N
         assert error <= TOLERANCE * size, f"{name}: {error / size:.3g} of the largest element"
 
 
-def first_in_a_pool(device: str, backend: str) -> None:
+def first_in_a_pool(device: str, backend: str, names: Iterable[str]) -> None:
     """Make each call in a pool of its own, free the pool and fill its memory, call again."""
-    for name, call in CALLS.items():
+    for name in names:
+        call = CALLS[name]
         inputs = call.make(device)
         pool = torch.cuda.MemPool() if device == "cuda" else None
         within = torch.cuda.use_mem_pool(pool) if pool else contextlib.nullcontext()
@@ -144,10 +145,11 @@ def first_in_a_pool(device: str, backend: str) -> None:
         assert all(bool((x == 7).all()) for x in filled), f"{name} wrote into freed memory"
 
 
-def first_compiled(device: str, backend: str) -> None:
+def first_compiled(device: str, backend: str, names: Iterable[str]) -> None:
     """Make each call compiled, on GPUs with CUDA graphs, on several inputs; then eagerly."""
     options = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "aot_eager"}
-    for name, call in CALLS.items():
+    for name in names:
+        call = CALLS[name]
         compiled = torch.compile(call.run, fullgraph=True, **options)
         for _ in range(5):  # eagerly, recorded, replayed
             inputs = call.make(device)
@@ -161,5 +163,5 @@ WAYS = {"pool": first_in_a_pool, "compiled": first_compiled}
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    backend_name, way = sys.argv[1:]
-    WAYS[way]("cpu" if backend_name == "cpu" else "cuda", backend_name)
+    backend_name, way, *chosen = sys.argv[1:]
+    WAYS[way]("cpu" if backend_name == "cpu" else "cuda", backend_name, chosen or CALLS)

@@ -16,9 +16,10 @@ CUDA = "cuda"
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_first_calls_of_a_process(kernels, way):
-    command = [sys.executable, "-m", "tests.gpu.graph_workloads", kernels, way]
+def test_the_first_call_of_a_process(kernels, way, name):
+    command = [sys.executable, "-m", "tests.gpu.graph_workloads", kernels, way, name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

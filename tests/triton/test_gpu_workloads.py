@@ -5,7 +5,7 @@ import torch
 import torch.distributed
 
 import fastrl
-from tests.gpu.graph_workloads import WAYS
+from tests.gpu.graph_workloads import CALLS, WAYS
 from tests.gpu.linear_workloads import (
     HEADS,
     OBJECTIVE,
@@ -102,4 +102,4 @@ def test_a_sharded_head():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_first_calls(way):
-    WAYS[way]("cpu", "cpu")
+    WAYS[way]("cpu", "cpu", CALLS)
