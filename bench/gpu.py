@@ -33,7 +33,7 @@ from gpu_peers import DISTRIBUTIONS
 from gpu_report import head, markdown, section
 
 WORKER = Path(__file__).with_name("gpu_jobs.py")
-JOB_SECONDS = 120.0  # that one job may take, compilation included
+SILENT_SECONDS = 75.0  # that one provider may take for its first call, compilation included
 RESERVED = 45.0  # seconds at the end for the last case, and as many before for the graphs
 
 
@@ -51,6 +51,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", help="folder of the results; default: build/gpu")
     parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="only torch's")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args()
     if not options.smoke and not torch.cuda.is_available():
@@ -105,18 +106,26 @@ class Run:
             before = len(self.journal.results())
             lost = {job: len(self.journal.left_out(job)) for job in left}
             self._process(left, until)
+            again = False
             for job in self.journal.unfinished():
                 # one that a provider ended starts again without that provider
-                if len(self.journal.left_out(job)) == lost.get(job, 0):
+                known = self.journal.left_out(job)
+                provider = self.journal.tried(job)
+                if len(known) == lost.get(job, 0) and provider and provider not in known:
+                    why = "its process died, hung, or compiled for too long"
+                    self.journal.append(job=job, lost=provider, why=why)
+                elif len(known) == lost.get(job, 0):
                     self.journal.append(job=job, failure="its process died, hung or was cut")
-            again = any(len(self.journal.left_out(job)) > lost[job] for job in left)
+                    continue
+                again = True
             left = [job for job in left if job not in self.journal.results()]
             if len(self.journal.results()) == before and not again:
                 return  # it ended before its first job
 
     def _process(self, jobs: list[str], until: float) -> None:
         command = [sys.executable, str(WORKER)]
-        command += ["--out", str(self.out), "--shapes", self.shapes, "--until", str(until), *jobs]
+        command += ["--out", str(self.out), "--shapes", self.shapes, "--until", str(until)]
+        command += [*([] if self.options.peers else ["--no-peers"]), *jobs]
         shown, heard, last = set(self.journal.results()), len(self.journal.entries()), 0.0
         with (self.out / "bench.log").open("a") as log:
             running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -128,7 +137,7 @@ class Run:
                     if entries > heard:
                         heard, last = entries, time.monotonic()
                         self._show(shown)
-                    if time.monotonic() > min(self.end, last + JOB_SECONDS):
+                    if time.monotonic() > min(self.end, last + SILENT_SECONDS):
                         break
             finally:
                 if running.poll() is None:

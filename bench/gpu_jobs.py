@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from gpu_cases import SHAPES, items
-from gpu_item import Item, backends
+from gpu_item import backends
 from gpu_journal import Journal
 from gpu_timing import ContextLostError, Plan, anchors, capturable, measure, replayed
 
@@ -29,7 +29,8 @@ def main() -> int:
     options = _options()
     device = torch.device("cpu" if options.shapes == "smoke" else "cuda")
     parent = os.getppid()
-    work, journal = Jobs(options.shapes, device), Journal(options.out)
+    journal = Journal(options.out)
+    work = Jobs(options.shapes, device, journal, peers=options.peers)
     for job in options.jobs:
         if time.monotonic() > options.until or os.getppid() != parent:
             return 0
@@ -53,6 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", choices=SHAPES, required=True)
     parser.add_argument("--until", type=float, required=True)
+    parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("jobs", nargs="+")
     return parser.parse_args()
 
@@ -60,8 +62,8 @@ def _options() -> argparse.Namespace:
 class Jobs:
     """The jobs on the shapes of a selection."""
 
-    def __init__(self, shapes: str, device: torch.device) -> None:
-        self.smoke = shapes == "smoke"
+    def __init__(self, shapes: str, device: torch.device, journal: Journal, *, peers: bool) -> None:
+        self.smoke, self.journal, self.peers = shapes == "smoke", journal, peers
         self.items, self.device = list(items(SHAPES[shapes], device)), device
 
     def make(self, job: str, left_out: dict[str, str]) -> dict:
@@ -74,17 +76,24 @@ class Jobs:
             case = self.items[int(number)].make()
             (provider,) = (one for one in capturable(case) if one.name == name)
             return {"milliseconds": replayed(provider, case.inputs(0), self.device)}
-        return self._case(self.items[int(job)], left_out)
+        return self._case(job, left_out)
 
     def _anchors(self) -> dict:
         elements = 2**10 if self.smoke else 2**30
         gemms = [(8, 16, 8)] if self.smoke else [(8192, 128256, 4096), (8192, 151936, 896)]
         return anchors(self.device, elements=elements, gemms=gemms)
 
-    def _case(self, item: Item, left_out: dict[str, str]) -> dict:
+    def _case(self, job: str, left_out: dict[str, str]) -> dict:
+        item = self.items[int(job)]
         case = item.make()
+        if not self.peers:
+            case = case._replace(providers=[p for p in case.providers if p.kind != "peer"])
+
+        def trying(provider: str) -> None:
+            self.journal.append(job=job, trying=provider)
+
         plan = Plan(1, 2, 2, 0.1) if self.smoke else Plan()
-        found = measure(case, self.device, plan, left_out, small=item.small)
+        found = measure(case, self.device, plan, left_out, trying, small=item.small)
         kept = {name: getattr(case, name) for name in ("op", "work", "shape", "bytes_moved")}
         kept |= {"dtype": str(case.dtype).removeprefix("torch."), "label": case.label}
         kept |= {"flops": item.flops, "small": item.small}

@@ -38,8 +38,15 @@ class Journal:
         started = [one["job"] for one in self.entries() if "started" in one]
         return [job for job in dict.fromkeys(started) if job not in ended]
 
+    def tried(self, job: str) -> str:
+        """Return the provider of a job that was called last, or ''."""
+        names = [
+            one["trying"] for one in self.entries() if one.get("job") == job and "trying" in one
+        ]
+        return names[-1] if names else ""
+
     def left_out(self, job: str) -> dict[str, str]:
-        """Return the providers of a job that cost a process its GPU, and what they raised."""
+        """Return the providers of a job that ended its process, and why."""
         found = (one for one in self.entries() if one.get("job") == job and "lost" in one)
         return {one["lost"]: one["why"] for one in found}
 

@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +48,18 @@ class ContextLostError(RuntimeError):
 
 
 def measure(
-    case: Case, device: torch.device, plan: Plan, left_out: Mapping[str, str], *, small: bool
+    case: Case,
+    device: torch.device,
+    plan: Plan,
+    left_out: Mapping[str, str],
+    trying: Callable[[str], None],
+    *,
+    small: bool,
 ) -> list[Measured]:
     """Check every provider against float64, then time them in turn.
 
-    `left_out` are providers that cost an earlier process its GPU, and why.
+    `left_out` are providers that cost an earlier process its GPU or its time, and why; `trying` is
+    told which provider is called next, which may compile for long.
     """
     torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
     turns = rotation(case, plan.sets)
@@ -60,17 +67,20 @@ def measure(
     found = {}
     for provider in case.providers:
         why = left_out.get(provider.name)
+        trying(provider.name)
         found[provider.name] = (
             _checked(case, provider, first, device) if why is None else _failed(provider, why)
         )
     left = {}
     for provider in case.providers:
         if not found[provider.name].failure:
+            trying(provider.name)
             warm = _guarded(provider, next(turns), device, found)
             calls = plan.seconds / max(warm / 1e3, 1e-6)
             for _ in range(int(min(plan.warmup, calls / 4))):
                 _guarded(provider, next(turns), device, found)
             left[provider.name] = int(max(3, min(plan.samples, calls)))
+    trying("")
     order = random.Random(0)
     while running := [p for p in case.providers if left.get(p.name) and not found[p.name].failure]:
         for provider in order.sample(running, len(running)):

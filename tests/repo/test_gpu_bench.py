@@ -36,6 +36,10 @@ for job in jobs:
     if job == "3" and not journal.left_out(job):
         journal.append(job=job, lost="a peer", why="illegal address")
         sys.exit(1)
+    if job == "4" and not journal.left_out(job):
+        journal.append(job=job, trying="good")
+        journal.append(job=job, trying="a slow peer")
+        time.sleep(600)
     if "refused" in job:
         journal.append(job=job, failure="cannot be captured")
         sys.exit(1)
@@ -64,9 +68,9 @@ def run(bench, tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER.format(bench=str(BENCH)))
     monkeypatch.setattr(gpu, "WORKER", worker)
-    monkeypatch.setattr(gpu, "JOB_SECONDS", 1.0)
+    monkeypatch.setattr(gpu, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(gpu, "items", lambda *_: [FakeItem()] * 5)
-    options = argparse.Namespace(smoke=True, seconds=60.0, only="")
+    options = argparse.Namespace(smoke=True, seconds=60.0, only="", peers=True)
     return gpu.Run(options, tmp_path)
 
 
@@ -87,6 +91,7 @@ def test_a_process_that_dies_or_hangs_costs_one_case(run, tmp_path):
     text = (tmp_path / "bench.md").read_text()
     assert text.count("its process died, hung or was cut") == 2
     assert "| a peer | illegal address |" in text
+    assert "| a slow peer | its process died, hung, or compiled for too long |" in text
     assert text.count("| good | 1 (1-1) |") == 3
     assert "| 2.0 |" in text
 
@@ -154,7 +159,9 @@ def test_a_provider_that_fails_later_is_a_row(bench):
     )  # fmt: skip
     plan = timing.Plan(2, 3, 2, 0.1)
     left_out = {"known": "took the GPU with it"}
-    found = timing.measure(pretended, torch.device("cpu"), plan, left_out, small=True)
+    tried = []
+    found = timing.measure(pretended, torch.device("cpu"), plan, left_out, tried.append, small=True)
+    assert tried == ["good", "bad", "known", "good", "bad", ""]
     good, bad, known = found
     assert len(good.samples) == 3
     assert good.host > 0
