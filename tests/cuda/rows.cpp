@@ -69,8 +69,8 @@ class Problem {
             1.0,
             1.0,
             0.0};
-    p.out = in_place ? GradientParams{logits.data(), 0, stride_}
-                     : GradientParams{grad.data(), 0, vocabulary_};
+    p.out = in_place ? GradientParams{kBFloat16, logits.data(), 0, stride_}
+                     : GradientParams{kBFloat16, grad.data(), 0, vocabulary_};
     const Constant weights{weights_.data(), false};
     p.constants = {
         {advantages_.data(), false}, weights, weights, weights, {}, old_.data(), nullptr};
@@ -84,7 +84,7 @@ class Problem {
     p.logprobs = logprobs_.data();
     p.entropy = entropy_.data();
     const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
-    if (rows_are_aligned(call.rows, kBFloat16)) {
+    if (call.rows.aligned) {
       run_kernels<true>(call, limits, path);
     } else {
       run_kernels<false>(call, limits, path);

@@ -178,11 +178,16 @@ class LogitsParams(Struct):
 
 
 class GradientParams(Struct):
-    _fields_ = [*fields(POINTER, "grad_logits"), *fields(INT64, "stride_b", "stride_t")]
+    _fields_ = [
+        *fields(INT, "type"),
+        *fields(POINTER, "grad_logits"),
+        *fields(INT64, "stride_b", "stride_t"),
+    ]
 
     @classmethod
     def of(cls, grad):
-        return cls(grad_logits=grad, stride_b=grad.stride(0), stride_t=grad.stride(1))
+        type_ = LogitsParams.DTYPES.index(grad.dtype)
+        return cls(type=type_, grad_logits=grad, stride_b=grad.stride(0), stride_t=grad.stride(1))
 
 
 class TokenStatsParams(Struct):

@@ -43,7 +43,7 @@ inline LogitsParams check_logits(const Tensor& logits, const RowArguments& in) {
 }
 
 inline GradientParams gradient_in(const Tensor& grad) {
-  return {grad.mutable_data_ptr(), grad.stride(0), grad.stride(1)};
+  return {logits_type(grad), grad.mutable_data_ptr(), grad.stride(0), grad.stride(1)};
 }
 
 // The logits as their own gradient: their rows must not share an element.

@@ -1,4 +1,4 @@
-// Chooses the instance of a kernel for a dtype, an alignment and a softcap.
+// Chooses the instance of a kernel for the dtypes, an alignment and a softcap.
 #pragma once
 
 #include <type_traits>
@@ -10,13 +10,12 @@ namespace fastrl::cuda {
 // Calls f(T{}, aligned, softcap), the last two as std::bool_constant.
 template <typename F>
 Status dispatch(const LogitsParams& p, const RowGeometry& g, const F& f) {
-  const bool aligned = rows_are_aligned(g, p.type);
   const auto with_type = [&](auto element) {
     const auto with_alignment = [&](auto aligned_constant) {
       if (p.logit_softcap > 0) return f(element, aligned_constant, std::true_type{});
       return f(element, aligned_constant, std::false_type{});
     };
-    return aligned ? with_alignment(std::true_type{}) : with_alignment(std::false_type{});
+    return g.aligned ? with_alignment(std::true_type{}) : with_alignment(std::false_type{});
   };
   switch (p.type) {
     case kFloat:
@@ -27,6 +26,16 @@ Status dispatch(const LogitsParams& p, const RowGeometry& g, const F& f) {
       return with_type(Half{});
   }
   return kInvalid;
+}
+
+// The same with the dtype of the gradient after that of the logits.
+template <typename F>
+Status dispatch(const LogitsParams& p, const GradientParams& grad, const RowGeometry& g,
+                const F& f) {
+  if (grad.type != p.type) return kInvalid;
+  return dispatch(p, g, [&](auto element, auto aligned, auto softcap) {
+    return f(element, element, aligned, softcap);
+  });
 }
 
 constexpr int kVocabularyThreads = 256;

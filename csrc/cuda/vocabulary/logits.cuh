@@ -54,6 +54,7 @@ struct RowGeometry {
   int64_t vocabulary;
   unsigned rows, tokens;
   Splits splits;
+  bool aligned;  // every row begins and ends at a multiple of 16 bytes, here and in the gradient
 
   __device__ __forceinline__ const unsigned char* row(unsigned row) const {
     return logits + (row / tokens) * stride_b + (row % tokens) * stride_t;
@@ -100,31 +101,26 @@ struct Scaling {
 };
 
 inline RowGeometry geometry(const LogitsParams& p, const GradientParams* grad) {
-  const int64_t size = p.type == kFloat ? 4 : 2;
+  const int64_t size = bytes_of(p.type);
   RowGeometry g{};
   g.logits = static_cast<const unsigned char*>(p.logits);
   g.stride_b = p.stride_b * size;
   g.stride_t = p.stride_t * size;
   if (grad) {
     g.grad = static_cast<unsigned char*>(grad->grad_logits);
-    g.grad_stride_b = grad->stride_b * size;
-    g.grad_stride_t = grad->stride_t * size;
+    g.grad_stride_b = grad->stride_b * bytes_of(grad->type);
+    g.grad_stride_t = grad->stride_t * bytes_of(grad->type);
   }
   g.vocabulary = p.vocabulary;
   g.rows = static_cast<unsigned>(p.batch * p.tokens);
   g.tokens = static_cast<unsigned>(p.tokens);
   g.splits = split_row(p.vocabulary, size);
-  return g;
-}
-
-// Whether every row begins and ends at a multiple of 16 bytes, here and in the gradient.
-inline bool rows_are_aligned(const RowGeometry& g, LogitsType type) {
-  const int64_t size = type == kFloat ? 4 : 2;
-  int64_t bits = reinterpret_cast<intptr_t>(g.logits) | (g.vocabulary * size);
-  bits |= reinterpret_cast<intptr_t>(g.grad);
+  int64_t bits = reinterpret_cast<intptr_t>(g.logits) | reinterpret_cast<intptr_t>(g.grad);
+  bits |= p.vocabulary * (grad ? bytes_of(grad->type) : size);  // the shorter of the two rows
   if (g.rows > g.tokens) bits |= g.stride_b | g.grad_stride_b;
   if (g.tokens > 1) bits |= g.stride_t | g.grad_stride_t;
-  return bits % 16 == 0;
+  g.aligned = bits % 16 == 0;
+  return g;
 }
 
 // Indices of rows and columns have 31 bits; no memory holds more rows.

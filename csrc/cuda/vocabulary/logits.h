@@ -9,6 +9,7 @@
 namespace fastrl::cuda {
 
 enum LogitsType : int { kFloat, kBFloat16, kHalf };
+inline int64_t bytes_of(LogitsType type) { return type == kFloat ? 4 : 2; }
 
 // Rows [batch, tokens] of logits; element strides, row = b * tokens + t. Rows are contiguous.
 struct LogitsParams {
@@ -23,10 +24,13 @@ struct LogitsParams {
   double temperature, logit_scale, logit_softcap;  // no softcap: 0
 };
 
-// Where the gradient goes: to the logits themselves, or to a buffer of the same type.
+// Where the gradient goes: to the logits themselves, or to a buffer. Its type is that of the
+// logits, or bfloat16 where they are float32: then it goes to the second half of each row's own
+// memory.
 struct GradientParams {
+  LogitsType type;
   void* grad_logits;
-  int64_t stride_b, stride_t;
+  int64_t stride_b, stride_t;  // elements of `type`
 };
 
 // [batch, tokens], contiguous; a statistic that is not wanted is 0.

@@ -37,7 +37,7 @@ Status launch_logits_policy_loss(const LogitsPolicyLossParams& p, const DeviceLi
   if (!fits(p.in) || p.objective.level != Level::kToken) return kInvalid;
   const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
-  return dispatch(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
+  return dispatch(p.in, p.out, call.rows, [&](auto element, auto, auto aligned, auto softcap) {
     return launch_one_pass<decltype(element), aligned, softcap, kThreads>(call, limits, stream);
   });
 }

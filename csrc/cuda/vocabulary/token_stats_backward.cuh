@@ -72,7 +72,7 @@ Status launch_token_stats_backward(const TokenStatsBackwardParams& p, const Devi
   const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.splits.count;
   const LaunchShape shape{static_cast<unsigned>(tasks < INT32_MAX ? tasks : INT32_MAX), kThreads, 1,
                           sizeof(BackwardShared)};
-  return dispatch(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
+  return dispatch(p.in, p.out, call.rows, [&](auto element, auto, auto aligned, auto softcap) {
     return launch(token_stats_backward_kernel<decltype(element), aligned, softcap, kThreads>, shape,
                   call, stream);
   });
