@@ -42,6 +42,25 @@ inline void check_narrow(bool narrow) {
   STD_TORCH_CHECK(!narrow, "narrow must be false on this device");
 }
 
+// What the narrow mode asks of rows of [B, T, V]: each has the memory of its whole stride.
+inline void check_narrow_rows(const Tensor& logits) {
+  check_dtype(logits, ScalarType::Float, "logits");
+  if (logits.numel() == 0) return;
+  const int64_t batch = logits.size(0), tokens = logits.size(1), row = logits.size(2);
+  const int64_t b = batch > 1 ? logits.stride(0) : 0, t = logits.stride(1);
+  STD_TORCH_CHECK(t >= row && (batch <= 1 || b >= t * tokens),
+                  "logits must lie row behind row in order, a row in its stride, to be narrow");
+  const auto address = reinterpret_cast<intptr_t>(logits.const_data_ptr());
+  STD_TORCH_CHECK(address % 16 == 0 && t % 4 == 0 && b % 4 == 0,
+                  "rows of logits must begin at multiples of 16 bytes to be narrow");
+  int64_t bytes = 0, offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(logits.get(), &bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(logits.get(), &offset));
+  const int64_t last = offset + (batch - 1) * b + (tokens - 1) * t;
+  STD_TORCH_CHECK(4 * last + 2 * (t + row) <= bytes,
+                  "the last row of logits must have the memory of its whole stride to be narrow");
+}
+
 // The index of element i of [B, T], as Python prints it.
 inline std::string place_text(const Tensor& tokens, int64_t i) {
   std::ostringstream text;

@@ -4,9 +4,13 @@ from budgets.target import CudaTarget
 
 # bfloat16, aligned, no softcap; read once and written once
 _BF16 = "INS0_8BFloat16ELb1ELb0EL"
+# float32 logits whose gradient is bfloat16
+_NARROW = "IfLb1ELb0ELi256ENS0_8BFloat16E"
 
 CUDA: tuple[CudaTarget, ...] = (
     CudaTarget(f"one_pass_cluster_kernel{_BF16}", 2, 4, 14.0, mufu=2.2, sweeps=2),
     CudaTarget(f"token_stats_kernel{_BF16}", 2, 2, 9.0, mufu=1.1, sweeps=1),
     CudaTarget(f"token_stats_backward_kernel{_BF16}", 2, 4, 7.0, mufu=1.1, sweeps=1),
+    CudaTarget(f"one_pass_plain_kernel{_NARROW}", 4, 6, 16.0, mufu=2.2, sweeps=2),
+    CudaTarget(f"token_stats_backward_kernel{_NARROW}", 4, 6, 8.0, mufu=1.1, sweeps=1),
 )

@@ -1,5 +1,5 @@
-// The vocabulary kernels under the sanitizers, against a naive double loop. Only one type, aligned
-// and not, is compiled: the others access memory in the same way.
+// The vocabulary kernels under the sanitizers, against a naive double loop, aligned and not, in two
+// types: bfloat16, which the others access memory like, and float32 with the gradient in bfloat16.
 #define FASTRL_SPLIT_BYTES 512
 #include <cstdio>
 
@@ -18,9 +18,13 @@ constexpr double kClip = 0.2, kEntropyCoef = 0.05;
 
 enum class Path { kClusters, kPlain, kTwoCalls };
 
-float value(BFloat16 x) { return Element<BFloat16>::value(x); }
+template <typename T>
+float value(T x) {
+  return Element<T>::value(x);
+}
 
 // Rows of a vocabulary, `beside` elements apart, the first of them `offset` elements into a vector.
+template <typename T>
 class Problem {
  public:
   Problem(int rows, int vocabulary, int beside, int offset)
@@ -28,8 +32,9 @@ class Problem {
         vocabulary_(vocabulary),
         stride_(vocabulary + beside),
         // ends with the last row's last element, so that AddressSanitizer sees a step beyond it
-        bytes_((static_cast<size_t>(rows - 1) * stride_ + vocabulary) * 2),
-        logits_(bytes_, offset * 2),
+        bytes_(static_cast<size_t>(rows - 1) * stride_ * sizeof(T) +
+               (kNarrowed ? 2 * (stride_ + vocabulary) : vocabulary * sizeof(T))),
+        logits_(bytes_, offset * sizeof(T)),
         token_ids_(rows),
         active_(new bool[rows]),
         advantages_(rows),
@@ -38,8 +43,8 @@ class Problem {
         logprobs_(rows),
         entropy_(rows) {
     Random random(vocabulary + beside + offset);
-    for (size_t i = 0; i < bytes_ / 2; ++i) {
-      at(logits_)[i] = Element<BFloat16>::from(3 * random.normal());
+    for (size_t i = 0; i < bytes_ / sizeof(T); ++i) {
+      at<T>(logits_)[i] = Element<T>::from(3 * random.normal());
     }
     for (int row = 0; row < rows; ++row) {
       token_ids_[row] = random.below(vocabulary);
@@ -55,7 +60,7 @@ class Problem {
     AlignedCopy grad(static_cast<size_t>(rows_) * vocabulary_ * 2);
     const DeviceLimits limits{path == Path::kClusters ? 9 : 8, 6, 227 << 10, 228 << 10, 1 << 20};
     LogitsPolicyLossParams p{};
-    p.in = {kBFloat16,
+    p.in = {kNarrowed ? kFloat : kBFloat16,
             logits.data(),
             1,
             rows_,
@@ -69,8 +74,9 @@ class Problem {
             1.0,
             1.0,
             0.0};
-    p.out = in_place ? GradientParams{kBFloat16, logits.data(), 0, stride_}
-                     : GradientParams{kBFloat16, grad.data(), 0, vocabulary_};
+    p.out = kNarrowed  ? narrow_gradient(p.in)
+            : in_place ? GradientParams{kBFloat16, logits.data(), 0, stride_}
+                       : GradientParams{kBFloat16, grad.data(), 0, vocabulary_};
     const Constant weights{weights_.data(), false};
     p.constants = {
         {advantages_.data(), false}, weights, weights, weights, {}, old_.data(), nullptr};
@@ -89,19 +95,19 @@ class Problem {
     } else {
       run_kernels<false>(call, limits, path);
     }
-    const int64_t stride = in_place ? stride_ : vocabulary_;
-    const BFloat16* result = at(in_place ? logits : grad);
     for (int row = 0; row < rows_; ++row) {
-      ok_ &= check(row, result + row * stride);
+      ok_ &= check(row, reinterpret_cast<const BFloat16*>(call.rows.grad_row(row)));
     }
     return ok_;
   }
 
  private:
+  static constexpr bool kNarrowed = kNarrow<T, BFloat16>;
+
   template <bool kAligned>
   void run_kernels(const LogitsPolicyLossCall& call, const DeviceLimits& limits, Path path) {
     if (path != Path::kTwoCalls) {
-      launch_one_pass<BFloat16, kAligned, false, kThreads>(call, limits, 0);
+      ok_ &= launch_one_pass<T, kAligned, false, kThreads, BFloat16>(call, limits, 0) == kSuccess;
       return;
     }
     std::vector<float> unused(rows_), row_max(rows_), log_sum(rows_), flow(rows_),
@@ -111,7 +117,7 @@ class Problem {
                                  entropy_.data(), unused.data(), unused.data(), is_top1.get(),
                                  row_max.data(),  log_sum.data()};
     const TokenStatsCall stats_call{stats, call.rows, call.scaling};
-    const auto kernel = token_stats_kernel<BFloat16, kAligned, false, Wanted::kSquares, kThreads>;
+    const auto kernel = token_stats_kernel<T, kAligned, false, Wanted::kSquares, kThreads>;
     const size_t shared_bytes = SplitSums<kThreads>::bytes(call.rows.splits.count);
     launch(kernel, {4, kThreads, 1, shared_bytes}, stats_call, 0);
     const std::vector<float> alone = logprobs_;
@@ -124,7 +130,7 @@ class Problem {
     const TokenStatsBackwardParams backward{call.p.in,           call.p.out,      row_max.data(),
                                             log_sum.data(),      entropy_.data(), flow.data(),
                                             flow_entropy.data(), nullptr};
-    launch(token_stats_backward_kernel<BFloat16, kAligned, false, kThreads>,
+    launch(token_stats_backward_kernel<T, kAligned, false, kThreads, BFloat16>,
            {7, kThreads, 1, sizeof(BackwardShared)},
            TokenStatsBackwardCall{backward, call.rows, call.scaling}, 0);
   }
@@ -134,11 +140,14 @@ class Problem {
     return clipped ? 0 : -ratio * a * weights_[row];
   }
 
-  static BFloat16* at(AlignedCopy& x) { return reinterpret_cast<BFloat16*>(x.data()); }
+  template <typename Value>
+  static Value* at(AlignedCopy& x) {
+    return reinterpret_cast<Value*>(x.data());
+  }
   static size_t offset_of(AlignedCopy& x) { return reinterpret_cast<uintptr_t>(x.data()) % 128; }
 
   bool check(int row, const BFloat16* grad) {
-    const BFloat16* x = at(logits_) + row * stride_;
+    const T* x = at<T>(logits_) + row * stride_;
     double sum = 0, sum_t = 0;
     for (int j = 0; j < vocabulary_; ++j) {
       sum += std::exp(value(x[j]));
@@ -174,13 +183,13 @@ class Problem {
 }  // namespace
 }  // namespace fastrl::cuda
 
-int main() {
+// A shape: vocabulary, elements between rows, elements before the first.
+template <typename T, size_t kShapes>
+bool all_pass(const int (&shapes)[kShapes][3]) {
   using fastrl::cuda::Path;
   bool ok = true;
-  // vocabulary, elements between rows, elements before the first
-  const int shapes[][3] = {{1024, 0, 0}, {2048, 8, 8}, {1001, 0, 0}, {777, 3, 5}, {5, 0, 1}};
   for (const auto& shape : shapes) {
-    fastrl::cuda::Problem problem(shape[0] == 1024 ? 16 : 7, shape[0], shape[1], shape[2]);
+    fastrl::cuda::Problem<T> problem(shape[0] == 1024 ? 16 : 7, shape[0], shape[1], shape[2]);
     for (const Path path : {Path::kClusters, Path::kPlain, Path::kTwoCalls}) {
       for (const bool in_place : {true, false}) {
         if (problem.run(path, in_place)) continue;
@@ -189,5 +198,13 @@ int main() {
       }
     }
   }
-  return ok ? 0 : 1;
+  return ok;
+}
+
+int main() {
+  const bool same_type = all_pass<fastrl::cuda::BFloat16>(
+      {{1024, 0, 0}, {2048, 8, 8}, {1001, 0, 0}, {777, 3, 5}, {5, 0, 1}});
+  const bool narrow = all_pass<float>(
+      {{1024, 0, 0}, {1024, 8, 8}, {1001, 7, 4}, {777, 7, 4}, {5, 3, 0}, {4, 0, 0}});
+  return same_type && narrow ? 0 : 1;
 }

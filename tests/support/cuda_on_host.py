@@ -138,7 +138,8 @@ def token_stats_fwd(logits, *arguments):
 
 
 def token_stats_bwd_(logits, *arguments, grad=None):
-    rows, (row_max, log_sum, entropy, *grads, _narrow) = rows_and_rest(arguments)
+    rows, (row_max, log_sum, entropy, *grads, narrow) = rows_and_rest(arguments)
+    grad = vocabulary.narrow_half(logits) if narrow else grad
     saved = RowStats._make([None] * len(RowStats._fields))
     saved = saved._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
     vocabulary.token_stats_backward(logits, rows, saved, grads, grad)
@@ -155,6 +156,7 @@ def logits_policy_loss_fwd_(logits, *arguments, grad=None):
     count = len(LossArguments._fields)
     loss = LossArguments._make(others[:count])
     objective = ObjectiveArguments._make(others[count:-1])
+    grad = vocabulary.narrow_half(logits) if others[-1] else grad
     return vocabulary.logits_policy_loss(logits, rows, loss, objective, grad, clusters=True)
 
 

@@ -36,6 +36,14 @@ def nan_like(x):
     return torch.full_like(x, float("nan"))
 
 
+def narrow_half(logits):
+    """Return where the narrow mode puts the gradient: the second half of each row of float32."""
+    stride_b, stride_t, _ = logits.stride()
+    halves = logits.view(torch.bfloat16)
+    place = halves.storage_offset() + stride_t
+    return halves.as_strided(logits.shape, (2 * stride_b, 2 * stride_t, 1), place)
+
+
 def token_stats(logits, rows, *, with_entropy=True, with_sum_sq_probs=True, clusters=True):
     """Return what `token_stats_fwd` does."""
     floats = [torch.full(rows.token_ids.shape, float("nan")) for _ in RowStats._fields]

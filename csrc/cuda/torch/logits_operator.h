@@ -46,10 +46,13 @@ inline GradientParams gradient_in(const Tensor& grad) {
   return {logits_type(grad), grad.mutable_data_ptr(), grad.stride(0), grad.stride(1)};
 }
 
-// The logits as their own gradient: their rows must not share an element.
-inline GradientParams gradient_over(const Tensor& logits) {
+// The logits as their own gradient: their rows must not share an element. With `narrow` a row is
+// all of its stride, see fastrl/library.py.
+inline GradientParams gradient_over(const Tensor& logits, const LogitsParams& in, bool narrow) {
   check_rows_apart(logits);
-  return gradient_in(logits);
+  if (!narrow) return gradient_in(logits);
+  check_narrow_rows(logits);
+  return narrow_gradient(in);
 }
 
 inline Tensor new_gradient(const Tensor& logits) {

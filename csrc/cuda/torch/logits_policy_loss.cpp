@@ -58,12 +58,11 @@ std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
     const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
     int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
     const std::vector<double>& coefficients, bool narrow) {
-  check_narrow(narrow);
   const Call call(logits, "logits");
   const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
                                                 temperature, logit_scale, logit_softcap});
   return one_pass(
-      call, in, gradient_over(logits), token_ids,
+      call, in, gradient_over(logits, in, narrow), token_ids,
       {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs, ref_logprobs,
        cu_seqlens},
       check_objective<float>(surrogate, level, kl_estimator, kl_gradient, coefficients));

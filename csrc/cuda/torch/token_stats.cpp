@@ -87,11 +87,10 @@ void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids,
                       const std::optional<Tensor>& grad_logprobs,
                       const std::optional<Tensor>& grad_entropy,
                       const std::optional<Tensor>& grad_logsumexp, bool narrow) {
-  check_narrow(narrow);
   const Call call(logits, "logits");
   const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
                                                 temperature, logit_scale, logit_softcap});
-  backward(call, in, gradient_over(logits), token_ids,
+  backward(call, in, gradient_over(logits, in, narrow), token_ids,
            {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp});
 }
 

@@ -32,6 +32,14 @@ Status dispatch(const LogitsParams& p, const RowGeometry& g, const F& f) {
 template <typename F>
 Status dispatch(const LogitsParams& p, const GradientParams& grad, const RowGeometry& g,
                 const F& f) {
+  if (is_narrow(p, grad)) {
+    return dispatch(p, g, [&](auto element, auto aligned, auto softcap) {
+      if constexpr (std::is_same_v<decltype(element), float>) {
+        return f(element, BFloat16{}, aligned, softcap);
+      }
+      return kInvalid;
+    });
+  }
   if (grad.type != p.type) return kInvalid;
   return dispatch(p, g, [&](auto element, auto aligned, auto softcap) {
     return f(element, element, aligned, softcap);

@@ -33,6 +33,14 @@ struct GradientParams {
   int64_t stride_b, stride_t;  // elements of `type`
 };
 
+inline GradientParams narrow_gradient(const LogitsParams& p) {
+  unsigned char* memory = static_cast<unsigned char*>(const_cast<void*>(p.logits));
+  return {kBFloat16, memory + 2 * p.stride_t, 2 * p.stride_b, 2 * p.stride_t};
+}
+inline bool is_narrow(const LogitsParams& p, const GradientParams& grad) {
+  return p.type == kFloat && grad.type == kBFloat16;
+}
+
 // [batch, tokens], contiguous; a statistic that is not wanted is 0.
 struct TokenStatsParams {
   LogitsParams in;

@@ -7,11 +7,11 @@
 
 namespace fastrl::cuda {
 
-template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>
 Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& limits,
                        Stream stream) {
   const RowGeometry& rows = call.rows;
-  if (limits.major >= 9 && rows.splits.count <= kMaxCluster) {
+  if (!kNarrow<T, Gradient> && limits.major >= 9 && rows.splits.count <= kMaxCluster) {
     const auto kernel = one_pass_cluster_kernel<T, kAligned, kSoftcap, kThreads>;
     const unsigned ranks = static_cast<unsigned>(rows.splits.count);
     LaunchShape shape{ranks, kThreads, ranks, ClusterShared<kThreads>::bytes(rows, sizeof(T))};
@@ -28,7 +28,8 @@ Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& lim
   const unsigned blocks = sms * (cached < 1 ? 1 : (cached > 8 ? 8 : cached));
   const LaunchShape shape{blocks < rows.rows ? blocks : rows.rows, kThreads, 1,
                           PlainShared<kThreads>::bytes(rows)};
-  return launch(one_pass_plain_kernel<T, kAligned, kSoftcap, kThreads>, shape, call, stream);
+  return launch(one_pass_plain_kernel<T, kAligned, kSoftcap, kThreads, Gradient>, shape, call,
+                stream);
 }
 
 template <int kThreads = kVocabularyThreads>
@@ -37,8 +38,9 @@ Status launch_logits_policy_loss(const LogitsPolicyLossParams& p, const DeviceLi
   if (!fits(p.in) || p.objective.level != Level::kToken) return kInvalid;
   const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
-  return dispatch(p.in, p.out, call.rows, [&](auto element, auto, auto aligned, auto softcap) {
-    return launch_one_pass<decltype(element), aligned, softcap, kThreads>(call, limits, stream);
+  return dispatch(p.in, p.out, call.rows, [&](auto element, auto out, auto aligned, auto softcap) {
+    return launch_one_pass<decltype(element), aligned, softcap, kThreads, decltype(out)>(
+        call, limits, stream);
   });
 }
 

@@ -1,6 +1,7 @@
 // Without clusters: a block reads a row twice, the second time from L2 as far as it fits there.
 #pragma once
 
+#include "narrow_gradient.cuh"
 #include "row_loss.cuh"
 #include "split_sums.cuh"
 
@@ -17,14 +18,14 @@ struct PlainShared {
   }
 };
 
-template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>
 __global__ void __launch_bounds__(kThreads, 2)
     one_pass_plain_kernel(const __grid_constant__ LogitsPolicyLossCall call) {
   const LogitsPolicyLossParams& p = call.p;
   PlainShared<kThreads>& s = *shared_memory<PlainShared<kThreads>>();
   const SplitSums<kThreads> shared(s.sums, call.rows.splits.count);
   for (unsigned row = block_index(); row < call.rows.rows; row += num_blocks()) {
-    T* grad = reinterpret_cast<T*>(call.rows.grad_row(row));
+    Gradient* grad = reinterpret_cast<Gradient*>(call.rows.grad_row(row));
     const T* data = reinterpret_cast<const T*>(call.rows.row(row));
     Exponents<kSoftcap> exponents{};
     const bool active = row_counts(p.in, row, p.in.token_ids[row]);
@@ -46,17 +47,21 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       sync_block();
     }
-    // Last first: L2 may hold only what was read last.
-    for (int split = call.rows.splits.count - 1; split >= 0; --split) {
-      const int64_t first = static_cast<int64_t>(split) * call.rows.splits.columns;
-      const Stores<T, kAligned> stores(grad + first, call.rows.columns(split));
-      if (!active || s.outcome.zero) {
-        write_zeros<kThreads>(stores);
-        continue;
+    const Stores<Gradient, kAligned> whole(grad, static_cast<int>(call.rows.vocabulary));
+    if (!active || s.outcome.zero) {
+      write_zeros<kThreads>(whole);
+    } else if constexpr (kNarrow<T, Gradient>) {
+      write_narrow_gradient<kThreads>(data, whole, s.inputs.token(), s.outcome.terms, exponents);
+    } else {
+      // Last first: L2 may hold only what was read last.
+      for (int split = call.rows.splits.count - 1; split >= 0; --split) {
+        const int64_t first = static_cast<int64_t>(split) * call.rows.splits.columns;
+        const int columns = call.rows.columns(split);
+        const Stores<T, kAligned> stores(grad + first, columns);
+        const GlobalSource<T, kAligned, true> source{data + first, columns};
+        const GradientTerms terms = s.outcome.terms;
+        write_gradient<kThreads>(source, stores, s.inputs.token() - first, terms, exponents);
       }
-      const GlobalSource<T, kAligned, true> source{data + first, call.rows.columns(split)};
-      const GradientTerms terms = s.outcome.terms;
-      write_gradient<kThreads>(source, stores, s.inputs.token() - first, terms, exponents);
     }
     if (thread_index() == 0) {
       p.logprobs[row] = active ? s.outcome.logprob : 0.0f;

@@ -199,6 +199,17 @@ __device__ __forceinline__ void write_zeros(const Stores<T, kAligned>& stores) {
   if (column >= 0) store_element(stores.grad + column, Element<T>::from(0.0f));
 }
 
+// The chosen token's own gradient, over what its vector held; `token` may lie beside the split.
+template <int kThreads, typename T, bool kAligned>
+__device__ __forceinline__ void store_token_gradient(const Stores<T, kAligned>& stores,
+                                                     int64_t token, const GradientTerms& terms) {
+  if (token < 0 || token >= stores.columns) return;
+  const int column = static_cast<int>(token);
+  if (thread_index() == stores.template writer<kThreads>(column)) {
+    store_element(stores.grad + column, Element<T>::from(terms.token_gradient));
+  }
+}
+
 // The gradient of a split; `token` is the chosen column relative to it.
 template <int kThreads, typename T, bool kAligned, bool kSoftcap, typename Source>
 __device__ __forceinline__ void write_gradient(const Source& source,
@@ -210,11 +221,7 @@ __device__ __forceinline__ void write_gradient(const Source& source,
   } else {
     sweep_gradient<false, kThreads>(source, stores, terms, exponents);
   }
-  if (token < 0 || token >= source.columns) return;
-  const int column = static_cast<int>(token);
-  if (thread_index() == stores.template writer<kThreads>(column)) {
-    store_element(stores.grad + column, Element<T>::from(terms.token_gradient));
-  }
+  store_token_gradient<kThreads>(stores, token, terms);
 }
 
 }  // namespace fastrl::cuda

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "dispatch.cuh"
-#include "row_gradient.cuh"
+#include "narrow_gradient.cuh"
 
 namespace fastrl::cuda {
 
@@ -17,20 +17,24 @@ struct BackwardShared {
   GradientTerms terms;
 };
 
-// A block per split of a row. Only the block that overwrites the chosen token's logit needs it.
-template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+// A block per split of a row, or per row in the narrow mode. Only the block that overwrites the
+// chosen token's logit needs it.
+template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>
 __global__ void __launch_bounds__(kThreads, kAligned && !kSoftcap ? 4 : 2)
     token_stats_backward_kernel(const __grid_constant__ TokenStatsBackwardCall call) {
   const TokenStatsBackwardParams& p = call.p;
   BackwardShared& s = *shared_memory<BackwardShared>();
-  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.splits.count;
+  constexpr bool kWholeRows = kNarrow<T, Gradient>;
+  const int splits = kWholeRows ? 1 : call.rows.splits.count;
+  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * splits;
   for (int64_t task = block_index(); task < tasks; task += num_blocks()) {
-    const unsigned row = static_cast<unsigned>(task / call.rows.splits.count);
-    const int split = static_cast<int>(task % call.rows.splits.count);
+    const unsigned row = static_cast<unsigned>(task / splits);
+    const int split = static_cast<int>(task % splits);
     const int64_t first = static_cast<int64_t>(split) * call.rows.splits.columns;
-    const int columns = call.rows.columns(split);
-    const Stores<T, kAligned> stores(reinterpret_cast<T*>(call.rows.grad_row(row)) + first,
-                                     columns);
+    const int columns =
+        kWholeRows ? static_cast<int>(call.rows.vocabulary) : call.rows.columns(split);
+    const Stores<Gradient, kAligned> stores(
+        reinterpret_cast<Gradient*>(call.rows.grad_row(row)) + first, columns);
     const int64_t token_id = p.in.token_ids[row];
     RowFlow flow{};
     if (row_counts(p.in, row, token_id)) {
@@ -58,7 +62,11 @@ __global__ void __launch_bounds__(kThreads, kAligned && !kSoftcap ? 4 : 2)
     }
     sync_block();
     const GradientTerms terms = s.terms;
-    write_gradient<kThreads>(source, stores, token, terms, exponents);
+    if constexpr (kWholeRows) {
+      write_narrow_gradient<kThreads>(source.data, stores, token, terms, exponents);
+    } else {
+      write_gradient<kThreads>(source, stores, token, terms, exponents);
+    }
     sync_block();  // before the terms of the next task are stored
   }
 }
@@ -69,12 +77,14 @@ Status launch_token_stats_backward(const TokenStatsBackwardParams& p, const Devi
   if (!fits(p.in)) return kInvalid;
   const TokenStatsBackwardCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
-  const int64_t tasks = static_cast<int64_t>(call.rows.rows) * call.rows.splits.count;
+  const int64_t splits = is_narrow(p.in, p.out) ? 1 : call.rows.splits.count;
+  const int64_t tasks = call.rows.rows * splits;
   const LaunchShape shape{static_cast<unsigned>(tasks < INT32_MAX ? tasks : INT32_MAX), kThreads, 1,
                           sizeof(BackwardShared)};
-  return dispatch(p.in, p.out, call.rows, [&](auto element, auto, auto aligned, auto softcap) {
-    return launch(token_stats_backward_kernel<decltype(element), aligned, softcap, kThreads>, shape,
-                  call, stream);
+  return dispatch(p.in, p.out, call.rows, [&](auto element, auto out, auto aligned, auto softcap) {
+    return launch(
+        token_stats_backward_kernel<decltype(element), aligned, softcap, kThreads, decltype(out)>,
+        shape, call, stream);
   });
 }
 
