@@ -13,4 +13,5 @@ CUDA: tuple[CudaTarget, ...] = (
     CudaTarget(f"token_stats_backward_kernel{_BF16}", 2, 4, 7.0, mufu=1.1, sweeps=1),
     CudaTarget(f"one_pass_plain_kernel{_NARROW}", 4, 6, 16.0, mufu=2.2, sweeps=2),
     CudaTarget(f"token_stats_backward_kernel{_NARROW}", 4, 6, 8.0, mufu=1.1, sweeps=1),
+    CudaTarget("scale_kernelINS0_8BFloat16E", 2, 4, 6.0, mufu=0.0, narrow=2),
 )

@@ -219,9 +219,10 @@ def test_the_operators_compile_and_register(tmp_path):
 import ctypes, os, torch
 from fastrl import library
 ctypes.CDLL({str(operators)!r}, mode=os.RTLD_LAZY)
-cuda = [name for name in library._SCHEMAS if len(library._qualified_names(name)) == 3]
+declared = [full for name in library._SCHEMAS for full in library._qualified_names(name)]
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-print(sorted(name for name in cuda if not has("fastrl_cuda::" + name, "CUDA")))
+cuda = [full for full in declared if full.startswith("fastrl_cuda::")]
+print(sorted(full for full in cuda if not has(full, "CUDA")))
 """
     done = subprocess.run(
         [sys.executable, "-c", load], capture_output=True, text=True, check=False, cwd=ROOT

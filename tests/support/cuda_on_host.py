@@ -22,7 +22,7 @@ from fastrl.contract import (
 )
 from tests.support import cuda_structs as structs
 from tests.support import cuda_vocabulary as vocabulary
-from tests.support.cuda_host import call
+from tests.support.cuda_host import call, library
 
 
 def integers(*numbers):
@@ -59,7 +59,7 @@ def policy_loss_fwd(logprobs, entropy, mask, *others, per_block=0, ranks=1):
     """With `per_block` tokens or sequences the grid is of many blocks on small inputs, too."""
     count = len(LossArguments._fields)
     arguments = LossArguments._make(others[:count])
-    objective = ObjectiveArguments._make(others[count:-1])
+    objective = ObjectiveArguments._make(others[count:])
     entropy_coef = Coefficients._make(objective.coefficients).entropy_coef
     loss, slope = logprobs.new_empty(()), torch.empty_like(logprobs)
     entropy_slope = torch.empty_like(logprobs) if entropy_coef else logprobs.new_empty(0)
@@ -165,11 +165,28 @@ def logits_policy_loss_fwd(logits, *arguments):
     return *logits_policy_loss_fwd_(logits, *arguments, False, grad=grad), grad
 
 
+def scale_(gradient, factor):
+    assert factor.numel() == 1
+    assert factor.is_floating_point()
+    params = structs.ScaleParams(
+        type=structs.LogitsParams.DTYPES.index(gradient.dtype),
+        gradient=gradient,
+        factor=structs.DeviceNumber.of(factor),
+    )
+    sizes, strides = (
+        (ctypes.c_int64 * gradient.dim())(*x) for x in (gradient.shape, gradient.stride())
+    )
+    found = library("scale").segments_of(gradient.dim(), sizes, strides, ctypes.byref(params))
+    if not found & 1:
+        raise RuntimeError("gradient must consist of contiguous segments at a constant distance")
+    call("scale", "scale", params)
+
+
 @pytest.fixture(scope="module")
 def registered():
     """The operators, for as long as the tests of one file run."""
     operators = torch.library.Library("fastrl_cuda", "IMPL")
-    small = (sequence_weights, policy_loss_fwd, gae_fwd, group_advantages_fwd)
+    small = (sequence_weights, policy_loss_fwd, gae_fwd, group_advantages_fwd, scale_)
     stats = (token_stats_fwd, token_stats_bwd, token_stats_bwd_)
     for implementation in (*small, *stats, logits_policy_loss_fwd, logits_policy_loss_fwd_):
         operators.impl(implementation.__name__, implementation, "CPU")

@@ -248,3 +248,12 @@ class GroupAdvantagesParams(Struct):
         *fields(INT64, "num_entries"),
         *fields(POINTER, "arrived"),
     ]
+
+
+class ScaleParams(Struct):
+    _fields_ = [
+        *fields(INT, "type"),
+        *fields(POINTER, "gradient"),
+        *fields(INT64, "segments", "length", "stride"),
+        *fields(DeviceNumber, "factor"),
+    ]

@@ -4,33 +4,13 @@
 #include <cstdint>
 
 #include "../device/mask.h"
+#include "../device/number.h"
 #include "../device/sequences.h"
 
 namespace fastrl::cuda {
 
 constexpr int64_t kTokensOfChunk = 1024;  // one warp's, in words of 32
 constexpr int64_t kWordsOfChunk = kTokensOfChunk / 32;
-
-enum class NumberType : int {
-  kFloat32,
-  kFloat64,
-  kFloat16,
-  kBFloat16,
-  kInt8,
-  kInt16,
-  kInt32,
-  kInt64,
-  kUInt8,
-  kUInt16,
-  kUInt32,
-  kUInt64
-};
-
-// A number on the device.
-struct DeviceNumber {
-  const void* value;  // null: none
-  NumberType type;
-};
 
 struct SequenceWeightsParams {
   Mask mask;                 // always given

@@ -8,6 +8,7 @@
 #include "../tokens/policy_loss.h"
 #include "../tokens/sequence_weights.h"
 #include "../vocabulary/logits.h"
+#include "../vocabulary/scale.h"
 
 namespace fastrl::cuda {
 
@@ -15,6 +16,7 @@ cudaError_t gae(const GaeParams& params, cudaStream_t stream);
 cudaError_t group_advantages(const GroupAdvantagesParams& params, cudaStream_t stream);
 cudaError_t logits_policy_loss(const LogitsPolicyLossParams& params, cudaStream_t stream);
 cudaError_t policy_loss(const PolicyLossParams& params, unsigned blocks, cudaStream_t stream);
+cudaError_t scale(const ScaleParams& params, cudaStream_t stream);
 cudaError_t weigh_sequences(const SequenceWeightsParams& params, cudaStream_t stream);
 cudaError_t token_stats(const TokenStatsParams& params, cudaStream_t stream);
 cudaError_t token_stats_backward(const TokenStatsBackwardParams& params, cudaStream_t stream);

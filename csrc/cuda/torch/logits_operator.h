@@ -9,7 +9,7 @@
 
 namespace fastrl::cuda {
 
-inline LogitsType logits_type(const Tensor& logits) {
+inline LogitsType logits_type(const Tensor& logits, const char* name = "logits") {
   switch (logits.scalar_type()) {
     case ScalarType::Float:
       return kFloat;
@@ -18,7 +18,7 @@ inline LogitsType logits_type(const Tensor& logits) {
     case ScalarType::Half:
       return kHalf;
     default:
-      STD_TORCH_CHECK(false, "logits must be float32, bfloat16 or float16, got ",
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, got ",
                       torch::headeronly::toString(logits.scalar_type()));
   }
 }

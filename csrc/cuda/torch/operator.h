@@ -7,6 +7,7 @@
 
 #include "../../check_sequences.h"
 #include "../device/mask.h"
+#include "../device/number.h"
 #include "../device/sequences.h"
 
 namespace fastrl::cuda {
@@ -80,6 +81,42 @@ inline Mask mask_of(const Tensor& mask) {
       STD_TORCH_CHECK(false, "mask must be bool, integer or float 0/1, got ",
                       torch::headeronly::toString(mask.scalar_type()));
   }
+}
+
+inline NumberType number_type(const Tensor& number, const char* name) {
+  switch (number.scalar_type()) {
+    case ScalarType::Float:
+      return NumberType::kFloat32;
+    case ScalarType::Double:
+      return NumberType::kFloat64;
+    case ScalarType::Half:
+      return NumberType::kFloat16;
+    case ScalarType::BFloat16:
+      return NumberType::kBFloat16;
+    case ScalarType::Char:
+      return NumberType::kInt8;
+    case ScalarType::Short:
+      return NumberType::kInt16;
+    case ScalarType::Int:
+      return NumberType::kInt32;
+    case ScalarType::Long:
+      return NumberType::kInt64;
+    case ScalarType::Byte:
+      return NumberType::kUInt8;
+    case ScalarType::UInt16:
+      return NumberType::kUInt16;
+    case ScalarType::UInt32:
+      return NumberType::kUInt32;
+    case ScalarType::UInt64:
+      return NumberType::kUInt64;
+    default:
+      STD_TORCH_CHECK(false, name, " must be of a real dtype, got ",
+                      torch::headeronly::toString(number.scalar_type()));
+  }
+}
+
+inline DeviceNumber number_of(const Tensor& number, const char* name) {
+  return {number.const_data_ptr(), number_type(number, name)};
 }
 
 }  // namespace fastrl::cuda

@@ -8,38 +8,6 @@
 namespace fastrl::cuda {
 namespace {
 
-NumberType number_type(const Tensor& number, const char* name) {
-  switch (number.scalar_type()) {
-    case ScalarType::Float:
-      return NumberType::kFloat32;
-    case ScalarType::Double:
-      return NumberType::kFloat64;
-    case ScalarType::Half:
-      return NumberType::kFloat16;
-    case ScalarType::BFloat16:
-      return NumberType::kBFloat16;
-    case ScalarType::Char:
-      return NumberType::kInt8;
-    case ScalarType::Short:
-      return NumberType::kInt16;
-    case ScalarType::Int:
-      return NumberType::kInt32;
-    case ScalarType::Long:
-      return NumberType::kInt64;
-    case ScalarType::Byte:
-      return NumberType::kUInt8;
-    case ScalarType::UInt16:
-      return NumberType::kUInt16;
-    case ScalarType::UInt32:
-      return NumberType::kUInt32;
-    case ScalarType::UInt64:
-      return NumberType::kUInt64;
-    default:
-      STD_TORCH_CHECK(false, name, " must be of a real dtype, got ",
-                      torch::headeronly::toString(number.scalar_type()));
-  }
-}
-
 std::tuple<Tensor, Tensor> sequence_weights(
     const Tensor& mask, const std::optional<Tensor>& token_ids, int64_t ignore_index,
     const std::optional<Tensor>& cu_seqlens, int64_t aggregation, double normalizer,
@@ -57,8 +25,7 @@ std::tuple<Tensor, Tensor> sequence_weights(
   params.ignore_index = ignore_index;
   params.normalizer = static_cast<float>(normalizer);
   if (normalizer_tensor) {
-    params.normalizer_tensor = {normalizer_tensor->const_data_ptr(),
-                                number_type(*normalizer_tensor, "normalizer_tensor")};
+    params.normalizer_tensor = number_of(*normalizer_tensor, "normalizer_tensor");
   }
   const double width = mask.size(1) > 0 ? static_cast<double>(mask.size(1)) : 1.0;
   params.length_norm = static_cast<float>(length_norm > 0 ? length_norm : width);

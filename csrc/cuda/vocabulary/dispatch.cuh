@@ -7,25 +7,30 @@
 
 namespace fastrl::cuda {
 
+// Calls f(T{}).
+template <typename F>
+Status with_element(LogitsType type, const F& f) {
+  switch (type) {
+    case kFloat:
+      return f(float{});
+    case kBFloat16:
+      return f(BFloat16{});
+    case kHalf:
+      return f(Half{});
+  }
+  return kInvalid;
+}
+
 // Calls f(T{}, aligned, softcap), the last two as std::bool_constant.
 template <typename F>
 Status dispatch(const LogitsParams& p, const RowGeometry& g, const F& f) {
-  const auto with_type = [&](auto element) {
+  return with_element(p.type, [&](auto element) {
     const auto with_alignment = [&](auto aligned_constant) {
       if (p.logit_softcap > 0) return f(element, aligned_constant, std::true_type{});
       return f(element, aligned_constant, std::false_type{});
     };
     return g.aligned ? with_alignment(std::true_type{}) : with_alignment(std::false_type{});
-  };
-  switch (p.type) {
-    case kFloat:
-      return with_type(float{});
-    case kBFloat16:
-      return with_type(BFloat16{});
-    case kHalf:
-      return with_type(Half{});
-  }
-  return kInvalid;
+  });
 }
 
 // The same with the dtype of the gradient after that of the logits.
