@@ -19,8 +19,7 @@ extern "C" int group_advantages(const GroupAdvantagesParams* given) {
   p.entries = entries.data(), p.entry_of = entry_of.data();
   p.num_entries = static_cast<int64_t>(entries.size());
   p.arrived = &arrived;
-  const int status = launch_group_advantages<2 * kWarp, 4 * kWarp>(p, 0);
-  return status != kSuccess || arrived != 0;
+  return launch_group_advantages<2 * kWarp, 4 * kWarp>(p, 0);
 }
 
 struct Result {

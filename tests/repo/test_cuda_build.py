@@ -127,25 +127,28 @@ struct DeviceLimits { int major, sms, shared_per_block, shared_per_sm, l2_bytes;
 struct LaunchShape { unsigned blocks, threads, cluster; size_t shared_bytes; };
 }
 #include "cuda/device/launch.cuh"
-static int version;
+static int version, failures;
 extern "C" {
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->ptxVersion = version;
   attributes->binaryVersion = 90;
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
+  const bool limit = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize;
+  return limit && value != 232448 ? cudaErrorInvalidValue : cudaSuccess;
+}
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
   *clusters = 16;
-  return cudaSuccess;
+  return failures-- > 0 ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int,
                                                                    size_t, unsigned) {
   *blocks = 1;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 132;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 232448 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
@@ -159,24 +162,36 @@ int main(int, char** argv) {
   using namespace fastrl::cuda;
   version = std::atoi(argv[1]);
   const unsigned cluster = std::atoi(argv[2]);
-  return resident_clusters(kernel, {cluster, 256, cluster, 100000}, DeviceLimits{});
+  const size_t shared_bytes = std::atoi(argv[3]);
+  const DeviceLimits limits{9, 132, 232448, 233472, 50 << 20};
+  const auto ask = [&] {
+    return resident_clusters(kernel, {cluster, 256, cluster, shared_bytes}, limits);
+  };
+  failures = 1;
+  if (cluster > 1 && ask() != 0) return 1;  // what failed is asked again
+  failures = 0;
+  const int clusters = ask();
+  failures = 1;
+  return ask() == clusters ? clusters : 2;  // what succeeded is not
 }
 """
 
 
 @needs_nvcc
-def test_code_older_than_clusters_is_not_launched_as_a_cluster(tmp_path):
-    """PTX for sm_80 runs on an H100, but its cluster kernels are empty, even for one block."""
+def test_how_many_clusters_a_device_holds(tmp_path):
+    """None of PTX for sm_80: it runs on an H100, but its cluster kernels are empty."""
     (tmp_path / "ask.cpp").write_text(ASK_THE_RUNTIME)
     command = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
     command += ["-isystem", f"{toolkit()}/include", "ask.cpp", "-o", "ask"]
     subprocess.run(command, check=True, cwd=tmp_path)
 
-    def clusters(version, cluster):
-        return subprocess.run([tmp_path / "ask", str(version), str(cluster)]).returncode
+    def clusters(version, cluster, shared_bytes=100000):
+        numbers = map(str, (version, cluster, shared_bytes))
+        return subprocess.run([tmp_path / "ask", *numbers]).returncode
 
     assert [clusters(version, 8) for version in (80, 89, 90, 100)] == [0, 0, 16, 16]
     assert [clusters(version, 1) for version in (80, 89, 90, 100)] == [0, 0, 132, 132]
+    assert [clusters(90, cluster, 232449) for cluster in (1, 8)] == [0, 0]
 
 
 def test_every_source_is_in_the_build(monkeypatch):

@@ -67,13 +67,11 @@ __device__ __forceinline__ T sum_block(T x, T* shared) {
 }
 
 // True in the block that arrives last, to which all that the blocks wrote before is visible.
-// `arrived` is 0 before the launch, and again after it.
+// `arrived` is 0 before the launch.
 __device__ __forceinline__ bool last_block(uint32_t* arrived, uint32_t* shared) {
   sync_block();
   if (thread_index() == 0) {
-    const bool last = add_acquire_release(arrived, 1u) == num_blocks() - 1;
-    if (last) store_release(arrived, 0u);
-    *shared = last;
+    *shared = add_acquire_release(arrived, 1u) == num_blocks() - 1;
   }
   sync_block();
   return *shared != 0;

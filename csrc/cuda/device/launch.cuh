@@ -26,8 +26,15 @@ class Configured {
   Configured(Kernel kernel, const LaunchShape& shape, Stream stream) {
     const void* function = reinterpret_cast<const void*>(kernel);
     if (shape.shared_bytes > 48 * 1024) {
-      status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.shared_bytes));
+      // the limit is the kernel's, not the launch's: another thread must never find it lower
+      int device = 0, most = 0;
+      status = cudaGetDevice(&device);
+      if (status == kSuccess) {
+        status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+      }
+      if (status == kSuccess) {
+        status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+      }
     }
     if (status == kSuccess && shape.cluster > 8) {
       status = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -59,44 +66,34 @@ Status launch(void (*kernel)(Params), const LaunchShape& shape, const Params& pa
   return cudaLaunchKernelEx(&configured.config, kernel, params);
 }
 
-// Whether the code of a kernel was compiled for sm_90 or later. PTX for an older GPU runs on every
-// newer one, but it has no clusters: kernels with clusters are empty there.
+// How many clusters of this shape the device holds at once; 0 if it cannot hold any. Code that was
+// compiled for a GPU before sm_90 runs on every newer one, but it has no clusters: kernels with
+// clusters are empty there.
 template <typename Params>
-bool knows_clusters(void (*kernel)(Params)) {
+Status ask_resident_clusters(void (*kernel)(Params), LaunchShape shape, const DeviceLimits& limits,
+                             int* clusters) {
+  *clusters = 0;
   cudaFuncAttributes attributes{};
-  const void* function = reinterpret_cast<const void*>(kernel);
-  return cudaFuncGetAttributes(&attributes, function) == kSuccess && attributes.ptxVersion >= 90;
-}
-
-// How many clusters of this shape the device holds at once; 0 if it cannot hold any.
-template <typename Params>
-int ask_resident_clusters(void (*kernel)(Params), LaunchShape shape, int device) {
-  if (!knows_clusters(kernel)) {
-    (void)cudaGetLastError();
-    return 0;
-  }
+  const Status known = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  if (known != kSuccess || attributes.ptxVersion < 90) return known;
+  if (shape.shared_bytes > static_cast<size_t>(limits.shared_per_block)) return kSuccess;
   shape.blocks = shape.cluster;
   Configured<Params> configured(kernel, shape, nullptr);
-  int clusters = 0;
-  if (configured.status == kSuccess && shape.cluster > 1) {
-    configured.status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &configured.config);
-  } else if (configured.status == kSuccess) {
-    int sms = 0, blocks = 0;
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    configured.status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &blocks, kernel, static_cast<int>(shape.threads), shape.shared_bytes);
-    clusters = sms * blocks;
+  if (configured.status != kSuccess) return configured.status;
+  if (shape.cluster > 1) {
+    return cudaOccupancyMaxActiveClusters(clusters, kernel, &configured.config);
   }
-  if (configured.status != kSuccess) {
-    (void)cudaGetLastError();  // a shape that does not fit is an answer, not an error
-    return 0;
-  }
-  return clusters;
+  const Status status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      clusters, kernel, static_cast<int>(shape.threads), shape.shared_bytes);
+  *clusters *= limits.sms;
+  return status;
 }
 
-// The same, with the last answer kept: launches in a training loop repeat.
+// The same, with the last answer kept: launches in a training loop repeat. A failure counts as 0
+// and is not kept, since it may pass.
 template <typename Params>
-int resident_clusters(void (*kernel)(Params), const LaunchShape& shape, const DeviceLimits&) {
+int resident_clusters(void (*kernel)(Params), const LaunchShape& shape,
+                      const DeviceLimits& limits) {
   struct Answer {
     void (*kernel)(Params);
     int device;
@@ -105,14 +102,19 @@ int resident_clusters(void (*kernel)(Params), const LaunchShape& shape, const De
     int clusters;
   };
   static thread_local Answer last{};
-  int device = 0;
-  if (cudaGetDevice(&device) != kSuccess) return 0;
-  if (last.kernel != kernel || last.device != device || last.cluster != shape.cluster ||
-      last.shared_bytes != shape.shared_bytes) {
-    last = {kernel, device, shape.cluster, shape.shared_bytes,
-            ask_resident_clusters(kernel, shape, device)};
+  int device = 0, clusters = 0;
+  Status status = cudaGetDevice(&device);
+  if (status == kSuccess && last.kernel == kernel && last.device == device &&
+      last.cluster == shape.cluster && last.shared_bytes == shape.shared_bytes) {
+    return last.clusters;
   }
-  return last.clusters;
+  if (status == kSuccess) status = ask_resident_clusters(kernel, shape, limits, &clusters);
+  if (status != kSuccess) {
+    (void)cudaGetLastError();
+    return 0;
+  }
+  last = {kernel, device, shape.cluster, shape.shared_bytes, clusters};
+  return clusters;
 }
 
 }  // namespace fastrl::cuda

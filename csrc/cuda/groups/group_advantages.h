@@ -28,7 +28,7 @@ struct GroupAdvantagesParams {
   GroupEntry* entries;
   uint32_t* entry_of;
   int64_t num_entries;
-  uint32_t* arrived;  // 0 before and after; only with Scale::kBatch and consecutive groups
+  uint32_t* arrived;  // 0 before; only with Scale::kBatch and consecutive groups
 };
 
 inline int64_t group_entries(int64_t count) {

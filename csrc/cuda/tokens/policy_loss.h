@@ -23,7 +23,7 @@ struct PolicyLossParams {
   int64_t per_block;
   unsigned ranks;
   void* partial_sums;
-  uint32_t* arrived;  // 0 before and after; not used where there is one block
+  uint32_t* arrived;  // 0 before; not used where there is one block
   // set by the launch
   bool aligned;      // tokens may be read four at a time
   bool by_sequence;  // some constant is per sequence

@@ -30,7 +30,7 @@ struct SequenceWeightsParams {
   // Of each word: a bit for every valid token, and how many of them are before it in its chunk.
   // Null where no weight depends on the lengths of sequences.
   uint32_t *words, *before_word;
-  uint32_t* arrived;  // 0 before and after
+  uint32_t* arrived;  // 0 before
 };
 
 inline int64_t weight_chunks(int64_t tokens) {

@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
   const int64_t chunks = gae_chunks(params.sequences.tokens);
   if (chunks > 1) {
     maps = scratch(rewards, chunks * kGaeMapBytes);
-    flags = torch::stable::new_zeros(rewards, {chunks + 1}, ScalarType::Int);
+    flags = zeroed_words(rewards, chunks + 1, call);
     params.maps = maps->mutable_data_ptr();
     params.ticket_and_flags = words_of(*flags);
   }

@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
   std::optional<Tensor> entries, entry_of, arrived;
   if (group_size > 0) {
     if (kinds.scale == Scale::kBatch) {
-      arrived = zero_word(rewards, call);
+      arrived = zeroed_words(rewards, 1, call);
       params.arrived = words_of(*arrived);
     }
   } else {

@@ -20,7 +20,6 @@ class Call {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
-  int device() const { return device_; }
   cudaStream_t stream() const { return stream_; }
 
  private:
@@ -44,8 +43,13 @@ inline Tensor scratch(const Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
 
-// A word that is 0 when the launch begins, for a kernel that leaves it so.
-Tensor zero_word(const Tensor& like, const Call& call);
+// The same of words that are 0 when the launch begins. Nothing is kept from call to call: memory of
+// a CUDA graph's pool may be another tensor's in the next one.
+inline Tensor zeroed_words(const Tensor& like, int64_t count, const Call& call) {
+  const Tensor words = new_tensor(like, {count}, ScalarType::Int);
+  check_launch(cudaMemsetAsync(words.mutable_data_ptr(), 0, 4 * count, call.stream()), "memset");
+  return words;
+}
 
 inline uint32_t* words_of(const Tensor& tensor) {
   return reinterpret_cast<uint32_t*>(tensor.mutable_data_ptr<int32_t>());

@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
   std::optional<Tensor> partial_sums, arrived;
   if (blocks > 1) {
     partial_sums = scratch(logprobs, blocks * kTokenSumsBytes);
-    arrived = zero_word(logprobs, call);
+    arrived = zeroed_words(logprobs, 1, call);
     params.partial_sums = partial_sums->mutable_data_ptr();
     params.arrived = words_of(*arrived);
   }

@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor> sequence_weights(
     params.words = params.before_chunk + chunks + 1;
     params.before_word = params.words + words;
   }
-  const Tensor arrived = zero_word(mask, call);
+  const Tensor arrived = zeroed_words(mask, 1, call);
   params.arrived = words_of(arrived);
 
   const Tensor weights =
