@@ -24,6 +24,17 @@ def test_token_stats(V, beside, dtype, options):
     assert torch.equal(actual.row_max, torch.where(mask, raw, torch.zeros_like(raw)))
 
 
+@pytest.mark.parametrize("V", [4096, 5001])
+def test_a_row_does_not_depend_on_their_number(V):
+    """With fewer rows, more blocks share a row."""
+    _, logits, token_ids, _ = make_rows(V, 0, torch.bfloat16, 1, 170)  # 4 blocks each of 40 SMs
+    stats = kernels.token_stats(logits, kernels.rows_of(token_ids))
+    for count in (100, 50, 1):
+        few = kernels.rows_of(token_ids[:, :count].clone())
+        for some, every in zip(kernels.token_stats(logits[:, :count], few), stats, strict=True):
+            assert torch.equal(some, every[:, :count])
+
+
 def test_token_stats_alone():
     _, logits, token_ids, mask = make_rows(1000, 0, torch.bfloat16)
     rows = kernels.rows_of(token_ids, mask)

@@ -53,10 +53,11 @@ Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits& limits,
   const TokenStatsCall call{p, geometry(p.in, nullptr), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
   const int splits = call.rows.splits.count;
-  // a block per row, or a cluster where that leaves SMs without work; the numbers are the same
+  // a block per row, or a cluster where that leaves SMs with fewer blocks than fit; the numbers are
+  // the same
   unsigned ranks = 1;
   while (limits.major >= 9 && ranks < 8 && 2 * ranks <= static_cast<unsigned>(splits) &&
-         2 * ranks * call.rows.rows <= 2 * static_cast<unsigned>(limits.sms)) {
+         int64_t{ranks} * call.rows.rows < int64_t{4} * limits.sms) {
     ranks *= 2;
   }
   const LaunchShape shape{ranks * call.rows.rows, kThreads, ranks,
