@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 2) gae_scan(const __grid_constant__ 
   int64_t chunk = 0;
   if (chunks > 1) {
     // tickets, so that the chunks that this one waits for are already being worked on
-    if (thread_index() == 0) shared->chunk = add_acquire_release(p.ticket_and_flags, 1u);
+    if (thread_index() == 0) shared->chunk = atomic_add(p.ticket_and_flags, 1u);
     sync_block();
     chunk = chunks - 1 - shared->chunk;
   }
