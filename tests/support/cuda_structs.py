@@ -246,7 +246,6 @@ class GroupAdvantagesParams(Struct):
         *fields(POINTER, "advantages", "mean", "std", "informative"),
         *fields(POINTER, "entries", "entry_of"),
         *fields(INT64, "num_entries"),
-        *fields(POINTER, "arrived"),
     ]
 
 

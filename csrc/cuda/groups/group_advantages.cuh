@@ -1,34 +1,14 @@
-// Advantages of rewards relative to their group, in one launch.
+// Advantages of rewards relative to their group, in phases that the whole grid must finish one
+// after the other: a launch each, or a single block for few rewards.
 //
-// Consecutive groups: a warp or a block takes one. Arbitrary ids: one block gathers the groups in a
-// hash table. With the deviation of the whole batch, the block that finishes last divides by it.
+// Consecutive groups: a warp or a block takes one. Arbitrary ids: a hash table gathers the groups.
+// Sums of several blocks are integers, so that their order does not matter.
 #pragma once
 
 #include "group_advantages.h"
 #include "group_moments.cuh"
 
 namespace fastrl::cuda {
-
-// What the members of a group share.
-struct GroupOf {
-  Extent extent;
-  FixedPoint fixed;
-  long long mean_fixed;
-  float mean, std;
-
-  __device__ GroupOf(const Extent& range, const FixedPoint& point, long long sum, long long squares,
-                     float correction)
-      : extent(range), fixed(point) {
-    const float n = static_cast<float>(extent.count);
-    mean_fixed = sum / static_cast<long long>(extent.count);
-    mean = extent.low() + fixed.real(mean_fixed);
-    std = fixed.root(squares, n - correction);
-    if (!extent.finite()) {
-      mean = extent.low() + extent.high();  // the infinity or NaN that is there
-      std = bits_to_float(0x7fc00000u);
-    }
-  }
-};
 
 // Writes all results of one reward; a batch deviation divides later.
 __device__ __forceinline__ void write_reward(const GroupAdvantagesParams& p, int64_t i,
@@ -52,35 +32,29 @@ __device__ __forceinline__ void write_reward(const GroupAdvantagesParams& p, int
   p.informative[i] = finite && (alone ? raw : group.extent.high() != group.extent.low());
 }
 
-// Divides by the deviation of all rewards whose group is finite; by one block.
-template <int kThreads, typename Alone>
-__device__ __forceinline__ void divide_by_batch(const GroupAdvantagesParams& p, Extent* shared,
-                                                const Alone& alone) {
-  FixedSum* shared_sum = reinterpret_cast<FixedSum*>(shared);
-  const auto for_each_known = [&](const auto& body) {
-    for (int64_t i = thread_index(); i < p.count; i += kThreads) {
-      if (p.mean[i] - p.mean[i] == 0.0f) body(p.rewards[i]);
-    }
-  };
-  Extent extent{};
-  for_each_known([&](float x) { extent.add(Extent::of(x)); });
-  extent = sum_block<kThreads>(extent, shared);
-  float std = 0.0f;
-  if (extent.count) {
-    const FixedPoint fixed(extent, extent.count);
-    FixedSum sum{}, squares{};
-    for_each_known([&](float x) { sum.value += fixed.above_lowest(x); });
-    sum = sum_block<kThreads>(sum, shared_sum);
-    const long long mean = sum.value / static_cast<long long>(extent.count);
-    for_each_known([&](float x) { squares.value += fixed.square(fixed.above_lowest(x) - mean); });
-    squares = sum_block<kThreads>(squares, shared_sum);
-    std = fixed.root(squares.value, static_cast<float>(extent.count) - p.correction);
-  }
-  for (int64_t i = thread_index(); i < p.count; i += kThreads) {
-    const bool finite = p.mean[i] - p.mean[i] == 0.0f;
-    if (alone(i) || (p.advantages[i] == 0.0f && finite)) continue;
-    p.advantages[i] /= std + p.eps;
-  }
+__device__ __forceinline__ bool is_finite(float x) { return x - x == 0.0f; }
+
+__device__ __forceinline__ Extent extent_of(const GroupEntry& entry) {
+  return {entry.highest, entry.not_lowest, entry.count};
+}
+__device__ __forceinline__ void add_to(GroupEntry* entry, const Extent& extent) {
+  atomic_max(&entry->highest, extent.highest);
+  atomic_max(&entry->not_lowest, extent.not_lowest);
+  atomic_add(&entry->count, extent.count);
+}
+
+// This thread's share of the rewards.
+template <int kThreads>
+__device__ __forceinline__ int64_t first_of_thread() {
+  return int64_t{block_index()} * kThreads + thread_index();
+}
+template <int kThreads>
+__device__ __forceinline__ int64_t step_of_grid() {
+  return int64_t{num_blocks()} * kThreads;
+}
+template <int kThreads, typename Body>
+__device__ __forceinline__ void for_each_reward(const GroupAdvantagesParams& p, const Body& body) {
+  for (int64_t i = first_of_thread<kThreads>(); i < p.count; i += step_of_grid<kThreads>()) body(i);
 }
 
 // --- consecutive groups; a team is a warp, or the whole block
@@ -91,15 +65,22 @@ __device__ __forceinline__ T sum_team(T x, Extent* shared) {
   return shuffled(sum_warp(x), [](uint32_t word) { return shuffle(word, 0); });
 }
 
+// Adds the rewards that the threads of a block have seen to those of the batch.
+template <int kThreads>
+__device__ __forceinline__ void extend_batch(const GroupAdvantagesParams& p, Extent extent,
+                                             Extent* shared) {
+  extent = sum_block<kThreads>(extent, shared);
+  if (thread_index() == 0 && extent.count) add_to(p.entries + p.num_entries, extent);
+}
+
 template <int kThreads, bool kWholeBlock>
-__global__ void __launch_bounds__(kThreads)
-    advantages_of_consecutive(const __grid_constant__ GroupAdvantagesParams p) {
+__device__ __forceinline__ void consecutive_groups(const GroupAdvantagesParams& p, Extent* shared) {
   constexpr int kTeam = kWholeBlock ? kThreads : kWarp, kTeams = kThreads / kTeam;
-  Extent* shared = shared_memory<Extent>();
-  const int64_t g = int64_t{block_index()} * kTeams + thread_index() / kTeam;
-  if (g * p.group_size < p.count) {
-    const int64_t begin = g * p.group_size, end = begin + p.group_size;
-    const int64_t first = begin + thread_index() % kTeam;
+  const int member = thread_index() % kTeam;
+  Extent batch{};
+  for (int64_t g = int64_t{block_index()} * kTeams + thread_index() / kTeam;
+       g * p.group_size < p.count; g += int64_t{num_blocks()} * kTeams) {
+    const int64_t begin = g * p.group_size, end = begin + p.group_size, first = begin + member;
     Extent extent{};
     for (int64_t i = first; i < end; i += kTeam) extent.add(Extent::of(p.rewards[i]));
     extent = sum_team<kThreads, kWholeBlock>(extent, shared);
@@ -116,11 +97,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     const GroupOf group(extent, fixed, sum.value, squares.value, p.correction);
     for (int64_t i = first; i < end; i += kTeam) write_reward(p, i, group);
+    if (member == 0 && is_finite(group.mean)) batch.add(extent);
   }
-  if (p.kinds.scale != Scale::kBatch) return;
-  if (num_blocks() > 1 && !last_block(p.arrived, reinterpret_cast<uint32_t*>(shared))) return;
-  sync_block();
-  divide_by_batch<kThreads>(p, shared, [&](int64_t) { return p.group_size == 1; });
+  if (p.kinds.scale == Scale::kBatch) extend_batch<kThreads>(p, batch, shared);
 }
 
 // --- arbitrary ids
@@ -132,80 +111,179 @@ __device__ __forceinline__ uint32_t find_entry(const GroupAdvantagesParams& p, u
   hash ^= hash >> 32;
   const uint32_t mask = static_cast<uint32_t>(p.num_entries - 1);
   for (uint32_t at = static_cast<uint32_t>(hash) & mask;; at = (at + 1) & mask) {
-    const uint32_t owner = atomic_compare_and_swap(&p.entries[at].owner, kNobody, i);
-    if (owner == kNobody || p.group_ids[owner] == id) return at;
+    const uint32_t owner = atomic_compare_and_swap(&p.entries[at].owner, 0u, i + 1);
+    if (owner == 0 || p.group_ids[owner - 1] == id) return at;
   }
 }
 
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1)
-    advantages_of_ids(const __grid_constant__ GroupAdvantagesParams p) {
+// Every reward in a group that is finite, in the fixed point of that group.
+template <int kThreads, typename Body>
+__device__ __forceinline__ void for_each_finite(const GroupAdvantagesParams& p, const Body& body) {
+  for_each_reward<kThreads>(p, [&](int64_t i) {
+    GroupEntry& entry = p.entries[p.entry_of[i]];
+    const Extent extent = extent_of(entry);
+    if (!extent.finite()) return;
+    const FixedPoint fixed(extent, p.count);
+    body(entry, fixed, fixed.above_lowest(p.rewards[i]));
+  });
+}
+
+// --- the phases
+
+enum class Phase {
+  kClear,
+  kConsecutiveOfWarps,
+  kConsecutiveOfBlocks,
+  kFindGroups,
+  kSumGroups,
+  kSquareGroups,
+  kWrite,
+  // with Scale::kBatch: of all rewards whose group is finite
+  kSumBatch,
+  kSquareBatch,
+  kDivide
+};
+template <Phase kPhase>
+constexpr bool kOfBatch = kPhase >= Phase::kSumBatch;
+
+template <Phase kPhase, int kThreads>
+__device__ __forceinline__ void run_phase(const GroupAdvantagesParams& p, Extent* shared) {
+  if (kOfBatch<kPhase> && p.kinds.scale != Scale::kBatch) return;
+  FixedSum* shared_sum = reinterpret_cast<FixedSum*>(shared);
+  GroupEntry* batch = p.entries + p.num_entries;
+  if constexpr (kPhase == Phase::kClear) {
+    for (int64_t e = first_of_thread<kThreads>(); e <= p.num_entries;
+         e += step_of_grid<kThreads>()) {
+      p.entries[e] = {};
+    }
+  } else if constexpr (kPhase == Phase::kConsecutiveOfWarps) {
+    consecutive_groups<kThreads, false>(p, shared);
+  } else if constexpr (kPhase == Phase::kConsecutiveOfBlocks) {
+    consecutive_groups<kThreads, true>(p, shared);
+  } else if constexpr (kPhase == Phase::kFindGroups) {
+    for_each_reward<kThreads>(p, [&](int64_t i) {
+      const uint32_t at = find_entry(p, static_cast<uint32_t>(i));
+      p.entry_of[i] = at;
+      add_to(p.entries + at, Extent::of(p.rewards[i]));
+    });
+  } else if constexpr (kPhase == Phase::kSumGroups) {
+    for_each_finite<kThreads>(p, [&](GroupEntry& entry, const FixedPoint&, long long x) {
+      atomic_add(&entry.sum, static_cast<unsigned long long>(x));
+    });
+  } else if constexpr (kPhase == Phase::kSquareGroups) {
+    for_each_finite<kThreads>(p, [&](GroupEntry& entry, const FixedPoint& fixed, long long x) {
+      const long long mean = static_cast<long long>(entry.sum) / entry.count;
+      atomic_add(&entry.squares, static_cast<unsigned long long>(fixed.square(x - mean)));
+    });
+  } else if constexpr (kPhase == Phase::kWrite) {
+    Extent finite{};
+    for_each_reward<kThreads>(p, [&](int64_t i) {
+      const GroupEntry& entry = p.entries[p.entry_of[i]];
+      const Extent extent = extent_of(entry);
+      const GroupOf group(extent, FixedPoint(extent, p.count), static_cast<long long>(entry.sum),
+                          static_cast<long long>(entry.squares), p.correction);
+      write_reward(p, i, group);
+      if (is_finite(group.mean)) finite.add(Extent::of(p.rewards[i]));
+    });
+    if (p.kinds.scale == Scale::kBatch) extend_batch<kThreads>(p, finite, shared);
+  } else {
+    const Extent extent = extent_of(*batch);
+    const FixedPoint fixed(extent, extent.count);
+    if constexpr (kPhase == Phase::kDivide) {
+      const float freedom = static_cast<float>(extent.count) - p.correction;
+      const float std = fixed.root(static_cast<long long>(batch->squares), freedom);
+      for_each_reward<kThreads>(p, [&](int64_t i) {
+        const bool alone = p.group_ids ? p.entries[p.entry_of[i]].count == 1 : p.group_size == 1;
+        if (alone || (p.advantages[i] == 0.0f && is_finite(p.mean[i]))) return;
+        p.advantages[i] /= std + p.eps;
+      });
+    } else {
+      constexpr bool kSquares = kPhase == Phase::kSquareBatch;
+      const long long mean =
+          kSquares && extent.count ? static_cast<long long>(batch->sum) / extent.count : 0;
+      FixedSum sum{};
+      for_each_reward<kThreads>(p, [&](int64_t i) {
+        if (!is_finite(p.mean[i])) return;
+        const long long x = fixed.above_lowest(p.rewards[i]);
+        sum.value += kSquares ? fixed.square(x - mean) : x;
+      });
+      sum = sum_block<kThreads>(sum, shared_sum);
+      if (thread_index() == 0) {
+        atomic_add(kSquares ? &batch->squares : &batch->sum,
+                   static_cast<unsigned long long>(sum.value));
+      }
+    }
+  }
+}
+
+// --- launches
+
+// A launch of one phase, or, by a single block, of several.
+template <int kThreads, Phase... kPhases>
+__global__ void __launch_bounds__(kThreads)
+    group_advantages_kernel(const __grid_constant__ GroupAdvantagesParams p) {
   Extent* shared = shared_memory<Extent>();
-  const int64_t first = thread_index();
-  const auto extent_of = [&](const GroupEntry& entry) {
-    return Extent{entry.highest, entry.not_lowest, entry.count};
-  };
-  for (int64_t e = first; e < p.num_entries; e += kThreads) p.entries[e] = {kNobody, 0, 0, 0, 0, 0};
-  sync_block();
-  for (int64_t i = first; i < p.count; i += kThreads) {
-    const uint32_t at = find_entry(p, static_cast<uint32_t>(i));
-    const Extent own = Extent::of(p.rewards[i]);
-    p.entry_of[i] = at;
-    atomic_max(&p.entries[at].highest, own.highest);
-    atomic_max(&p.entries[at].not_lowest, own.not_lowest);
-    atomic_add(&p.entries[at].count, 1u);
-  }
-  sync_block();
-  for (int64_t i = first; i < p.count; i += kThreads) {
-    GroupEntry& entry = p.entries[p.entry_of[i]];
-    const Extent extent = extent_of(entry);
-    if (!extent.finite()) continue;
-    const FixedPoint fixed(extent, p.count);
-    atomic_add(&entry.sum, static_cast<unsigned long long>(fixed.above_lowest(p.rewards[i])));
-  }
-  sync_block();
-  for (int64_t i = first; i < p.count; i += kThreads) {
-    GroupEntry& entry = p.entries[p.entry_of[i]];
-    const Extent extent = extent_of(entry);
-    if (!extent.finite()) continue;
-    const FixedPoint fixed(extent, p.count);
-    const long long mean = static_cast<long long>(entry.sum) / entry.count;
-    const long long square = fixed.square(fixed.above_lowest(p.rewards[i]) - mean);
-    atomic_add(&entry.squares, static_cast<unsigned long long>(square));
-  }
-  sync_block();
-  for (int64_t i = first; i < p.count; i += kThreads) {
-    const GroupEntry& entry = p.entries[p.entry_of[i]];
-    const Extent extent = extent_of(entry);
-    const GroupOf group(extent, FixedPoint(extent, p.count), static_cast<long long>(entry.sum),
-                        static_cast<long long>(entry.squares), p.correction);
-    write_reward(p, i, group);
-  }
-  if (p.kinds.scale != Scale::kBatch) return;
-  sync_block();
-  divide_by_batch<kThreads>(p, shared,
-                            [&](int64_t i) { return p.entries[p.entry_of[i]].count == 1; });
+  ((run_phase<kPhases, kThreads>(p, shared), sync_block()), ...);
 }
 
 // The size from which a consecutive group gets a whole block; smaller ones get a warp.
 template <int kThreads>
 constexpr int64_t kWholeBlockFrom = 4 * kThreads;
 
-template <int kThreads = 256, int kThreadsOfIds = 1024>
-Status launch_group_advantages(const GroupAdvantagesParams& p, Stream stream) {
-  if (p.count == 0) return kSuccess;
-  LaunchShape shape{1, kThreadsOfIds};
-  auto* kernel = advantages_of_ids<kThreadsOfIds>;
-  if (!p.group_ids) {
-    const bool whole_block = p.group_size >= kWholeBlockFrom<kThreads>;
-    const int64_t groups = p.count / p.group_size, teams = whole_block ? 1 : kThreads / kWarp;
-    shape.blocks = static_cast<unsigned>((groups + teams - 1) / teams);
-    shape.threads = kThreads;
-    kernel = whole_block ? advantages_of_consecutive<kThreads, true>
-                         : advantages_of_consecutive<kThreads, false>;
+// The most rewards that a single block takes.
+template <int kThreads>
+constexpr int64_t kSingleBlockTo = 8 * kThreads;
+
+template <int kThreads, Phase kPhase>
+Status launch_phase(const GroupAdvantagesParams& p, Stream stream) {
+  const bool batch = p.kinds.scale == Scale::kBatch;
+  if (kOfBatch<kPhase> && !batch) return kSuccess;
+  if (kPhase == Phase::kClear && !batch && !p.group_ids) return kSuccess;
+  constexpr int64_t kMostBlocks = 1024;  // each adds to the batch
+  int64_t blocks = (p.count + kThreads - 1) / kThreads;
+  blocks = blocks < kMostBlocks ? blocks : kMostBlocks;
+  const int64_t groups = p.group_ids ? 0 : p.count / p.group_size;
+  if (kPhase == Phase::kConsecutiveOfBlocks) blocks = groups;
+  if (kPhase == Phase::kConsecutiveOfWarps) {
+    blocks = (groups + kThreads / kWarp - 1) / (kThreads / kWarp);
   }
-  shape.shared_bytes = shape.threads / kWarp * (sizeof(Extent) + sizeof(FixedSum));
-  return launch(kernel, shape, p, stream);
+  const LaunchShape shape{static_cast<unsigned>(blocks), kThreads, 1,
+                          kThreads / kWarp * (sizeof(Extent) + sizeof(FixedSum))};
+  return launch(group_advantages_kernel<kThreads, kPhase>, shape, p, stream);
+}
+
+template <int kThreads, int kThreadsAlone, Phase... kPhases>
+Status launch_phases(const GroupAdvantagesParams& p, bool single_block, Stream stream) {
+  if (single_block) {
+    const LaunchShape shape{1, kThreadsAlone, 1,
+                            kThreadsAlone / kWarp * (sizeof(Extent) + sizeof(FixedSum))};
+    return launch(group_advantages_kernel<kThreadsAlone, kPhases...>, shape, p, stream);
+  }
+  Status status = kSuccess;
+  ((status = status == kSuccess ? launch_phase<kThreads, kPhases>(p, stream) : status), ...);
+  return status;
+}
+
+template <int kThreads = 256, int kThreadsAlone = 512>
+Status launch_group_advantages(const GroupAdvantagesParams& p, Stream stream,
+                               int64_t single_block_to = kSingleBlockTo<kThreadsAlone>) {
+  if (p.count == 0) return kSuccess;
+  // consecutive groups on their own are one launch anyway
+  const bool phases = p.group_ids || p.kinds.scale == Scale::kBatch;
+  const bool single_block = phases && p.count <= single_block_to;
+  if (p.group_ids) {
+    return launch_phases<kThreads, kThreadsAlone, Phase::kClear, Phase::kFindGroups,
+                         Phase::kSumGroups, Phase::kSquareGroups, Phase::kWrite, Phase::kSumBatch,
+                         Phase::kSquareBatch, Phase::kDivide>(p, single_block, stream);
+  }
+  if (p.group_size < kWholeBlockFrom<kThreads>) {
+    return launch_phases<kThreads, kThreadsAlone, Phase::kClear, Phase::kConsecutiveOfWarps,
+                         Phase::kSumBatch, Phase::kSquareBatch, Phase::kDivide>(p, single_block,
+                                                                                stream);
+  }
+  return launch_phases<kThreads, kThreadsAlone, Phase::kClear, Phase::kConsecutiveOfBlocks,
+                       Phase::kSumBatch, Phase::kSquareBatch, Phase::kDivide>(p, single_block,
+                                                                              stream);
 }
 
 }  // namespace fastrl::cuda

@@ -7,14 +7,13 @@
 
 namespace fastrl::cuda {
 
-// One group of arbitrary ids.
+// What rewards add up to, in integers: the same in any order. Of one group, or of the whole batch.
 struct GroupEntry {
-  uint32_t owner;                // the member that claimed the entry; kNobody where none did
+  uint32_t owner;                // the member that claimed the entry, plus 1; 0 where none did
   uint32_t highest, not_lowest;  // rewards in an order of integers
   uint32_t count;
   unsigned long long sum, squares;  // in fixed point
 };
-constexpr uint32_t kNobody = 0xffffffffu;
 
 struct GroupAdvantagesParams {
   const float* rewards;
@@ -24,11 +23,11 @@ struct GroupAdvantagesParams {
   float correction, eps;
   float *advantages, *mean, *std;
   bool* informative;
-  // with ids: 2 * count entries or more, a power of two, and the entry of each reward
+  // With ids, 2 * count entries or more, a power of two, and the entry of each reward; without, no
+  // entries. One more of the batch behind them, needed with ids or Scale::kBatch.
   GroupEntry* entries;
   uint32_t* entry_of;
   int64_t num_entries;
-  uint32_t* arrived;  // 0 before; only with Scale::kBatch and consecutive groups
 };
 
 inline int64_t group_entries(int64_t count) {

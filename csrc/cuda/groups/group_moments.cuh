@@ -74,4 +74,25 @@ struct FixedPoint {
   }
 };
 
+// What the members of a group share.
+struct GroupOf {
+  Extent extent;
+  FixedPoint fixed;
+  long long mean_fixed;
+  float mean, std;
+
+  __device__ GroupOf(const Extent& range, const FixedPoint& point, long long sum, long long squares,
+                     float correction)
+      : extent(range), fixed(point) {
+    const float n = static_cast<float>(extent.count);
+    mean_fixed = sum / static_cast<long long>(extent.count);
+    mean = extent.low() + fixed.real(mean_fixed);
+    std = fixed.root(squares, n - correction);
+    if (!extent.finite()) {
+      mean = extent.low() + extent.high();  // the infinity or NaN that is there
+      std = bits_to_float(0x7fc00000u);
+    }
+  }
+};
+
 }  // namespace fastrl::cuda

@@ -31,19 +31,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
   params.mean = mean.mutable_data_ptr<float>();
   params.std = std.mutable_data_ptr<float>();
   params.informative = informative.mutable_data_ptr<bool>();
-  std::optional<Tensor> entries, entry_of, arrived;
-  if (group_size > 0) {
-    if (kinds.scale == Scale::kBatch) {
-      arrived = zeroed_words(rewards, 1, call);
-      params.arrived = words_of(*arrived);
-    }
-  } else {
+  std::optional<Tensor> entries, entry_of;
+  if (group_size == 0) {
     params.group_ids = group_ids->const_data_ptr<int64_t>();
     params.num_entries = group_entries(params.count);
-    entries = scratch(rewards, params.num_entries * static_cast<int64_t>(sizeof(GroupEntry)));
     entry_of = torch::stable::new_empty(rewards, {params.count}, ScalarType::Int);
-    params.entries = static_cast<GroupEntry*>(entries->mutable_data_ptr());
     params.entry_of = words_of(*entry_of);
+  }
+  if (group_size == 0 || kinds.scale == Scale::kBatch) {
+    entries = scratch(rewards, (params.num_entries + 1) * static_cast<int64_t>(sizeof(GroupEntry)));
+    params.entries = static_cast<GroupEntry*>(entries->mutable_data_ptr());
   }
   check_launch(cuda::group_advantages(params, call.stream()), "group_advantages");
   return {advantages, mean, std, informative};
