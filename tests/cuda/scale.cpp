@@ -12,6 +12,7 @@ using fastrl::cuda::host::Random;
 constexpr int kThreads = 2 * kWarp;
 
 FASTRL_SIZE_OF(ScaleParams)
+FASTRL_WATCH
 
 extern "C" {
 
@@ -22,11 +23,6 @@ int scale(const ScaleParams* params) {
 
 bool segments_of(int dims, int64_t* sizes, int64_t* strides, ScaleParams* params) {
   return find_segments(dims, sizes, strides, params);
-}
-
-void watch(const void* begin, int64_t bytes, unsigned char* loads, unsigned char* stores) {
-  host::watched[0] = {static_cast<const unsigned char*>(begin), static_cast<size_t>(bytes), loads,
-                      stores};
 }
 
 }  // extern "C"

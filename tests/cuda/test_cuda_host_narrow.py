@@ -5,6 +5,7 @@ import torch
 
 from tests.cuda.test_cuda_host_one_pass import OBJECTIVES, loss_arguments, loss_gradient
 from tests.support import cuda_vocabulary as kernels
+from tests.support.cuda_host import watched
 from tests.support.cuda_rows import assert_gradient, exact, gradient
 
 # (vocabulary, stride): ends within a vector, gradients that begin within one, many steps
@@ -105,11 +106,8 @@ def test_the_backward_loads_each_logit_once_and_stores_half_of_its_bytes():
     rows = kernels.rows_of(token_ids, mask)
     stats = kernels.token_stats(logits, rows)
     grads = [torch.randn(1, 4) for _ in range(3)]
-    loads, stores = kernels.watch(0, memory)
-    try:
+    with watched("vocabulary", memory) as [(loads, stores)]:
         kernels.token_stats_backward(logits, rows, stats, grads, kernels.narrow_half(logits))
-    finally:
-        kernels.stop_watching()
     # thread 0 looks at the chosen token before the others
     chosen = torch.zeros(4, V, dtype=torch.bool).scatter_(1, token_ids[0][:, None], True)
     chosen &= mask[0][:, None]

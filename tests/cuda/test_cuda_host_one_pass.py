@@ -8,6 +8,8 @@ import torch
 from fastrl import reference
 from fastrl.contract import LossArguments
 from tests.support import cuda_vocabulary as kernels
+from tests.support.cuda_host import watched
+from tests.support.cuda_on_host import logits_policy_loss_fwd_, scale_
 from tests.support.cuda_rows import CASES, assert_gradient, exact, gradient, make_rows
 from tests.support.cuda_vocabulary import objective_of
 
@@ -235,15 +237,10 @@ def test_each_logit_is_loaded_once_and_stored_once(V, beside, inplace):
     wide = wide.contiguous()
     logits, token_ids = wide[..., :V], torch.randint(V, (1, N))
     rows = kernels.rows_of(token_ids, mask)
-    loads, stores = kernels.watch(0, wide)
-    grad = None
-    if not inplace:
-        grad = torch.empty_like(logits.contiguous())
-        _, stores = kernels.watch(1, grad)
-    try:
+    grad = None if inplace else torch.empty_like(logits.contiguous())
+    with watched("vocabulary", wide, *([] if inplace else [grad])) as counts:
         kernels.logits_policy_loss(logits, rows, arguments, chosen, grad, clusters=True)
-    finally:
-        kernels.stop_watching()
+    loads, stores = counts[0][0], counts[-1][1]
     loads, stores = loads.view(N, V + beside, 2), stores.view(N, -1, 2)
     assert (loads[: N - 1, :V] == 1).all()
     assert not loads[N - 1].any()  # does not count
@@ -253,6 +250,22 @@ def test_each_logit_is_loaded_once_and_stored_once(V, beside, inplace):
     chosen &= mask[0][:, None]
     assert (stores[:, :V] == torch.where(chosen[..., None], 2, 1)).all()
     assert not stores[:, V:].any()
+
+
+@pytest.mark.parametrize(("factor", "times"), [(1.0, 4), (0.5, 8)])
+def test_bytes_of_forward_and_backward_together(factor, times):
+    """In bfloat16 4 per logit, read and written once, where the upstream gradient is 1."""
+    N, V = 30, 4096
+    logits, token_ids, _, arguments, chosen = everything(V, torch.bfloat16, 1, N)
+    logits = logits.nan_to_num(0.0).contiguous()
+    rows = kernels.rows_of(token_ids)
+    with watched("vocabulary", logits) as of_forward:
+        logits_policy_loss_fwd_(logits, *rows, *arguments, *chosen, False)
+    with watched("scale", logits) as of_backward:
+        scale_(logits, torch.tensor(factor))
+    moved = sum(count.sum().item() for (pair,) in (of_forward, of_backward) for count in pair)
+    own = 2 * N  # the chosen token's gradient replaces what its vector held
+    assert moved == times * N * V + own
 
 
 @pytest.mark.parametrize("clusters", [True, False])

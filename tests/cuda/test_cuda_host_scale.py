@@ -1,11 +1,9 @@
 """Scaling a gradient in place on the host build of the CUDA kernel."""
 
-import ctypes
-
 import pytest
 import torch
 
-from tests.support.cuda_host import assert_program_passes, library
+from tests.support.cuda_host import assert_program_passes, watched
 from tests.support.cuda_on_host import scale_
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,18 +90,8 @@ def test_segments_further_apart_than_an_index_of_32_bits_reaches():
 def test_a_factor_of_one_moves_no_byte(dtype, factor, times):
     gradient = torch.randn(5000).to(dtype)
     before = gradient.clone()
-    size = gradient.nbytes
-    loads, stores = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
-    watch = library("scale").watch
-    watch(
-        ctypes.c_void_p(gradient.data_ptr()),
-        ctypes.c_int64(size),
-        *(ctypes.c_void_p(x.data_ptr()) for x in (loads, stores)),
-    )
-    try:
+    with watched("scale", gradient) as [(loads, stores)]:
         scale_(gradient, torch.tensor(factor))
-    finally:
-        watch(None, ctypes.c_int64(0), None, None)
     assert (loads == times).all()
     assert (stores == times).all()
     assert torch.equal(gradient, exactly(before, torch.tensor(factor)))

@@ -10,6 +10,7 @@ using namespace fastrl::cuda;
 FASTRL_SIZE_OF(TokenStatsParams)
 FASTRL_SIZE_OF(TokenStatsBackwardParams)
 FASTRL_SIZE_OF(LogitsPolicyLossParams)
+FASTRL_WATCH
 
 namespace {
 
@@ -31,12 +32,4 @@ int token_stats_backward(const TokenStatsBackwardParams* params) {
 int logits_policy_loss(const LogitsPolicyLossParams* params, bool clusters) {
   return launch_logits_policy_loss<kThreads>(*params, limits(clusters), 0);
 }
-
-// Counts what is loaded from and stored to each byte of a range, from now on; place 0 or 1.
-void watch(int place, const void* begin, int64_t bytes, unsigned char* loads,
-           unsigned char* stores) {
-  host::watched[place] = {static_cast<const unsigned char*>(begin), static_cast<size_t>(bytes),
-                          loads, stores};
-}
-
 }  // extern "C"

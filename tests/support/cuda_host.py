@@ -8,6 +8,7 @@ version does, above all its instructions for clusters, bulk copies and the order
 them and the threads (`fence_bulk` does nothing here), and how many clusters a device holds.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "tests" / "cuda"
@@ -83,6 +85,28 @@ def call(program, name, params, *others):
     assert size_of() == ctypes.sizeof(params), f"{struct} differs from the one in C++"
     status = getattr(built, name)(ctypes.byref(params), *others)
     assert status == 0, f"{name} returned {status}"
+
+
+@contextlib.contextmanager
+def watched(program, *tensors):
+    """Count the loads and stores of each byte of one or two tensors by tests/cuda/PROGRAM.cpp.
+
+    Yields a pair of counts per tensor, with a row per element.
+    """
+    watch = library(program).watch
+
+    def counts_of(place, x):
+        size = x.element_size()
+        counts = [torch.zeros(x.numel() * size, dtype=torch.uint8) for _ in range(2)]
+        begin, *places = (ctypes.c_void_p(y.data_ptr()) for y in (x, *counts))
+        watch(place, begin, ctypes.c_int64(x.numel() * size), *places)
+        return [count.view(-1, size) for count in counts]
+
+    try:
+        yield [counts_of(*pair) for pair in enumerate(tensors)]
+    finally:
+        for place in range(len(tensors)):
+            watch(place, None, ctypes.c_int64(0), None, None)
 
 
 def run_program(name, sanitizer=None, *arguments, warp=8):

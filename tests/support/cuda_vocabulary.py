@@ -15,7 +15,7 @@ from fastrl.contract import (
     RowStats,
 )
 from tests.support import cuda_structs as structs
-from tests.support.cuda_host import call, library
+from tests.support.cuda_host import call
 
 
 def rows_of(
@@ -99,18 +99,3 @@ def objective_of(
         kl_gradient=KL_GRADIENTS.index(kl_gradient),
         coefficients=Objective().arguments.coefficients._replace(**scalars),
     )
-
-
-def watch(place, x):
-    """Return counts of the loads and stores of each byte of `x` from here on, a row per element."""
-    size = x.element_size()
-    counts = [torch.zeros(x.numel() * size, dtype=torch.uint8) for _ in range(2)]
-    pointers = (ctypes.c_void_p(y.data_ptr()) for y in (x, *counts))
-    begin, *places = pointers
-    library("vocabulary").watch(place, begin, ctypes.c_int64(x.numel() * size), *places)
-    return [count.view(-1, size) for count in counts]
-
-
-def stop_watching():
-    for place in range(2):
-        library("vocabulary").watch(place, None, ctypes.c_int64(0), None, None)

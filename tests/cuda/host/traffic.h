@@ -32,4 +32,12 @@ inline void count(const void* at, size_t bytes, unsigned char* Watched::* counts
 inline void count_loads(const void* at, size_t bytes) { count(at, bytes, &Watched::loads); }
 inline void count_stores(const void* at, size_t bytes) { count(at, bytes, &Watched::stores); }
 
+// Lets tests in Python watch a range, from now on; place 0 or 1.
+#define FASTRL_WATCH                                                                       \
+  extern "C" void watch(int place, const void* begin, int64_t bytes, unsigned char* loads, \
+                        unsigned char* stores) {                                           \
+    fastrl::cuda::host::watched[place] = {static_cast<const unsigned char*>(begin),        \
+                                          static_cast<size_t>(bytes), loads, stores};      \
+  }
+
 }  // namespace fastrl::cuda::host
