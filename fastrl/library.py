@@ -48,7 +48,8 @@ _STATS_BACKWARD = (
 # Linear forms: hidden [N, H], per-token tensors and constants [N].
 _LINEAR = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
-    f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, str backend"
+    f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, "
+    "str backend, ScalarType? operand_dtype"
 )
 _LINEAR_GRADIENTS = (
     "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "

@@ -11,8 +11,9 @@ from fastrl.contract import RowArguments
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
+from fastrl.ops._linear.call import LinearCall
 from fastrl.ops._linear.head import LinearHead
-from fastrl.ops._linear.passes import LinearCall, linear_loss_pass
+from fastrl.ops._linear.passes import linear_loss_pass
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
 from fastrl.ops._loss.term_weights import Normalizer
@@ -127,7 +128,7 @@ def linear_policy_loss(
     )
     chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
-    options = chunk_options(chunk_tokens, compact, backend, head, unsupported)
+    options = chunk_options(chunk_tokens, compact, backend, states, head, unsupported)
     assert rows.mask is not None
     inputs = loss_inputs(
         token_ids,

@@ -14,6 +14,7 @@ from fastrl.contract import RowArguments, RowStats
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
 from fastrl.ops._linear.head import LinearHead, as_head
+from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import active_rows, as_rows
 from fastrl.ops.token_stats import (
     TokenStats,
@@ -163,17 +164,18 @@ def linear_token_stats(
         logit_softcap,
         ignore_index,
     )
-    options = chunk_options(chunk_tokens, compact, backend, head)
+    options = chunk_options(chunk_tokens, compact, backend, states, head)
     stats = stats_of_hidden(states, rows, head, options)
     return token_stats_result(stats, outputs, token_ids.shape)
 
 
 class ChunkOptions(NamedTuple):
-    """How a linear form is chunked; `backend` is a concrete one."""
+    """How a linear form is chunked and multiplied; `backend` is a concrete one."""
 
     chunk_tokens: int | None
     compact: bool
     backend: str
+    operand_dtype: torch.dtype | None
 
 
 def linear_inputs(
@@ -217,17 +219,19 @@ def chunk_options(
     chunk_tokens: object,
     compact: object,
     backend: str,
+    hidden: Tensor,
     head: LinearHead,
     unsupported: str | None = None,
 ) -> ChunkOptions:
-    """Check the options, and choose the backend for the chunks.
+    """Check the options; choose the backend for the chunks and the dtype of its GEMMs.
 
     `unsupported` is why compiled kernels cannot evaluate the objective, or None.
     """
     if chunk_tokens is not None:
         chunk_tokens = whole("chunk_tokens", chunk_tokens, low=1)
     chosen = resolve(backend, head.weight.device, head.dtype, unsupported, partial=True)
-    return ChunkOptions(chunk_tokens, flag("compact", compact), chosen)
+    operand_dtype = gemm_dtype(hidden, head.weight, chosen)
+    return ChunkOptions(chunk_tokens, flag("compact", compact), chosen, operand_dtype)
 
 
 def stats_of_hidden(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,10 +15,16 @@ from fastrl.ops._linear.head import LinearHead
 
 #: Most bytes of logits in a chunk on a CPU.
 _CPU_CHUNK_BYTES = 192 * 2**20
+#: Most bytes that belong to a chunk on a GPU: logits, and copies of hidden states.
+_GPU_CHUNK_BYTES = 512 * 2**20
+#: A GEMM on a GPU works on tiles of this many rows or more.
+_GPU_TILE = 64
+#: Rows of logits on a GPU start at multiples of as many elements: 16 bytes in bfloat16.
+_GPU_ALIGNMENT = 8
 
 
 def take_rows(rows: RowArguments, chunk: Tensor | slice) -> RowArguments:
-    """Index rows `[N]` by a chunk."""
+    """Index rows `[N]`."""
     return rows._replace(
         token_ids=rows.token_ids[chunk],
         mask=None if rows.mask is None else rows.mask[chunk],
@@ -26,7 +32,7 @@ def take_rows(rows: RowArguments, chunk: Tensor | slice) -> RowArguments:
     )
 
 
-def _as_batch(rows: RowArguments) -> RowArguments:
+def as_batch(rows: RowArguments) -> RowArguments:
     """Reshape rows `[C]` to `[1, C]`, as the operators on logits take them."""
     return rows._replace(
         token_ids=rows.token_ids[None],
@@ -36,47 +42,68 @@ def _as_batch(rows: RowArguments) -> RowArguments:
 
 
 class RowOrder(NamedTuple):
-    """Indices of rows that may have a gradient, and of other active rows; None means all rows."""
+    """The rows of a call, in the order in which they are processed.
 
-    trained: Tensor | None
-    scored: Tensor | None
+    First come those that may have a gradient, then those of which only the statistics are needed.
+    """
+
+    indices: Tensor | None  # None: all rows, in their own order
+    trained: int
+    scored: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return values `[N]` of all rows for those that are processed, in this order."""
+        return values if self.indices is None else values[self.indices]
 
 
 def order_rows(active: Tensor, may_flow: Tensor, *, compact: bool) -> RowOrder:
-    """Partition the rows `[N]` into active rows that may have a gradient, and other active rows.
+    """Order the rows `[N]`; inactive ones are left out. Without `compact`, all rows are trained.
 
     On a GPU this is the only synchronization of a call.
     """
     if not compact:
-        return RowOrder(None, None)
+        return RowOrder(None, active.shape[0], 0)
     kind = torch.where(active, torch.where(may_flow, 0, 1), 2)
     order = kind.argsort(stable=True)
-    counts = torch.stack([(kind == 0).sum(), (kind <= 1).sum()]).tolist()
-    return RowOrder(order[: counts[0]], order[counts[0] : counts[1]])
+    trained, both = torch.stack([(kind == 0).sum(), (kind <= 1).sum()]).tolist()
+    return RowOrder(order[:both], trained, both - trained)
 
 
-def chunk_size(chunk_tokens: int | None, head: LinearHead, *, trained: bool) -> int:
+def row_stride(vocabulary: int, *, on_gpu: bool) -> int:
+    """Return the elements from one row of a chunk's logits to the next."""
+    return -(-vocabulary // _GPU_ALIGNMENT) * _GPU_ALIGNMENT if on_gpu else vocabulary
+
+
+def chunk_size(chunk_tokens: int | None, head: LinearHead, *, on_gpu: bool) -> int:
     """Return the number of rows in a chunk: `chunk_tokens`, or a default.
 
     On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
     every chunk reads and writes the accumulated weight gradient once, which takes many rows to
-    amortize; a frozen head needs fewer.
+    amortize; the logits of a chunk, its hidden states in 16 bits and their gradient in float32 take
+    at most 512 MiB.
     """
     if chunk_tokens is not None:
         return chunk_tokens
-    if head.weight.device.type != "cpu":
-        return 4096 if trained else 1024
+    if on_gpu:
+        width, wide = head.weight.shape[1], head.dtype.itemsize
+        row_bytes = row_stride(head.vocabulary, on_gpu=True) * wide + width * (2 + wide)
+        rows = _GPU_CHUNK_BYTES // row_bytes
+        return max(1, rows // _GPU_TILE * _GPU_TILE or rows)
     rows = _CPU_CHUNK_BYTES // (head.vocabulary * head.dtype.itemsize)
     return max(16, min(rows, 4096))
 
 
-def chunks(rows: Tensor | None, total: int, size: int) -> Iterator[Tensor | slice]:
-    """Yield chunks of `rows` (None: of all `total` rows), of at most `size` rows."""
-    count = total if rows is None else rows.shape[0]
+def chunks(start: int, count: int, size: int, *, on_gpu: bool) -> Iterator[slice]:
+    """Yield the rows from `start` on in chunks of about equal sizes, of at most `size` rows.
+
+    The GEMMs of a short last chunk would be inefficient, as they are with a part of a tile.
+    """
     number = -(-count // size)
-    for i in range(number):  # equal sizes: the GEMMs of a short last chunk would be inefficient
-        bounds = slice(i * count // number, (i + 1) * count // number)
-        yield bounds if rows is None else rows[bounds]
+    tile = _GPU_TILE if on_gpu and size % _GPU_TILE == 0 else 1
+    tiles = -(-count // tile)
+    for i in range(number):
+        first, end = (min(j * tiles // number * tile, count) for j in (i, i + 1))
+        yield slice(start + first, start + end)
 
 
 def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
@@ -85,7 +112,7 @@ def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
         stats = reference_stats(logits, rows)
         unused = torch.zeros_like(logits[:, 0])
         return RowStats(*stats, row_max=unused, log_sum=unused)  # type: ignore[misc]
-    outputs = operators(backend).token_stats_fwd(logits[None], *_as_batch(rows), True, True)
+    outputs = operators(backend).token_stats_fwd(logits[None], *as_batch(rows), True, True)
     return RowStats._make(output[0] for output in outputs)
 
 
@@ -93,10 +120,15 @@ def write_chunk_gradient(
     logits: Tensor,
     rows: RowArguments,
     stats: RowStats,
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    grads: Sequence[Tensor | None],
     backend: str,
+    *,
+    narrow: bool,
 ) -> None:
-    """Overwrite the logits `[C, V]` with dL/dlogits; `grads`: of logprobs, entropy, logsumexp."""
+    """Overwrite the logits `[C, V]` with dL/dlogits; `grads`: of logprobs, entropy, logsumexp.
+
+    `narrow`: as bfloat16 in the second half of each row, see `fastrl/library.py`.
+    """
     if backend == "reference":
         with torch.enable_grad():
             leaf = logits.detach().clone().requires_grad_()
@@ -107,12 +139,12 @@ def write_chunk_gradient(
         return
     operators(backend).token_stats_bwd_(
         logits[None],
-        *_as_batch(rows),
+        *as_batch(rows),
         stats.row_max[None],
         stats.log_sum[None],
         stats.entropy[None],
         *(None if grad is None else grad[None].contiguous() for grad in grads),
-        False,
+        narrow,
     )
 
 

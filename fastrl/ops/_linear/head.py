@@ -1,7 +1,7 @@
 """The LM head of the linear forms: its checks, logits and gradients.
 
 Logits are float32 for operands of any dtype (float64 if one is float64), and gradients of
-parameters are accumulated in that dtype; `products.py` has the GEMMs.
+parameters are accumulated in that dtype; `products.py` and `tensor_cores.py` have the GEMMs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from fastrl.checks import floating, is_sharded, number, on_device
 from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.native import new_large
-from fastrl.ops._linear.products import ConvertedProducts
+from fastrl.ops._linear.products import Products
 from fastrl.ops._linear.sharded import gathered
 
 
@@ -27,25 +27,21 @@ class LinearHead:
     lora_a: Tensor | None
     lora_b: Tensor | None
     lora_scale: float
-    products: ConvertedProducts
+    #: of logits, sums and accumulated gradients
+    dtype: torch.dtype
 
     @property
     def vocabulary(self) -> int:
         """The size of the vocabulary, V."""
         return self.weight.shape[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of logits, sums and accumulated gradients."""
-        return self.products.dtype
-
     def parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return weight, bias, lora_a, lora_b."""
         return self.weight, self.bias, self.lora_a, self.lora_b
 
-    def project(self, hidden: Tensor, logits: Tensor) -> None:
+    def project(self, products: Products, hidden: Tensor, logits: Tensor) -> None:
         """Write the logits `[C, V]` of hidden states `[C, H]` in `products.operand_dtype`."""
-        self.products.logits(hidden, self.weight, logits)
+        products.logits(hidden, logits)
         if self.lora_a is not None and self.lora_b is not None:
             low_rank = hidden.to(self.dtype) @ self.lora_a.to(self.dtype).t()
             low_rank *= self.lora_scale
@@ -57,9 +53,9 @@ class LinearHead:
 class HeadGradients:
     """Gradients of the head's parameters, accumulated over chunks; only needed ones use memory."""
 
-    def __init__(self, head: LinearHead, needs: tuple[bool, ...]) -> None:
+    def __init__(self, head: LinearHead, products: Products, needs: tuple[bool, ...]) -> None:
         """`needs`: whether weight, bias, lora_a and lora_b need a gradient."""
-        self._head = head
+        self._head, self._products = head, products
         self._sums = [
             new_large(parameter, parameter.shape, head.dtype)
             if need and parameter is not None
@@ -73,41 +69,40 @@ class HeadGradients:
         self._weight_written = False
 
     def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
-        """Add the gradients of a chunk with dL/dlogits `[C, V]`, which may be overwritten.
+        """Add the gradients of a chunk with dL/dlogits `[C, V]`.
 
         The gradient of the hidden states is written to `grad_hidden`, if given.
         """
-        head, products = self._head, self._head.products
+        products = self._products
         weight, bias, *_ = self._sums
         if bias is not None:
-            bias.add_(grad_logits.sum(0))
-        through_lora = self._add_lora(grad_logits, hidden, to_hidden=grad_hidden is not None)
-        operand = products.gradient_operand(grad_logits)
+            bias.add_(grad_logits.sum(0, dtype=bias.dtype))
         if grad_hidden is not None:
-            products.hidden_gradient(operand, head.weight, grad_hidden)
-            if through_lora is not None:
-                grad_hidden.addmm_(*through_lora)
+            products.hidden_gradient(grad_logits, grad_hidden)
+        self._add_lora(grad_logits, hidden, grad_hidden)
         if weight is not None:
-            products.weight_gradient(operand, hidden, weight, accumulate=self._weight_written)
+            products.weight_gradient(grad_logits, hidden, weight, accumulate=self._weight_written)
             self._weight_written = True
 
-    def _add_lora(
-        self, grad_logits: Tensor, hidden: Tensor, *, to_hidden: bool
-    ) -> tuple[Tensor, Tensor] | None:
-        """Add to the gradients of LoRA; return its share of dL/dhidden as two factors."""
-        head = self._head
+    def _add_lora(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
+        """Add to the gradients of LoRA, and its share to that of the hidden states."""
+        head, add_product = self._head, self._products.add_product
         lora_a, lora_b = self._sums[2:]
         if head.lora_a is None or head.lora_b is None:
-            return None
-        a, b, hidden = (x.to(head.dtype) for x in (head.lora_a, head.lora_b, hidden))
+            return
+        a, hidden = head.lora_a.to(head.dtype), hidden.to(head.dtype)
         if lora_b is not None:
-            lora_b.addmm_(grad_logits.t(), hidden @ a.t(), alpha=head.lora_scale)
-        if lora_a is None and not to_hidden:
-            return None
-        grad_low_rank = (grad_logits @ b).mul_(head.lora_scale)
+            low_rank = (hidden @ a.t()).mul_(head.lora_scale)
+            add_product(lora_b, grad_logits.t(), low_rank)
+        if lora_a is None and grad_hidden is None:
+            return
+        grad_low_rank = hidden.new_zeros((hidden.shape[0], a.shape[0]))
+        add_product(grad_low_rank, grad_logits, head.lora_b)
+        grad_low_rank *= head.lora_scale
         if lora_a is not None:
             lora_a.addmm_(grad_low_rank.t(), hidden)
-        return grad_low_rank, a
+        if grad_hidden is not None:
+            grad_hidden.addmm_(grad_low_rank, a)
 
     def results(self) -> tuple[Tensor, ...]:
         """Return the gradients in the dtypes of the parameters, empty if not needed.
@@ -157,8 +152,7 @@ def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> Linea
     for name, value in (("weight", matrix), ("bias", offset), ("lora[0]", a), ("lora[1]", b)):
         if value is not None:
             on_device(name, value, hidden, "hidden")
-    products = ConvertedProducts(arithmetic_dtype(hidden, matrix))
-    return LinearHead(matrix, offset, a, b, scale, products)
+    return LinearHead(matrix, offset, a, b, scale, arithmetic_dtype(hidden, matrix))
 
 
 def _gathered(name: str, parameter: object) -> Tensor:

@@ -54,18 +54,26 @@ class TokenSlopes(NamedTuple):
                 result = result | ((a.weights if weights is None else weights) != 0)
         return result
 
+    def taken(self, indices: Tensor | None) -> TokenSlopes:
+        """Return the loss of the tokens with these indices; None means all."""
+        if indices is None:
+            return self
+        arguments = (None if x is None else x[indices] for x in self.arguments)
+        return self._replace(active=self.active[indices], arguments=LossArguments._make(arguments))
+
+    def arguments_of(self, chunk: slice) -> LossArguments:
+        """Return the arguments of a chunk, `[1, C]` each."""
+        return LossArguments._make(None if x is None else x[chunk][None] for x in self.arguments)
+
     def of_chunk(
-        self, logprobs: Tensor, entropy: Tensor, chunk: Tensor | slice
+        self, logprobs: Tensor, entropy: Tensor, chunk: slice
     ) -> tuple[Tensor, Tensor | None]:
         """Return dL/dlogprobs and dL/dentropy (None: 0) of a chunk, `[C]` each."""
-        arguments = LossArguments._make(
-            None if x is None else x[chunk][None].contiguous() for x in self.arguments
-        )
         _, slope, entropy_slope, _ = evaluate(
             logprobs[None],
             entropy[None],
             self.active[chunk][None],
-            arguments,
+            self.arguments_of(chunk),
             self.objective,
             self.function,
             self.backend,

@@ -1,0 +1,78 @@
+"""The arguments of the linear operators, read back from their flat form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fastrl.contract import Coefficients, RowArguments
+from fastrl.library import arithmetic_dtype
+from fastrl.ops._linear.head import LinearHead
+
+Fields = TypeVar("Fields")
+
+
+class LinearCall(NamedTuple):
+    """The arguments that all operators of the linear forms share; rows are `[N]`."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    lora_scale: float
+    rows: RowArguments
+    chunk_tokens: int | None
+    compact: bool
+    backend: str
+    operand_dtype: torch.dtype | None
+
+    def head(self) -> LinearHead:
+        """Return the LM head."""
+        dtype = arithmetic_dtype(self.hidden, self.weight)
+        return LinearHead(self.weight, self.bias, self.lora_a, self.lora_b, self.lora_scale, dtype)
+
+    def active(self) -> Tensor:
+        """Return which rows are active."""
+        mask = self.rows.mask
+        if mask is None or mask.dtype != torch.bool:
+            came = "None" if mask is None else str(mask.dtype)
+            raise ValueError(f"mask must be a bool tensor for a linear form, got {came}")
+        return mask
+
+    def on_gpu(self) -> bool:
+        """Return whether the kernels of a GPU run the chunks (on a CPU: as they would there)."""
+        return self.backend in ("triton", "cuda")
+
+
+@functools.cache
+def _types(fields: type) -> tuple[Any, ...]:
+    return tuple(get_type_hints(fields).values())
+
+
+class Arguments:
+    """The flat arguments of an operator, consumed from the front."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        """`arguments`: in the order of the schema."""
+        self._remaining = list(arguments)
+
+    def take(self, fields: type[Fields]) -> Fields:
+        """Return the next arguments as a named tuple, in which others may be nested."""
+        values = []
+        for kind in _types(fields):  # type: ignore[arg-type]
+            nested = isinstance(kind, type) and hasattr(kind, "_fields")
+            if nested and kind is not Coefficients:  # which are a single argument, a list
+                values.append(self.take(kind))
+            else:
+                value = self._remaining.pop(0)
+                values.append(Coefficients._make(value) if kind is Coefficients else value)
+        return fields(*values)
+
+    def rest(self) -> list[Any]:
+        """Return the remaining arguments."""
+        return self._remaining

@@ -1,0 +1,128 @@
+"""The rows of a linear call, processed chunk by chunk in the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl import native
+from fastrl.contract import RowArguments, RowStats
+from fastrl.library import stored_dtype
+from fastrl.ops._linear.call import LinearCall
+from fastrl.ops._linear.chunks import RowOrder, chunk_size, chunks, row_stride, take_rows
+from fastrl.ops._linear.head import HeadGradients
+from fastrl.ops._linear.products import choose_products
+
+
+class LinearGradients(NamedTuple):
+    """Gradients of hidden states and parameters, empty if not needed."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    lora_a: Tensor
+    lora_b: Tensor
+
+
+class Projected(NamedTuple):
+    """A chunk: its hidden states as the GEMMs take them, logits `[C, V]` and row arguments."""
+
+    states: Tensor
+    logits: Tensor
+    rows: RowArguments
+
+
+class LinearWalk:
+    """The rows of a call in their order; a chunk is a slice of it.
+
+    A chunk's logits are overwritten by those of the next one.
+    """
+
+    def __init__(self, call: LinearCall, order: RowOrder, needs: list[bool]) -> None:
+        """`needs`: whether hidden, weight, bias, lora_a and lora_b need a gradient."""
+        hidden, head = call.hidden, call.head()
+        self._hidden, self._head, self._order, self._needs = hidden, head, order, needs
+        self._on_gpu = call.on_gpu()
+        self._rows = call.rows if order.indices is None else take_rows(call.rows, order.indices)
+        self._products = choose_products(
+            hidden, head.weight, head.dtype, call.backend, call.operand_dtype
+        )
+        #: whether dL/dlogits is bfloat16 in the second half of each row
+        self.narrow = self._products.narrow
+        size = chunk_size(call.chunk_tokens, head, on_gpu=self._on_gpu)
+        self._size = max(1, min(size, order.trained + order.scored))
+        stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
+        self._workspace = native.new_large(hidden, (self._size, stride), head.dtype)
+        self._states = hidden.new_empty(
+            (self._size, hidden.shape[1]), dtype=self._products.operand_dtype
+        )
+        self._parameters = HeadGradients(head, self._products, tuple(needs[1:]))
+        self._grad_hidden = (
+            hidden.new_zeros(hidden.shape, dtype=stored_dtype(hidden))
+            if needs[0]
+            else hidden.new_empty(0)
+        )
+
+    def trained(self) -> Iterator[slice]:
+        """Yield chunks of the rows that may have a gradient."""
+        return chunks(0, self._order.trained, self._size, on_gpu=self._on_gpu)
+
+    def scored(self) -> Iterator[slice]:
+        """Yield chunks of the rows of which only the statistics are needed."""
+        order = self._order
+        return chunks(order.trained, order.scored, self._size, on_gpu=self._on_gpu)
+
+    def project(self, chunk: slice) -> Projected:
+        """Compute the logits of a chunk."""
+        indices = self._order.indices
+        hidden = self._hidden[chunk if indices is None else indices[chunk]]
+        states = self._states[: hidden.shape[0]].copy_(hidden)
+        logits = self._workspace[: hidden.shape[0], : self._head.vocabulary]
+        rows = take_rows(self._rows, chunk)
+        if indices is None:  # includes masked rows: 0 * NaN would reach the weight
+            assert rows.mask is not None
+            states.masked_fill_(~rows.mask[:, None], 0.0)
+        self._head.project(self._products, states, logits)
+        return Projected(states, logits, rows)
+
+    def gradient(self, logits: Tensor) -> Tensor:
+        """Return dL/dlogits, which an operator has written over the logits of a chunk."""
+        if not self.narrow:
+            return logits
+        stride, vocabulary = self._workspace.shape[1], self._head.vocabulary
+        memory = self._workspace[: logits.shape[0]].view(torch.bfloat16)
+        return memory[:, stride : stride + vocabulary]
+
+    def add_gradients(
+        self, chunk: slice, grad_logits: Tensor, states: Tensor, kept: Tensor | None = None
+    ) -> None:
+        """Run the gradient GEMMs of a chunk, or of its rows `kept`."""
+        grad_states = torch.empty_like(states, dtype=self._head.dtype) if self._needs[0] else None
+        self._parameters.add(grad_logits, states, grad_states)
+        if grad_states is not None:
+            place: slice | Tensor = chunk
+            if self._order.indices is not None:
+                place = self._order.indices[chunk]
+                place = place if kept is None else place[kept]
+            self._grad_hidden[place] = grad_states.to(self._grad_hidden.dtype)
+
+    def no_stats(self) -> RowStats:
+        """Return statistics of 0 for the rows in their order."""
+        like, dtype = self._rows.token_ids, self._head.dtype
+        stats = RowStats._make(torch.zeros_like(like, dtype=dtype) for _ in RowStats._fields)
+        return stats._replace(is_top1=torch.zeros_like(like, dtype=torch.bool))
+
+    def expanded(self, values: Tensor) -> Tensor:
+        """Return values in the order of processing for all rows `[N]`, 0 at the others."""
+        if self._order.indices is None:
+            return values
+        result = values.new_zeros(self._hidden.shape[0])
+        result[self._order.indices] = values
+        return result
+
+    def gradients(self) -> LinearGradients:
+        """Return the gradients, accumulated over all chunks."""
+        return LinearGradients(self._grad_hidden, *self._parameters.results())
