@@ -1,4 +1,8 @@
-"""Losses whose gradient is computed in the forward; the backward only scales it."""
+"""Losses whose gradient is computed in the forward; the backward only scales it.
+
+On a GPU nobody looks at the upstream factor, which would take a synchronization: a kernel does, and
+leaves the gradient alone where it is 1. Any other factor costs another read and write of it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastrl.backend import KERNEL_DTYPES, of_gpu
+from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.tracing import is_traced
 
@@ -102,4 +108,14 @@ def _scaled(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
         return [grad * factor for grad in grads]
     if factor.is_cpu and float(factor) == 1.0:
         return grads
-    return [grad.mul_(factor) for grad in grads]
+    return [_scale(grad, factor) for grad in grads]
+
+
+def _scale(grad: Tensor, factor: Tensor) -> Tensor:
+    """Multiply in place; on a GPU by a kernel that returns at once where the factor is 1."""
+    backend = of_gpu() if grad.is_cuda else None
+    adjacent = grad.is_contiguous() or (grad.dim() > 1 and grad[0].is_contiguous())
+    if backend is None or not adjacent or grad.dtype not in KERNEL_DTYPES:
+        return grad.mul_(factor)
+    operators(backend).scale_(grad, factor)
+    return grad
