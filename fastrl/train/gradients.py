@@ -10,9 +10,9 @@ from torch import Tensor
 from fastrl.train.config import RunConfig
 
 
-def autocast(config: RunConfig, model: Any) -> AbstractContextManager[Any]:
+def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
     """The precision of forward and backward."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
 def minibatches(samples: int, config: RunConfig) -> Iterator[Tensor]:

@@ -50,7 +50,7 @@ def train(config: GrpoConfig) -> Summary:
 
             # Sample a group of completions for each prompt; compare their rewards within it.
             prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
-            with autocast(config, model):
+            with autocast(config, model.device):
                 rollout, completions = generate(
                     model,
                     tokenizer,

@@ -52,7 +52,7 @@ def policy_outputs(model: Any, rollout: Rollout, config: RunConfig) -> PolicyOut
         "attention_mask": rollout.attention_mask,
         "position_ids": (rollout.attention_mask.cumsum(1) - 1).clamp(min=0),
     }
-    with autocast(config, model):
+    with autocast(config, model.device):
         if config.loss == "linear":
             states = last_hidden_states(model, **inputs)[:, sampled]
             return PolicyOutputs(states, None, lm_head(model))
@@ -71,8 +71,9 @@ def policy_logprobs(outputs: PolicyOutputs, rollout: Rollout, config: RunConfig)
     if outputs.logits is not None:
         return token_logprobs(outputs.logits, rollout.token_ids, **options)
     assert outputs.head is not None
-    head = outputs.head.arguments()
-    return linear_token_logprobs(outputs.states, token_ids=rollout.token_ids, **head, **options)
+    states, head = outputs.states, outputs.head.arguments()
+    with autocast(config, states.device):  # on a GPU the head multiplies in the same precision
+        return linear_token_logprobs(states, token_ids=rollout.token_ids, **head, **options)
 
 
 def policy_loss(
@@ -102,7 +103,9 @@ def policy_loss(
     if outputs.logits is not None:
         return logits_policy_loss(outputs.logits, **tokens, **options)
     assert outputs.head is not None
-    return linear_policy_loss(outputs.states, **outputs.head.arguments(), **tokens, **options)
+    states, head = outputs.states, outputs.head.arguments()
+    with autocast(config, states.device):
+        return linear_policy_loss(states, **head, **tokens, **options)
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def train(config: PpoConfig) -> Summary:
 
             # Sample a completion for each prompt.
             prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
-            with autocast(config, model):
+            with autocast(config, model.device):
                 rollout, completions = generate(
                     model,
                     tokenizer,

@@ -124,7 +124,7 @@ def evaluate(job: Job, config: RunConfig) -> float:
     total = 0.0
     for start in range(0, len(job.held_out), 256):
         prompts = job.held_out[start : start + 256]
-        with autocast(config, job.model):
+        with autocast(config, job.model.device):
             _, completions = generate(
                 job.model,
                 job.tokenizer,

@@ -11,7 +11,7 @@ import fastrl
 from fastrl import Objective, PolicyLoss
 from fastrl.backend import Backend
 from fastrl.integrations.trl.rules import objective_of
-from fastrl.integrations.trl.scoring import completions
+from fastrl.integrations.trl.scoring import completions, precision_of_head
 
 #: What a batch may hold; one with anything else (a tool mask, images) is left to TRL.
 FUSED_INPUTS = frozenset(
@@ -43,20 +43,21 @@ def fused_loss(
         mask.shape[1],
     )
     objective = objective_of(trainer)
-    return fastrl.linear_policy_loss(
-        tokens.hidden,
-        token_ids=tokens.token_ids,
-        advantages=inputs["advantages"],
-        mask=tokens.mask,
-        temperature=trainer.temperature,
-        old_logprobs=inputs.get("old_per_token_logps"),
-        ref_logprobs=inputs["ref_per_token_logps"] if trainer.beta else None,
-        policy_weights=_correction(trainer, inputs),
-        objective=objective,
-        normalizer=normalizers(trainer, inputs, objective),
-        backend=backend,
-        **tokens.head.arguments(),
-    )
+    with precision_of_head(trainer):
+        return fastrl.linear_policy_loss(
+            tokens.hidden,
+            token_ids=tokens.token_ids,
+            advantages=inputs["advantages"],
+            mask=tokens.mask,
+            temperature=trainer.temperature,
+            old_logprobs=inputs.get("old_per_token_logps"),
+            ref_logprobs=inputs["ref_per_token_logps"] if trainer.beta else None,
+            policy_weights=_correction(trainer, inputs),
+            objective=objective,
+            normalizer=normalizers(trainer, inputs, objective),
+            backend=backend,
+            **tokens.head.arguments(),
+        )
 
 
 def normalizers(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,20 @@ def completions(
     with trainer.accelerator.autocast():
         states = last_hidden_states(model, input_ids=input_ids, attention_mask=attention_mask)
     hidden = states[:, -count - 1 : -1]
-    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
+    if _float32_head(trainer):
         hidden = hidden.float()
     return Completions(hidden, input_ids[:, -count:], attention_mask[:, -count:], lm_head(model))
+
+
+def precision_of_head(trainer: Any) -> AbstractContextManager[Any]:
+    """Return the autocast under which a GPU multiplies the LM head."""
+    if _float32_head(trainer):
+        return torch.autocast(trainer.accelerator.device.type, enabled=False)
+    return cast("AbstractContextManager[Any]", trainer.accelerator.autocast())
+
+
+def _float32_head(trainer: Any) -> bool:
+    return bool(getattr(trainer.args, "cast_lm_head_to_fp32", False))
 
 
 def token_stats(
@@ -60,15 +72,16 @@ def token_stats(
     for start in range(0, input_ids.shape[0], batch_size):
         part = slice(start, start + batch_size)
         tokens = completions(trainer, model, input_ids[part], attention_mask[part], count)
-        stats = linear_token_stats(
-            tokens.hidden,
-            token_ids=tokens.token_ids,
-            mask=tokens.mask,
-            temperature=trainer.temperature,
-            outputs=wanted,
-            backend=backend,
-            **tokens.head.arguments(),
-        )
+        with precision_of_head(trainer):
+            stats = linear_token_stats(
+                tokens.hidden,
+                token_ids=tokens.token_ids,
+                mask=tokens.mask,
+                temperature=trainer.temperature,
+                outputs=wanted,
+                backend=backend,
+                **tokens.head.arguments(),
+            )
         for name, parts in zip(wanted, found, strict=True):
             parts.append(getattr(stats, name))
     logprobs, *entropy = (torch.cat(parts) for parts in found)
