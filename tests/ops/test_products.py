@@ -1,85 +1,97 @@
-"""The GEMMs of the LM head: the same gradients with every library."""
+"""The GEMMs of the LM head: which are chosen, and what they round."""
+
+import contextlib
 
 import pytest
 import torch
 
 from fastrl.ops._linear import products
-from fastrl.ops._linear.products import (
-    ConvertedProducts,
-    TensorCoreProducts,
-    choose_products,
-    narrowed,
-)
+from fastrl.ops._linear.products import ConvertedProducts, choose_products
+from fastrl.ops._linear.tensor_cores import TensorCoreProducts, gemm_dtype
+from tests.support.tensor_cores import tensor_cores  # noqa: F401
 
 ROWS, WIDTH, VOCABULARY = 5, 8, 37
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-@pytest.fixture
-def wide_results(monkeypatch):
-    """torch.mm and torch.addmm with `out_dtype`, which torch only has on a GPU."""
-
-    def mm(a, b, *, out_dtype, out):
-        assert a.dtype == b.dtype == torch.bfloat16
-        assert out.dtype == out_dtype == torch.float32
-        return out.copy_(a.double() @ b.double())
-
-    def addmm(total, a, b, *, out_dtype, out):
-        assert out is total
-        product = mm(a, b, out_dtype=out_dtype, out=torch.empty_like(out))
-        return out.add_(product)
-
-    monkeypatch.setattr(products.torch, "mm", mm)
-    monkeypatch.setattr(products.torch, "addmm", addmm)
-
-
-@pytest.mark.parametrize("columns", [1, 2, 3, 16, 1000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_matrix_is_narrowed_in_its_own_memory(dtype, columns):
-    matrix = torch.randn(4, columns)
-    expected, memory = matrix.to(dtype), matrix.untyped_storage().data_ptr()
-    narrow = narrowed(matrix, dtype)
-    assert torch.equal(narrow, expected)
-    assert narrow.untyped_storage().data_ptr() == memory
-
-
-def test_tensor_cores_round_the_gradient_of_the_logits_and_nothing_else(wide_results):
-    hidden = torch.randn(ROWS, WIDTH).bfloat16()
-    weight = torch.randn(VOCABULARY, WIDTH).bfloat16()
-    grad = torch.randn(ROWS, VOCABULARY)
-    cores = TensorCoreProducts(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_tensor_cores_round_operands_once(tensor_cores, dtype):  # noqa: F811
+    hidden = torch.randn(ROWS, WIDTH).to(dtype)
+    weight = torch.randn(VOCABULARY, WIDTH)
+    grad = torch.randn(ROWS, VOCABULARY).bfloat16()
+    cores = TensorCoreProducts(weight, dtype)
     logits = torch.empty(ROWS, VOCABULARY)
-    cores.logits(hidden, weight, logits)
-    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().t())
-    rounded = grad.bfloat16().double()
-    operand = cores.gradient_operand(grad.clone())
+    cores.logits(hidden, logits)
+    torch.testing.assert_close(logits, (hidden.double() @ weight.to(dtype).double().t()).float())
     found = torch.empty(ROWS, WIDTH)
-    cores.hidden_gradient(operand, weight, found)
-    torch.testing.assert_close(found.double(), rounded @ weight.double())
+    cores.hidden_gradient(grad, found)
+    torch.testing.assert_close(found, (grad.double() @ weight.bfloat16().double()).float())
     total = torch.full((VOCABULARY, WIDTH), torch.nan)
-    cores.weight_gradient(operand, hidden, total, accumulate=False)
-    cores.weight_gradient(operand, hidden, total, accumulate=True)
-    torch.testing.assert_close(total.double(), 2 * rounded.t() @ hidden.double())
+    cores.weight_gradient(grad, hidden, total, accumulate=False)
+    cores.weight_gradient(grad, hidden, total, accumulate=True)
+    expected = 2 * grad.double().t() @ hidden.bfloat16().double()
+    torch.testing.assert_close(total, expected.float())
 
 
-def test_the_gemm_is_chosen_by_device_dtype_and_machine(monkeypatch):
-    def chosen(hidden, weight, backend, device="cpu"):
-        operands = (torch.empty(1, 1, dtype=dtype, device="meta") for dtype in (hidden, weight))
+def test_the_weight_is_cast_once_and_not_at_all_in_its_own_dtype(tensor_cores):  # noqa: F811
+    weight = torch.randn(VOCABULARY, WIDTH)
+    cores = TensorCoreProducts(weight, BF16)
+    assert cores._weight_of_gradient is cores._weight_of_gradient is cores._weight
+    assert TensorCoreProducts(weight.bfloat16(), BF16)._weight.dtype == BF16
+    half = TensorCoreProducts(weight.half(), F16)
+    assert half._weight is half._given
+    assert half._weight_of_gradient is half._weight_of_gradient
 
-        class OnDevice:
-            def __init__(self, tensor):
-                self.dtype, self.device = tensor.dtype, torch.device(device)
-                self.stride = tensor.stride
 
-        return choose_products(*map(OnDevice, operands), torch.float32, backend)
+def operands(*dtypes, device="cuda"):
+    class OnDevice:
+        def __init__(self, dtype):
+            self.dtype, self.device = dtype, torch.device(device)
 
-    half, full = torch.bfloat16, torch.float32
+    return map(OnDevice, dtypes)
+
+
+@contextlib.contextmanager
+def autocast_of_a_gpu(dtype):
+    """`torch.autocast` turns itself off where there is none."""
+    torch.set_autocast_enabled("cuda", True)
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cuda", before)
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_the_dtype_of_the_gemms_is_that_of_autocast_or_of_both_operands(backend):
+    assert gemm_dtype(*operands(BF16, BF16), backend) == BF16
+    assert gemm_dtype(*operands(F16, F16), backend) == F16
+    for others in ((F32, F32), (BF16, F32), (F32, BF16), (BF16, F16), (F64, F64)):
+        assert gemm_dtype(*operands(*others), backend) is None
+    for dtype in (BF16, F16):
+        with autocast_of_a_gpu(dtype):
+            for both in ((F32, F32), (BF16, F32), (BF16, BF16), (F16, F16)):
+                assert gemm_dtype(*operands(*both), backend) == dtype
+            assert gemm_dtype(*operands(F32, F64), backend) is None
+            assert gemm_dtype(*operands(F32, F32), "reference") is None
+            with torch.autocast("cuda", enabled=False):
+                assert gemm_dtype(*operands(F32, F32), backend) is None
+    with torch.autocast("cpu", BF16):
+        assert gemm_dtype(*operands(F32, F32, device="cpu"), backend) is None  # the interpreter
+
+
+def test_the_gemms_are_chosen_by_dtype_backend_and_machine(monkeypatch):
+    def chosen(hidden, weight, backend, operand_dtype=None):
+        tensors = (torch.empty(1, 1, dtype=dtype) for dtype in (hidden, weight))
+        return type(choose_products(*tensors, F32, backend, operand_dtype))
+
     for tiles, expected in ((True, products.TileProducts), (False, ConvertedProducts)):
         monkeypatch.setattr(products.native, "has_matrix_tiles", lambda tiles=tiles: tiles)
-        assert type(chosen(half, half, "cpu")) is expected
-    assert type(chosen(half, full, "cpu")) is ConvertedProducts
-    assert type(chosen(half, half, "reference")) is ConvertedProducts
+        assert chosen(BF16, BF16, "cpu") is expected
+    assert chosen(BF16, F32, "cpu") is ConvertedProducts
+    assert chosen(BF16, BF16, "reference") is ConvertedProducts
     for backend in ("triton", "cuda"):
-        assert type(chosen(half, half, backend, "cuda")) is TensorCoreProducts
-        assert type(chosen(full, full, backend, "cuda")) is ConvertedProducts
-        assert type(chosen(torch.float16, torch.float16, backend, "cuda")) is ConvertedProducts
-    assert type(chosen(half, half, "triton", "cpu")) is ConvertedProducts  # the interpreter
+        assert chosen(F32, F32, backend, BF16) is TensorCoreProducts
+        assert chosen(F32, F32, backend) is ConvertedProducts

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
+#: Devices that torch has no product of 16-bit matrices with a float32 result for.
+_WITHOUT = ("cpu",)
 
 
 def gemm_dtype(hidden: Tensor, weight: Tensor, backend: str) -> torch.dtype | None:
@@ -17,7 +19,7 @@ def gemm_dtype(hidden: Tensor, weight: Tensor, backend: str) -> torch.dtype | No
     has no effect, and the reference backend never rounds an operand.
     """
     device = hidden.device.type
-    if device == "cpu" or backend not in ("triton", "cuda"):
+    if device in _WITHOUT or backend not in ("triton", "cuda"):
         return None
     if torch.float64 in (hidden.dtype, weight.dtype):
         return None

@@ -63,7 +63,9 @@ class TokenSlopes(NamedTuple):
 
     def arguments_of(self, chunk: slice) -> LossArguments:
         """Return the arguments of a chunk, `[1, C]` each."""
-        return LossArguments._make(None if x is None else x[chunk][None] for x in self.arguments)
+        return LossArguments._make(
+            None if x is None else x[chunk][None].contiguous() for x in self.arguments
+        )
 
     def of_chunk(
         self, logprobs: Tensor, entropy: Tensor, chunk: slice
