@@ -260,17 +260,14 @@ def _(logprobs: Tensor, *_: object) -> tuple[Tensor, ...]:
 
 
 def _linear_gradients(
-    hidden: Tensor, *parameters: Tensor | None, needs: list[bool]
+    hidden: Tensor, weight: Tensor, *parameters: Tensor | None, needs: list[bool]
 ) -> list[Tensor]:
+    tensors = (hidden, weight, *parameters)
     return [
-        hidden.new_empty(0)
-        if parameter is None or not need
-        else torch.empty_like(
-            parameter,
-            dtype=stored_dtype(parameter),
-            memory_format=torch.contiguous_format,
-        )
-        for parameter, need in zip((hidden, *parameters), needs, strict=True)
+        (hidden if x is hidden else weight).new_empty(0)
+        if x is None or not need
+        else torch.empty_like(x, dtype=stored_dtype(x), memory_format=torch.contiguous_format)
+        for x, need in zip(tensors, needs, strict=True)
     ]
 
 

@@ -39,6 +39,8 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
         first = arguments[0]
         device = (first.hidden if isinstance(first, LinearCall) else first).device.type
+        if not torch.amp.is_autocast_available(device):
+            return function(*arguments, **options)
         with torch.autocast(device, enabled=False):
             return function(*arguments, **options)
 

@@ -1,0 +1,113 @@
+"""The linear forms on tensors without memory: shapes, strides and dtypes of the GPU's branches.
+
+On the meta device every torch operator checks what its CUDA kernel would be given; where torch was
+built with CUDA, the same on fake CUDA tensors, which choose the CUDA overloads.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastrl import Objective, library
+from fastrl.contract import LossArguments, RowArguments
+from fastrl.ops._linear import passes
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ROWS, WIDTH, VOCABULARY, RANK = 20, 24, 37, 3
+#: dtypes of hidden states, weight and the operands of GEMMs
+PRECISIONS = {
+    "bf16": (BF16, BF16, BF16),
+    "fp16": (F16, F16, F16),
+    "fp32 weight under bf16 autocast": (BF16, F32, BF16),
+    "fp32 under fp16 autocast": (F32, F32, F16),
+    "fp32": (F32, F32, None),
+    "bf16 beside fp32": (BF16, F32, None),
+}
+HEADS = ("plain", "bias", "lora", "bias and lora", "transposed")
+NEEDS = {
+    "everything": [True] * 5,
+    "a frozen head": [True, False, False, False, False],
+    "the head alone": [False, True, True, True, True],
+    "adapters": [True, False, False, True, True],
+    "nothing": [False] * 5,
+}
+
+
+@pytest.fixture(params=["meta", "cuda"])
+def device(request):
+    """A device of tensors without memory, inside of whatever mode makes these."""
+    if request.param == "cuda" and torch.version.cuda is None:
+        pytest.skip("fake CUDA tensors need a torch that was built with CUDA")
+    with FakeTensorMode() if request.param == "cuda" else contextlib.nullcontext():
+        yield request.param
+
+
+def call(device, precision, head, chunk_tokens, backend):
+    of_hidden, of_weight, operand = PRECISIONS[precision]
+
+    def tensor(*shape, dtype=F32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    weight = tensor(VOCABULARY, WIDTH, dtype=of_weight)
+    if head == "transposed":
+        weight = tensor(WIDTH, VOCABULARY, dtype=of_weight).t()
+    rows = RowArguments(
+        token_ids=tensor(ROWS, dtype=torch.int64),
+        mask=tensor(ROWS, dtype=torch.bool),
+        ignore_index=-100,
+        temperatures=tensor(ROWS),
+        temperature=1.0,
+        logit_scale=1.0,
+        logit_softcap=0.0,
+    )
+    return (
+        tensor(ROWS, WIDTH, dtype=of_hidden),
+        weight,
+        tensor(VOCABULARY) if "bias" in head else None,
+        tensor(RANK, WIDTH) if "lora" in head else None,
+        tensor(VOCABULARY, RANK, dtype=of_weight) if "lora" in head else None,
+        0.5,
+        *rows,
+        chunk_tokens,
+        False,
+        backend,
+        operand,
+    ), tensor(ROWS)
+
+
+def assert_same(found, name, arguments):
+    """Compare the results of a loop with what its schema's fake promises."""
+    promised = getattr(torch.ops.fastrl, name)(*arguments)
+    for one, other in zip(found, promised, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        assert one.device.type == other.device.type
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("needs", NEEDS)
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_loops_of_a_gpu(device, precision, head, chunk_tokens, needs, backend):
+    if device == "cuda" and torch.__version__.startswith("2.10."):
+        pytest.skip("torch 2.10 has no fake of addmm with out_dtype")
+    arguments, token = call(device, precision, head, chunk_tokens, backend)
+    present = [x is not None for x in arguments[:5]]
+    wanted = [need and there for need, there in zip(NEEDS[needs], present, strict=True)]
+    stats = passes.linear_token_stats_fwd(*arguments)
+    assert_same(stats, "linear_token_stats_fwd", arguments)
+    backward = (*arguments, token, token, token, token, None, token, wanted)
+    found = passes.linear_token_stats_bwd(*backward)
+    assert_same(found, "linear_token_stats_bwd", backward)
+    objective = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.01).arguments.flat()
+    loss = LossArguments(token, token, None, None, None, token, token, None)
+    forward = (*arguments, *loss, *objective, wanted, True)
+    found = passes.linear_policy_loss_fwd(*forward)
+    assert_same(found, "linear_policy_loss_fwd", forward)
+
+
+def test_every_operator_of_the_linear_forms_is_here():
+    linear = {name for name in library.OPERATORS if name.startswith("linear_")}
+    assert linear == {"linear_token_stats_fwd", "linear_token_stats_bwd", "linear_policy_loss_fwd"}
