@@ -91,7 +91,7 @@ def assert_same(found, name, arguments):
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_loops_of_a_gpu(device, precision, head, chunk_tokens, needs, backend):
-    if device == "cuda" and torch.__version__.startswith("2.10."):
+    if torch.__version__.startswith("2.10.") and PRECISIONS[precision][-1] is not None:
         pytest.skip("torch 2.10 has no fake of addmm with out_dtype")
     arguments, token = call(device, precision, head, chunk_tokens, backend)
     present = [x is not None for x in arguments[:5]]
