@@ -1,0 +1,8 @@
+"""The linear forms as a GPU runs them, on the CUDA kernels in their host build."""
+
+import pytest
+
+from tests.support.cuda_on_host import backend, registered  # noqa: F401
+from tests.triton.test_triton_linear import *  # noqa: F403
+
+pytestmark = pytest.mark.usefixtures("tensor_cores")
