@@ -29,8 +29,9 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo test test-interpreted fuzz install lint format types check bench \
-        bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench clean without-extension FORCE
+.PHONY: help train train-ppo test test-interpreted coverage-linear fuzz install lint format types \
+        check bench bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench clean \
+        without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -39,6 +40,7 @@ help:
 	@echo "make train-ppo    the same by PPO"
 	@echo "make test         the tests (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-interpreted    tests of the Triton kernels, in Triton's interpreter on the CPU"
+	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
 	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
 	@echo "make install      .venv with everything for development"
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all of CI"
@@ -62,6 +64,13 @@ test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	TRITON_INTERPRET=1 $(PYTEST) -q -m interpreted $(INTERPRETED) $(ARGS)
 
+# Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
+# kernels built for the host beside a stand-in for the GEMMs.
+coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
+	$(PYTEST) -q --cov=fastrl/ops/_linear --cov-branch --cov-report=term-missing $(addprefix tests/,\
+	  ops/test_linear_fake.py ops/test_products.py cuda/test_cuda_host_linear.py \
+	  cuda/test_cuda_host_linear_exact.py) $(ARGS)
+
 # FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PY) -m tests.fuzz --cases $(CASES) --seed $(SEED) --backend $(BACKEND) $(ARGS)
@@ -82,7 +91,7 @@ format: $(VENV)/.installed-lint
 types: $(VENV)/.installed-lint $(VENV)/.installed-train
 	$(PY) -m mypy
 
-check: lint types bench-smoke test-interpreted test
+check: lint types bench-smoke coverage-linear test-interpreted test
 
 bench: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py $(ARGS)

@@ -61,6 +61,10 @@ def linear_policy_loss(
     floating-point operations, 4NHV with a frozen head, 2NHV without gradients. Masked rows are left
     out of all GEMMs, rows without advantage or weight out of the gradient GEMMs (on a CPU also
     clipped rows).
+    GEMMs multiply in the precision that `linear_token_logprobs` names, autocast's on a GPU.
+    The backward multiplies the gradients by the upstream factor, which costs nothing where that is
+    1; any other factor reads and writes them once more, so give a constant such as the number of
+    accumulated micro-batches to `normalizer` instead of dividing the loss.
     Objectives that depend on all current log-probabilities or entropies (sequence-level ratios,
     masks, a rollout correction on policy) take two passes (8NHV) and no more memory, as do Python
     functions under `torch.compile`.
@@ -73,7 +77,7 @@ def linear_policy_loss(
         mask: 0/1, the shape of `token_ids`.
         bias: `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
-        chunk_tokens: rows in a chunk; None chooses by vocabulary and device.
+        chunk_tokens: as in `linear_token_logprobs`.
         compact: skip rows without effect, which on a GPU takes one synchronization.
         metrics: if False, the metrics are empty. If one pass is enough, rows with advantage or
             weight 0 are then not projected, unless the KL or entropy term needs them; NaN in them

@@ -55,7 +55,8 @@ def linear_token_logprobs(
         token_ids: integers `[B, T]` or `[N]`.
         bias: `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
-        chunk_tokens: rows in a chunk; None chooses by vocabulary and device.
+        chunk_tokens: rows in a chunk; None chooses by vocabulary and device (on a GPU at most 512
+            MiB for a chunk's logits and hidden states).
         compact: skip rows without effect, which on a GPU takes one synchronization.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
@@ -67,6 +68,11 @@ def linear_token_logprobs(
     Returns:
         Log-probabilities in fp32, the shape of `token_ids`. fp32 GEMMs are torch's, which
         round their operands if `torch.set_float32_matmul_precision` is below "highest".
+
+    On a GPU, operands that are both in 16 bits, or any under autocast, are multiplied in that dtype
+    on tensor cores. Logits, their statistics and all sums remain fp32; the gradient of the logits
+    is rounded to bfloat16 for its GEMMs, as are fp16 operands and LoRA's factors there. The
+    gradient of an fp32 weight remains fp32. On a CPU autocast has no effect.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -53,6 +53,9 @@ def logits_policy_loss(
     and its gradient written once, while the row is still in cache:
     dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H) with c_t = dL/dlogprob_t and
     z as in `token_logprobs`.
+    The backward leaves the gradient as it is where the upstream factor is 1; any other factor reads
+    and writes it once more. So give a constant, such as the number of accumulated micro-batches, to
+    `normalizer` instead of dividing the loss.
     fp16 logits, sequence-level ratios, masks of the objective and Python functions need a second
     read in the backward.
 

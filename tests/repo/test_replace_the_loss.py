@@ -85,10 +85,15 @@ def rows(count=8, length=9):
     }
 
 
+@pytest.mark.parametrize("objective", ["dapo", "grpo"])
 @pytest.mark.parametrize("parts", [1, 4])
-def test_hugging_face_trainer(parts, tmp_path):
+def test_hugging_face_trainer(parts, objective, tmp_path):
     names = {}
     ((_, code),) = blocks("Hugging Face `Trainer`")
+    if objective == "grpo":  # a mean over sequences, as the text after the code says
+        sequences = "len(ids) * self.current_gradient_accumulation_steps"
+        assert f"`normalizer={sequences}`" in " ".join(TEXT.split())
+        code = code.replace('"dapo"', '"grpo"').replace("normalizer=n", f"normalizer={sequences}")
     exec(code, names)
     data = rows()
     examples = [{name: value[i] for name, value in data.items()} for i in range(8)]
@@ -116,7 +121,7 @@ def test_hugging_face_trainer(parts, tmp_path):
     logprobs = fastrl.token_logprobs(logits, data["input_ids"][:, 1:])
     mask = data["labels"][:, 1:] != -100
     loss = fastrl.policy_loss(
-        logprobs, data["advantages"], mask, old_logprobs=data["old_logprobs"], objective="dapo"
+        logprobs, data["advantages"], mask, old_logprobs=data["old_logprobs"], objective=objective
     ).loss
     loss.backward()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-4)

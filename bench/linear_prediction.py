@@ -1,0 +1,85 @@
+"""Predicted time of the linear policy loss on a GPU, for several sizes of its chunks.
+
+    python bench/linear_prediction.py [--rows 8192 --hidden 4096 --vocab 128256]
+
+Each GEMM and kernel takes the longer of its arithmetic and its traffic, and they follow each other:
+
+    logits        max(2CHV / F, (2VH + 2CH + 4CV) / B)       16-bit operands, float32 logits
+    one kernel    R CV / B, R = 6 or 10                      4 read, 2 written; 4 read again or not
+    d hidden      max(2CHV / F, (2CV + 2VH + 4CH) / B)
+    d weight      max(2CHV / F, (2CV + 2CH + 8VH) / B)       read and written; 4VH for the first chunk
+    once a call   6VH / B                                    sums to a bfloat16 gradient, or a float32
+                                                             weight to bfloat16
+
+for N / C chunks of C rows, with F = 700 TFLOP/s and B = 3 TB/s of an H100. R is 6 where a row waits
+for its gradient in shared memory (the CUDA kernel in a cluster), and 10 where all of it comes from
+memory again (the Triton kernel; part of it will still be in cache). Three bare GEMMs take the
+longer of 6NHV / F and their traffic with bfloat16 results. Nothing here is a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from fastrl.ops._linear import chunks
+from fastrl.ops._linear.head import LinearHead
+
+FLOPS = 700e12
+BYTES = 3e12
+MIB = 2**20
+
+
+def chunk_rows(width: int, vocabulary: int, limit: int) -> int:
+    """Return the rows of a chunk of at most `limit` bytes."""
+    weight = torch.empty(vocabulary, width, device="meta")
+    head = LinearHead(weight, None, None, None, 1.0, torch.float32)
+    before, chunks._GPU_CHUNK_BYTES = chunks._GPU_CHUNK_BYTES, limit
+    try:
+        return chunks.chunk_size(None, head, on_gpu=True)
+    finally:
+        chunks._GPU_CHUNK_BYTES = before
+
+
+def predicted(rows: int, width: int, vocabulary: int, chunk: int, moved: int) -> float:
+    """Return the seconds of loss and gradients; `moved`: bytes per logit of the kernel."""
+    weight = vocabulary * width
+    seconds = 6 * weight / BYTES
+    sizes = [end.stop - end.start for end in chunks.chunks(0, rows, min(chunk, rows), on_gpu=True)]
+    for i, size in enumerate(sizes):
+        gemm = 2 * size * weight / FLOPS
+        logits, states = size * vocabulary, size * width
+        seconds += max(gemm, (2 * weight + 2 * states + 4 * logits) / BYTES)
+        seconds += moved * logits / BYTES
+        seconds += max(gemm, (2 * logits + 2 * weight + 4 * states) / BYTES)
+        seconds += max(gemm, (2 * logits + 2 * states + (8 if i else 4) * weight) / BYTES)
+    return seconds
+
+
+def bare_gemms(rows: int, width: int, vocabulary: int) -> float:
+    """Return the seconds of three GEMMs over all rows, with results in bfloat16."""
+    traffic = 2 * (rows * width + width * vocabulary + rows * vocabulary) / BYTES
+    return 3 * max(2 * rows * width * vocabulary / FLOPS, traffic)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    given = parser.parse_args()
+    shape = (given.rows, given.hidden, given.vocab)
+    bare = bare_gemms(*shape)
+    print(f"{given.rows} x {given.hidden} x {given.vocab}: three bare GEMMs {bare * 1e3:.1f} ms\n")
+    print("| chunk, MiB | rows | chunks | ms, R = 6 | / bare | ms, R = 10 | / bare |")
+    print("| ---: |" + " ---: |" * 6)
+    for limit in (128, 256, 512, 1024, 2048, 4096):
+        rows = chunk_rows(given.hidden, given.vocab, limit * MIB)
+        times = [predicted(*shape, rows, moved) for moved in (6, 10)]
+        cells = [f"{1e3 * time:.1f} | {time / bare:.2f}" for time in times]
+        print(f"| {limit} | {rows} | {-(-given.rows // rows)} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
