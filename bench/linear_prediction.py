@@ -7,9 +7,8 @@ Each GEMM and kernel takes the longer of its arithmetic and its traffic, and the
     logits        max(2CHV / F, (2VH + 2CH + 4CV) / B)       16-bit operands, float32 logits
     one kernel    R CV / B, R = 6 or 10                      4 read, 2 written; 4 read again or not
     d hidden      max(2CHV / F, (2CV + 2VH + 4CH) / B)
-    d weight      max(2CHV / F, (2CV + 2CH + 8VH) / B)       read and written; 4VH for the first chunk
-    once a call   6VH / B                                    sums to a bfloat16 gradient, or a float32
-                                                             weight to bfloat16
+    d weight      max(2CHV / F, (2CV + 2CH + 8VH) / B)       read, written; first chunk: 4VH
+    once a call   6VH / B                                    sums to bfloat16, or a weight to it
 
 for N / C chunks of C rows, with F = 700 TFLOP/s and B = 3 TB/s of an H100. R is 6 where a row waits
 for its gradient in shared memory (the CUDA kernel in a cluster), and 10 where all of it comes from
