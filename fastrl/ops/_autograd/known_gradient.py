@@ -106,14 +106,20 @@ def _scaled(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
         return [grad * factor.to(grad.dtype) for grad in grads]
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return [grad * factor for grad in grads]
+    if _on_gpu(factor):
+        return [_scale_on_gpu(grad, factor) for grad in grads]
     if factor.is_cpu and float(factor) == 1.0:
         return grads
-    return [_scale(grad, factor) for grad in grads]
+    return [grad.mul_(factor) for grad in grads]
 
 
-def _scale(grad: Tensor, factor: Tensor) -> Tensor:
-    """Multiply in place; on a GPU by a kernel that returns at once where the factor is 1."""
-    backend = of_gpu() if grad.is_cuda else None
+def _on_gpu(factor: Tensor) -> bool:
+    return factor.is_cuda
+
+
+def _scale_on_gpu(grad: Tensor, factor: Tensor) -> Tensor:
+    """Multiply in place, by a kernel that returns at once where the factor is 1."""
+    backend = of_gpu()
     adjacent = grad.is_contiguous() or (grad.dim() > 1 and grad[0].is_contiguous())
     if backend is None or not adjacent or grad.dtype not in KERNEL_DTYPES:
         return grad.mul_(factor)
