@@ -7,7 +7,7 @@ import torch
 
 from fastrl.ops._linear import products
 from fastrl.ops._linear.products import ConvertedProducts, choose_products
-from fastrl.ops._linear.tensor_cores import TensorCoreProducts, gemm_dtype
+from fastrl.ops._linear.tensor_cores import TensorCoreProducts, gemm_dtype, multiply_bfloat16
 from tests.support.tensor_cores import tensor_cores  # noqa: F401
 
 ROWS, WIDTH, VOCABULARY = 5, 8, 37
@@ -87,6 +87,9 @@ def test_the_gemms_are_chosen_by_dtype_backend_and_machine(monkeypatch):
         tensors = (torch.empty(1, 1, dtype=dtype) for dtype in (hidden, weight))
         return type(choose_products(*tensors, F32, backend, operand_dtype))
 
+    def an_old_gpu(device):
+        return False
+
     for tiles, expected in ((True, products.TileProducts), (False, ConvertedProducts)):
         monkeypatch.setattr(products.native, "has_matrix_tiles", lambda tiles=tiles: tiles)
         assert chosen(BF16, BF16, "cpu") is expected
@@ -95,3 +98,16 @@ def test_the_gemms_are_chosen_by_dtype_backend_and_machine(monkeypatch):
     for backend in ("triton", "cuda"):
         assert chosen(F32, F32, backend, BF16) is TensorCoreProducts
         assert chosen(F32, F32, backend) is ConvertedProducts
+    monkeypatch.setattr(products, "multiply_bfloat16", an_old_gpu)
+    assert chosen(F16, F16, "triton", F16) is ConvertedProducts
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), False), ((8, 0), True), ((9, 0), True)]
+)
+def test_gpus_older_than_sm_80_multiply_in_float32(monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert multiply_bfloat16.__wrapped__(torch.device("cuda", 0)) is expected
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert multiply_bfloat16.__wrapped__(torch.device("cuda", 0))

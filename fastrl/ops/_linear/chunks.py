@@ -59,9 +59,10 @@ class RowOrder(NamedTuple):
 def order_rows(active: Tensor, may_flow: Tensor, *, compact: bool) -> RowOrder:
     """Order the rows `[N]`; inactive ones are left out. Without `compact`, all rows are trained.
 
-    On a GPU this is the only synchronization of a call.
+    On a GPU this is the only synchronization of a call, so a captured graph processes all rows.
     """
-    if not compact:
+    captured = active.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not compact or captured:
         return RowOrder(None, active.shape[0], 0)
     kind = torch.where(active, torch.where(may_flow, 0, 1), 2)
     order = kind.argsort(stable=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastrl import native
-from fastrl.ops._linear.tensor_cores import TensorCoreProducts
+from fastrl.ops._linear.tensor_cores import TensorCoreProducts, multiply_bfloat16
 
 #: Bytes of a converted block of weights.
 _BLOCK_BYTES = 16 * 2**20
@@ -102,7 +102,7 @@ def choose_products(
     operand_dtype: torch.dtype | None,
 ) -> Products:
     """Return the GEMMs for a call with results in `dtype`; see `gemm_dtype` for the last one."""
-    if operand_dtype is not None:
+    if operand_dtype is not None and multiply_bfloat16(hidden.device):
         return TensorCoreProducts(weight, operand_dtype)
     is_bfloat16 = hidden.dtype == weight.dtype == torch.bfloat16
     # mixed_matmul_ needs stride 1 in one of the dimensions

@@ -29,6 +29,14 @@ def gemm_dtype(hidden: Tensor, weight: Tensor, backend: str) -> torch.dtype | No
     return weight.dtype if hidden.dtype == weight.dtype and weight.dtype in _HALVES else None
 
 
+@functools.cache
+def multiply_bfloat16(device: torch.device) -> bool:
+    """Return whether a GPU multiplies bfloat16 matrices: NVIDIA's from sm_80 on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 class TensorCoreProducts:
     """16-bit operands, converted once per call, and float32 results.
 
