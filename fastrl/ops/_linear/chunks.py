@@ -61,8 +61,7 @@ def order_rows(active: Tensor, may_flow: Tensor, *, compact: bool) -> RowOrder:
 
     On a GPU this is the only synchronization of a call, so a captured graph processes all rows.
     """
-    captured = active.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not compact or captured:
+    if not compact or (active.is_cuda and torch.cuda.is_current_stream_capturing()):
         return RowOrder(None, active.shape[0], 0)
     kind = torch.where(active, torch.where(may_flow, 0, 1), 2)
     order = kind.argsort(stable=True)
