@@ -15,8 +15,8 @@ Budgets. eps = 2^-23 is float32's, u = 2^-8 the relative error of rounding to bf
   error. With 16-bit operands it is then rounded to bfloat16, u of its size.
 - A gradient is a GEMM of dL/dlogits and an operand x: it is off by the product of the absolute
   values, |error of dL/dlogits| |x|, by eps sqrt(terms) |dL/dlogits| |x| for its sums, by
-  u |dL/dlogits| |x| where float16 operands are multiplied as bfloat16, and by one rounding of the
-  result to its dtype.
+  u |dL/dlogits| |x| where float16 operands are multiplied as bfloat16 (or LoRA's hidden A^T), and
+  by one rounding of the result to its dtype.
 """
 
 from __future__ import annotations
@@ -253,6 +253,7 @@ class Exact:
         if "lora_a" in parameters:
             a, b = (parameters[name].double() for name in ("lora_a", "lora_b"))
             low, low_off = product(self.hidden.t(), zero_h.t(), a.t(), torch.zeros_like(a.t()), H)
+            low_off = low_off + U * self.narrow * low.abs()
             found["lora_b"] = product(g, off, scale * low, scale * low_off, N)
             back, back_off = product(g.t(), off.t(), scale * b, torch.zeros_like(b), V)
             found["lora_a"] = product(back, back_off, self.hidden, zero_h, N)
