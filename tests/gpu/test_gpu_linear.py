@@ -167,11 +167,12 @@ def test_a_cuda_graph_captures_it(kernels, precision, captured):
         assert_result(moved, result, grads)
 
 
+@pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32 under bf16"])
-def test_compiled(kernels, precision, mode):
-    """With CUDA graphs only without `compact`, which waits for the GPU."""
-    works = [work_of(precision, compact=mode is None, chunk_tokens=64) for _ in range(4)]
+def test_compiled(kernels, precision, mode, compact):
+    """While a graph is captured all rows are processed, since nobody may wait for the GPU."""
+    works = [work_of(precision, compact=compact, chunk_tokens=64) for _ in range(4)]
     torch._dynamo.reset()
     run_compiled(works, kernels, mode=mode)
 
