@@ -208,6 +208,9 @@ def _report(
         failures.append(f"{kernel.spills} spills, {kernel.spills_in_loops} of them in loops")
     if kernel.double:
         failures.append(f"{kernel.double} instructions in double")
+    most = getattr(target, "registers", None) or kernel.registers
+    if kernel.registers > most:
+        failures.append(f"{kernel.registers} registers, budget {most}")
     streams = target is not None and target.instructions is not None
     narrow = max((one.narrow for one in passes), default=0) - target.narrow if streams else 0
     if narrow > 0:

@@ -58,6 +58,9 @@ class Target(NamedTuple):
 class CudaTarget(NamedTuple):
     """What a kernel of csrc/cuda may cost on sm_90, by a part of its mangled name.
 
+    `registers` is for all architectures: what as many blocks as are meant to share a
+    multiprocessor leave each thread. Without `instructions` it is the only budget.
+
     With `sweeps` the cost is the sum of the worst sweep that only reads a row and the worst that
     writes its gradient, since a row goes through one of each; so many of the two there are.
     """
@@ -65,7 +68,8 @@ class CudaTarget(NamedTuple):
     kernel: str
     element_bytes: int
     bytes_per_element: float
-    instructions: float
+    instructions: float | None = None
     mufu: float | None = None
     narrow: int = 0
     sweeps: int = 0
+    registers: int | None = None

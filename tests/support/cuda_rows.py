@@ -20,7 +20,7 @@ CASES = [
     (*shape, dtype, _OPTIONS[(i + j) % 3])
     for i, shape in enumerate(_SHAPES)
     for j, dtype in enumerate(_DTYPES)
-] + [(20000, 0, torch.bfloat16, {}), (20000, 0, torch.float32, {})]
+] + [(20000, 0, torch.bfloat16, {}), (30000, 0, torch.float32, {})]
 
 
 def make_rows(V, beside, dtype, B=2, T=3):

@@ -11,12 +11,15 @@ namespace fastrl::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
+// In the one-pass kernel a block holds two splits in shared memory behind a header, and an SM of
+// sm_90 or sm_100, which has 228 KB and keeps 1 KB for each block, holds three blocks.
+constexpr int kBlocksPerSm = 3;
+constexpr int64_t kClusterHeader = 768;
 #if !defined(FASTRL_SPLIT_BYTES)  // tests have small ones, for many splits of short rows
-#define FASTRL_SPLIT_BYTES (48 << 10)
+#define FASTRL_SPLIT_BYTES (((228 << 10) / kBlocksPerSm - 1024 - kClusterHeader) / 2 / 128 * 128)
 #endif
-constexpr int64_t kMaxSplitBytes =
-    FASTRL_SPLIT_BYTES;  // two in each of two blocks fit an SM of sm_90
-constexpr int64_t kLargeSplitBytes = 9 * kMaxSplitBytes / 4;
+constexpr int64_t kMaxSplitBytes = FASTRL_SPLIT_BYTES;
+constexpr int64_t kLargeSplitBytes = 3 * kMaxSplitBytes;  // one block per SM
 constexpr int kMaxCluster = 16;
 
 // A row is split at whole vectors. Each split is reduced on its own and the splits in order,
@@ -26,9 +29,9 @@ struct Splits {
   int columns;  // of every split but the last
 };
 inline Splits split_row(int64_t vocabulary, int64_t element_size) {
-  constexpr int64_t kColumns = 64;  // splits begin at multiples of 128 bytes of the row
+  const int64_t whole = 128 / element_size;  // splits begin at multiples of 128 bytes of the row
   const auto columns = [&](int64_t splits) {
-    return (vocabulary + splits * kColumns - 1) / (splits * kColumns) * kColumns;
+    return (vocabulary + splits * whole - 1) / (splits * whole) * whole;
   };
   for (const int64_t limit : {kMaxSplitBytes, kLargeSplitBytes}) {
     for (int splits = limit == kMaxSplitBytes ? 1 : kMaxCluster; splits <= kMaxCluster;

@@ -14,8 +14,10 @@ Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& lim
   if (!kNarrow<T, Gradient> && limits.major >= 9 && rows.splits.count <= kMaxCluster) {
     const auto kernel = one_pass_cluster_kernel<T, kAligned, kSoftcap, kThreads>;
     const unsigned ranks = static_cast<unsigned>(rows.splits.count);
-    LaunchShape shape{ranks, kThreads, ranks, ClusterShared<kThreads>::bytes(rows, sizeof(T))};
-    // 0 where the device cannot hold a cluster of this size, or as much shared memory
+    LaunchShape shape{ranks, kThreads, ranks,
+                      ClusterShared<kThreads>::template bytes<T, kAligned>(rows)};
+    // as many blocks per SM as fit, three or fewer; 0 where the device cannot hold a cluster of
+    // this size, or as much shared memory
     const unsigned clusters = static_cast<unsigned>(resident_clusters(kernel, shape, limits));
     shape.blocks *= clusters < rows.rows ? clusters : rows.rows;
     if (clusters > 0) return launch(kernel, shape, call, stream);

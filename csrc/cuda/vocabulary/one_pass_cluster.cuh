@@ -62,14 +62,15 @@ struct ClusterShared {
   GradientTerms terms;
   bool zero;
 
-  static constexpr size_t kHeader = 1024;
-  __host__ __device__ static unsigned stage_bytes(const RowGeometry& rows, unsigned element_size) {
-    return (rows.splits.columns * element_size + 32 + 127) / 128 *
-           128;  // 32: the shift, and a vector after the last
+  // Beside rows that are not aligned there is room for the shift, and for a vector after the last.
+  template <typename T, bool kAligned>
+  __host__ __device__ static unsigned stage_bytes(const RowGeometry& rows) {
+    return rows.splits.columns * static_cast<unsigned>(sizeof(T)) + (kAligned ? 0 : 32);
   }
-  static size_t bytes(const RowGeometry& rows, unsigned element_size) {
-    static_assert(sizeof(ClusterShared) <= kHeader, "the stages begin behind it");
-    return kHeader + 2 * size_t{stage_bytes(rows, element_size)};
+  template <typename T, bool kAligned>
+  static size_t bytes(const RowGeometry& rows) {
+    static_assert(sizeof(ClusterShared) <= kClusterHeader, "the stages begin behind it");
+    return kClusterHeader + 2 * size_t{stage_bytes<T, kAligned>(rows)};
   }
 };
 
@@ -85,9 +86,9 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   const unsigned clusters = num_blocks() / ranks;
   const int64_t first = static_cast<int64_t>(rank) * rows.splits.columns;
   const int columns = rows.columns(static_cast<int>(rank));
-  const unsigned stage_bytes = Shared::stage_bytes(rows, sizeof(T));
+  const unsigned stage_bytes = Shared::template stage_bytes<T, kAligned>(rows);
   const auto split_of = [&](unsigned row, int stage) {
-    unsigned char* at = shared_memory<unsigned char>() + Shared::kHeader + stage * stage_bytes;
+    unsigned char* at = shared_memory<unsigned char>() + kClusterHeader + stage * stage_bytes;
     return StagedSplit<T, kAligned>(rows.row(row), first, columns, at);
   };
   const auto fill = [&](unsigned row, int stage) {
@@ -180,7 +181,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
 }
 
 template <typename T, bool kAligned, bool kSoftcap, int kThreads>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     one_pass_cluster_kernel(const __grid_constant__ LogitsPolicyLossCall call) {
   if constexpr (kHasClusters) one_pass_cluster<T, kAligned, kSoftcap, kThreads>(call);
 }

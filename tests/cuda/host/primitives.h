@@ -230,13 +230,12 @@ Status launch(void (*kernel)(Params), const LaunchShape& shape, const Params& pa
   host::run(shape, [&] { kernel(params); });
   return kSuccess;
 }
-// As many blocks of an SM as its shared memory holds, at most two.
+// Those that host::run has at work at once, if the device that `limits` tells of holds one.
 template <typename Params>
 int resident_clusters(void (*)(Params), const LaunchShape& shape, const DeviceLimits& limits) {
-  if (shape.shared_bytes > static_cast<size_t>(limits.shared_per_block)) return 0;
-  const size_t fit = limits.shared_per_sm / (shape.shared_bytes + 1024);
-  return limits.sms * static_cast<int>(std::clamp<size_t>(fit, 1, 2)) /
-         static_cast<int>(shape.cluster);
+  const bool fits = shape.shared_bytes <= static_cast<size_t>(limits.shared_per_block) &&
+                    shape.cluster <= static_cast<unsigned>(limits.sms);
+  return fits ? host::kClustersAtOnce : 0;
 }
 
 }  // namespace fastrl::cuda
