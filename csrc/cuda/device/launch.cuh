@@ -36,6 +36,11 @@ class Configured {
         status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
       }
     }
+    if (status == kSuccess && shape.shared_bytes > 8 * 1024) {
+      // all that L1 can spare, or fewer blocks may run at once than are counted below
+      status = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared);
+    }
     if (status == kSuccess && shape.cluster > 8) {
       status = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     }
