@@ -146,6 +146,11 @@ __device__ __forceinline__ float fast_exp2(float x) {  // 0 where the result is 
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float fast_reciprocal(float x) {  // the same
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ uint32_t count_bits(uint32_t x) { return __popc(x); }
 // A product and a sum that are never joined to a multiply-add.
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }

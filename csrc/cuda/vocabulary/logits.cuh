@@ -71,10 +71,11 @@ struct RowGeometry {
   }
 };
 
-// z log2(e) = multiplier * x, or multiplier * tanh(squash * x) with a softcap.
+// z = natural * x; with a softcap natural * (v + 1/2) for v = -1 / (1 + 2^(squash * x)), since
+// tanh(y) = 1 - 2 / (1 + e^2y).
 struct LogitMap {
-  float multiplier;  // to an exponent of two
-  float natural;     // to an exponent of e
+  float multiplier;  // natural log2(e), for exponents of two
+  float natural;
   float squash;
   float gain;   // dz/dx at x = 0
   float floor;  // logits at or below it count as -inf; products with it do not overflow
@@ -87,9 +88,10 @@ struct Scaling {
   static Scaling of(const LogitsParams& p) {
     const double heat = p.temperatures ? 1.0 : p.temperature;
     const bool capped = p.logit_softcap > 0;
-    return {p.temperatures, static_cast<float>((capped ? p.logit_softcap : p.logit_scale) / heat),
-            capped ? static_cast<float>(p.logit_scale / p.logit_softcap) : 0.0f,
-            static_cast<float>(p.logit_scale / heat)};
+    const double squash = capped ? 2 * double{kLog2E} * p.logit_scale / p.logit_softcap : 0.0;
+    return {p.temperatures,
+            static_cast<float>((capped ? 2 * p.logit_softcap : p.logit_scale) / heat),
+            static_cast<float>(squash), static_cast<float>(p.logit_scale / heat)};
   }
   template <typename T>
   __device__ __forceinline__ LogitMap map(float temperature) const {

@@ -17,7 +17,8 @@ struct RowFlow {
   float logprob, logsumexp, entropy;
 };
 
-// gradient_j = (constant + linear t_j) 2^t_j [(1 - tanh^2)], except at the chosen token.
+// gradient_j = (constant + linear t_j) 2^t_j [(v^2 + v)], except at the chosen token: the
+// derivative of a softcap is 1 - tanh^2 = -4 (v^2 + v).
 struct GradientTerms {
   float center, constant, linear, token_gradient;
 };
@@ -56,7 +57,8 @@ __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
   const float entropy = std::fma(sums.sum_t / sum, -kLn2, log_of_sum);
   stats.entropy = entropy < kResolution ? 0.0f : entropy;
   const float top = exponents.squashed(sums.max);
-  stats.logsumexp = empty ? -INFINITY : std::fma(top, map.natural, stats.log_sum);
+  const float largest = kSoftcap ? top + 0.5f : top;
+  stats.logsumexp = empty ? -INFINITY : std::fma(largest, map.natural, stats.log_sum);
   stats.sum_sq_probs = sums.sum_sq / (sum * sum);
   stats.is_top1 = exponents.squashed(token) >= top;
   return stats;
@@ -69,7 +71,8 @@ __device__ __forceinline__ GradientTerms gradient_terms(float max, float log_sum
                                                         const RowFlow& flow,
                                                         const Exponents<kSoftcap>& exponents) {
   const float rest = residue(max, exponents);
-  const float scale = exponents.map.gain * std::exp(-log_sum - rest * kLn2);
+  const float gain = kSoftcap ? -4 * exponents.map.gain : exponents.map.gain;
+  const float scale = gain * std::exp(-log_sum - rest * kLn2);
   const float outer = flow.logsumexp - flow.logprob;
   const float inner = entropy - log_sum - rest * kLn2;
   return {exponents.center(max), (outer - flow.entropy * inner) * scale,
@@ -85,7 +88,7 @@ __device__ __forceinline__ float token_gradient(float token, float logprob, floa
   if (p != 0) gradient -= flow.entropy * (logprob + entropy) * p;
   if (logprob == -INFINITY) gradient = 0;  // a logit of -inf excludes its token
   if (kSoftcap) {
-    const float decay = std::exp(-2 * std::fabs(token * map.squash));
+    const float decay = std::exp(-kLn2 * std::fabs(token * map.squash));
     gradient *= 4 * decay / ((1 + decay) * (1 + decay));  // 1 - tanh^2
   }
   return gradient * map.gain;
@@ -101,7 +104,7 @@ __device__ __forceinline__ float gradient_at(float x, const GradientTerms& terms
                         ? -1e4f
                         : std::fma(squashed, exponents.map.multiplier, -terms.center);
     const float factor = std::fma(terms.linear, t, terms.constant);
-    return factor * std::fma(-squashed, squashed, 1.0f) * fast_exp2(t);
+    return factor * std::fma(squashed, squashed, squashed) * fast_exp2(t);
   }
   const float t = exponents(x, terms.center);
   return (kLinear ? std::fma(terms.linear, t, terms.constant) : terms.constant) * fast_exp2(t);

@@ -18,8 +18,10 @@ template <bool kSoftcap>
 struct Exponents {
   LogitMap map;
 
+  // What z is linear in: of -inf finite under a softcap. The absolute error of v is 2^-22, that of
+  // both approximations together, where tanh.approx would have one of 2^-11.
   __device__ __forceinline__ float squashed(float x) const {
-    return kSoftcap ? std::tanh(x * map.squash) : x;
+    return kSoftcap ? fast_reciprocal(-1.0f - fast_exp2(x * map.squash)) : x;
   }
   // What exponents are relative to. The product is rounded on its own, so that every use has the
   // same bits. If all logits are excluded it is 0: the exponent of the floor has a large residue.

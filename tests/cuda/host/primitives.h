@@ -138,6 +138,7 @@ inline float bits_to_float(uint32_t bits) {
 }
 inline float flush(float x) { return std::fabs(x) < std::numeric_limits<float>::min() ? 0.0f : x; }
 inline float fast_exp2(float x) { return flush(std::exp2(x)); }
+inline float fast_reciprocal(float x) { return flush(1.0f / x); }
 inline float multiply_rounded(float a, float b) { return a * b; }
 inline float add_rounded(float a, float b) { return a + b; }
 inline float max_nan(float a, float b) { return a != a ? a : (b != b ? b : (a > b ? a : b)); }
