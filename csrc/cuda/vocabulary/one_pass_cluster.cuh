@@ -43,12 +43,16 @@ struct StagedSplit {
   }
 };
 
-// What the blocks of a cluster tell each other about their splits of a row.
-struct SplitReport {
-  float max, sum, sum_t;  // as in RowSums
-  float token;            // the logit of the chosen token, in the split where it lies
+// RowSums without the sum that this kernel has no use for.
+struct PartialSums {
+  float max, sum, sum_t;
 
   __device__ __forceinline__ operator RowSums() const { return {max, sum, sum_t, 0.0f}; }
+};
+
+// What the blocks of a cluster tell each other about their splits of a row.
+struct SplitReport : PartialSums {
+  float token;  // the logit of the chosen token, in the split where it lies
 };
 
 template <int kThreads>
@@ -56,7 +60,7 @@ struct ClusterShared {
   static constexpr int kWarps = kThreads / kWarp;
   BulkBarrier full[2];
   RowInputs inputs[2];
-  RowSums warps[kWarps];
+  PartialSums warps[kWarps];
   // Of every block's split, by turns: a block may be one exchange ahead.
   SplitReport splits[2][kMaxCluster];
   GradientTerms terms;
@@ -97,17 +101,34 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     split.copy_rest();
   };
 
-  if (t < 2) init(&s.full[t]);
-  for (int stage = 0; stage < 2; ++stage) {
-    const unsigned row = block_index() / ranks + stage * clusters;
-    if (t < RowInputs::kWords && row < rows.rows) {
-      s.inputs[stage].word[t] = fetch_input(call, t, row);
+  // The words of a row's inputs, fetched by the first warp a row ahead.
+  constexpr int kFetched = (RowInputs::kWords + kWarp - 1) / kWarp;
+  const auto fetch = [&](unsigned row, uint32_t* words) {
+#pragma unroll
+    for (int i = 0; i < kFetched; ++i) {
+      const int name = lane + i * kWarp;
+      const bool wanted = warp == 0 && row < rows.rows && name < RowInputs::kWords;
+      words[i] = wanted ? fetch_input(call, name, row) : 0;
     }
-  }
+  };
+  const auto begin = [&](unsigned row, int stage, const uint32_t* words) {
+#pragma unroll
+    for (int i = 0; i < kFetched; ++i) {
+      const int name = lane + i * kWarp;
+      if (warp == 0 && name < RowInputs::kWords) s.inputs[stage].word[name] = words[i];
+    }
+    kAligned ? sync_warp() : sync_block();
+    if (kAligned && warp != 0) return;  // what they do not copy they need not look at
+    if (row < rows.rows && s.inputs[stage].active(p.in)) fill(row, stage);
+  };
+
+  if (t < 2) init(&s.full[t]);
   sync_block();
   for (int stage = 0; stage < 2; ++stage) {
     const unsigned row = block_index() / ranks + stage * clusters;
-    if (row < rows.rows && s.inputs[stage].active()) fill(row, stage);
+    uint32_t words[kFetched];
+    fetch(row, words);
+    begin(row, stage, words);
   }
   sync_cluster();  // every block runs and can be written to; what threads copied is visible
 
@@ -115,36 +136,36 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   unsigned parity = 0;  // of the next wait, a bit per stage
   for (unsigned row = block_index() / ranks; row < rows.rows; row += clusters, stage ^= 1) {
     const unsigned next = row + 2 * clusters;
-    const bool has_next = next < rows.rows && next > row;
-    // used at the end of this iteration, when it has arrived
-    const uint32_t fetched = t < RowInputs::kWords && has_next ? fetch_input(call, t, next) : 0;
+    uint32_t words[kFetched];  // used at the end of this iteration, when they have arrived
+    fetch(next, words);
     const RowInputs& in = s.inputs[stage];
     const Stores<T, kAligned> stores(reinterpret_cast<T*>(rows.grad_row(row)) + first, columns);
     bool zero = true;
-    if (in.active()) {
+    if (in.active(p.in)) {
       const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.value(RowInputs::kTemperature))};
       const T* data = split_of(row, stage).shared;
       const SharedSource<T, kAligned> source{data, columns};
-      const int64_t token = in.token() - first;
+      const int id = in.token(rows);
+      const int64_t token = id - first;
       wait(&s.full[stage], parity >> stage & 1);
       parity ^= 1u << stage;
 
       const RowSums sums = reduce_sums<Wanted::kEntropy>(
           sweep_sums<T, kSoftcap, Wanted::kEntropy, kThreads>(source, exponents), exponents);
-      if (lane == 0) s.warps[warp] = sums;
+      if (lane == 0) s.warps[warp] = {sums.max, sums.sum, sums.sum_t};
       sync_block();
       if (warp == 0) {
         const RowSums own = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
-        const bool here = in.token() >= 0 && token >= 0 && token < columns;
+        const bool here = token >= 0 && token < columns;
         const float x = here ? source.element(static_cast<int>(token)) : 0.0f;
-        broadcast(SplitReport{own.max, own.sum, own.sum_t, x}, &s.splits[exchange][rank]);
+        broadcast(SplitReport{{own.max, own.sum, own.sum_t}, x}, &s.splits[exchange][rank]);
       }
       sync_cluster();
       if (warp == 0) {
         const SplitReport* splits = s.splits[exchange];
         const RowSums total =
             reduce_sums<Wanted::kEntropy>(splits, static_cast<int>(ranks), exponents);
-        const float x = in.token() >= 0 ? splits[in.token() / rows.splits.columns].token : NAN;
+        const float x = id >= 0 ? splits[id / rows.splits.columns].token : NAN;
         const RowOutcome outcome = outcome_of(p, in, total, x, exponents);
         if (lane == 0) {
           s.terms = outcome.terms;
@@ -160,7 +181,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       zero = s.zero;
       if (!zero) {
         const GradientTerms terms = s.terms;
-        write_gradient<kThreads>(source, stores, in.token() < 0 ? -1 : token, terms, exponents);
+        write_gradient<kThreads>(source, stores, token, terms, exponents);
       }
     } else if (t == 0 && rank == 0) {
       p.logprobs[row] = 0.0f;
@@ -170,13 +191,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
 
     if (!kAligned) fence_bulk();  // a copy will overwrite elements that threads stored
     sync_block();                 // no thread reads this stage any more
-    if (t < RowInputs::kWords) s.inputs[stage].word[t] = fetched;
-    if (kAligned) {
-      if (t == 0 && fetched) fill(next, stage);  // thread 0 fetched `active`
-    } else {
-      sync_block();
-      if (s.inputs[stage].active()) fill(next, stage);
-    }
+    begin(next, stage, words);
   }
 }
 

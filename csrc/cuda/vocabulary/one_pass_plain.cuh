@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
         sync_warp();
         const RowInputs& in = s.inputs;
-        const float token =
-            in.token() >= 0 ? Element<T>::value(load_element(data + in.token())) : NAN;
+        const int id = in.token(call.rows);
+        const float token = id >= 0 ? Element<T>::value(load_element(data + id)) : NAN;
         const RowSums sums = reduce_sums<Wanted::kEntropy>(shared.splits, shared.count, exponents);
         const RowOutcome outcome = outcome_of(p, in, sums, token, exponents);
         if (thread_index() == 0) s.outcome = outcome;
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (!active || s.outcome.zero) {
       write_zeros<kThreads>(whole);
     } else if constexpr (kNarrow<T, Gradient>) {
-      write_narrow_gradient<kThreads>(data, whole, s.inputs.token(), s.outcome.terms, exponents);
+      write_narrow_gradient<kThreads>(data, whole, s.inputs.token(call.rows), s.outcome.terms,
+                                      exponents);
     } else {
       // Last first: L2 may hold only what was read last.
       for (int split = call.rows.splits.count - 1; split >= 0; --split) {
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         const Stores<T, kAligned> stores(grad + first, columns);
         const GlobalSource<T, kAligned, true> source{data + first, columns};
         const GradientTerms terms = s.outcome.terms;
-        write_gradient<kThreads>(source, stores, s.inputs.token() - first, terms, exponents);
+        write_gradient<kThreads>(source, stores, s.inputs.token(call.rows) - first, terms,
+                                 exponents);
       }
     }
     if (thread_index() == 0) {

@@ -12,11 +12,14 @@ struct LogitsPolicyLossCall {
   Scaling scaling;
 };
 
-// What accompanies a row of logits, as words: as many threads fetch one each.
+// What accompanies a row of logits, as words: as many threads fetch one each. They are stored as
+// they lie in memory, and looked at where they are needed: no thread waits where it fetches one.
 struct RowInputs {
   enum Name {
-    kActive,
-    kToken,
+    kTokenLow,
+    kTokenHigh,
+    kMaskLow,
+    kMaskHigh,
     kTemperature,
     kAdvantage,
     kWeight,
@@ -29,19 +32,44 @@ struct RowInputs {
   };
   uint32_t word[kWords];
 
-  __device__ __forceinline__ bool active() const { return word[kActive]; }
-  __device__ __forceinline__ int token() const { return static_cast<int>(word[kToken]); }  // or -1
+  __device__ __forceinline__ int64_t token_id() const { return join(kTokenLow); }
+  __device__ __forceinline__ bool active(const LogitsParams& p) const {
+    const int unused = 64 - 8 * p.mask.element_bytes;
+    const bool masked = p.mask.values && join(kMaskLow) << (unused + p.mask.is_float) == 0;
+    return !masked & (token_id() != p.ignore_index);
+  }
+  // The id, or -1 where it is outside the vocabulary.
+  __device__ __forceinline__ int token(const RowGeometry& rows) const {
+    const int64_t id = token_id();
+    return static_cast<int>(id >= 0 && id < rows.vocabulary ? id : -1);
+  }
   __device__ __forceinline__ float value(Name name) const { return bits_to_float(word[name]); }
+
+ private:
+  __device__ __forceinline__ int64_t join(int low) const {
+    return static_cast<int64_t>(uint64_t{word[low + 1]} << 32 | word[low]);
+  }
 };
+
+// The element of so many bytes at an address, or the first four bytes of a longer one.
+__device__ __forceinline__ uint32_t load_word(const unsigned char* at, int bytes) {
+  if (bytes == 1) return *at;
+  if (bytes == 2) return *reinterpret_cast<const uint16_t*>(at);
+  return *reinterpret_cast<const uint32_t*>(at);
+}
 
 __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int name,
                                                 unsigned row) {
   const LogitsPolicyLossParams& p = call.p;
   const LossConstants& c = p.constants;
-  if (name <= RowInputs::kToken) {
-    const int64_t token = p.in.token_ids[row];
-    if (name == RowInputs::kActive) return row_counts(p.in, row, token);
-    return static_cast<uint32_t>(token >= 0 && token < call.rows.vocabulary ? token : -1);
+  if (name <= RowInputs::kMaskHigh) {
+    const bool of_mask = name >= RowInputs::kMaskLow;
+    const int bytes = of_mask ? p.in.mask.element_bytes : 8;
+    const auto values =
+        static_cast<const unsigned char*>(of_mask ? p.in.mask.values : p.in.token_ids);
+    const int half = of_mask ? name - RowInputs::kMaskLow : name;
+    if (!values || 4 * half >= bytes) return 0;
+    return load_word(values + static_cast<int64_t>(row) * bytes + 4 * half, bytes);
   }
   Constant input{nullptr, false};
   if (name == RowInputs::kTemperature) input.values = p.in.temperatures;
