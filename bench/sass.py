@@ -53,6 +53,7 @@ class Kernel(NamedTuple):
     spills_in_loops: int  # of these, those in an innermost loop; for AMD, all of them
     double: int  # 64-bit floating point instructions
     bulk: int  # bulk copies, whose width is not in the code
+    cluster_barriers: int  # in loops
     passes: list[Pass]  # through the hot loops
     sweeps: list[Pass]  # through the unrolled loops that read vectors of 16 bytes of a row
     whole: Pass  # through everything
@@ -104,7 +105,8 @@ def _functions(text: str) -> Iterator[tuple[str, dict[str, int], list[str]]]:
 def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) -> Kernel:
     operations = [_operation(instruction) for instruction in code]
     kinds = collections.Counter(operation.partition(".")[0] for operation in operations)
-    bodies = [operations[begin:end] for begin, end in _innermost(labels, code)]
+    loops = _loops(labels, code)
+    bodies = [operations[begin:end] for begin, end in _innermost(loops)]
     hot = [body for body in bodies if any(_is(operation, _GLOBAL + _BULK) for operation in body)]
     sweeps = [_pass(body, is_loop=True) for body in bodies if _reads_vectors(body)]
     whole = _pass(operations, is_loop=False)
@@ -116,6 +118,10 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
         spills_in_loops=sum(_is(operation, _SPILLS) for body in bodies for operation in body),
         double=sum(bool(_DOUBLE.search(operation)) for operation in operations),
         bulk=sum(kinds[kind] for kind in _BULK),
+        cluster_barriers=sum(
+            _is(operation, ("UCGABAR_ARV",)) and any(begin <= i < end for begin, end in loops)
+            for i, operation in enumerate(operations)
+        ),
         passes=[_pass(body, is_loop=True) for body in hot] or [whole],
         sweeps=sweeps,
         whole=whole,
@@ -129,15 +135,19 @@ def _reads_vectors(body: list[str]) -> bool:
     return len(vectors) > 1 and len(exponentials) >= 4 * len(vectors)
 
 
-def _innermost(labels: dict[str, int], code: list[str]) -> list[tuple[int, int]]:
-    """Return where the loops that contain no other loop begin and end."""
-    found = {}
+def _loops(labels: dict[str, int], code: list[str]) -> list[tuple[int, int]]:
+    """Return where loops begin and end."""
+    found: dict[int, int] = {}
     for end, instruction in enumerate(code):
         target = re.search(r"\bBRA\b.*?(\.L_x?_?\w+)", instruction)
         begin = labels.get(target[1], end) if target else end
         if begin < end:
             found[begin] = max(end + 1, found.get(begin, 0))
-    spans = sorted(found.items())
+    return sorted(found.items())
+
+
+def _innermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the loops that contain no other loop."""
     return [
         span
         for span in spans
@@ -191,6 +201,7 @@ def _amd(path: Path) -> Kernel:
         spills_in_loops=int(fields.get("vgpr_spill_count", 0)),
         double=sum("_f64" in operation for operation in code),
         bulk=0,
+        cluster_barriers=0,
         passes=[],
         sweeps=[],
         whole=_pass([], is_loop=False),

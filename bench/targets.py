@@ -211,6 +211,8 @@ def _report(
     most = getattr(target, "registers", None) or kernel.registers
     if kernel.registers > most:
         failures.append(f"{kernel.registers} registers, budget {most}")
+    if getattr(target, "persistent", False) and kernel.cluster_barriers:
+        failures.append(f"{kernel.cluster_barriers} cluster barriers in a loop")
     streams = target is not None and target.instructions is not None
     narrow = max((one.narrow for one in passes), default=0) - target.narrow if streams else 0
     if narrow > 0:

@@ -59,7 +59,9 @@ class CudaTarget(NamedTuple):
     """What a kernel of csrc/cuda may cost on sm_90, by a part of its mangled name.
 
     `registers` is for all architectures: what as many blocks as are meant to share a
-    multiprocessor leave each thread. Without `instructions` it is the only budget.
+    multiprocessor leave each thread. Without `instructions` it is the only budget. A `persistent`
+    kernel works through many rows, and has no barrier of the cluster in a loop: each waits for all
+    that its block has stored.
 
     With `sweeps` the cost is the sum of the worst sweep that only reads a row and the worst that
     writes its gradient, since a row goes through one of each; so many of the two there are.
@@ -73,3 +75,4 @@ class CudaTarget(NamedTuple):
     narrow: int = 0
     sweeps: int = 0
     registers: int | None = None
+    persistent: bool = False

@@ -1,4 +1,5 @@
-// The host machine itself: a cluster that sums what a bulk copy brought, block by block.
+// The host machine itself: a cluster that sums what bulk copies brought, block by block, and
+// exchanges the sums of its blocks.
 #include "cuda/device/primitives.cuh"
 #include "cuda/device/block_sum.cuh"
 #include "host/program.h"
@@ -8,18 +9,28 @@ namespace {
 
 constexpr int kThreads = 32, kPart = 64;
 
+// What must not go unnoticed.
+enum class Fault {
+  kNone,
+  kEarlyFill,  // a stage is filled while it is still being read
+  kNoWait,     // the sums of other blocks are read without waiting for them
+  kOldPhase,   // or with a wait for the phase before
+  kArmedTwice,
+  kEarlyExit,  // a block exits while others send to it
+};
+
 struct SumParams {
   const float* x;
   float* out;
   unsigned* done;
-  bool racy;  // fills a stage that is still being read, which ThreadSanitizer must see
+  Fault fault;
 };
 
 struct SumShared {
   alignas(128) float stage[2][kPart];
   Sum scratch[kThreads / kWarp];
-  float partials[2][16];
-  BulkBarrier full[2];
+  alignas(16) float partials[2][16][4];
+  ByteBarrier full[2], exchanged[2];
 };
 
 // Sums row i of x, of which each block of the cluster has a part, in the two stages by turns.
@@ -33,8 +44,8 @@ __global__ void sum_kernel(const __grid_constant__ SumParams p) {
     bulk_load(s.stage[i % 2], p.x + ((first + i) * size + rank) * kPart, kPart * 4, &s.full[i % 2]);
   };
   if (t == 0) {
-    init(&s.full[0]);
-    init(&s.full[1]);
+    for (ByteBarrier& barrier : s.full) init(&barrier);
+    for (ByteBarrier& barrier : s.exchanged) init(&barrier);
   }
   sync_cluster();
   if (t == 0) {
@@ -43,24 +54,34 @@ __global__ void sum_kernel(const __grid_constant__ SumParams p) {
   }
   for (int i = 0; i < rows; ++i) {
     wait(&s.full[i % 2], i / 2 % 2);
-    if (p.racy && t == 0 && i + 2 < rows) load(i + 2);
+    if (p.fault == Fault::kEarlyFill && t == 0 && i + 2 < rows) load(i + 2);
     const Sum own{s.stage[i % 2][t] + s.stage[i % 2][t + kThreads], 0.0f};
     const float sum = sum_block<kThreads>(own, s.scratch).total();
     if (t == 0) {
-      for (unsigned to = 0; to < size; ++to) store_remote(&s.partials[i % 2][rank], to, sum);
+      ByteBarrier* exchanged = &s.exchanged[i % 2];
+      arm(exchanged, size * 16);
+      if (p.fault == Fault::kArmedTwice) arm(exchanged, size * 16);
+      for (unsigned to = 0; to < size; ++to) {
+        send16({{float_to_bits(sum)}}, s.partials[i % 2][rank], exchanged, to);
+      }
+      if (p.fault == Fault::kEarlyExit && rank == 1) return;
+      if (p.fault != Fault::kNoWait) {
+        wait<true>(exchanged, (i / 2 + (p.fault == Fault::kOldPhase)) % 2);
+      }
     }
-    sync_cluster();
+    if (p.fault == Fault::kEarlyExit && rank == 1) return;
     if (t == 0 && rank == 0) {
       float total = 0;
-      for (unsigned from = 0; from < size; ++from) total += s.partials[i % 2][from];
+      for (unsigned from = 0; from < size; ++from) total += s.partials[i % 2][from][0];
       p.out[first + i] = total;
     }
-    if (!p.racy && t == 0 && i + 2 < rows) load(i + 2);
+    sync_block();
+    if (p.fault != Fault::kEarlyFill && t == 0 && i + 2 < rows) load(i + 2);
   }
   if (t == 0) add_acquire_release(p.done, 1);
 }
 
-bool test_cluster(unsigned size, bool racy) {
+bool test_cluster(unsigned size, Fault fault) {
   const int clusters = 3, rows = clusters * 4;
   host::Random random(size);
   std::vector<float> x(rows * size * kPart), out(rows);
@@ -68,7 +89,7 @@ bool test_cluster(unsigned size, bool racy) {
   for (float& value : x) value = random.uniform();
   std::memcpy(aligned.data(), x.data(), x.size() * 4);
   unsigned done = 0;
-  const SumParams params{reinterpret_cast<float*>(aligned.data()), out.data(), &done, racy};
+  const SumParams params{reinterpret_cast<float*>(aligned.data()), out.data(), &done, fault};
   launch(sum_kernel, {clusters * size, kThreads, size, sizeof(SumShared)}, params, 0);
   bool ok = done == clusters * size;
   for (int row = 0; row < rows; ++row) {
@@ -82,8 +103,11 @@ bool test_cluster(unsigned size, bool racy) {
 }  // namespace
 }  // namespace fastrl::cuda
 
-int main(int argc, char**) {
-  using fastrl::cuda::test_cluster;
-  if (argc > 1) return test_cluster(2, true) ? 0 : 1;
-  return test_cluster(1, false) && test_cluster(2, false) && test_cluster(4, false) ? 0 : 1;
+// With an argument, the number of a fault.
+int main(int argc, char** argv) {
+  const auto fault = static_cast<fastrl::cuda::Fault>(argc > 1 ? std::atoi(argv[1]) : 0);
+  for (const unsigned size : {1u, 2u, 4u}) {
+    if (!fastrl::cuda::test_cluster(size, fault)) return 1;
+  }
+  return 0;
 }

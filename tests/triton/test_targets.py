@@ -67,19 +67,22 @@ def test_cuda_sources_were_compiled(reports):
         assert any(budget.kernel in kernel for kernel in held), budget.kernel
 
 
-def test_a_sweep_that_is_not_found_fails(monkeypatch):
+def test_a_sweep_that_is_not_found_fails_and_so_does_a_register_too_many(monkeypatch):
     """Half of a row's way must not pass for all of it."""
     source = next(path for path, _ in targets.cuda_targets() if path.stem == "logits_policy_loss")
-    (budget,) = (one for one in targets.CUDA if one.sweeps == 2)
+    budget = next(one for one in targets.CUDA if one.sweeps == 2)
     writing = sass.Pass(164, 32, 0, 64, 64, 0, 0, is_loop=True)
     reading = sass.Pass(228, 33, 0, 0, 64, 0, 0, is_loop=True)
     kernel = kernel_of()._replace(name=budget.kernel)
     monkeypatch.setattr(targets.subprocess, "run", lambda *_, **__: Done)
-    for sweeps, failures in (
-        ([writing, reading], []),
-        ([writing], ["None instructions per element, budget 14.0"]),
+    both = [writing, reading]
+    for changed, failures in (
+        ({"sweeps": both}, []),
+        ({"sweeps": [writing]}, ["None instructions per element, budget 14.0"]),
+        ({"sweeps": both, "registers": 81}, ["81 registers, budget 80"]),
+        ({"sweeps": both, "cluster_barriers": 1}, ["1 cluster barriers in a loop"]),
     ):
-        kernels = [kernel._replace(sweeps=sweeps)]
+        kernels = [kernel._replace(**changed)]
         monkeypatch.setattr("sass.read", lambda _, kernels=kernels: kernels)
         (report,) = targets.report_cuda(source, "sm_90")
         assert report.failures[:1] == failures
@@ -131,6 +134,7 @@ def test_the_innermost_loop_is_the_hot_one():
         (("MUFU.EX2", "MUFU.RCP64H"), "double"),
         (("FFMA R8, R4, R5, R8", "F2F.F64.F32 R8, R4"), "double"),
         (("FFMA R8, R4, R5, R8", "UBLKCP.S.G [UR8], [UR10], UR4"), "bulk"),
+        (("FFMA R8, R4, R5, R8", "UCGABAR_ARV"), "cluster_barriers"),
     ],
 )
 def test_what_costs_dearly_is_counted(change, what):

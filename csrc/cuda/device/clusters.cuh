@@ -47,35 +47,59 @@ __device__ __forceinline__ void store_remote(float* shared, unsigned rank, float
                    "r"(rank), "f"(x) : "memory");)
 }
 
-// --- bulk copies from global into shared memory
+// --- transfers into shared memory that run beside the threads
 
-// Completes a phase once the bytes it was armed for have arrived. Lies in shared memory.
-struct BulkBarrier {
+// Completes a phase once it was armed and the bytes it was armed for have arrived, of which some
+// may have come before. Lies in shared memory.
+struct ByteBarrier {
   uint64_t state;
 };
-// By one thread; sync_block before any use.
-__device__ __forceinline__ void init(BulkBarrier* barrier) {
+// By one thread; sync_block before any use, sync_cluster before use by other blocks.
+__device__ __forceinline__ void init(ByteBarrier* barrier) {
   FASTRL_SM90(asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
                            "fence.mbarrier_init.release.cluster;" ::"r"(
                                shared_address(barrier)) : "memory");)
 }
-// By one thread, before the copies of this phase.
-__device__ __forceinline__ void arm(BulkBarrier* barrier, unsigned bytes) {
+// By one thread, once per phase and before it waits.
+__device__ __forceinline__ void arm(ByteBarrier* barrier, unsigned bytes) {
   FASTRL_SM90(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                                shared_address(barrier)),
                            "r"(bytes) : "memory");)
 }
 // Addresses and size are multiples of 16 bytes. The data is read once and not kept in L2.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes,
-                                          BulkBarrier* barrier) {
+                                          ByteBarrier* barrier) {
   FASTRL_SM90(const uint64_t evict_first = 0x12F0000000000000; asm volatile(
                   "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                   ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
                   "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)),
                   "l"(evict_first) : "memory");)
 }
-// Waits until the phase of this parity is complete: 0 the first time, then 1, 0, ...
-__device__ __forceinline__ void wait(BulkBarrier* barrier, unsigned parity) {
+// Stores 16 bytes to the same place in the shared memory of a block of the cluster, and counts them
+// for the same barrier there. That block must not exit before it has waited for them.
+__device__ __forceinline__ void send16(const Vec16& x, void* shared, ByteBarrier* barrier,
+                                       unsigned rank) {
+  FASTRL_SM90(asm volatile("{\n\t.reg .b32 to, counted;\n\t"
+                           "mapa.shared::cluster.u32 to, %0, %2;\n\t"
+                           "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
+                           "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], "
+                           "{%3, %4, %5, %6}, [counted];\n\t}" ::"r"(shared_address(shared)),
+                           "r"(shared_address(barrier)), "r"(rank), "r"(x.word[0]), "r"(x.word[1]),
+                           "r"(x.word[2]), "r"(x.word[3]) : "memory");)
+}
+// Waits until the phase of this parity is complete: 0 the first time, then 1, 0, ... For what other
+// blocks sent, the scope is the cluster.
+template <bool kCluster = false>
+__device__ __forceinline__ void wait(ByteBarrier* barrier, unsigned parity) {
+  if constexpr (kCluster) {
+    FASTRL_SM90(asm volatile("{\n\t.reg .pred done;\n\t"
+                             "again:\n\t"
+                             "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], "
+                             "%1;\n\t"
+                             "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+                             "r"(parity) : "memory");)
+    return;
+  }
   FASTRL_SM90(asm volatile("{\n\t.reg .pred done;\n\t"
                            "again:\n\t"
                            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"

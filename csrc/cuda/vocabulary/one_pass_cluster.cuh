@@ -29,7 +29,7 @@ struct StagedSplit {
     bulk_bytes = static_cast<unsigned>((n - head) * static_cast<int>(sizeof(T))) / 16 * 16;
   }
   // By one thread.
-  __device__ __forceinline__ void start(BulkBarrier* full) const {
+  __device__ __forceinline__ void start(ByteBarrier* full) const {
     arm(full, bulk_bytes);
     if (bulk_bytes > 0) bulk_load(shared + head, global + head, bulk_bytes, full);
   }
@@ -53,16 +53,22 @@ struct PartialSums {
 // What the blocks of a cluster tell each other about their splits of a row.
 struct SplitReport : PartialSums {
   float token;  // the logit of the chosen token, in the split where it lies
+
+  __device__ __forceinline__ Vec16 packed() const {
+    return {{float_to_bits(max), float_to_bits(sum), float_to_bits(sum_t), float_to_bits(token)}};
+  }
 };
 
 template <int kThreads>
 struct ClusterShared {
   static constexpr int kWarps = kThreads / kWarp;
-  BulkBarrier full[2];
+  // Of every block's split, by turns: a block may be one exchange ahead, not two, since it sends
+  // its next report after it has read all reports of this row.
+  alignas(16) SplitReport splits[2][kMaxCluster];
+  ByteBarrier exchanged[2];
+  ByteBarrier full[2];
   RowInputs inputs[2];
   PartialSums warps[kWarps];
-  // Of every block's split, by turns: a block may be one exchange ahead.
-  SplitReport splits[2][kMaxCluster];
   GradientTerms terms;
   bool zero;
 
@@ -123,6 +129,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   };
 
   if (t < 2) init(&s.full[t]);
+  if (t < 2) init(&s.exchanged[t]);
   sync_block();
   for (int stage = 0; stage < 2; ++stage) {
     const unsigned row = block_index() / ranks + stage * clusters;
@@ -132,7 +139,8 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   }
   sync_cluster();  // every block runs and can be written to; what threads copied is visible
 
-  int stage = 0, exchange = 0;
+  int stage = 0;
+  unsigned turn = 0;    // exchanges so far
   unsigned parity = 0;  // of the next wait, a bit per stage
   for (unsigned row = block_index() / ranks; row < rows.rows; row += clusters, stage ^= 1) {
     const unsigned next = row + 2 * clusters;
@@ -157,12 +165,15 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       if (warp == 0) {
         const RowSums own = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
         const bool here = token >= 0 && token < columns;
-        const float x = here ? source.element(static_cast<int>(token)) : 0.0f;
-        broadcast(SplitReport{{own.max, own.sum, own.sum_t}, x}, &s.splits[exchange][rank]);
-      }
-      sync_cluster();
-      if (warp == 0) {
-        const SplitReport* splits = s.splits[exchange];
+        const float logit = here ? source.element(static_cast<int>(token)) : 0.0f;
+        const Vec16 report = SplitReport{{own.max, own.sum, own.sum_t}, logit}.packed();
+        SplitReport* splits = s.splits[turn % 2];
+        ByteBarrier* exchanged = &s.exchanged[turn % 2];
+        if (lane == 0) arm(exchanged, ranks * sizeof(SplitReport));
+        for (unsigned to = lane; to < ranks; to += kWarp) {
+          send16(report, splits + rank, exchanged, to);
+        }
+        wait<true>(exchanged, turn / 2 % 2);
         const RowSums total =
             reduce_sums<Wanted::kEntropy>(splits, static_cast<int>(ranks), exponents);
         const float x = id >= 0 ? splits[id / rows.splits.columns].token : NAN;
@@ -177,7 +188,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
         }
       }
       sync_block();
-      exchange ^= 1;
+      ++turn;
       zero = s.zero;
       if (!zero) {
         const GradientTerms terms = s.terms;

@@ -128,6 +128,7 @@ class CopyEngine {
 struct Block {
   Block(unsigned threads, size_t shared_bytes)
       : barrier(threads),
+        running(threads),
         warps(threads / kLanes),
         // exactly as much as was asked for, so that AddressSanitizer sees a step beyond it
         memory(new (std::align_val_t(128)) unsigned char[shared_bytes + (shared_bytes == 0)]),
@@ -139,6 +140,7 @@ struct Block {
     void operator()(unsigned char* p) const { ::operator delete[](p, std::align_val_t(128)); }
   };
   Barrier barrier;
+  std::atomic<unsigned> running;  // threads that have not exited
   std::vector<Warp> warps;
   std::unique_ptr<unsigned char, Release> memory;
   unsigned char* const shared;
@@ -214,6 +216,7 @@ void run(const LaunchShape& shape, const Body& body) {
                 &shape, &cluster, block,     &block->warps[t / kLanes], id * shape.cluster + rank,
                 rank,   t,        t % kLanes};
             body();
+            block->running.fetch_sub(1);
           });
         }
       }

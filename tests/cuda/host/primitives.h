@@ -182,41 +182,66 @@ inline uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
 inline unsigned cluster_rank() { return host::here.rank; }
 inline unsigned cluster_size() { return host::here.shape->cluster; }
 inline void sync_cluster() { host::here.cluster->barrier.wait(); }
+namespace host {
+// The same place in another block's shared memory.
+template <typename T>
+T* in_block(T* shared, unsigned rank) {
+  const auto offset = reinterpret_cast<unsigned char*>(shared) - here.block->shared;
+  require(offset >= 0 && offset + sizeof(T) <= here.shape->shared_bytes && rank < cluster_size(),
+          "a remote store outside the shared memory of the cluster");
+  require(here.cluster->barrier.met(), "a remote store to a block that may not run yet");
+  return reinterpret_cast<T*>(here.cluster->blocks[rank]->shared + offset);
+}
+}  // namespace host
 inline void store_remote(float* shared, unsigned rank, float x) {
-  const auto offset = reinterpret_cast<unsigned char*>(shared) - host::here.block->shared;
-  host::require(offset >= 0 && offset < static_cast<ptrdiff_t>(host::here.shape->shared_bytes) &&
-                    rank < cluster_size(),
-                "a remote store outside the shared memory of the cluster");
-  host::require(host::here.cluster->barrier.met(),
-                "a remote store to a block that may not run yet");
-  *reinterpret_cast<float*>(host::here.cluster->blocks[rank]->shared + offset) = x;
+  *host::in_block(shared, rank) = x;
 }
 
-// --- bulk copies
+// --- transfers that run beside the threads
 
-struct BulkBarrier {
-  std::atomic<int64_t> missing;  // bytes
+struct ByteBarrier {
+  std::atomic<int64_t> state;  // twice the missing bytes, plus 1 once the phase is armed
   std::atomic<uint32_t> phase;
 
-  void add(int64_t bytes) {
-    if (missing.fetch_add(bytes, std::memory_order_acq_rel) + bytes != 0) return;
+  void change(int64_t by) {
+    int64_t old = state.load(std::memory_order_relaxed), now;
+    do {
+      host::require(!(old & by & 1), "a barrier is armed twice in a phase");
+      now = old + by;
+      host::require(std::abs(now) < 2 << 20, "a barrier cannot count as many bytes");
+    } while (!state.compare_exchange_weak(old, now == 1 ? 0 : now, std::memory_order_acq_rel,
+                                          std::memory_order_relaxed));
+    if (now != 1) return;
     phase.fetch_add(1, std::memory_order_release);
     host::wake_all(phase);
   }
 };
-inline void init(BulkBarrier* barrier) { new (barrier) BulkBarrier{{0}, {0}}; }
-inline void arm(BulkBarrier* barrier, unsigned bytes) { barrier->add(bytes); }
-inline void bulk_load(void* shared, const void* global, unsigned bytes, BulkBarrier* barrier) {
+inline void init(ByteBarrier* barrier) { new (barrier) ByteBarrier{{0}, {0}}; }
+inline void arm(ByteBarrier* barrier, unsigned bytes) { barrier->change(2 * int64_t{bytes} + 1); }
+inline void bulk_load(void* shared, const void* global, unsigned bytes, ByteBarrier* barrier) {
   host::require(reinterpret_cast<uintptr_t>(shared) % 16 == 0 &&
                     reinterpret_cast<uintptr_t>(global) % 16 == 0 && bytes % 16 == 0 && bytes > 0,
                 "a bulk copy is not of whole aligned vectors");
   host::count_loads(global, bytes);
   host::here.block->copies.submit([=] {
     std::memcpy(shared, global, bytes);
-    barrier->add(-int64_t{bytes});
+    barrier->change(-2 * int64_t{bytes});
   });
 }
-inline void wait(BulkBarrier* barrier, unsigned parity) {
+// Delivered some time later, as on a GPU: by the thread that copies for the block it goes to.
+inline void send16(const Vec16& x, void* shared, ByteBarrier* barrier, unsigned rank) {
+  host::require(reinterpret_cast<uintptr_t>(shared) % 16 == 0, "a remote store is not aligned");
+  Vec16* const to = host::in_block(static_cast<Vec16*>(shared), rank);
+  ByteBarrier* const counted = host::in_block(barrier, rank);
+  host::Block* const block = host::here.cluster->blocks[rank].get();
+  block->copies.submit([=] {
+    host::require(block->running.load() != 0, "a store to a block that has exited");
+    std::memcpy(to, &x, sizeof(x));
+    counted->change(-2 * int64_t{sizeof(x)});
+  });
+}
+template <bool kCluster = false>
+void wait(ByteBarrier* barrier, unsigned parity) {
   for (uint32_t phase; (phase = barrier->phase.load(std::memory_order_acquire)) % 2 == parity;) {
     host::sleep_while(barrier->phase, phase);
   }
