@@ -89,6 +89,8 @@ class Problem {
     p.sequences = {nullptr, rows_, 1, rows_};
     p.logprobs = logprobs_.data();
     p.entropy = entropy_.data();
+    uint32_t ticket = 0;
+    p.ticket = &ticket;
     const LogitsPolicyLossCall call{p, geometry(p.in, &p.out), Scaling::of(p.in)};
     if (call.rows.aligned) {
       run_kernels<true>(call, limits, path);

@@ -214,7 +214,7 @@ class LogitsPolicyLossParams(Struct):
         *fields(LossConstants, "constants"),
         *fields(Objective, "objective"),
         *fields(Sequences, "sequences"),
-        *fields(POINTER, "logprobs", "entropy"),
+        *fields(POINTER, "logprobs", "entropy", "ticket"),
     ]
 
 

@@ -75,6 +75,7 @@ def token_stats_backward(logits, rows, stats, grads, grad=None):
 def logits_policy_loss(logits, rows, arguments, objective, grad=None, *, clusters):
     """Return logprobs and entropy; the gradient goes to `grad`, or over the logits."""
     logprobs, entropy = (torch.full(rows.token_ids.shape, float("nan")) for _ in range(2))
+    ticket = torch.zeros(1, dtype=torch.int32)
     params = structs.LogitsPolicyLossParams(
         **{"in": structs.LogitsParams.of(logits, rows)},
         out=structs.GradientParams.of(logits if grad is None else grad),
@@ -83,6 +84,7 @@ def logits_policy_loss(logits, rows, arguments, objective, grad=None, *, cluster
         sequences=structs.Sequences.of(rows.token_ids, arguments.cu_seqlens),
         logprobs=logprobs,
         entropy=entropy,
+        ticket=ticket,
     )
     call("vocabulary", "logits_policy_loss", params, ctypes.c_bool(clusters))
     return logprobs, entropy

@@ -38,13 +38,16 @@ __device__ __forceinline__ void sync_cluster() {
   FASTRL_SM90(asm volatile("barrier.cluster.arrive.release;\n\t"
                            "barrier.cluster.wait.acquire;" :: : "memory");)
 }
-// Stores to the same place in the shared memory of another block of the cluster.
+// The same place in the shared memory of a block of the cluster.
+__device__ __forceinline__ unsigned remote_address(const void* shared, unsigned rank) {
+  unsigned x = 0;
+  FASTRL_SM90(asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(shared_address(shared)),
+                  "r"(rank));)
+  return x;
+}
 __device__ __forceinline__ void store_remote(float* shared, unsigned rank, float x) {
-  FASTRL_SM90(
-      asm volatile("{\n\t.reg .b32 remote;\n\t"
-                   "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-                   "st.shared::cluster.f32 [remote], %2;\n\t}" ::"r"(shared_address(shared)),
-                   "r"(rank), "f"(x) : "memory");)
+  FASTRL_SM90(asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote_address(shared, rank)),
+                           "f"(x) : "memory");)
 }
 
 // --- transfers into shared memory that run beside the threads
@@ -75,17 +78,20 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsi
                   "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier)),
                   "l"(evict_first) : "memory");)
 }
-// Stores 16 bytes to the same place in the shared memory of a block of the cluster, and counts them
-// for the same barrier there. That block must not exit before it has waited for them.
+// Stores 4 or 16 bytes to the same place in a block of the cluster, and counts them for the barrier
+// that lies in the same place there. That block must not exit before it has waited for them.
+__device__ __forceinline__ void send4(uint32_t x, void* shared, ByteBarrier* barrier,
+                                      unsigned rank) {
+  FASTRL_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 "
+                           "[%0], %1, [%2];" ::"r"(remote_address(shared, rank)),
+                           "r"(x), "r"(remote_address(barrier, rank)) : "memory");)
+}
 __device__ __forceinline__ void send16(const Vec16& x, void* shared, ByteBarrier* barrier,
                                        unsigned rank) {
-  FASTRL_SM90(asm volatile("{\n\t.reg .b32 to, counted;\n\t"
-                           "mapa.shared::cluster.u32 to, %0, %2;\n\t"
-                           "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
-                           "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], "
-                           "{%3, %4, %5, %6}, [counted];\n\t}" ::"r"(shared_address(shared)),
-                           "r"(shared_address(barrier)), "r"(rank), "r"(x.word[0]), "r"(x.word[1]),
-                           "r"(x.word[2]), "r"(x.word[3]) : "memory");)
+  FASTRL_SM90(asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+                           "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote_address(shared, rank)),
+                           "r"(x.word[0]), "r"(x.word[1]), "r"(x.word[2]), "r"(x.word[3]),
+                           "r"(remote_address(barrier, rank)) : "memory");)
 }
 // Waits until the phase of this parity is complete: 0 the first time, then 1, 0, ... For what other
 // blocks sent, the scope is the cluster.

@@ -24,6 +24,8 @@ std::tuple<Tensor, Tensor> one_pass(const Call& call, const LogitsParams& in,
   const Tensor entropy = empty_like_tokens(token_ids, ScalarType::Float);
   params.logprobs = logprobs.mutable_data_ptr<float>();
   params.entropy = entropy.mutable_data_ptr<float>();
+  const Tensor ticket = zeroed_words(token_ids, 1, call);
+  params.ticket = words_of(ticket);
   check_launch(logits_policy_loss(params, call.stream()), "logits_policy_loss");
   return {logprobs, entropy};
 }

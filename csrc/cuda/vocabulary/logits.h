@@ -66,6 +66,7 @@ struct LogitsPolicyLossParams {
   Objective<float> objective;
   Sequences sequences;
   float *logprobs, *entropy;
+  uint32_t* ticket;  // 0 when the launch begins, and used up by it
 };
 
 }  // namespace fastrl::cuda

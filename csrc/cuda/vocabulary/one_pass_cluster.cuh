@@ -68,6 +68,7 @@ struct ClusterShared {
   ByteBarrier exchanged[2];
   ByteBarrier full[2];
   RowInputs inputs[2];
+  uint32_t tickets[2];  // along with the reports
   PartialSums warps[kWarps];
   GradientTerms terms;
   bool zero;
@@ -139,70 +140,80 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   }
   sync_cluster();  // every block runs and can be written to; what threads copied is visible
 
-  int stage = 0;
-  unsigned turn = 0;    // exchanges so far
-  unsigned parity = 0;  // of the next wait, a bit per stage
-  for (unsigned row = block_index() / ranks; row < rows.rows; row += clusters, stage ^= 1) {
-    const unsigned next = row + 2 * clusters;
+  // The first three rows of a cluster follow from its number, the others from tickets, which it
+  // draws as it goes: one that starts late, or runs beside something else, takes fewer.
+  const unsigned of_number = 3 * clusters;
+  unsigned row = block_index() / ranks, next = row + clusters, after = next + clusters;
+  unsigned parity = 0;  // of the next wait for a stage, a bit each
+  for (unsigned turn = 0; row < rows.rows; ++turn) {
+    const int stage = turn % 2;
     uint32_t words[kFetched];  // used at the end of this iteration, when they have arrived
-    fetch(next, words);
+    fetch(after, words);
+    const unsigned drawn = t == 0 && rank == 0 ? atomic_add(p.ticket, 1u) : 0;
     const RowInputs& in = s.inputs[stage];
-    const Stores<T, kAligned> stores(reinterpret_cast<T*>(rows.grad_row(row)) + first, columns);
-    bool zero = true;
-    if (in.active(p.in)) {
-      const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.value(RowInputs::kTemperature))};
-      const T* data = split_of(row, stage).shared;
-      const SharedSource<T, kAligned> source{data, columns};
-      const int id = in.token(rows);
-      const int64_t token = id - first;
+    const bool active = in.active(p.in);
+    const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.value(RowInputs::kTemperature))};
+    const SharedSource<T, kAligned> source{split_of(row, stage).shared, columns};
+    const int id = in.token(rows);
+    const int64_t token = id - first;
+    if (active) {
       wait(&s.full[stage], parity >> stage & 1);
       parity ^= 1u << stage;
-
       const RowSums sums = reduce_sums<Wanted::kEntropy>(
           sweep_sums<T, kSoftcap, Wanted::kEntropy, kThreads>(source, exponents), exponents);
       if (lane == 0) s.warps[warp] = {sums.max, sums.sum, sums.sum_t};
       sync_block();
-      if (warp == 0) {
+    }
+    if (warp == 0) {
+      SplitReport report{};
+      if (active) {
         const RowSums own = reduce_sums<Wanted::kEntropy>(s.warps, kWarps, exponents);
         const bool here = token >= 0 && token < columns;
-        const float logit = here ? source.element(static_cast<int>(token)) : 0.0f;
-        const Vec16 report = SplitReport{{own.max, own.sum, own.sum_t}, logit}.packed();
-        SplitReport* splits = s.splits[turn % 2];
-        ByteBarrier* exchanged = &s.exchanged[turn % 2];
-        if (lane == 0) arm(exchanged, ranks * sizeof(SplitReport));
-        for (unsigned to = lane; to < ranks; to += kWarp) {
-          send16(report, splits + rank, exchanged, to);
-        }
-        wait<true>(exchanged, turn / 2 % 2);
+        report = {{own.max, own.sum, own.sum_t},
+                  here ? source.element(static_cast<int>(token)) : 0.0f};
+      }
+      SplitReport* splits = s.splits[stage];
+      ByteBarrier* exchanged = &s.exchanged[stage];
+      const unsigned ticket = shuffle(drawn, 0);
+      if (lane == 0) arm(exchanged, ranks * sizeof(SplitReport) + sizeof(ticket));
+      for (unsigned to = lane; to < ranks; to += kWarp) {
+        send16(report.packed(), splits + rank, exchanged, to);
+        if (rank == 0) send4(ticket, &s.tickets[stage], exchanged, to);
+      }
+      wait<true>(exchanged, turn / 2 % 2);
+      RowOutcome outcome{};
+      outcome.zero = true;
+      if (active) {
         const RowSums total =
             reduce_sums<Wanted::kEntropy>(splits, static_cast<int>(ranks), exponents);
         const float x = id >= 0 ? splits[id / rows.splits.columns].token : NAN;
-        const RowOutcome outcome = outcome_of(p, in, total, x, exponents);
-        if (lane == 0) {
-          s.terms = outcome.terms;
-          s.zero = outcome.zero;
-        }
-        if (lane == 0 && rank == 0) {
-          p.logprobs[row] = outcome.logprob;
-          p.entropy[row] = outcome.entropy;
-        }
+        outcome = outcome_of(p, in, total, x, exponents);
       }
-      sync_block();
-      ++turn;
-      zero = s.zero;
-      if (!zero) {
-        const GradientTerms terms = s.terms;
-        write_gradient<kThreads>(source, stores, token, terms, exponents);
+      if (lane == 0) {
+        s.terms = outcome.terms;
+        s.zero = outcome.zero;
       }
-    } else if (t == 0 && rank == 0) {
-      p.logprobs[row] = 0.0f;
-      p.entropy[row] = 0.0f;
+      if (lane == 0 && rank == 0) {
+        p.logprobs[row] = outcome.logprob;
+        p.entropy[row] = outcome.entropy;
+      }
     }
-    if (zero) write_zeros<kThreads>(stores);
+    sync_block();
+    const unsigned following = of_number + s.tickets[stage];
+    const Stores<T, kAligned> stores(reinterpret_cast<T*>(rows.grad_row(row)) + first, columns);
+    if (s.zero) {
+      write_zeros<kThreads>(stores);
+    } else {
+      const GradientTerms terms = s.terms;
+      write_gradient<kThreads>(source, stores, token, terms, exponents);
+    }
 
     if (!kAligned) fence_bulk();  // a copy will overwrite elements that threads stored
     sync_block();                 // no thread reads this stage any more
-    begin(next, stage, words);
+    begin(after, stage, words);
+    row = next;
+    next = after;
+    after = following;
   }
 }
 

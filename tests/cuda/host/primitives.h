@@ -229,16 +229,23 @@ inline void bulk_load(void* shared, const void* global, unsigned bytes, ByteBarr
   });
 }
 // Delivered some time later, as on a GPU: by the thread that copies for the block it goes to.
-inline void send16(const Vec16& x, void* shared, ByteBarrier* barrier, unsigned rank) {
-  host::require(reinterpret_cast<uintptr_t>(shared) % 16 == 0, "a remote store is not aligned");
-  Vec16* const to = host::in_block(static_cast<Vec16*>(shared), rank);
+template <typename T>
+void send(T x, void* shared, ByteBarrier* barrier, unsigned rank) {
+  host::require(reinterpret_cast<uintptr_t>(shared) % sizeof(T) == 0, "a send is not aligned");
+  T* const to = host::in_block(static_cast<T*>(shared), rank);
   ByteBarrier* const counted = host::in_block(barrier, rank);
   host::Block* const block = host::here.cluster->blocks[rank].get();
   block->copies.submit([=] {
     host::require(block->running.load() != 0, "a store to a block that has exited");
-    std::memcpy(to, &x, sizeof(x));
+    *to = x;
     counted->change(-2 * int64_t{sizeof(x)});
   });
+}
+inline void send4(uint32_t x, void* shared, ByteBarrier* barrier, unsigned rank) {
+  send(x, shared, barrier, rank);
+}
+inline void send16(const Vec16& x, void* shared, ByteBarrier* barrier, unsigned rank) {
+  send(x, shared, barrier, rank);
 }
 template <bool kCluster = false>
 void wait(ByteBarrier* barrier, unsigned parity) {
