@@ -5,8 +5,9 @@ from budgets.target import CudaTarget
 # bfloat16, aligned, no softcap; read once and written once
 _BF16 = "INS0_8BFloat16ELb1ELb0EL"
 _BF16_SOFTCAP = "INS0_8BFloat16ELb1ELb1EL"
-# float32 logits whose gradient is bfloat16
+# float32 logits whose gradient is bfloat16, and the same where rows end within a vector
 _NARROW = "IfLb1ELb0ELi256ENS0_8BFloat16E"
+_NARROW_UNALIGNED = "IfLb0ELb0ELi256ENS0_8BFloat16E"
 
 
 def one_pass(
@@ -16,12 +17,18 @@ def one_pass(
     registers = 80  # of 65536, in steps of 8, for three blocks of 256 threads
     sweeps = 0 if instructions is None else 2
     kernel = f"one_pass_cluster_kernel{variant}"
-    return CudaTarget(kernel, 2, 4, instructions, mufu, 0, sweeps, registers, persistent=True)
+    read = 4 if variant.startswith("If") else 2
+    moved = read + 2
+    return CudaTarget(
+        kernel, read, moved, instructions, mufu, 0, sweeps, registers, persistent=True
+    )
 
 
 CUDA: tuple[CudaTarget, ...] = (
     one_pass(_BF16, 14.0, mufu=2.2),
     one_pass(_BF16_SOFTCAP, 29.0, mufu=6.3),
+    one_pass(_NARROW, 16.0, mufu=2.2),
+    one_pass(_NARROW_UNALIGNED, 18.0, mufu=2.2),
     one_pass(""),
     CudaTarget(f"token_stats_kernel{_BF16}", 2, 2, 9.0, mufu=1.1, sweeps=1),
     CudaTarget(f"token_stats_backward_kernel{_BF16}", 2, 4, 7.0, mufu=1.1, sweeps=1),

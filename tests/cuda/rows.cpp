@@ -58,7 +58,7 @@ class Problem {
   bool run(Path path, bool in_place) {
     AlignedCopy logits(bytes_, offset_of(logits_), logits_.data());
     AlignedCopy grad(static_cast<size_t>(rows_) * vocabulary_ * 2);
-    const DeviceLimits limits{path == Path::kClusters ? 9 : 8, 6, 227 << 10, 228 << 10, 1 << 20};
+    const DeviceLimits limits{path == Path::kClusters ? 9 : 8, 16, 227 << 10, 228 << 10, 1 << 20};
     LogitsPolicyLossParams p{};
     p.in = {kNarrowed ? kFloat : kBFloat16,
             logits.data(),
@@ -110,6 +110,8 @@ class Problem {
   void run_kernels(const LogitsPolicyLossCall& call, const DeviceLimits& limits, Path path) {
     if (path != Path::kTwoCalls) {
       ok_ &= launch_one_pass<T, kAligned, false, kThreads, BFloat16>(call, limits, 0) == kSuccess;
+      // a cluster draws one in each row
+      ok_ &= *call.p.ticket == static_cast<unsigned>(path == Path::kClusters ? rows_ : 0);
       return;
     }
     std::vector<float> unused(rows_), row_max(rows_), log_sum(rows_), flow(rows_),

@@ -8,8 +8,9 @@ from tests.support import cuda_vocabulary as kernels
 from tests.support.cuda_host import watched
 from tests.support.cuda_rows import assert_gradient, exact, gradient
 
-# (vocabulary, stride): ends within a vector, gradients that begin within one, many steps
-SHAPES = [(1, 4), (4, 4), (37, 40), (1000, 1000), (1001, 1004), (50257, 50264)]
+# (vocabulary, stride): ends within a vector, gradients that begin within one, many steps; in the
+# host build the last is of more splits than a cluster has blocks
+SHAPES = [(1, 4), (4, 4), (37, 40), (1000, 1000), (1001, 1004), (5001, 5008), (50257, 50264)]
 OPTIONS = [
     {},
     {"temperature": 0.7, "logit_scale": 1.5, "logit_softcap": 8.0},
@@ -98,6 +99,29 @@ def test_a_row_does_not_depend_on_the_others(B, T):
     narrow = kernels.narrow_half(logits)
     kernels.logits_policy_loss(logits, rows, arguments, objective, narrow, clusters=True)
     assert torch.equal(narrow, wide.bfloat16())
+
+
+def test_one_pass_loads_each_logit_once_and_stores_half_of_its_bytes():
+    V, stride = 1001, 1008
+    objective, optional = OBJECTIVES["everything"]
+    memory, logits, token_ids, mask = make_rows(V, stride)
+    arguments = loss_arguments(exact(logits, token_ids, mask).logprobs.float(), optional)
+    rows = kernels.rows_of(token_ids, mask)
+    narrow = kernels.narrow_half(logits)
+    loads, stores = kernels.watch(0, memory)
+    try:
+        kernels.logits_policy_loss(logits, rows, arguments, objective, narrow, clusters=True)
+    finally:
+        kernels.stop_watching()
+    loads, stores = loads.view(4, stride, 4), stores.view(4, 2 * stride, 2)
+    assert (loads[:3, :V] == 1).all()
+    assert not loads[3].any()
+    assert not loads[:, V:].any()
+    chosen = torch.zeros(4, V, dtype=torch.bool).scatter_(1, token_ids[0][:, None], True)
+    chosen &= mask[0][:, None]
+    assert (stores[:, stride : stride + V] == torch.where(chosen[..., None], 2, 1)).all()
+    assert not stores[:, :stride].any()
+    assert not stores[:, stride + V :].any()
 
 
 def test_the_backward_loads_each_logit_once_and_stores_half_of_its_bytes():

@@ -11,8 +11,8 @@ template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradi
 Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& limits,
                        Stream stream) {
   const RowGeometry& rows = call.rows;
-  if (!kNarrow<T, Gradient> && limits.major >= 9 && rows.splits.count <= kMaxCluster) {
-    const auto kernel = one_pass_cluster_kernel<T, kAligned, kSoftcap, kThreads>;
+  if (limits.major >= 9 && rows.splits.count <= kMaxCluster) {
+    const auto kernel = one_pass_cluster_kernel<T, kAligned, kSoftcap, kThreads, Gradient>;
     const unsigned ranks = static_cast<unsigned>(rows.splits.count);
     LaunchShape shape{ranks, kThreads, ranks,
                       ClusterShared<kThreads>::template bytes<T, kAligned>(rows)};

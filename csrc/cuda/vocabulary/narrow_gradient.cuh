@@ -1,7 +1,8 @@
 // The narrow mode: the gradient of float32 logits is bfloat16, in the second half of each row's own
-// memory. One block takes a row from its last columns to its first. The gradient of column j lies
-// at byte 2 (stride + j) >= 4 j of the row, so a step overwrites only columns from its own first
-// on, which every thread has loaded before any thread stores.
+// memory. A cluster has the whole row in shared memory before it stores. Otherwise one block takes
+// a row from its last columns to its first: the gradient of column j lies at byte 2 (stride + j) >=
+// 4 j of the row, so a step overwrites only columns from its own first on, which every thread has
+// loaded before any thread stores.
 #pragma once
 
 #include <type_traits>
@@ -79,6 +80,54 @@ __device__ __forceinline__ void sweep_narrow_gradient(const float* row,
     const float gradient = gradient_at<kSoftcap, kLinear>(x, terms, exponents);
     store_element(stores.grad + column, Element<BFloat16>::from(gradient));
   }
+}
+
+// This thread's share of writing the gradient of a split that lies in shared memory.
+template <bool kLinear, int kThreads, bool kAligned, bool kSoftcap>
+__device__ __forceinline__ void sweep_staged_gradient(const float* staged,
+                                                      const Stores<BFloat16, kAligned>& stores,
+                                                      const GradientTerms& terms,
+                                                      const Exponents<kSoftcap>& exponents) {
+  constexpr int kAtOnce = 2, kLanes = Element<BFloat16>::kLanes;
+  constexpr ptrdiff_t kStride = kThreads * kLanes;
+  const uint32_t floor = filled_word<float>(exponents.map.floor);
+  const auto store = [&](ptrdiff_t at, Vec16 low, Vec16 high) {
+    store16_once(stores.grad + at,
+                 narrow_vector<kSoftcap, kLinear>(low, high, floor, terms, exponents));
+  };
+  const auto load = [&](ptrdiff_t at) { return load16_shared(staged + at); };
+  ptrdiff_t at = stores.head + thread_index() * kLanes;
+  for (; at + (kAtOnce - 1) * kStride < stores.end; at += kAtOnce * kStride) {
+    Vec16 x[kAtOnce][2];
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) {
+      x[v][0] = load(at + v * kStride);
+      x[v][1] = load(at + v * kStride + kLanes / 2);
+    }
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) store(at + v * kStride, x[v][0], x[v][1]);
+  }
+  if (at < stores.end) store(at, load(at), load(at + kLanes / 2));
+  const int column = stores.beside(thread_index());
+  if (column >= 0) {
+    const float low = exponents.map.floor, x = staged[column] < low ? low : staged[column];
+    const float gradient = gradient_at<kSoftcap, kLinear>(x, terms, exponents);
+    store_element(stores.grad + column, Element<BFloat16>::from(gradient));
+  }
+}
+
+// The gradient of a split that lies in shared memory; `token` is relative to it.
+template <int kThreads, bool kAligned, bool kSoftcap>
+__device__ __forceinline__ void write_staged_gradient(const float* staged,
+                                                      const Stores<BFloat16, kAligned>& stores,
+                                                      int64_t token, const GradientTerms& terms,
+                                                      const Exponents<kSoftcap>& exponents) {
+  if (terms.linear != 0) {
+    sweep_staged_gradient<true, kThreads>(staged, stores, terms, exponents);
+  } else {
+    sweep_staged_gradient<false, kThreads>(staged, stores, terms, exponents);
+  }
+  store_token_gradient<kThreads>(stores, token, terms);
 }
 
 // The gradient of a whole row; by every thread of its block.

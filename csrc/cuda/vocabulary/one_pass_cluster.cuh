@@ -5,6 +5,7 @@
 //   stage 1   ... row i+1 arrives               | row i+1: sums, exchange, gradient |
 #pragma once
 
+#include "narrow_gradient.cuh"
 #include "row_loss.cuh"
 #include "split_sums.cuh"
 
@@ -85,7 +86,7 @@ struct ClusterShared {
   }
 };
 
-template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient>
 __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& call) {
   constexpr int kWarps = kThreads / kWarp;
   using Shared = ClusterShared<kThreads>;
@@ -153,7 +154,9 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     const RowInputs& in = s.inputs[stage];
     const bool active = in.active(p.in);
     const Exponents<kSoftcap> exponents{call.scaling.map<T>(in.value(RowInputs::kTemperature))};
-    const SharedSource<T, kAligned> source{split_of(row, stage).shared, columns};
+    // narrow rows begin with a vector, and so do their splits
+    constexpr bool kShifted = !kAligned && !kNarrow<T, Gradient>;
+    const SharedSource<T, kAligned, kShifted> source{split_of(row, stage).shared, columns};
     const int id = in.token(rows);
     const int64_t token = id - first;
     if (active) {
@@ -200,11 +203,14 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     }
     sync_block();
     const unsigned following = of_number + s.tickets[stage];
-    const Stores<T, kAligned> stores(reinterpret_cast<T*>(rows.grad_row(row)) + first, columns);
+    const Stores<Gradient, kAligned> stores(reinterpret_cast<Gradient*>(rows.grad_row(row)) + first,
+                                            columns);
+    const GradientTerms terms = s.terms;
     if (s.zero) {
       write_zeros<kThreads>(stores);
+    } else if constexpr (kNarrow<T, Gradient>) {
+      write_staged_gradient<kThreads>(source.data, stores, token, terms, exponents);
     } else {
-      const GradientTerms terms = s.terms;
       write_gradient<kThreads>(source, stores, token, terms, exponents);
     }
 
@@ -217,10 +223,10 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   }
 }
 
-template <typename T, bool kAligned, bool kSoftcap, int kThreads>
+template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     one_pass_cluster_kernel(const __grid_constant__ LogitsPolicyLossCall call) {
-  if constexpr (kHasClusters) one_pass_cluster<T, kAligned, kSoftcap, kThreads>(call);
+  if constexpr (kHasClusters) one_pass_cluster<T, kAligned, kSoftcap, kThreads, Gradient>(call);
 }
 
 }  // namespace fastrl::cuda

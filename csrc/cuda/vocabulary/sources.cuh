@@ -80,21 +80,23 @@ struct GlobalSource {
   }
 };
 
-// A split that was copied to shared memory at the same distance from a vector's beginning.
-template <typename T, bool kAligned>
+// A split that was copied to shared memory at the same distance from a vector's beginning; without
+// kShifted that is 0, wherever the split ends.
+template <typename T, bool kAligned, bool kShifted = !kAligned>
 struct SharedSource {
   const T* data;
   int columns;
 
   __device__ __forceinline__ unsigned shift(int column) const {
-    return kAligned ? 0 : misalignment(data + column);
+    return kShifted ? misalignment(data + column) : 0;
   }
   __device__ __forceinline__ Vec16 vector(ptrdiff_t column, unsigned shift) const {
     const T* at = data + column;
     if constexpr (kAligned) return load16_shared(at);
     // the stage has room for a vector after the last
     const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
-    const Vec16 x = join(load16_shared(low), load16_shared(low + 16), shift);
+    const Vec16 x =
+        kShifted ? join(load16_shared(low), load16_shared(low + 16), shift) : load16_shared(at);
     const int left = columns - static_cast<int>(column);
     return left >= Element<T>::kLanes ? x : keep_lanes<T>(x, left);
   }
