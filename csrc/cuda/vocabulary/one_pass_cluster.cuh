@@ -109,7 +109,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     split.copy_rest();
   };
 
-  // The words of a row's inputs, fetched by the first warp a row ahead.
+  // The words of a row's inputs: the first warp fetches them and begins the row a turn later.
   constexpr int kFetched = (RowInputs::kWords + kWarp - 1) / kWarp;
   const auto fetch = [&](unsigned row, uint32_t* words) {
 #pragma unroll
@@ -221,6 +221,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     next = after;
     after = following;
   }
+  // A block may exit here: it has waited for all that others send to it.
 }
 
 template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>
