@@ -108,11 +108,8 @@ def test_one_pass_loads_each_logit_once_and_stores_half_of_its_bytes():
     arguments = loss_arguments(exact(logits, token_ids, mask).logprobs.float(), optional)
     rows = kernels.rows_of(token_ids, mask)
     narrow = kernels.narrow_half(logits)
-    loads, stores = kernels.watch(0, memory)
-    try:
+    with watched("vocabulary", memory) as [(loads, stores)]:
         kernels.logits_policy_loss(logits, rows, arguments, objective, narrow, clusters=True)
-    finally:
-        kernels.stop_watching()
     loads, stores = loads.view(4, stride, 4), stores.view(4, 2 * stride, 2)
     assert (loads[:3, :V] == 1).all()
     assert not loads[3].any()
