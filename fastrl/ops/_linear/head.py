@@ -67,6 +67,8 @@ class HeadGradients:
                 total.zero_()
         # the first chunk overwrites the gradient of the weight, which saves zeroing it
         self._weight_written = False
+        #: NaN where all gradients are to become NaN, and 0 where not
+        self.poison: Tensor | None = None
 
     def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
         """Add the gradients of a chunk with dL/dlogits `[C, V]`.
@@ -75,6 +77,8 @@ class HeadGradients:
         """
         products = self._products
         weight, bias, *_ = self._sums
+        if self.poison is not None:
+            hidden = hidden + self.poison
         if bias is not None:
             bias.add_(grad_logits.sum(0, dtype=bias.dtype))
         if grad_hidden is not None:
@@ -110,8 +114,14 @@ class HeadGradients:
         For float16 parameters they remain float32: the upstream gradient may still scale them.
         """
         head = self._head
-        if self._sums[0] is not None and not self._weight_written:
-            self._sums[0].zero_()
+        weight, *small = self._sums
+        if weight is not None and not self._weight_written:
+            weight.zero_()
+            small.append(weight)
+        if self.poison is not None:  # the weight of chunks has it from their hidden states
+            for total in small:
+                if total is not None:
+                    total += self.poison
         return tuple(
             head.weight.new_empty(0)
             if total is None or parameter is None

@@ -123,10 +123,11 @@ def linear_loss_pass(
     logprobs, entropy, *_ = walk.no_stats()
     one_kernel = call.on_gpu() and slopes.function is None
     compacting = call.compact and call.hidden.device.type == "cpu" and not one_kernel
+    differentiable = any(needs)
     for trained, chunk in [
-        *((any(needs), chunk) for chunk in walk.trained()),
         # their slopes are 0 unless a log-probability is NaN, which must reach the gradient
-        *((any(needs) and compacting, chunk) for chunk in walk.scored()),
+        *((differentiable and compacting, chunk) for chunk in walk.scored()),
+        *((differentiable, chunk) for chunk in walk.trained()),
     ]:
         projected = walk.project(chunk)
         if trained and one_kernel:
@@ -136,6 +137,8 @@ def linear_loss_pass(
         logprobs[chunk], entropy[chunk] = stats.logprobs, stats.entropy
         if trained:
             _train(walk, chunk, projected, slopes, stats, call.backend, compacting=compacting)
+        elif differentiable:
+            walk.pass_on_nan(chunk, stats.logprobs)
     return (walk.expanded(logprobs), walk.expanded(entropy), *walk.gradients())
 
 

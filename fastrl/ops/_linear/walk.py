@@ -109,6 +109,19 @@ class LinearWalk:
                 place = place if kept is None else place[kept]
             self._grad_hidden[place] = grad_states.to(self._grad_hidden.dtype)
 
+    def pass_on_nan(self, chunk: slice, logprobs: Tensor) -> None:
+        """Let NaN log-probabilities of scored rows reach all gradients.
+
+        The slopes of these rows are 0 times that. They take part in no gradient GEMM.
+        """
+        nan = torch.where(logprobs.isnan(), torch.nan, 0.0)
+        if self._needs[0]:
+            assert self._order.indices is not None  # all rows are trained without an order
+            place = self._order.indices[chunk]
+            self._grad_hidden[place] = nan[:, None].to(self._grad_hidden.dtype)
+        before = self._parameters.poison
+        self._parameters.poison = nan.sum() if before is None else before + nan.sum()
+
     def no_stats(self) -> RowStats:
         """Return statistics of 0 for the rows in their order."""
         like, dtype = self._rows.token_ids, self._head.dtype
