@@ -70,6 +70,7 @@ coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -q --cov=fastrl/ops/_linear --cov-branch --cov-report=term-missing $(addprefix tests/,\
 	  ops/test_linear_fake.py ops/test_products.py cuda/test_cuda_host_linear.py \
 	  cuda/test_cuda_host_linear_exact.py) $(ARGS)
+	$(PY) -m coverage report --include='*/tensor_cores.py,*/walk.py' --fail-under=100
 
 # FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)

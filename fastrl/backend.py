@@ -6,7 +6,6 @@ backend that cannot run the call raises an error.
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Literal, cast, get_args
 
@@ -27,8 +26,7 @@ _DEVICES = {
     "triton": ("cuda", "cpu") if triton.INTERPRETED else ("cuda",),
     "cuda": ("cuda",),
 }
-#: What the compiled backends take.
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _default: str = one_of("FASTRL_BACKEND", os.environ.get("FASTRL_BACKEND", "auto"), BACKENDS)
 
@@ -96,7 +94,7 @@ def refusal(
     if device.type not in _DEVICES[backend]:
         supported = " and ".join(_DEVICES[backend])
         return f"it supports tensors on {supported}, not on {device.type}"
-    if dtype not in KERNEL_DTYPES:
+    if dtype not in _KERNEL_DTYPES:
         return f"it takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     return unsupported
 
@@ -135,13 +133,6 @@ def resolve(
     if refused is not None:
         raise ValueError(f"backend {chosen!r} cannot do this call: {refused}")
     return chosen
-
-
-@functools.cache
-def of_gpu() -> str | None:
-    """Return the fastest compiled backend for tensors on a GPU, or None."""
-    compiled = (name for name in _PREFERENCE["cuda"] if name != "reference")
-    return next((name for name in compiled if unavailable(name) is None), None)
 
 
 def torch_only(backend: str) -> None:

@@ -62,9 +62,9 @@ def linear_policy_loss(
     out of all GEMMs, rows without advantage or weight out of the gradient GEMMs (on a CPU also
     clipped rows).
     GEMMs multiply in the precision that `linear_token_logprobs` names, autocast's on a GPU.
-    The backward multiplies the gradients by the upstream factor, which costs nothing where that is
-    1; any other factor reads and writes them once more, so give a constant such as the number of
-    accumulated micro-batches to `normalizer` instead of dividing the loss.
+    The backward leaves the gradients as they are where the upstream factor is 1; any other factor
+    reads and writes them once more, as do a compiled graph and a retained one. So give a constant,
+    such as the number of accumulated micro-batches, to `normalizer` instead of dividing the loss.
     Objectives that depend on all current log-probabilities or entropies (sequence-level ratios,
     masks, a rollout correction on policy) take two passes (8NHV) and no more memory, as do Python
     functions under `torch.compile`.
@@ -205,5 +205,6 @@ def _one_pass(
     loss, _, _, values = inputs.evaluate(logprobs, entropy, constants)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
-        loss = with_gradients(loss, [(x, grad if need else None) for x, grad, need in pairs])
+        given = [(x, grad if need else None) for x, grad, need in pairs]
+        loss = with_gradients(loss, given, options.backend)
     return policy_loss_result(loss, values, logprobs, entropy, shape)

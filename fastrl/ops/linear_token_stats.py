@@ -70,9 +70,9 @@ def linear_token_logprobs(
         round their operands if `torch.set_float32_matmul_precision` is below "highest".
 
     On a GPU, operands that are both in 16 bits, or any under autocast, are multiplied in that dtype
-    on tensor cores. Logits, their statistics and all sums remain fp32; the gradient of the logits
-    is rounded to bfloat16 for its GEMMs, as are fp16 operands and LoRA's factors there. The
-    gradient of an fp32 weight remains fp32. On a CPU autocast has no effect.
+    on tensor cores (before sm_80 in fp32). Logits, their statistics and all sums remain fp32; the
+    gradient of the logits is rounded to bfloat16 for its GEMMs, as are fp16 operands and LoRA's
+    factors there. The gradient of an fp32 weight remains fp32. On a CPU autocast has no effect.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -54,8 +54,8 @@ def logits_policy_loss(
     dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H) with c_t = dL/dlogprob_t and
     z as in `token_logprobs`.
     The backward leaves the gradient as it is where the upstream factor is 1; any other factor reads
-    and writes it once more. So give a constant, such as the number of accumulated micro-batches, to
-    `normalizer` instead of dividing the loss.
+    and writes it once more, as do a compiled graph and a retained one. So give a constant, such as
+    the number of accumulated micro-batches, to `normalizer` instead of dividing the loss.
     fp16 logits, sequence-level ratios, masks of the objective and Python functions need a second
     read in the backward.
 
@@ -173,5 +173,5 @@ def _one_pass(
             run.logits_policy_loss_fwd, logits.detach(), *arguments
         )
     loss, _, _, metrics = inputs.evaluate(logprobs, entropy, constants)
-    loss = with_gradients(loss, [(target, grad_logits)])
+    loss = with_gradients(loss, [(target, grad_logits)], inputs.backend)
     return policy_loss_result(loss, metrics, logprobs, entropy, original.shape[:-1])

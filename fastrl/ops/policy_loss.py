@@ -158,7 +158,7 @@ def loss_of_logprobs(
     arguments = inputs.masked_arguments(detached, detached_entropy)
     loss, slope, entropy_slope, metrics = inputs.evaluate(detached, detached_entropy, arguments)
     if torch.is_grad_enabled():
-        loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)])
+        loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)], inputs.backend)
     return policy_loss_result(loss, metrics, detached, detached_entropy, shape)
 
 

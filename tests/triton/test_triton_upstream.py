@@ -22,7 +22,6 @@ pytestmark = [
 def on_gpu(backend, monkeypatch):
     """Let the backward treat the tensors of a test as those of a GPU."""
     monkeypatch.setattr(known_gradient, "_on_gpu", lambda factor: True)
-    monkeypatch.setattr(known_gradient, "of_gpu", lambda: backend)
 
 
 @pytest.fixture
@@ -68,8 +67,7 @@ def test_a_factor_multiplies_the_gradient_once(backend, scaled, dtype, layout, i
     third = gradient(backend, torch.tensor(0.3), **given)
     assert torch.equal(half, whole * 0.5)
     assert torch.equal(third, (whole.float() * torch.tensor(0.3)).to(dtype))
-    strided_apart = inplace and layout == {"transposed": True}  # left to torch
-    assert len(scaled) == (0 if strided_apart else 3)
+    assert len(scaled) == 3
 
 
 def test_the_gradients_of_hidden_states_and_head_are_multiplied_alike(backend, scaled):
@@ -87,6 +85,24 @@ def test_the_gradients_of_hidden_states_and_head_are_multiplied_alike(backend, s
     assert [x.numel() for x in scaled] == [hidden.numel(), weight.numel()] * 2
 
 
+@pytest.mark.parametrize("rows", [slice(None), slice(-1)])
+def test_the_rows_of_a_padded_vocabulary_are_scaled_by_the_kernel(backend, scaled, rows):
+    leaf = torch.randn(3, 6, 56).requires_grad_()
+    logits = (leaf * 1)[:, rows, :50]
+    ids, mask = torch.randint(50, logits.shape[:2]), torch.ones(logits.shape[:2])
+    loss = fastrl.logits_policy_loss(
+        logits, ids, torch.randn(3), mask, inplace=True, backend=backend
+    ).loss
+    loss.backward()
+    two_distances = rows != slice(None)  # of rows and of sequences: left to torch
+    assert len(scaled) == (0 if two_distances else 1)
+
+
+def test_the_reference_backend_uses_no_kernel(backend, scaled):
+    gradient("reference", 0.5, dtype=torch.float32)
+    assert scaled == []
+
+
 def test_a_retained_graph_keeps_its_gradient(backend, scaled):
     leaf = torch.randn(2, 3, 10).requires_grad_()
     ids, mask = torch.randint(10, (2, 3)), torch.ones(2, 3)
@@ -94,4 +110,4 @@ def test_a_retained_graph_keeps_its_gradient(backend, scaled):
     (first,) = torch.autograd.grad(loss, leaf, torch.tensor(2.0), retain_graph=True)
     (second,) = torch.autograd.grad(loss, leaf)
     assert torch.equal(first, 2 * second)
-    assert len(scaled) == 1
+    assert len(scaled) == 2

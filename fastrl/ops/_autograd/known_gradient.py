@@ -1,7 +1,8 @@
 """Losses whose gradient is computed in the forward; the backward only scales it.
 
-On a GPU nobody looks at the upstream factor, which would take a synchronization: a kernel does, and
-leaves the gradient alone where it is 1. Any other factor costs another read and write of it.
+On a GPU nobody looks at the upstream factor, which would take a synchronization: a kernel of the
+backend does, and leaves the gradient alone where it is 1. Any other factor costs another read and
+write, and so does every factor in a compiled or retained graph.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastrl.backend import KERNEL_DTYPES, of_gpu
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.tracing import is_traced
 
 
 def with_gradients(
-    loss: Tensor, gradients: Sequence[tuple[Tensor | None, Tensor | None]]
+    loss: Tensor, gradients: Sequence[tuple[Tensor | None, Tensor | None]], backend: str
 ) -> Tensor:
     """Attach gradients to a loss, given as pairs of a tensor and dL/d(tensor).
 
@@ -35,7 +35,7 @@ def with_gradients(
             cast_back = cast_back or grad.dtype != x.dtype
     if not tensors:
         return loss
-    return cast("Tensor", _KnownGradients.apply(loss, cast_back, *tensors, *grads))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _KnownGradients.apply(loss, cast_back, backend, *tensors, *grads))  # type: ignore[no-untyped-call]
 
 
 def _forward_mode() -> bool:
@@ -44,9 +44,10 @@ def _forward_mode() -> bool:
 
 class _KnownGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, cast_back: bool, *pairs: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, cast_back: bool, backend: str, *pairs: Tensor) -> Tensor:
         tensors, grads = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         ctx.save_for_backward(*grads)
+        ctx.backend = backend
         ctx.dtypes = [x.dtype for x in tensors] if cast_back else None
         if torch.compiler.is_compiling():
             return loss.clone()
@@ -56,10 +57,10 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _scaled(ctx.saved_tensors, grad_loss)
+        grads = _scaled(ctx.saved_tensors, grad_loss, ctx.backend)
         if ctx.dtypes is not None:
             grads = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return (None, None, *grads, *([None] * len(grads)))
+        return (None, None, None, *grads, *([None] * len(grads)))
 
 
 def alias_before_overwriting(logits: Tensor) -> Tensor:
@@ -100,14 +101,14 @@ class _Overwritten(torch.autograd.Function):
         return grad
 
 
-def _scaled(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
-    """Return grads * factor, in place unless the graph is retained."""
+def _scaled(grads: Sequence[Tensor], factor: Tensor, backend: str) -> Sequence[Tensor]:
+    """Return grads * factor, in place unless the graph is retained; the factor is not rounded."""
     if is_traced(factor):
-        return [grad * factor.to(grad.dtype) for grad in grads]
+        return [(grad * factor[None]).to(grad.dtype) for grad in grads]
     if torch._C._autograd._get_current_graph_task_keep_graph():
-        return [grad * factor for grad in grads]
-    if _on_gpu(factor):
-        return [_scale_on_gpu(grad, factor) for grad in grads]
+        grads = [grad.clone() for grad in grads]
+    if _on_gpu(factor) and backend in ("triton", "cuda"):
+        return [_scale_on_gpu(grad, factor, backend) for grad in grads]
     if factor.is_cpu and float(factor) == 1.0:
         return grads
     return [grad.mul_(factor) for grad in grads]
@@ -117,11 +118,25 @@ def _on_gpu(factor: Tensor) -> bool:
     return factor.is_cuda
 
 
-def _scale_on_gpu(grad: Tensor, factor: Tensor) -> Tensor:
+def _scale_on_gpu(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
     """Multiply in place, by a kernel that returns at once where the factor is 1."""
-    backend = of_gpu()
-    adjacent = grad.is_contiguous() or (grad.dim() > 1 and grad[0].is_contiguous())
-    if backend is None or not adjacent or grad.dtype not in KERNEL_DTYPES:
+    if not _consists_of_segments(grad):
         return grad.mul_(factor)
     operators(backend).scale_(grad, factor)
     return grad
+
+
+def _consists_of_segments(x: Tensor) -> bool:
+    """Return whether a tensor is a run of elements, or several at a constant distance."""
+    runs = sorted(
+        (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
+    )
+    length, distance, count = 1, 0, 1
+    for stride, size in runs:
+        if count == 1 and stride == length:
+            length *= size
+        elif count == 1 or stride == distance * count:
+            distance, count = distance if count > 1 else stride, count * size
+        else:
+            return False
+    return count == 1 or distance >= length > 1

@@ -15,7 +15,7 @@ from fastrl.ops._linear.head import LinearHead
 
 #: Most bytes of logits in a chunk on a CPU.
 _CPU_CHUNK_BYTES = 192 * 2**20
-#: Most bytes that belong to a chunk on a GPU: logits, and copies of hidden states.
+#: Most bytes that belong to a chunk on a GPU: logits, copies and gradients of hidden states.
 _GPU_CHUNK_BYTES = 512 * 2**20
 #: A GEMM on a GPU works on tiles of this many rows or more.
 _GPU_TILE = 64
@@ -79,14 +79,16 @@ def chunk_size(chunk_tokens: int | None, head: LinearHead, *, on_gpu: bool) -> i
 
     On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
     every chunk reads and writes the accumulated weight gradient once, which takes many rows to
-    amortize; the logits of a chunk, its hidden states in 16 bits and their gradient in float32 take
-    at most 512 MiB.
+    amortize; the logits of a chunk, and the copies and gradients of its hidden states, take at most
+    512 MiB.
     """
     if chunk_tokens is not None:
         return chunk_tokens
     if on_gpu:
         width, wide = head.weight.shape[1], head.dtype.itemsize
-        row_bytes = row_stride(head.vocabulary, on_gpu=True) * wide + width * (2 + wide)
+        # hidden states as operands and their gradient, which is converted; for LoRA both in full
+        of_states = 2 * wide + (2 if head.lora_a is None else 2 + wide)
+        row_bytes = row_stride(head.vocabulary, on_gpu=True) * wide + width * of_states
         rows = _GPU_CHUNK_BYTES // row_bytes
         return max(1, rows // _GPU_TILE * _GPU_TILE or rows)
     rows = _CPU_CHUNK_BYTES // (head.vocabulary * head.dtype.itemsize)

@@ -155,8 +155,9 @@ def narrowed(logits: Tensor) -> Tensor:
     V, stride_b, stride_t = logits.shape[2], logits.stride(0), logits.stride(1)
     if logits.dtype != torch.float32:
         raise ValueError(f"logits: narrow expected torch.float32, got {logits.dtype}")
-    if stride_t < V:
-        raise ValueError(f"logits: narrow expected a row stride of at least {V}, got {stride_t}")
+    B, T = logits.shape[:2]
+    if stride_t < V or (B > 1 and stride_b < stride_t * T):
+        raise ValueError(f"logits: narrow expected rows in order, got strides {logits.stride()}")
     halves = logits.view(torch.bfloat16)
     start = halves.storage_offset() + stride_t
     return halves.as_strided(logits.shape, (2 * stride_b, 2 * stride_t, 1), start)
