@@ -58,7 +58,8 @@ def _edges(head, vocabulary, split, owner_of_tail, SPEC: tl.constexpr):
     in_head = (place < head) & (split == 0)
     in_tail = (tail < vocabulary) & (split == owner_of_tail)
     columns = tl.where(place < WIDTH, place, tail)
-    return columns, ((place < WIDTH) & in_head) | ((place >= WIDTH) & in_tail)
+    # without the comparison the interpreter of Triton 3.9 makes an integer of it
+    return columns, tl.where(place < WIDTH, in_head, in_tail) != 0
 
 
 @triton.jit
