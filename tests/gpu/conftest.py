@@ -34,8 +34,8 @@ def fixed_seed(request):
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
-        except RuntimeError:  # of this test; every later call in the process raises it again
-            end_process(request.config)
+        except RuntimeError as lost:  # of this test; every later call raises it again
+            end_process(request.config, request.node.nodeid, f"it lost the GPU: {lost}")
             raise
         torch.cuda.empty_cache()
 
@@ -123,7 +123,7 @@ def captured(request):
 
     yield capture
     if failed:  # before torch 2.12 the allocator of this process is of no use any more
-        end_process(request.config)
+        end_process(request.config, request.node.nodeid, "a capture failed")
 
 
 def _captured(call):

@@ -139,7 +139,14 @@ def _reason(report) -> str:
     return " ".join(text.split())[:400]
 
 
-def end_process(config) -> None:
-    """End this process, in which nothing more can run, if another one takes its place."""
-    if config.getoption("--results", None):
-        os._exit(LOST)
+def end_process(config, test: str, why: str) -> None:
+    """Fail a test and end this process, in which nothing more can run, if another takes its place.
+
+    pytest will not report the test: it may be in its teardown, after its body was reported.
+    """
+    folder = config.getoption("--results", None)
+    if not folder:
+        return
+    if not hasattr(config, "workerinput"):  # pytest-xdist reports the test of a lost process
+        append(Path(folder), test=test, outcome="failed", why=why)
+    os._exit(LOST)

@@ -28,6 +28,29 @@ def test_last(): pass
 """
 CRASH = "\ndef test_crash(): os._exit(3)\n"
 HANG = "\ndef test_hang(): time.sleep(600)\n"
+LOSES_THE_GPU = """
+import torch
+from tests.gpu.conftest import fixed_seed
+
+lost = []
+torch.cuda.is_available = lambda: True
+
+def synchronize():
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+torch.cuda.synchronize = synchronize
+
+def test_first(): pass
+
+def test_loses(): lost.append(True)
+
+def test_fails_and_loses():
+    lost.append(True)
+    assert 1 == 2, "one is not two"
+
+def test_last(): pass
+"""
 ALONE = "\n@pytest.mark.alone\ndef test_large(): pass\n"
 SANITIZER = """#!/bin/sh
 test "$1" = --help && echo "  --kernel-name arg" && exit
@@ -92,6 +115,26 @@ def test_a_crash_and_a_hang_take_no_other_test_with_them(run, tmp_path, jobs):
     assert "5 passed, 3 failed, 1 skipped, 0 cut" in said
     assert done.returncode == 1
     assert "test_hang" in (tmp_path / "hung.txt").read_text()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_test_that_loses_the_gpu_after_its_body_fails(run, tmp_path, jobs):
+    if jobs > 1:
+        pytest.importorskip("xdist")
+    done = run(LOSES_THE_GPU, jobs=jobs)
+    said, _ = done.communicate(timeout=120)
+    found = outcomes(tmp_path)
+    kinds = {name: one.outcome for name, one in found.items()}
+    assert kinds == {
+        "test_first": "passed",
+        "test_loses": "failed",
+        "test_fails_and_loses": "failed",
+        "test_last": "passed",
+    }
+    assert "one is not two" in found["test_fails_and_loses"].why
+    assert jobs > 1 or "an illegal memory access" in found["test_loses"].why
+    assert "2 passed, 2 failed, 0 skipped, 0 cut" in said
+    assert done.returncode == 1
 
 
 def test_a_killed_run_keeps_its_outcomes_and_can_be_continued(run, tmp_path):
