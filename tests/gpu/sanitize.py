@@ -2,9 +2,10 @@
 
     python -m tests.gpu.sanitize --out build/gpu --seconds 450
 
-One process per tool and backend. Its calls are listed in OUT/sanitize-<tool>-<backend>.calls when
-they start, what the tool says is in the .log next to it, and OUT/sanitize.jsonl has a line for each
-that ended. A process does not start another call when its share of the time is over.
+One process per tool and backend. OUT/sanitize-<tool>-<backend>.calls has the number of its calls
+and a line when one starts and ends, what the tool says is in the .log next to it, and
+OUT/sanitize.jsonl has a line for each process that ended. A process does not start another call
+when its share of the time is over. A run is clean only if it made all of its calls.
 
 A finding is not yet a defect of a kernel: racecheck may not model bulk copies with barriers in
 remote shared memory.
@@ -32,6 +33,12 @@ def main() -> int:
     options = _options()
     if options.calls:
         return _calls(options.calls, time.monotonic() + options.seconds)
+    runs = [(name, backend) for backend in options.backends for name in options.tools]
+    if not runs:
+        print(
+            "make gpu-sanitize has nothing to do: it needs one of TOOLS, and a backend with kernels"
+        )
+        return 1
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         print("make gpu-sanitize needs compute-sanitizer, which is not in PATH; it comes with CUDA")
@@ -39,7 +46,6 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "sanitize.jsonl").unlink(missing_ok=True)
     deadline = time.monotonic() + options.seconds
-    runs = [(name, backend) for backend in options.backends for name in options.tools]
     clean = True
     for i, (name, backend) in enumerate(runs):
         share = (deadline - time.monotonic()) / (len(runs) - i)
@@ -94,17 +100,26 @@ def _run(tool: str, name: str, backend: str, seconds: float, out: Path) -> dict[
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = "hung"
-    made = calls.read_text().count("\ncall ")
+    made, announced = _made(calls.read_text(errors="replace"))
     said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     outcome = {
         0: f"clean, {made} calls",
         FOUND: f"FOUND something: {said[-1:]}, see {log}",
         UNFINISHED: f"out of time after {made} calls, nothing found until then",
-        "hung": f"HUNG at call {made}, see {calls}",
+        "hung": f"HUNG after {made} calls, see {calls}",
     }.get(code, f"FAILED with status {code}, see {calls}")
+    if code == 0 and made != announced:
+        outcome = f"FAILED: status 0 after {made} of {announced or '?'} calls, see {calls}"
     if code == UNFINISHED and any(re.search(r"SUMMARY: [1-9]", line) for line in said):
         outcome = f"FOUND something: {said[-1:]}, see {log}"
     return {"outcome": outcome, "calls": made, "seconds": time.monotonic() - start}
+
+
+def _made(said: str) -> tuple[int, int | None]:
+    """Return how many calls a process made, and how many it announced."""
+    announced = re.search(r"^(\d+) calls$", said, re.MULTILINE)
+    made = len(re.findall(r"^made ", said, re.MULTILINE))
+    return made, int(announced[1]) if announced else None
 
 
 def _only_our_kernels(tool: str) -> list[str]:
@@ -117,11 +132,11 @@ def _only_our_kernels(tool: str) -> list[str]:
 def _calls(backend: str, deadline: float) -> int:
     import torch
 
-    from tests.gpu.workloads import small
+    from tests.gpu.workloads import sanitized
 
     device = "cpu" if backend == "cpu" else "cuda"
-    works = small()
-    print(f"{len(works)} calls")
+    works = sanitized()
+    print(f"{len(works)} calls", flush=True)
     for work in works:
         if time.monotonic() > deadline:
             return UNFINISHED
@@ -129,6 +144,7 @@ def _calls(backend: str, deadline: float) -> int:
         work.run({name: x.to(device) for name, x in work.inputs.items()}, backend)
         if device == "cuda":
             torch.cuda.synchronize()
+        print(f"made {work.name}", flush=True)
     return 0
 
 

@@ -7,6 +7,7 @@ import torch
 
 import fastrl
 from fastrl import Objective
+from tests.gpu import linear_workloads
 
 KL = {"kl_coef": 0.1}
 OBJECTIVES = {
@@ -50,7 +51,7 @@ def _tokens(B, T):
     }
 
 
-def _policy_loss(objective, packed):
+def _policy_loss(objective, packed, factor=1.0):
     def run(inputs, backend):
         given = dict(inputs)
         logprobs = given.pop("logprobs").detach().requires_grad_()
@@ -61,7 +62,8 @@ def _policy_loss(objective, packed):
             logprobs, **given, entropy=entropy, objective=objective, backend=backend
         )
         of = [logprobs, entropy] if objective.entropy_coef else [logprobs]
-        return (result.loss, *torch.autograd.grad(result.loss, of), *result.metrics.values())
+        grads = torch.autograd.grad(factor * result.loss, of)
+        return (result.loss, *grads, *result.metrics.values())
 
     def make(B, T):
         inputs = _tokens(B, T)
@@ -140,7 +142,7 @@ def _token_stats(**options):
     return run
 
 
-def _logits_policy_loss(objective, **options):
+def _logits_policy_loss(objective, factor=1.0, **options):
     def run(inputs, backend):
         given = dict(inputs)
         leaf = _leaf(given.pop("wide"))
@@ -150,7 +152,7 @@ def _logits_policy_loss(objective, **options):
         result = fastrl.logits_policy_loss(
             logits, **given, objective=objective, backend=backend, **options
         )
-        (grad,) = torch.autograd.grad(result.loss, leaf)
+        (grad,) = torch.autograd.grad(factor * result.loss, leaf)
         return (result.loss, grad, *result.metrics.values())
 
     return run
@@ -165,6 +167,8 @@ def of_tokens(B, T):
                 continue
             make, run = _policy_loss(objective, packed)
             yield Workload(f"policy_loss, {name}, {layout}", make(B, T), run)
+        make, run = _policy_loss(OBJECTIVES["grpo, KL and entropy"], packed, factor=0.5)
+        yield Workload(f"policy_loss, half of it, {layout}", make(B, T), run)
         for bootstrap in (None, "sequence", "token"):
             make, run = _gae(bootstrap, bootstrap != "sequence", packed)
             yield Workload(f"gae, bootstrap {bootstrap}, {layout}", make(B, T), run)
@@ -175,20 +179,25 @@ def of_tokens(B, T):
             yield Workload(f"group_advantages, {scale}, ids {ids}", make(B, T), run)
 
 
-def of_logits(B, T, V, dtype=torch.float32):
+def of_logits(B, T, V, dtype=torch.float32, objectives=BY_TOKEN):
     """All calls on logits."""
+    what = f"V {V}, {str(dtype).removeprefix('torch.')}"
     for name, options in {
         "": {"temperature": 0.7},
         ", softcap": {"logit_softcap": 10.0, "logit_scale": 0.5},
     }.items():
         inputs = _logits(B, T, V, dtype)
-        yield Workload(f"token_stats{name}, V {V}", inputs, _token_stats(**options))
-    for name in BY_TOKEN:
+        yield Workload(f"token_stats{name}, {what}", inputs, _token_stats(**options))
+    for name in objectives:
         inputs = _logits(B, T, V, dtype)
         run = _logits_policy_loss(OBJECTIVES[name], temperature=0.7)
-        yield Workload(f"logits_policy_loss, {name}, V {V}", inputs, run)
+        yield Workload(f"logits_policy_loss, {name}, {what}", inputs, run)
+    for inplace in (False, True):
+        run = _logits_policy_loss(OBJECTIVES["ppo"], factor=0.5, inplace=inplace)
+        name = f"logits_policy_loss, half of it{', in place' if inplace else ''}, {what}"
+        yield Workload(name, _logits(B, T, V, dtype), run)
     run = _logits_policy_loss(OBJECTIVES["ppo"], inplace=True)
-    yield Workload(f"logits_policy_loss in place, V {V}", _logits(B, T, V, dtype), run)
+    yield Workload(f"logits_policy_loss in place, {what}", _logits(B, T, V, dtype), run)
 
 
 def assert_equals_the_reference(work, backend):
@@ -211,6 +220,34 @@ def assert_equals_the_reference(work, backend):
 
 
 def small():
-    """A few calls of each kind, for slow tools."""
+    """A few calls of each kind."""
     torch.manual_seed(0)
     return [*of_tokens(3, 17), *of_logits(2, 3, 1001)]
+
+
+def sanitized():
+    """The calls for compute-sanitizer, which slows them down."""
+    works = small()
+    # rows of 16-bit elements at every alignment: of gradients where V is odd, of logits where V + 3
+    # is, which is their distance
+    for V in (1001, 1000):
+        works += of_logits(2, 3, V, torch.bfloat16, objectives=["grpo, KL and entropy"])
+    return [*works, _linear()]
+
+
+def _linear():
+    """Half the loss of a head in bfloat16 with an odd vocabulary, in two chunks."""
+    given = linear_workloads.linear_work(
+        linear_workloads.PRECISIONS["bf16"], (2, 5, 64, 1001), bias=True, chunks=2
+    )
+
+    def run(inputs, backend):
+        work = given._replace(
+            parameters={name: inputs[name] for name in given.parameters},
+            tokens={name: inputs[name] for name in given.tokens},
+        )
+        leaves = work.leaves()
+        result = linear_workloads.policy_loss(work, leaves, backend)
+        return (result.loss, *linear_workloads.gradients(0.5 * result.loss, leaves).values())
+
+    return Workload("linear_policy_loss, half of it", {**given.parameters, **given.tokens}, run)

@@ -206,19 +206,76 @@ def test_a_missing_sanitizer_is_said(tmp_path):
     assert done.returncode
 
 
+@pytest.fixture
+def sanitize(tmp_path):
+    """A function that runs gpu-sanitize with a script in the place of compute-sanitizer."""
+
+    def run(script, **variables):
+        tool = tmp_path / "compute-sanitizer"
+        tool.write_text(script)
+        tool.chmod(0o755)
+        # the backend of these calls is one that this machine has
+        given = {"TOOLS": "memcheck", "BACKENDS": "cpu", "SANITIZE_SECONDS": "60", **variables}
+        arguments = [f"{name}={value}" for name, value in given.items()]
+        return make("gpu-sanitize", f"OUT={tmp_path}", *arguments, path=tmp_path)
+
+    return run
+
+
+def sanitized_outcome(folder):
+    (line,) = (folder / "sanitize.jsonl").read_text().splitlines()
+    return json.loads(line)["outcome"]
+
+
 @pytest.mark.parametrize(
     ("errors", "seconds", "outcome"),
     [(0, 60, "clean, "), (2, 60, "FOUND something"), (0, 0, "out of time after 0 calls")],
 )
-def test_the_sanitizer_makes_the_calls_and_keeps_the_result(tmp_path, errors, seconds, outcome):
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(SANITIZER)
-    tool.chmod(0o755)
-    # the backend of these calls is one that this machine has
-    done = make(
-        "gpu-sanitize", f"OUT={tmp_path}", "TOOLS=memcheck", "BACKENDS=cpu",
-        f"SANITIZE_SECONDS={seconds}", path=tmp_path, ERRORS=str(errors),
-    )  # fmt: skip
-    (line,) = (tmp_path / "sanitize.jsonl").read_text().splitlines()
-    assert json.loads(line)["outcome"].startswith(outcome), done.stdout
+def test_the_sanitizer_makes_the_calls_and_keeps_the_result(
+    sanitize, tmp_path, errors, seconds, outcome
+):
+    done = sanitize(SANITIZER.replace("$ERRORS", str(errors)), SANITIZE_SECONDS=str(seconds))
+    assert sanitized_outcome(tmp_path).startswith(outcome), done.stdout
     assert (done.returncode == 0) == outcome.startswith("clean")
+
+
+def test_every_kind_of_call_is_sanitized(sanitize, tmp_path):
+    """Operators, 16-bit elements, the linear forms, and gradients that a factor scales."""
+    done = sanitize(SANITIZER.replace("$ERRORS", "0"))
+    assert done.returncode == 0, done.stdout
+    said = (tmp_path / "sanitize-memcheck-cpu.calls").read_text()
+    made = {line.removeprefix("made ") for line in said.splitlines() if line.startswith("made ")}
+    assert sanitized_outcome(tmp_path) == f"clean, {len(made)} calls"
+    assert made >= {
+        "gae, bootstrap token, packed",
+        "group_advantages, group, ids True",
+        "policy_loss, half of it, padded",
+        "token_stats, V 1001, float32",
+        "token_stats, V 1000, bfloat16",
+        "token_stats, V 1001, bfloat16",
+        "logits_policy_loss, half of it, V 1001, float32",
+        "logits_policy_loss, half of it, V 1001, bfloat16",
+        "logits_policy_loss, half of it, in place, V 1001, bfloat16",
+        "linear_policy_loss, half of it",
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "after"),
+    [
+        ("#!/bin/sh\necho No attachable process found\n", "0 of ?"),
+        ("#!/bin/sh\necho 3 calls\necho call gae\necho made gae\necho call gae\n", "1 of 3"),
+    ],
+    ids=("none", "not all"),
+)
+def test_a_sanitizer_that_does_not_see_all_calls_has_failed(sanitize, tmp_path, script, after):
+    done = sanitize(script)
+    assert done.returncode
+    assert sanitized_outcome(tmp_path).startswith(f"FAILED: status 0 after {after} calls")
+
+
+@pytest.mark.parametrize("variables", [{"BACKENDS": "reference"}, {"TOOLS": ""}], ids=str)
+def test_nothing_to_sanitize_is_no_success(sanitize, variables):
+    done = sanitize(SANITIZER, **variables)
+    assert done.returncode
+    assert "make gpu-sanitize has nothing to do" in done.stdout
