@@ -5,7 +5,8 @@
 With pytest-xdist several tests run side by side, without it one after the other. Tests that need
 most of the GPU's memory follow alone. Where a test takes the process with it (a crash, an error
 after which the GPU refuses everything, a hang), the rest runs in another. Each outcome is written
-to OUT/tests.jsonl when it is known; `--resume` continues a run that was cut.
+to OUT/tests.jsonl when it is known; `--resume` continues a run that was cut. All other arguments
+are pytest's, in their order: files (default: tests/gpu) and options.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _folder(name: str) -> Path:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=_folder, default="build/gpu")
     parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
     parser.add_argument("--test-seconds", type=float, default=120.0, help="limit of one test")
@@ -60,9 +61,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--backends", default="", help="default: all; a missing one is a failure")
     parser.add_argument("--resume", action="store_true", help="leave out what has an outcome")
     parser.add_argument("--without-gpu", dest="gpu", action="store_false", help="to test this file")
-    parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="and arguments of pytest")
-    options, rest = parser.parse_known_args()
-    options.tests += rest
+    # no positional argument, which would part an option of pytest from its value
+    options, options.of_pytest = parser.parse_known_args()
     return options
 
 
@@ -76,8 +76,10 @@ def _stage(options: argparse.Namespace, stage: str, deadline: float) -> bool:
     """Run the tests of a stage, in as many processes as it takes; return whether time sufficed."""
     jobs = options.jobs or min(8, os.cpu_count() or 1)
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.results", "-q", "-m", stage]
-    command += ["--results", str(options.out), "--test-seconds", str(options.test_seconds)]
-    command += ["--confcutdir=tests/gpu", f"--backends={options.backends}", *options.tests]
+    # one argument: pytest would look for its rootdir above a separate one that is a folder
+    command += [f"--results={options.out}", f"--test-seconds={options.test_seconds}"]
+    command += ["--confcutdir=tests/gpu", f"--backends={options.backends}"]
+    command += ["-o", "testpaths=tests/gpu", *options.of_pytest]
     if stage == "not alone" and jobs > 1 and importlib.util.find_spec("xdist"):
         # a replaced process costs seconds, and each may lose its GPU once per failing kernel
         command += ["-n", str(jobs), "--max-worker-restart=100"]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -172,6 +174,32 @@ def test_no_outcome_is_no_success(run, tmp_path):
     said, _ = done.communicate(timeout=60)
     assert done.returncode == 1
     assert "No module named 'nothing_of_this_name'" in said
+
+
+def test_arguments_of_pytest_may_come_first(run, tmp_path):
+    done = run(TESTS, "-p", "no:cacheprovider", "-k", "good or last")
+    said, _ = done.communicate(timeout=60)
+    assert "4 passed, 0 failed, 0 skipped, 0 cut" in said
+    assert done.returncode == 0
+
+
+def test_without_a_file_the_tests_of_this_folder_run(tmp_path):
+    command = [sys.executable, "-m", "tests.gpu.run", "--without-gpu", "--out", str(tmp_path)]
+    command += ["--jobs", "1", "-k", "there_are_kernels or test_layout"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=90)
+    assert [*read(tmp_path)] == ["tests/gpu/test_gpu_backends.py::test_there_are_kernels_to_test"]
+
+
+@pytest.mark.slow
+def test_the_documented_run_without_a_gpu(tmp_path):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (line,) = re.findall(r"^python (-m tests\.gpu\.run --without-gpu .*)$", text, re.MULTILINE)
+    command = [sys.executable, *shlex.split(line), "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert len(read(tmp_path)) >= 8
 
 
 @pytest.mark.slow
