@@ -9,7 +9,8 @@ GB/s and TFLOP/s count the minimum of work, the same for all providers. Where la
 the table also has the time of the kernels alone (replayed from a CUDA graph) and of the host.
 
 This process leaves the GPU to those that it starts (gpu_jobs.py). What they find is in
-OUT/bench.jsonl and OUT/bench.md after every case; a process that dies or hangs costs one case.
+OUT/bench.jsonl and OUT/bench.md after every case; a process that dies or hangs costs one case. The
+exit status is 0 if all cases were measured and no call of fastrl failed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gpu_cases import SHAPES, items
 from gpu_item import COMPILED, backends
 from gpu_journal import NAME, Journal
 from gpu_peers import DISTRIBUTIONS
-from gpu_report import head, markdown, section
+from gpu_report import failures_of_fastrl, head, markdown, section
 
 WORKER = Path(__file__).with_name("gpu_jobs.py")
 SILENT_SECONDS = 75.0  # that one provider may take for its first call, compilation included
@@ -79,6 +80,9 @@ class Run:
             for number, case in enumerate(cases)
             if self.options.only in f"{case.label} {case.work}"
         ]
+        if not chosen:
+            print(f"no case has {self.options.only!r} in its name")
+            return 1
         self._make(["anchors", *chosen], self.last_case)
         small = {job: one["result"]["graphs"] for job, one in self._measured().items()}
         self._make([f"graph {job} {p}" for job in small for p in small[job]], self.last_start)
@@ -90,7 +94,9 @@ class Run:
         text = markdown(self.journal.entries())
         print(text[text.index("### Targets") :])
         print(f"written: {self.out / 'bench.md'} and .jsonl")
-        return 0 if len(self._measured()) == len(chosen) else 1
+        failed = failures_of_fastrl(self.journal.results())
+        print("".join(f"FAILED: {line}\n" for line in failed), end="")
+        return 0 if len(self._measured()) == len(chosen) and not failed else 1
 
     def _measured(self) -> dict[str, dict]:
         return {

@@ -87,6 +87,21 @@ def _kernels(graph: Entry | None) -> str:
     return f"{graph['result']['milliseconds'] * 1e3:.1f}"
 
 
+def failures_of_fastrl(results: dict[str, Entry]) -> list[str]:
+    """Return what failed in fastrl; a graph may be refused, and is told in its table."""
+    lines = []
+    for job, one in results.items():
+        if job == "lengths" and "failure" in one:
+            lines.append(f"{job}: {one['failure']}")
+        case = one.get("result", {})
+        for provider in case.get("providers", ()):
+            # variants have kinds of their own
+            if provider["provider"].startswith("fastrl ") and provider["failure"]:
+                what = f"{case['label']}: {case['work']}"
+                lines.append(f"{what}, {provider['provider']}: {provider['failure']}")
+    return lines
+
+
 def targets(results: dict[str, Entry]) -> list[str]:
     """Return the ratios that the project aims at, each of two times of one interleaved run."""
     cases = {

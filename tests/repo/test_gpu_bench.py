@@ -46,7 +46,7 @@ for job in jobs:
     if job.startswith("graph"):
         journal.append(job=job, result=dict(milliseconds=0.002))
     elif job.isdigit():
-        left_out = [dict(row, provider=p, failure=w, samples=[]) for p, w in
+        left_out = [dict(row, provider=p, kind="peer", failure=w, samples=[]) for p, w in
                     journal.left_out(job).items()]
         journal.append(job=job, result=dict(case, providers=[row, *left_out]))
     else:
@@ -103,6 +103,41 @@ def test_out_of_time_nothing_is_left_out_in_silence(run, tmp_path):
     run.last_case = 0.0
     assert run.main() == 1
     assert (tmp_path / "bench.md").read_text().count("not run, out of time: a case, work") == 5
+
+
+@pytest.mark.parametrize("provider", ["fastrl cpu", "fastrl cpu, half the loss", "eager"])
+@pytest.mark.parametrize("failure", ["", "RuntimeError: no kernel"])
+def test_a_failure_of_fastrl_is_one_of_the_run(run, monkeypatch, provider, failure):
+    _give(run, monkeypatch, provider=provider, failure=failure)
+    assert run.main() == int(bool(failure) and provider != "eager")
+
+
+def test_a_failure_in_calls_of_different_lengths_is_one_of_the_run(run, monkeypatch):
+    _give(run, monkeypatch, lengths="ValueError: too long")
+    assert run.main() == 1
+
+
+def test_no_case_is_no_success(run, capsys):
+    run.options.only = "nosuchcase"
+    assert run.main() == 1
+    assert "no case has 'nosuchcase' in its name" in capsys.readouterr().out
+
+
+def _give(run, monkeypatch, *, provider="fastrl cpu", failure="", lengths=""):
+    """Have jobs end at once, all cases with the same provider."""
+    row = {"provider": provider, "kind": "eager", "samples": [] if failure else [1.0]}
+    row |= {"host": None, "peak": 0, "error": None, "failure": failure}
+    case = {"label": "a case", "work": "work", "op": "gae", "shape": "1 x 1", "dtype": "float32"}
+    case |= {"flops": 0, "bytes_moved": 1, "small": False, "graphs": [], "providers": [row]}
+
+    def make(jobs, until):
+        for job in jobs:
+            if job == "lengths" and lengths:
+                run.journal.append(job=job, failure=lengths)
+            else:
+                run.journal.append(job=job, result=case if job.isdigit() else {"rate": 1.0})
+
+    monkeypatch.setattr(run, "_make", make)
 
 
 @pytest.mark.slow
