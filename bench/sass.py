@@ -39,10 +39,15 @@ class Pass(NamedTuple):
     barriers: int
     is_loop: bool
     narrowest: int = 16  # bytes of the narrowest global access, if under 16
+    vectors: int = 0  # of a sweep, the bytes that it reads in vectors of 16
 
     def elements(self, element_bytes: int) -> float:
-        """Return how many elements the pass covers, by the bytes it reads."""
-        return (self.loaded or self.shared or self.stored) / element_bytes
+        """Return how many elements the pass covers, by the bytes it reads.
+
+        A sweep over an unaligned row joins each vector with words of the next, or of the one
+        before, which are no elements of their own.
+        """
+        return (self.vectors or self.loaded or self.shared or self.stored) / element_bytes
 
 
 class Kernel(NamedTuple):
@@ -108,7 +113,7 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
     loops = _loops(labels, code)
     bodies = [operations[begin:end] for begin, end in _innermost(loops)]
     hot = [body for body in bodies if any(_is(operation, _GLOBAL + _BULK) for operation in body)]
-    sweeps = [_pass(body, is_loop=True) for body in bodies if _reads_vectors(body)]
+    sweeps = [_sweep(body) for body in bodies if _reads_vectors(body)]
     whole = _pass(operations, is_loop=False)
     return Kernel(
         name=name,
@@ -128,11 +133,19 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
     )
 
 
+def _vectors(body: list[str]) -> list[str]:
+    return [op for op in body if _is(op, ("LDG", "LDS")) and _width(op) >= 16]
+
+
 def _reads_vectors(body: list[str]) -> bool:
     """Say whether a loop reads several vectors per pass, and takes exponentials of them."""
-    vectors = [op for op in body if _is(op, ("LDG", "LDS")) and _width(op) >= 16]
     exponentials = [op for op in body if op.startswith("MUFU.EX2")]
-    return len(vectors) > 1 and len(exponentials) >= 4 * len(vectors)
+    return len(_vectors(body)) > 1 and len(exponentials) >= 4 * len(_vectors(body))
+
+
+def _sweep(body: list[str]) -> Pass:
+    vectors = sum(_width(op) for op in _vectors(body))
+    return _pass(body, is_loop=True)._replace(vectors=vectors)
 
 
 def _loops(labels: dict[str, int], code: list[str]) -> list[tuple[int, int]]:

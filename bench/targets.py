@@ -157,6 +157,8 @@ def report_cuda(source: Path, architecture: str) -> list[Report]:
         budget = next((one for one in CUDA if one.kernel in kernel.name), None)
         passes = worst_sweeps(kernel) if budget and budget.sweeps else kernel.passes
         found = budget is not None and len(passes) == (budget.sweeps or len(passes))
+        if found and budget.sweeps:  # an exponential at least for what counts as an element
+            found = all(one.elements(budget.element_bytes) <= one.mufu for one in passes)
         costs = _costs(passes, budget.element_bytes) if found else (None, None)
         name = f"cuda {source.stem}"
         reports.append(_report(name, architecture, kernel, passes, costs, budget))

@@ -5,6 +5,9 @@ from budgets.target import CudaTarget
 # bfloat16, aligned, no softcap; read once and written once
 _BF16 = "INS0_8BFloat16ELb1ELb0EL"
 _BF16_SOFTCAP = "INS0_8BFloat16ELb1ELb1EL"
+# the same for rows that begin or end within a vector: at most 1.3 times the instructions
+_BF16_UNALIGNED = "INS0_8BFloat16ELb0ELb0EL"
+_BF16_UNALIGNED_SOFTCAP = "INS0_8BFloat16ELb0ELb1EL"
 # float32 logits whose gradient is bfloat16, and the same where rows end within a vector
 _NARROW = "IfLb1ELb0ELi256ENS0_8BFloat16E"
 _NARROW_UNALIGNED = "IfLb0ELb0ELi256ENS0_8BFloat16E"
@@ -24,14 +27,35 @@ def one_pass(
     )
 
 
+def unaligned(kernel: str, bytes_per_element: float, instructions: float) -> CudaTarget:
+    """Return the budget of a kernel that reads unaligned rows from global memory.
+
+    Four times a step, one of the two vectors that are joined may be loaded in part, by words.
+    """
+    return CudaTarget(
+        f"{kernel}{_BF16_UNALIGNED}",
+        2,
+        bytes_per_element,
+        instructions,
+        mufu=1.1,
+        narrow=4,
+        sweeps=1,
+        narrowest=4,
+    )
+
+
 CUDA: tuple[CudaTarget, ...] = (
     one_pass(_BF16, 14.0, mufu=2.2),
     one_pass(_BF16_SOFTCAP, 29.0, mufu=6.3),
+    one_pass(_BF16_UNALIGNED, 15.5, mufu=2.2),
+    one_pass(_BF16_UNALIGNED_SOFTCAP, 30.0, mufu=6.3),
     one_pass(_NARROW, 16.0, mufu=2.2),
-    one_pass(_NARROW_UNALIGNED, 18.0, mufu=2.2),
+    one_pass(_NARROW_UNALIGNED, 15.0, mufu=2.2),
     one_pass(""),
     CudaTarget(f"token_stats_kernel{_BF16}", 2, 2, 9.0, mufu=1.1, sweeps=1),
     CudaTarget(f"token_stats_backward_kernel{_BF16}", 2, 4, 7.0, mufu=1.1, sweeps=1),
+    unaligned("token_stats_kernel", 2, 9.2),
+    unaligned("token_stats_backward_kernel", 4, 7.6),
     CudaTarget(f"one_pass_plain_kernel{_NARROW}", 4, 6, 16.0, mufu=2.2, sweeps=2),
     CudaTarget(f"token_stats_backward_kernel{_NARROW}", 4, 6, 8.0, mufu=1.1, sweeps=1),
 )

@@ -63,6 +63,8 @@ class CudaTarget(NamedTuple):
     kernel works through many rows, and has no barrier of the cluster in a loop: each waits for all
     that its block has stored.
 
+    `narrow` and `narrowest` are as for `Target`.
+
     With `sweeps` the cost is the sum of the worst sweep that only reads a row and the worst that
     writes its gradient, since a row goes through one of each; so many of the two there are.
     """
@@ -76,3 +78,4 @@ class CudaTarget(NamedTuple):
     sweeps: int = 0
     registers: int | None = None
     persistent: bool = False
+    narrowest: int = 1

@@ -1,6 +1,6 @@
 // The vocabulary kernels under the sanitizers, against a naive double loop, aligned and not, in two
 // types: bfloat16, which the others access memory like, and float32 with the gradient in bfloat16.
-#define FASTRL_SPLIT_BYTES 512
+#define FASTRL_SPLIT_BYTES 2048
 #include <cstdio>
 
 #include "cuda/vocabulary/logits_policy_loss.cuh"
@@ -193,7 +193,7 @@ bool all_pass(const int (&shapes)[kShapes][3]) {
   using fastrl::cuda::Path;
   bool ok = true;
   for (const auto& shape : shapes) {
-    fastrl::cuda::Problem<T> problem(shape[0] == 1024 ? 16 : 7, shape[0], shape[1], shape[2]);
+    fastrl::cuda::Problem<T> problem(shape[0] == 4096 ? 16 : 7, shape[0], shape[1], shape[2]);
     for (const Path path : {Path::kClusters, Path::kPlain, Path::kTwoCalls}) {
       for (const bool in_place : {true, false}) {
         if (problem.run(path, in_place)) continue;
@@ -207,7 +207,7 @@ bool all_pass(const int (&shapes)[kShapes][3]) {
 
 int main() {
   const bool same_type = all_pass<fastrl::cuda::BFloat16>(
-      {{1024, 0, 0}, {2048, 8, 8}, {1001, 0, 0}, {777, 3, 5}, {5, 0, 1}});
+      {{4096, 0, 0}, {2048, 8, 8}, {3993, 0, 0}, {777, 3, 5}, {5, 0, 1}});
   const bool narrow = all_pass<float>(
       {{1024, 0, 0}, {1024, 8, 8}, {1001, 7, 4}, {777, 7, 4}, {5, 3, 0}, {4, 0, 0}});
   return same_type && narrow ? 0 : 1;

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,40 @@ def test_cuda_sources_were_compiled(reports):
         assert any(budget.kernel in kernel for kernel in held), budget.kernel
 
 
+@pytest.mark.skipif(targets.nvcc() is None, reason="nvcc is not installed")
+@needs_triton
+@pytest.mark.parametrize("capped", [0, 1])
+@pytest.mark.parametrize("gradient", ["one_pass_cluster", "token_stats_backward", "token_stats"])
+def test_unaligned_rows_cost_at_most_1_3_times_the_instructions(reports, gradient, capped):
+    """Of all that is summed, and each kind of call alone."""
+    pattern = rf"{gradient}_kernelINS0_8BFloat16ELb([01])ELb{capped}E(.*)"
+    found = {"0": {}, "1": {}}
+    for one in reports:
+        if one["architecture"] == "sm_90" and (name := re.search(pattern, one["kernel"])):
+            found[name[1]][name[2]] = one["instructions"]
+    assert found["0"].keys() == found["1"].keys() != set()
+    budgeted = not capped or gradient == "one_pass_cluster"
+    for variant, instructions in found["0"].items() if budgeted else ():
+        assert instructions <= 1.3 * found["1"][variant], variant
+
+
+def test_what_an_unaligned_sweep_joins_its_vectors_with_is_no_element():
+    exponentials = "".join(f"        /*{i:04x}*/  MUFU.EX2 R9, R8 ;\n" for i in range(16))
+    listing = f"""
+	.section	.text.kernel,"ax",@progbits
+.L_x_0:
+        /*1000*/                   LDS.128 R4, [R2] ;
+        /*1010*/                   LDS.64 R8, [R2+0x10] ;
+        /*1020*/                   LDS R10, [R2+0xffc] ;
+        /*1030*/                   LDS.128 R12, [R2+0x1000] ;
+{exponentials}
+        /*1040*/               @P1 BRA `(.L_x_0) ;
+"""
+    ((name, labels, code),) = sass._functions(listing)
+    (sweep,) = sass._nvidia(name, 32, labels, code).sweeps
+    assert (sweep.shared, sweep.vectors, sweep.elements(2)) == (44, 32, 16)
+
+
 def test_a_sweep_that_is_not_found_fails_and_so_does_a_register_too_many(monkeypatch):
     """Half of a row's way must not pass for all of it."""
     source = next(path for path, _ in targets.cuda_targets() if path.stem == "logits_policy_loss")
@@ -79,6 +114,10 @@ def test_a_sweep_that_is_not_found_fails_and_so_does_a_register_too_many(monkeyp
     for changed, failures in (
         ({"sweeps": both}, []),
         ({"sweeps": [writing]}, ["None instructions per element, budget 14.0"]),
+        (
+            {"sweeps": [writing, reading._replace(shared=128)]},  # more elements than exponentials
+            ["None instructions per element, budget 14.0"],
+        ),
         ({"sweeps": both, "registers": 81}, ["81 registers, budget 80"]),
         ({"sweeps": both, "cluster_barriers": 1}, ["1 cluster barriers in a loop"]),
     ):

@@ -123,6 +123,12 @@ __device__ __forceinline__ Vec16 load16(const void* global) {
 __device__ __forceinline__ Vec16 load16_once(const void* global) {
   return as_vec16(__ldcs(static_cast<const uint4*>(global)));
 }
+// Of the vector the bytes in [begin, end) count, one at least; the others may lie beside the row,
+// and have any value.
+template <bool kOnce>
+__device__ __forceinline__ Vec16 load16_within(const void* global, const void*, const void*) {
+  return kOnce ? load16_once(global) : load16(global);
+}
 __device__ __forceinline__ void store16_once(void* global, Vec16 x) {
   __stcs(static_cast<uint4*>(global), make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]));
 }

@@ -162,21 +162,28 @@ __device__ __forceinline__ void sweep_gradient(const Source& source,
                                                const Stores<T, kAligned>& stores,
                                                const GradientTerms& terms,
                                                const Exponents<kSoftcap>& exponents) {
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = Source::kStores;
   constexpr ptrdiff_t kStride = kThreads * Element<T>::kLanes;
   static_assert(kThreads >= 2 * Element<T>::kLanes, "the elements beside need a thread each");
   const uint32_t floor = filled_word<T>(exponents.map.floor);
   const unsigned shift = source.shift(stores.head);
   ptrdiff_t at = stores.head + thread_index() * Element<T>::kLanes;
-  for (; at + (kAtOnce - 1) * kStride < stores.end; at += kAtOnce * kStride) {
-    Vec16 x[kAtOnce];
+  const auto write_steps = [&](unsigned known) {
+    for (; at + (kAtOnce - 1) * kStride < stores.end; at += kAtOnce * kStride) {
+      Vec16 x[kAtOnce];
 #pragma unroll
-    for (int v = 0; v < kAtOnce; ++v) x[v] = source.vector(at + v * kStride, shift);
+      for (int v = 0; v < kAtOnce; ++v) x[v] = source.vector(at + v * kStride, known);
 #pragma unroll
-    for (int v = 0; v < kAtOnce; ++v) {
-      store16_once(stores.grad + at + v * kStride,
-                   gradient_vector<T, kSoftcap, kLinear>(x[v], floor, terms, exponents));
+      for (int v = 0; v < kAtOnce; ++v) {
+        store16_once(stores.grad + at + v * kStride,
+                     gradient_vector<T, kSoftcap, kLinear>(x[v], floor, terms, exponents));
+      }
     }
+  };
+  if constexpr (Source::kShifted) {
+    with_known_words(shift, write_steps);
+  } else {
+    write_steps(shift);
   }
 #pragma unroll 1
   for (; at < stores.end; at += kStride) {

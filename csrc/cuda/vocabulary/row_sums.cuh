@@ -2,6 +2,7 @@
 #pragma once
 
 #include "logits.cuh"
+#include "sources.cuh"
 
 namespace fastrl::cuda {
 
@@ -100,15 +101,23 @@ __device__ __forceinline__ RowSums sweep_sums(const Source& source,
   const unsigned shift = source.shift(0);
   RowSums sums = exponents.nothing();
   ptrdiff_t column = thread_index() * kLanes;
-  for (; column + (kAtOnce - 1) * kStride < source.columns; column += kAtOnce * kStride) {
-    Vec16 x[kAtOnce];
+  const auto add_steps = [&](unsigned known) {
+    for (; column + (kAtOnce - 1) * kStride + kLanes <= source.columns;
+         column += kAtOnce * kStride) {
+      Vec16 x[kAtOnce];
 #pragma unroll
-    for (int v = 0; v < kAtOnce; ++v) x[v] = source.vector(column + v * kStride, shift);
-    add_vectors<T, kSoftcap, kWanted, kAtOnce>(&sums, x, floor, exponents);
+      for (int v = 0; v < kAtOnce; ++v) x[v] = source.vector(column + v * kStride, known);
+      add_vectors<T, kSoftcap, kWanted, kAtOnce>(&sums, x, floor, exponents);
+    }
+  };
+  if constexpr (Source::kShifted) {
+    with_known_words(shift, add_steps);
+  } else {
+    add_steps(shift);
   }
 #pragma unroll 1
   for (; column < source.columns; column += kStride) {
-    const Vec16 x = source.vector(column, shift);
+    const Vec16 x = source.last_vector(column, shift);
     add_vectors<T, kSoftcap, kWanted, 1>(&sums, &x, floor, exponents);
   }
   return sums;

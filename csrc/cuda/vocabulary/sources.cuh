@@ -28,6 +28,23 @@ __device__ __forceinline__ unsigned misalignment(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) & 15);
 }
 
+// Calls f(shift), in a branch for each number of whole words in the shift: there the compiler knows
+// which words of two vectors are joined, and selects none.
+template <typename F>
+__device__ __forceinline__ void with_known_words(unsigned shift, const F& f) {
+  const unsigned within = shift % 4;
+  switch (shift / 4) {
+    case 0:
+      return f(within);
+    case 1:
+      return f(4 | within);
+    case 2:
+      return f(8 | within);
+    default:
+      return f(12 | within);
+  }
+}
+
 // Replaces lane `n` and those after it by -inf.
 template <typename T>
 __device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
@@ -43,62 +60,68 @@ __device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
   return x;
 }
 
-// `vector(column, shift)`: the values from this column on, -inf beyond the end. With kAligned a
+// `vector(column, shift)`: the values from this column on, all inside the split. With kAligned a
 // vector begins at the column; otherwise `shift` is the distance in bytes to the boundary before
-// it. Nothing outside the split is read or returned.
+// it, and the two vectors that hold the values are joined: of memory beside the split no more is
+// read than the vectors of 16 bytes that hold its first and last column. `last_vector`: the same,
+// with -inf beyond the end.
 template <typename T, bool kAligned, bool kStreaming>
 struct GlobalSource {
+  static constexpr bool kShifted = !kAligned;
+  static constexpr int kStores = 4;  // vectors of the gradient in one step
   const T* data;
   int columns;
 
   __device__ __forceinline__ unsigned shift(int column) const {
-    return kAligned ? 0 : misalignment(data + column);
-  }
-  __device__ __forceinline__ static Vec16 load(const void* p) {
-    return kStreaming ? load16_once(p) : load16(p);
+    return kAligned ? 0 : misalignment(data + column) & (16 - sizeof(T));
   }
   __device__ __forceinline__ Vec16 vector(ptrdiff_t column, unsigned shift) const {
-    const T* at = data + column;
-    if constexpr (kAligned) return load(at);
-    const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
-    const auto end = reinterpret_cast<const unsigned char*>(data + columns);
-    const bool inside = low >= reinterpret_cast<const unsigned char*>(data);
-    if (inside && shift == 0 && low + 16 <= end) return load(low);
-    if (inside && low + 32 <= end) return join(load(low), load(low + 16), shift);
-    Vec16 x{};
-#pragma unroll
-    for (int i = 0; i < Element<T>::kLanes; ++i) {
-      constexpr int kPerWord = Element<T>::kPerWord;
-      const uint32_t bits = column + i < columns ? Element<T>::bits(load_element(at + i))
-                                                 : Element<T>::kMinusInfinity;
-      x.word[i / kPerWord] |= bits << (i % kPerWord * (32 / kPerWord));
-    }
-    return x;
+    // without a shift what follows may lie beyond the split
+    return joined(data + column, shift, shift == 0 ? 0 : 16);
+  }
+  __device__ __forceinline__ Vec16 last_vector(ptrdiff_t column, unsigned shift) const {
+    if constexpr (kAligned) return joined(data + column, 0, 0);
+    const int left = columns - static_cast<int>(column);
+    const int wanted = static_cast<int>(shift) + left * static_cast<int>(sizeof(T));
+    return keep_lanes<T>(joined(data + column, shift, wanted > 16 ? 16 : 0), left);
   }
   __device__ __forceinline__ float element(int column) const {
     return Element<T>::value(load_element(data + column));
   }
+
+ private:
+  __device__ __forceinline__ Vec16 joined(const T* at, unsigned shift, ptrdiff_t second) const {
+    if constexpr (kAligned) return kStreaming ? load16_once(at) : load16(at);
+    const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
+    const T* end = data + columns;
+    return join(load16_within<kStreaming>(low, data, end),
+                load16_within<kStreaming>(low + second, data, end), shift);
+  }
 };
 
 // A split that was copied to shared memory at the same distance from a vector's beginning; without
-// kShifted that is 0, wherever the split ends.
-template <typename T, bool kAligned, bool kShifted = !kAligned>
+// kShifts that is 0, wherever the split ends.
+template <typename T, bool kAligned, bool kShifts = !kAligned>
 struct SharedSource {
+  static constexpr bool kShifted = kShifts;
+  // two loads each where they are joined, for which more than two would leave no registers
+  static constexpr int kStores = kShifts ? 2 : 4;
   const T* data;
   int columns;
 
   __device__ __forceinline__ unsigned shift(int column) const {
-    return kShifted ? misalignment(data + column) : 0;
+    return kShifted ? misalignment(data + column) & (16 - sizeof(T)) : 0;
   }
   __device__ __forceinline__ Vec16 vector(ptrdiff_t column, unsigned shift) const {
     const T* at = data + column;
-    if constexpr (kAligned) return load16_shared(at);
+    if constexpr (!kShifted) return load16_shared(at);
     // the stage has room for a vector after the last
     const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
-    const Vec16 x =
-        kShifted ? join(load16_shared(low), load16_shared(low + 16), shift) : load16_shared(at);
-    const int left = columns - static_cast<int>(column);
-    return left >= Element<T>::kLanes ? x : keep_lanes<T>(x, left);
+    return join(load16_shared(low), load16_shared(low + 16), shift);
+  }
+  __device__ __forceinline__ Vec16 last_vector(ptrdiff_t column, unsigned shift) const {
+    const Vec16 x = vector(column, shift);
+    return kAligned ? x : keep_lanes<T>(x, columns - static_cast<int>(column));
   }
   __device__ __forceinline__ float element(int column) const {
     return Element<T>::value(data[column]);

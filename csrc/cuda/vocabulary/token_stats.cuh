@@ -65,14 +65,14 @@ Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits& limits,
   return dispatch(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
     using T = decltype(element);
     constexpr bool kAligned = aligned, kSoftcap = softcap;
-    if constexpr (kAligned && !kSoftcap) {  // the others always compute everything
+    if constexpr (!kSoftcap) {  // with one, everything is always computed
       if (!p.with_sum_sq_probs && !p.with_entropy) {
-        return launch(token_stats_kernel<T, true, false, Wanted::kSum, kThreads>, shape, call,
+        return launch(token_stats_kernel<T, kAligned, false, Wanted::kSum, kThreads>, shape, call,
                       stream);
       }
       if (!p.with_sum_sq_probs) {
-        return launch(token_stats_kernel<T, true, false, Wanted::kEntropy, kThreads>, shape, call,
-                      stream);
+        return launch(token_stats_kernel<T, kAligned, false, Wanted::kEntropy, kThreads>, shape,
+                      call, stream);
       }
     }
     return launch(token_stats_kernel<T, kAligned, kSoftcap, Wanted::kSquares, kThreads>, shape,

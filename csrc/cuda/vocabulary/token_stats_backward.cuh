@@ -20,7 +20,7 @@ struct BackwardShared {
 // A block per split of a row, or per row in the narrow mode. Only the block that overwrites the
 // chosen token's logit needs it.
 template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>
-__global__ void __launch_bounds__(kThreads, kAligned && !kSoftcap ? 4 : 2)
+__global__ void __launch_bounds__(kThreads, kSoftcap ? 2 : (kAligned ? 4 : 3))
     token_stats_backward_kernel(const __grid_constant__ TokenStatsBackwardCall call) {
   const TokenStatsBackwardParams& p = call.p;
   BackwardShared& s = *shared_memory<BackwardShared>();

@@ -107,6 +107,20 @@ inline Vec16 load16(const void* global) {
   return copy16(global);
 }
 inline Vec16 load16_once(const void* global) { return load16(global); }
+// Touches only the bytes that count; NaN in place of the others would show in any result.
+template <bool kOnce>
+Vec16 load16_within(const void* global, const void* begin, const void* end) {
+  host::require(reinterpret_cast<uintptr_t>(global) % 16 == 0, "a vector load is not aligned");
+  const auto from = static_cast<const unsigned char*>(global);
+  const auto first = std::max(from, static_cast<const unsigned char*>(begin));
+  const auto last = std::min(from + 16, static_cast<const unsigned char*>(end));
+  host::require(first < last, "a vector load holds nothing of the row");
+  Vec16 x;
+  std::memset(&x, 0xff, sizeof(x));
+  std::memcpy(reinterpret_cast<unsigned char*>(&x) + (first - from), first, last - first);
+  host::count_loads(first, last - first);
+  return x;
+}
 inline void store16_once(void* global, Vec16 x) {
   host::count_stores(global, 16);
   host::require(reinterpret_cast<uintptr_t>(global) % 16 == 0, "a vector store is not aligned");
