@@ -180,11 +180,7 @@ __device__ __forceinline__ void sweep_gradient(const Source& source,
       }
     }
   };
-  if constexpr (Source::kShifted) {
-    with_known_words(shift, write_steps);
-  } else {
-    write_steps(shift);
-  }
+  with_known_words<Source>(shift, write_steps);
 #pragma unroll 1
   for (; at < stores.end; at += kStride) {
     store16_once(stores.grad + at, gradient_vector<T, kSoftcap, kLinear>(source.vector(at, shift),

@@ -110,11 +110,7 @@ __device__ __forceinline__ RowSums sweep_sums(const Source& source,
       add_vectors<T, kSoftcap, kWanted, kAtOnce>(&sums, x, floor, exponents);
     }
   };
-  if constexpr (Source::kShifted) {
-    with_known_words(shift, add_steps);
-  } else {
-    add_steps(shift);
-  }
+  with_known_words<Source>(shift, add_steps);
 #pragma unroll 1
   for (; column < source.columns; column += kStride) {
     const Vec16 x = source.last_vector(column, shift);

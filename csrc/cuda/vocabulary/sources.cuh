@@ -28,10 +28,11 @@ __device__ __forceinline__ unsigned misalignment(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) & 15);
 }
 
-// Calls f(shift), in a branch for each number of whole words in the shift: there the compiler knows
-// which words of two vectors are joined, and selects none.
-template <typename F>
+// Calls f(shift), in a branch for each number of whole words in the shift of a source: there the
+// compiler knows which words of two vectors are joined, and selects none.
+template <typename Source, typename F>
 __device__ __forceinline__ void with_known_words(unsigned shift, const F& f) {
+  if constexpr (!Source::kShifted) return f(0u);
   const unsigned within = shift % 4;
   switch (shift / 4) {
     case 0:
