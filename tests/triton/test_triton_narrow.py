@@ -164,11 +164,12 @@ def test_a_row_is_not_split_over_programs(monkeypatch):
     ("logits", "message"),
     [
         (torch.zeros(1, 3, 40, dtype=torch.bfloat16), "narrow expected torch.float32, got"),
-        (torch.zeros(1, 1, 40).expand(1, 3, 40), "row stride of at least 40, got 0"),
+        (torch.zeros(1, 1, 40).expand(1, 3, 40), "narrow expected rows in order"),
+        (torch.zeros(6, 2, 48)[:3].transpose(0, 1)[..., :40], "narrow expected rows in order"),
     ],
 )
 def test_what_cannot_be_narrowed_is_refused(logits, message):
-    row = torch.ones(1, 3)
+    row = torch.ones(logits.shape[:2])
     rows = RowArguments(row.long(), None, -100, None, 1.0, 1.0, 0.0)
     with pytest.raises(ValueError, match=message):
         operators("triton").token_stats_bwd_(logits, *rows, *[row] * 4, None, None, True)
