@@ -58,7 +58,7 @@ _LINEAR_GRADIENTS = (
 
 # An operator in place writes the gradient over the logits. With `narrow` a row of float32 logits,
 # which starts at a multiple of 16 bytes and has stride_t elements, becomes bfloat16 in the second
-# half of its memory: `logits.view(torch.bfloat16)[..., stride_t : stride_t + V]`. GPUs only.
+# half of its memory: columns stride_t to stride_t + V of that memory as bfloat16. GPUs only.
 _SCHEMAS = {
     "token_stats_fwd": (
         f"(Tensor logits, {_ROWS}, bool with_entropy, bool with_sum_sq_probs) -> "

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastrl.segments import segments_of
+
 WARPS = 8
 BYTES_PER_THREAD = 64
 EDGE = 4096
@@ -50,29 +52,6 @@ def scale_kernel(
                 place = start + tl.where(column < head, column, column + inside)
                 mask = column < length - inside
                 tl.store(place, _scaled(tl.load(place, mask=mask), by), mask=mask)
-
-
-def segments_of(gradient: Tensor) -> tuple[int, int, int] | None:
-    """Return number, length and stride of the contiguous segments that cover a tensor once.
-
-    None where they have no common stride.
-    """
-    dims = sorted(
-        (stride, size)
-        for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
-        if size != 1
-    )
-    length, segments, between = 1, 1, 0
-    for stride, size in dims:
-        if segments == 1 and stride == length:
-            length *= size
-        elif segments == 1 and stride > length:
-            segments, between = size, stride
-        elif segments > 1 and stride == segments * between:
-            segments *= size
-        else:
-            return None
-    return segments, length, between
 
 
 @functools.cache

@@ -197,7 +197,7 @@ class Exact:
     """A call in float64, and how far off its float32 computation may be."""
 
     def __init__(self, work: LinearWork, device: torch.device | None = None) -> None:
-        """`device`: whose arithmetic it is, if not that of the call's tensors."""
+        """`device`: compute as this one would; by default, as the device of the tensors does."""
         self.work = work
         operand = work.precision.operand(device or work.device)
         self.narrow, self.of_float16 = operand.itemsize == 2, operand == FP16

@@ -26,6 +26,7 @@ CORE = {
     "library",
     "native",
     "objective",
+    "segments",
     "tracing",
 }
 ALLOWED = {

@@ -123,7 +123,7 @@ def test_an_empty_gradient():
 
 
 def test_segments_cover_every_element_once():
-    from fastrl.triton.scale import segments_of
+    from fastrl.segments import segments_of
 
     x = torch.zeros(6, 7, 8)
     assert segments_of(x) == (1, 336, 0)

@@ -33,7 +33,7 @@ Status dispatch(const LogitsParams& p, const RowGeometry& g, const F& f) {
   });
 }
 
-// The same with the dtype of the gradient after that of the logits.
+// Calls f(logit, gradient, aligned, softcap), the first two being zeros of the two dtypes.
 template <typename F>
 Status dispatch(const LogitsParams& p, const GradientParams& grad, const RowGeometry& g,
                 const F& f) {

@@ -24,9 +24,8 @@ struct LogitsParams {
   double temperature, logit_scale, logit_softcap;  // no softcap: 0
 };
 
-// Where the gradient goes: to the logits themselves, or to a buffer. Its type is that of the
-// logits, or bfloat16 where they are float32: then it goes to the second half of each row's own
-// memory.
+// The memory that the gradient is written to: that of the logits, or a buffer. The gradient has the
+// dtype of the logits, except in narrow mode: bfloat16 in the second half of each float32 row.
 struct GradientParams {
   LogitsType type;
   void* grad_logits;

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.segments import segments_of
 from fastrl.tracing import is_traced
 
 
@@ -120,23 +121,7 @@ def _on_gpu(factor: Tensor) -> bool:
 
 def _scale_on_gpu(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
     """Multiply in place, by a kernel that returns at once where the factor is 1."""
-    if not _consists_of_segments(grad):
+    if segments_of(grad) is None:
         return grad.mul_(factor)
     operators(backend).scale_(grad, factor)
     return grad
-
-
-def _consists_of_segments(x: Tensor) -> bool:
-    """Return whether a tensor is a run of elements, or several at a constant distance."""
-    runs = sorted(
-        (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
-    )
-    length, distance, count = 1, 0, 1
-    for stride, size in runs:
-        if count == 1 and stride == length:
-            length *= size
-        elif count == 1 or stride == distance * count:
-            distance, count = distance if count > 1 else stride, count * size
-        else:
-            return False
-    return count == 1 or distance >= length > 1

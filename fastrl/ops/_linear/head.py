@@ -89,7 +89,7 @@ class HeadGradients:
             self._weight_written = True
 
     def _add_lora(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
-        """Add to the gradients of LoRA, and its share to that of the hidden states."""
+        """Add a chunk to the gradients of A and B, and what flows through them to `grad_hidden`."""
         head, add_product = self._head, self._products.add_product
         lora_a, lora_b = self._sums[2:]
         if head.lora_a is None or head.lora_b is None:
