@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from fastrl.train.config import RunConfig
+from fastrl.train.options import choices
 from fastrl.train.run_log import SETTINGS, Summary, run_directory
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -68,8 +69,10 @@ def _shape(kind: Any) -> dict[str, Any]:
     """The options of argparse for a field of type ``kind``."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
+    if values := choices(kind):
+        return {"choices": [value for value in values if value is not None]}
+    if get_origin(kind) is tuple:
+        return {"nargs": "*", "metavar": "STR"}
     (value, *_) = get_args(kind) or (kind,)
     if type(None) not in get_args(kind):
         return {"type": value, "metavar": value.__name__.upper()}

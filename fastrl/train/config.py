@@ -3,22 +3,19 @@
 Each field has its help text, and the command line is generated from the dataclass.
 """
 
-import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast, get_args, get_origin
+from typing import Any, ClassVar, Literal, cast
 
 from fastrl.objective import Objective
 from fastrl.objective.presets import Preset
-
-
-def _option(default: Any, help: str, above: float | None = None, least: float | None = None) -> Any:  # noqa: A002
-    """A field with its default, its help text and the bounds of its value."""
-    return field(default=default, metadata={"help": help, "above": above, "least": least})
+from fastrl.train.memory_settings import MemorySettings
+from fastrl.train.options import check_options, option
+from fastrl.train.sampling_settings import SamplingSettings
 
 
 @dataclass
-class RunConfig:
+class RunConfig(MemorySettings, SamplingSettings):
     """The settings that both loops share.
 
     Raises:
@@ -27,69 +24,65 @@ class RunConfig:
 
     loop: ClassVar[str]
 
-    name: str | None = _option(None, "Name of the run; without one, the loop's name and a number.")
-    out_dir: str = _option("runs", "Directory of runs: files go to OUT_DIR/NAME.")
-    resume: bool = _option(
-        False, "Continue the run NAME (without one, the latest) from its last checkpoint."
+    name: str | None = option(
+        None, "Name of the run; without one, the loop's name and a number.", result=False
     )
-    seed: int = _option(0, "Random seed, also of the arithmetic prompts.", least=0)
+    out_dir: str = option("runs", "Directory of runs: files go to OUT_DIR/NAME.", result=False)
+    resume: bool = option(
+        False,
+        "Continue the run NAME (without one, the latest) from its last checkpoint.",
+        result=False,
+    )
+    seed: int = option(0, "Random seed, also of the arithmetic prompts.", least=0)
 
-    model: str | None = _option(
+    model: str | None = option(
         None, "A causal LM, as a directory or hub name; by default, a small new model."
     )
-    train_file: str | None = _option(
+    train_file: str | None = option(
         None, 'JSONL of {"prompt": ...} and what the reward needs; by default, arithmetic.'
     )
-    held_out_file: str | None = _option(None, "JSONL of prompts that are only evaluated.")
-    reward: str = _option(
+    held_out_file: str | None = option(None, "JSONL of prompts that are only evaluated.")
+    reward: str = option(
         "fastrl.train.rewards:exact_match",
         "module:function that takes (prompts, completions, records) and returns a number for each.",
     )
-    chat_template: bool = _option(
+    chat_template: bool = option(
         False, "Wrap each prompt as a user message with the chat template."
     )
-    max_prompt_tokens: int = _option(512, "A longer prompt is an error, never truncated.", least=1)
-    max_new_tokens: int = _option(4, "Longest completion, including its end token.", least=1)
-    temperature: float = _option(1.0, "Temperature of the sampling and of the loss.", above=0)
+    max_prompt_tokens: int = option(512, "A longer prompt is an error, never truncated.", least=1)
 
-    steps: int = _option(100, "Rounds of sampling and learning.", least=1)
-    epochs: int = _option(1, "Passes over the samples of a step.", least=1)
-    minibatches: int = _option(4, "Optimizer steps per pass.", least=1)
-    micro_batch: int = _option(
-        256, "Sequences per forward and backward; changes memory, not results.", least=1
-    )
-    learning_rate: float = _option(2e-4, "Learning rate of AdamW, after the warm-up.", above=0)
-    warmup_steps: int = _option(5, "Steps over which the learning rate rises from 0.", least=0)
-    weight_decay: float = _option(0.0, "Weight decay of AdamW.", least=0)
-    max_grad_norm: float = _option(1.0, "Gradients are clipped to this norm.", above=0)
+    steps: int = option(100, "Rounds of sampling and learning.", least=1, result=False)
+    epochs: int = option(1, "Passes over the samples of a step.", least=1)
+    minibatches: int = option(4, "Optimizer steps per pass.", least=1)
+    learning_rate: float = option(2e-4, "Learning rate of AdamW, after the warm-up.", above=0)
+    warmup_steps: int = option(5, "Steps over which the learning rate rises from 0.", least=0)
+    weight_decay: float = option(0.0, "Weight decay of AdamW.", least=0)
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.", above=0)
 
-    warm_start_steps: int | None = _option(
+    warm_start_steps: int | None = option(
         None,
         "Supervised steps on training prompts first; by default only for a new model.",
         least=0,
     )
-    warm_start_batch: int = _option(128, "Prompts per supervised step.", least=1)
-    warm_start_learning_rate: float = _option(
+    warm_start_batch: int = option(128, "Prompts per supervised step.", least=1)
+    warm_start_learning_rate: float = option(
         3e-3, "Learning rate of the supervised steps.", above=0
     )
 
-    eval_every: int = _option(5, "Steps between evaluations on the held-out prompts.", least=1)
-    save_every: int = _option(50, "Steps between checkpoints.", least=1)
-    keep_checkpoints: int = _option(2, "How many of the latest checkpoints are kept.", least=1)
-    device: str = _option("auto", "auto, cpu, cuda, ...: auto uses a GPU if there is one.")
-    loss: Literal["linear", "logits"] = _option(
-        "linear",
-        "linear: from hidden states and the LM head, never materializing the logits; logits: from "
-        "the model's logits, for heads that linear does not support.",
+    eval_every: int = option(
+        5, "Steps between evaluations on the held-out prompts.", least=1, result=False
     )
-    precision: Literal["float32", "bfloat16"] = _option(
-        "float32", "bfloat16: forward and backward under autocast; weights remain float32."
+    save_every: int = option(50, "Steps between checkpoints.", least=1, result=False)
+    keep_checkpoints: int = option(
+        2, "How many of the latest checkpoints are kept.", least=1, result=False
+    )
+    device: str = option(
+        "auto", "auto, cpu, cuda, ...: auto uses a GPU if there is one.", result=False
     )
 
     def __post_init__(self) -> None:
         """Check every field against its type, its choices and its bounds."""
-        for f in fields(self):
-            _check(f.name, getattr(self, f.name), f.type, f.metadata["above"], f.metadata["least"])
+        check_options(self)
         if self.name is not None and (
             self.name in ("", ".", "..") or Path(self.name).name != self.name
         ):
@@ -109,29 +102,42 @@ class GrpoConfig(RunConfig):
 
     loop: ClassVar[str] = "grpo"
 
-    prompts_per_step: int = _option(64, "Prompts per step.", least=1)
-    group_size: int = _option(8, "Completions per prompt, compared with one another.", least=2)
-    objective: str = _option(
+    prompts_per_step: int = option(64, "Prompts per step.", least=1)
+    group_size: int = option(8, "Completions per prompt, compared with one another.", least=2)
+    objective: str = option(
         "grpo", "A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."
     )
-    clip_low: float | None = _option(None, "Lower clip range; by default the preset's.", least=0)
-    clip_high: float | None = _option(None, "Upper clip range; by default the preset's.", least=0)
-    kl_coef: float = _option(0.0, "Weight of the KL to the initial model.", least=0)
-    entropy_coef: float = _option(0.0, "Weight of the entropy bonus.", least=0)
-    baseline: Literal["mean", "leave_one_out", "none"] = _option(
+    clip_low: float | None = option(None, "Lower clip range; by default the preset's.", least=0)
+    clip_high: float | None = option(None, "Upper clip range; by default the preset's.", least=0)
+    kl_coef: float = option(0.0, "Weight of the KL to the initial model.", least=0)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", least=0)
+    baseline: Literal["mean", "leave_one_out", "none"] = option(
         "mean", "Subtracted from each reward."
     )
-    scale: Literal["group", "batch", "none"] = _option(
-        "group", "The standard deviation to divide by."
+    scale: Literal["group", "batch", "none"] | None = option(
+        None, "The standard deviation to divide by: none for dr_grpo, else by default the group's."
+    )
+    share_prompts: bool = option(
+        False, "Compute the prompt of a group once in each micro-batch.", result=False
+    )
+    dynamic_sampling: bool = option(
+        False,
+        "Replace groups whose rewards are all equal by groups of further prompts (DAPO), in at "
+        "most max_sampling_rounds rounds.",
+    )
+    max_sampling_rounds: int = option(
+        10, "Rounds of sampling per step with dynamic_sampling.", least=1
     )
 
     def __post_init__(self) -> None:
         """Check conditions on more than one field."""
         super().__post_init__()
-        if self.minibatches > self.prompts_per_step * self.group_size:
+        if self.minibatches > self.prompts_per_step:
             raise ValueError(
-                f"minibatches must be at most the samples of a step, got {self.minibatches}"
+                f"minibatches must be at most the prompts of a step, got {self.minibatches}"
             )
+        if self.scale is None:
+            self.scale = "none" if self.objective == "dr_grpo" else "group"
         self.policy_objective()
 
     def policy_objective(self) -> Objective:
@@ -154,14 +160,14 @@ class PpoConfig(RunConfig):
 
     loop: ClassVar[str] = "ppo"
 
-    prompts_per_step: int = _option(512, "Prompts per step, one completion each.", least=1)
-    clip: float = _option(0.2, "Clip range of the policy's ratio.", above=0)
-    value_clip: float | None = _option(0.2, "Clip range of the values; null for none.", above=0)
-    value_coef: float = _option(0.5, "Weight of the value loss.", least=0)
-    entropy_coef: float = _option(0.0, "Weight of the entropy bonus.", least=0)
-    kl_coef: float = _option(0.01, "Weight of the KL penalty, to the initial model.", least=0)
-    gamma: float = _option(1.0, "Discount per token.", above=0)
-    lam: float = _option(0.95, "Decay of the advantage estimate.", least=0)
+    prompts_per_step: int = option(512, "Prompts per step, one completion each.", least=1)
+    clip: float = option(0.2, "Clip range of the policy's ratio.", above=0)
+    value_clip: float | None = option(0.2, "Clip range of the values; null for none.", above=0)
+    value_coef: float = option(0.5, "Weight of the value loss.", least=0)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", least=0)
+    kl_coef: float = option(0.01, "Weight of the KL penalty, to the initial model.", least=0)
+    gamma: float = option(1.0, "Discount per token.", above=0)
+    lam: float = option(0.95, "Decay of the advantage estimate.", least=0)
 
     def __post_init__(self) -> None:
         """Check conditions on more than one field."""
@@ -173,22 +179,3 @@ class PpoConfig(RunConfig):
         for name in ("gamma", "lam"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
-
-
-def _check(name: str, value: Any, kind: Any, above: float | None, least: float | None) -> None:
-    """Raise a `ValueError` unless ``value`` has its type and is within bounds."""
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        return
-    allowed = get_args(kind) or (kind,)
-    numeric = isinstance(value, int) and not isinstance(value, bool) and float in allowed
-    if not numeric and type(value) not in allowed:
-        expected = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    if value is not None and above is not None and not value > above:
-        raise ValueError(f"{name} must be above {above}, got {value}")
-    if value is not None and least is not None and not value >= least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
