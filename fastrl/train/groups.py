@@ -50,10 +50,10 @@ class SampledGroups:
         if informative is None:
             self._kept.append(_Round(rollout, rewards, len(groups)))
             return
+        of_group = torch.arange(len(rewards), device=rewards.device).view(-1, size)
+        of_group = torch.arange(len(rewards), device=rewards.device).view(-1, size)
         for chosen, where in ((informative, self._kept), (~informative, self._spare)):
-            rows = (
-                torch.arange(len(rewards), device=rewards.device).view(-1, size)[chosen].flatten()
-            )
+            rows = of_group[chosen].flatten()
             if len(rows):
                 where.append(_Round(rollout.rows(rows), rewards[rows], len(rows) // size))
 

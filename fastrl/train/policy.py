@@ -53,6 +53,7 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.get_input_embeddings().num_embeddings, (3, 6), generator=generator)
+    lengths = torch.tensor([[6], [3], [5]], device=model.device)
     rollout = Rollout(
         prompts=[ids[0, :4].tolist(), ids[1, :2].tolist()],
         prompt_of=torch.tensor([0, 1, 0]),
@@ -108,15 +109,15 @@ def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyO
             output_hidden_states=of_values,
             use_cache=False,
         )
-    states = out.hidden_states[-1][0, batch.predictors] if of_values else None
-    return PolicyOutputs(states, out.logits[0], None)
+    of_tokens = out.hidden_states[-1][0, batch.predictors] if of_values else None
+    return PolicyOutputs(of_tokens, out.logits[0], None)
 
 
 def policy_logprobs(outputs: PolicyOutputs, batch: PackedBatch, config: RunConfig) -> Tensor:
     """Log-probabilities ``[n]`` of the scored tokens."""
     options: dict[str, Any] = {"token_ids": batch.token_ids, "temperature": config.temperature}
     if outputs.logits is not None:
-        return token_logprobs(outputs.logits, **options)
+        return token_logprobs(outputs.logits, **options)  # type: ignore[no-any-return]
     states, head = _states_and_head(outputs)
     with autocast(config, states.device):  # on a GPU the head multiplies in the same precision
         return linear_token_logprobs(states, **head.arguments(), **options)

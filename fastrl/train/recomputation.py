@@ -85,7 +85,7 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
     """Whether a module is a layer's MLP of linear layers, which treats each token alone."""
     if name.rpartition(".")[2] != "mlp":
         return False
-    children = [child for child in module.children()]
+    children = list(module.children())
     return any(isinstance(child, nn.Linear) for child in children) and not any(
         hasattr(module, part) for part in ("experts", "gate", "router")
     )
