@@ -7,6 +7,7 @@ and step. ``checksums.json`` holds the sums of all its files.
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from fastrl.train import checksums
 
 _STATE = "state.pt"
+_NAME = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointError(OSError):
@@ -194,4 +196,6 @@ def _sync(path: Path) -> None:
 
 
 def _all(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("step-*") if (path / _STATE).is_file())
+    """The checkpoints by their step; all are whole, since they got their names at the end."""
+    found = {m[1]: path for path in directory.glob("step-*") if (m := _NAME.fullmatch(path.name))}
+    return [found[step] for step in sorted(found, key=int)]
