@@ -55,7 +55,7 @@ class MemorySettings:
     )
     optimizer: Literal["adamw", "adamw_8bit", "adamw_offloaded"] = option(
         "adamw",
-        "adamw_8bit: AdamW with 8-bit moments; adamw_offloaded: moments and updates in host memory. "
+        "adamw_8bit: 8-bit moments; adamw_offloaded: moments and updates in host memory. "
         "Both need torchao.",
     )
     lora_rank: int | None = option(
