@@ -15,10 +15,12 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
-def minibatches(samples: int, config: RunConfig) -> Iterator[Tensor]:
-    """Row indices for each optimizer step: every sample once per epoch, shuffled."""
+def minibatches(samples: int, config: RunConfig, group_size: int = 1) -> Iterator[Tensor]:
+    """Row indices for each optimizer step: every group once per epoch, shuffled."""
+    rows = torch.arange(samples).view(-1, group_size)
     for _ in range(config.epochs):
-        yield from torch.randperm(samples).tensor_split(config.minibatches)
+        for groups in torch.randperm(len(rows)).tensor_split(config.minibatches):
+            yield rows[groups].flatten()
 
 
 def normalizer(mask: Tensor, aggregation: str) -> Tensor:
@@ -43,6 +45,9 @@ def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> flo
     for group in optimizer.param_groups:
         group["lr"] = rate
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is None:  # every completion was left out: a gradient of 0, not no step
+            parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
     if not norm.isfinite():
         raise FloatingPointError(f"the gradients of step {step + 1} are not finite")

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fastrl import kl_divergence
+
 _MEANS = (
     "kl",
     "kl_old",
@@ -14,6 +16,7 @@ _MEANS = (
     "clip_high",
     "clip_fraction",
     "zero_grad_fraction",
+    "kl_sampler",
 )
 
 
@@ -30,15 +33,25 @@ class MetricMeans:
         self._tokens.append(metrics["active_tokens"].detach().double())
 
     def read(self) -> dict[str, float]:
-        """The means over all tokens so far."""
+        """The means over all tokens so far; empty if there are none."""
+        if not self._seen:
+            return {}
         tokens = torch.stack(self._tokens)
         share = tokens / tokens.sum().clamp(min=1)
         values = {
             name: torch.stack([seen[name] for seen in self._seen])
             for name in (*_MEANS, "ratio_max")
+            if name in self._seen[0]
         }
-        means = {name: float((values[name].double() * share).sum()) for name in _MEANS}
+        means = {
+            name: float((values[name].double() * share).sum()) for name in _MEANS if name in values
+        }
         return {**means, "ratio_max": float(values["ratio_max"].max())}
+
+
+def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
+    """Mean KL (k3) of the sampler to the policy that it samples for, over tokens ``[n]``."""
+    return kl_divergence(of_sampler, logprobs.detach(), estimator="k3").mean()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

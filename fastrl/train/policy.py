@@ -1,10 +1,11 @@
-"""The policy on a rollout: log-probabilities and loss, from hidden states or from logits.
+"""The policy on a packed batch: log-probabilities and loss, from hidden states or from logits.
 
 With ``loss="linear"`` only the model's backbone is called: the loss takes hidden states and the
 weight of the head, and the logits are never materialized. ``loss="logits"`` calls the whole model
 and supports every head.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,19 @@ from fastrl import (
     token_logprobs,
 )
 from fastrl.integrations.transformers import LmHead, last_hidden_states, lm_head
-from fastrl.train.config import RunConfig
+from fastrl.train.attention import BY_SEQUENCE
+from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.gradients import autocast
+from fastrl.train.packing import PackedBatch, micro_batches
+from fastrl.train.recomputation import offloaded
 from fastrl.train.rollout import Rollout
 
 
 class PolicyOutputs(NamedTuple):
-    """The model's outputs at the sampled tokens; either logits or head is None."""
+    """The model's outputs where it predicts the scored tokens; either logits or head is None."""
 
-    states: Tensor  # [N, T, H], the last hidden states
-    logits: Tensor | None  # [N, T, V]
+    states: Tensor | None  # [n, H], the last hidden states; None if the loss needs only logits
+    logits: Tensor | None  # [n, V]
     head: LmHead | None
 
 
@@ -41,78 +45,138 @@ def check_head(model: Any, config: RunConfig) -> None:
             raise ValueError(f'loss must be "logits" for this model: {error}') from error
 
 
-def policy_outputs(model: Any, rollout: Rollout, config: RunConfig) -> PolicyOutputs:
-    """Run the model over the sequences, in the precision of the configuration.
+@torch.no_grad()
+def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
+    """Raise a `ValueError` if the model's outputs depend on what else is in a packed row.
 
-    Positions count only real tokens, so that the outputs do not depend on the padding.
+    Three short sequences, two of which share a prompt, are run together and alone.
     """
-    sampled = slice(-rollout.token_ids.shape[1] - 1, -1)
-    inputs = {
-        "input_ids": rollout.input_ids,
-        "attention_mask": rollout.attention_mask,
-        "position_ids": (rollout.attention_mask.cumsum(1) - 1).clamp(min=0),
-    }
-    with autocast(config, model.device):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.get_input_embeddings().num_embeddings, (3, 6), generator=generator)
+    lengths = torch.tensor([[6], [3], [5]], device=model.device)
+    rollout = Rollout(
+        prompts=[ids[0, :4].tolist(), ids[1, :2].tolist()],
+        prompt_of=torch.tensor([0, 1, 0]),
+        token_ids=ids.to(model.device),
+        mask=torch.arange(6, device=model.device)
+        < torch.tensor([[6], [3], [5]], device=model.device),
+        logprobs=torch.zeros(3, 6, device=model.device),
+        truncated=torch.zeros(3, dtype=torch.bool, device=model.device),
+    )
+    rows = torch.arange(3)
+    together = replace(config, tokens_per_micro_batch=1024)
+    alone = replace(config, tokens_per_micro_batch=1)
+    packed, single = (rollout_logprobs(model, rollout, rows, c) for c in (together, alone))
+    half = "bfloat16" in (config.precision, config.weights)
+    if not torch.allclose(packed, single, rtol=0, atol=0.25 if half else 1e-3):
+        what = (
+            "share_prompts must be off" if _shares(config) else "tokens_per_micro_batch must be 1"
+        )
+        raise ValueError(
+            f"{what} for this model: with attention {config.attention}, sequences in one row "
+            f"affect each other (log-probabilities differ by {(packed - single).abs().max():.2g})"
+        )
+
+
+def batches(
+    rollout: Rollout, rows: Tensor, mask: Tensor, config: GrpoConfig | PpoConfig
+) -> "list[PackedBatch]":
+    """The micro-batches of some completions; ``mask`` ``[N, T]`` are the tokens to score."""
+    return list(
+        micro_batches(
+            rollout,
+            rows,
+            mask,
+            tokens=config.tokens_per_micro_batch,
+            share_prompts=_shares(config),
+        )
+    )
+
+
+def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyOutputs:
+    """Run the model over a packed row, in the precision of the configuration."""
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    if config.attention == BY_SEQUENCE:
+        inputs["sequences"] = batch.layout
+    with autocast(config, model.device), offloaded(config):
         if config.loss == "linear":
-            states = last_hidden_states(model, **inputs)[:, sampled]
+            states = last_hidden_states(model, **inputs)[0, batch.predictors]
             return PolicyOutputs(states, None, lm_head(model))
+        of_values = config.loop == "ppo"
         out = model(
             **inputs,
-            logits_to_keep=rollout.token_ids.shape[1] + 1,
-            output_hidden_states=True,
+            logits_to_keep=batch.predictors,
+            output_hidden_states=of_values,
             use_cache=False,
         )
-    return PolicyOutputs(out.hidden_states[-1][:, sampled], out.logits[:, :-1], None)
+    of_tokens = out.hidden_states[-1][0, batch.predictors] if of_values else None
+    return PolicyOutputs(of_tokens, out.logits[0], None)
 
 
-def policy_logprobs(outputs: PolicyOutputs, rollout: Rollout, config: RunConfig) -> Tensor:
-    """Log-probabilities [N, T] of the sampled tokens."""
-    options: dict[str, Any] = {"temperature": config.temperature, "mask": rollout.mask}
+def policy_logprobs(outputs: PolicyOutputs, batch: PackedBatch, config: RunConfig) -> Tensor:
+    """Log-probabilities ``[n]`` of the scored tokens."""
+    options: dict[str, Any] = {"token_ids": batch.token_ids, "temperature": config.temperature}
     if outputs.logits is not None:
-        return token_logprobs(outputs.logits, rollout.token_ids, **options)
-    assert outputs.head is not None
-    states, head = outputs.states, outputs.head.arguments()
+        return token_logprobs(outputs.logits, **options)  # type: ignore[no-any-return]
+    states, head = _states_and_head(outputs)
     with autocast(config, states.device):  # on a GPU the head multiplies in the same precision
-        return linear_token_logprobs(states, token_ids=rollout.token_ids, **head, **options)
+        return linear_token_logprobs(states, **head.arguments(), **options)
 
 
 def policy_loss(
     outputs: PolicyOutputs,
-    rollout: Rollout,
+    batch: PackedBatch,
     config: RunConfig,
     advantages: Tensor,
     *,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
     objective: Objective,
     normalizer: Tensor,
 ) -> PolicyLoss:
-    """The loss of the sampled tokens, fused with its gradient."""
+    """The loss of the scored tokens, fused with its gradient.
+
+    Advantages are ``[S]`` or ``[n]``, log-probabilities ``[n]``.
+    """
     options: dict[str, Any] = {
         "temperature": config.temperature,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
+        "rollout_logprobs": rollout_logprobs,
         "objective": objective,
         "normalizer": normalizer,
+        "cu_seqlens": batch.cu_seqlens,
     }
     tokens: dict[str, Any] = {
-        "token_ids": rollout.token_ids,
+        "token_ids": batch.token_ids,
         "advantages": advantages,
-        "mask": rollout.mask,
+        "mask": torch.ones_like(batch.token_ids, dtype=torch.bool),
     }
     if outputs.logits is not None:
         return logits_policy_loss(outputs.logits, **tokens, **options)
-    assert outputs.head is not None
-    states, head = outputs.states, outputs.head.arguments()
+    states, head = _states_and_head(outputs)
     with autocast(config, states.device):
-        return linear_policy_loss(states, **head, **tokens, **options)
+        return linear_policy_loss(states, **head.arguments(), **tokens, **options)
 
 
 @torch.no_grad()
-def rollout_logprobs(model: Any, rollout: Rollout, config: RunConfig) -> Tensor:
-    """Log-probabilities [N, T] of the sampled tokens, a micro-batch at a time."""
-    parts = []
-    for rows in torch.arange(len(rollout.mask)).split(config.micro_batch):
-        batch = rollout.rows(rows)
-        parts.append(policy_logprobs(policy_outputs(model, batch, config), batch, config))
-    return torch.cat(parts)
+def rollout_logprobs(
+    model: Any, rollout: Rollout, rows: Tensor, config: GrpoConfig | PpoConfig
+) -> Tensor:
+    """Log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere; by micro-batches."""
+    logprobs = torch.zeros_like(rollout.logprobs)
+    for batch in batches(rollout, rows, rollout.mask, config):
+        outputs = policy_outputs(model, batch, config)
+        batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
+    return logprobs
+
+
+def _shares(config: GrpoConfig | PpoConfig) -> bool:
+    return isinstance(config, GrpoConfig) and config.share_prompts
+
+
+def _states_and_head(outputs: PolicyOutputs) -> tuple[Tensor, LmHead]:
+    assert outputs.states is not None
+    assert outputs.head is not None
+    return outputs.states, outputs.head

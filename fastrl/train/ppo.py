@@ -13,13 +13,13 @@ from torch import Tensor
 from fastrl import Objective, gae, kl_divergence, masked_mean, value_loss, whiten
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
-from fastrl.train.gradients import apply, autocast, minibatches, normalizer
-from fastrl.train.metrics import MetricMeans, explained_variance
-from fastrl.train.policy import policy_loss, policy_outputs, rollout_logprobs
+from fastrl.train.gradients import apply, minibatches, normalizer
+from fastrl.train.metrics import MetricMeans, explained_variance, sampler_kl
+from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.prompts import deal
 from fastrl.train.rewards import score
-from fastrl.train.rollout import generate
 from fastrl.train.run_log import Summary
+from fastrl.train.sampling import rollout_correction
 from fastrl.train.start import prepare
 from fastrl.train.training_run import training_run
 from fastrl.train.value_head import ValueHead, rollout_values
@@ -47,9 +47,14 @@ def train(config: PpoConfig) -> Summary:
         FloatingPointError: The gradients are not finite; a checkpoint is saved first.
     """
     job = prepare(config, "ppo")
-    model, tokenizer = job.model, job.tokenizer
+    model = job.model
+    correction = rollout_correction(config)
     objective = Objective.preset(
-        "ppo", clip_low=config.clip, clip_high=config.clip, entropy_coef=config.entropy_coef
+        "ppo",
+        clip_low=config.clip,
+        clip_high=config.clip,
+        entropy_coef=config.entropy_coef,
+        rollout_correction=correction,
     )
     head = ValueHead(model.get_input_embeddings().embedding_dim).to(model.device)
     optimizer = torch.optim.AdamW(
@@ -64,24 +69,18 @@ def train(config: PpoConfig) -> Summary:
 
             # Sample a completion for each prompt.
             prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
-            with autocast(config, model.device):
-                rollout, completions = generate(
-                    model,
-                    tokenizer,
-                    prompts,
-                    max_new_tokens=config.max_new_tokens,
-                    temperature=config.temperature,
-                )
+            rollout, completions = job.sampler.sample(prompts, 1)
             mask = rollout.mask
             records = [prompt.record for prompt in prompts]
             rewards = score(job.reward, records, completions).to(model.device)
 
             # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
-            old = rollout_logprobs(model, rollout, config)
+            everything = torch.arange(len(rewards))
+            old = rollout_logprobs(model, rollout, everything, config)
             old_values = rollout_values(model, head, rollout, config)
             ref = old
             if run.reference is not None:
-                ref = rollout_logprobs(run.reference, rollout, config)
+                ref = rollout_logprobs(run.reference, rollout, everything, config)
             penalty = config.kl_coef * kl_divergence(old, ref, estimator="k1")
             advantages, returns = gae(
                 token_rewards(rewards, penalty, mask),
@@ -93,32 +92,34 @@ def train(config: PpoConfig) -> Summary:
             advantages = whiten(advantages, mask)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
+            counted = rollout.counted(config.truncated)
             metrics = MetricMeans()
             value_losses = []
             for minibatch in minibatches(len(rewards), config):
-                denominator = normalizer(mask[minibatch], objective.aggregation)
-                for rows in minibatch.split(config.micro_batch):
-                    batch = rollout.rows(rows)
+                denominator = normalizer(counted[minibatch], objective.aggregation)
+                for batch in batches(rollout, minibatch, counted, config):
+                    before, of_sampler = batch.take(old), batch.take(rollout.logprobs)
                     outputs = policy_outputs(model, batch, config)
                     policy = policy_loss(
                         outputs,
                         batch,
                         config,
-                        advantages[rows],
-                        old_logprobs=old[rows],
+                        batch.take(advantages),
+                        old_logprobs=before,
+                        rollout_logprobs=None if correction is None else of_sampler,
                         objective=objective,
                         normalizer=denominator,
                     )
                     critic = value_loss(
                         head(outputs.states),
-                        returns[rows],
-                        batch.mask,
-                        old_values=old_values[rows],
+                        batch.take(returns),
+                        torch.ones_like(batch.token_ids, dtype=torch.bool),
+                        old_values=batch.take(old_values),
                         clip=config.value_clip,
                         normalizer=denominator,
                     )
                     (policy.loss + config.value_coef * critic.loss).backward()
-                    metrics.add(policy.metrics)
+                    metrics.add({**policy.metrics, "kl_sampler": sampler_kl(before, of_sampler)})
                     value_losses.append(critic.loss.detach())
                 norm = apply(optimizer, config, step)
 
@@ -132,6 +133,7 @@ def train(config: PpoConfig) -> Summary:
                     / (config.epochs * config.minibatches),
                     "explained_variance": explained_variance(old_values, returns, mask),
                     "length": tokens / len(rewards),
+                    "truncated": float(rollout.truncated.float().mean()),
                     "grad_norm": norm,
                     "tokens_per_second": tokens / (time.perf_counter() - started),
                 }

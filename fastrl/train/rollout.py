@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Rollout(NamedTuple):
@@ -25,7 +26,10 @@ class Rollout(NamedTuple):
         return Rollout(
             self.prompts,
             self.prompt_of[index.cpu()],
-            *(tensor[at] for tensor in (self.token_ids, self.mask, self.logprobs, self.truncated)),
+            self.token_ids[at],
+            self.mask[at],
+            self.logprobs[at],
+            self.truncated[at],
         )
 
     def counted(self, truncated: str) -> Tensor:
@@ -41,13 +45,15 @@ def concatenate(rollouts: list[Rollout]) -> Rollout:
     for rollout in rollouts:
         prompt_of.append(rollout.prompt_of + len(prompts))
         prompts += rollout.prompts
-    padded = [
-        [torch.nn.functional.pad(tensor, (0, length - tensor.shape[1])) for tensor in rollout[2:5]]
-        for rollout in rollouts
-    ]
+
+    def joined(values: list[Tensor]) -> Tensor:
+        return torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in values])
+
     return Rollout(
         prompts,
         torch.cat(prompt_of),
-        *(torch.cat(tensors) for tensors in zip(*padded, strict=True)),
+        joined([rollout.token_ids for rollout in rollouts]),
+        joined([rollout.mask for rollout in rollouts]),
+        joined([rollout.logprobs for rollout in rollouts]),
         torch.cat([rollout.truncated for rollout in rollouts]),
     )

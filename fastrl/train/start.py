@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fastrl.train import arithmetic, checkpoint, models
-from fastrl.train.config import RunConfig
-from fastrl.train.gradients import autocast
+from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
-from fastrl.train.policy import check_head
+from fastrl.train.policy import check_head, check_packing
 from fastrl.train.prompts import Prompt, encode, read_jsonl
+from fastrl.train.recomputation import save_memory
 from fastrl.train.rewards import RewardFunction, import_reward, score
-from fastrl.train.rollout import generate
 from fastrl.train.run_log import RunLog
+from fastrl.train.sampling import make_sampler
 from fastrl.train.warm_start import check_demonstrations, warm_start
 
 
@@ -28,10 +28,11 @@ class Job(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     reward: RewardFunction
+    sampler: Any
     resumed_from: Path | None
 
 
-def prepare(config: RunConfig, loop: str) -> Job:
+def prepare(config: GrpoConfig | PpoConfig, loop: str) -> Job:
     """Check and load everything that ``config`` names.
 
     Raises:
@@ -64,7 +65,10 @@ def prepare(config: RunConfig, loop: str) -> Job:
     if resumed_from is None:
         check_demonstrations(train, tokenizer, config)
     check_length(model, train + held_out, config.max_new_tokens)
-    return Job(log, model, tokenizer, train, held_out, reward, resumed_from)
+    save_memory(model, config)
+    check_packing(model, config)
+    sampler = make_sampler(model, tokenizer, config)
+    return Job(log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
 
 
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
@@ -79,7 +83,7 @@ def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None
 
 
 def begin(
-    job: Job, config: RunConfig, parts: Mapping[str, Any], interrupt: Interrupt
+    job: Job, config: GrpoConfig | PpoConfig, parts: Mapping[str, Any], interrupt: Interrupt
 ) -> int | None:
     """Restore the checkpoint to resume from, or warm start.
 
@@ -106,7 +110,7 @@ def begin(
     return 0
 
 
-def reference_model(job: Job, config: RunConfig) -> Any:
+def reference_model(job: Job, config: GrpoConfig | PpoConfig) -> Any:
     """A frozen copy of the initial model, stored with the run so that it can be resumed."""
     path = job.log.directory / "reference"
     if job.resumed_from is None:
@@ -115,23 +119,14 @@ def reference_model(job: Job, config: RunConfig) -> Any:
     before = checkpoint.rng_state()  # making a model may use the generators, copying does not
     frozen = type(job.model).from_pretrained(path, dtype=torch.float32)
     checkpoint.set_rng_state(before)
+    frozen.set_attn_implementation(config.attention)
     return frozen.to(job.model.device).eval().requires_grad_(False)
 
 
-def evaluate(job: Job, config: RunConfig) -> float:
+def evaluate(job: Job, config: GrpoConfig | PpoConfig) -> float:
     """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
     before = checkpoint.rng_state()
-    total = 0.0
-    for start in range(0, len(job.held_out), 256):
-        prompts = job.held_out[start : start + 256]
-        with autocast(config, job.model.device):
-            _, completions = generate(
-                job.model,
-                job.tokenizer,
-                prompts,
-                max_new_tokens=config.max_new_tokens,
-                temperature=None,
-            )
-        total += float(score(job.reward, [prompt.record for prompt in prompts], completions).sum())
+    completions = job.sampler.greedy(job.held_out)
+    rewards = score(job.reward, [prompt.record for prompt in job.held_out], completions)
     checkpoint.set_rng_state(before)
-    return total / len(job.held_out)
+    return float(rewards.double().mean())

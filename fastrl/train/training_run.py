@@ -79,7 +79,7 @@ class TrainingRun:
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
         config, row = self._config, {"step": self.step, **row}
         if self.reference is None:
-            del row["kl"]  # it would be 0: there is no reference
+            row.pop("kl", None)  # it would be 0: there is no reference
         try:
             if self.step % config.eval_every == 0 or self.step == config.steps:
                 row["held_out_reward"] = evaluate(self._job, config)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.train.config import PpoConfig
-from fastrl.train.policy import policy_outputs
+from fastrl.train.policy import batches, policy_outputs
 from fastrl.train.rollout import Rollout
 
 
@@ -21,12 +21,14 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.outer.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values [N, T] of hidden states [N, T, H]."""
+        """Values ``[n]`` of hidden states ``[n, H]``."""
         return self.outer(torch.relu(self.inner(hidden.float()))).squeeze(-1)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def rollout_values(model: Any, head: ValueHead, rollout: Rollout, config: PpoConfig) -> Tensor:
-    """Values [N, T], computed a micro-batch at a time."""
-    rows = torch.arange(len(rollout.mask)).split(config.micro_batch)
-    return torch.cat([head(policy_outputs(model, rollout.rows(r), config).states) for r in rows])
+    """Values ``[N, T]`` before each token of the completions, by micro-batches."""
+    values = torch.zeros_like(rollout.logprobs)
+    for batch in batches(rollout, torch.arange(len(values)), rollout.mask, config):
+        batch.put(head(policy_outputs(model, batch, config).states), into=values)
+    return values

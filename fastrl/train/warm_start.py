@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from fastrl import masked_mean
-from fastrl.train.config import RunConfig
-from fastrl.train.policy import policy_logprobs, policy_outputs
+from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.prompts import Prompt, deal
 from fastrl.train.rollout import Rollout
 
@@ -18,11 +17,6 @@ NEW_MODEL_STEPS = 700
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
     """The texts as completions of their prompts, as if they had been sampled."""
-    left = tokenizer.pad(
-        {"input_ids": [prompt.token_ids for prompt in prompts]},
-        padding_side="left",
-        return_tensors="pt",
-    ).to(device)
     right = tokenizer(
         [text + tokenizer.eos_token for text in texts],
         padding=True,
@@ -30,12 +24,19 @@ def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: An
         add_special_tokens=False,
         return_tensors="pt",
     ).to(device)
-    joined = {key: torch.cat([left[key], right[key]], 1) for key in ("input_ids", "attention_mask")}
-    return Rollout(**joined, token_ids=right["input_ids"], mask=right["attention_mask"].bool())
+    mask = right["attention_mask"].bool()
+    return Rollout(
+        prompts=[prompt.token_ids for prompt in prompts],
+        prompt_of=torch.arange(len(prompts)),
+        token_ids=right["input_ids"],
+        mask=mask,
+        logprobs=torch.zeros_like(mask, dtype=torch.float32),
+        truncated=torch.zeros_like(mask[:, 0]),
+    )
 
 
 def warm_start(
-    model: Any, tokenizer: Any, prompts: list[Prompt], config: RunConfig
+    model: Any, tokenizer: Any, prompts: list[Prompt], config: GrpoConfig | PpoConfig
 ) -> Iterator[float]:
     """Train on demonstrations for the training prompts; yields the loss of each step.
 
@@ -55,16 +56,21 @@ def warm_start(
         drawn = deal(pairs, count=config.warm_start_batch, step=step, seed=config.seed)
         texts = [random.choice(demonstrations) for _, demonstrations in drawn]
         target = answered(tokenizer, [prompt for prompt, _ in drawn], texts, model.device)
-        logprobs = policy_logprobs(policy_outputs(model, target, plain), target, plain)
-        loss = -masked_mean(logprobs, target.mask)
-        loss.backward()
+        total, loss = target.mask.sum(), 0.0
+        for batch in batches(target, torch.arange(len(texts)), target.mask, plain):
+            logprobs = policy_logprobs(policy_outputs(model, batch, plain), batch, plain)
+            part = -logprobs.sum() / total
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        yield loss.item()
+        yield loss
 
 
-def check_demonstrations(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -> None:
+def check_demonstrations(
+    prompts: list[Prompt], tokenizer: Any, config: GrpoConfig | PpoConfig
+) -> None:
     """Raise a `ValueError` that names a record whose demonstrations cannot be used."""
     known: set[str] = set()
     for prompt in prompts if _steps(config) > 0 else []:
@@ -79,7 +85,7 @@ def check_demonstrations(prompts: list[Prompt], tokenizer: Any, config: RunConfi
             known.add(text)
 
 
-def _steps(config: RunConfig) -> int:
+def _steps(config: GrpoConfig | PpoConfig) -> int:
     if config.warm_start_steps is not None:
         return config.warm_start_steps
     return NEW_MODEL_STEPS if config.model is None else 0

@@ -1,0 +1,208 @@
+"""Attention within each sequence of a packed row, without a mask of the whole row.
+
+A packed row ``[1, L]`` holds several sequences one after another. The masks that `transformers`
+builds for it take L^2 bytes; here `scaled_dot_product_attention` runs on each sequence, and on
+sequences of similar lengths together. A sequence may continue a prefix that it shares with others:
+its tokens attend to the prefix and to themselves. `transformers` finds the function under the name
+``by_sequence`` (`AttentionInterface`) and hands it the layout as the keyword ``sequences``.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+BY_SEQUENCE = "by_sequence"
+#: Sequences of this many tokens or more are attended to one at a time, without being copied.
+_LONG = 1024
+#: Most tokens, prefixes included, of shorter sequences that are attended to together.
+_TOGETHER = 16384
+#: Queries per call where a mask is necessary, which bounds the mask.
+_QUERIES = 512
+
+
+class Span(NamedTuple):
+    """Where a sequence, or a part after a shared prefix, lies in a packed row."""
+
+    start: int
+    end: int
+    prefix: tuple[int, int] = (0, 0)  # start and end; empty if there is none
+
+
+class Block(NamedTuple):
+    """Spans that are attended to together, shorter ones padded at the end.
+
+    The mask is causal, so that no token attends to the padding behind it.
+    """
+
+    queries: Tensor | slice  # positions [S, T] in the row; a slice for a single span
+    keys: Tensor | slice  # positions [S, P + T]
+    prefix: int  # P
+
+
+class Layout(NamedTuple):
+    """How a packed row is attended to; the same for all layers."""
+
+    blocks: list[Block]
+    order: Tensor | None  # [L], where the blocks' outputs hold the tokens; None: in this order
+
+
+def make_layout(spans: Iterable[Span], device: torch.device) -> Layout:
+    """The layout of the non-empty spans that cover a row."""
+    blocks, places = [], []
+    for group in _groups(sorted(spans, key=_by_prefix_and_length)):
+        first, longest = group[0], max(span.end - span.start for span in group)
+        prefix = first.prefix[1] - first.prefix[0]
+        alone = slice(first.start, first.end)
+        if len(group) == 1 and not prefix:
+            blocks.append(Block(alone, alone, 0))
+        else:
+            # a shorter span repeats its last token
+            queries = torch.tensor([_padded(span, longest) for span in group])
+            shared = torch.arange(*first.prefix).expand(len(group), -1)
+            keys = torch.cat([shared, queries], 1).to(device)
+            blocks.append(Block(queries.to(device), keys, prefix))
+        row = torch.full((len(group), longest), -1)
+        for i, span in enumerate(group):
+            row[i, : span.end - span.start] = torch.arange(span.start, span.end)
+        places.append(row.flatten())
+    flat = torch.cat(places)
+    kept = (flat >= 0).nonzero()[:, 0]
+    order = torch.empty(len(kept), dtype=torch.long)
+    order[flat[kept]] = kept
+    in_order = torch.equal(order, torch.arange(len(flat)))
+    return Layout(blocks, None if in_order else order.to(device))
+
+
+def attend_by_sequence(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequences: Layout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention ``[1, L, heads, D]`` of a packed row, as `transformers` calls it.
+
+    Args:
+        module: The attention layer; unused.
+        query: ``[1, heads, L, D]``.
+        key: ``[1, key heads, L, D]``.
+        value: ``[1, key heads, L, D]``.
+        attention_mask: None: the layout takes its place.
+        sequences: The layout of the row.
+        scaling: Factor on the scores; by default 1 / sqrt(D).
+        dropout: Must be 0.
+        sliding_window: How many tokens a token attends to, itself included.
+        **options: What else the layer passes on.
+
+    Raises:
+        ValueError: The layer needs something that this function does not compute.
+    """
+    if sequences is None:
+        raise ValueError(f"attention {BY_SEQUENCE!r} needs a packed row: model does not pass it on")
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if _given(options, name)]
+    if unsupported or dropout or attention_mask is not None:
+        wrong = ", ".join(unsupported) or ("dropout" if dropout else "attention_mask")
+        raise ValueError(
+            f"attention must be eager, flex_attention or flash_attention_2 for this model: "
+            f"{BY_SEQUENCE} does not support {wrong}"
+        )
+    outputs = []
+    for block in sequences.blocks:
+        attended = _attend(
+            _take(query, block.queries),
+            _take(key, block.keys),
+            _take(value, block.keys),
+            scaling,
+            sliding_window,
+        )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))  # [S T, heads, D]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return (flat if sequences.order is None else flat[sequences.order])[None], None
+
+
+AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """Causal attention ``[S, heads, T, D]`` of the last T of K positions to all before them."""
+    length, total = query.shape[2], key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    if length == total and (window is None or length <= window):
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    if grouped and query.is_cuda:  # with a mask and grouped heads, CUDA would store the scores
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        grouped = False
+    prefix, parts = total - length, []
+    for start in range(0, length, _QUERIES):
+        end = min(start + _QUERIES, length)
+        first = 0 if window is None else max(0, prefix + start - window + 1)
+        at = torch.arange(prefix + start, prefix + end, device=query.device)[:, None]
+        other = torch.arange(first, prefix + end, device=query.device)
+        allowed = other <= at
+        if window is not None:
+            allowed &= other > at - window
+        keys = slice(first, prefix + end)
+        part = scaled_dot_product_attention(
+            query[:, :, start:end],
+            key[:, :, keys],
+            value[:, :, keys],
+            attn_mask=allowed,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        parts.append(part)
+    return torch.cat(parts, 2)
+
+
+def _take(heads: Tensor, positions: Tensor | slice) -> Tensor:
+    """``[1, heads, L, D]`` at positions, as ``[S, heads, T, D]``."""
+    if isinstance(positions, slice):
+        return heads[:, :, positions]
+    return heads[0][:, positions].transpose(0, 1)
+
+
+def _groups(spans: list[Span]) -> Iterator[list[Span]]:
+    """Neighbours of one prefix and of similar lengths, or one long span."""
+    group: list[Span] = []
+    for span in spans:
+        if group and not _fits(group, span):
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
+
+
+def _fits(group: list[Span], span: Span) -> bool:
+    first = group[0]  # the longest
+    longest, length = first.end - first.start, span.end - span.start
+    total = (len(group) + 1) * (longest + first.prefix[1] - first.prefix[0])
+    similar = longest - length <= max(16, longest // 8)
+    return first.prefix == span.prefix and longest < _LONG and similar and total <= _TOGETHER
+
+
+def _by_prefix_and_length(span: Span) -> tuple[tuple[int, int], int, int]:
+    return span.prefix, span.start - span.end, span.start
+
+
+def _padded(span: Span, length: int) -> list[int]:
+    return [min(i, span.end - 1) for i in range(span.start, span.start + length)]
+
+
+def _given(options: dict[str, Any], name: str) -> bool:
+    return options.get(name) is not None

@@ -1,0 +1,72 @@
+"""The groups of a step: rounds of sampling until there are enough with information."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.train.config import GrpoConfig
+from fastrl.train.prompts import Prompt, deal
+from fastrl.train.rollout import Rollout, concatenate
+
+
+class SampledGroups:
+    """Collects ``prompts_per_step`` groups, with ``dynamic_sampling`` over several rounds.
+
+    Without it one round is enough. With it (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a
+    group whose rewards are all equal is kept only if no round brings one to replace it.
+    """
+
+    def __init__(self, config: GrpoConfig) -> None:
+        self._config = config
+        self._kept: list[_Round] = []
+        self._spare: list[_Round] = []
+        self.rounds = 0
+        self.sampled = 0
+
+    @property
+    def missing(self) -> int:
+        """How many groups with information are missing; 0 after the last round."""
+        config = self._config
+        last = config.max_sampling_rounds if config.dynamic_sampling else 1
+        if self.rounds >= last:
+            return 0
+        kept = sum(part.groups for part in self._kept)
+        return max(0, config.prompts_per_step - kept)
+
+    def prompts(self, train: list[Prompt], step: int) -> list[Prompt]:
+        """The prompts of the next round: as many as are missing, from another order each round."""
+        order = self._config.seed + 2**31 * self.rounds
+        count = self._config.prompts_per_step
+        return deal(train, count=count, step=step, seed=order)[: self.missing]
+
+    def add(self, rollout: Rollout, rewards: Tensor) -> None:
+        """Add the completions of a round, a group in consecutive rows, and their rewards."""
+        self.rounds += 1
+        size = self._config.group_size
+        groups = rewards.view(-1, size)
+        self.sampled += len(groups)
+        informative = (groups != groups[:, :1]).any(1) if self._config.dynamic_sampling else None
+        if informative is None:
+            self._kept.append(_Round(rollout, rewards, len(groups)))
+            return
+        of_group = torch.arange(len(rewards), device=rewards.device).view(-1, size)
+        of_group = torch.arange(len(rewards), device=rewards.device).view(-1, size)
+        for chosen, where in ((informative, self._kept), (~informative, self._spare)):
+            rows = of_group[chosen].flatten()
+            if len(rows):
+                where.append(_Round(rollout.rows(rows), rewards[rows], len(rows) // size))
+
+    def batch(self) -> tuple[Rollout, Tensor]:
+        """The completions of the groups, and their rewards ``[N]``."""
+        count = self._config.prompts_per_step * self._config.group_size
+        parts = [*self._kept, *self._spare]
+        rollout = concatenate([part.rollout for part in parts])
+        rewards = torch.cat([part.rewards for part in parts])
+        return rollout.rows(torch.arange(count)), rewards[:count]
+
+
+class _Round(NamedTuple):
+    rollout: Rollout
+    rewards: Tensor
+    groups: int
