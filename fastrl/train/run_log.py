@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from fastrl.train.config import RunConfig
 from fastrl.train.curves import draw
+from fastrl.train.progress import on_bar
 
 Row = dict[str, float]
 SETTINGS = "config.json"
 _MAY_CHANGE = {"resume", "name", "out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
-_ON_BAR = ("reward", "kl", "entropy", "clip_fraction", "tokens_per_second", "held_out_reward")
 
 
 class Summary(NamedTuple):
@@ -102,9 +102,7 @@ class RunLog:
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._bar.n = int(row["step"])
-        kl = "kl" if "kl" in row else "kl_old"
-        shown = [kl if key == "kl" else key for key in _ON_BAR]
-        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in shown if key in row})
+        self._bar.set_postfix(on_bar(row))
 
     def say(self, line: str) -> None:
         """Print a line without breaking the bar."""
