@@ -41,7 +41,7 @@ ALLOWED = {
     ),
     "train": (
         {"", "ops", "integrations", "train", *CORE},
-        {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm"},
+        {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm", "vllm"},
     ),
 }
 EXTRAS = ("triton", "transformers", "trl", "tokenizers", "matplotlib", "numpy", "tqdm")
