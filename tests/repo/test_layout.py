@@ -41,7 +41,7 @@ ALLOWED = {
     ),
     "train": (
         {"", "ops", "integrations", "train", *CORE},
-        {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm", "filelock"},
+        {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm", "filelock", "vllm"},
     ),
 }
 EXTRAS = ("triton", "transformers", "trl", "tokenizers", "matplotlib", "numpy", "tqdm", "filelock")

@@ -13,15 +13,21 @@ from fastrl.train.rollout import Rollout
 from fastrl.train.sampling.completion import Completion, rollout_of, texts_of
 from fastrl.train.sampling.endings import Endings
 from fastrl.train.sampling.generation_mode import generation_mode
+from fastrl.train.sampling.generators import unchanged_generators
 from fastrl.train.sampling.sampler import TokenCount
 from fastrl.train.sampling.transformers_sampler import TransformersSampler
 
-_PAGE = 256  # tokens, the default of transformers and what flash-attention's kernels need
+# Tokens of a page of the cache, and most tokens of a forward pass. Flash-attention's kernels need
+# whole pages of 256; other implementations make a mask of all tokens of a pass and of the cache.
+_FLASH = (256, 8192)
+_MASKED = (16, 1024)
 
 
 class ContinuousSampler:
     """A completion that ends makes room for the next one, so that nothing is padded.
 
+    Meant for ``attention="flash_attention_2"``: other implementations also compute, and mask, the
+    scores between the sequences of a forward pass.
     Its forward passes run in a thread of their own, in the dtype of the weights: ``precision`` has
     no effect on them. The engine knows no stop strings: completions are cut after them, which
     costs the tokens behind but leaves the distribution as it is.
@@ -56,14 +62,12 @@ class ContinuousSampler:
         """See `Sampler.sample`."""
         repeated = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
         seed = int(torch.randint(2**31, (1,)))
-        device = self._model.device
-        generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with generation_mode(self._model, self._config), generators:  # the engine seeds torch's
+        with generation_mode(self._model, self._config), unchanged_generators():
             outputs = self._generate(repeated, seed)
         completions = [self._completion(output) for output in outputs]
         tokens = sum(len(output.prompt_ids) + len(output.generated_tokens) for output in outputs)
         self.tokens = TokenCount(tokens, tokens)
-        rollout = rollout_of(prompts, completions, self._tokenizer, device)
+        rollout = rollout_of(prompts, completions, self._tokenizer, self._model.device)
         return rollout, texts_of(completions, self._tokenizer)
 
     def greedy(self, prompts: list[Prompt]) -> list[str]:
@@ -93,7 +97,7 @@ class ContinuousSampler:
                 eos_token_id=self._endings.token_ids,
                 pad_token_id=self._tokenizer.pad_token_id,
             ),
-            continuous_batching_config=self._cache_config(max(map(len, prompts)), seed),
+            continuous_batching_config=self._cache_config(prompts, seed),
         )
         finished: dict[str, Any] = {}
         try:
@@ -118,14 +122,16 @@ class ContinuousSampler:
             )
         return [finished[name] for name in names]
 
-    def _cache_config(self, longest_prompt: int, seed: int) -> Any:
-        """A cache of ``tokens_per_generation``, or of one sequence if that is longer."""
+    def _cache_config(self, prompts: list[list[int]], seed: int) -> Any:
+        """A cache of ``tokens_per_generation`` at most, or of one sequence if that is longer."""
         config = self._config
-        longest = longest_prompt + config.max_new_tokens
+        page, pass_tokens = _FLASH if "flash" in config.attention else _MASKED
+        pages = [math.ceil((len(ids) + config.max_new_tokens) / page) for ids in prompts]
+        allowed = max(config.tokens_per_generation // page, max(pages))
         return transformers.ContinuousBatchingConfig(
-            page_size=_PAGE,
-            num_blocks=math.ceil(max(config.tokens_per_generation, longest) / _PAGE),
-            max_batch_tokens=min(max(config.tokens_per_generation, _PAGE), 8192),
+            page_size=page,
+            num_blocks=min(sum(pages), allowed),
+            max_batch_tokens=pass_tokens,
             return_logprobs=True,
             seed=seed,
             auto_switch_to_flash=False,

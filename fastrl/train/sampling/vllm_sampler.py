@@ -16,6 +16,7 @@ from fastrl.train.prompts import Prompt
 from fastrl.train.rollout import Rollout
 from fastrl.train.sampling.completion import Completion, check_finite, rollout_of, texts_of
 from fastrl.train.sampling.endings import Endings
+from fastrl.train.sampling.generators import unchanged_generators
 from fastrl.train.sampling.plain_weights import plain_weights
 from fastrl.train.sampling.sampler import TokenCount
 
@@ -43,7 +44,7 @@ class VllmSampler:
             raise ValueError(
                 'sampler "vllm" needs vLLM; install it with: pip install "fastrl-kernels[vllm]"'
             )
-        if model.device.type != "cuda":
+        if not on_gpu(model):
             raise ValueError(f'sampler "vllm" needs a model on a GPU, got {model.device}')
         if config.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
@@ -53,8 +54,9 @@ class VllmSampler:
         self.tokens = TokenCount(0, 0)
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._endings = Endings(model, tokenizer, config)
-        self._llm = self._start()
-        self._llm.sleep(level=2)
+        with unchanged_generators():
+            self._llm = self._start()
+            self._llm.sleep(level=2)
 
     def sample(self, prompts: list[Prompt], group_size: int) -> tuple[Rollout, list[str]]:
         """See `Sampler.sample`."""
@@ -103,20 +105,8 @@ class VllmSampler:
     ) -> list[Completion]:
         """Sample ``group_size`` completions of each prompt; None takes the likeliest tokens."""
         parameters = [self._parameters(group_size, temperature) for _ in prompts]
-        torch.cuda.empty_cache()  # vLLM does not share the memory of torch's allocator
-        self._llm.wake_up(tags=["weights"])
-        try:
-            weights = plain_weights(self._model)
-            self._llm.apply_model(lambda engine_model: _load(engine_model, weights))
-            self._llm.wake_up(tags=["kv_cache"])
-            self._llm.reset_prefix_cache()
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": prompt.token_ids} for prompt in prompts],
-                parameters,
-                use_tqdm=False,
-            )
-        finally:
-            self._llm.sleep(level=2)
+        with unchanged_generators():
+            outputs = self._outputs(prompts, parameters)
         completions = [_completion(one) for output in outputs for one in output.outputs]
         if len(completions) != len(prompts) * group_size:
             raise RuntimeError(
@@ -127,6 +117,23 @@ class VllmSampler:
         tokens += group_size * sum(len(prompt.token_ids) for prompt in prompts)
         self.tokens = TokenCount(tokens, tokens)
         return completions
+
+    def _outputs(self, prompts: list[Prompt], parameters: list[Any]) -> list[Any]:
+        """Wake the engine, hand over the weights, generate, and put it back to sleep."""
+        torch.cuda.empty_cache()  # vLLM does not share the memory of torch's allocator
+        try:
+            self._llm.wake_up(tags=["weights"])
+            weights = plain_weights(self._model)
+            self._llm.apply_model(lambda engine_model: _load(engine_model, weights))
+            self._llm.wake_up(tags=["kv_cache"])
+            self._llm.reset_prefix_cache()
+            return self._llm.generate(  # type: ignore[no-any-return]
+                [{"prompt_token_ids": prompt.token_ids} for prompt in prompts],
+                parameters,
+                use_tqdm=False,
+            )
+        finally:
+            self._llm.sleep(level=2)
 
     def _parameters(self, group_size: int, temperature: float | None) -> Any:
         from vllm import SamplingParams
@@ -146,6 +153,11 @@ class VllmSampler:
             detokenize=bool(self._config.stop_strings),
             logprobs=0,  # of the sampled token alone
         )
+
+
+def on_gpu(model: Any) -> bool:
+    """Whether vLLM can share the model's device."""
+    return bool(model.device.type == "cuda")
 
 
 def cache_bytes_per_token(architecture: Any, dtype_bytes: int) -> int:
