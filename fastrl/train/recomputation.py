@@ -37,8 +37,10 @@ def save_memory(model: Any, config: MemorySettings) -> None:
             f"attention {config.attention!r} is not available for this model: {error}"
         ) from error
     if config.gradient_checkpointing:
+        # transformers 5 has renamed the method
+        enable = getattr(model, "activation_checkpointing_enable", None)
         try:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"gradient_checkpointing is not supported by this model: {error}"
@@ -101,13 +103,13 @@ def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, states: Tensor) 
 
 
 def _recomputes(model: Any, config: MemorySettings) -> bool:
-    """Whether any linear layer runs again in a backward through a few tokens."""
+    """Whether any layer runs again in a backward through a few tokens."""
     calls: dict[nn.Module, int] = {}
 
     def count(module: nn.Module, *_: Any) -> None:
         calls[module] = calls.get(module, 0) + 1
 
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    layers = [m for m in model.modules() if next(m.children(), None) is None]
     hooks = [layer.register_forward_pre_hook(count) for layer in layers]
     try:
         ids = torch.zeros(1, 4, dtype=torch.long, device=model.device)
