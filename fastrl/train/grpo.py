@@ -13,7 +13,7 @@ import torch
 from fastrl import group_advantages
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
-from fastrl.train.gradients import apply, minibatches, normalizer
+from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, sampler_kl
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
@@ -103,7 +103,7 @@ def train(config: GrpoConfig) -> Summary:
                         policy.logprobs if before is None else before, of_sampler
                     )
                     metrics.add({**policy.metrics, "kl_sampler": kl_sampler})
-                norm = apply(optimizer, config, step)
+                norm = run.apply(optimizer)
 
             tokens = float(rollout.mask.sum())
             run.finish_step(

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastrl import Objective, gae, kl_divergence, masked_mean, value_loss, whiten
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
-from fastrl.train.gradients import apply, minibatches, normalizer
+from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.metrics import MetricMeans, explained_variance, sampler_kl
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.prompts import deal
@@ -121,7 +121,7 @@ def train(config: PpoConfig) -> Summary:
                     (policy.loss + config.value_coef * critic.loss).backward()
                     metrics.add({**policy.metrics, "kl_sampler": sampler_kl(before, of_sampler)})
                     value_losses.append(critic.loss.detach())
-                norm = apply(optimizer, config, step)
+                norm = run.apply(optimizer)
 
             tokens = float(mask.sum())
             run.finish_step(

@@ -41,7 +41,17 @@ ALLOWED = {
     ),
     "train": (
         {"", "ops", "integrations", "train", *CORE},
-        {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm", "peft", "torchao"},
+        {
+            "torch",
+            "transformers",
+            "tokenizers",
+            "matplotlib",
+            "numpy",
+            "tqdm",
+            "filelock",
+            "peft",
+            "torchao",
+        },
     ),
 }
 EXTRAS = (
@@ -52,6 +62,7 @@ EXTRAS = (
     "matplotlib",
     "numpy",
     "tqdm",
+    "filelock",
     "peft",
     "torchao",
 )
