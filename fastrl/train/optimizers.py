@@ -1,14 +1,13 @@
 """The optimizer that the settings name: AdamW, in which precision and in which memory."""
 
-import logging
 from collections.abc import Iterable
-from importlib import import_module
-from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastrl.train import extras
 from fastrl.train.config import RunConfig
 from fastrl.train.master_weights import MakeOptimizer, MasterWeights
 
@@ -76,15 +75,9 @@ def _adamw(config: RunConfig, options: dict[str, Any]) -> MakeOptimizer:
     )
 
 
-def _torchao(setting: str) -> Any:
-    """The optimizers of `low_bit_adamw`."""
-    if find_spec("torchao") is None:
-        raise ValueError(
-            f"{setting} needs torchao; install it with: pip install 'fastrl-kernels[lowbit]'"
-        )
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # torchao warns of kernels that are not used here
-    try:
-        return import_module("fastrl.train.low_bit_adamw")
-    finally:
-        logging.disable(before)
+def _torchao(setting: str) -> ModuleType:
+    """The module `low_bit_adamw`."""
+    extras.require("torchao", extra="lowbit", setting=setting)
+    from fastrl.train import low_bit_adamw
+
+    return low_bit_adamw

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any
 
 import torch
 
 from fastrl.train import checkpoint, gradients
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
+from fastrl.train.reference import Reference
 from fastrl.train.run_log import Row, Summary
-from fastrl.train.start import Job, begin, evaluate, reference_model
+from fastrl.train.start import Job, begin, evaluate
 
 Config = GrpoConfig | PpoConfig
 Parts = Mapping[str, checkpoint.Stateful]
@@ -40,7 +40,9 @@ def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRu
             begun = begin(job, config, parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
-                run.reference = reference_model(job, config) if config.kl_coef > 0 else None
+                if config.kl_coef > 0:
+                    resumed = job.resumed_from is not None
+                    run.reference = Reference(job.model, config, job.log.directory, resumed=resumed)
                 if not job.log.rows:
                     run.save()
         if begun is None:
@@ -64,13 +66,13 @@ class TrainingRun:
     Attributes:
         step: How many steps are done.
         rng: The random state at the beginning of the next step.
-        reference: The frozen model for the KL; None if its coefficient is 0.
+        reference: The initial policy, for the KL; None if its coefficient is 0.
     """
 
     def __init__(self, job: Job, config: Config, parts: Parts, interrupt: Interrupt) -> None:
         self.step = 0
         self.rng = checkpoint.rng_state()
-        self.reference: Any = None
+        self.reference: Reference | None = None
         self._whole = True  # weights and log are those after `step` steps, and can be saved
         self._job, self._config, self._parts, self._interrupt = job, config, parts, interrupt
 

@@ -210,7 +210,7 @@ def test_nothing_is_offloaded_on_the_cpu():
 def test_a_missing_torchao_is_named(monkeypatch, settings, message):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "fastrl.train.optimizers.find_spec", lambda name: None if name == "torchao" else found(name)
+        "fastrl.train.extras.find_spec", lambda name: None if name == "torchao" else found(name)
     )
     with pytest.raises(ValueError, match=rf"{message} torchao.*fastrl-kernels\[lowbit\]"):
         make_optimizer([torch.nn.Parameter(torch.ones(3))], GrpoConfig(**settings))
