@@ -18,7 +18,7 @@ def targets() -> list[Target]:
     variants = [
         ("gae", _PLAIN, ONLY, ONE_NUMBER, 17, 85, 4),
         ("gae_maps", _PLAIN, MAPS, ONE_NUMBER, 9, 70, 6),
-        ("gae_apply", _PLAIN, APPLY, ONE_NUMBER, 17, 95, 6),
+        ("gae_apply", _PLAIN, APPLY, ONE_NUMBER, 17, 96, 6),
         ("gae_ends_apply", _ENDS, APPLY, UNMET, 23, 255, 17),
         ("gae_packed_apply", (*_ENDS, "cu_seqlens"), APPLY, NEXT_VALUE, 23, 260, 65),
     ]

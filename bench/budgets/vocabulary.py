@@ -42,6 +42,12 @@ ROWS = {
     "_unaligned_fp16": Rows("fp16", aligned=False, edges=True),
     "_unaligned_apart": Rows("bf16", aligned=False, edges=True, together=False),
 }
+#: What the one-pass kernel may spill outside of all loops: end of its name -> Triton -> spills.
+_ONE_PASS_SPILLS = {
+    "_fp16_per_row": {"3.8": 4},
+    "_softcap_per_row": {"3.8": 4, "3.9": 6},
+    "_packed": {"3.6": 4},
+}
 #: float32 logits of a chunk, whose gradient is bfloat16 in the second half of each row.
 NARROW = Rows("fp32", grad="bf16")
 
@@ -118,11 +124,7 @@ def _logits_policy_loss() -> list[Target]:
             bytes_per_element=(_BITS[rows.dtype] + _BITS[rows.grad or rows.dtype]) // 8,
             instructions=36 if rows.softcap else 16 if rows.aligned else UNALIGNED * 15.4,
             mufu=6.4 if rows.softcap else 2.2,
-            spills={"3.8": 4, "3.9": 6}
-            if rows.softcap
-            else {"3.6": 4}
-            if suffix == "_packed"
-            else None,
+            spills=_ONE_PASS_SPILLS.get(suffix),
             # the search for the sequence of a row does not stream
             loops=3 if "cu_seqlens" in names else None,
             constants={

@@ -32,11 +32,7 @@ def find_device(name: str) -> torch.device:
 
 
 def load(
-    path: str | None,
-    device: str | torch.device,
-    *,
-    dtype: torch.dtype = torch.float32,
-    tokenizer_path: str | None = None,
+    path: str | None, device: str | torch.device, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Any]:
     """The model and its tokenizer.
 
@@ -48,7 +44,6 @@ def load(
             base; None for the small new model.
         device: The device of the model.
         dtype: The dtype of its weights.
-        tokenizer_path: The tokenizer, if it is not stored with the model.
 
     Raises:
         ValueError: There is no such model, or no base of such an adapter, or its tokenizer has no
@@ -61,7 +56,7 @@ def load(
             parameter.data = parameter.data.to(dtype)
     else:
         try:
-            model, tokenizer = _pretrained(path, dtype, tokenizer_path)
+            model, tokenizer = _pretrained(path, dtype)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"model must be a causal LM with its tokenizer, got {path!r}: {error}"
@@ -95,10 +90,10 @@ def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
     return [parameter for layer in ends for parameter in layer.parameters()]
 
 
-def _pretrained(path: str, dtype: torch.dtype, tokenizer_path: str | None) -> tuple[Any, Any]:
+def _pretrained(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     if not is_adapter(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(tokenizer_path or path)
+        return model, AutoTokenizer.from_pretrained(path)
     extras.require("peft", extra="lora", setting="an adapter as model")
     from fastrl.train.adapters import base_of, merge
 
@@ -109,5 +104,5 @@ def _pretrained(path: str, dtype: torch.dtype, tokenizer_path: str | None) -> tu
         reason = f"it is an adapter of {base!r}, which cannot be loaded: {error}"
         raise ValueError(reason) from error
     own = (Path(path) / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or (path if own else base))
+    tokenizer = AutoTokenizer.from_pretrained(path if own else base)
     return merge(model, path), tokenizer

@@ -76,15 +76,11 @@ def _adapted(
             source = base
     else:
         base = str(Path(source).resolve()) if Path(source).is_dir() else source
-    if resumed_from is None:
-        model, tokenizer = models.load(source, device, dtype=dtype)
-        return adapters.attach(model, config, base), tokenizer
-    with checkpoint.reading(resumed_from):
-        model, tokenizer = models.load(
-            source, device, dtype=dtype, tokenizer_path=str(resumed_from)
-        )
-        adapted = adapters.attach(model, config, base)
-        adapted.load_weights(resumed_from)
+    model, tokenizer = models.load(source, device, dtype=dtype)
+    adapted = adapters.attach(model, config, base)
+    if resumed_from is not None:
+        with checkpoint.reading(resumed_from):
+            adapted.load_weights(resumed_from)
     return adapted, tokenizer
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from fastrl.train.config import RunConfig
 from fastrl.train.curves import draw
+from fastrl.train.progress import on_bar
 from fastrl.train.run_directory import (
     SETTINGS,
     RunLock,
@@ -23,7 +24,6 @@ from fastrl.train.run_directory import (
 )
 
 Row = dict[str, float]
-_ON_BAR = ("reward", "kl", "entropy", "clip_fraction", "tokens_per_second", "held_out_reward")
 
 
 class Summary(NamedTuple):
@@ -116,9 +116,7 @@ class RunLog:
         self.rows.append(row)
         _append(self.metrics, json.dumps(row) + "\n")
         self._bar.n = int(row["step"])
-        kl = "kl" if "kl" in row else "kl_old"
-        shown = [kl if key == "kl" else key for key in _ON_BAR]
-        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in shown if key in row})
+        self._bar.set_postfix(on_bar(row))
 
     def say(self, line: str) -> None:
         """Print a line without breaking the bar."""

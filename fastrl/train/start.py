@@ -55,6 +55,8 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
     for some in records:
         score(reward, some, [""] * len(some))  # a broken reward fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
+    if config.resume and resumed_from is None:
+        log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
     checkpoint.seed_all(config.seed)
     device = models.find_device(config.device)
     if resumed_from is not None and not checkpoint.verify(resumed_from):
@@ -78,10 +80,19 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
 
 
 def check_weights(model: Any) -> None:
-    """Raise a `ValueError` that names the first tensor with a value that is not finite."""
+    """Raise a `ValueError` that names a tensor with a value that is not finite."""
+    if (name := not_finite(model)) is not None:
+        raise ValueError(f"model must have finite weights, got a NaN or infinity in {name!r}")
+
+
+def not_finite(model: Any) -> str | None:
+    """The name of the first tensor with a value that is not finite."""
     for name, weight in model.named_parameters():
-        if weight.numel() and not all(end.isfinite() for end in weight.detach().aminmax()):
-            raise ValueError(f"model must have finite weights, got a NaN or infinity in {name!r}")
+        if not weight.is_floating_point() or weight.itemsize == 1 or weight.numel() == 0:
+            continue  # quantized weights have no NaN, or no minimum
+        if not all(end.isfinite() for end in weight.detach().aminmax()):
+            return str(name)
+    return None
 
 
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:

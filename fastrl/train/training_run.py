@@ -10,7 +10,7 @@ from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.reference import Reference
 from fastrl.train.run_log import Row, Summary
-from fastrl.train.start import Job, begin, evaluate
+from fastrl.train.start import Job, begin, evaluate, not_finite
 
 Config = GrpoConfig | PpoConfig
 Parts = Mapping[str, checkpoint.Stateful]
@@ -116,7 +116,17 @@ class TrainingRun:
             self.save()
 
     def save(self) -> None:
-        """Save a checkpoint after the steps done so far."""
+        """Save a checkpoint after the steps done so far.
+
+        Raises:
+            CheckpointError: It could not be written.
+            FloatingPointError: A weight is not finite; it would take the place of a better one.
+        """
+        if (name := not_finite(self._job.model)) is not None:
+            self._whole = False
+            raise FloatingPointError(
+                f"the weights after step {self.step} are not finite, first in {name!r}"
+            )
         checkpoint.save(
             self._job.log.checkpoints,
             step=self.step,

@@ -1,10 +1,13 @@
 """Short runs of the training loops, and what they leave in their directory."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 from fastrl.train import grpo, ppo
 from fastrl.train.checkpoint import latest
@@ -75,6 +78,14 @@ def start_process(directory, settings, *arguments, loop="grpo", limit=""):
         stderr=(directory / "stderr.txt").open("w"),
         text=True,
     )
+
+
+def train_alone(loop, settings, path):
+    """Train in a process of its own, forked from one that has imported this module."""
+    sys.path.insert(0, path)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    torch.set_num_threads(1)
+    run(loop, settings)
 
 
 def wait_for(process, condition, seconds=60):

@@ -15,8 +15,9 @@ from fastrl.ops._linear.head import LinearHead
 
 #: Most bytes of logits in a chunk on a CPU.
 _CPU_CHUNK_BYTES = 192 * 2**20
-#: Most bytes that belong to a chunk on a GPU: logits, copies and gradients of hidden states.
-_GPU_CHUNK_BYTES = 512 * 2**20
+#: Most bytes that belong to a chunk on a GPU: logits, copies and gradients of hidden states. The
+#: rest of 512 MiB is for what kernels and torch allocate beside them.
+_GPU_CHUNK_BYTES = 508 * 2**20
 #: A GEMM on a GPU works on tiles of this many rows or more.
 _GPU_TILE = 64
 #: Rows of logits on a GPU start at multiples of as many elements: 16 bytes in bfloat16.
@@ -80,7 +81,7 @@ def chunk_size(chunk_tokens: int | None, head: LinearHead, *, on_gpu: bool) -> i
     On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
     every chunk reads and writes the accumulated weight gradient once, which takes many rows to
     amortize; the logits of a chunk, and the copies and gradients of its hidden states, take at most
-    512 MiB.
+    508 MiB.
     """
     if chunk_tokens is not None:
         return chunk_tokens
