@@ -88,7 +88,7 @@ def plan(config: GrpoConfig | PpoConfig, model: Shape, *, tokens: int, device: s
     sequences = config.prompts_per_step * getattr(config, "group_size", 1)
     row = min(max(config.tokens_per_micro_batch, tokens), sequences * tokens)
 
-    weights = model.weights * wide + 4 * model.adapter
+    weights = float(model.weights * wide + 4 * model.adapter)
     if config.precision == "bfloat16" and config.weights == "float32":
         weights += 2 * (model.weights - model.embeddings)  # autocast's copies
     trained_bytes = 4 if model.adapter else wide
@@ -256,9 +256,7 @@ def to_fit(
     return changes, best
 
 
-def _switches(
-    config: GrpoConfig | PpoConfig, tokens: int, device: str
-) -> list[tuple[str, Any]]:
+def _switches(config: GrpoConfig | PpoConfig, tokens: int, device: str) -> list[tuple[str, Any]]:
     """Settings that save memory without changing results, in order of their cost in time."""
     switches: list[tuple[str, Any]] = [
         ("tokens_per_micro_batch", tokens),
@@ -292,9 +290,7 @@ def report(config: GrpoConfig | PpoConfig, limit_gib: float | None) -> str:
         return "\n".join(lines)
     if found.peak <= limit_gib * GIB:
         return "\n".join([*lines, f"fits {limit_gib:g} GiB"])
-    changes, best = to_fit(
-        config, model, tokens=tokens, device=device, limit=limit_gib * GIB
-    )
+    changes, best = to_fit(config, model, tokens=tokens, device=device, limit=limit_gib * GIB)
     switched = " ".join(
         f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()
     )

@@ -6,8 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fastrl.train import checkpoint, stored_model
-from fastrl.train.config import RunConfig
+from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
+from fastrl.train.policy import rollout_logprobs
+from fastrl.train.rollout import Rollout
 
 REFERENCE = "reference"
 
@@ -38,6 +42,11 @@ class Reference:
             return
         with self._adapted.disable_adapter():
             yield self._adapted
+
+    def logprobs(self, rollout: Rollout, rows: Tensor, config: GrpoConfig | PpoConfig) -> Tensor:
+        """Log-probabilities ``[N, T]`` of the completions ``rows``, as `rollout_logprobs`."""
+        with self.policy() as model:
+            return rollout_logprobs(model, rollout, rows, config)
 
 
 def _frozen_copy(model: Any, path: Path, *, resumed: bool) -> Any:

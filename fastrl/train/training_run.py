@@ -1,5 +1,6 @@
 """The frame of a loop's steps: start or resume, log, evaluate, save checkpoints, stop cleanly."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 
@@ -8,6 +9,7 @@ import torch
 from fastrl.train import checkpoint, gradients
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
+from fastrl.train.phases import Phases
 from fastrl.train.reference import Reference
 from fastrl.train.run_log import Row, Summary
 from fastrl.train.start import Job, begin, evaluate, not_finite
@@ -67,12 +69,15 @@ class TrainingRun:
         step: How many steps are done.
         rng: The random state at the beginning of the next step.
         reference: The initial policy, for the KL; None if its coefficient is 0.
+        phase: Measures the phases of a step, ``with run.phase("generate")``.
     """
 
     def __init__(self, job: Job, config: Config, parts: Parts, interrupt: Interrupt) -> None:
         self.step = 0
         self.rng = checkpoint.rng_state()
         self.reference: Reference | None = None
+        self.phase = Phases(job.model.device)
+        self._started = time.perf_counter()
         self._whole = True  # weights and log are those after `step` steps, and can be saved
         self._job, self._config, self._parts, self._interrupt = job, config, parts, interrupt
 
@@ -82,6 +87,7 @@ class TrainingRun:
         Each step must change the weights by `apply` alone, and end with `finish_step`.
         """
         while self.step < self._config.steps and not self._interrupt.requested:
+            self._started = time.perf_counter()
             yield self.step
 
     def apply(self, optimizer: torch.optim.Optimizer) -> float:
@@ -101,9 +107,13 @@ class TrainingRun:
             raise
 
     def finish_step(self, row: Row) -> None:
-        """Log a step, with the held-out reward if it is due, and save a checkpoint if one is."""
+        """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
+
+        The speed is the tokens of the completions over the time of the whole step.
+        """
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
-        config, row = self._config, {"step": self.step, **row}
+        config, row = self._config, {"step": self.step, **row, **self.phase.read()}
+        row["tokens_per_second"] = self._tokens_per_second(row)
         if self.reference is None:
             row.pop("kl", None)  # it would be 0: there is no reference
         try:
@@ -114,6 +124,10 @@ class TrainingRun:
             self._whole = True
         if self.step % config.save_every == 0:
             self.save()
+
+    def _tokens_per_second(self, row: Row) -> float:
+        samples = self._config.prompts_per_step * getattr(self._config, "group_size", 1)
+        return row["length"] * samples / (time.perf_counter() - self._started)
 
     def save(self) -> None:
         """Save a checkpoint after the steps done so far.

@@ -375,10 +375,7 @@ def test_the_adapter_off_equals_a_copied_reference(base, tmp_path, kind):
     move_adapter(model)
     rollout = rollout_of(tokenizer)
     every = torch.arange(len(RECORDS))
-    refs = []
-    for reference in (copied, off):
-        with reference.policy() as policy:
-            refs.append(rollout_logprobs(policy, rollout, every, config))
+    refs = [reference.logprobs(rollout, every, config) for reference in (copied, off)]
     torch.testing.assert_close(refs[0], refs[1], rtol=0, atol=1e-5)
     own = rollout_logprobs(model, rollout, every, config)
     assert (own - refs[1]).abs().max() > 0.01  # the adapter is on again
