@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.models import character_tokenizer, small_model
+from fastrl.train.small_model import character_tokenizer, small_model
 
 GIB = 2**30
 #: Bytes of logits in a chunk of the linear loss, with what belongs to it: `fastrl.ops._linear`.
@@ -200,14 +200,9 @@ def _optimizer_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> tuple[floa
     """The optimizer's bytes on the device and on the host."""
     trained = model.trained
     half = config.weights == "bfloat16" and not model.adapter
-    if config.optimizer == "adamw_8bit":
-        states = 2 * (1 + 4 / 256) * trained
-    elif half and config.rounding == "stochastic":
-        states = 4.0 * trained
-    else:
-        states = 8.0 * trained
+    states = (2 * (1 + 4 / 256) if config.optimizer == "adamw_8bit" else 8.0) * trained
     if config.optimizer == "adamw_offloaded":
-        return 0.0, states + trained * (2 if half else 4)
+        return 0.0, states + 4 * trained
     masters = 4.0 * trained if half and config.rounding == "master" else 0.0
     return states + masters, 0.0
 
