@@ -33,48 +33,54 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Spans that are attended to together, shorter ones padded at the end.
+    """S spans that are attended to together, shorter ones padded at the end to T tokens.
 
     The mask is causal, so that no token attends to the padding behind it.
     """
 
-    queries: Tensor | slice  # positions [S, T] in the row; a slice for a single span
-    keys: Tensor | slice  # positions [S, P + T]
-    prefix: int  # P
+    spans: int  # S
+    queries: int  # T
+    keys: int  # P + T: a prefix that the spans share comes first
 
 
 class Layout(NamedTuple):
     """How a packed row is attended to; the same for all layers."""
 
     blocks: list[Block]
-    order: Tensor | None  # [L], where the blocks' outputs hold the tokens; None: in this order
+    queries: Tensor | None  # places in the row of the blocks' S T queries; None: the row itself
+    keys: Tensor | None  # of their S (P + T) keys
+    order: Tensor | None  # [L], where each token's output is among the queries
 
 
 def make_layout(spans: Iterable[Span], device: torch.device) -> Layout:
     """The layout of the non-empty spans that cover a row."""
-    blocks, places = [], []
+    blocks: list[Block] = []
+    queries: list[int] = []
+    keys: list[int] = []
+    place: dict[int, int] = {}
     for group in _groups(sorted(spans, key=_by_prefix_and_length)):
-        first, longest = group[0], max(span.end - span.start for span in group)
-        prefix = first.prefix[1] - first.prefix[0]
-        alone = slice(first.start, first.end)
-        if len(group) == 1 and not prefix:
-            blocks.append(Block(alone, alone, 0))
-        else:
+        longest = max(span.end - span.start for span in group)
+        prefix = range(*group[0].prefix)
+        blocks.append(Block(len(group), longest, len(prefix) + longest))
+        for span in group:
             # a shorter span repeats its last token
-            queries = torch.tensor([_padded(span, longest) for span in group])
-            shared = torch.arange(*first.prefix).expand(len(group), -1)
-            keys = torch.cat([shared, queries], 1).to(device)
-            blocks.append(Block(queries.to(device), keys, prefix))
-        row = torch.full((len(group), longest), -1)
-        for i, span in enumerate(group):
-            row[i, : span.end - span.start] = torch.arange(span.start, span.end)
-        places.append(row.flatten())
-    flat = torch.cat(places)
-    kept = (flat >= 0).nonzero()[:, 0]
-    order = torch.empty(len(kept), dtype=torch.long)
-    order[flat[kept]] = kept
-    in_order = torch.equal(order, torch.arange(len(flat)))
-    return Layout(blocks, None if in_order else order.to(device))
+            padded = [min(i, span.end - 1) for i in range(span.start, span.start + longest)]
+            place |= {span.start + i: len(queries) + i for i in range(span.end - span.start)}
+            queries += padded
+            keys += [*prefix, *padded]
+    in_place = list(range(len(place)))
+
+    def index(places: list[int]) -> Tensor | None:
+        return None if places == in_place else torch.tensor(places, device=device)
+
+    order = [place[token] for token in in_place]
+    padded_last = len(queries) > len(order)
+    return Layout(
+        blocks,
+        index(queries),
+        index(keys),
+        torch.tensor(order, device=device) if padded_last else index(order),
+    )
 
 
 def attend_by_sequence(
@@ -116,17 +122,27 @@ def attend_by_sequence(
             f"attention must be eager, flex_attention or flash_attention_2 for this model: "
             f"{BY_SEQUENCE} does not support {wrong}"
         )
-    outputs = []
-    for block in sequences.blocks:
-        attended = _attend(
-            _take(query, block.queries),
-            _take(key, block.keys),
-            _take(value, block.keys),
+    query = _take(query, sequences.queries)
+    key, value = _take(key, sequences.keys), _take(value, sequences.keys)
+    queries = [block.spans * block.queries for block in sequences.blocks]
+    keys = [block.spans * block.keys for block in sequences.blocks]
+    outputs = [
+        _attend(
+            _by_span(q, block.spans),
+            _by_span(k, block.spans),
+            _by_span(v, block.spans),
             scaling,
             sliding_window,
         )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))  # [S T, heads, D]
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        for block, q, k, v in zip(
+            sequences.blocks,
+            query.split(queries, 2),
+            key.split(keys, 2),
+            value.split(keys, 2),
+            strict=True,
+        )
+    ]
+    flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
     return (flat if sequences.order is None else flat[sequences.order])[None], None
 
 
@@ -169,11 +185,15 @@ def _attend(
     return torch.cat(parts, 2)
 
 
-def _take(heads: Tensor, positions: Tensor | slice) -> Tensor:
-    """``[1, heads, L, D]`` at positions, as ``[S, heads, T, D]``."""
-    if isinstance(positions, slice):
-        return heads[:, :, positions]
-    return heads[0][:, positions].transpose(0, 1)
+def _take(heads: Tensor, places: Tensor | None) -> Tensor:
+    """The tokens at some places of ``[1, heads, L, D]``."""
+    return heads if places is None else heads.index_select(2, places)
+
+
+def _by_span(heads: Tensor, spans: int) -> Tensor:
+    """``[1, heads, S T, D]`` as ``[S, heads, T, D]``."""
+    _, count, tokens, width = heads.shape
+    return heads.view(count, spans, tokens // spans, width).transpose(0, 1)
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
@@ -198,10 +218,6 @@ def _fits(group: list[Span], span: Span) -> bool:
 
 def _by_prefix_and_length(span: Span) -> tuple[tuple[int, int], int, int]:
     return span.prefix, span.start - span.end, span.start
-
-
-def _padded(span: Span, length: int) -> list[int]:
-    return [min(i, span.end - 1) for i in range(span.start, span.start + length)]
 
 
 def _given(options: dict[str, Any], name: str) -> bool:

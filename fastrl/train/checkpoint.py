@@ -2,11 +2,12 @@
 
 ``checkpoints/step-000050/`` is a model that `transformers` loads, plus ``state.pt``: the optimizer,
 further modules, the random generators and the step. The order of the prompts is a function of seed
-and step.
+and step. ``checksums.json`` holds the sums of all its files.
 """
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fastrl.train import checksums
+
 _STATE = "state.pt"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; what was written of it is removed."""
 
 
 class Stateful(Protocol):
@@ -43,7 +51,8 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore the generators to what `rng_state` returned."""
     torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state_all(state["cuda"])
+    for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(generator, device)  # the run may continue on fewer or more GPUs
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
@@ -76,24 +85,36 @@ def save(
         parts: Everything else with a ``state_dict``: the optimizer, a value head.
         rng: What `rng_state` returned before the next step.
         keep: How many checkpoints are kept.
+
+    Raises:
+        CheckpointError: A file could not be written. Earlier checkpoints are untouched.
     """
     final = directory / f"step-{step:06d}"
     if final.exists():
         return final  # the same step of this run
-    partial = directory / f".{final.name}.partial"
-    for stale in directory.glob(".step-*.partial"):
-        shutil.rmtree(stale)
-    partial.mkdir(parents=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    state = {"step": step, "rng": rng, **{name: part.state_dict() for name, part in parts.items()}}
-    torch.save(state, partial / _STATE)
-    for path in (*partial.rglob("*"), partial):
-        _sync(path)
-    os.replace(partial, final)
-    _sync(directory)
+    partial = _partial(final)
+    try:
+        for stale in directory.glob(_partial(directory / "step-*").name):
+            shutil.rmtree(stale)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        state = {name: part.state_dict() for name, part in parts.items()}
+        with (partial / _STATE).open("wb") as file:  # torch reports no cause when it opens the file
+            torch.save({"step": step, "rng": rng, **state}, file)
+        checksums.write(partial)
+        for path in (*partial.rglob("*"), partial):
+            _sync(path)
+        os.replace(partial, final)
+        _sync(directory)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is needed
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"{final} could not be written: {_cause(error)}") from error
     for old in _all(directory)[:-keep]:
-        shutil.rmtree(old)
+        os.replace(old, _partial(old))  # a kill in the middle leaves nothing that looks whole
+        shutil.rmtree(_partial(old))
     return final
 
 
@@ -120,6 +141,19 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
     return int(state["step"])
 
 
+def verify(checkpoint: Path) -> bool:
+    """Check every file of a checkpoint against its checksum.
+
+    Returns:
+        Whether it has checksums. Those of earlier versions have none.
+
+    Raises:
+        ValueError: A file is damaged or missing.
+    """
+    with reading(checkpoint):
+        return checksums.verify(checkpoint)
+
+
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
     """Turn any error while a checkpoint is read into one that names it.
@@ -138,6 +172,20 @@ def reading(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
+def _cause(error: BaseException) -> str:
+    """The system's error behind ``error``, such as a full disk, if there is one."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.strerror:
+            return behind.strerror
+        behind = behind.__cause__ or behind.__context__
+    return f"{type(error).__name__}: {error}"
+
+
+def _partial(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.partial")
+
+
 def _sync(path: Path) -> None:
     """Flush a file or directory to disk."""
     number = os.open(path, os.O_RDONLY)
@@ -148,4 +196,6 @@ def _sync(path: Path) -> None:
 
 
 def _all(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("step-*") if (path / _STATE).is_file())
+    """The checkpoints by their step; all are whole, since they got their names at the end."""
+    found = {m[1]: path for path in directory.glob("step-*") if (m := _NAME.fullmatch(path.name))}
+    return [found[step] for step in sorted(found, key=int)]

@@ -1,16 +1,18 @@
 """The command line: arguments to a config, errors to one clear line."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
+import torch
+
 from fastrl.train.config import RunConfig
 from fastrl.train.options import choices
-from fastrl.train.run_log import SETTINGS, Summary, run_directory
+from fastrl.train.run_directory import SETTINGS, read_settings, run_directory
+from fastrl.train.run_log import Summary
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -54,11 +56,12 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
 def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
     """Parse the command line, train, and print how the run ended.
 
-    The exit status is 2 after a bad input or gradient, and 130 after an interrupt.
+    The exit status is 2 after bad input, gradients that are not finite, a full disk or a full
+    memory, and 130 after an interrupt.
     """
     try:
         summary = train(parse(kind))
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     sys.stdout.write(f"{summary}\n")
@@ -83,12 +86,7 @@ def _shape(kind: Any) -> dict[str, Any]:
 
 
 def _settings(kind: type[RunConfig], file: str) -> dict[str, Any]:
-    try:
-        settings = json.loads(Path(file).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"config: {file} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"config: {file} must hold an object")  # noqa: TRY004
+    settings = read_settings(Path(file))
     unknown = settings.keys() - {f.name for f in fields(kind)}
     if unknown:
         raise ValueError(

@@ -1,5 +1,6 @@
 """``curves.png``: the metrics of a run over its steps."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,11 @@ _LABELS = {
 
 
 def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
-    """Plot the quantities in ``rows`` against the step, one panel each."""
+    """Plot the quantities in ``rows`` against the step, one panel each.
+
+    Raises:
+        OSError: The file could not be written; a previous one is unchanged.
+    """
     known = {key for row in rows for key in row}
     panels = [(title, kept) for title, keys in _PANELS if (kept := [k for k in keys if k in known])]
     lines = 2 if len(panels) <= 8 else 3
@@ -54,4 +59,9 @@ def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
         axes.grid(alpha=0.3)
         if len(keys) > 1 or title in ("KL", "share of completions"):
             axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(partial, dpi=110, format="png")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from fastrl.train.config import GrpoConfig
 from fastrl.train.prompts import Prompt, deal
 from fastrl.train.rollout import Rollout, concatenate
+from fastrl.train.sampling import TokenCount
 
 
 class SampledGroups:
@@ -22,7 +23,7 @@ class SampledGroups:
         self._kept: list[_Round] = []
         self._spare: list[_Round] = []
         self.rounds = 0
-        self.sampled = 0
+        self.tokens: list[TokenCount] = []
 
     @property
     def missing(self) -> int:
@@ -40,12 +41,12 @@ class SampledGroups:
         count = self._config.prompts_per_step
         return deal(train, count=count, step=step, seed=order)[: self.missing]
 
-    def add(self, rollout: Rollout, rewards: Tensor) -> None:
+    def add(self, rollout: Rollout, rewards: Tensor, tokens: TokenCount) -> None:
         """Add the completions of a round, a group in consecutive rows, and their rewards."""
         self.rounds += 1
+        self.tokens.append(tokens)
         size = self._config.group_size
         groups = rewards.view(-1, size)
-        self.sampled += len(groups)
         informative = (groups != groups[:, :1]).any(1) if self._config.dynamic_sampling else None
         if informative is None:
             self._kept.append(_Round(rollout, rewards, len(groups)))

@@ -5,7 +5,6 @@ completions that did better than their group, with `fastrl.linear_policy_loss` o
 By default a small new model learns to add and subtract; ``--help`` lists the options.
 """
 
-import time
 from dataclasses import replace
 
 import torch
@@ -13,9 +12,9 @@ import torch
 from fastrl import group_advantages
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
-from fastrl.train.gradients import apply, minibatches, normalizer
+from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.groups import SampledGroups
-from fastrl.train.metrics import MetricMeans, sampler_kl
+from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.rewards import score
 from fastrl.train.run_log import Summary
@@ -48,15 +47,16 @@ def train(config: GrpoConfig) -> Summary:
 
     with training_run(job, config, {"optimizer": optimizer}) as run:
         for step in run.steps():
-            started = time.perf_counter()
-
             # Sample a group of completions for each prompt, and reward them.
             sampled = SampledGroups(config)
             while sampled.missing:
                 prompts = sampled.prompts(job.train, step)
-                part, completions = job.sampler.sample(prompts, config.group_size)
+                with run.phase("generate"):
+                    part, completions = job.sampler.sample(prompts, config.group_size)
                 records = [p.record for p in prompts for _ in range(config.group_size)]
-                sampled.add(part, score(job.reward, records, completions).to(model.device))
+                with run.phase("score"):
+                    rewards = score(job.reward, records, completions).to(model.device)
+                sampled.add(part, rewards, job.sampler.tokens)
             rollout, rewards = sampled.batch()
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
@@ -75,47 +75,46 @@ def train(config: GrpoConfig) -> Summary:
 
             # On policy the ratio is 1 by definition and needs no old log-probabilities.
             on_policy = config.epochs == 1 and config.minibatches == 1
-            old = None if on_policy else rollout_logprobs(model, rollout, learned, config)
-            ref = None
-            if run.reference is not None:
-                ref = rollout_logprobs(run.reference, rollout, learned, config)
+            with run.phase("logprobs"):
+                old = None if on_policy else rollout_logprobs(model, rollout, learned, config)
+                ref = None
+                if run.reference is not None:
+                    ref = rollout_logprobs(run.reference, rollout, learned, config)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
             metrics = MetricMeans()
-            for minibatch in minibatches(len(rewards), config, config.group_size):
-                denominator = normalizer(mask[minibatch], objective.aggregation)
-                for batch in batches(rollout, minibatch[has_loss[minibatch]], mask, config):
-                    before = None if old is None else batch.take(old)
-                    of_sampler = batch.take(rollout.logprobs)
-                    policy = policy_loss(
-                        policy_outputs(model, batch, config),
-                        batch,
-                        config,
-                        groups.advantages[batch.rows],
-                        old_logprobs=before,
-                        ref_logprobs=None if ref is None else batch.take(ref),
-                        rollout_logprobs=None if correction is None else of_sampler,
-                        objective=objective,
-                        normalizer=denominator,
-                    )
-                    policy.loss.backward()
-                    kl_sampler = sampler_kl(
-                        policy.logprobs if before is None else before, of_sampler
-                    )
-                    metrics.add({**policy.metrics, "kl_sampler": kl_sampler})
-                norm = apply(optimizer, config, step)
+            with run.phase("learn"):
+                for minibatch in minibatches(len(rewards), config, config.group_size):
+                    denominator = normalizer(mask[minibatch], objective.aggregation)
+                    for batch in batches(rollout, minibatch[has_loss[minibatch]], mask, config):
+                        before = None if old is None else batch.take(old)
+                        of_sampler = batch.take(rollout.logprobs)
+                        policy = policy_loss(
+                            policy_outputs(model, batch, config),
+                            batch,
+                            config,
+                            groups.advantages[batch.rows],
+                            old_logprobs=before,
+                            ref_logprobs=None if ref is None else batch.take(ref),
+                            rollout_logprobs=None if correction is None else of_sampler,
+                            objective=objective,
+                            normalizer=denominator,
+                        )
+                        policy.loss.backward()
+                        sampled_for = policy.logprobs if before is None else before
+                        metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
+                    norm = run.apply(optimizer)
+                job.sampler.update()
 
-            tokens = float(rollout.mask.sum())
             run.finish_step(
                 {
                     "reward": float(rewards.mean()),
                     "informative": float(groups.informative.float().mean()),
+                    "sampling_rounds": sampled.rounds,
                     **metrics.read(),
-                    "length": tokens / len(rewards),
-                    "truncated": float(rollout.truncated.float().mean()),
+                    **lengths(rollout, sampled.tokens),
                     "left_out": 1 - len(learned) / len(rewards),
                     "grad_norm": norm,
-                    "tokens_per_second": tokens / (time.perf_counter() - started),
                 }
             )
     return run.summary()

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from fastrl import kl_divergence
+from fastrl.train.packing import PackedBatch
+from fastrl.train.rollout import Rollout
+from fastrl.train.sampling import TokenCount
 
 _MEANS = (
     "kl",
@@ -21,21 +24,24 @@ _MEANS = (
 
 
 class MetricMeans:
-    """Means over tokens of a loss's metrics, and the largest ratio."""
+    """Means of a loss's metrics over tokens, the largest ratio, and the tokens learned from."""
 
     def __init__(self) -> None:
         self._tokens: list[Tensor] = []
         self._seen: list[dict[str, Tensor]] = []
+        self._learned = 0
 
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch."""
-        self._seen.append({name: value.detach() for name, value in metrics.items()})
+    def add(self, metrics: Mapping[str, Tensor], kl_sampler: Tensor, batch: PackedBatch) -> None:
+        """Add a micro-batch: the loss's metrics, and the KL to the policy of the sampler."""
+        kept = {name: value.detach() for name, value in metrics.items()}
+        self._seen.append({**kept, "kl_sampler": kl_sampler})
         self._tokens.append(metrics["active_tokens"].detach().double())
+        self._learned += batch.input_ids.shape[1]
 
     def read(self) -> dict[str, float]:
         """The means over all tokens so far; empty if there are none."""
         if not self._seen:
-            return {}
+            return {"learned_tokens": 0.0}
         tokens = torch.stack(self._tokens)
         share = tokens / tokens.sum().clamp(min=1)
         values = {
@@ -46,12 +52,26 @@ class MetricMeans:
         means = {
             name: float((values[name].double() * share).sum()) for name in _MEANS if name in values
         }
-        return {**means, "ratio_max": float(values["ratio_max"].max())}
+        ratio_max = float(values["ratio_max"].max())
+        return {**means, "ratio_max": ratio_max, "learned_tokens": float(self._learned)}
 
 
 def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
     """Mean KL (k3) of the sampler to the policy that it samples for, over tokens ``[n]``."""
     return kl_divergence(of_sampler, logprobs.detach(), estimator="k3").mean()
+
+
+def lengths(rollout: Rollout, computed: list[TokenCount]) -> dict[str, float]:
+    """Mean length and share of truncated completions, and the tokens that the sampler computed.
+
+    ``real_tokens`` are those of prompts and completions, ``padded_tokens`` are these and padding.
+    """
+    return {
+        "length": float(rollout.mask.sum(1).double().mean()),
+        "truncated": float(rollout.truncated.double().mean()),
+        "real_tokens": float(sum(count.real for count in computed)),
+        "padded_tokens": float(sum(count.padded for count in computed)),
+    }
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -5,6 +5,7 @@ weight of the head, and the logits are never materialized. ``loss="logits"`` cal
 and supports every head.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -61,8 +62,7 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
         prompts=[ids[0, :4].tolist(), ids[1, :2].tolist()],
         prompt_of=torch.tensor([0, 1, 0]),
         token_ids=ids.to(model.device),
-        mask=torch.arange(6, device=model.device)
-        < torch.tensor([[6], [3], [5]], device=model.device),
+        mask=torch.arange(6, device=model.device) < lengths,
         logprobs=torch.zeros(3, 6, device=model.device),
         truncated=torch.zeros(3, dtype=torch.bool, device=model.device),
     )
@@ -83,16 +83,14 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
 
 def batches(
     rollout: Rollout, rows: Tensor, mask: Tensor, config: GrpoConfig | PpoConfig
-) -> "list[PackedBatch]":
+) -> Iterator[PackedBatch]:
     """The micro-batches of some completions; ``mask`` ``[N, T]`` are the tokens to score."""
-    return list(
-        micro_batches(
-            rollout,
-            rows,
-            mask,
-            tokens=config.tokens_per_micro_batch,
-            share_prompts=_shares(config),
-        )
+    return micro_batches(
+        rollout,
+        rows,
+        mask,
+        tokens=config.tokens_per_micro_batch,
+        share_prompts=_shares(config),
     )
 
 

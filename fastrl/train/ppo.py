@@ -5,16 +5,14 @@ per token, and learns from generalized advantage estimates with a clipped policy
 value loss. By default a small new model learns to add and subtract; ``--help`` lists the options.
 """
 
-import time
-
 import torch
 from torch import Tensor
 
 from fastrl import Objective, gae, kl_divergence, masked_mean, value_loss, whiten
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
-from fastrl.train.gradients import apply, minibatches, normalizer
-from fastrl.train.metrics import MetricMeans, explained_variance, sampler_kl
+from fastrl.train.gradients import minibatches, normalizer
+from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.prompts import deal
 from fastrl.train.rewards import score
@@ -65,22 +63,23 @@ def train(config: PpoConfig) -> Summary:
 
     with training_run(job, config, {"optimizer": optimizer, "value_head": head}) as run:
         for step in run.steps():
-            started = time.perf_counter()
-
             # Sample a completion for each prompt.
             prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
-            rollout, completions = job.sampler.sample(prompts, 1)
+            with run.phase("generate"):
+                rollout, completions = job.sampler.sample(prompts, 1)
             mask = rollout.mask
             records = [prompt.record for prompt in prompts]
-            rewards = score(job.reward, records, completions).to(model.device)
+            with run.phase("score"):
+                rewards = score(job.reward, records, completions).to(model.device)
 
             # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
             everything = torch.arange(len(rewards))
-            old = rollout_logprobs(model, rollout, everything, config)
-            old_values = rollout_values(model, head, rollout, config)
-            ref = old
-            if run.reference is not None:
-                ref = rollout_logprobs(run.reference, rollout, everything, config)
+            with run.phase("logprobs"):
+                old = rollout_logprobs(model, rollout, everything, config)
+                old_values = rollout_values(model, head, rollout, config)
+                ref = old
+                if run.reference is not None:
+                    ref = rollout_logprobs(run.reference, rollout, everything, config)
             penalty = config.kl_coef * kl_divergence(old, ref, estimator="k1")
             advantages, returns = gae(
                 token_rewards(rewards, penalty, mask),
@@ -95,35 +94,36 @@ def train(config: PpoConfig) -> Summary:
             counted = rollout.counted(config.truncated)
             metrics = MetricMeans()
             value_losses = []
-            for minibatch in minibatches(len(rewards), config):
-                denominator = normalizer(counted[minibatch], objective.aggregation)
-                for batch in batches(rollout, minibatch, counted, config):
-                    before, of_sampler = batch.take(old), batch.take(rollout.logprobs)
-                    outputs = policy_outputs(model, batch, config)
-                    policy = policy_loss(
-                        outputs,
-                        batch,
-                        config,
-                        batch.take(advantages),
-                        old_logprobs=before,
-                        rollout_logprobs=None if correction is None else of_sampler,
-                        objective=objective,
-                        normalizer=denominator,
-                    )
-                    critic = value_loss(
-                        head(outputs.states),
-                        batch.take(returns),
-                        torch.ones_like(batch.token_ids, dtype=torch.bool),
-                        old_values=batch.take(old_values),
-                        clip=config.value_clip,
-                        normalizer=denominator,
-                    )
-                    (policy.loss + config.value_coef * critic.loss).backward()
-                    metrics.add({**policy.metrics, "kl_sampler": sampler_kl(before, of_sampler)})
-                    value_losses.append(critic.loss.detach())
-                norm = apply(optimizer, config, step)
+            with run.phase("learn"):
+                for minibatch in minibatches(len(rewards), config):
+                    denominator = normalizer(counted[minibatch], objective.aggregation)
+                    for batch in batches(rollout, minibatch, counted, config):
+                        before, of_sampler = batch.take(old), batch.take(rollout.logprobs)
+                        outputs = policy_outputs(model, batch, config)
+                        policy = policy_loss(
+                            outputs,
+                            batch,
+                            config,
+                            batch.take(advantages),
+                            old_logprobs=before,
+                            rollout_logprobs=None if correction is None else of_sampler,
+                            objective=objective,
+                            normalizer=denominator,
+                        )
+                        critic = value_loss(
+                            head(outputs.states),
+                            batch.take(returns),
+                            torch.ones_like(batch.token_ids, dtype=torch.bool),
+                            old_values=batch.take(old_values),
+                            clip=config.value_clip,
+                            normalizer=denominator,
+                        )
+                        (policy.loss + config.value_coef * critic.loss).backward()
+                        metrics.add(policy.metrics, sampler_kl(before, of_sampler), batch)
+                        value_losses.append(critic.loss.detach())
+                    norm = run.apply(optimizer)
+                job.sampler.update()
 
-            tokens = float(mask.sum())
             run.finish_step(
                 {
                     "reward": float(rewards.mean()),
@@ -132,10 +132,8 @@ def train(config: PpoConfig) -> Summary:
                     "value_loss": float(torch.stack(value_losses).sum())
                     / (config.epochs * config.minibatches),
                     "explained_variance": explained_variance(old_values, returns, mask),
-                    "length": tokens / len(rewards),
-                    "truncated": float(rollout.truncated.float().mean()),
+                    **lengths(rollout, [job.sampler.tokens]),
                     "grad_norm": norm,
-                    "tokens_per_second": tokens / (time.perf_counter() - started),
                 }
             )
     return run.summary()

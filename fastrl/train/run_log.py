@@ -2,10 +2,10 @@
 
 import json
 import os
-import re
 import shlex
-from contextlib import suppress
-from dataclasses import asdict
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,16 @@ from tqdm import tqdm
 from fastrl.train.config import RunConfig
 from fastrl.train.curves import draw
 from fastrl.train.progress import on_bar
+from fastrl.train.run_directory import (
+    SETTINGS,
+    RunLock,
+    check_resumable,
+    read_settings,
+    run_directory,
+    settings_of,
+)
 
 Row = dict[str, float]
-SETTINGS = "config.json"
-_MAY_CHANGE = {"resume", "name", "out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
 
 
 class Summary(NamedTuple):
@@ -25,8 +31,9 @@ class Summary(NamedTuple):
 
     directory: Path
     step: int
-    held_out: tuple[float, float] | None  # before the first step, after the last
+    held_out: tuple[float, float] | None  # before the first step, and the last that was measured
     interrupted: bool
+    evaluated: int = 0  # the step after which the last held-out reward was measured
 
     def __str__(self) -> str:
         """The final lines of output."""
@@ -40,15 +47,14 @@ class Summary(NamedTuple):
             lines.append(f"stopped after step {self.step}; continue with {shlex.join(options)}")
         if self.held_out is not None:
             before, after = self.held_out
-            lines.append(
-                f"held-out reward, greedy: {before:.3f} before, {after:.3f} after {self.step} steps"
-            )
+            then = f", {after:.3f} after {self.evaluated} steps" if self.evaluated else ""
+            lines.append(f"held-out reward, greedy: {before:.3f} before{then}")
         curves = self.directory / "curves.png"
         return "\n".join([*lines, *([f"curves: {curves}"] if curves.exists() else [])])
 
 
 class RunLog:
-    """The files of one run.
+    """The files of one run, whose directory is locked until `close`.
 
     Args:
         config: Determines the directory, see `run_directory`.
@@ -56,7 +62,7 @@ class RunLog:
 
     Raises:
         ValueError: The directory contains a run and ``config.resume`` is off; or it is on and there
-            is no run, or its settings differ.
+            is no run, or its settings differ; or another process uses the directory.
     """
 
     def __init__(self, config: RunConfig, loop: str) -> None:
@@ -68,19 +74,24 @@ class RunLog:
         for path in (self.directory, *self.directory.parents):
             if path.exists() and not path.is_dir():
                 raise ValueError(f"out_dir must be a directory, but {path} is a file")
-        self._check()
+        if config.resume and not self._settings.exists():
+            raise ValueError(f"resume: {self.directory} contains no run")
+        self._lock = RunLock(self.directory)
+        try:
+            self._check()
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self, step: int) -> None:
         """Write the settings, remove rows after ``step`` from the log, and show the bar."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         if self.metrics.exists():
             lines = self.metrics.read_text().splitlines()
             self.rows = [
                 row for row in map(_parse, lines) if row is not None and row["step"] <= step
             ]
         _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
-        settings = {key: value for key, value in asdict(self.config).items() if key != "resume"}
-        _replace(self._settings, json.dumps(settings, indent=2) + "\n")
+        _replace(self._settings, json.dumps(settings_of(self.config), indent=2) + "\n")
         self._bar = tqdm(
             total=self.config.steps, initial=step, desc=self.directory.name, unit="step"
         )
@@ -95,12 +106,15 @@ class RunLog:
         return self.directory / SETTINGS
 
     def write(self, row: Row) -> None:
-        """Append a row and advance the bar."""
+        """Append a row and advance the bar.
+
+        Raises:
+            OSError: The row could not be written.
+        """
         if not self.rows:
             self._bar.unpause()  # the warm start does not count as step time
         self.rows.append(row)
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        _append(self.metrics, json.dumps(row) + "\n")
         self._bar.n = int(row["step"])
         self._bar.set_postfix(on_bar(row))
 
@@ -108,61 +122,60 @@ class RunLog:
         """Print a line without breaking the bar."""
         tqdm.write(line)
 
-    def finish(self) -> Path:
-        """Close the bar, draw the curves, and return their path."""
+    def finish(self) -> None:
+        """Close the bar and draw the curves; if they cannot be drawn, say so."""
         self._bar.close()
         path = self.directory / "curves.png"
-        draw(self.rows, path)
-        return path
+        try:
+            draw(self.rows, path)
+        except Exception as error:  # whatever ends the run must not be hidden by a plot
+            self.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Discard the run if an error ends it here, before its first checkpoint."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
-        """Close the bar; if no step was logged or saved, remove what `begin` wrote."""
-        self._bar.close()
-        if self.rows or self.checkpoints.exists():
+        """Close the bar; if no step was logged or saved, remove what the run wrote."""
+        if self._bar is not None:
+            self._bar.close()
+        if self.rows or any(self.checkpoints.glob("step-*")):
             return
         data = self.directory / "data"
         written = [self._settings, self.metrics, data / "train.jsonl", data / "held_out.jsonl"]
         for path in written:
             path.unlink(missing_ok=True)
-        for directory in (data, self.directory):
+        shutil.rmtree(self.directory / "reference", ignore_errors=True)
+        for directory in (data, self.checkpoints):
             with suppress(OSError):  # it does not exist, or holds other files
                 directory.rmdir()
 
+    def close(self) -> None:
+        """Let other processes use the directory, and remove it if it is new and empty."""
+        self._lock.release()
+
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, from its log."""
-        held_out = [row["held_out_reward"] for row in self.rows if "held_out_reward" in row]
-        ends = (held_out[0], held_out[-1]) if held_out else None
-        return Summary(self.directory, step, ends, interrupted)
+        measured = [row for row in self.rows if "held_out_reward" in row]
+        if not measured:
+            return Summary(self.directory, step, None, interrupted)
+        first, last = measured[0], measured[-1]
+        ends = first["held_out_reward"], last["held_out_reward"]
+        return Summary(self.directory, step, ends, interrupted, int(last["step"]))
 
     def _check(self) -> None:
-        if not self._settings.exists():
-            if self.config.resume:
-                raise ValueError(f"resume: {self.directory} contains no run")
-            return
-        if not self.config.resume:
+        if self.config.resume:
+            check_resumable(self.config, read_settings(self._settings))
+        elif self._settings.exists():
             raise ValueError(
                 f"name: {self.directory} already contains a run; "
                 "resume it with --resume or choose another --name"
             )
-        before = json.loads(self._settings.read_text())
-        for key, value in asdict(self.config).items():
-            if key not in _MAY_CHANGE and before.get(key) != value:
-                raise ValueError(
-                    f"{key} must remain {before.get(key)!r} when a run is resumed, got {value!r}"
-                )
-
-
-def run_directory(config: RunConfig, loop: str) -> Path:
-    """``out_dir/name``; without a name ``loop-N``, with the next free N, or the last to resume."""
-    root = Path(config.out_dir)
-    if config.name is not None:
-        return root / config.name
-    taken = [
-        int(m[1])
-        for path in root.glob(f"{loop}-*")
-        if (path / SETTINGS).exists() and (m := re.fullmatch(rf"{loop}-(\d+)", path.name))
-    ]
-    return root / f"{loop}-{max(taken, default=0) + (0 if config.resume and taken else 1)}"
 
 
 def _parse(line: str) -> Row | None:
@@ -173,7 +186,20 @@ def _parse(line: str) -> Row | None:
         return None
 
 
+def _append(path: Path, text: str) -> None:
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(f"{path} could not be written: {error.strerror}") from error
+
+
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OSError(f"{path} could not be written: {error.strerror}") from error

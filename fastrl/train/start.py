@@ -33,13 +33,22 @@ class Job(NamedTuple):
 
 
 def prepare(config: GrpoConfig | PpoConfig, loop: str) -> Job:
-    """Check and load everything that ``config`` names.
+    """Check and load everything that ``config`` names; lock the directory of the run.
 
     Raises:
         ValueError: Anything that would stop the run later: a missing file, a malformed line, a
-            prompt that is too long, a reward that does not exist or returns a wrong type.
+            prompt that is too long, a reward that does not exist or returns a wrong type, damaged
+            weights, another process that runs in the same directory.
     """
     log = RunLog(config, loop)
+    try:
+        return _prepare(config, log)
+    except BaseException:
+        log.close()
+        raise
+
+
+def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
     reward = import_reward(config.reward)
     if config.train_file is None or config.held_out_file is None:
         records = list(arithmetic.split(config.seed))
@@ -48,13 +57,19 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> Job:
     for some in records:
         score(reward, some, [""] * len(some))  # a broken reward fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
+    if config.resume and resumed_from is None:
+        log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
     checkpoint.seed_all(config.seed)
     device = models.find_device(config.device)
     if resumed_from is None:
         model, tokenizer = models.load(config.model, device)
+        check_weights(model)
     else:
+        if not checkpoint.verify(resumed_from):
+            log.say(f"{resumed_from} has no checksums; damaged files may go unnoticed")
         with checkpoint.reading(resumed_from):
             model, tokenizer = models.load(str(resumed_from), device)
+            check_weights(model)
     check_head(model, config)
     train, held_out = (
         encode(
@@ -71,15 +86,38 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> Job:
     return Job(log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
 
 
+def check_weights(model: Any) -> None:
+    """Raise a `ValueError` that names a tensor with a value that is not finite."""
+    if (name := not_finite(model)) is not None:
+        raise ValueError(f"model must have finite weights, got a NaN or infinity in {name!r}")
+
+
+def not_finite(model: Any) -> str | None:
+    """The name of the first tensor with a value that is not finite."""
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or weight.itemsize == 1 or weight.numel() == 0:
+            continue  # quantized weights have no NaN, or no minimum
+        if not all(end.isfinite() for end in weight.detach().aminmax()):
+            return str(name)
+    return None
+
+
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
     """Raise a `ValueError` if the longest prompt and completion exceed the model's context."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    if positions is not None and longest + max_new_tokens > positions:
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    length = len(longest.token_ids)
+    if context is None or length + max_new_tokens <= context:
+        return
+    if length >= context:
         raise ValueError(
-            f"max_new_tokens must be at most {positions - longest} for this model, with a context "
-            f"of {positions} tokens, and a longest prompt of {longest}; got {max_new_tokens}"
+            f"max_prompt_tokens must be below {context}, the context of this model; got a prompt "
+            f"of {length} tokens, {longest.record['prompt'][:80]!r}"
         )
+    raise ValueError(
+        f"max_new_tokens must be at most {context - length} for this model, with a context of "
+        f"{context} tokens, and a longest prompt of {length}; got {max_new_tokens}"
+    )
 
 
 def begin(
@@ -95,18 +133,14 @@ def begin(
         job.log.begin(step)
         return step
     job.log.begin(0)
-    try:
-        if config.train_file is None:
-            arithmetic.write(job.log.directory / "data", config.seed)
-        for i, loss in enumerate(warm_start(job.model, job.tokenizer, job.train, config), 1):
-            if interrupt.requested:
-                job.log.discard()
-                return None
-            if i % 50 == 0:
-                job.log.say(f"warm start: step {i}, loss {loss:.3f}")
-    except BaseException:
-        job.log.discard()
-        raise
+    if config.train_file is None:
+        arithmetic.write(job.log.directory / "data", config.seed)
+    for i, loss in enumerate(warm_start(job.model, job.tokenizer, job.train, config), 1):
+        if interrupt.requested:
+            job.log.discard()
+            return None
+        if i % 50 == 0:
+            job.log.say(f"warm start: step {i}, loss {loss:.3f}")
     return 0
 
 

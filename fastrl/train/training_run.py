@@ -1,15 +1,18 @@
 """The frame of a loop's steps: start or resume, log, evaluate, save checkpoints, stop cleanly."""
 
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
-from fastrl.train import checkpoint
+import torch
+
+from fastrl.train import checkpoint, gradients
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
-from fastrl.train.rewards import RewardError
+from fastrl.train.phases import Phases
 from fastrl.train.run_log import Row, Summary
-from fastrl.train.start import Job, begin, evaluate, reference_model
+from fastrl.train.start import Job, begin, evaluate, not_finite, reference_model
 
 Config = GrpoConfig | PpoConfig
 Parts = Mapping[str, checkpoint.Stateful]
@@ -19,7 +22,9 @@ Parts = Mapping[str, checkpoint.Stateful]
 def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRun"]:
     """Start or resume a run, and leave a checkpoint and curves behind however it ends.
 
-    If the warm start is interrupted, the run has no steps and nothing is saved.
+    If the warm start is interrupted, the run has no steps and nothing is saved. If an error ends
+    the run before the first optimizer step of a step, a checkpoint is saved; if later, none, since
+    the weights belong to no step. The message of the error tells where ``--resume`` continues.
 
     Args:
         job: What `prepare` returned.
@@ -27,28 +32,32 @@ def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRu
         parts: What a checkpoint holds besides the model: the optimizer, a value head.
 
     Raises:
-        ValueError: A reward function failed in a step; a checkpoint was saved.
-        FloatingPointError: The gradients of a step are not finite; a checkpoint was saved.
+        ValueError: A reward function failed in a step.
+        FloatingPointError: The gradients of a step are not finite.
+        OSError: A checkpoint or the log could not be written.
     """
-    with Interrupt() as interrupt:
+    with closing(job.log), Interrupt() as interrupt:
         run = TrainingRun(job, config, parts, interrupt)
-        begun = begin(job, config, parts, interrupt)
+        with job.log.starting():
+            begun = begin(job, config, parts, interrupt)
+            if begun is not None:
+                run.step, run.rng = begun, checkpoint.rng_state()
+                run.reference = reference_model(job, config) if config.kl_coef > 0 else None
+                if not job.log.rows:
+                    run.save()
         if begun is None:
             yield run
             return
-        run.step, run.rng = begun, checkpoint.rng_state()
-        run.reference = reference_model(job, config) if config.kl_coef > 0 else None
         try:
             if not job.log.rows:
-                run.save()
                 job.log.write({"step": 0, "held_out_reward": evaluate(job, config)})
             yield run
-        except (RewardError, FloatingPointError):
             run.save()
+        except Exception as error:
+            run.rescue(error)
             raise
         finally:
             job.log.finish()
-        run.save()
 
 
 class TrainingRun:
@@ -58,26 +67,51 @@ class TrainingRun:
         step: How many steps are done.
         rng: The random state at the beginning of the next step.
         reference: The frozen model for the KL; None if its coefficient is 0.
+        phase: Measures the phases of a step, ``with run.phase("generate")``.
     """
 
     def __init__(self, job: Job, config: Config, parts: Parts, interrupt: Interrupt) -> None:
         self.step = 0
         self.rng = checkpoint.rng_state()
         self.reference: Any = None
+        self.phase = Phases(job.model.device)
+        self._started = time.perf_counter()
+        self._whole = True  # weights and log are those after `step` steps, and can be saved
         self._job, self._config, self._parts, self._interrupt = job, config, parts, interrupt
 
     def steps(self) -> Iterator[int]:
         """Yield the number of steps done so far, until there are enough or the user interrupts.
 
-        Each step must end with `finish_step`.
+        Each step must change the weights by `apply` alone, and end with `finish_step`.
         """
         while self.step < self._config.steps and not self._interrupt.requested:
+            self._started = time.perf_counter()
             yield self.step
 
+    def apply(self, optimizer: torch.optim.Optimizer) -> float:
+        """`gradients.apply` in this step; from here to `finish_step` nothing can be saved.
+
+        Returns:
+            The norm of the gradients before clipping.
+
+        Raises:
+            FloatingPointError: That norm is not finite; the weights are unchanged.
+        """
+        whole, self._whole = self._whole, False
+        try:
+            return gradients.apply(optimizer, self._config, self.step)
+        except FloatingPointError:
+            self._whole = whole
+            raise
+
     def finish_step(self, row: Row) -> None:
-        """Log a step, with the held-out reward if it is due, and save a checkpoint if one is."""
+        """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
+
+        The speed is the tokens of the completions over the time of the whole step.
+        """
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
-        config, row = self._config, {"step": self.step, **row}
+        config, row = self._config, {"step": self.step, **row, **self.phase.read()}
+        row["tokens_per_second"] = self._tokens_per_second(row)
         if self.reference is None:
             row.pop("kl", None)  # it would be 0: there is no reference
         try:
@@ -85,11 +119,26 @@ class TrainingRun:
                 row["held_out_reward"] = evaluate(self._job, config)
         finally:
             self._job.log.write(row)
+            self._whole = True
         if self.step % config.save_every == 0:
             self.save()
 
+    def _tokens_per_second(self, row: Row) -> float:
+        samples = self._config.prompts_per_step * getattr(self._config, "group_size", 1)
+        return row["length"] * samples / (time.perf_counter() - self._started)
+
     def save(self) -> None:
-        """Save a checkpoint after the steps done so far."""
+        """Save a checkpoint after the steps done so far.
+
+        Raises:
+            CheckpointError: It could not be written.
+            FloatingPointError: A weight is not finite; it would take the place of a better one.
+        """
+        if (name := not_finite(self._job.model)) is not None:
+            self._whole = False
+            raise FloatingPointError(
+                f"the weights after step {self.step} are not finite, first in {name!r}"
+            )
         checkpoint.save(
             self._job.log.checkpoints,
             step=self.step,
@@ -99,6 +148,21 @@ class TrainingRun:
             rng=self.rng,
             keep=self._config.keep_checkpoints,
         )
+
+    def rescue(self, error: Exception) -> None:
+        """Save a checkpoint if there is a whole step to save; add to ``error`` what resumes."""
+        note = ""
+        if self._whole and not isinstance(error, checkpoint.CheckpointError):
+            try:
+                self.save()
+            except Exception as second:  # it must not hide the first
+                note = f"; {second}"
+        last = checkpoint.latest(self._job.log.checkpoints)
+        note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (error.args[0] + note,)
+        else:
+            self._job.log.say(note.removeprefix("; "))
 
     def summary(self) -> Summary:
         """Return how the run ended."""

@@ -4,9 +4,7 @@ import json
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,70 +14,17 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastrl.train import grpo, ppo, start
+from fastrl.train import grpo, start
 from fastrl.train.checkpoint import latest
 from fastrl.train.command_line import main, parse
-from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.config import GrpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.models import load
 from fastrl.train.policy import policy_loss
 from fastrl.train.prompts import encode
 from fastrl.train.rewards import RewardError, score
 from fastrl.train.warm_start import warm_start
-
-LOOPS = {"grpo": (grpo.train, GrpoConfig), "ppo": (ppo.train, PpoConfig)}
-TIMES = {"tokens_per_second"}
-
-
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Settings of a run of seconds: ten prompts, a reward for digits in the completion."""
-    lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(10)]
-    (tmp_path / "train.jsonl").write_text("".join(lines[:6]))
-    (tmp_path / "held_out.jsonl").write_text("".join(lines[6:]))
-    (tmp_path / "small_rewards.py").write_text(
-        "calls = 0\n"
-        "def digits(prompts, completions, records):\n"
-        "    return [sum(c in '0123456789' for c in text) / 2 for text in completions]\n"
-        "def fails_later(prompts, completions, records):\n"
-        "    global calls\n"
-        "    calls += 1\n"
-        "    return [float('nan') if calls > 5 else 0.5] * len(prompts)\n"
-        "def by_record(prompts, completions, records):\n"
-        "    assert prompts == [record['prompt'] for record in records]\n"
-        "    answers = [int(record['answer']) for record in records]\n"
-        "    return [sum(map(ord, text)) * n % 7 for text, n in zip(completions, answers)]\n"
-        "def short(prompts, completions, records):\n"
-        "    return [1.0]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    yield {
-        "out_dir": str(tmp_path / "runs"),
-        "train_file": str(tmp_path / "train.jsonl"),
-        "held_out_file": str(tmp_path / "held_out.jsonl"),
-        "reward": "small_rewards:digits",
-        "warm_start_steps": 0,
-        "prompts_per_step": 16,
-        "max_new_tokens": 2,
-        "steps": 3,
-    }
-    sys.modules.pop("small_rewards", None)
-
-
-def run(loop, settings, **changes):
-    train, kind = LOOPS[loop]
-    own = {"group_size": 4} if loop == "grpo" else {}
-    return train(kind(**{**own, **settings, **changes}))
-
-
-def rows(directory):
-    logged = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in logged]
-
-
-def weights(directory):
-    model, _ = load(str(latest(Path(directory) / "checkpoints")), "cpu")
-    return model.state_dict()
+from tests.support.train_runs import LOOPS, rows, run, start_process, wait_for, weights
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -140,13 +85,20 @@ def test_each_sample_gets_the_advantage_of_its_record(small, monkeypatch):
     seen = []
 
     def spied(outputs, batch, config, advantages, **options):
-        texts = tokenizer.batch_decode(batch.input_ids, skip_special_tokens=True)
-        seen.extend(zip(texts, advantages.tolist(), strict=True))
+        starts = (batch.position_ids[0] == 0).nonzero()[:, 0].tolist()
+        lasts = batch.token_ids[batch.cu_seqlens[1:] - 1].tolist()  # predicted, not in the row
+        row = batch.input_ids[0].tolist()
+        for begin, end, last, advantage in zip(
+            starts, [*starts[1:], len(row)], lasts, advantages.tolist(), strict=True
+        ):
+            text = tokenizer.decode([*row[begin:end], last], skip_special_tokens=True)
+            seen.append((text, advantage))
         return policy_loss(outputs, batch, config, advantages, **options)
 
     monkeypatch.setattr(grpo, "policy_loss", spied)
     small |= {"reward": "small_rewards:by_record", "prompts_per_step": 6, "steps": 1}
-    run("grpo", small, micro_batch=5, scale="none")
+    # With a KL, completions without advantage are in the loss as well.
+    run("grpo", small, tokens_per_micro_batch=40, scale="none", kl_coef=0.01)
     assert len(seen) == 6 * 4
     for i in range(6):
         prompt = f"{i} + 1 ="
@@ -166,8 +118,8 @@ def test_the_same_seed_gives_the_same_run(small):
 @pytest.mark.parametrize("objective", ["grpo", "dapo"])
 def test_micro_batches_do_not_change_the_step(small, objective):
     small |= {"steps": 1, "learning_rate": 1e-4, "objective": objective, "minibatches": 2}
-    start = weights(run("grpo", small, name="one", micro_batch=64).directory)
-    split = weights(run("grpo", small, name="four", micro_batch=8).directory)
+    start = weights(run("grpo", small, name="one", tokens_per_micro_batch=9999).directory)
+    split = weights(run("grpo", small, name="many", tokens_per_micro_batch=40).directory)
     assert max(float((start[k] - split[k]).abs().max()) for k in start) <= 1e-6
 
 
@@ -301,21 +253,9 @@ def test_both_signals_are_noted_once_and_then_restored():
 
 def test_ctrl_c_finishes_the_step_and_saves(small, tmp_path):
     settings = small | {"steps": 100_000, "save_every": 100_000, "name": "a"}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastrl.train.grpo", "--config", "config.json"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = start_process(tmp_path, settings)
     metrics = Path(small["out_dir"]) / "a" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     step = rows(metrics.parent)[-1]["step"]

@@ -264,9 +264,12 @@ def test_masked_completions_are_left_out():
 def test_a_layout_covers_each_token_once():
     spans = [Span(0, 5), Span(5, 6), Span(6, 1200), Span(1200, 1210, (6, 1200)), Span(1210, 1290)]
     layout = make_layout(spans, torch.device("cpu"))
+    assert layout.queries is not None
     assert layout.order is not None
-    assert sorted(layout.order.tolist()) == sorted(set(layout.order.tolist()))
-    assert len(layout.order) == 1290
+    assert layout.queries[layout.order].tolist() == list(range(1290))
+    assert sum(block.spans * block.keys for block in layout.blocks) == len(layout.keys)
+    long = make_layout([Span(0, 1500), Span(1500, 2600)], torch.device("cpu"))
+    assert (len(long.blocks), *long[1:]) == (2, None, None, None)  # nothing is copied
 
 
 def test_logprobs_of_some_rows():

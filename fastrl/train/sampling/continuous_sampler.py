@@ -1,0 +1,149 @@
+"""Sampling with the continuous batching of `transformers`, whose paged cache is bounded."""
+
+import math
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from fastrl.train.config import RunConfig
+from fastrl.train.prompts import Prompt
+from fastrl.train.rollout import Rollout
+from fastrl.train.sampling.completion import Completion, rollout_of, texts_of
+from fastrl.train.sampling.endings import Endings
+from fastrl.train.sampling.generation_mode import generation_mode
+from fastrl.train.sampling.sampler import TokenCount
+from fastrl.train.sampling.transformers_sampler import TransformersSampler
+
+_PAGE = 256  # tokens, the default of transformers and what flash-attention's kernels need
+
+
+class ContinuousSampler:
+    """A completion that ends makes room for the next one, so that nothing is padded.
+
+    Its forward passes run in a thread of their own, in the dtype of the weights: ``precision`` has
+    no effect on them. The engine knows no stop strings: completions are cut after them, which
+    costs the tokens behind but leaves the distribution as it is.
+
+    Args:
+        model: A causal LM, or one that PEFT wraps.
+        tokenizer: The model's.
+        config: The settings of the run.
+
+    Raises:
+        ValueError: A setting does not fit the model, its tokenizer or the engine, or this version
+            of `transformers` has no such engine.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
+        if not hasattr(transformers, "ContinuousBatchingConfig"):
+            raise ValueError(
+                'sampler must not be "continuous" with this transformers, which has no '
+                f"ContinuousBatchingConfig, got version {transformers.__version__}"
+            )
+        if config.attention == "flex_attention":
+            raise ValueError(
+                'attention must not be "flex_attention" with sampler "continuous", whose paged '
+                "cache supports by_sequence, sdpa, eager and flash_attention_2"
+            )
+        self.tokens = TokenCount(0, 0)
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._endings = Endings(model, tokenizer, config)
+        self._most_likely = TransformersSampler(model, tokenizer, config)
+
+    def sample(self, prompts: list[Prompt], group_size: int) -> tuple[Rollout, list[str]]:
+        """See `Sampler.sample`."""
+        repeated = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+        seed = int(torch.randint(2**31, (1,)))
+        device = self._model.device
+        generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with generation_mode(self._model, self._config), generators:  # the engine seeds torch's
+            outputs = self._generate(repeated, seed)
+        completions = [self._completion(output) for output in outputs]
+        tokens = sum(len(output.prompt_ids) + len(output.generated_tokens) for output in outputs)
+        self.tokens = TokenCount(tokens, tokens)
+        rollout = rollout_of(prompts, completions, self._tokenizer, device)
+        return rollout, texts_of(completions, self._tokenizer)
+
+    def greedy(self, prompts: list[Prompt]) -> list[str]:
+        """See `Sampler.greedy`; uses ``generate``."""
+        texts = self._most_likely.greedy(prompts)
+        self.tokens = self._most_likely.tokens
+        return texts
+
+    def update(self) -> None:
+        """Nothing to do: the engine uses the model itself, and its cache ends with each call."""
+
+    def _generate(self, prompts: list[list[int]], seed: int) -> list[Any]:
+        """The engine's output for each prompt.
+
+        Raises:
+            FloatingPointError: The logits are not finite.
+            RuntimeError: A request did not finish.
+        """
+        config = self._config
+        manager = self._model.init_continuous_batching(
+            generation_config=GenerationConfig(
+                do_sample=True,
+                temperature=config.temperature,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=config.max_new_tokens,
+                eos_token_id=self._endings.token_ids,
+                pad_token_id=self._tokenizer.pad_token_id,
+            ),
+            continuous_batching_config=self._cache_config(max(map(len, prompts)), seed),
+        )
+        finished: dict[str, Any] = {}
+        try:
+            manager.warmup()
+            # All requests are there when the engine starts: its batches depend on nothing else.
+            names = manager.add_requests(prompts, max_new_tokens=config.max_new_tokens)
+            manager.start()
+            while len(finished) < len(names):
+                output = manager.get_result(timeout=1)
+                if output is None and not manager.is_running():
+                    break
+                if output is not None and output.is_finished():
+                    _check_output(output)
+                    finished[output.request_id] = output
+        finally:
+            manager.stop(block=True, hard_stop=True)
+            manager.destroy()
+        if len(finished) < len(names):
+            cause = manager.background_thread_status.fatal_error
+            raise RuntimeError(
+                f"continuous batching finished {len(finished)} of {len(names)} requests: {cause}"
+            )
+        return [finished[name] for name in names]
+
+    def _cache_config(self, longest_prompt: int, seed: int) -> Any:
+        """A cache of ``tokens_per_generation``, or of one sequence if that is longer."""
+        config = self._config
+        longest = longest_prompt + config.max_new_tokens
+        return transformers.ContinuousBatchingConfig(
+            page_size=_PAGE,
+            num_blocks=math.ceil(max(config.tokens_per_generation, longest) / _PAGE),
+            max_batch_tokens=min(max(config.tokens_per_generation, _PAGE), 8192),
+            return_logprobs=True,
+            seed=seed,
+            auto_switch_to_flash=False,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        token_ids = torch.tensor(output.generated_tokens)
+        length, ended = self._endings.length(token_ids)
+        return Completion(token_ids[:length], torch.tensor(output.logprobs)[:length], ended)
+
+
+def _check_output(output: Any) -> None:
+    if output.error is not None:
+        if "probability tensor contains" in output.error:  # of torch.multinomial, on a CPU
+            raise FloatingPointError("the logits are not finite while sampling")
+        raise RuntimeError(f"continuous batching failed: {output.error}")
+    if not 0 < len(output.generated_tokens) == len(output.logprobs):
+        raise RuntimeError(
+            "continuous batching must return a log-probability per token, got "
+            f"{len(output.logprobs)} for {len(output.generated_tokens)} tokens"
+        )

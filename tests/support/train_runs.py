@@ -1,0 +1,109 @@
+"""Short runs of the training loops, and what they leave in their directory."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fastrl.train import grpo, ppo
+from fastrl.train.checkpoint import latest
+from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.models import load
+
+LOOPS = {"grpo": (grpo.train, GrpoConfig), "ppo": (ppo.train, PpoConfig)}
+OWN = {"grpo": {"group_size": 4}, "ppo": {}}
+MEASURED = ("tokens_per_second", "seconds_", "peak_gb_")  # differ from run to run
+
+REWARDS = """
+import signal
+calls = 0
+def digits(prompts, completions, records):
+    return [sum(c in '0123456789' for c in text) / 2 for text in completions]
+def fails_later(prompts, completions, records):
+    global calls
+    calls += 1
+    return [float('nan') if calls > 5 else 0.5] * len(prompts)
+def by_record(prompts, completions, records):
+    assert prompts == [record['prompt'] for record in records]
+    answers = [int(record['answer']) for record in records]
+    return [sum(map(ord, text)) * n % 7 for text, n in zip(completions, answers)]
+def interrupts(prompts, completions, records):
+    global calls
+    calls += 1
+    if calls == 7:
+        signal.raise_signal(signal.SIGINT)
+    return [0.5] * len(prompts)
+def short(prompts, completions, records):
+    return [1.0]
+"""
+
+
+def small_settings(directory):
+    """Settings of a run of seconds: ten prompts, a reward for digits in the completion."""
+    lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(10)]
+    (directory / "train.jsonl").write_text("".join(lines[:6]))
+    (directory / "held_out.jsonl").write_text("".join(lines[6:]))
+    (directory / "small_rewards.py").write_text(REWARDS)
+    return {
+        "out_dir": str(directory / "runs"),
+        "train_file": str(directory / "train.jsonl"),
+        "held_out_file": str(directory / "held_out.jsonl"),
+        "reward": "small_rewards:digits",
+        "warm_start_steps": 0,
+        "prompts_per_step": 16,
+        "max_new_tokens": 2,
+        "steps": 3,
+    }
+
+
+def run(loop, settings, **changes):
+    train, kind = LOOPS[loop]
+    return train(kind(**{**OWN[loop], **settings, **changes}))
+
+
+def start_process(directory, settings, *arguments, loop="grpo", limit=""):
+    """Train in a process of its own, after the shell command ``limit``; stderr goes to a file."""
+    (directory / "settings.json").write_text(json.dumps({**OWN[loop], **settings}))
+    command = [sys.executable, "-m", f"fastrl.train.{loop}", "--config", "settings.json"]
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        ["sh", "-c", f'{limit or ":"}; exec "$@"', "sh", *command, *arguments],
+        cwd=directory,
+        env={"PYTHONPATH": f"{directory}:{root}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        stderr=(directory / "stderr.txt").open("w"),
+        text=True,
+    )
+
+
+def train_alone(loop, settings, path):
+    """Train in a process of its own, forked from one that has imported this module."""
+    sys.path.insert(0, path)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    torch.set_num_threads(1)
+    run(loop, settings)
+
+
+def wait_for(process, condition, seconds=60):
+    """Wait until ``condition()`` while ``process`` runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended"
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def rows(directory):
+    """The logged rows, without what a clock measured."""
+    logged = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in logged]
+
+
+def weights(directory):
+    """The weights of the latest checkpoint."""
+    model, _ = load(str(latest(Path(directory) / "checkpoints")), "cpu")
+    return model.state_dict()
