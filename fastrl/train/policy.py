@@ -56,7 +56,7 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
     if config.tokens_per_micro_batch == 1:
         return
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.get_input_embeddings().num_embeddings, (3, 6), generator=generator)
+    ids = torch.randint(len(model.get_input_embeddings().weight), (3, 6), generator=generator)
     lengths = torch.tensor([[6], [3], [5]], device=model.device)
     rollout = Rollout(
         prompts=[ids[0, :4].tolist(), ids[1, :2].tolist()],

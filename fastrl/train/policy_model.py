@@ -93,4 +93,6 @@ def _names_adapter(config: RunConfig) -> bool:
     try:
         return config.model is not None and models.is_adapter(config.model)
     except OSError as error:
-        raise ValueError(f"model must exist, got {config.model!r}: {error}") from error
+        raise ValueError(
+            f"model must be a causal LM with its tokenizer, got {config.model!r}: {error}"
+        ) from error

@@ -55,7 +55,7 @@ def train(config: PpoConfig) -> Summary:
         entropy_coef=config.entropy_coef,
         rollout_correction=correction,
     )
-    head = ValueHead(model.get_input_embeddings().embedding_dim).to(model.device)
+    head = ValueHead(model.get_input_embeddings().weight.shape[1]).to(model.device)
     optimizer = make_optimizer([*model.parameters(), *head.parameters()], config)
 
     with training_run(job, config, {"optimizer": optimizer, "value_head": head}) as run:

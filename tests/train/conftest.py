@@ -1,4 +1,4 @@
-"""The settings of a run of seconds."""
+"""The settings of a run of seconds; a model on disk."""
 
 import sys
 
@@ -12,3 +12,17 @@ def small(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield small_settings(tmp_path)
     sys.modules.pop("small_rewards", None)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The directory of a model."""
+    import torch
+
+    from fastrl.train.models import load
+
+    torch.manual_seed(1)
+    model, tokenizer = load(None, "cpu")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"

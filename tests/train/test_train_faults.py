@@ -124,7 +124,7 @@ def test_what_changes_no_result_may_change_when_a_run_is_resumed(kind):
     for f in fields(kind):
         if f.name in free:
             check_resumable(replace(config, **{f.name: other_value(f)}), before)
-    for name, value in {"learning_rate": 1.0, "seed": 3, "lora_targets": ("q_proj",)}.items():
+    for name, value in {"learning_rate": 1.0, "seed": 3, "end_tokens": ("#",)}.items():
         with pytest.raises(ValueError, match=f"^{name} must remain .* when a run is resumed"):
             check_resumable(replace(config, **{name: value}), before)
 
