@@ -1,6 +1,7 @@
 """The command line: arguments to a config, errors to one clear line."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -9,12 +10,13 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import torch
 
-from fastrl.train.config import RunConfig
+from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.options import choices
+from fastrl.train.plan import report
 from fastrl.train.run_directory import SETTINGS, read_settings, run_directory
 from fastrl.train.run_log import Summary
 
-Config = TypeVar("Config", bound=RunConfig)
+Config = TypeVar("Config", bound=GrpoConfig | PpoConfig)
 
 
 def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
@@ -40,7 +42,9 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
         shape = _shape(f.type)
         flags = dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"])
         parser.add_argument(*flags, dest=f.name, help=f.metadata["help"] + default, **shape)
+    _add_plan(parser)
     typed = vars(parser.parse_args(arguments))
+    typed.pop("plan", None)
     file = typed.pop("config", None)
     given = ({} if file is None else _settings(kind, file)) | typed
     if not given.get("resume"):
@@ -56,16 +60,39 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
 def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
     """Parse the command line, train, and print how the run ended.
 
-    The exit status is 2 after bad input, gradients that are not finite, a full disk or a full
-    memory, and 130 after an interrupt.
+    With ``--plan`` it prints the predicted memory instead. The exit status is 2 after bad input,
+    gradients that are not finite, a full disk or a full memory, and 130 after an interrupt.
     """
     try:
-        summary = train(parse(kind))
+        config, limit = parse(kind), _limit_of_plan()
+        if limit is not None:
+            sys.stdout.write(f"{report(config, limit)}\n")
+            sys.exit(0)
+        summary = train(config)
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plan",
+        nargs="?",
+        type=float,
+        const=math.inf,
+        metavar="GIB",
+        help="print the predicted peak memory, and how to fit GIB, instead of training",
+    )
+
+
+def _limit_of_plan() -> float | None:
+    """The GiB that ``--plan`` names, infinity without a number, None without ``--plan``."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_plan(parser)
+    limit: float | None = parser.parse_known_args()[0].plan
+    return limit
 
 
 def _shape(kind: Any) -> dict[str, Any]:
@@ -85,7 +112,7 @@ def _shape(kind: Any) -> dict[str, Any]:
     }
 
 
-def _settings(kind: type[RunConfig], file: str) -> dict[str, Any]:
+def _settings(kind: type[Config], file: str) -> dict[str, Any]:
     settings = read_settings(Path(file))
     unknown = settings.keys() - {f.name for f in fields(kind)}
     if unknown:

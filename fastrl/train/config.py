@@ -83,6 +83,7 @@ class RunConfig(MemorySettings, SamplingSettings):
     def __post_init__(self) -> None:
         """Check every field against its type, its choices and its bounds."""
         check_options(self)
+        self.check_weights()
         if self.name is not None and (
             self.name in ("", ".", "..") or Path(self.name).name != self.name
         ):

@@ -7,14 +7,13 @@ By default a small new model learns to add and subtract; ``--help`` lists the op
 
 from dataclasses import replace
 
-import torch
-
 from fastrl import group_advantages
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
 from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
+from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.rewards import score
 from fastrl.train.run_log import Summary
@@ -41,9 +40,7 @@ def train(config: GrpoConfig) -> Summary:
     model = job.model
     correction = rollout_correction(config)
     objective = replace(config.policy_objective(), rollout_correction=correction)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
-    )
+    optimizer = make_optimizer(model.parameters(), config)
 
     with training_run(job, config, {"optimizer": optimizer}) as run:
         for step in run.steps():
@@ -79,7 +76,7 @@ def train(config: GrpoConfig) -> Summary:
                 old = None if on_policy else rollout_logprobs(model, rollout, learned, config)
                 ref = None
                 if run.reference is not None:
-                    ref = rollout_logprobs(run.reference, rollout, learned, config)
+                    ref = run.reference.logprobs(rollout, learned, config)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
             metrics = MetricMeans()

@@ -51,12 +51,12 @@ class MemorySettings:
     rounding: Literal["master", "stochastic"] = option(
         "master",
         "How bfloat16 weights take small updates: through float32 master copies (4 bytes per "
-        "trained weight), or by stochastic rounding.",
+        "trained weight), or by stochastic rounding, which needs torchao.",
     )
     optimizer: Literal["adamw", "adamw_8bit", "adamw_offloaded"] = option(
         "adamw",
-        "adamw_8bit: 8-bit moments; adamw_offloaded: moments and updates in host memory. "
-        "Both need torchao.",
+        "adamw_8bit: 8-bit moments, needs torchao; adamw_offloaded: moments, updates and float32 "
+        "copies of the weights in host memory.",
     )
     lora_rank: int | None = option(
         None, "Train a LoRA adapter of this rank instead of the weights; needs peft.", least=1
@@ -69,3 +69,30 @@ class MemorySettings:
     )
     dora: bool = option(False, "Weight-decomposed LoRA (DoRA).")
     freeze_head: bool = option(False, "Do not train the embeddings and the LM head.")
+
+    def check_weights(self) -> None:
+        """Raise a `ValueError` if settings of weights and optimizer exclude one another."""
+        if self.rounding == "stochastic":
+            for name, allowed in (("weights", "bfloat16"), ("lora_rank", None)):
+                if getattr(self, name) != allowed:
+                    raise ValueError(
+                        f'rounding must be "master" with {name}={getattr(self, name)}: it rounds '
+                        "trained bfloat16 weights, and an adapter is float32"
+                    )
+            if self.optimizer == "adamw_offloaded":
+                raise ValueError(
+                    'rounding must be "master" with optimizer=adamw_offloaded, which keeps float32 '
+                    "copies in host memory"
+                )
+        if self.lora_rank is None:
+            for name, default in (("lora_alpha", None), ("dora", False)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} must be used with lora_rank, got lora_rank null")
+            if self.lora_targets != ("all-linear",):
+                raise ValueError("lora_targets must be used with lora_rank, got lora_rank null")
+        if not self.lora_targets:
+            raise ValueError("lora_targets must name a layer, got none")
+        if "all-linear" in self.lora_targets and len(self.lora_targets) > 1:
+            raise ValueError(
+                f"lora_targets must be all-linear or names of layers, got {self.lora_targets}"
+            )

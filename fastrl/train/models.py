@@ -1,58 +1,19 @@
 """The model and its tokenizer: any causal LM from `transformers`, or a small new one."""
 
-import string
+from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from fastrl.train import extras
+from fastrl.train.config import RunConfig
+from fastrl.train.small_model import character_tokenizer, small_model
 
 logging.disable_progress_bar()  # the loops have their own
-
-CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token per printable ASCII character, a padding and an end token."""
-    tokens = ["<pad>", "<eos>", *CHARACTERS]
-    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A new Llama of half a million parameters, initialized from torch's generator."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
 
 
 def find_device(name: str) -> torch.device:
@@ -70,26 +31,32 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device must be available, got {name!r}: {reason}") from error
 
 
-def load(path: str | None, device: str | torch.device) -> tuple[Any, Any]:
-    """The model, in float32, and its tokenizer.
+def load(
+    path: str | None, device: str | torch.device, *, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """The model and its tokenizer.
 
     Dropout is always off (``eval``). With dropout, the loss would see other probabilities than the
     sampling, and the ratio would not start at 1.
 
     Args:
-        path: A directory or hub name; None for the small new model.
+        path: A directory or hub name, of a model or of a LoRA adapter, which is merged into its
+            base; None for the small new model.
         device: The device of the model.
+        dtype: The dtype of its weights.
 
     Raises:
-        ValueError: There is no such model, or its tokenizer has no end token.
+        ValueError: There is no such model, or no base of such an adapter, or its tokenizer has no
+            end token.
     """
     if path is None:
         tokenizer: Any = character_tokenizer()
         model: Any = small_model(tokenizer)
+        for parameter in model.parameters():  # not the buffers, some of which must be float32
+            parameter.data = parameter.data.to(dtype)
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model, tokenizer = _pretrained(path, dtype)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"model must be a causal LM with its tokenizer, got {path!r}: {error}"
@@ -104,3 +71,38 @@ def load(path: str | None, device: str | torch.device) -> tuple[Any, Any]:
         eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
     return model.to(device).eval(), tokenizer
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a directory or hub name holds an adapter, not a model.
+
+    Raises:
+        OSError: It cannot be found.
+    """
+    return find_adapter_config_file(path) is not None
+
+
+def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
+    """The weights of the embeddings and of the LM head if ``freeze_head`` is on."""
+    if not config.freeze_head:
+        return []
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [parameter for layer in ends for parameter in layer.parameters()]
+
+
+def _pretrained(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    if not is_adapter(path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        return model, AutoTokenizer.from_pretrained(path)
+    extras.require("peft", extra="lora", setting="an adapter as model")
+    from fastrl.train.adapters import base_of, merge
+
+    base = base_of(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = f"it is an adapter of {base!r}, which cannot be loaded: {error}"
+        raise ValueError(reason) from error
+    own = (Path(path) / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(path if own else base)
+    return merge(model, path), tokenizer

@@ -5,7 +5,8 @@ weights; ``--plan 24`` also says what to switch on for the run to fit 24 GiB. Th
 in `docs/long-sequences.md`; ``python bench/train_memory.py`` compares it with measurements.
 """
 
-from dataclasses import dataclass, fields, replace
+import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.models import character_tokenizer, small_model
+from fastrl.train.small_model import character_tokenizer, small_model
 
 GIB = 2**30
 #: Bytes of logits in a chunk of the linear loss, with what belongs to it: `fastrl.ops._linear`.
@@ -81,65 +82,30 @@ def plan(config: GrpoConfig | PpoConfig, model: Shape, *, tokens: int, device: s
         tokens: The longest prompt and completion.
         device: ``"cpu"`` or ``"gpu"``.
     """
-    wide = 4 if config.weights == "float32" else 2
-    half = config.weights == "bfloat16" or config.precision == "bfloat16"
-    on_gpu = device == "gpu"
-    elements = 2 if half else 4
     sequences = config.prompts_per_step * getattr(config, "group_size", 1)
     row = min(max(config.tokens_per_micro_batch, tokens), sequences * tokens)
-
+    wide = 4 if config.weights == "float32" else 2
     weights = float(model.weights * wide + 4 * model.adapter)
-    if config.precision == "bfloat16" and config.weights == "float32":
-        weights += 2 * (model.weights - model.embeddings)  # autocast's copies
-    trained_bytes = 4 if model.adapter else wide
-    optimizer, host = _optimizer_bytes(config, model)
-
-    per_token = layer_bytes(config, model)
-    mlp = 4 * model.inner * elements
-    tile = row if config.mlp_tile is None else min(config.mlp_tile, row)
-    outside = per_token - mlp
-    checkpoint = model.hidden * (4 if config.precision == "bfloat16" else wide)
-    if config.gradient_checkpointing:
-        kept = float(model.layers * row * checkpoint)
-        if config.offload_checkpoints:
-            host += kept
-            kept = 2.0 * row * checkpoint  # the one in use and the one on its way
-        layer = row * outside + tile * mlp
-    else:
-        inside = per_token if config.mlp_tile is None else outside
-        kept = float(model.layers * row * inside)
-        layer = tile * mlp if config.mlp_tile is not None else 0
-    # the gradients of a layer's input and output, of its heads, and of two inner tensors of the MLP
-    layer += row * 2 * checkpoint + max(
-        tile * 2 * model.inner * elements, row * (2 * model.queries + model.keys) * elements
-    )
-    states = row * (2 * checkpoint + model.hidden * elements)
-
-    head_trained = not model.adapter and not config.freeze_head
-    head = model.vocabulary * model.hidden
-    if config.loss == "linear":
-        loss = min(_CHUNK[device], row * model.vocabulary * 4) + 4.0 * row * model.hidden
-        if on_gpu and half:
-            loss += 2 * head if wide == 4 else 0  # the head's copy for the tensor cores
-    else:
-        loss = float(row * model.vocabulary * 2 * elements)
-    if head_trained and row < sequences * tokens:  # beside the gradient of earlier micro-batches
-        loss += 4 * head
-    embeddings = head * wide if head_trained and model.tied else 0
-    layer = max(layer, embeddings - kept)
-
-    together = max(1, min(sequences, config.tokens_per_generation // tokens))
-    cache = 2.0 * together * tokens * model.layers * model.keys * elements
-    cache += together * model.vocabulary * (4 + 4 + 8)  # logits, probabilities, cumulative sums
+    if _autocasts(config):  # copies of all weights of the layers
+        weights += 2 * (model.weights - model.embeddings)
+    optimizer, offloaded = _optimizer_bytes(config, model)
+    kept, layer = _activation_bytes(config, model, row)
+    embeddings = 0
+    if not model.adapter and not config.freeze_head:  # their gradient, after all layers
+        embeddings = model.vocabulary * model.hidden * wide
+    host = offloaded
+    if config.offload_checkpoints:
+        host += kept
+        kept = 2 * kept / model.layers  # the one in use and the one on its way
     return Plan(
         weights=weights,
-        gradients=model.trained * trained_bytes,
+        gradients=float(model.trained * (4 if model.adapter else wide)),
         optimizer=optimizer,
         kept=kept,
-        layer=layer,
-        states=states,
-        loss=loss,
-        cache=cache,
+        layer=max(layer, embeddings - kept),
+        states=row * (2 * _stream(config) + _element(config)) * model.hidden,
+        loss=_loss_bytes(config, model, row, device, several=row < sequences * tokens),
+        cache=_cache_bytes(config, model, sequences, tokens),
         host=host,
     )
 
@@ -147,35 +113,96 @@ def plan(config: GrpoConfig | PpoConfig, model: Shape, *, tokens: int, device: s
 def layer_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> int:
     """What autograd keeps of a layer, per token, without recomputation.
 
-    Of the norms: the input in float32, the normalized input and the output. Of the attention: the
-    queries, keys and values as they enter it, its output and the input of the output projection;
-    with norms of queries and keys their inputs as well. Of the MLP: gate, its activation, up, and
-    their product.
+    Of each norm its input in float32, the normalized input, and its output as the linear layers
+    take it: one copy, or under autocast one for each of them. Of the attention the queries, keys
+    and values as they enter it, its output and the input of the output projection; with norms of
+    queries and keys also the input of these and what they normalized. Of the MLP its inner part.
     """
-    half = config.weights == "bfloat16" or config.precision == "bfloat16"
-    e = 2 if half else 4
-    # a float32 input of a norm is the residual stream itself
-    norms = model.hidden * ((2 * (4 + 2 + 2)) if config.weights == "bfloat16" else 6 * 4 - 0)
-    if config.precision == "bfloat16" and config.weights == "float32":
-        norms = model.hidden * 2 * (4 + 4 + 2)
-    heads = (3 * model.queries + 2 * model.keys) * e
+    element = _element(config)
+    norms = 2 * (4 + 4) + (3 + 2) * 2 if _autocasts(config) else 2 * (4 + 2 * element)
+    heads = (3 * model.queries + 2 * model.keys) * element
     if model.normed_heads:
-        heads += (model.queries + model.keys) * (4 + 2 if half else 8)
-    return norms + heads + 4 * model.inner * e
+        heads += (model.queries + model.keys) * (4 + element)
+    return norms * model.hidden + heads + inner_bytes(config, model)
+
+
+def inner_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> int:
+    """Of these the inner part of the MLP: gate, its activation, up, and their product."""
+    return 4 * model.inner * _element(config)
+
+
+def _activation_bytes(
+    config: GrpoConfig | PpoConfig, model: Shape, row: int
+) -> tuple[float, float]:
+    """What the forward keeps of all layers, and what the backward of one layer adds."""
+    inner = inner_bytes(config, model)
+    outside = layer_bytes(config, model) - inner
+    tile = row if config.mlp_tile is None else min(config.mlp_tile, row)
+    stream, element = _stream(config) * model.hidden, _element(config)
+    if config.gradient_checkpointing:
+        kept = float(model.layers * row * stream)
+        layer = row * outside + tile * inner
+    elif config.mlp_tile is not None:
+        kept = float(model.layers * row * outside)
+        layer = tile * inner
+    else:
+        kept = float(model.layers * row * (outside + inner))
+        layer = 0
+    # gradients on their way: of the layer's input and output, and of the attention or the MLP
+    attention = row * (2 * model.queries + 2 * model.keys) * element
+    mlp = tile * 2 * model.inner * element
+    return kept, float(layer + 2 * row * stream + max(attention, mlp))
+
+
+def _loss_bytes(
+    config: GrpoConfig | PpoConfig, model: Shape, row: int, device: str, *, several: bool
+) -> float:
+    """A chunk of logits, or all of them and their gradient; and the head's gradient."""
+    head = model.vocabulary * model.hidden
+    trained = not model.adapter and not config.freeze_head
+    element = _element(config)
+    # beside the gradient of earlier micro-batches
+    gradient = 4.0 * head if trained and several else 0.0
+    if config.loss == "logits":
+        return gradient + 2.0 * row * model.vocabulary * element
+    copies = 2.0 * head if device == "gpu" and _autocasts(config) else 0.0
+    chunk = min(_CHUNK[device], row * model.vocabulary * 4)
+    return gradient + copies + chunk + row * model.hidden * element
+
+
+def _cache_bytes(
+    config: GrpoConfig | PpoConfig, model: Shape, sequences: int, tokens: int
+) -> float:
+    """Keys and values of the sequences that are generated together, and a step's logits."""
+    together = max(1, min(sequences, config.tokens_per_generation // tokens))
+    # under autocast the norms of the keys and the rotation make the keys float32
+    of_keys = 4 if _autocasts(config) else _element(config)
+    pairs = model.layers * model.keys * (of_keys + _element(config))
+    step = model.vocabulary * (4 + 4 + 8)  # logits, probabilities, cumulative sums
+    return float(together * (tokens * pairs + step))
+
+
+def _autocasts(config: GrpoConfig | PpoConfig) -> bool:
+    return config.precision == "bfloat16" and config.weights == "float32"
+
+
+def _element(config: GrpoConfig | PpoConfig) -> int:
+    """Bytes of an element of what the linear layers compute."""
+    return 2 if "bfloat16" in (config.precision, config.weights) else 4
+
+
+def _stream(config: GrpoConfig | PpoConfig) -> int:
+    """Bytes of an element of the stream between the layers."""
+    return 2 if config.weights == "bfloat16" else 4
 
 
 def _optimizer_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> tuple[float, float]:
     """The optimizer's bytes on the device and on the host."""
     trained = model.trained
     half = config.weights == "bfloat16" and not model.adapter
-    if config.optimizer == "adamw_8bit":
-        states = 2 * (1 + 4 / 256) * trained
-    elif half and config.rounding == "stochastic":
-        states = 4.0 * trained
-    else:
-        states = 8.0 * trained
+    states = (2 * (1 + 4 / 256) if config.optimizer == "adamw_8bit" else 8.0) * trained
     if config.optimizer == "adamw_offloaded":
-        return 0.0, states + trained * (2 if half else 4)
+        return 0.0, states + 4 * trained
     masters = 4.0 * trained if half and config.rounding == "master" else 0.0
     return states + masters, 0.0
 
@@ -274,8 +301,8 @@ def _switches(config: GrpoConfig | PpoConfig, tokens: int, device: str) -> list[
     return switches + ([("offload_checkpoints", True)] if device == "gpu" else [])
 
 
-def report(config: GrpoConfig | PpoConfig, limit_gib: float | None) -> str:
-    """The plan as text: each part, the peak, and what to switch on to fit the limit.
+def report(config: GrpoConfig | PpoConfig, limit: float) -> str:
+    """The plan as text: each part, both peaks, and what to switch on to fit ``limit`` GiB.
 
     Raises:
         ValueError: The model is not of a kind that can be planned.
@@ -284,22 +311,35 @@ def report(config: GrpoConfig | PpoConfig, limit_gib: float | None) -> str:
     tokens = config.max_prompt_tokens + config.max_new_tokens
     device = "cpu" if config.device == "cpu" else "gpu"
     found = plan(config, model, tokens=tokens, device=device)
-    rows = [(f.name, getattr(found, f.name)) for f in fields(Plan)]
-    rows += [("peak of generation", found.generation), ("peak of learning", found.learning)]
     lines = [
         f"{model.weights / 1e9:.2f} billion weights, {model.trained / 1e6:.1f} million trained; "
         f"sequences of {tokens} tokens",
-        *(f"{name:20} {size / GIB:8.2f} GiB" for name, size in rows),
+        *_table(found),
     ]
-    if limit_gib is None:
+    if limit == math.inf:
         return "\n".join(lines)
-    if found.peak <= limit_gib * GIB:
-        return "\n".join([*lines, f"fits {limit_gib:g} GiB"])
-    changes, best = to_fit(config, model, tokens=tokens, device=device, limit=limit_gib * GIB)
-    switched = " ".join(
+    if found.peak <= limit * GIB:
+        return "\n".join([*lines, f"fits {limit:g} GiB"])
+    changes, best = to_fit(config, model, tokens=tokens, device=device, limit=limit * GIB)
+    switches = " ".join(
         f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()
     )
-    verdict = "fits" if best.peak <= limit_gib * GIB else "does not fit"
-    return "\n".join(
-        [*lines, f"{verdict} {limit_gib:g} GiB with {switched}: {best.peak / GIB:.2f} GiB"]
-    )
+    verdict = "fits" if best.peak <= limit * GIB else "does not fit"
+    return "\n".join([*lines, f"{verdict} {limit:g} GiB with {switches}:", *_table(best)])
+
+
+def _table(found: Plan) -> list[str]:
+    rows = {
+        "weights": found.weights,
+        "gradients": found.gradients,
+        "optimizer": found.optimizer,
+        "activations kept": found.kept,
+        "activations of a layer": found.layer,
+        "last hidden states": found.states,
+        "loss workspace": found.loss,
+        "cache of generation": found.cache,
+        "in host memory": found.host,
+        "peak of generation": found.generation,
+        "peak of learning": found.learning,
+    }
+    return [f"{name:24}{size / GIB:10.2f} GiB" for name, size in rows.items()]

@@ -13,6 +13,7 @@ from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
 from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
+from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.prompts import deal
 from fastrl.train.rewards import score
@@ -55,11 +56,7 @@ def train(config: PpoConfig) -> Summary:
         rollout_correction=correction,
     )
     head = ValueHead(model.get_input_embeddings().embedding_dim).to(model.device)
-    optimizer = torch.optim.AdamW(
-        [*model.parameters(), *head.parameters()],
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-    )
+    optimizer = make_optimizer([*model.parameters(), *head.parameters()], config)
 
     with training_run(job, config, {"optimizer": optimizer, "value_head": head}) as run:
         for step in run.steps():
@@ -79,7 +76,7 @@ def train(config: PpoConfig) -> Summary:
                 old_values = rollout_values(model, head, rollout, config)
                 ref = old
                 if run.reference is not None:
-                    ref = rollout_logprobs(run.reference, rollout, everything, config)
+                    ref = run.reference.logprobs(rollout, everything, config)
             penalty = config.kl_coef * kl_divergence(old, ref, estimator="k1")
             advantages, returns = gae(
                 token_rewards(rewards, penalty, mask),

@@ -87,8 +87,8 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
     """Whether a module is a layer's MLP of linear layers, which treats each token alone."""
     if name.rpartition(".")[2] != "mlp":
         return False
-    children = list(module.children())
-    return any(isinstance(child, nn.Linear) for child in children) and not any(
+    inside = module.modules()  # an adapter's layers hold the linear ones
+    return any(isinstance(part, nn.Linear) for part in inside) and not any(
         hasattr(module, part) for part in ("experts", "gate", "router")
     )
 

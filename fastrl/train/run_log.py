@@ -150,7 +150,8 @@ class RunLog:
         written = [self._settings, self.metrics, data / "train.jsonl", data / "held_out.jsonl"]
         for path in written:
             path.unlink(missing_ok=True)
-        shutil.rmtree(self.directory / "reference", ignore_errors=True)
+        for name in ("reference", "base"):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
         for directory in (data, self.checkpoints):
             with suppress(OSError):  # it does not exist, or holds other files
                 directory.rmdir()

@@ -1,16 +1,14 @@
 """Before the first step: check the settings, load, resume or warm start; and evaluation."""
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from fastrl.train import arithmetic, checkpoint, models
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.policy import check_head, check_packing
+from fastrl.train.policy_model import keep_base, load_policy
 from fastrl.train.prompts import Prompt, encode, read_jsonl
 from fastrl.train.recomputation import save_memory
 from fastrl.train.rewards import RewardFunction, import_reward, score
@@ -61,15 +59,10 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
         log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
     checkpoint.seed_all(config.seed)
     device = models.find_device(config.device)
-    if resumed_from is None:
-        model, tokenizer = models.load(config.model, device)
-        check_weights(model)
-    else:
-        if not checkpoint.verify(resumed_from):
-            log.say(f"{resumed_from} has no checksums; damaged files may go unnoticed")
-        with checkpoint.reading(resumed_from):
-            model, tokenizer = models.load(str(resumed_from), device)
-            check_weights(model)
+    if resumed_from is not None and not checkpoint.verify(resumed_from):
+        log.say(f"{resumed_from} has no checksums; damaged files may go unnoticed")
+    model, tokenizer = load_policy(config, device, log, resumed_from)
+    check_weights(model)
     check_head(model, config)
     train, held_out = (
         encode(
@@ -141,20 +134,8 @@ def begin(
             return None
         if i % 50 == 0:
             job.log.say(f"warm start: step {i}, loss {loss:.3f}")
+    keep_base(job.model, job.tokenizer, config, job.log.directory)
     return 0
-
-
-def reference_model(job: Job, config: GrpoConfig | PpoConfig) -> Any:
-    """A frozen copy of the initial model, stored with the run so that it can be resumed."""
-    path = job.log.directory / "reference"
-    if job.resumed_from is None:
-        job.model.save_pretrained(path)
-        return copy.deepcopy(job.model).requires_grad_(False)
-    before = checkpoint.rng_state()  # making a model may use the generators, copying does not
-    frozen = type(job.model).from_pretrained(path, dtype=torch.float32)
-    checkpoint.set_rng_state(before)
-    frozen.set_attn_implementation(config.attention)
-    return frozen.to(job.model.device).eval().requires_grad_(False)
 
 
 def evaluate(job: Job, config: GrpoConfig | PpoConfig) -> float:

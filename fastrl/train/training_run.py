@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any
 
 import torch
 
@@ -11,8 +10,9 @@ from fastrl.train import checkpoint, gradients
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.phases import Phases
+from fastrl.train.reference import Reference
 from fastrl.train.run_log import Row, Summary
-from fastrl.train.start import Job, begin, evaluate, not_finite, reference_model
+from fastrl.train.start import Job, begin, evaluate, not_finite
 
 Config = GrpoConfig | PpoConfig
 Parts = Mapping[str, checkpoint.Stateful]
@@ -42,7 +42,9 @@ def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRu
             begun = begin(job, config, parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
-                run.reference = reference_model(job, config) if config.kl_coef > 0 else None
+                if config.kl_coef > 0:
+                    resumed = job.resumed_from is not None
+                    run.reference = Reference(job.model, config, job.log.directory, resumed=resumed)
                 if not job.log.rows:
                     run.save()
         if begun is None:
@@ -66,14 +68,14 @@ class TrainingRun:
     Attributes:
         step: How many steps are done.
         rng: The random state at the beginning of the next step.
-        reference: The frozen model for the KL; None if its coefficient is 0.
+        reference: The initial policy, for the KL; None if its coefficient is 0.
         phase: Measures the phases of a step, ``with run.phase("generate")``.
     """
 
     def __init__(self, job: Job, config: Config, parts: Parts, interrupt: Interrupt) -> None:
         self.step = 0
         self.rng = checkpoint.rng_state()
-        self.reference: Any = None
+        self.reference: Reference | None = None
         self.phase = Phases(job.model.device)
         self._started = time.perf_counter()
         self._whole = True  # weights and log are those after `step` steps, and can be saved

@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
+from fastrl.train.models import frozen_head
+from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.prompts import Prompt, deal
 from fastrl.train.rollout import Rollout
@@ -41,13 +44,28 @@ def warm_start(
     """Train on demonstrations for the training prompts; yields the loss of each step.
 
     Each time, one of the record's ``"demonstrations"`` is chosen at random; a record without them
-    has its ``"answer"``. `check_demonstrations` checks them beforehand.
+    has its ``"answer"``. `check_demonstrations` checks them beforehand. With ``lora_rank`` it is
+    the weights below the adapter that learn.
     """
-    steps = _steps(config)
+    if warm_start_steps(config) == 0:
+        return
+    adapted = config.lora_rank is not None
+    with model.base_trained(frozen_head(model, config)) if adapted else nullcontext():
+        yield from _supervised_steps(model, tokenizer, prompts, config)
+
+
+def _supervised_steps(
+    model: Any, tokenizer: Any, prompts: list[Prompt], config: GrpoConfig | PpoConfig
+) -> Iterator[float]:
+    steps = warm_start_steps(config)
     shown = [_demonstrations(prompt) for prompt in prompts]
     pairs = list(zip(prompts, shown, strict=True))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.warm_start_learning_rate, betas=(0.9, 0.98), weight_decay=0.1
+    optimizer = make_optimizer(
+        model.parameters(),
+        config,
+        lr=config.warm_start_learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=0.1,
     )
     plain = replace(config, temperature=1.0)  # the temperature is for sampling
     for step in range(steps):
@@ -73,7 +91,7 @@ def check_demonstrations(
 ) -> None:
     """Raise a `ValueError` that names a record whose demonstrations cannot be used."""
     known: set[str] = set()
-    for prompt in prompts if _steps(config) > 0 else []:
+    for prompt in prompts if warm_start_steps(config) > 0 else []:
         for text in _demonstrations(prompt):
             try:
                 if text not in known:
@@ -85,7 +103,8 @@ def check_demonstrations(
             known.add(text)
 
 
-def _steps(config: GrpoConfig | PpoConfig) -> int:
+def warm_start_steps(config: RunConfig) -> int:
+    """How many supervised steps come first."""
     if config.warm_start_steps is not None:
         return config.warm_start_steps
     return NEW_MODEL_STEPS if config.model is None else 0

@@ -41,10 +41,33 @@ ALLOWED = {
     ),
     "train": (
         {"", "ops", "integrations", "train", *CORE},
-        {"torch", "transformers", "tokenizers", "matplotlib", "numpy", "tqdm", "filelock", "vllm"},
+        {
+            "torch",
+            "transformers",
+            "tokenizers",
+            "matplotlib",
+            "numpy",
+            "tqdm",
+            "filelock",
+            "peft",
+            "torchao",
+            "vllm",
+        },
     ),
 }
-EXTRAS = ("triton", "transformers", "trl", "tokenizers", "matplotlib", "numpy", "tqdm", "filelock")
+EXTRAS = (
+    "triton",
+    "transformers",
+    "trl",
+    "tokenizers",
+    "matplotlib",
+    "numpy",
+    "tqdm",
+    "filelock",
+    "peft",
+    "torchao",
+    "vllm",
+)
 
 # The reference of a fused op is a composition of others and has no separate file. The linear forms
 # are Python loops for every device, tested and measured together.

@@ -13,9 +13,9 @@ import fastrl.train
 from fastrl.train import arithmetic
 from fastrl.train.command_line import parse
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.models import CHARACTERS, character_tokenizer
 from fastrl.train.prompts import deal, encode, read_jsonl
 from fastrl.train.rewards import RewardError, exact_match, import_reward, score
+from fastrl.train.small_model import CHARACTERS, character_tokenizer
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

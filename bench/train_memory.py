@@ -1,0 +1,267 @@
+"""Peak memory of one training step, beyond the weights and the optimizer's state.
+
+    python bench/train_memory.py [--model a b] [--tokens 4096 16384 32768] [--loop grpo ppo trl]
+
+Each number is from a separate process on the CPU, in float32: a Qwen3 of random weights makes a
+step on a short batch, so that the optimizer has its state, resets the kernel's high-water mark of
+resident memory, and makes a step on the measured batch: forward, loss and backward of every
+micro-batch, then clipping and AdamW. Gradients count. The process returns freed blocks to the
+kernel at once (MALLOC_MMAP_THRESHOLD_), or the mark would also hold what glibc keeps for later.
+
+The row "TRL" is `GRPOTrainer.compute_loss` with its backward, with TRL's default settings but for
+the precision: its model computes in float32 too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from memory import _peak, _reset_peak
+
+ROOT = Path(__file__).parent.parent
+WIDTH = 256
+PROMPT = 64  # tokens
+GROUP = 8  # completions of a prompt, if there are as many
+MODELS = {"a": (4, 151936), "b": (8, 8000)}  # layers, vocabulary
+WHOLE = {"tokens_per_micro_batch": 2**30}
+SAVING = {"gradient_checkpointing": True, "mlp_tile": 1024}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "everything off, one micro-batch": WHOLE,
+    "gradient_checkpointing": {**WHOLE, "gradient_checkpointing": True},
+    "and mlp_tile 1024": {**WHOLE, **SAVING},
+    "and tokens_per_micro_batch 4096, share_prompts": {
+        **SAVING,
+        "tokens_per_micro_batch": 4096,
+        "share_prompts": True,
+    },
+}
+OFF, ON = next(iter(SETTINGS)), [*SETTINGS][-1]
+RAGGED = [1024] + 15 * [128]  # 2,944 tokens; padded they were 16,384
+
+
+class Case(NamedTuple):
+    """What a process measures."""
+
+    model: str
+    loop: str  # grpo, ppo or trl
+    lengths: list[int]  # tokens of each sequence, its prompt included
+    settings: dict[str, Any]
+
+
+def main() -> None:
+    given = _options()
+    if given.case:
+        print(json.dumps(_measure(Case(*json.loads(given.case)))))
+        return
+    versions = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(f"MB (1e6 bytes) beyond weights and optimizer; {versions}\n")
+    for model in given.model:
+        layers, vocabulary = MODELS[model]
+        print(f"{layers} layers, H = {WIDTH}, V = {vocabulary:,}:\n")
+        print("| loop | sequences | settings |", *(f"{n:,} tokens |" for n in given.tokens))
+        print("| --- | --- | --- |", *("---: |" for _ in given.tokens))
+        for loop in given.loop:
+            for sequences, settings in _rows(loop):
+                cells = [
+                    _run(Case(model, loop, _lengths(sequences, n), SETTINGS[settings]))
+                    if loop != "trl" or n == min(given.tokens)
+                    else ""
+                    for n in given.tokens
+                ]
+                name = "TRL's defaults" if loop == "trl" else settings
+                print(f"| {loop} | {sequences} |", name, *(f"| {cell}" for cell in cells), "|")
+                sys.stdout.flush()
+        for loop in given.loop:
+            if loop != "trl":
+                ragged = _run(Case(model, loop, RAGGED, SETTINGS[OFF]))
+                full = _run(Case(model, loop, [sum(RAGGED) // 2] * 2, SETTINGS[OFF]))
+                print(
+                    f"\n{loop}, {sum(RAGGED):,} tokens, one micro-batch: {ragged} MB in a sequence "
+                    f"of 1,024 and 15 of 128, {full} MB in two sequences."
+                )
+        print()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768])
+    loops = ["grpo", "ppo", "trl"]
+    parser.add_argument("--loop", nargs="+", choices=loops, default=loops)
+    parser.add_argument("--case", help="measure this one, here: JSON")
+    return parser.parse_args()
+
+
+def _rows(loop: str) -> list[tuple[str, str]]:
+    """The sequences and settings of the rows of a loop."""
+    if loop == "trl":
+        return [("of 1,024", OFF)]
+    if loop == "ppo":
+        return [(sequences, name) for sequences in ("of 1,024", "one") for name in (OFF, ON)]
+    return [(sequences, name) for sequences in ("of 1,024", "one") for name in SETTINGS]
+
+
+def _lengths(sequences: str, tokens: int) -> list[int]:
+    return [tokens] if sequences == "one" else [1024] * (tokens // 1024)
+
+
+def _run(case: Case) -> str:
+    """The MB of a case, measured in a process of its own; or why there is no number."""
+    command = [sys.executable, __file__, "--case", json.dumps(case)]
+    env = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "PYTHONPATH": str(ROOT)}
+    child = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | env
+    )
+    if child.returncode:
+        return "not run: " + (child.stderr.strip().splitlines() or ["no message"])[-1][:120]
+    return f"{json.loads(child.stdout.splitlines()[-1]) / 1e6:,.0f}"
+
+
+def _measure(case: Case) -> int:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    step = _trl_step(case) if case.loop == "trl" else _step(case)
+    step([256, 200])
+    before = _reset_peak()
+    step(case.lengths)
+    return _peak() - before
+
+
+def _sizes(case: Case) -> dict[str, Any]:
+    layers, vocabulary = MODELS[case.model]
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": WIDTH,
+        "intermediate_size": 3 * WIDTH,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2**16,
+        "tie_word_embeddings": True,
+    }
+
+
+def _step(case: Case) -> Any:
+    """A function that makes a step of the loop on random sequences of the given lengths."""
+    import transformers
+
+    from fastrl import Objective, value_loss
+    from fastrl.train.config import GrpoConfig, PpoConfig
+    from fastrl.train.gradients import apply, normalizer
+    from fastrl.train.policy import batches, policy_loss, policy_outputs
+    from fastrl.train.recomputation import save_memory
+    from fastrl.train.value_head import ValueHead
+
+    sizes = transformers.Qwen3Config(**_sizes(case))
+    model = transformers.AutoModelForCausalLM.from_config(sizes)
+    critic = ValueHead(WIDTH)
+    config: GrpoConfig | PpoConfig
+    if case.loop == "ppo":
+        options = {name: value for name, value in case.settings.items() if name != "share_prompts"}
+        config, objective = PpoConfig(**options), Objective.preset("ppo")
+        parameters = [*model.parameters(), *critic.parameters()]
+    else:
+        config = GrpoConfig(**case.settings)
+        objective, parameters = config.policy_objective(), [*model.parameters()]
+    save_memory(model, config)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+
+    def step(lengths: list[int]) -> None:
+        rollout = _rollout(lengths, MODELS[case.model][1])
+        mask, values = rollout.mask, torch.randn(rollout.mask.shape)
+        advantages = torch.randn(mask.shape if case.loop == "ppo" else len(mask))
+        denominator = normalizer(mask, objective.aggregation)
+        for batch in batches(rollout, torch.arange(len(mask)), mask, config):
+            outputs = policy_outputs(model, batch, config)
+            per_token = case.loop == "ppo"
+            loss = policy_loss(
+                outputs,
+                batch,
+                config,
+                batch.take(advantages) if per_token else advantages[batch.rows],
+                old_logprobs=batch.take(rollout.logprobs),
+                objective=objective,
+                normalizer=denominator,
+            ).loss
+            if per_token:
+                loss = (
+                    loss
+                    + value_loss(
+                        critic(outputs.states),
+                        batch.take(values),
+                        torch.ones_like(batch.token_ids, dtype=torch.bool),
+                        old_values=batch.take(values),
+                        clip=0.2,
+                        normalizer=denominator,
+                    ).loss
+                )
+            loss.backward()
+        apply(optimizer, config, 0)
+
+    return step
+
+
+def _rollout(lengths: list[int], vocabulary: int) -> Any:
+    """Random completions, each with its length; GROUP of them continue one prompt."""
+    from fastrl.train.rollout import Rollout
+
+    sampled = torch.tensor(lengths)[:, None] - PROMPT
+    shape = (len(lengths), int(sampled.max()))
+    mask = torch.arange(shape[1]) < sampled
+    groups = -(-len(lengths) // GROUP)
+    return Rollout(
+        prompts=torch.randint(vocabulary, (groups, PROMPT)).tolist(),
+        prompt_of=torch.arange(len(lengths)) // GROUP,
+        token_ids=torch.randint(vocabulary, shape),
+        mask=mask,
+        logprobs=torch.full(shape, -float(torch.tensor(vocabulary).log())).where(mask, 0.0),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+def _trl_step(case: Case) -> Any:
+    """A function that calls TRL's loss and its backward; TRL's optimizer has no part in it."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.trl_runs import make_trainer, save_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_model(Path(folder) / "model", "Qwen3Config", **_sizes(case))
+        trainer = make_trainer(
+            path,
+            output_dir=folder,
+            gradient_checkpointing=True,
+            model_init_kwargs={"dtype": "float32"},
+        )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+
+    def step(lengths: list[int]) -> None:
+        ids = torch.randint(4, MODELS[case.model][1], (len(lengths), max(lengths)))
+        shape = (len(lengths), max(lengths) - PROMPT)
+        batch = {
+            "prompt_ids": ids[:, :PROMPT],
+            "prompt_mask": torch.ones(len(lengths), PROMPT, dtype=torch.long),
+            "completion_ids": ids[:, PROMPT:],
+            "completion_mask": torch.ones(shape, dtype=torch.long),
+            "advantages": torch.randn(len(lengths)),
+            "old_per_token_logps": torch.full(shape, -9.0),
+            "num_items_in_batch": torch.tensor(shape[0] * shape[1]),
+        }
+        trainer.compute_loss(trainer.model, batch).backward()
+        trainer.model.zero_grad(set_to_none=True)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

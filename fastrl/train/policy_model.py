@@ -1,0 +1,96 @@
+"""The model to train: its dtype, its adapter, what of it is frozen, and where its base is kept."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastrl.train import checkpoint, extras, models, stored_model
+from fastrl.train.config import RunConfig
+from fastrl.train.run_log import RunLog
+from fastrl.train.stored_model import BASE
+from fastrl.train.warm_start import warm_start_steps
+
+
+def load_policy(
+    config: RunConfig, device: torch.device, log: RunLog, resumed_from: Path | None
+) -> tuple[Any, Any]:
+    """The model, new or of a checkpoint, and its tokenizer.
+
+    With ``lora_rank`` it is an `AdaptedModel`, of which checkpoints hold the adapter.
+
+    Args:
+        config: Names the model, its dtype, the adapter and what is frozen.
+        device: The device of the model.
+        log: Names the directory of the run.
+        resumed_from: The checkpoint to resume from, or None.
+
+    Raises:
+        ValueError: There is no such model, it is damaged, or nothing of it would be trained.
+    """
+    dtype = getattr(torch, config.weights)
+    if resumed_from is None and _names_adapter(config):
+        log.say(f"{config.model} is an adapter: the run starts from its base with it merged")
+    if config.lora_rank is None:
+        if resumed_from is None:
+            model, tokenizer = models.load(config.model, device, dtype=dtype)
+        else:
+            with checkpoint.reading(resumed_from):
+                model, tokenizer = models.load(str(resumed_from), device, dtype=dtype)
+        for parameter in models.frozen_head(model, config):
+            parameter.requires_grad_(False)
+    else:
+        model, tokenizer = _adapted(config, device, log, resumed_from, dtype)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("freeze_head must leave a weight to train, but the model has no other")
+    return model, tokenizer
+
+
+def keep_base(model: Any, tokenizer: Any, config: RunConfig, run: Path) -> None:
+    """Store the weights below an adapter with the run, unless ``config.model`` is just them."""
+    if config.lora_rank is None or not _is_changed(config):
+        return
+
+    def save(directory: Path) -> None:
+        model.save_base(directory)
+        tokenizer.save_pretrained(directory)
+
+    stored_model.store(run / BASE, save)
+
+
+def _adapted(
+    config: RunConfig,
+    device: torch.device,
+    log: RunLog,
+    resumed_from: Path | None,
+    dtype: torch.dtype,
+) -> tuple[Any, Any]:
+    extras.require("peft", extra="lora", setting="lora_rank")
+    from fastrl.train import adapters
+
+    source = config.model
+    if source is None or _is_changed(config):
+        base = str((log.directory / BASE).resolve())
+        if resumed_from is not None:
+            stored_model.verify(log.directory / BASE)
+            source = base
+    else:
+        base = str(Path(source).resolve()) if Path(source).is_dir() else source
+    model, tokenizer = models.load(source, device, dtype=dtype)
+    adapted = adapters.attach(model, config, base)
+    if resumed_from is not None:
+        with checkpoint.reading(resumed_from):
+            adapted.load_weights(resumed_from)
+    return adapted, tokenizer
+
+
+def _is_changed(config: RunConfig) -> bool:
+    """Whether the run starts from other weights than those that ``config.model`` names."""
+    return config.model is None or warm_start_steps(config) > 0 or _names_adapter(config)
+
+
+def _names_adapter(config: RunConfig) -> bool:
+    try:
+        return config.model is not None and models.is_adapter(config.model)
+    except OSError as error:
+        raise ValueError(f"model must exist, got {config.model!r}: {error}") from error
