@@ -32,9 +32,11 @@ def train(config: GrpoConfig) -> Summary:
         Where the run is stored and the held-out reward before and after.
 
     Raises:
-        ValueError: An input is invalid. If a reward function fails later, a checkpoint is saved
-            first.
-        FloatingPointError: The gradients are not finite; a checkpoint is saved first.
+        ValueError: An input is invalid, or a reward function fails later.
+        FloatingPointError: The logits, gradients or weights of a step are not finite.
+        OSError: The disk is full.
+
+    The message of an error in a step tells where ``--resume`` continues.
     """
     job = prepare(config, "grpo")
     model = job.model

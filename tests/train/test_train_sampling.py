@@ -61,6 +61,16 @@ def test_a_row_is_chosen_from_alone():
     assert together.tolist() == alone
 
 
+@pytest.mark.parametrize("found", [0, 3, 5])
+def test_a_wrong_place_in_the_cumulative_probability_is_noticed(monkeypatch, found):
+    """As a parallel sum might lead to: a token of probability 0, or the end of the vocabulary."""
+    monkeypatch.setattr(torch, "searchsorted", lambda *_, **__: torch.tensor([[found]]))
+    scores = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf, -torch.inf]])
+    token_ids, logprobs = choose(scores, 1.0, torch.tensor([0.5], dtype=torch.float64))
+    assert token_ids.item() in (1, 2)
+    assert logprobs.isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", ["nan", "inf"])
 def test_a_row_without_a_distribution_has_no_logprob(wrong):
     scores = torch.zeros(3, 5)
@@ -73,15 +83,21 @@ def test_a_row_without_a_distribution_has_no_logprob(wrong):
 # ---------------------------------------------------------------- the distribution
 
 
+def bernstein(n, variance, largest, log_bound):
+    """What the mean of n draws exceeds by chance with probability exp(-log_bound), or less."""
+    part = log_bound * largest / 3 / n
+    return part + (part**2 + 2 * log_bound * variance / n) ** 0.5
+
+
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("engine", ["transformers", "continuous"])
 def test_samples_follow_the_probabilities_at_the_temperature(llama, engine, temperature):
-    """Every frequency is within the bound that n draws exceed with probability 1e-6 in total.
+    """Frequencies, and the mean log-probability, within bounds that chance breaks 1 in 1e6 times.
 
-    Bernstein: P(|frequency - p| > e) <= 2 exp(-n e^2 / (2 p (1 - p) + 2 e / 3)).
+    Bernstein: P(|mean - expected| > e) <= 2 exp(-n e^2 / (2 variance + 2 largest e / 3)).
     """
     model, tokenizer = llama
-    n, first = 400, torch.zeros(len(TEXTS), len(tokenizer))
+    n, first = 700, []
     torch.manual_seed(0)
     rollout, _ = sample(
         model, tokenizer, n, max_new_tokens=1, temperature=temperature, sampler=engine
@@ -89,13 +105,16 @@ def test_samples_follow_the_probabilities_at_the_temperature(llama, engine, temp
     for k, prompt in enumerate(rollout.prompts):
         with torch.no_grad():
             logits = model(torch.tensor([prompt])).logits[0, -1]
-        p = (logits.double() / temperature).softmax(-1)
-        assert p.max() < 0.9
-        first[k] = torch.bincount(rollout.token_ids[k * n : (k + 1) * n, 0], minlength=len(p)) / n
-        log_bound = math.log(2 * len(TEXTS) * len(p) / 1e-6)
-        e = log_bound / 3 / n + ((log_bound / 3 / n) ** 2 + 2 * log_bound * p * (1 - p) / n).sqrt()
-        assert ((first[k] - p).abs() <= e).all()
-    assert (first[0] - first[1]).abs().max() > 0.05  # the prompts have different answers
+        each = (logits.double() / temperature).log_softmax(-1)
+        p = each.exp()
+        log_bound = math.log(2 * len(TEXTS) * (len(p) + 1) / 1e-6)
+        drawn = rollout.token_ids[k * n : (k + 1) * n, 0]
+        first.append(torch.bincount(drawn, minlength=len(p)) / n)
+        assert ((first[k] - p).abs() <= bernstein(n, p * (1 - p), 1, log_bound)).all()
+        expected = p @ each
+        spread = bernstein(n, p @ (each - expected) ** 2, (each - expected).abs().max(), log_bound)
+        assert (each[drawn].mean() - expected).abs() <= spread
+    assert (first[0] - first[1]).abs().max() > 0.02  # the prompts have different answers
 
 
 def test_the_second_token_follows_the_first(llama):
@@ -219,6 +238,20 @@ def test_equal_generators_give_equal_samples(llama, engine):
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] != outcomes[2][0]
     assert outcomes[0][1] != outcomes[2][1]
+
+
+def test_continuous_batching_draws_one_number_of_the_run(llama):
+    """Whatever it samples: it seeds the generators of the process, which are put back."""
+    model, tokenizer = llama
+    following = []
+    for group_size in (0, 1, 5):
+        torch.manual_seed(7)
+        if group_size:
+            sample(model, tokenizer, group_size, sampler="continuous")
+        else:
+            torch.randint(2**31, (1,))
+        following.append(torch.rand(3).tolist())
+    assert following[0] == following[1] == following[2]
 
 
 @pytest.mark.parametrize("engine", ["transformers", "continuous"])
