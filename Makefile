@@ -51,6 +51,13 @@ help:
 	@echo "                  gpu-sanitize, gpu-bench, which also run alone (OUT=folder of the results)"
 	@echo "make clean        remove what was built, and the stamps in .venv"
 
+# OpenMP's threads spin while they wait for one another. Beside other processes, whose cores they then
+# take, that makes training many times slower; so they sleep after 300 turns, microseconds.
+# bench/shared_cores.py measures it. The environment's GOMP_SPINCOUNT or OMP_WAIT_POLICY win.
+ifndef OMP_WAIT_POLICY
+train train-ppo: export GOMP_SPINCOUNT ?= 300
+endif
+
 train: $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.train.grpo $(ARGS)
 

@@ -1,15 +1,16 @@
 """Peak memory of one training step, beyond the weights and the optimizer's state.
 
     python bench/train_memory.py [--model a b] [--tokens 4096 16384 32768] [--loop grpo ppo trl]
+        [--settings off checkpointing tiles on]
 
 Each number is from a separate process on the CPU, in float32: a Qwen3 of random weights makes a
 step on a short batch, so that the optimizer has its state, resets the kernel's high-water mark of
 resident memory, and makes a step on the measured batch: forward, loss and backward of every
 micro-batch, then clipping and AdamW. Gradients count. The process returns freed blocks to the
-kernel at once (MALLOC_MMAP_THRESHOLD_), or the mark would also hold what glibc keeps for later.
+kernel at once (MALLOC_MMAP_THRESHOLD_), or the mark would contain what glibc keeps for later.
 
-The row "TRL" is `GRPOTrainer.compute_loss` with its backward, with TRL's default settings but for
-the precision: its model computes in float32 too.
+The row "trl" is `GRPOTrainer.compute_loss` with its backward, with TRL's default settings (among
+them gradient checkpointing) in float32.
 """
 
 from __future__ import annotations
@@ -35,16 +36,11 @@ MODELS = {"a": (4, 151936), "b": (8, 8000)}  # layers, vocabulary
 WHOLE = {"tokens_per_micro_batch": 2**30}
 SAVING = {"gradient_checkpointing": True, "mlp_tile": 1024}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "everything off, one micro-batch": WHOLE,
-    "gradient_checkpointing": {**WHOLE, "gradient_checkpointing": True},
-    "and mlp_tile 1024": {**WHOLE, **SAVING},
-    "and tokens_per_micro_batch 4096, share_prompts": {
-        **SAVING,
-        "tokens_per_micro_batch": 4096,
-        "share_prompts": True,
-    },
+    "off": WHOLE,  # everything off, one micro-batch
+    "checkpointing": {**WHOLE, "gradient_checkpointing": True},
+    "tiles": {**WHOLE, **SAVING},
+    "on": {**SAVING, "tokens_per_micro_batch": 4096, "share_prompts": True},
 }
-OFF, ON = next(iter(SETTINGS)), [*SETTINGS][-1]
 RAGGED = [1024] + 15 * [128]  # 2,944 tokens; padded they were 16,384
 
 
@@ -62,30 +58,32 @@ def main() -> None:
     if given.case:
         print(json.dumps(_measure(Case(*json.loads(given.case)))))
         return
-    versions = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
-    print(f"MB (1e6 bytes) beyond weights and optimizer; {versions}\n")
+    print(
+        "MB (1e6 bytes) beyond weights and optimizer. off: one micro-batch, nothing recomputed; "
+        "checkpointing: with gradient_checkpointing; tiles: and mlp_tile 1024; on: and "
+        f"tokens_per_micro_batch 4096 and share_prompts. torch {torch.__version__}\n"
+    )
     for model in given.model:
         layers, vocabulary = MODELS[model]
         print(f"{layers} layers, H = {WIDTH}, V = {vocabulary:,}:\n")
         print("| loop | sequences | settings |", *(f"{n:,} tokens |" for n in given.tokens))
         print("| --- | --- | --- |", *("---: |" for _ in given.tokens))
         for loop in given.loop:
-            for sequences, settings in _rows(loop):
+            for sequences, settings in _rows(loop, given.settings):
                 cells = [
-                    _run(Case(model, loop, _lengths(sequences, n), SETTINGS[settings]))
+                    _run(Case(model, loop, _lengths(sequences, n), SETTINGS.get(settings, {})))
                     if loop != "trl" or n == min(given.tokens)
                     else ""
                     for n in given.tokens
                 ]
-                name = "TRL's defaults" if loop == "trl" else settings
-                print(f"| {loop} | {sequences} |", name, *(f"| {cell}" for cell in cells), "|")
+                print(f"| {loop} | {sequences} | {settings}", *(f"| {c}" for c in cells), "|")
                 sys.stdout.flush()
         for loop in given.loop:
-            if loop != "trl":
-                ragged = _run(Case(model, loop, RAGGED, SETTINGS[OFF]))
-                full = _run(Case(model, loop, [sum(RAGGED) // 2] * 2, SETTINGS[OFF]))
+            if loop != "trl" and "off" in given.settings:
+                ragged = _run(Case(model, loop, RAGGED, WHOLE))
+                full = _run(Case(model, loop, [sum(RAGGED) // 2] * 2, WHOLE))
                 print(
-                    f"\n{loop}, {sum(RAGGED):,} tokens, one micro-batch: {ragged} MB in a sequence "
+                    f"\n{loop}, {sum(RAGGED):,} tokens, off: {ragged} MB in a sequence "
                     f"of 1,024 and 15 of 128, {full} MB in two sequences."
                 )
         print()
@@ -97,17 +95,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768])
     loops = ["grpo", "ppo", "trl"]
     parser.add_argument("--loop", nargs="+", choices=loops, default=loops)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--case", help="measure this one, here: JSON")
     return parser.parse_args()
 
 
-def _rows(loop: str) -> list[tuple[str, str]]:
+def _rows(loop: str, settings: list[str]) -> list[tuple[str, str]]:
     """The sequences and settings of the rows of a loop."""
     if loop == "trl":
-        return [("of 1,024", OFF)]
-    if loop == "ppo":
-        return [(sequences, name) for sequences in ("of 1,024", "one") for name in (OFF, ON)]
-    return [(sequences, name) for sequences in ("of 1,024", "one") for name in SETTINGS]
+        return [("of 1,024", "its defaults")]
+    return [(sequences, name) for sequences in ("of 1,024", "one") for name in settings]
 
 
 def _lengths(sequences: str, tokens: int) -> list[int]:
@@ -243,7 +240,10 @@ def _trl_step(case: Case) -> Any:
             model_init_kwargs={"dtype": "float32"},
         )
     trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
+    model = trainer.model.train()
+    # as `trainer.train()` does; transformers 5 has renamed the method
+    checkpointed = getattr(model, "activation_checkpointing_enable", None)
+    (checkpointed or model.gradient_checkpointing_enable)()
 
     def step(lengths: list[int]) -> None:
         ids = torch.randint(4, MODELS[case.model][1], (len(lengths), max(lengths)))
@@ -257,8 +257,8 @@ def _trl_step(case: Case) -> Any:
             "old_per_token_logps": torch.full(shape, -9.0),
             "num_items_in_batch": torch.tensor(shape[0] * shape[1]),
         }
-        trainer.compute_loss(trainer.model, batch).backward()
-        trainer.model.zero_grad(set_to_none=True)
+        trainer.compute_loss(model, batch).backward()
+        model.zero_grad(set_to_none=True)
 
     return step
 
