@@ -34,7 +34,7 @@ class MemorySettings:
     )
     mlp_tile: int | None = option(
         None,
-        "Run and recompute the MLPs in tiles of this many tokens.",
+        "Run and recompute the MLPs in tiles of this many tokens, and recompute the norms.",
         least=1,
         result=False,
     )

@@ -7,48 +7,28 @@ in `docs/long-sequences.md`; ``python bench/train_memory.py`` compares it with m
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import Any
 
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.small_model import character_tokenizer, small_model
+from fastrl.train.model_shape import Shape, model_shape
 
 GIB = 2**30
 #: Bytes of logits in a chunk of the linear loss, with what belongs to it: `fastrl.ops._linear`.
 _CHUNK = {"cpu": 192 * 2**20, "gpu": 508 * 2**20}
 
 
-class Shape(NamedTuple):
-    """The sizes of a model that its memory depends on, in elements."""
-
-    layers: int
-    hidden: int
-    inner: int  # the MLP's
-    queries: int  # heads times their width
-    keys: int  # key heads times their width
-    vocabulary: int
-    normed_heads: bool  # norms of queries and keys
-    weights: int  # all parameters
-    embeddings: int  # of these the embeddings and the head
-    tied: bool
-    trained: int  # parameters with a gradient; those of the adapter with LoRA
-    adapter: int  # the parameters that LoRA adds
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Bytes per part. The peak is at the end of generation, in the loss, or in the backward."""
+    """Bytes per part. The peak is in the generation, in the loss, or in the backward of a layer."""
 
     weights: float
     gradients: float
     optimizer: float
     kept: float  # activations that the forward keeps: all, or the input of each layer
-    layer: float  # the layer that is recomputed, and gradients on their way
-    states: float  # last hidden states and their gradient
-    loss: float  # a chunk of logits, or all of them, and the gradient of the head
+    layer: float  # the layer that is recomputed, and gradients on their way through it
+    states: float  # the last hidden states and their gradient
+    loss: float  # a chunk of logits, or all of them and their gradient
+    head: float  # the gradient of the head, beside the one of earlier micro-batches
     cache: float  # keys and values of the sequences that are generated together
     host: float  # what is in host memory instead
 
@@ -65,7 +45,7 @@ class Plan:
     @property
     def learning(self) -> float:
         """The peak of a micro-batch, in the loss or in the backward of a layer."""
-        return self.resident + self.kept + self.states + max(self.loss, self.layer)
+        return self.resident + self.head + self.kept + max(self.states + self.loss, self.layer)
 
     @property
     def peak(self) -> float:
@@ -73,7 +53,14 @@ class Plan:
         return max(self.generation, self.learning)
 
 
-def plan(config: GrpoConfig | PpoConfig, model: Shape, *, tokens: int, device: str) -> Plan:
+def plan(
+    config: GrpoConfig | PpoConfig,
+    model: Shape,
+    *,
+    tokens: int,
+    device: str,
+    total: int | None = None,
+) -> Plan:
     """Predict the memory of a run whose longest sequence has ``tokens`` tokens.
 
     Args:
@@ -81,19 +68,22 @@ def plan(config: GrpoConfig | PpoConfig, model: Shape, *, tokens: int, device: s
         model: The model's sizes.
         tokens: The longest prompt and completion.
         device: ``"cpu"`` or ``"gpu"``.
+        total: The tokens of all sequences of a minibatch; by default all are the longest.
     """
     sequences = config.prompts_per_step * getattr(config, "group_size", 1)
-    row = min(max(config.tokens_per_micro_batch, tokens), sequences * tokens)
+    if total is None:
+        total = -(-sequences // config.minibatches) * tokens
+    row = min(max(config.tokens_per_micro_batch, tokens), total)
     wide = 4 if config.weights == "float32" else 2
     weights = float(model.weights * wide + 4 * model.adapter)
     if _autocasts(config):  # copies of all weights of the layers
         weights += 2 * (model.weights - model.embeddings)
-    optimizer, offloaded = _optimizer_bytes(config, model)
+    optimizer, host = _optimizer_bytes(config, model)
     kept, layer = _activation_bytes(config, model, row)
-    embeddings = 0
-    if not model.adapter and not config.freeze_head:  # their gradient, after all layers
-        embeddings = model.vocabulary * model.hidden * wide
-    host = offloaded
+    head_trained = not model.adapter and not config.freeze_head
+    head = model.vocabulary * model.hidden
+    if head_trained:  # the gradient of the embeddings comes after all layers
+        layer = max(layer, head * wide - kept)
     if config.offload_checkpoints:
         host += kept
         kept = 2 * kept / model.layers  # the one in use and the one on its way
@@ -102,72 +92,91 @@ def plan(config: GrpoConfig | PpoConfig, model: Shape, *, tokens: int, device: s
         gradients=float(model.trained * (4 if model.adapter else wide)),
         optimizer=optimizer,
         kept=kept,
-        layer=max(layer, embeddings - kept),
-        states=row * (2 * _stream(config) + _element(config)) * model.hidden,
-        loss=_loss_bytes(config, model, row, device, several=row < sequences * tokens),
+        layer=layer,
+        states=float(row * _states_width(config, model)),
+        loss=_loss_bytes(config, model, row, device),
+        head=4.0 * head if head_trained and row < total else 0.0,
         cache=_cache_bytes(config, model, sequences, tokens),
         host=host,
     )
 
 
 def layer_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> int:
-    """What autograd keeps of a layer, per token, without recomputation.
+    """What autograd keeps of a layer, per token, without gradient checkpointing.
 
-    Of each norm its input in float32, the normalized input, and its output as the linear layers
-    take it: one copy, or under autocast one for each of them. Of the attention the queries, keys
-    and values as they enter it, its output and the input of the output projection; with norms of
-    queries and keys also the input of these and what they normalized. Of the MLP its inner part.
+    The inputs of the norms, in float32, and what they normalized, if their weights are trained; the
+    inputs of the linear layers; the queries, keys and values that enter the attention, and what
+    leaves it; of the MLP the gate, its activation and up. With ``mlp_tile`` of norms the input
+    alone, and of the MLP one tile of `inner_bytes` in all.
     """
     element = _element(config)
-    norms = 2 * (4 + 4) + (3 + 2) * 2 if _autocasts(config) else 2 * (4 + 2 * element)
-    heads = (3 * model.queries + 2 * model.keys) * element
+    of_norms = 2 * _norm_bytes(config, model, _stream(config)) * model.hidden
     if model.normed_heads:
-        heads += (model.queries + model.keys) * (4 + element)
-    return norms * model.hidden + heads + inner_bytes(config, model)
+        of_norms += _norm_bytes(config, model, element) * (model.queries + model.keys)
+    attended = (2 * model.queries + 2 * model.keys) * element
+    size, shared = _linear_inputs(config, model)
+    inputs = size * ((1 if shared else 3) * model.hidden + model.queries)
+    if config.mlp_tile is not None:
+        return of_norms + attended + inputs + model.hidden * element
+    return of_norms + attended + inputs + inner_bytes(config, model)
 
 
 def inner_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> int:
-    """Of these the inner part of the MLP: gate, its activation, up, and their product."""
-    return 4 * model.inner * _element(config)
+    """Of these the MLP's: gate, its activation and up, and the inputs of its linear layers."""
+    size, shared = _linear_inputs(config, model)
+    inputs = size * ((1 if shared else 2) * model.hidden + model.inner)
+    return 3 * model.inner * _element(config) + inputs
+
+
+def _norm_bytes(config: GrpoConfig | PpoConfig, model: Shape, width: int) -> int:
+    """Per element: the input in float32 and what was normalized, or only the input as it is."""
+    if config.mlp_tile is not None:
+        return width
+    normalized = max(width, _element(config)) if not model.adapter else 0
+    return 4 + normalized
+
+
+def _linear_inputs(config: GrpoConfig | PpoConfig, model: Shape) -> tuple[int, bool]:
+    """Bytes per element of the inputs of linear layers, and whether layers share one copy.
+
+    Autocast copies the input for each layer. So does an adapter, which is float32, on bfloat16
+    weights, while those, which are not trained, do not need theirs.
+    """
+    own = bool(model.adapter) and config.weights == "bfloat16"
+    size = 4 if own and config.precision == "float32" else _element(config)
+    return size, not (_autocasts(config) or own)
 
 
 def _activation_bytes(
     config: GrpoConfig | PpoConfig, model: Shape, row: int
 ) -> tuple[float, float]:
     """What the forward keeps of all layers, and what the backward of one layer adds."""
-    inner = inner_bytes(config, model)
-    outside = layer_bytes(config, model) - inner
-    tile = row if config.mlp_tile is None else min(config.mlp_tile, row)
+    of_layer, inner = layer_bytes(config, model), inner_bytes(config, model)
     stream, element = _stream(config) * model.hidden, _element(config)
+    tile = row if config.mlp_tile is None else min(config.mlp_tile, row)
+    recomputed = 0 if config.mlp_tile is None else tile * inner
     if config.gradient_checkpointing:
         kept = float(model.layers * row * stream)
-        layer = row * outside + tile * inner
-    elif config.mlp_tile is not None:
-        kept = float(model.layers * row * outside)
-        layer = tile * inner
+        recomputed += row * of_layer
     else:
-        kept = float(model.layers * row * (outside + inner))
-        layer = 0
+        kept = float(model.layers * row * of_layer)
     # gradients on their way: of the layer's input and output, and of the attention or the MLP
     attention = row * (2 * model.queries + 2 * model.keys) * element
     mlp = tile * 2 * model.inner * element
-    return kept, float(layer + 2 * row * stream + max(attention, mlp))
+    return kept, float(recomputed + 2 * row * stream + max(attention, mlp))
 
 
-def _loss_bytes(
-    config: GrpoConfig | PpoConfig, model: Shape, row: int, device: str, *, several: bool
-) -> float:
-    """A chunk of logits, or all of them and their gradient; and the head's gradient."""
-    head = model.vocabulary * model.hidden
-    trained = not model.adapter and not config.freeze_head
-    element = _element(config)
-    # beside the gradient of earlier micro-batches
-    gradient = 4.0 * head if trained and several else 0.0
+def _states_width(config: GrpoConfig | PpoConfig, model: Shape) -> int:
+    """Bytes per token of the last norm, of the states at the scored tokens and their gradient."""
+    return (_norm_bytes(config, model, _stream(config)) + 2 * _element(config)) * model.hidden
+
+
+def _loss_bytes(config: GrpoConfig | PpoConfig, model: Shape, row: int, device: str) -> float:
+    """A chunk of logits and the head's copy for tensor cores; or all logits and their gradient."""
     if config.loss == "logits":
-        return gradient + 2.0 * row * model.vocabulary * element
-    copies = 2.0 * head if device == "gpu" and _autocasts(config) else 0.0
-    chunk = min(_CHUNK[device], row * model.vocabulary * 4)
-    return gradient + copies + chunk + row * model.hidden * element
+        return 2.0 * row * model.vocabulary * _element(config)
+    copy = 2.0 * model.vocabulary * model.hidden if device == "gpu" and _autocasts(config) else 0.0
+    return copy + min(_CHUNK[device], row * model.vocabulary * 4)
 
 
 def _cache_bytes(
@@ -205,71 +214,6 @@ def _optimizer_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> tuple[floa
         return 0.0, states + 4 * trained
     masters = 4.0 * trained if half and config.rounding == "master" else 0.0
     return states + masters, 0.0
-
-
-def model_shape(config: GrpoConfig | PpoConfig) -> Shape:
-    """The sizes of the model that the settings name; its weights are not loaded.
-
-    Raises:
-        ValueError: There is no such model, or its layers are of another kind.
-    """
-    if config.model is None:
-        model: Any = small_model(character_tokenizer())
-        of_model = model.config
-    else:
-        try:
-            of_model = AutoConfig.from_pretrained(config.model)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(of_model)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"model must be a causal LM with a configuration, got {config.model!r}: {error}"
-            ) from error
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in needed if not isinstance(getattr(of_model, name, None), int)]
-    if missing or any("experts" in name for name, _ in model.named_modules()):
-        raise ValueError(
-            f"plan: model must have layers of attention and an MLP, got {of_model.model_type} "
-            f"{'without ' + ', '.join(missing) if missing else 'with experts'}"
-        )
-    heads = of_model.num_attention_heads
-    width = getattr(of_model, "head_dim", None) or of_model.hidden_size // heads
-    keys = getattr(of_model, "num_key_value_heads", None) or heads
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head.weight is embedding.weight or bool(of_model.tie_word_embeddings)
-    embeddings = embedding.weight.numel() + (0 if tied else head.weight.numel())
-    weights = sum(p.numel() for p in set(model.parameters()))
-    if tied and head.weight is not embedding.weight:
-        weights -= head.weight.numel()
-    adapter = _adapter(model, config, head)
-    trained = adapter or weights - (embeddings if config.freeze_head else 0)
-    return Shape(
-        layers=of_model.num_hidden_layers,
-        hidden=of_model.hidden_size,
-        inner=of_model.intermediate_size,
-        queries=heads * width,
-        keys=keys * width,
-        vocabulary=head.weight.shape[0],
-        normed_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-        weights=weights,
-        embeddings=embeddings,
-        tied=tied,
-        trained=trained,
-        adapter=adapter,
-    )
-
-
-def _adapter(model: nn.Module, config: GrpoConfig | PpoConfig, head: nn.Module) -> int:
-    if config.lora_rank is None:
-        return 0
-    everywhere = config.lora_targets == ("all-linear",)
-    total = 0
-    for name, module in model.named_modules():
-        targeted = module is not head if everywhere else name.endswith(config.lora_targets)
-        if isinstance(module, nn.Linear) and targeted:
-            total += config.lora_rank * (module.in_features + module.out_features)
-            total += module.out_features if config.dora else 0
-    return total
 
 
 def to_fit(
@@ -337,6 +281,7 @@ def _table(found: Plan) -> list[str]:
         "activations of a layer": found.layer,
         "last hidden states": found.states,
         "loss workspace": found.loss,
+        "gradient of the head": found.head,
         "cache of generation": found.cache,
         "in host memory": found.host,
         "peak of generation": found.generation,

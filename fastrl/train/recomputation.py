@@ -65,6 +65,9 @@ def without_dropout(model: nn.Module) -> None:
 def tile_mlps(model: nn.Module, tokens: int) -> None:
     """Run the MLP of each layer on ``tokens`` tokens at a time, and recompute it by tiles.
 
+    Where a row is longer than a tile, RMS norms keep their input alone: those of `transformers`
+    also keep what they normalized, and a float32 copy of a bfloat16 input.
+
     Raises:
         ValueError: No MLP of the model works on each token by itself.
     """
@@ -73,6 +76,9 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
         raise ValueError("mlp_tile must be null for this model: no layer has a plain MLP")
     for module in tiled:
         module.forward = partial(_in_tiles, module.forward, tokens)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_recomputed, module.forward, tokens)
 
 
 def offloaded(config: MemorySettings) -> AbstractContextManager[Any]:
@@ -100,6 +106,12 @@ def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, states: Tensor) 
     if not torch.is_grad_enabled():
         return torch.cat([forward(tile) for tile in tiles], -2)
     return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], -2)
+
+
+def _recomputed(forward: Callable[[Tensor], Tensor], tokens: int, states: Tensor) -> Tensor:
+    if states.requires_grad and states.shape[1] > tokens:
+        return checkpoint(forward, states, use_reentrant=False)  # type: ignore[no-any-return]
+    return forward(states)
 
 
 def _recomputes(model: Any, config: MemorySettings) -> bool:

@@ -10,11 +10,13 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastrl.train import grpo
+from fastrl.integrations.transformers import last_hidden_states
+from fastrl.train import adapters, grpo
 from fastrl.train.attention import Span, make_layout
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.plan import GIB, Shape, layer_bytes, model_shape, plan, report, to_fit
+from fastrl.train.model_shape import Shape, model_shape
+from fastrl.train.plan import GIB, layer_bytes, plan, report, to_fit
 from fastrl.train.recomputation import save_memory
 
 SIZES = {
@@ -56,6 +58,8 @@ def saved_bytes(kind, layers, config, tokens):
     sizes = KINDS[kind](**SIZES, num_hidden_layers=layers)
     dtype = getattr(torch, config.weights)
     model = transformers.AutoModelForCausalLM.from_config(sizes, dtype=dtype)
+    if config.lora_rank:
+        model = adapters.attach(model, config, "base")
     save_memory(model, config)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept, alive = {}, []
@@ -73,20 +77,33 @@ def saved_bytes(kind, layers, config, tokens):
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=half),
     ):
-        model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), sequences=layout)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        last_hidden_states(model, input_ids=ids, sequences=layout)
     return sum(kept.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "settings", [{}, {"weights": "bfloat16"}, {"precision": "bfloat16"}], ids=str
+    "settings",
+    [
+        {},
+        {"weights": "bfloat16"},
+        {"precision": "bfloat16"},
+        {"lora_rank": 2},
+        {"lora_rank": 2, "weights": "bfloat16"},
+        {"lora_rank": 2, "weights": "bfloat16", "precision": "bfloat16"},
+        {"mlp_tile": 100},
+        {"mlp_tile": 100, "weights": "bfloat16"},
+    ],
+    ids=str,
 )
 def test_the_bytes_of_a_layer_are_what_autograd_keeps(tmp_path, kind, settings):
     config = GrpoConfig(model=save(tmp_path, kind), **settings)
     tokens = 1500  # one long sequence, attended to without copies
     measured = saved_bytes(kind, 3, config, tokens) - saved_bytes(kind, 2, config, tokens)
     shape = model_shape(config)  # of two layers
-    copies = 2 * (shape.weights - shape.embeddings) / 2 if "precision" in settings else 0
+    copied = "precision" in settings and "weights" not in settings
+    copies = 2 * (shape.weights - shape.embeddings) / 2 if copied else 0
     expected = tokens * layer_bytes(config, shape) + copies  # and autocast's weights of a layer
     assert measured == pytest.approx(expected, rel=0.03)
 
@@ -118,6 +135,7 @@ def test_a_long_sequence_of_an_8b_model_with_lora_fits_80_gib(large):
     config = GrpoConfig(
         model=large,
         weights="bfloat16",
+        precision="bfloat16",
         lora_rank=16,
         gradient_checkpointing=True,
         mlp_tile=2048,
@@ -134,7 +152,7 @@ def test_a_long_sequence_of_an_8b_model_with_lora_fits_80_gib(large):
     without = plan(
         replace(config, gradient_checkpointing=False), shape, tokens=131072, device="gpu"
     )
-    assert without.peak > 500 * GIB
+    assert without.peak > 300 * GIB
     offloaded = replace(config, offload_checkpoints=True)
     moved = plan(offloaded, shape, tokens=131072, device="gpu")
     assert moved.peak < found.peak - 30 * GIB
