@@ -8,6 +8,7 @@ step on a short batch, so that the optimizer has its state, resets the kernel's 
 resident memory, and makes a step on the measured batch: forward, loss and backward of every
 micro-batch, then clipping and AdamW. Gradients count. The process returns freed blocks to the
 kernel at once (MALLOC_MMAP_THRESHOLD_), or the mark would contain what glibc keeps for later.
+In brackets: what `python -m fastrl.train.grpo --plan` predicts, from the settings alone.
 
 The row "trl" is `GRPOTrainer.compute_loss` with its backward, with TRL's default settings (among
 them gradient checkpointing) in float32.
@@ -70,14 +71,12 @@ def main() -> None:
         print("| --- | --- | --- |", *("---: |" for _ in given.tokens))
         for loop in given.loop:
             for sequences, settings in _rows(loop, given.settings):
-                cells = [
-                    _run(Case(model, loop, _lengths(sequences, n), SETTINGS.get(settings, {})))
-                    if loop != "trl" or n == min(given.tokens)
-                    else ""
-                    for n in given.tokens
-                ]
-                print(f"| {loop} | {sequences} | {settings}", *(f"| {c}" for c in cells), "|")
-                sys.stdout.flush()
+                print(f"| {loop} | {sequences} | {settings}", end=" ", flush=True)
+                for n in given.tokens:
+                    case = Case(model, loop, _lengths(sequences, n), SETTINGS.get(settings, {}))
+                    cell = _cell(case) if loop != "trl" or n == min(given.tokens) else ""
+                    print(f"| {cell}", end=" ", flush=True)
+                print("|")
         for loop in given.loop:
             if loop != "trl" and "off" in given.settings:
                 ragged = _run(Case(model, loop, RAGGED, WHOLE))
@@ -109,6 +108,40 @@ def _rows(loop: str, settings: list[str]) -> list[tuple[str, str]]:
 
 def _lengths(sequences: str, tokens: int) -> list[int]:
     return [tokens] if sequences == "one" else [1024] * (tokens // 1024)
+
+
+def _cell(case: Case) -> str:
+    """Measured, and what `fastrl.train.plan` predicts."""
+    measured = _run(case)
+    return measured if case.loop == "trl" else f"{measured} ({_predicted(case) / 1e6:,.0f})"
+
+
+def _predicted(case: Case) -> float:
+    import transformers
+
+    from fastrl.train.model_shape import model_shape
+    from fastrl.train.plan import plan
+
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.Qwen3Config(**_sizes(case)).save_pretrained(folder)
+        config = _config(case, model=folder)
+        found = plan(
+            config,
+            model_shape(config),
+            tokens=max(case.lengths),
+            total=sum(case.lengths),
+            device="cpu",
+        )
+    return found.learning - found.weights - found.optimizer
+
+
+def _config(case: Case, **changes: Any) -> Any:
+    from fastrl.train.config import GrpoConfig, PpoConfig
+
+    if case.loop == "grpo":
+        return GrpoConfig(**case.settings, **changes)
+    own = {name: value for name, value in case.settings.items() if name != "share_prompts"}
+    return PpoConfig(**own, **changes)
 
 
 def _run(case: Case) -> str:
@@ -153,7 +186,6 @@ def _step(case: Case) -> Any:
     import transformers
 
     from fastrl import Objective, value_loss
-    from fastrl.train.config import GrpoConfig, PpoConfig
     from fastrl.train.gradients import apply, normalizer
     from fastrl.train.policy import batches, policy_loss, policy_outputs
     from fastrl.train.recomputation import save_memory
@@ -162,14 +194,10 @@ def _step(case: Case) -> Any:
     sizes = transformers.Qwen3Config(**_sizes(case))
     model = transformers.AutoModelForCausalLM.from_config(sizes)
     critic = ValueHead(WIDTH)
-    config: GrpoConfig | PpoConfig
+    config, objective = _config(case), Objective.preset(case.loop)
+    parameters = [*model.parameters()]
     if case.loop == "ppo":
-        options = {name: value for name, value in case.settings.items() if name != "share_prompts"}
-        config, objective = PpoConfig(**options), Objective.preset("ppo")
-        parameters = [*model.parameters(), *critic.parameters()]
-    else:
-        config = GrpoConfig(**case.settings)
-        objective, parameters = config.policy_objective(), [*model.parameters()]
+        parameters += critic.parameters()
     save_memory(model, config)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 

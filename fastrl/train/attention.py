@@ -142,7 +142,8 @@ def attend_by_sequence(
             strict=True,
         )
     ]
-    flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
+    parts = [output.transpose(1, 2).flatten(0, 1) for output in outputs]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)  # one is not copied
     return (flat if sequences.order is None else flat[sequences.order])[None], None
 
 

@@ -65,8 +65,8 @@ def without_dropout(model: nn.Module) -> None:
 def tile_mlps(model: nn.Module, tokens: int) -> None:
     """Run the MLP of each layer on ``tokens`` tokens at a time, and recompute it by tiles.
 
-    Where a row is longer than a tile, RMS norms keep their input alone: those of `transformers`
-    also keep what they normalized, and a float32 copy of a bfloat16 input.
+    So are the RMS norms: those of `transformers` keep what they normalized, and a float32 copy of a
+    bfloat16 input.
 
     Raises:
         ValueError: No MLP of the model works on each token by itself.
@@ -74,11 +74,9 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
     tiled = [module for name, module in model.named_modules() if _is_mlp(name, module)]
     if not tiled:
         raise ValueError("mlp_tile must be null for this model: no layer has a plain MLP")
-    for module in tiled:
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    for module in tiled + norms:
         module.forward = partial(_in_tiles, module.forward, tokens)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_recomputed, module.forward, tokens)
 
 
 def offloaded(config: MemorySettings) -> AbstractContextManager[Any]:
@@ -100,18 +98,13 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
 
 
 def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, states: Tensor) -> Tensor:
-    if states.shape[-2] <= tokens:
+    """Call ``forward`` on ``tokens`` tokens of states ``[B, T, ...]`` at a time."""
+    if states.shape[1] <= tokens:
         return forward(states)
-    tiles = states.split(tokens, dim=-2)
+    tiles = states.split(tokens, dim=1)
     if not torch.is_grad_enabled():
-        return torch.cat([forward(tile) for tile in tiles], -2)
-    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], -2)
-
-
-def _recomputed(forward: Callable[[Tensor], Tensor], tokens: int, states: Tensor) -> Tensor:
-    if states.requires_grad and states.shape[1] > tokens:
-        return checkpoint(forward, states, use_reentrant=False)  # type: ignore[no-any-return]
-    return forward(states)
+        return torch.cat([forward(tile) for tile in tiles], 1)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], 1)
 
 
 def _recomputes(model: Any, config: MemorySettings) -> bool:
