@@ -28,14 +28,10 @@ class Plan:
     layer: float  # the layer that is recomputed, and gradients on their way through it
     states: float  # the last hidden states and their gradient
     loss: float  # a chunk of logits, or all of them and their gradient
-    head: float  # the gradient of the head, beside the one of earlier micro-batches
+    head: float  # the gradient of the head, which the loss computes
     cache: float  # keys and values of the sequences that are generated together
     host: float  # what is in host memory instead
-
-    @property
-    def resident(self) -> float:
-        """Weights, gradients and the optimizer."""
-        return self.weights + self.gradients + self.optimizer
+    several: bool  # whether there are gradients of earlier micro-batches
 
     @property
     def generation(self) -> float:
@@ -45,7 +41,9 @@ class Plan:
     @property
     def learning(self) -> float:
         """The peak of a micro-batch, in the loss or in the backward of a layer."""
-        return self.resident + self.head + self.kept + max(self.states + self.loss, self.layer)
+        in_loss = self.states + self.loss + self.head + (self.gradients if self.several else 0)
+        in_layer = self.gradients + self.layer + (self.head if self.several else 0)
+        return self.weights + self.optimizer + self.kept + max(in_loss, in_layer)
 
     @property
     def peak(self) -> float:
@@ -95,9 +93,10 @@ def plan(
         layer=layer,
         states=float(row * _states_width(config, model)),
         loss=_loss_bytes(config, model, row, device),
-        head=4.0 * head if head_trained and row < total else 0.0,
+        head=4.0 * head if head_trained else 0.0,
         cache=_cache_bytes(config, model, sequences, tokens),
         host=host,
+        several=row < total,
     )
 
 
