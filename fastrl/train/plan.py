@@ -29,6 +29,7 @@ class Plan:
     states: float  # the last hidden states and their gradient
     loss: float  # a chunk of logits, or all of them and their gradient
     head: float  # the gradient of the head, which the loss computes
+    update: float  # what the optimizer computes with of the largest weight
     cache: float  # keys and values of the sequences that are generated together
     host: float  # what is in host memory instead
     several: bool  # whether there are gradients of earlier micro-batches
@@ -40,10 +41,15 @@ class Plan:
 
     @property
     def learning(self) -> float:
-        """The peak of a micro-batch, in the loss or in the backward of a layer."""
+        """The peak of a minibatch: in the loss, the backward of a layer, or the update."""
         in_loss = self.states + self.loss + self.head + (self.gradients if self.several else 0)
         in_layer = self.gradients + self.layer + (self.head if self.several else 0)
-        return self.weights + self.optimizer + self.kept + max(in_loss, in_layer)
+        in_update = self.gradients + self.update
+        return (
+            self.weights
+            + self.optimizer
+            + max(self.kept + in_loss, self.kept + in_layer, in_update)
+        )
 
     @property
     def peak(self) -> float:
@@ -94,6 +100,7 @@ def plan(
         states=float(row * _states_width(config, model)),
         loss=_loss_bytes(config, model, row, device),
         head=4.0 * head if head_trained else 0.0,
+        update=_update_bytes(config, model, head if head_trained else 0, device),
         cache=_cache_bytes(config, model, sequences, tokens),
         host=host,
         several=row < total,
@@ -176,6 +183,16 @@ def _loss_bytes(config: GrpoConfig | PpoConfig, model: Shape, row: int, device: 
         return 2.0 * row * model.vocabulary * _element(config)
     copy = 2.0 * model.vocabulary * model.hidden if device == "gpu" and _autocasts(config) else 0.0
     return copy + min(_CHUNK[device], row * model.vocabulary * 4)
+
+
+def _update_bytes(config: GrpoConfig | PpoConfig, model: Shape, head: int, device: str) -> float:
+    """The float32 gradient, moments and so on of the largest weight, one weight at a time."""
+    largest = 0 if model.adapter else max(head, model.hidden * model.inner)
+    masters = config.weights == "bfloat16" and config.rounding == "master"
+    torchao = config.optimizer == "adamw_8bit" or config.rounding == "stochastic"
+    fused = device == "gpu" or config.optimizer == "adamw_offloaded"
+    copies = 4 if torchao else 0 if fused else 2
+    return 4.0 * largest * (copies + masters)
 
 
 def _cache_bytes(
@@ -281,6 +298,7 @@ def _table(found: Plan) -> list[str]:
         "last hidden states": found.states,
         "loss workspace": found.loss,
         "gradient of the head": found.head,
+        "update of a weight": found.update,
         "cache of generation": found.cache,
         "in host memory": found.host,
         "peak of generation": found.generation,

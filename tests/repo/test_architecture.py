@@ -27,6 +27,6 @@ def test_every_environment_variable_is_listed():
     texts = [path.read_text() for reader in READERS for path in sorted(ROOT.glob(reader))]
     read = {name for text in texts for groups in READS.findall(text) for name in groups if name}
     section = ARCHITECTURE.partition("## Environment variables")[2]
-    listed = set(re.findall(r"`([A-Z_]{2,})`", section))
+    listed = set(re.findall(r"`([A-Z0-9_]{2,})`", section))
     assert len(read) >= 10
     assert read - {"PATH"} <= listed

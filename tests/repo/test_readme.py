@@ -63,7 +63,7 @@ def test_example_runs(block, tmp_path, monkeypatch):
 def test_commands_exist(block):
     """Make targets, scripts and modules exist; the commands themselves may take hours."""
     makefile = (ROOT / "Makefile").read_text()
-    for line in block[2].splitlines():
+    for line in block[2].replace("\\\n", " ").splitlines():
         words = [word for word in shlex.split(line, comments=True) if "=" not in word]
         for word in words[1:] if words[:1] == ["make"] else ():
             assert re.search(rf"^{word}:", makefile, flags=re.MULTILINE), line
