@@ -111,51 +111,51 @@ def _first_fit(units: list[_Unit], tokens: int) -> list[list[_Unit]]:
     return bins
 
 
+class _Row:
+    """A packed row under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[Tensor] = []
+        self.positions: list[Tensor] = []
+        self.spans: list[Span] = []
+        self.length = 0
+
+    def append(self, ids: Tensor, position: int, prefix: tuple[int, int] = (0, 0)) -> int:
+        """Add tokens that attend to a prefix and to themselves; return where they start."""
+        start, self.length = self.length, self.length + len(ids)
+        self.ids.append(ids)
+        self.positions.append(torch.arange(position, position + len(ids)))
+        if len(ids):
+            self.spans.append(Span(start, self.length, prefix))
+        return start
+
+
 def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]) -> PackedBatch:
     device = mask.device
-    ids: list[Tensor] = []
-    positions: list[Tensor] = []
+    row = _Row()
     predictors: list[Tensor] = []
-    spans: list[Span] = []
-    start = 0
     for unit in units:
         prompt = torch.tensor(rollout.prompts[unit.prompt], device=device)
-        size, shared = len(prompt), (0, 0)
-        if len(unit.rows) > 1:
-            shared = (start, start + size)
-            spans.append(Span(*shared))
-            ids.append(prompt)
-            positions.append(torch.arange(size))
-            start += size
-        for row in unit.rows:
-            own = rollout.token_ids[row, : lengths[row] - 1]
-            if len(unit.rows) > 1:
-                first = torch.tensor([shared[1] - 1])
-                end = start + len(own)
-                positions.append(torch.arange(size, size + len(own)))
-                if end > start:
-                    spans.append(Span(start, end, shared))
-                after = torch.arange(start, end)
-            else:
-                ids.append(prompt)
-                first = torch.tensor([start + size - 1])
-                end = start + size + len(own)
-                positions.append(torch.arange(end - start))
-                spans.append(Span(start, end))
-                after = torch.arange(start + size, end)
-            ids.append(own)
-            predictors += [first, after]
-            start = end
-    rows = torch.tensor([row for unit in units for row in unit.rows], device=device)
-    scored = mask[rows]
-    counts = torch.tensor([0] + [lengths[row] for unit in units for row in unit.rows])
+        own = [rollout.token_ids[sample, : lengths[sample] - 1] for sample in unit.rows]
+        if len(own) == 1:
+            start = row.append(torch.cat([prompt, own[0]]), 0)
+            predictors.append(torch.arange(start + len(prompt) - 1, row.length))
+            continue
+        start = row.append(prompt, 0)
+        end = row.length
+        for ids in own:
+            after = row.append(ids, len(prompt), (start, end))
+            predictors += [torch.tensor([end - 1]), torch.arange(after, row.length)]
+    samples = torch.tensor([sample for unit in units for sample in unit.rows], device=device)
+    scored = mask[samples]
+    counts = torch.tensor([0] + [lengths[sample] for unit in units for sample in unit.rows])
     return PackedBatch(
-        input_ids=torch.cat(ids)[None],
-        position_ids=torch.cat(positions).to(device)[None],
-        layout=make_layout(spans, device),
+        input_ids=torch.cat(row.ids)[None],
+        position_ids=torch.cat(row.positions).to(device)[None],
+        layout=make_layout(row.spans, device),
         predictors=torch.cat(predictors).to(device),
-        token_ids=rollout.token_ids[rows][scored],
+        token_ids=rollout.token_ids[samples][scored],
         cu_seqlens=counts.cumsum(0).to(device=device, dtype=torch.int32),
-        rows=rows,
+        rows=samples,
         mask=scored,
     )
