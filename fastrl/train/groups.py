@@ -47,13 +47,9 @@ class SampledGroups:
         self.tokens.append(tokens)
         size = self._config.group_size
         groups = rewards.view(-1, size)
-        informative = (groups != groups[:, :1]).any(1) if self._config.dynamic_sampling else None
-        if informative is None:
-            self._kept.append(_Round(rollout, rewards, len(groups)))
-            return
+        kept = (groups != groups[:, :1]).any(1) | (not self._config.dynamic_sampling)
         of_group = torch.arange(len(rewards), device=rewards.device).view(-1, size)
-        of_group = torch.arange(len(rewards), device=rewards.device).view(-1, size)
-        for chosen, where in ((informative, self._kept), (~informative, self._spare)):
+        for chosen, where in ((kept, self._kept), (~kept, self._spare)):
             rows = of_group[chosen].flatten()
             if len(rows):
                 where.append(_Round(rollout.rows(rows), rewards[rows], len(rows) // size))
