@@ -128,8 +128,7 @@ def train(config: PpoConfig) -> Summary:
                     "reward": float(rewards.mean()),
                     **metrics.read(),
                     "kl": float(masked_mean(kl_divergence(old, ref), mask)),
-                    "value_loss": float(torch.stack(value_losses).sum())
-                    / (config.epochs * config.minibatches),
+                    "value_loss": float(sum(value_losses)) / (config.epochs * config.minibatches),
                     "explained_variance": explained_variance(old_values, returns, mask),
                     **lengths(rollout, [job.sampler.tokens]),
                     "grad_norm": norm,

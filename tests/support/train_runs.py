@@ -37,6 +37,8 @@ def interrupts(prompts, completions, records):
     if calls == 7:
         signal.raise_signal(signal.SIGINT)
     return [0.5] * len(prompts)
+def constant(prompts, completions, records):
+    return [0.5] * len(prompts)
 def short(prompts, completions, records):
     return [1.0]
 """

@@ -115,12 +115,59 @@ def test_the_same_seed_gives_the_same_run(small):
     assert rows(first) != rows(run("grpo", small, seed=1).directory)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "dapo"])
-def test_micro_batches_do_not_change_the_step(small, objective):
-    small |= {"steps": 1, "learning_rate": 1e-4, "objective": objective, "minibatches": 2}
-    start = weights(run("grpo", small, name="one", tokens_per_micro_batch=9999).directory)
-    split = weights(run("grpo", small, name="many", tokens_per_micro_batch=40).directory)
+@pytest.mark.parametrize(
+    ("loop", "own", "saving"),
+    [
+        ("grpo", {}, {}),
+        ("grpo", {"objective": "dapo", "kl_coef": 0.1}, {"share_prompts": True}),
+        ("grpo", {"objective": "gspo"}, {"gradient_checkpointing": True, "mlp_tile": 16}),
+        ("grpo", {}, {"loss": "logits", "attention": "sdpa"}),
+        ("ppo", {"kl_coef": 0.1}, {"gradient_checkpointing": True, "mlp_tile": 16}),
+        ("ppo", {}, {"loss": "logits"}),
+    ],
+)
+def test_settings_that_save_memory_do_not_change_the_step(small, loop, own, saving):
+    small |= {"steps": 1, "learning_rate": 1e-4, "minibatches": 2, **own}
+    one = run(loop, small, name="one", tokens_per_micro_batch=9999).directory
+    many = run(loop, small, name="many", tokens_per_micro_batch=40, **saving).directory
+    start, split = weights(one), weights(many)
     assert max(float((start[k] - split[k]).abs().max()) for k in start) <= 1e-6
+    first, other = rows(one)[-1], rows(many)[-1]
+    del first["learned_tokens"], other["learned_tokens"]  # a shared prompt counts once
+    assert other == pytest.approx(first, rel=1e-3, abs=1e-5)
+
+
+def test_groups_without_information_are_sampled_again(small):
+    small |= {"reward": "small_rewards:by_record", "steps": 2, "prompts_per_step": 4}
+    logged = rows(run("grpo", small, dynamic_sampling=True, minibatches=2).directory)
+    assert all(row["informative"] == 1 and row["left_out"] < 0.5 for row in logged[1:])
+    constant = {"reward": "small_rewards:constant"}
+    last = rows(
+        run(
+            "grpo", small | constant, dynamic_sampling=True, max_sampling_rounds=2, steps=1
+        ).directory
+    )[-1]
+    assert (last["sampling_rounds"], last["informative"], last["left_out"]) == (2, 0, 1)
+
+
+def test_a_step_without_information_still_decays_the_weights(small):
+    small |= {"reward": "small_rewards:constant", "steps": 1, "learning_rate": 0.1}
+    idle, decayed = (
+        weights(run("grpo", small, name=name, weight_decay=decay).directory)
+        for name, decay in (("idle", 0.0), ("decayed", 0.5))
+    )
+    assert any(not torch.equal(idle[k], decayed[k]) for k in idle)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_truncated_completions_may_have_no_loss(small, loop):
+    small |= {"steps": 1, "max_new_tokens": 1, "warmup_steps": 0}
+    logged = rows(run(loop, small, name="mask", truncated="mask").directory)[-1]
+    assert logged["truncated"] > 0.9
+    assert (
+        logged["learned_tokens"]
+        < rows(run(loop, small, name="count").directory)[-1]["learned_tokens"]
+    )
 
 
 @pytest.mark.parametrize("loop", LOOPS)
