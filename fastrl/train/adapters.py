@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModelForCausalLM
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from fastrl.train.config import RunConfig
@@ -25,6 +25,14 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Save the adapter alone: never the embeddings, about which peft would ask the hub."""
         super().save_pretrained(save_directory, **{"save_embedding_layers": False, **options})
+
+    def base_weights(self) -> dict[str, Tensor]:
+        """The weights of the model without the adapter, by their names in that model."""
+        return {
+            name.replace(".base_layer.", "."): parameter
+            for name, parameter in self.get_base_model().named_parameters()
+            if self.base_model.prefix not in name
+        }
 
     def save_base(self, directory: Path) -> None:
         """Save the model without the adapter; it loads as any other."""
@@ -123,9 +131,9 @@ def base_of(adapter: str) -> str:
     """
     found = find_adapter_config_file(adapter)
     settings = {} if found is None else json.loads(Path(found).read_text())
-    base: str | None = settings.get("base_model_name_or_path")
-    if base is None:
-        raise ValueError(f"the adapter {adapter!r} does not name its base model")
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not isinstance(base, str):
+        raise ValueError(f"the adapter {adapter!r} does not name its base model")  # noqa: TRY004
     kept = Path(adapter).resolve().parent.parent / BASE  # of the run, which may have been moved
     moved = Path(base).name == BASE and not Path(base).is_dir() and kept.is_dir()
     return str(kept) if moved else base

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from fastrl.train import checksums
+from fastrl.train.stored_model import sync
 
 _STATE = "state.pt"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -104,9 +105,9 @@ def save(
             torch.save({"step": step, "rng": rng, **state}, file)
         checksums.write(partial)
         for path in (*partial.rglob("*"), partial):
-            _sync(path)
+            sync(path)
         os.replace(partial, final)
-        _sync(directory)
+        sync(directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is needed
         if not isinstance(error, Exception):
@@ -184,15 +185,6 @@ def _cause(error: BaseException) -> str:
 
 def _partial(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.partial")
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or directory to disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _all(directory: Path) -> list[Path]:

@@ -31,7 +31,10 @@ def verify(directory: Path) -> bool:
     recorded = directory / CHECKSUMS
     if not recorded.exists():
         return False
-    for name, expected in json.loads(recorded.read_text()).items():
+    sums = json.loads(recorded.read_text())
+    if not isinstance(sums, dict):
+        raise ValueError(f"{CHECKSUMS} must hold an object")  # noqa: TRY004
+    for name, expected in sums.items():
         path = directory / name
         if not path.is_file():
             raise ValueError(f"{name} is missing")

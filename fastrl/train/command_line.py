@@ -38,7 +38,8 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
         "--config", metavar="FILE", help="JSON of settings, such as an old run's config.json"
     )
     for f in fields(kind):
-        default = "" if f.default is None else f" (default: {f.default})"
+        shown = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+        default = "" if shown in (None, "") else f" (default: {shown})"
         shape = _shape(f.type)
         flags = dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"])
         parser.add_argument(*flags, dest=f.name, help=f.metadata["help"] + default, **shape)

@@ -135,7 +135,8 @@ class GrpoConfig(RunConfig):
         super().__post_init__()
         if self.minibatches > self.prompts_per_step:
             raise ValueError(
-                f"minibatches must be at most the prompts of a step, got {self.minibatches}"
+                f"minibatches must be at most prompts_per_step, {self.prompts_per_step}, since "
+                f"each has whole groups; got {self.minibatches}"
             )
         if self.scale is None:
             self.scale = "none" if self.objective == "dr_grpo" else "group"

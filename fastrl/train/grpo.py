@@ -103,7 +103,6 @@ def train(config: GrpoConfig) -> Summary:
                         sampled_for = policy.logprobs if before is None else before
                         metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
                     norm = run.apply(optimizer)
-                job.sampler.update()
 
             run.finish_step(
                 {

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
@@ -57,11 +58,13 @@ def load(
     else:
         try:
             model, tokenizer = _pretrained(path, dtype)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(
                 f"model must be a causal LM with its tokenizer, got {path!r}: {error}"
             ) from error
-    ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    ends = model.generation_config.eos_token_id
+    if ends is None or ends == []:
+        ends = tokenizer.eos_token_id
     if ends is None:
         raise ValueError(f"model must have an end token, got none in {path!r}")
     if tokenizer.pad_token_id is None:
@@ -100,7 +103,7 @@ def _pretrained(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     base = base_of(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = f"it is an adapter of {base!r}, which cannot be loaded: {error}"
         raise ValueError(reason) from error
     own = (Path(path) / "tokenizer_config.json").is_file()

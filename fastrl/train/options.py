@@ -48,7 +48,8 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     allowed = choices(kind)
     if allowed:
         if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+            shown = ", ".join("null" if choice is None else str(choice) for choice in allowed)
+            raise ValueError(f"{name} must be one of {shown}, got {value!r}")
         return
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):

@@ -67,8 +67,8 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
         truncated=torch.zeros(3, dtype=torch.bool, device=model.device),
     )
     rows = torch.arange(3)
-    together = replace(config, tokens_per_micro_batch=1024)
-    alone = replace(config, tokens_per_micro_batch=1)
+    together = replace(config, tokens_per_micro_batch=1024, temperature=1.0)
+    alone = replace(together, tokens_per_micro_batch=1)
     packed, single = (rollout_logprobs(model, rollout, rows, c) for c in (together, alone))
     half = "bfloat16" in (config.precision, config.weights)
     if not torch.allclose(packed, single, rtol=0, atol=0.25 if half else 1e-3):

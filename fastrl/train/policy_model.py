@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from fastrl.train import checkpoint, extras, models, stored_model
+from fastrl.train import checkpoint, checksums, extras, models, stored_model
 from fastrl.train.config import RunConfig
 from fastrl.train.run_log import RunLog
-from fastrl.train.stored_model import BASE
+from fastrl.train.stored_model import BASE, FINGERPRINT, fingerprint
 from fastrl.train.warm_start import warm_start_steps
 
 
@@ -31,6 +31,8 @@ def load_policy(
     dtype = getattr(torch, config.weights)
     if resumed_from is None and _names_adapter(config):
         log.say(f"{config.model} is an adapter: the run starts from its base with it merged")
+    if resumed_from is None and config.model is not None:
+        _check_files(Path(config.model))
     if config.lora_rank is None:
         if resumed_from is None:
             model, tokenizer = models.load(config.model, device, dtype=dtype)
@@ -47,8 +49,11 @@ def load_policy(
 
 
 def keep_base(model: Any, tokenizer: Any, config: RunConfig, run: Path) -> None:
-    """Store the weights below an adapter with the run, unless ``config.model`` is just them."""
-    if config.lora_rank is None or not _is_changed(config):
+    """Store the weights below an adapter with the run; if ``config.model`` has them, their sum."""
+    if config.lora_rank is None:
+        return
+    if not _is_changed(config):
+        (run / FINGERPRINT).write_text(fingerprint(model.base_weights().items()) + "\n")
         return
 
     def save(directory: Path) -> None:
@@ -68,20 +73,38 @@ def _adapted(
     extras.require("peft", extra="lora", setting="lora_rank")
     from fastrl.train import adapters
 
-    source = config.model
-    if source is None or _is_changed(config):
-        base = str((log.directory / BASE).resolve())
+    source, kept = config.model, log.directory / BASE
+    if source is None or (resumed_from is not None and kept.is_dir()) or _is_changed(config):
+        base = str(kept.resolve())
         if resumed_from is not None:
-            stored_model.verify(log.directory / BASE)
+            stored_model.verify(kept)
             source = base
     else:
         base = str(Path(source).resolve()) if Path(source).is_dir() else source
     model, tokenizer = models.load(source, device, dtype=dtype)
+    began_with = log.directory / FINGERPRINT
+    if (
+        resumed_from is not None
+        and began_with.is_file()
+        and began_with.read_text().strip() != fingerprint(model.named_parameters())
+    ):
+        raise ValueError(
+            f"model must have the weights with which the run began, but {source} has changed"
+        )
     adapted = adapters.attach(model, config, base)
     if resumed_from is not None:
         with checkpoint.reading(resumed_from):
             adapted.load_weights(resumed_from)
     return adapted, tokenizer
+
+
+def _check_files(directory: Path) -> None:
+    """Raise a `ValueError` if a directory has checksums and a file is damaged."""
+    try:
+        if directory.is_dir():
+            checksums.verify(directory)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {directory} is damaged: {error}") from error
 
 
 def _is_changed(config: RunConfig) -> bool:

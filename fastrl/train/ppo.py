@@ -121,7 +121,6 @@ def train(config: PpoConfig) -> Summary:
                         metrics.add(policy.metrics, sampler_kl(before, of_sampler), batch)
                         value_losses.append(critic.loss.detach())
                     norm = run.apply(optimizer)
-                job.sampler.update()
 
             run.finish_step(
                 {

@@ -12,8 +12,7 @@ from fastrl.train import checkpoint, stored_model
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.policy import rollout_logprobs
 from fastrl.train.rollout import Rollout
-
-REFERENCE = "reference"
+from fastrl.train.stored_model import REFERENCE
 
 
 class Reference:

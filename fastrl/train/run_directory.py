@@ -96,7 +96,7 @@ class RunLock:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
         except Timeout as error:
-            raise ValueError(f"name: {directory} is in use by another process") from error
+            raise ValueError(f"name: {directory} is in use by another run") from error
         except OSError as error:
             self._remove_created()
             raise ValueError(f"out_dir: {directory} cannot be written: {error}") from error

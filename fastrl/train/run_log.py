@@ -22,6 +22,7 @@ from fastrl.train.run_directory import (
     run_directory,
     settings_of,
 )
+from fastrl.train.stored_model import BASE, FINGERPRINT, REFERENCE
 
 Row = dict[str, float]
 
@@ -147,10 +148,12 @@ class RunLog:
         if self.rows or any(self.checkpoints.glob("step-*")):
             return
         data = self.directory / "data"
-        written = [self._settings, self.metrics, data / "train.jsonl", data / "held_out.jsonl"]
+        written = [self._settings, self.metrics, self.directory / FINGERPRINT]
+        if self.config.train_file is None:
+            written += [data / "train.jsonl", data / "held_out.jsonl"]
         for path in written:
             path.unlink(missing_ok=True)
-        for name in ("reference", "base"):
+        for name in (REFERENCE, BASE):
             shutil.rmtree(self.directory / name, ignore_errors=True)
         for directory in (data, self.checkpoints):
             with suppress(OSError):  # it does not exist, or holds other files

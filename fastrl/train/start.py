@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 from fastrl.train import arithmetic, checkpoint, models
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
+from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import check_head, check_packing
 from fastrl.train.policy_model import keep_base, load_policy
 from fastrl.train.prompts import Prompt, encode, read_jsonl
 from fastrl.train.recomputation import save_memory
 from fastrl.train.rewards import RewardFunction, import_reward, score
 from fastrl.train.run_log import RunLog
-from fastrl.train.sampling import make_sampler
+from fastrl.train.sampling import Sampler, make_sampler
 from fastrl.train.warm_start import check_demonstrations, warm_start
 
 
@@ -26,7 +27,7 @@ class Job(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     reward: RewardFunction
-    sampler: Any
+    sampler: Sampler
     resumed_from: Path | None
 
 
@@ -75,6 +76,7 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
     check_length(model, train + held_out, config.max_new_tokens)
     save_memory(model, config)
     check_packing(model, config)
+    make_optimizer(model.parameters(), config)  # one that is not available fails here
     sampler = make_sampler(model, tokenizer, config)
     return Job(log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
 

@@ -1,15 +1,23 @@
 """Directories of models that a run keeps besides its checkpoints, written atomically."""
 
+import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fastrl.train import checksums
 
 #: The folder of a run that keeps the weights below its adapter, if they are found nowhere else.
 BASE = "base"
+#: The folder that keeps the reference of the KL, if that is a copy.
+REFERENCE = "reference"
+#: The file that tells whether the weights below an adapter, kept elsewhere, are still the same.
+FINGERPRINT = "base-fingerprint.json"
 
 
 def store(directory: Path, save: Callable[[Path], Any]) -> None:
@@ -25,12 +33,12 @@ def store(directory: Path, save: Callable[[Path], Any]) -> None:
         save(partial)
         checksums.write(partial)
         for path in (*partial.rglob("*"), partial):
-            _sync(path)
+            sync(path)
         os.replace(partial, directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(directory.parent)
+    sync(directory.parent)
 
 
 def verify(directory: Path) -> None:
@@ -43,7 +51,19 @@ def verify(directory: Path) -> None:
         raise ValueError(f"resume: {directory} is missing")
 
 
-def _sync(path: Path) -> None:
+def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """A sum of names, shapes and bits of weights, the same on every device."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights, key=lambda item: item[0]):
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
+        bits = weight.detach().contiguous().view(kind)
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {total};".encode())
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or directory to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -51,7 +51,7 @@ def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRu
             yield run
             return
         try:
-            if not job.log.rows:
+            if not job.log.rows and run.step == 0:
                 job.log.write({"step": 0, "held_out_reward": evaluate(job, config)})
             yield run
             run.save()

@@ -52,6 +52,7 @@ ALLOWED = {
             "peft",
             "torchao",
             "vllm",
+            "safetensors",
         },
     ),
 }

@@ -162,7 +162,7 @@ def test_two_processes_do_not_use_one_directory(small, tmp_path):
     try:
         wait_for(process, lambda: (directory / "checkpoints" / "step-000001").exists())
         for resume in (True, False):
-            with pytest.raises(ValueError, match="a is in use by another process"):
+            with pytest.raises(ValueError, match="a is in use by another run"):
                 run("grpo", settings, resume=resume)
     finally:
         process.send_signal(signal.SIGKILL)

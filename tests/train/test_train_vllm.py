@@ -159,7 +159,6 @@ def test_a_call_wakes_hands_over_the_weights_generates_and_sleeps(vllm, small):
     rollout, texts = sampler.sample(prompts_of(tokenizer), 30)
     cycle = ["wake weights", "apply", "wake kv_cache", "reset", "generate", "sleep 2"]
     assert vllm.llm.calls == ["sleep 2", *cycle]
-    sampler.update()
     sampler.greedy(prompts_of(tokenizer))
     assert vllm.llm.calls == ["sleep 2", *cycle, *cycle]
 

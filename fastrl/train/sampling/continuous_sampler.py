@@ -76,9 +76,6 @@ class ContinuousSampler:
         self.tokens = self._most_likely.tokens
         return texts
 
-    def update(self) -> None:
-        """Nothing to do: the engine uses the model itself, and its cache ends with each call."""
-
     def _generate(self, prompts: list[list[int]], seed: int) -> list[Any]:
         """The engine's output for each prompt.
 

@@ -42,6 +42,3 @@ class Sampler(Protocol):
             FloatingPointError: The logits are not finite.
             RuntimeError: The engine failed.
         """
-
-    def update(self) -> None:
-        """Take note that the model's weights have changed."""

@@ -56,9 +56,6 @@ class TransformersSampler:
         check_finite(completions)
         return texts_of(completions, self._tokenizer)
 
-    def update(self) -> None:
-        """Nothing to do: the engine uses the model itself."""
-
     def _complete(self, prompts: list[list[int]], uniforms: Tensor | None) -> list[Completion]:
         """Complete each prompt with its row of ``uniforms`` [N, max_new_tokens]."""
         completed: dict[int, Completion] = {}

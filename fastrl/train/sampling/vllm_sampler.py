@@ -70,9 +70,6 @@ class VllmSampler:
         check_finite(completions)
         return texts_of(completions, self._tokenizer)
 
-    def update(self) -> None:
-        """Nothing to do: the weights are handed over before the next samples."""
-
     def _start(self) -> Any:
         """The engine with the architecture of the model, and random weights until it wakes."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the weights would be copied
