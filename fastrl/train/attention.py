@@ -114,7 +114,10 @@ def attend_by_sequence(
         ValueError: The layer needs something that this function does not compute.
     """
     if sequences is None:
-        raise ValueError(f"attention {BY_SEQUENCE!r} needs a packed row: model does not pass it on")
+        raise ValueError(
+            f"attention must be sdpa or eager for this model: its layers do not pass the layout of "
+            f"packed rows on, which {BY_SEQUENCE} needs"
+        )
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if _given(options, name)]
     if unsupported or dropout or attention_mask is not None:
         wrong = ", ".join(unsupported) or ("dropout" if dropout else "attention_mask")

@@ -84,10 +84,15 @@ def _adapter(model: nn.Module, config: GrpoConfig | PpoConfig, head: nn.Module) 
     if config.lora_rank is None:
         return 0
     everywhere = config.lora_targets == ("all-linear",)
+    targets = tuple(f".{target}" for target in config.lora_targets)
     total = 0
     for name, module in model.named_modules():
-        targeted = module is not head if everywhere else name.endswith(config.lora_targets)
+        targeted = module is not head if everywhere else f".{name}".endswith(targets)
         if isinstance(module, nn.Linear) and targeted:
             total += config.lora_rank * (module.in_features + module.out_features)
             total += module.out_features if config.dora else 0
+    if not total:
+        raise ValueError(
+            f"lora_targets must be names of linear layers of the model, got {config.lora_targets}"
+        )
     return total

@@ -37,9 +37,6 @@ def load(
 ) -> tuple[Any, Any]:
     """The model and its tokenizer.
 
-    Dropout is always off (``eval``). With dropout, the loss would see other probabilities than the
-    sampling, and the ratio would not start at 1.
-
     Args:
         path: A directory or hub name, of a model or of a LoRA adapter, which is merged into its
             base; None for the small new model.

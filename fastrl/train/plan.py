@@ -80,6 +80,8 @@ def plan(
     row = min(max(config.tokens_per_micro_batch, tokens), total)
     wide = 4 if config.weights == "float32" else 2
     weights = float(model.weights * wide + 4 * model.adapter)
+    if config.kl_coef > 0 and not model.adapter:  # the reference
+        weights += model.weights * wide
     if _autocasts(config):  # copies of all weights of the layers
         weights += 2 * (model.weights - model.embeddings)
     optimizer, host = _optimizer_bytes(config, model)
@@ -161,15 +163,19 @@ def _activation_bytes(
     stream, element = _stream(config) * model.hidden, _element(config)
     tile = row if config.mlp_tile is None else min(config.mlp_tile, row)
     recomputed = 0 if config.mlp_tile is None else tile * inner
-    if config.gradient_checkpointing:
-        kept = float(model.layers * row * stream)
-        recomputed += row * of_layer
-    else:
-        kept = float(model.layers * row * of_layer)
-    # gradients on their way: of the layer's input and output, and of the attention or the MLP
     attention = row * (2 * model.queries + 2 * model.keys) * element
     mlp = tile * 2 * model.inner * element
-    return kept, float(recomputed + 2 * row * stream + max(attention, mlp))
+    on_their_way = 2 * row * stream  # gradients of the layer's input and output
+    if not config.gradient_checkpointing:
+        kept = float(model.layers * row * of_layer)
+        return kept, float(recomputed + on_their_way + max(attention, mlp))
+    if config.mlp_tile is not None or _stream(config) == 4:
+        of_layer -= stream  # the input of the first norm is the one that is kept
+    # the backward frees the second norm and the MLP before it comes to the attention
+    norm = _norm_bytes(config, model, _stream(config)) * model.hidden
+    second = norm + (inner if config.mlp_tile is None else model.hidden * element)
+    in_mlp, in_attention = row * of_layer + recomputed + mlp, row * (of_layer - second) + attention
+    return float(model.layers * row * stream), float(on_their_way + max(in_mlp, in_attention))
 
 
 def _states_width(config: GrpoConfig | PpoConfig, model: Shape) -> int:
@@ -267,10 +273,17 @@ def report(config: GrpoConfig | PpoConfig, limit: float) -> str:
     Raises:
         ValueError: The model is not of a kind that can be planned.
     """
+    if config.attention in ("sdpa", "eager"):
+        raise ValueError(
+            "plan: attention must be by_sequence, flash_attention_2 or flex_attention, since "
+            f"{config.attention} takes memory by the square of a row"
+        )
     model = model_shape(config)
     tokens = config.max_prompt_tokens + config.max_new_tokens
     device = "cpu" if config.device == "cpu" else "gpu"
     found = plan(config, model, tokens=tokens, device=device)
+    if not limit > 0:
+        raise ValueError(f"plan must be above 0 GiB, got {limit:g}")
     lines = [
         f"{model.weights / 1e9:.2f} billion weights, {model.trained / 1e6:.1f} million trained; "
         f"sequences of {tokens} tokens",
@@ -285,6 +298,8 @@ def report(config: GrpoConfig | PpoConfig, limit: float) -> str:
         f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()
     )
     verdict = "fits" if best.peak <= limit * GIB else "does not fit"
+    if not changes:
+        return "\n".join([*lines, f"{verdict} {limit:g} GiB, with everything on"])
     return "\n".join([*lines, f"{verdict} {limit:g} GiB with {switches}:", *_table(best)])
 
 

@@ -6,7 +6,6 @@ and supports every head.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,41 +43,6 @@ def check_head(model: Any, config: RunConfig) -> None:
             lm_head(model)
         except ValueError as error:
             raise ValueError(f'loss must be "logits" for this model: {error}') from error
-
-
-@torch.no_grad()
-def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
-    """Raise a `ValueError` if the model's outputs depend on what else is in a packed row.
-
-    Three short sequences, two of which share a prompt, are run together and alone. A budget of one
-    token packs nothing.
-    """
-    if config.tokens_per_micro_batch == 1:
-        return
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(len(model.get_input_embeddings().weight), (3, 6), generator=generator)
-    lengths = torch.tensor([[6], [3], [5]], device=model.device)
-    rollout = Rollout(
-        prompts=[ids[0, :4].tolist(), ids[1, :2].tolist()],
-        prompt_of=torch.tensor([0, 1, 0]),
-        token_ids=ids.to(model.device),
-        mask=torch.arange(6, device=model.device) < lengths,
-        logprobs=torch.zeros(3, 6, device=model.device),
-        truncated=torch.zeros(3, dtype=torch.bool, device=model.device),
-    )
-    rows = torch.arange(3)
-    together = replace(config, tokens_per_micro_batch=1024, temperature=1.0)
-    alone = replace(together, tokens_per_micro_batch=1)
-    packed, single = (rollout_logprobs(model, rollout, rows, c) for c in (together, alone))
-    half = "bfloat16" in (config.precision, config.weights)
-    if not torch.allclose(packed, single, rtol=0, atol=0.25 if half else 1e-3):
-        what = (
-            "share_prompts must be off" if _shares(config) else "tokens_per_micro_batch must be 1"
-        )
-        raise ValueError(
-            f"{what} for this model: with attention {config.attention}, sequences in one row "
-            f"affect each other (log-probabilities differ by {(packed - single).abs().max():.2g})"
-        )
 
 
 def batches(

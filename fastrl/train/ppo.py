@@ -87,10 +87,10 @@ def train(config: PpoConfig) -> Summary:
                 gamma=config.gamma,
                 lam=config.lam,
             )
-            advantages = whiten(advantages, mask)
+            counted = rollout.counted(config.truncated)
+            advantages = whiten(advantages, counted)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
-            counted = rollout.counted(config.truncated)
             metrics = MetricMeans()
             value_losses = []
             with run.phase("learn"):

@@ -11,17 +11,20 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from fastrl.train.attention import BY_SEQUENCE, Span, make_layout
+from fastrl.train.config import RunConfig
+from fastrl.train.gradients import autocast
 from fastrl.train.memory_settings import MemorySettings
 
 
-def save_memory(model: Any, config: MemorySettings) -> None:
+def save_memory(model: Any, config: RunConfig) -> None:
     """Set up gradient checkpointing, MLP tiles and attention, as the settings say.
 
     The model is in training mode afterwards, since `transformers` checkpoints only then; all
     dropout is 0, or the loss would see other probabilities than the sampling.
 
     Raises:
-        ValueError: A setting would have no effect on this model, or is not available.
+        ValueError: A setting would have no effect on this model, or is not available; or something
+            in it stays random.
     """
     without_dropout(model)
     if config.offload_checkpoints and not config.gradient_checkpointing:
@@ -45,24 +48,31 @@ def save_memory(model: Any, config: MemorySettings) -> None:
             raise ValueError(
                 f"gradient_checkpointing is not supported by this model: {error}"
             ) from error
-        if not _recomputes(model, config):
-            raise ValueError(
-                "gradient_checkpointing has no effect on this model: no layer is recomputed"
-            )
+    try:
+        recomputed = _recomputes(model, config)
+    except (NotImplementedError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"attention {config.attention!r} cannot train this model on {model.device}: {reason}"
+        ) from error
+    if config.gradient_checkpointing and not recomputed:
+        raise ValueError(
+            "gradient_checkpointing has no effect on this model: no layer is recomputed"
+        )
 
 
-def without_dropout(model: nn.Module) -> None:
-    """Set every probability of dropout to 0, in modules, attributes and configuration."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+def without_dropout(model: Any) -> None:
+    """Set every probability of dropout to 0, in modules and configuration; then train mode."""
+    for owner in (*model.modules(), model.config, model.config.get_text_config()):
+        if isinstance(owner, nn.modules.dropout._DropoutNd):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(owner, name, 0.0)
     model.train()
 
 
-def tile_mlps(model: nn.Module, tokens: int) -> None:
+def tile_mlps(model: Any, tokens: int) -> None:
     """Run the MLP of each layer on ``tokens`` tokens at a time, and recompute it by tiles.
 
     So are the RMS norms: those of `transformers` keep what they normalized, and a float32 copy of a
@@ -74,9 +84,12 @@ def tile_mlps(model: nn.Module, tokens: int) -> None:
     tiled = [module for name, module in model.named_modules() if _is_mlp(name, module)]
     if not tiled:
         raise ValueError("mlp_tile must be null for this model: no layer has a plain MLP")
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    for module in tiled + norms:
+    for module in tiled:
         module.forward = partial(_in_tiles, module.forward, tokens)
+    hidden = model.config.get_text_config().hidden_size
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):  # of whole states, or of heads
+            module.forward = partial(_in_tiles, module.forward, tokens, hidden)
 
 
 def offloaded(config: MemorySettings) -> AbstractContextManager[Any]:
@@ -97,33 +110,57 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
     )
 
 
-def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, states: Tensor) -> Tensor:
-    """Call ``forward`` on ``tokens`` tokens of states ``[B, T, ...]`` at a time."""
-    if states.shape[1] <= tokens:
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # of GPT-2
+
+
+def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, *rest: Any) -> Tensor:
+    """Call ``forward`` on states ``[..., H]``, as many rows at a time as ``tokens`` tokens have.
+
+    ``rest`` is the states, after the width of a token if that has several rows.
+    """
+    *width, states = rest
+    rows = tokens * (width[0] // states.shape[-1] if width else 1)
+    if states[..., 0].numel() <= rows:
         return forward(states)
-    tiles = states.split(tokens, dim=1)
-    if not torch.is_grad_enabled():
-        return torch.cat([forward(tile) for tile in tiles], 1)
-    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], 1)
+    tiles = states.flatten(0, -2).split(rows)
+    if torch.is_grad_enabled():
+        parts = [checkpoint(forward, tile, use_reentrant=False) for tile in tiles]
+    else:
+        parts = [forward(tile) for tile in tiles]
+    return torch.cat(parts).view(*states.shape[:-1], -1)
 
 
-def _recomputes(model: Any, config: MemorySettings) -> bool:
-    """Whether any layer runs again in a backward through a few tokens."""
-    calls: dict[nn.Module, int] = {}
+def _recomputes(model: Any, config: RunConfig) -> bool:
+    """Whether any layer runs again in the backward through a few tokens.
 
-    def count(module: nn.Module, *_: Any) -> None:
-        calls[module] = calls.get(module, 0) + 1
+    Raises:
+        ValueError: Two passes over the same tokens differ.
+    """
+    calls = 0
 
-    layers = [m for m in model.modules() if next(m.children(), None) is None]
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    # tiles are recomputed whether their layer is or not
+    layers = [m for name, m in model.named_modules() if ".mlp" not in name and _is_linear(m)]
     hooks = [layer.register_forward_pre_hook(count) for layer in layers]
+    inputs: dict[str, Any] = {
+        "input_ids": torch.zeros(1, 4, dtype=torch.long, device=model.device),
+        "use_cache": False,
+    }
+    if config.attention == BY_SEQUENCE:
+        inputs["sequences"] = make_layout([Span(0, 4)], model.device)
     try:
-        ids = torch.zeros(1, 4, dtype=torch.long, device=model.device)
-        extra = {}
-        if config.attention == BY_SEQUENCE:
-            extra["sequences"] = make_layout([Span(0, 4)], model.device)
-        model(input_ids=ids, use_cache=False, **extra).logits.float().sum().backward()
+        with autocast(config, model.device):
+            logits, again = (model(**inputs).logits for _ in range(2))
+        if not torch.allclose(logits, again, rtol=1e-3, atol=1e-3):
+            raise ValueError("model must compute the same twice, but some dropout cannot be off")
+        before = calls
+        logits.float().sum().backward()
     finally:
         for hook in hooks:
             hook.remove()
         model.zero_grad()
-    return any(times > 1 for times in calls.values())
+    return calls > before

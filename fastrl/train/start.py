@@ -8,7 +8,8 @@ from fastrl.train import arithmetic, checkpoint, models
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.interrupt import Interrupt
 from fastrl.train.optimizers import make_optimizer
-from fastrl.train.policy import check_head, check_packing
+from fastrl.train.packing_check import check_packing
+from fastrl.train.policy import check_head
 from fastrl.train.policy_model import keep_base, load_policy
 from fastrl.train.prompts import Prompt, encode, read_jsonl
 from fastrl.train.recomputation import save_memory

@@ -15,13 +15,8 @@ from fastrl.train.attention import Span, make_layout
 from fastrl.train.config import GrpoConfig
 from fastrl.train.gradients import normalizer
 from fastrl.train.packing import micro_batches
-from fastrl.train.policy import (
-    batches,
-    check_packing,
-    policy_loss,
-    policy_outputs,
-    rollout_logprobs,
-)
+from fastrl.train.packing_check import check_packing
+from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.recomputation import save_memory
 from fastrl.train.rollout import Rollout
 
@@ -293,7 +288,7 @@ class TestCheckPacking:
     def test_shared_prompts_need_attention_by_sequence(self):
         model, config = make_model(share_prompts=True)
         model.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match="share_prompts must be off for this model"):
+        with pytest.raises(ValueError, match="or share_prompts must be off"):
             check_packing(model, replace(config, attention="sdpa"))
 
     def test_a_recurrent_model_is_refused_unless_sequences_are_alone(self):
@@ -307,8 +302,59 @@ class TestCheckPacking:
             check_packing(model, settings)
         check_packing(model, replace(settings, tokens_per_micro_batch=1))
 
+    def test_attention_in_chunks_is_refused(self):
+        model, config = make_model("llama")
+        model.config.attention_chunk_size = 8
+        with pytest.raises(ValueError, match="attention must be sdpa or eager for this model"):
+            check_packing(model, config)
+
+    def test_a_leak_is_found_in_bfloat16(self):
+        sizes = transformers.MambaConfig(
+            vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4
+        )
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(sizes)
+        settings = make_config("gpt2", attention="eager", precision="bfloat16")
+        with pytest.raises(ValueError, match="tokens_per_micro_batch must be 1 for this model"):
+            check_packing(model, settings)
+
 
 class TestSaveMemory:
+    @pytest.mark.parametrize(
+        "config",
+        [
+            transformers.Starcoder2Config(**SMALL, residual_dropout=0.2, embedding_dropout=0.2),
+            transformers.GPTBigCodeConfig(
+                vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
+            ),
+            transformers.OPTConfig(
+                vocab_size=61,
+                hidden_size=32,
+                ffn_dim=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                word_embed_proj_dim=32,
+                layerdrop=0.5,
+            ),
+        ],
+        ids=lambda config: config.model_type,
+    )
+    def test_every_dropout_is_off(self, config):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        save_memory(model, make_config("gpt2", attention="eager"))
+        one, other = (model(torch.arange(9)[None]).logits for _ in range(2))
+        assert model.training
+        assert torch.equal(one, other)
+
+    def test_dropout_that_stays_is_an_error(self):
+        model, config = make_model("llama")
+        model.model.norm.register_forward_hook(
+            lambda module, inputs, output: torch.nn.functional.dropout(output, 0.5)
+        )
+        with pytest.raises(ValueError, match="model must compute the same twice"):
+            save_memory(model, config)
+
     def test_checkpointing_recomputes_and_dropout_is_off(self):
         model, _ = make_model("gpt2", gradient_checkpointing=True)
         assert model.training
@@ -318,11 +364,12 @@ class TestSaveMemory:
             one, other = (model(ids, sequences=layout).logits for _ in range(2))
         assert torch.equal(one, other)
 
-    def test_checkpointing_without_effect_is_an_error(self, monkeypatch):
+    @pytest.mark.parametrize("tile", [None, 3])
+    def test_checkpointing_without_effect_is_an_error(self, monkeypatch, tile):
         for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):
             monkeypatch.setattr(transformers.LlamaForCausalLM, name, lambda *_: None, raising=False)
         with pytest.raises(ValueError, match="gradient_checkpointing has no effect"):
-            make_model("llama", gradient_checkpointing=True)
+            make_model("llama", gradient_checkpointing=True, mlp_tile=tile)
 
     @pytest.mark.parametrize(
         ("changes", "message"),

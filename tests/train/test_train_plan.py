@@ -244,3 +244,24 @@ def test_models_that_cannot_be_planned_are_named(tmp_path):
     experts.save_pretrained(tmp_path / "moe")
     with pytest.raises(ValueError, match="layers of attention and an MLP, got qwen3_moe with exp"):
         model_shape(GrpoConfig(model=str(tmp_path / "moe")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit", "message"),
+    [
+        ({}, -1.0, "plan must be above 0 GiB, got -1"),
+        ({}, float("nan"), "plan must be above 0 GiB"),
+        ({"attention": "eager"}, 1.0, "plan: attention must be by_sequence"),
+        ({"lora_rank": 2, "lora_targets": ["proj"]}, 1.0, "lora_targets must be names of linear"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(tmp_path, settings, limit, message):
+    with pytest.raises(ValueError, match=message):
+        report(GrpoConfig(model=save(tmp_path), **settings), limit)
+
+
+def test_a_reference_is_a_second_copy_of_the_weights():
+    plain, with_kl = (
+        plan(GrpoConfig(kl_coef=kl), SHAPE, tokens=1024, device="gpu") for kl in (0.0, 0.1)
+    )
+    assert with_kl.weights - plain.weights == 4 * SHAPE.weights
