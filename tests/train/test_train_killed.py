@@ -1,6 +1,6 @@
 """A run that is killed at random moments, and resumed each time, equals one that is not.
 
-`FASTRL_KILLS` is the number of kills of each loop, by default 4.
+`FASTRL_KILLS` is the number of kills of each loop, by default 3.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from fastrl.train.checkpoint import latest
 from tests.support.train_runs import LOOPS, rows, train_alone, weights
 
-KILLS = int(os.environ.get("FASTRL_KILLS", "4"))
+KILLS = int(os.environ.get("FASTRL_KILLS", "3"))
 STEPS = 10
 
 
