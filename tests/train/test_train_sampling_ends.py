@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 
+from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig
 from fastrl.train.models import load
 from fastrl.train.sampling import make_sampler, rollout_correction
@@ -107,20 +107,12 @@ def test_a_stop_string_does_not_begin_in_the_prompt():
 # ---------------------------------------------------------------- the model's state
 
 
-class BrokenError(Exception):
-    """An error in the middle of a generation."""
-
-
 @pytest.mark.parametrize("engine", ["transformers", "continuous"])
 def test_the_model_is_left_as_it_was(engine):
     """Also its attention, which knows packed rows alone, and also after an error."""
     model, tokenizer = tiny()
 
-    def packed_rows_alone(*_, **__):
-        raise BrokenError
-
-    transformers.AttentionInterface.register("by_sequence", packed_rows_alone)
-    model.set_attn_implementation("by_sequence")
+    model.set_attn_implementation(BY_SEQUENCE)
     model.train()
     model.model.layers[1].eval()
     model.gradient_checkpointing_enable()
