@@ -91,23 +91,15 @@ def save(
         CheckpointError: A file could not be written. Earlier checkpoints are untouched.
     """
     final = directory / f"step-{step:06d}"
-    if final.exists():
-        return final  # the same step of this run
     partial = _partial(final)
     try:
+        # left by a kill, also one in the removal after the last step's checkpoint
         for stale in directory.glob(_partial(directory / "step-*").name):
             shutil.rmtree(stale)
-        partial.mkdir(parents=True)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        state = {name: part.state_dict() for name, part in parts.items()}
-        with (partial / _STATE).open("wb") as file:  # torch reports no cause when it opens the file
-            torch.save({"step": step, "rng": rng, **state}, file)
-        checksums.write(partial)
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        os.replace(partial, final)
-        sync(directory)
+        if not final.exists():
+            _write(partial, step=step, model=model, tokenizer=tokenizer, parts=parts, rng=rng)
+            os.replace(partial, final)
+            sync(directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is needed
         if not isinstance(error, Exception):
@@ -117,6 +109,26 @@ def save(
         os.replace(old, _partial(old))  # a kill in the middle leaves nothing that looks whole
         shutil.rmtree(_partial(old))
     return final
+
+
+def _write(
+    partial: Path,
+    *,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    parts: Mapping[str, Stateful],
+    rng: dict[str, Any],
+) -> None:
+    partial.mkdir(parents=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    state = {name: part.state_dict() for name, part in parts.items()}
+    with (partial / _STATE).open("wb") as file:  # torch reports no cause when it opens the file
+        torch.save({"step": step, "rng": rng, **state}, file)
+    checksums.write(partial)
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
 
 
 def latest(directory: Path) -> Path | None:

@@ -105,3 +105,11 @@ def test_an_optimizer_that_is_not_available_leaves_no_lock(small, loop):
 
 def test_a_low_temperature_is_not_taken_for_a_fault_of_packing(small):
     assert run("grpo", small, steps=1, temperature=1e-3).step == 1
+
+
+def test_a_kill_after_the_last_checkpoint_leaves_nothing_when_resumed(small):
+    directory = run("grpo", small, name="a", steps=3, save_every=1).directory / "checkpoints"
+    kept = sorted(path.name for path in directory.iterdir())
+    shutil.copytree(directory / kept[-1], directory / ".step-000001.partial")  # half removed
+    run("grpo", small, name="a", steps=3, save_every=1, resume=True)
+    assert sorted(path.name for path in directory.iterdir()) == kept
