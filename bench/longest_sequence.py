@@ -145,13 +145,13 @@ def _step(sizes: Any, config: Any, tokens: int, device: str) -> dict[str, float]
     import transformers
 
     from fastrl import Objective
-    from fastrl.train import adapters
     from fastrl.train.gradients import apply, normalizer
+    from fastrl.train.model import adapters
+    from fastrl.train.model.recomputation import save_memory
     from fastrl.train.optimizers import make_optimizer
-    from fastrl.train.phases import Phases
     from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-    from fastrl.train.recomputation import save_memory
     from fastrl.train.rollout import Rollout
+    from fastrl.train.run.phases import Phases
 
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(

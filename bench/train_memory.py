@@ -187,9 +187,9 @@ def _step(case: Case) -> Any:
 
     from fastrl import Objective, value_loss
     from fastrl.train.gradients import apply, normalizer
+    from fastrl.train.model.recomputation import save_memory
+    from fastrl.train.model.value_head import ValueHead
     from fastrl.train.policy import batches, policy_loss, policy_outputs
-    from fastrl.train.recomputation import save_memory
-    from fastrl.train.value_head import ValueHead
 
     sizes = transformers.Qwen3Config(**_sizes(case))
     model = transformers.AutoModelForCausalLM.from_config(sizes)

@@ -11,10 +11,10 @@ from typing import Any, TypeVar, get_args, get_origin
 import torch
 
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.options import choices
 from fastrl.train.plan import report
-from fastrl.train.run_directory import SETTINGS, read_settings, run_directory
-from fastrl.train.run_log import Summary
+from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
+from fastrl.train.run.run_log import Summary
+from fastrl.train.settings.options import choices
 
 Config = TypeVar("Config", bound=GrpoConfig | PpoConfig)
 

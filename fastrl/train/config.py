@@ -4,19 +4,24 @@ Each field has its help text, and the command line is generated from the datacla
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from fastrl.objective import Objective
 from fastrl.objective.presets import Preset
-from fastrl.train.memory_settings import MemorySettings
-from fastrl.train.options import check_options, option
-from fastrl.train.sampling_settings import SamplingSettings
+from fastrl.train.settings.data import DataSettings
+from fastrl.train.settings.learning import LearningSettings
+from fastrl.train.settings.memory import MemorySettings
+from fastrl.train.settings.model import ModelSettings
+from fastrl.train.settings.options import check_options, option
+from fastrl.train.settings.rewards import RewardSettings
+from fastrl.train.settings.run import RunSettings
+from fastrl.train.settings.sampling import SamplingSettings
+from fastrl.train.settings.warm_start import WarmStartSettings
 
 
 @dataclass
-class RunConfig(MemorySettings, SamplingSettings):
-    """The settings that both loops share.
+class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
+    """The settings that all loops share.
 
     Raises:
         ValueError: A field has an invalid value; the message begins with its name.
@@ -24,77 +29,22 @@ class RunConfig(MemorySettings, SamplingSettings):
 
     loop: ClassVar[str]
 
-    name: str | None = option(
-        None, "Name of the run; without one, the loop's name and a number.", result=False
-    )
-    out_dir: str = option("runs", "Directory of runs: files go to OUT_DIR/NAME.", result=False)
-    resume: bool = option(
-        False,
-        "Continue the run NAME (without one, the latest) from its last checkpoint.",
-        result=False,
-    )
-    seed: int = option(0, "Random seed, also of the arithmetic prompts.", least=0)
-
-    model: str | None = option(
-        None, "A causal LM, as a directory or hub name; by default, a small new model."
-    )
-    train_file: str | None = option(
-        None, 'JSONL of {"prompt": ...} and what the reward needs; by default, arithmetic.'
-    )
-    held_out_file: str | None = option(None, "JSONL of prompts that are only evaluated.")
-    reward: str = option(
-        "fastrl.train.rewards:exact_match",
-        "module:function that takes (prompts, completions, records) and returns a number for each.",
-    )
-    chat_template: bool = option(
-        False, "Wrap each prompt as a user message with the chat template."
-    )
-    max_prompt_tokens: int = option(512, "A longer prompt is an error, never truncated.", least=1)
-
-    steps: int = option(100, "Rounds of sampling and learning.", least=1, result=False)
-    epochs: int = option(1, "Passes over the samples of a step.", least=1)
-    minibatches: int = option(4, "Optimizer steps per pass.", least=1)
-    learning_rate: float = option(2e-4, "Learning rate of AdamW, after the warm-up.", above=0)
-    warmup_steps: int = option(5, "Steps over which the learning rate rises from 0.", least=0)
-    weight_decay: float = option(0.0, "Weight decay of AdamW.", least=0)
-    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.", above=0)
-
-    warm_start_steps: int | None = option(
-        None,
-        "Supervised steps on training prompts first; by default only for a new model.",
-        least=0,
-    )
-    warm_start_batch: int = option(128, "Prompts per supervised step.", least=1)
-    warm_start_learning_rate: float = option(
-        3e-3, "Learning rate of the supervised steps.", above=0
-    )
-
-    eval_every: int = option(
-        5, "Steps between evaluations on the held-out prompts.", least=1, result=False
-    )
-    save_every: int = option(50, "Steps between checkpoints.", least=1, result=False)
-    keep_checkpoints: int = option(
-        2, "How many of the latest checkpoints are kept.", least=1, result=False
-    )
-    device: str = option(
-        "auto", "auto, cpu, cuda, ...: auto uses a GPU if there is one.", result=False
-    )
-
     def __post_init__(self) -> None:
         """Check every field against its type, its choices and its bounds."""
         check_options(self)
+        self.check_run()
         self.check_weights()
-        if self.name is not None and (
-            self.name in ("", ".", "..") or Path(self.name).name != self.name
-        ):
-            raise ValueError(f"name must be a plain directory name, got {self.name!r}")
-        if self.seed >= 2**31:
-            raise ValueError(f"seed must be below 2**31, got {self.seed}")
-        module, _, function = self.reward.partition(":")
-        if not module or not function:
-            raise ValueError(f"reward must look like module:function, got {self.reward!r}")
-        if (self.train_file is None) != (self.held_out_file is None):
-            raise ValueError("held_out_file must be given if and only if train_file is")
+
+
+@dataclass
+class RunConfig(SamplingSettings, WarmStartSettings, RewardSettings, DataSettings, LoopConfig):
+    """The settings of the loops in which a policy learns from rewards."""
+
+    def __post_init__(self) -> None:
+        """Check conditions on more than one field."""
+        super().__post_init__()
+        self.check_data()
+        self.check_rewards()
 
 
 @dataclass

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.train.config import RunConfig
+from fastrl.train.config import LoopConfig
 
 
-def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
+def autocast(config: LoopConfig, device: torch.device) -> AbstractContextManager[Any]:
     """The precision of forward and backward."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
-def minibatches(samples: int, config: RunConfig, group_size: int = 1) -> Iterator[Tensor]:
+def minibatches(samples: int, config: LoopConfig, group_size: int = 1) -> Iterator[Tensor]:
     """Row indices for each optimizer step: every group once per epoch, shuffled."""
     rows = torch.arange(samples).view(-1, group_size)
     for _ in range(config.epochs):
@@ -32,7 +32,7 @@ def normalizer(mask: Tensor, aggregation: str) -> Tensor:
     return counted.sum().clamp(min=1)
 
 
-def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> float:
+def apply(optimizer: torch.optim.Optimizer, config: LoopConfig, step: int) -> float:
     """Clip the gradients, step the optimizer at the learning rate of ``step``, clear the gradients.
 
     Returns:

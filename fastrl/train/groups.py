@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl.train.config import GrpoConfig
-from fastrl.train.prompts import Prompt, deal
+from fastrl.train.data.prompts import Prompt, deal
 from fastrl.train.rollout import Rollout, concatenate
 from fastrl.train.sampling import TokenCount
 

@@ -16,10 +16,10 @@ from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.rewards import score
-from fastrl.train.run_log import Summary
+from fastrl.train.run.run_log import Summary
+from fastrl.train.run.start import prepare
+from fastrl.train.run.training_run import training_run
 from fastrl.train.sampling import rollout_correction
-from fastrl.train.start import prepare
-from fastrl.train.training_run import training_run
 
 
 def train(config: GrpoConfig) -> Summary:

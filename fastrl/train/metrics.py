@@ -62,11 +62,12 @@ def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
 
 
 def lengths(rollout: Rollout, computed: list[TokenCount]) -> dict[str, float]:
-    """Mean length and share of truncated completions, and the tokens that the sampler computed.
+    """Tokens, mean length and share of truncated completions; tokens that the sampler computed.
 
     ``real_tokens`` are those of prompts and completions, ``padded_tokens`` are these and padding.
     """
     return {
+        "tokens": float(rollout.mask.sum()),
         "length": float(rollout.mask.sum(1).double().mean()),
         "truncated": float(rollout.truncated.double().mean()),
         "real_tokens": float(sum(count.real for count in computed)),

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.small_model import character_tokenizer, small_model
+from fastrl.train.model.small_model import character_tokenizer, small_model
 
 
 class Shape(NamedTuple):

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fastrl.train import extras
-from fastrl.train.config import RunConfig
+from fastrl.train.config import LoopConfig
 from fastrl.train.master_weights import MakeOptimizer, MasterWeights
 
 
 def make_optimizer(
-    parameters: Iterable[Tensor], config: RunConfig, **options: Any
+    parameters: Iterable[Tensor], config: LoopConfig, **options: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of those parameters that require gradients.
 
@@ -58,7 +58,7 @@ def offloaded(parameters: list[Tensor], options: dict[str, Any]) -> MasterWeight
     return MasterWeights(parameters, make, device=torch.device("cpu"), options=options)
 
 
-def _adamw(config: RunConfig, options: dict[str, Any]) -> MakeOptimizer:
+def _adamw(config: LoopConfig, options: dict[str, Any]) -> MakeOptimizer:
     """What makes the optimizer of parameters on their device."""
     stochastic = {"bf16_stochastic_round": config.rounding == "stochastic"}
     if config.optimizer == "adamw_8bit":

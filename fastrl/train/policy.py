@@ -23,8 +23,8 @@ from fastrl.integrations.transformers import LmHead, last_hidden_states, lm_head
 from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.gradients import autocast
+from fastrl.train.model.recomputation import offloaded
 from fastrl.train.packing import PackedBatch, micro_batches
-from fastrl.train.recomputation import offloaded
 from fastrl.train.rollout import Rollout
 
 

@@ -11,17 +11,17 @@ from torch import Tensor
 from fastrl import Objective, gae, kl_divergence, masked_mean, value_loss, whiten
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
+from fastrl.train.data.prompts import deal
 from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
+from fastrl.train.model.value_head import ValueHead, rollout_values
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.prompts import deal
 from fastrl.train.rewards import score
-from fastrl.train.run_log import Summary
+from fastrl.train.run.run_log import Summary
+from fastrl.train.run.start import prepare
+from fastrl.train.run.training_run import training_run
 from fastrl.train.sampling import rollout_correction
-from fastrl.train.start import prepare
-from fastrl.train.training_run import training_run
-from fastrl.train.value_head import ValueHead, rollout_values
 
 
 def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
-from fastrl.train.models import frozen_head
+from fastrl.train.data.prompts import Prompt, deal
+from fastrl.train.model.loading import frozen_head
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
-from fastrl.train.prompts import Prompt, deal
 from fastrl.train.rollout import Rollout
 
 NEW_MODEL_STEPS = 700

@@ -2,10 +2,10 @@
 
 import torch
 
-from fastrl.train.adapters import attach
 from fastrl.train.config import GrpoConfig
-from fastrl.train.models import load
-from fastrl.train.prompts import encode
+from fastrl.train.data.prompts import encode
+from fastrl.train.model.adapters import attach
+from fastrl.train.model.loading import load
 from fastrl.train.warm_start import answered
 
 LORA = {"lora_rank": 4}

@@ -8,8 +8,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from fastrl.train.config import GrpoConfig
-from fastrl.train.models import character_tokenizer
-from fastrl.train.prompts import encode
+from fastrl.train.data.prompts import encode
+from fastrl.train.model.loading import character_tokenizer
 from fastrl.train.sampling import make_sampler
 
 TEXTS = ("7 + 5 =", "nine minus three =", "1")

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from fastrl.train import grpo, ppo
-from fastrl.train.checkpoint import latest
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.models import load
+from fastrl.train.model.loading import load
+from fastrl.train.run.checkpoint import latest
 
 LOOPS = {"grpo": (grpo.train, GrpoConfig), "ppo": (ppo.train, PpoConfig)}
 OWN = {"grpo": {"group_size": 4}, "ppo": {}}

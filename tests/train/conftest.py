@@ -19,7 +19,7 @@ def base(tmp_path):
     """The directory of a model."""
     import torch
 
-    from fastrl.train.models import load
+    from fastrl.train.model.loading import load
 
     torch.manual_seed(1)
     model, tokenizer = load(None, "cpu")

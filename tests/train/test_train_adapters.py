@@ -12,14 +12,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from fastrl import Objective
-from fastrl.train.adapters import attach
-from fastrl.train.checkpoint import latest
 from fastrl.train.config import GrpoConfig
-from fastrl.train.models import load
+from fastrl.train.data.prompts import encode
+from fastrl.train.model.adapters import attach
+from fastrl.train.model.loading import load
+from fastrl.train.model.recomputation import save_memory
+from fastrl.train.model.reference import Reference
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.prompts import encode
-from fastrl.train.recomputation import save_memory
-from fastrl.train.reference import Reference
+from fastrl.train.run.checkpoint import latest
 from fastrl.train.warm_start import warm_start
 from tests.support.adapters import (
     DORA,

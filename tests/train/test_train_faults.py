@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fastrl.train import checkpoint, gradients, run_log
-from fastrl.train.checkpoint import latest
+from fastrl.train import gradients
 from fastrl.train.command_line import main, parse
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.models import load
-from fastrl.train.options import choices
-from fastrl.train.run_directory import check_resumable, settings_of
+from fastrl.train.model.loading import load
+from fastrl.train.run import checkpoint, run_log
+from fastrl.train.run.checkpoint import latest
+from fastrl.train.run.run_directory import check_resumable, settings_of
+from fastrl.train.settings.options import choices
 from tests.support.train_runs import LOOPS, rows, run, start_process, wait_for, weights
 
 

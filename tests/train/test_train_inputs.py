@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("transformers")
 
 import fastrl.train
-from fastrl.train import arithmetic
 from fastrl.train.command_line import parse
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.prompts import deal, encode, read_jsonl
+from fastrl.train.data import arithmetic
+from fastrl.train.data.prompts import deal, encode, read_jsonl
+from fastrl.train.model.small_model import CHARACTERS, character_tokenizer
 from fastrl.train.rewards import RewardError, exact_match, import_reward, score
-from fastrl.train.small_model import CHARACTERS, character_tokenizer
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -37,7 +37,15 @@ def test_arithmetic_answers_are_right():
 
 
 def test_arithmetic_writes_jsonl(tmp_path):
-    command = [sys.executable, "-m", "fastrl.train.arithmetic", "--out", tmp_path, "--seed", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "fastrl.train.data.arithmetic",
+        "--out",
+        tmp_path,
+        "--seed",
+        "3",
+    ]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert read_jsonl(tmp_path / "train.jsonl") == arithmetic.split(3)[0]
     assert str(tmp_path / "held_out.jsonl") in out

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fastrl.train.checkpoint import latest
+from fastrl.train.run.checkpoint import latest
 from tests.support.train_runs import LOOPS, rows, train_alone, weights
 
 KILLS = int(os.environ.get("FASTRL_KILLS", "3"))

@@ -14,15 +14,16 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastrl.train import grpo, start
-from fastrl.train.checkpoint import latest
+from fastrl.train import grpo
 from fastrl.train.command_line import main, parse
 from fastrl.train.config import GrpoConfig
-from fastrl.train.interrupt import Interrupt
-from fastrl.train.models import load
+from fastrl.train.data.prompts import encode
+from fastrl.train.model.loading import load
 from fastrl.train.policy import policy_loss
-from fastrl.train.prompts import encode
 from fastrl.train.rewards import RewardError, score
+from fastrl.train.run import start
+from fastrl.train.run.checkpoint import latest
+from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.warm_start import warm_start
 from tests.support.train_runs import LOOPS, rows, run, start_process, wait_for, weights
 

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fastrl.train import run_log
-from fastrl.train.checkpoint import latest
-from fastrl.train.models import load
+from fastrl.train.model.loading import load
+from fastrl.train.run import run_log
+from fastrl.train.run.checkpoint import latest
 from tests.support.train_runs import LOOPS, rows, run
 
 LORA = {"lora_rank": 2, "steps": 1}

@@ -14,10 +14,10 @@ from fastrl import Objective
 from fastrl.train.attention import Span, make_layout
 from fastrl.train.config import GrpoConfig
 from fastrl.train.gradients import normalizer
+from fastrl.train.model.recomputation import save_memory
 from fastrl.train.packing import micro_batches
 from fastrl.train.packing_check import check_packing
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.recomputation import save_memory
 from fastrl.train.rollout import Rollout
 
 SMALL = {

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fastrl.train import phases as measured
-from fastrl.train.curves import draw
-from fastrl.train.phases import Phases
-from fastrl.train.progress import on_bar
+from fastrl.train.run import phases as measured
+from fastrl.train.run.curves import draw
+from fastrl.train.run.phases import Phases
+from fastrl.train.run.progress import on_bar
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,14 @@ pytest.importorskip("transformers")
 import transformers
 
 from fastrl.integrations.transformers import last_hidden_states
-from fastrl.train import adapters, grpo
+from fastrl.train import grpo
 from fastrl.train.attention import Span, make_layout
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.model import adapters
+from fastrl.train.model.recomputation import save_memory
 from fastrl.train.model_shape import Shape, model_shape
 from fastrl.train.plan import GIB, layer_bytes, plan, report, to_fit
-from fastrl.train.recomputation import save_memory
 
 SIZES = {
     "vocab_size": 97,

@@ -8,14 +8,14 @@ pytest.importorskip("transformers")
 from fastrl import Objective
 from fastrl import policy_loss as policy_loss_of_logprobs
 from fastrl.train.config import GrpoConfig
+from fastrl.train.data.prompts import Prompt
 from fastrl.train.gradients import apply, minibatches, normalizer
 from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
-from fastrl.train.models import load
+from fastrl.train.model.loading import load
+from fastrl.train.model.recomputation import save_memory
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.ppo import token_rewards
-from fastrl.train.prompts import Prompt
-from fastrl.train.recomputation import save_memory
 from fastrl.train.rollout import Rollout, concatenate
 from fastrl.train.sampling import TokenCount
 
@@ -239,6 +239,7 @@ class TestSampledGroups:
         assert rewards.tolist() == [0, 1, 5, 5, 5, 5, 5, 5]
         assert len(rollout.mask) == 8
         assert lengths(rollout, sampled.tokens) == {
+            "tokens": 24,
             "length": 3,
             "truncated": 0,
             "real_tokens": 16,

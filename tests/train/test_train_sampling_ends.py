@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig
-from fastrl.train.models import load
+from fastrl.train.model.loading import load
 from fastrl.train.sampling import make_sampler, rollout_correction
 from fastrl.train.sampling.endings import Endings
 from tests.support.sampled import (

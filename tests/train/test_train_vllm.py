@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 import transformers
 
 from fastrl.train.config import GrpoConfig
-from fastrl.train.models import load
-from fastrl.train.prompts import encode
+from fastrl.train.data.prompts import encode
+from fastrl.train.model.loading import load
 from fastrl.train.sampling import make_sampler
 from fastrl.train.sampling.plain_weights import plain_weights
 from fastrl.train.sampling.vllm_sampler import cache_bytes_per_token

@@ -11,13 +11,14 @@ pytest.importorskip("peft")
 
 from safetensors.torch import load_file
 
-from fastrl.train import grpo, models
-from fastrl.train.checkpoint import latest
+from fastrl.train import grpo
 from fastrl.train.config import GrpoConfig
-from fastrl.train.models import load
+from fastrl.train.model import loading
+from fastrl.train.model.loading import load
+from fastrl.train.model.recomputation import save_memory
+from fastrl.train.model.reference import Reference
 from fastrl.train.policy import rollout_logprobs
-from fastrl.train.recomputation import save_memory
-from fastrl.train.reference import Reference
+from fastrl.train.run.checkpoint import latest
 from tests.support.adapters import (
     BF16,
     DORA,
@@ -138,7 +139,7 @@ def test_a_frozen_head_is_not_trained(small, base, tmp_path, tied):
 
 def test_nothing_left_to_train_is_an_error(small, monkeypatch):
     everything = lambda model, config: list(model.parameters())  # noqa: E731
-    monkeypatch.setattr(models, "frozen_head", everything)
+    monkeypatch.setattr(loading, "frozen_head", everything)
     with pytest.raises(ValueError, match="freeze_head must leave a weight to train"):
         run("ppo", small, freeze_head=True)
 

@@ -16,7 +16,7 @@ def make_sampler(model: Any, tokenizer: Any, config: RunConfig) -> Sampler:
     """The engine that ``config.sampler`` names, for this model.
 
     Args:
-        model: A causal LM of `fastrl.train.models`, or one that PEFT wraps.
+        model: A causal LM of `fastrl.train.model.loading`, or one that PEFT wraps.
         tokenizer: The model's.
         config: The settings of the run.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastrl.train.prompts import Prompt
+from fastrl.train.data.prompts import Prompt
 from fastrl.train.rollout import Rollout
 
 

@@ -8,7 +8,7 @@ import transformers
 from transformers import GenerationConfig
 
 from fastrl.train.config import RunConfig
-from fastrl.train.prompts import Prompt
+from fastrl.train.data.prompts import Prompt
 from fastrl.train.rollout import Rollout
 from fastrl.train.sampling.completion import Completion, rollout_of, texts_of
 from fastrl.train.sampling.endings import Endings

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastrl.train.checkpoint import rng_state, set_rng_state
+from fastrl.train.run.checkpoint import rng_state, set_rng_state
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from fastrl.train.prompts import Prompt
+from fastrl.train.data.prompts import Prompt
 from fastrl.train.rollout import Rollout
 
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from fastrl.train.config import RunConfig
-from fastrl.train.prompts import Prompt
+from fastrl.train.data.prompts import Prompt
 from fastrl.train.rollout import Rollout
 from fastrl.train.sampling.completion import Completion, check_finite, rollout_of, texts_of
 from fastrl.train.sampling.endings import Endings

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastrl.train.config import RunConfig
-from fastrl.train.prompts import Prompt
+from fastrl.train.data.prompts import Prompt
 from fastrl.train.rollout import Rollout
 from fastrl.train.sampling.completion import Completion, check_finite, rollout_of, texts_of
 from fastrl.train.sampling.endings import Endings

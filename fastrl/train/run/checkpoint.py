@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fastrl.train import checksums
-from fastrl.train.stored_model import sync
+from fastrl.train.model.stored_model import sync
+from fastrl.train.run import checksums
 
 _STATE = "state.pt"
 _NAME = re.compile(r"step-(\d{6,})")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.train import checksums
+from fastrl.train.run import checksums
 
 #: The folder of a run that keeps the weights below its adapter, if they are found nowhere else.
 BASE = "base"

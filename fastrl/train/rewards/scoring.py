@@ -1,4 +1,4 @@
-"""Reward functions: imported by name, called on strings, their results checked."""
+"""Calling a reward function: import by name, checks of what it returns."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fastrl.train.prompts import Record
+from fastrl.train.data.prompts import Record
 
 
 class RewardError(ValueError):
@@ -14,19 +14,6 @@ class RewardError(ValueError):
 
 
 RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float]]
-
-
-def exact_match(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-    """1 if the completion equals the record's ``"answer"`` up to surrounding space, else 0."""
-    for prompt, record in zip(prompts, records, strict=True):
-        if not isinstance(record.get("answer"), str):
-            raise ValueError(  # noqa: TRY004
-                f'"answer" must be a string, got {record.get("answer")!r} for prompt {prompt!r}'
-            )
-    return [
-        float(completion.strip() == record["answer"].strip())
-        for completion, record in zip(completions, records, strict=True)
-    ]
 
 
 def import_reward(path: str) -> RewardFunction:

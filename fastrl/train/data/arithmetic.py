@@ -1,8 +1,8 @@
 """A task that needs no download: small sums in words and digits, answered in digits.
 
-``python -m fastrl.train.arithmetic --out DIR`` writes ``train.jsonl`` and ``held_out.jsonl``, one
-``{"prompt": ..., "answer": ..., "demonstrations": [...]}`` per line. No prompt is in both files;
-the same problem in other words may be.
+``python -m fastrl.train.data.arithmetic --out DIR`` writes ``train.jsonl`` and ``held_out.jsonl``,
+one ``{"prompt": ..., "answer": ..., "demonstrations": [...]}`` per line. No prompt is in both
+files; the same problem in other words may be.
 
 The warm start imitates the demonstrations, which are correct one time in three and otherwise one
 too large (an off-by-one error). They teach the format and the rough size of an answer. The most

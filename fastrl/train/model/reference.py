@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastrl.train import checkpoint, stored_model
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
+from fastrl.train.model import stored_model
+from fastrl.train.model.stored_model import REFERENCE
 from fastrl.train.policy import rollout_logprobs
 from fastrl.train.rollout import Rollout
-from fastrl.train.stored_model import REFERENCE
+from fastrl.train.run import checkpoint
 
 
 class Reference:

@@ -1,27 +1,32 @@
-"""Before the first step: check the settings, load, resume or warm start; and evaluation."""
+"""Before the first step of a policy: check the settings, load, resume or warm start."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastrl.train import arithmetic, checkpoint, models
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.interrupt import Interrupt
+from fastrl.train.data import arithmetic
+from fastrl.train.data.prompts import Prompt, encode, read_jsonl
+from fastrl.train.model import loading
+from fastrl.train.model.finite_weights import check_weights
+from fastrl.train.model.policy_model import keep_base, load_policy
+from fastrl.train.model.recomputation import save_memory
+from fastrl.train.model.reference import Reference
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing_check import check_packing
 from fastrl.train.policy import check_head
-from fastrl.train.policy_model import keep_base, load_policy
-from fastrl.train.prompts import Prompt, encode, read_jsonl
-from fastrl.train.recomputation import save_memory
 from fastrl.train.rewards import RewardFunction, import_reward, score
-from fastrl.train.run_log import RunLog
+from fastrl.train.run import checkpoint
+from fastrl.train.run.interrupt import Interrupt
+from fastrl.train.run.run_log import Row, RunLog
 from fastrl.train.sampling import Sampler, make_sampler
 from fastrl.train.warm_start import check_demonstrations, warm_start
 
 
-class Job(NamedTuple):
-    """Model, data, reward and log of a run."""
+class PolicyJob(NamedTuple):
+    """Model, data, reward and log of a run in which a policy learns from rewards."""
 
+    config: GrpoConfig | PpoConfig
     log: RunLog
     model: Any
     tokenizer: Any
@@ -31,8 +36,42 @@ class Job(NamedTuple):
     sampler: Sampler
     resumed_from: Path | None
 
+    def begin(self, parts: Mapping[str, Any], interrupt: Interrupt) -> int | None:
+        """See `Job.begin`: what is new is warm started."""
+        if self.resumed_from is not None:
+            step = checkpoint.restore(self.resumed_from, parts)
+            self.log.begin(step)
+            return step
+        self.log.begin(0)
+        if self.config.train_file is None:
+            self.log.written += arithmetic.write(self.log.directory / "data", self.config.seed)
+        losses = warm_start(self.model, self.tokenizer, self.train, self.config)
+        for i, loss in enumerate(losses, 1):
+            if interrupt.requested:
+                self.log.discard()
+                return None
+            if i % 50 == 0:
+                self.log.say(f"warm start: step {i}, loss {loss:.3f}")
+        keep_base(self.model, self.tokenizer, self.config, self.log.directory)
+        return 0
 
-def prepare(config: GrpoConfig | PpoConfig, loop: str) -> Job:
+    def reference(self) -> Reference | None:
+        """The initial policy if the loss has a KL to it."""
+        if self.config.kl_coef == 0:
+            return None
+        resumed = self.resumed_from is not None
+        return Reference(self.model, self.config, self.log.directory, resumed=resumed)
+
+    def evaluate(self) -> Row:
+        """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
+        before = checkpoint.rng_state()
+        completions = self.sampler.greedy(self.held_out)
+        rewards = score(self.reward, [prompt.record for prompt in self.held_out], completions)
+        checkpoint.set_rng_state(before)
+        return {"held_out_reward": float(rewards.double().mean())}
+
+
+def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
     """Check and load everything that ``config`` names; lock the directory of the run.
 
     Raises:
@@ -48,7 +87,7 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> Job:
         raise
 
 
-def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
+def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     reward = import_reward(config.reward)
     if config.train_file is None or config.held_out_file is None:
         records = list(arithmetic.split(config.seed))
@@ -60,7 +99,7 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
     if config.resume and resumed_from is None:
         log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
     checkpoint.seed_all(config.seed)
-    device = models.find_device(config.device)
+    device = loading.find_device(config.device)
     if resumed_from is not None and not checkpoint.verify(resumed_from):
         log.say(f"{resumed_from} has no checksums; damaged files may go unnoticed")
     model, tokenizer = load_policy(config, device, log, resumed_from)
@@ -79,23 +118,7 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> Job:
     check_packing(model, config)
     make_optimizer(model.parameters(), config)  # one that is not available fails here
     sampler = make_sampler(model, tokenizer, config)
-    return Job(log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
-
-
-def check_weights(model: Any) -> None:
-    """Raise a `ValueError` that names a tensor with a value that is not finite."""
-    if (name := not_finite(model)) is not None:
-        raise ValueError(f"model must have finite weights, got a NaN or infinity in {name!r}")
-
-
-def not_finite(model: Any) -> str | None:
-    """The name of the first tensor with a value that is not finite."""
-    for name, weight in model.named_parameters():
-        if not weight.is_floating_point() or weight.itemsize == 1 or weight.numel() == 0:
-            continue  # quantized weights have no NaN, or no minimum
-        if not all(end.isfinite() for end in weight.detach().aminmax()):
-            return str(name)
-    return None
+    return PolicyJob(config, log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
 
 
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
@@ -114,37 +137,3 @@ def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None
         f"max_new_tokens must be at most {context - length} for this model, with a context of "
         f"{context} tokens, and a longest prompt of {length}; got {max_new_tokens}"
     )
-
-
-def begin(
-    job: Job, config: GrpoConfig | PpoConfig, parts: Mapping[str, Any], interrupt: Interrupt
-) -> int | None:
-    """Restore the checkpoint to resume from, or warm start.
-
-    Returns:
-        How many steps are done; None if the warm start was interrupted and nothing is kept.
-    """
-    if job.resumed_from is not None:
-        step = checkpoint.restore(job.resumed_from, parts)
-        job.log.begin(step)
-        return step
-    job.log.begin(0)
-    if config.train_file is None:
-        arithmetic.write(job.log.directory / "data", config.seed)
-    for i, loss in enumerate(warm_start(job.model, job.tokenizer, job.train, config), 1):
-        if interrupt.requested:
-            job.log.discard()
-            return None
-        if i % 50 == 0:
-            job.log.say(f"warm start: step {i}, loss {loss:.3f}")
-    keep_base(job.model, job.tokenizer, config, job.log.directory)
-    return 0
-
-
-def evaluate(job: Job, config: GrpoConfig | PpoConfig) -> float:
-    """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
-    before = checkpoint.rng_state()
-    completions = job.sampler.greedy(job.held_out)
-    rewards = score(job.reward, [prompt.record for prompt in job.held_out], completions)
-    checkpoint.set_rng_state(before)
-    return float(rewards.double().mean())

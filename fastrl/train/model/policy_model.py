@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from fastrl.train import checkpoint, checksums, extras, models, stored_model
+from fastrl.train import extras
 from fastrl.train.config import RunConfig
-from fastrl.train.run_log import RunLog
-from fastrl.train.stored_model import BASE, FINGERPRINT, fingerprint
+from fastrl.train.model import loading, stored_model
+from fastrl.train.model.stored_model import BASE, FINGERPRINT, fingerprint
+from fastrl.train.run import checkpoint, checksums
+from fastrl.train.run.run_log import RunLog
 from fastrl.train.warm_start import warm_start_steps
 
 
@@ -35,11 +37,11 @@ def load_policy(
         _check_files(Path(config.model))
     if config.lora_rank is None:
         if resumed_from is None:
-            model, tokenizer = models.load(config.model, device, dtype=dtype)
+            model, tokenizer = loading.load(config.model, device, dtype=dtype)
         else:
             with checkpoint.reading(resumed_from):
-                model, tokenizer = models.load(str(resumed_from), device, dtype=dtype)
-        for parameter in models.frozen_head(model, config):
+                model, tokenizer = loading.load(str(resumed_from), device, dtype=dtype)
+        for parameter in loading.frozen_head(model, config):
             parameter.requires_grad_(False)
     else:
         model, tokenizer = _adapted(config, device, log, resumed_from, dtype)
@@ -71,7 +73,7 @@ def _adapted(
     dtype: torch.dtype,
 ) -> tuple[Any, Any]:
     extras.require("peft", extra="lora", setting="lora_rank")
-    from fastrl.train import adapters
+    from fastrl.train.model import adapters
 
     source, kept = config.model, log.directory / BASE
     if source is None or (resumed_from is not None and kept.is_dir()) or _is_changed(config):
@@ -81,7 +83,7 @@ def _adapted(
             source = base
     else:
         base = str(Path(source).resolve()) if Path(source).is_dir() else source
-    model, tokenizer = models.load(source, device, dtype=dtype)
+    model, tokenizer = loading.load(source, device, dtype=dtype)
     began_with = log.directory / FINGERPRINT
     if (
         resumed_from is not None
@@ -114,7 +116,7 @@ def _is_changed(config: RunConfig) -> bool:
 
 def _names_adapter(config: RunConfig) -> bool:
     try:
-        return config.model is not None and models.is_adapter(config.model)
+        return config.model is not None and loading.is_adapter(config.model)
     except OSError as error:
         raise ValueError(
             f"model must be a causal LM with its tokenizer, got {config.model!r}: {error}"

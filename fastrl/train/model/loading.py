@@ -11,8 +11,8 @@ from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from fastrl.train import extras
-from fastrl.train.config import RunConfig
-from fastrl.train.small_model import character_tokenizer, small_model
+from fastrl.train.config import LoopConfig
+from fastrl.train.model.small_model import character_tokenizer, small_model
 
 logging.disable_progress_bar()  # the loops have their own
 
@@ -82,7 +82,7 @@ def is_adapter(path: str) -> bool:
     return find_adapter_config_file(path) is not None
 
 
-def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
+def frozen_head(model: Any, config: LoopConfig) -> list[nn.Parameter]:
     """The weights of the embeddings and of the LM head if ``freeze_head`` is on."""
     if not config.freeze_head:
         return []
@@ -95,7 +95,7 @@ def _pretrained(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(path)
     extras.require("peft", extra="lora", setting="an adapter as model")
-    from fastrl.train.adapters import base_of, merge
+    from fastrl.train.model.adapters import base_of, merge
 
     base = base_of(path)
     try:

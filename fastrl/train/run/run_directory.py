@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fastrl.train.config import RunConfig
+from fastrl.train.config import LoopConfig
 
 SETTINGS = "config.json"
 _LOCK = ".lock"
@@ -18,7 +18,7 @@ _LOCK = ".lock"
 _FORMER = {"micro_batch"}
 
 
-def run_directory(config: RunConfig, loop: str) -> Path:
+def run_directory(config: LoopConfig, loop: str) -> Path:
     """``out_dir/name``; without a name ``loop-N``, with the next free N, or the last to resume."""
     root = Path(config.out_dir)
     if config.name is not None:
@@ -48,13 +48,13 @@ def read_settings(path: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _FORMER}
 
 
-def settings_of(config: RunConfig) -> dict[str, Any]:
+def settings_of(config: LoopConfig) -> dict[str, Any]:
     """The settings as `read_settings` returns them: what JSON makes of them."""
     settings = {key: value for key, value in asdict(config).items() if key != "resume"}
     return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
 
 
-def check_resumable(config: RunConfig, before: Mapping[str, Any]) -> None:
+def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
     """Raise a `ValueError` if ``config`` has another result than the run with settings ``before``.
 
     A setting that ``before`` lacks had its default.

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftConfig, PeftModelForCausalLM
 from torch import Tensor, nn
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from fastrl.train.config import RunConfig
-from fastrl.train.stored_model import BASE
+from fastrl.train.config import LoopConfig
+from fastrl.train.model.stored_model import BASE
 
 _NAME = "default"
 
@@ -85,7 +85,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
                 magnitudes[name] = trained  # the parameter that the optimizer knows
 
 
-def attach(model: Any, config: RunConfig, base: str) -> AdaptedModel:
+def attach(model: Any, config: LoopConfig, base: str) -> AdaptedModel:
     """The model with a new adapter that changes nothing yet.
 
     Args:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fastrl.train.options import option
+from fastrl.train.settings.options import option
 
 
 @dataclass

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from fastrl.train.config import RunConfig
-from fastrl.train.curves import draw
-from fastrl.train.progress import on_bar
-from fastrl.train.run_directory import (
+from fastrl.train.config import LoopConfig
+from fastrl.train.model.stored_model import BASE, FINGERPRINT, REFERENCE
+from fastrl.train.run.curves import draw
+from fastrl.train.run.progress import on_bar
+from fastrl.train.run.run_directory import (
     SETTINGS,
     RunLock,
     check_resumable,
@@ -22,7 +23,6 @@ from fastrl.train.run_directory import (
     run_directory,
     settings_of,
 )
-from fastrl.train.stored_model import BASE, FINGERPRINT, REFERENCE
 
 Row = dict[str, float]
 
@@ -43,7 +43,7 @@ class Summary(NamedTuple):
             lines.append("stopped in the warm start: nothing was saved")
         elif self.interrupted:
             options = ["--resume", "--name", self.directory.name]
-            if self.directory.parent != Path(RunConfig.out_dir):
+            if self.directory.parent != Path(LoopConfig.out_dir):
                 options += ["--out_dir", str(self.directory.parent)]
             lines.append(f"stopped after step {self.step}; continue with {shlex.join(options)}")
         if self.held_out is not None:
@@ -61,16 +61,21 @@ class RunLog:
         config: Determines the directory, see `run_directory`.
         loop: The loop, ``"grpo"`` or ``"ppo"``: the first part of the name of an unnamed run.
 
+    Attributes:
+        rows: The rows of the log.
+        written: Further files that the run wrote before its first step, which `discard` removes.
+
     Raises:
         ValueError: The directory contains a run and ``config.resume`` is off; or it is on and there
             is no run, or its settings differ; or another process uses the directory.
     """
 
-    def __init__(self, config: RunConfig, loop: str) -> None:
+    def __init__(self, config: LoopConfig, loop: str) -> None:
         self.config = config
         self.directory = run_directory(config, loop)
         self.checkpoints = self.directory / "checkpoints"
         self.rows: list[Row] = []
+        self.written: list[Path] = []
         self._bar: Any = None
         for path in (self.directory, *self.directory.parents):
             if path.exists() and not path.is_dir():
@@ -148,9 +153,7 @@ class RunLog:
         if self.rows or any(self.checkpoints.glob("step-*")):
             return
         data = self.directory / "data"
-        written = [self._settings, self.metrics, self.directory / FINGERPRINT]
-        if self.config.train_file is None:
-            written += [data / "train.jsonl", data / "held_out.jsonl"]
+        written = [self._settings, self.metrics, self.directory / FINGERPRINT, *self.written]
         for path in written:
             path.unlink(missing_ok=True)
         for name in (REFERENCE, BASE):

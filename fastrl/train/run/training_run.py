@@ -3,23 +3,48 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from typing import Any, Protocol
 
 import torch
 
-from fastrl.train import checkpoint, gradients
-from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.interrupt import Interrupt
-from fastrl.train.phases import Phases
-from fastrl.train.reference import Reference
-from fastrl.train.run_log import Row, Summary
-from fastrl.train.start import Job, begin, evaluate, not_finite
+from fastrl.train import gradients
+from fastrl.train.config import LoopConfig
+from fastrl.train.model.finite_weights import not_finite
+from fastrl.train.model.reference import Reference
+from fastrl.train.run import checkpoint
+from fastrl.train.run.interrupt import Interrupt
+from fastrl.train.run.phases import Phases
+from fastrl.train.run.run_log import Row, RunLog, Summary
 
-Config = GrpoConfig | PpoConfig
 Parts = Mapping[str, checkpoint.Stateful]
 
 
+class Job(Protocol):
+    """What a run works on: it begins, is measured, and is saved."""
+
+    @property
+    def log(self) -> RunLog: ...  # noqa: D102
+    @property
+    def model(self) -> Any: ...  # noqa: D102
+    @property
+    def tokenizer(self) -> Any: ...  # noqa: D102
+
+    def begin(self, parts: Parts, interrupt: Interrupt) -> int | None:
+        """Restore the checkpoint to resume from, or prepare the model for the first step.
+
+        Returns:
+            How many steps are done; None if this was interrupted and nothing is kept.
+        """
+
+    def reference(self) -> Reference | None:
+        """The reference of the KL, if there is one."""
+
+    def evaluate(self) -> Row:
+        """Measure the model on what is held out, without a random number."""
+
+
 @contextmanager
-def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRun"]:
+def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["TrainingRun"]:
     """Start or resume a run, and leave a checkpoint and curves behind however it ends.
 
     If the warm start is interrupted, the run has no steps and nothing is saved. If an error ends
@@ -39,12 +64,10 @@ def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRu
     with closing(job.log), Interrupt() as interrupt:
         run = TrainingRun(job, config, parts, interrupt)
         with job.log.starting():
-            begun = begin(job, config, parts, interrupt)
+            begun = job.begin(parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
-                if config.kl_coef > 0:
-                    resumed = job.resumed_from is not None
-                    run.reference = Reference(job.model, config, job.log.directory, resumed=resumed)
+                run.reference = job.reference()
                 if not job.log.rows:
                     run.save()
         if begun is None:
@@ -52,7 +75,7 @@ def training_run(job: Job, config: Config, parts: Parts) -> Iterator["TrainingRu
             return
         try:
             if not job.log.rows and run.step == 0:
-                job.log.write({"step": 0, "held_out_reward": evaluate(job, config)})
+                job.log.write({"step": 0, **job.evaluate()})
             yield run
             run.save()
         except Exception as error:
@@ -72,7 +95,7 @@ class TrainingRun:
         phase: Measures the phases of a step, ``with run.phase("generate")``.
     """
 
-    def __init__(self, job: Job, config: Config, parts: Parts, interrupt: Interrupt) -> None:
+    def __init__(self, job: Job, config: LoopConfig, parts: Parts, interrupt: Interrupt) -> None:
         self.step = 0
         self.rng = checkpoint.rng_state()
         self.reference: Reference | None = None
@@ -109,25 +132,21 @@ class TrainingRun:
     def finish_step(self, row: Row) -> None:
         """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
 
-        The speed is the tokens of the completions over the time of the whole step.
+        The speed is the ``tokens`` of the row over the time of the whole step.
         """
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
         config, row = self._config, {"step": self.step, **row, **self.phase.read()}
-        row["tokens_per_second"] = self._tokens_per_second(row)
+        row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
         if self.reference is None:
             row.pop("kl", None)  # it would be 0: there is no reference
         try:
             if self.step % config.eval_every == 0 or self.step == config.steps:
-                row["held_out_reward"] = evaluate(self._job, config)
+                row |= self._job.evaluate()
         finally:
             self._job.log.write(row)
             self._whole = True
         if self.step % config.save_every == 0:
             self.save()
-
-    def _tokens_per_second(self, row: Row) -> float:
-        samples = self._config.prompts_per_step * getattr(self._config, "group_size", 1)
-        return row["length"] * samples / (time.perf_counter() - self._started)
 
     def save(self) -> None:
         """Save a checkpoint after the steps done so far.

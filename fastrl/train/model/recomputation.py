@@ -11,12 +11,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from fastrl.train.attention import BY_SEQUENCE, Span, make_layout
-from fastrl.train.config import RunConfig
+from fastrl.train.config import LoopConfig
 from fastrl.train.gradients import autocast
-from fastrl.train.memory_settings import MemorySettings
+from fastrl.train.settings.memory import MemorySettings
 
 
-def save_memory(model: Any, config: RunConfig) -> None:
+def save_memory(model: Any, config: LoopConfig) -> None:
     """Set up gradient checkpointing, MLP tiles and attention, as the settings say.
 
     The model is in training mode afterwards, since `transformers` checkpoints only then; all
@@ -131,7 +131,7 @@ def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, *rest: Any) -> T
     return torch.cat(parts).view(*states.shape[:-1], -1)
 
 
-def _recomputes(model: Any, config: RunConfig) -> bool:
+def _recomputes(model: Any, config: LoopConfig) -> bool:
     """Whether any layer runs again in the backward through a few tokens.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Prompts: read, tokenized and dealt to the steps; and tasks that need no download."""

@@ -1,0 +1,1 @@
+"""The models of a run: loaded, adapted, recomputed, kept."""

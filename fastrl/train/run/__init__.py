@@ -1,0 +1,1 @@
+"""The frame of a run: its directory, log, checkpoints, start and end."""

@@ -1,0 +1,1 @@
+"""The settings of a run, in groups of options; `fastrl.train.config` joins them for each loop."""
