@@ -11,6 +11,8 @@ from typing import Any, TypeVar, get_args, get_origin
 import torch
 
 from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.process_group import joined
 from fastrl.train.plan import report
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
 from fastrl.train.run.run_log import Summary
@@ -69,11 +71,13 @@ def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
         if limit is not None:
             sys.stdout.write(f"{report(config, limit)}\n")
             sys.exit(0)
-        summary = train(config)
+        with joined(config):
+            summary, prints = train(config), ranks.is_first()
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    sys.stdout.write(f"{summary}\n")
+    if prints:
+        sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)
 
 
