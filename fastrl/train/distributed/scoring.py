@@ -43,7 +43,7 @@ def in_shares(
         lambda: score(reward, records[own], completions[own]) if records[own] else None
     )
     checkpoint.set_rng_state(ranks.from_first(checkpoint.rng_state))
-    return _joined([part for part in parts if part is not None])
+    return _joined([part for part in parts if part is not None])  # type: ignore[no-any-return]
 
 
 def _joined(parts: list[Any]) -> Any:

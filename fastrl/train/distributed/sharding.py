@@ -40,14 +40,14 @@ def sharded(module: Module, config: RankSettings, device: torch.device) -> Modul
     return module
 
 
-def inside(module: Any, function: Callable[..., Tensor], **inputs: Any) -> Tensor:
-    """``function(module, **inputs)`` as if it were the module's forward.
+def inside(module: Any, run: Callable[[], Tensor]) -> Tensor:
+    """``run()`` as if it were the module's forward.
 
     FSDP2 gathers weights, and prepares for the backward, around a forward alone. Afterwards weights
     outside the layers can be read until the backward is over, or until `reshard`.
     """
     forward = getattr(module, _INSIDE, None)
-    return function(module, **inputs) if forward is None else forward(function, **inputs)
+    return run() if forward is None else forward(run)
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def load_whole_state(module: nn.Module, state: dict[str, Any]) -> None:
     module.load_state_dict({key: sharded_like(value, now[key]) for key, value in state.items()})
 
 
-def _inside(module: nn.Module, function: Callable[..., Tensor], **inputs: Any) -> Tensor:
-    return function(module, **inputs)
+def _inside(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
+    return run()
 
 
 def _sharded_modules(module: nn.Module) -> list[Any]:

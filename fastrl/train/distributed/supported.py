@@ -1,6 +1,6 @@
 """Which settings several ranks cannot honour."""
 
-from fastrl.train.config import RunConfig
+from fastrl.train.config import PpoConfig, RunConfig
 from fastrl.train.distributed import ranks
 
 
@@ -28,6 +28,9 @@ def check_supported(config: RunConfig) -> None:
         ]
         for name, allowed, why in needed:
             _check(config, name, allowed, f"with parallel=fsdp on several ranks: {why}")
+        if isinstance(config, PpoConfig):
+            why = "on several ranks: FSDP2 cannot copy a sharded backbone"
+            _check(config, "value_model", "shared", f"with parallel=fsdp {why}")
 
 
 def _check(config: RunConfig, name: str, allowed: object, why: str) -> None:
