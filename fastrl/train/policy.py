@@ -23,7 +23,7 @@ from fastrl.integrations.transformers import LmHead, backbone, lm_head
 from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.distributed import ranks
-from fastrl.train.distributed.sharding import inside
+from fastrl.train.distributed.sharding import inside, reshard
 from fastrl.train.gradients import autocast
 from fastrl.train.model.recomputation import offloaded
 from fastrl.train.packing import PackedBatch, micro_batches
@@ -169,6 +169,7 @@ def rollout_logprobs(
         outputs = policy_outputs(model, batch, config)
         if not batch.repeated:
             batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
+    reshard(model)
     return ranks.add_up(logprobs) if shared else logprobs
 
 

@@ -1,5 +1,6 @@
 """Backward passes whose gradients are added up over the ranks."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from fastrl.train.distributed import ranks
 from fastrl.train.distributed.sharding import is_sharded, reshard
 from fastrl.train.packing import PackedBatch
+
+# what torch 2.13 renamed
+_SYNC_BUFFERS = {"forward_sync_buffers", "broadcast_buffers"}
+_KNOWN = [*inspect.signature(DistributedDataParallel).parameters]
+_NO_SYNC_OF_BUFFERS: dict[str, Any] = {max(_SYNC_BUFFERS.intersection(_KNOWN)): False}
 
 
 class GradientSum:
@@ -29,6 +35,7 @@ class GradientSum:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        self.before_update()
         self._data_parallel: DistributedDataParallel | None = None
         self._added = 0
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -37,7 +44,7 @@ class GradientSum:
             raise ValueError("modules that are trained together must all be sharded, or none")
         if ranks.count() > 1 and split == {False}:
             self._data_parallel = DistributedDataParallel(
-                _Trained(modules), broadcast_buffers=False, gradient_as_bucket_view=True
+                _Trained(modules), gradient_as_bucket_view=True, **_NO_SYNC_OF_BUFFERS
             )
             self._data_parallel.register_comm_hook(None, self._add_up)
         self._trained = len({id(parameter) for parameter in trained})
@@ -64,7 +71,11 @@ class GradientSum:
         for module in self._modules:
             reshard(module)
 
-    def _add_up(self, state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    def _add_up(  # torch checks the types
+        self,
+        state: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
         """Add up a bucket of gradients; the hook of `DistributedDataParallel`, which averages."""
         self._added += len(bucket.parameters())
         work = dist.all_reduce(bucket.buffer(), async_op=True)

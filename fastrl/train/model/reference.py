@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.distributed import ranks
-from fastrl.train.distributed.sharding import reshard, sharded, whole_state
+from fastrl.train.distributed.sharding import sharded, whole_state
 from fastrl.train.model import stored_model
 from fastrl.train.model.recomputation import tile_mlps, without_dropout
 from fastrl.train.model.stored_model import REFERENCE
@@ -56,9 +56,7 @@ class Reference:
     def logprobs(self, rollout: Rollout, rows: Tensor, config: GrpoConfig | PpoConfig) -> Tensor:
         """Log-probabilities ``[N, T]`` of the completions ``rows``, as `rollout_logprobs`."""
         with self.policy() as model:
-            logprobs = rollout_logprobs(model, rollout, rows, config)
-            reshard(model)
-        return logprobs
+            return rollout_logprobs(model, rollout, rows, config)
 
 
 def _frozen_shards(model: Any, config: RunConfig, path: Path, *, resumed: bool) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastrl.integrations.transformers import backbone
 from fastrl.train.config import PpoConfig
 from fastrl.train.distributed import ranks
-from fastrl.train.distributed.sharding import sharded
+from fastrl.train.distributed.sharding import reshard, sharded
 from fastrl.train.packing import PackedBatch
 from fastrl.train.policy import (
     PolicyOutputs,
@@ -75,4 +75,6 @@ def rollout_values_and_logprobs(
         if not batch.repeated:
             batch.put(of_tokens, into=values)
             batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
+    for module in (model, critic):
+        reshard(module)
     return ranks.add_up(values), ranks.add_up(logprobs)

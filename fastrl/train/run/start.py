@@ -13,7 +13,7 @@ from fastrl.train.distributed import ranks
 from fastrl.train.distributed.follower_log import open_log
 from fastrl.train.distributed.process_group import check_joined
 from fastrl.train.distributed.scoring import in_shares
-from fastrl.train.distributed.sharding import sharded
+from fastrl.train.distributed.sharding import reshard, sharded
 from fastrl.train.distributed.supported import check_supported
 from fastrl.train.model import loading
 from fastrl.train.model.finite_weights import check_weights
@@ -112,6 +112,7 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     sharded(job.model, config, loading.find_device(config.device))
     save_memory(job.model, config)
     check_packing(job.model, config)
+    reshard(job.model)
     make_optimizer(job.model.parameters(), config)  # one that is not available fails here
     return job
 
