@@ -12,7 +12,7 @@ import torch
 
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.distributed import ranks
-from fastrl.train.distributed.process_group import joined
+from fastrl.train.distributed.process_group import joined, reports
 from fastrl.train.plan import report
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
 from fastrl.train.run.run_log import Summary
@@ -74,7 +74,8 @@ def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
         with joined(config):
             summary, prints = train(config), ranks.is_first()
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        if reports(error):
+            sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     if prints:
         sys.stdout.write(f"{summary}\n")

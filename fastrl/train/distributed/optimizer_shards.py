@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fastrl.train.distributed import ranks
 from fastrl.train.distributed.sharding import is_sharded
 
 State = dict[str, Any]
@@ -75,7 +76,7 @@ def read(directory: Path, state: State, parameters: Iterable[Tensor]) -> State:
                 f"{tuple(entry.size)}"
             )
         tensors[name] = torch.empty_like(parameter, dtype=entry.properties.dtype)
-    load(tensors, storage_reader=reader)
+    load(tensors, storage_reader=reader, no_dist=ranks.count() == 1)
     merged = {index: dict(each) for index, each in state["state"].items()}
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")

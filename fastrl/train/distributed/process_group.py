@@ -43,9 +43,22 @@ def joined(config: LoopConfig) -> Iterator[None]:
     ranks.use_for_exchange(dist.new_group(backend="gloo", timeout=timeout))
     try:
         yield
-    finally:
-        ranks.use_for_exchange(None)
-        dist.destroy_process_group()
+    except Exception as error:
+        if not ranks.on_all_ranks(error):
+            raise  # to end the group would wait for ranks that are gone
+        _leave()
+        raise
+    _leave()
+
+
+def reports(error: Exception) -> bool:
+    """Whether this process tells of an error: the first rank of those that have it."""
+    return os.environ.get("RANK", "0") == "0" or not ranks.on_all_ranks(error)
+
+
+def _leave() -> None:
+    ranks.use_for_exchange(None)
+    dist.destroy_process_group()
 
 
 def check_joined() -> None:

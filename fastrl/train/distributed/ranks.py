@@ -15,7 +15,11 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+#: How long a rank with an error waits for the others to have one.
+SECONDS_FOR_OTHERS = 10.0
+
 _exchange: dist.ProcessGroup | None = None
+_alone = False
 
 
 class _Failure(NamedTuple):
@@ -57,7 +61,9 @@ def together(compute: Callable[[], T]) -> list[T]:
     dist.all_gather_object(results, _sendable(mine), group=_group())
     for result in results:
         if isinstance(result, _Failure):
-            raise mine.error if result.rank == index() else result.error
+            failure: Any = mine.error if result.rank == index() else result.error
+            failure.on_all_ranks = True
+            raise failure
     results[index()] = mine
     return results
 
@@ -86,8 +92,33 @@ def add_up(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_are_here(seconds: float) -> bool:
-    """Whether every rank calls this within that time, so that they can work together again."""
+def on_all_ranks(error: Any) -> bool:
+    """Whether the other ranks have an error as well, so that they can still work together.
+
+    If this rank alone has it, the others wait for this one in the middle of their work.
+    """
+    if not hasattr(error, "on_all_ranks"):
+        error.on_all_ranks = _all_arrive(SECONDS_FOR_OTHERS)
+    return bool(error.on_all_ranks)
+
+
+def go_on_alone() -> None:
+    """Take this rank for the only one from now on: the others have failed."""
+    global _alone
+    _alone = True
+
+
+def use_for_exchange(group: dist.ProcessGroup | None) -> None:
+    """Exchange results and errors over this group of all ranks, which must be gloo's."""
+    global _exchange, _alone
+    _exchange, _alone = group, False
+
+
+def _is_group() -> bool:
+    return dist.is_available() and dist.is_initialized() and not _alone
+
+
+def _all_arrive(seconds: float) -> bool:
     if count() == 1:
         return True
     try:
@@ -95,16 +126,6 @@ def all_are_here(seconds: float) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def use_for_exchange(group: dist.ProcessGroup | None) -> None:
-    """Exchange results and errors over this group of all ranks, which must be gloo's."""
-    global _exchange
-    _exchange = group
-
-
-def _is_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _group() -> dist.ProcessGroup:

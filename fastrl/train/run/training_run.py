@@ -12,6 +12,7 @@ from fastrl.train import gradients
 from fastrl.train.config import LoopConfig
 from fastrl.train.distributed import ranks
 from fastrl.train.distributed.gradient_sum import GradientSum
+from fastrl.train.distributed.sharding import is_sharded
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.reference import Reference
 from fastrl.train.packing import PackedBatch
@@ -19,9 +20,6 @@ from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.phases import Phases
 from fastrl.train.run.run_log import Row, RunLog, Summary
-
-#: How long a rank with an error waits for the others to save a checkpoint with it.
-_SECONDS_FOR_OTHERS = 10.0
 
 Parts = Mapping[str, checkpoint.Stateful]
 
@@ -195,10 +193,15 @@ class TrainingRun:
         note = ""
         if self._whole and not isinstance(error, checkpoint.CheckpointError):
             try:
-                if ranks.all_are_here(_SECONDS_FOR_OTHERS):
+                if ranks.on_all_ranks(error):
+                    self.save()
+                elif ranks.is_first() and not is_sharded(next(self._job.model.parameters())):
+                    ranks.go_on_alone()
                     self.save()
             except Exception as second:  # it must not hide the first
                 note = f"; {second}"
+        if not ranks.is_first() and not ranks.on_all_ranks(error):
+            return  # the first rank may still save one
         last = checkpoint.latest(self._job.log.checkpoints)
         note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
         if len(error.args) == 1 and isinstance(error.args[0], str):
