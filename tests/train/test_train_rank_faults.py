@@ -100,5 +100,8 @@ def test_an_error_in_the_middle_of_common_work_does_not_hang(settings, tmp_path,
     saved = {"ddp": "step-000001", "fsdp": "step-000000"}[parallel]
     assert latest(checkpoints).name == saved
     assert other.error == "OutOfMemoryError: no memory left"
-    assert one.error.endswith(f"; --resume continues from {checkpoints / saved}")
+    assert one.error == (
+        "RankError: another rank has failed, and its message tells why; "
+        f"--resume continues from {checkpoints / saved}"
+    )
     assert run("grpo", settings, resume=True).step == 2

@@ -7,6 +7,7 @@ one rank, and nothing here communicates.
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,13 @@ T = TypeVar("T")
 SECONDS_FOR_OTHERS = 10.0
 
 _exchange: dist.ProcessGroup | None = None
+_store: Any = None
 _alone = False
+_GONE = "gone"
+
+
+class RankError(OSError):
+    """Another rank is gone."""
 
 
 class _Failure(NamedTuple):
@@ -102,16 +109,30 @@ def on_all_ranks(error: Any) -> bool:
     return bool(error.on_all_ranks)
 
 
+def explained(error: Exception) -> Exception:
+    """The error, or a `RankError` if it is the consequence of another rank's."""
+    if count() == 1 or on_all_ranks(error) or not _others_failed():
+        return error
+    consequence: Any = RankError("another rank has failed, and its message tells why")
+    consequence.on_all_ranks = False
+    return consequence  # type: ignore[no-any-return]
+
+
 def go_on_alone() -> None:
     """Take this rank for the only one from now on: the others have failed."""
     global _alone
     _alone = True
 
 
-def use_for_exchange(group: dist.ProcessGroup | None) -> None:
-    """Exchange results and errors over this group of all ranks, which must be gloo's."""
-    global _exchange, _alone
-    _exchange, _alone = group, False
+def use_for_exchange(group: dist.ProcessGroup | None, store: Any) -> None:
+    """Exchange results and errors over this group of all ranks, and look for them in the store.
+
+    Args:
+        group: Must be gloo's.
+        store: Of torch.distributed, which must have no keys.
+    """
+    global _exchange, _store, _alone
+    _exchange, _store, _alone = group, store, False
 
 
 def _is_group() -> bool:
@@ -121,11 +142,25 @@ def _is_group() -> bool:
 def _all_arrive(seconds: float) -> bool:
     if count() == 1:
         return True
-    try:
-        dist.monitored_barrier(_group(), timedelta(seconds=seconds))
+    if _others_failed():
+        return False
+    try:  # not monitored_barrier: only its first rank has a timeout
+        for stage in ("arrived", "stayed"):
+            _store.set(f"{stage}/{index()}", "")
+            keys = [f"{stage}/{rank}" for rank in range(count())]
+            _store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:
+        with suppress(RuntimeError):
+            _store.set(_GONE, str(index()))
         return False
     return True
+
+
+def _others_failed() -> bool:
+    try:
+        return bool(_store.check([_GONE])) and _store.get(_GONE) != str(index()).encode()
+    except RuntimeError:  # the rank that keeps the store is gone
+        return True
 
 
 def _group() -> dist.ProcessGroup:

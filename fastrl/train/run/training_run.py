@@ -12,7 +12,6 @@ from fastrl.train import gradients
 from fastrl.train.config import LoopConfig
 from fastrl.train.distributed import ranks
 from fastrl.train.distributed.gradient_sum import GradientSum
-from fastrl.train.distributed.sharding import is_sharded
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.reference import Reference
 from fastrl.train.packing import PackedBatch
@@ -85,9 +84,12 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
                 ranks.from_first(lambda: job.log.write(row))
             yield run
             run.save()
-        except Exception as error:
+        except Exception as raised:
+            error = ranks.explained(raised)
             run.rescue(error)
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         finally:
             job.log.finish()
 
@@ -195,7 +197,7 @@ class TrainingRun:
             try:
                 if ranks.on_all_ranks(error):
                     self.save()
-                elif ranks.is_first() and not is_sharded(next(self._job.model.parameters())):
+                elif ranks.is_first() and self._config.parallel == "ddp":
                     ranks.go_on_alone()
                     self.save()
             except Exception as second:  # it must not hide the first
