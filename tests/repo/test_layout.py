@@ -53,6 +53,8 @@ ALLOWED = {
             "torchao",
             "vllm",
             "safetensors",
+            "tyro",
+            "yaml",
         },
     ),
 }
@@ -68,6 +70,7 @@ EXTRAS = (
     "peft",
     "torchao",
     "vllm",
+    "tyro",
 )
 
 # The reference of a fused op is a composition of others and has no separate file. The linear forms
