@@ -1,5 +1,6 @@
 """The command line: arguments and files to a config, errors to one clear line."""
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -73,6 +74,21 @@ def main(
         sys.exit(2)
     sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)
+
+
+def config_of(loop: str) -> type[LoopConfig]:
+    """The settings of the loop of that name; its module is imported only if they are in there."""
+    found = _kinds(LoopConfig).get(loop)
+    if found is None:
+        importlib.import_module(f"fastrl.train.{loop}")
+        found = _kinds(LoopConfig)[loop]
+    return found
+
+
+def _kinds(kind: type[LoopConfig]) -> dict[str, type[LoopConfig]]:
+    below = [_kinds(derived) for derived in kind.__subclasses__()]
+    own = {kind.loop: kind} if "loop" in vars(kind) else {}
+    return {name: found for some in [*below, own] for name, found in some.items()}
 
 
 def _parse(

@@ -18,45 +18,54 @@ KINDS = [kind for _, kind in LOOPS.values()]
 
 
 def help_of(kind, capsys, monkeypatch, columns=100):
-    """Each option's entry in the help, by its name; and the whole text."""
+    """The text of the help, and its groups: title to text."""
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit, match="0"):
         parse(kind, ["--help"])
-    text = capsys.readouterr().out
-    plain = "\n".join(line.strip("│╭╰ ") for line in text.splitlines())
-    entries = re.split(r"\n(?=--)", plain)
-    return {re.match(r"--(\w+)", entry)[1]: entry for entry in entries[1:]}, text
+    text = capsys.readouterr().out  # drawn without boxes, since this is no terminal
+    parts = re.split(r"\n ([a-z ]*)options *\n", text.partition("\nexamples:")[0])
+    return text, {
+        title.strip(): group for title, group in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def entries_of(group):
+    """Each option's entry in a group of the help, by its name."""
+    entries = re.split(r"\n +--(?=\w)", group)[1:]
+    return {re.match(r"\w+", entry)[0]: " ".join(entry.split()) for entry in entries}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_option_has_a_text_and_its_default_in_the_help(kind, capsys, monkeypatch):
-    entries, _ = help_of(kind, capsys, monkeypatch)
+    _, groups = help_of(kind, capsys, monkeypatch)
+    entries = {
+        name: entry for group in groups.values() for name, entry in entries_of(group).items()
+    }
     for f in fields(kind):
-        entry = " ".join(entries[f.name].split())
-        assert f.metadata["help"] in entry
         shown = {None: "none", (): "empty"}.get(f.default, f.default)
         shown = "unset" if f.name == "scale" else shown
         shown = " ".join(shown) if isinstance(shown, tuple) else shown
-        assert f"(default: {shown})" in entry, f.name
+        assert f.metadata["help"]
+        assert f"{f.metadata['help']} (default: {shown})" in entries[f.name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_option_is_in_a_group(kind, capsys, monkeypatch):
-    _, text = help_of(kind, capsys, monkeypatch)
-    groups = dict(zip(*[iter(re.split(r"─ ([\w ]*)options ─+", text)[1:])] * 2, strict=True))
-    alone = groups.pop("")
-    assert set(re.findall(r"│ --(\w+)", alone)) == {"config", "plan"}
-    assert {kind.loop + " ", "learning ", "warm start ", "model ", "run "} <= groups.keys()
-    found = [name for group in groups.values() for name in re.findall(r"│ --(\w+)", group)]
+def test_every_option_is_in_a_group_with_a_sentence(kind, capsys, monkeypatch):
+    _, groups = help_of(kind, capsys, monkeypatch)
+    assert entries_of(groups.pop("")).keys() == {"config", "plan"}
+    assert {kind.loop, "learning", "warm start", "model", "run"} <= groups.keys()
+    found = [name for group in groups.values() for name in entries_of(group)]
     assert sorted(found) == sorted(f.name for f in fields(kind))
+    for title in groups.keys() - {kind.loop}:  # whose sentence is at the top
+        assert re.match(r" -+ *\n +[A-Z][^-]*[.;]", groups[title])
 
 
 @pytest.mark.parametrize("columns", [60, 140])
 def test_the_help_has_the_width_of_the_terminal_and_ends_with_examples(
     columns, capsys, monkeypatch
 ):
-    _, text = help_of(GrpoConfig, capsys, monkeypatch, columns)
-    described, examples = text.split("examples:\n")
+    text, _ = help_of(GrpoConfig, capsys, monkeypatch, columns)
+    described, examples = text.partition("\n options")[2].split("examples:\n")
     assert max(map(len, described.splitlines())) == columns
     for line in examples.splitlines():
         arguments = shlex.split(line)[3:]
