@@ -62,12 +62,14 @@ def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
             f"{', '.join(sorted(unknown))}"
         )
     for name, f in known.items():
-        if f.metadata["result"]:
+        ends = name == "steps" and config.ends
+        if f.metadata["result"] or ends:
             assert f.default is not MISSING
             then = before.get(name, json.loads(json.dumps(f.default)))
+            why = f", since the schedule {config.schedule} depends on it" if ends else ""
             if now[name] != then:
                 raise ValueError(
-                    f"{name} must remain {then!r} when a run is resumed, got {now[name]!r}"
+                    f"{name} must remain {then!r} when a run is resumed{why}, got {now[name]!r}"
                 )
 
 
