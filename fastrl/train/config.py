@@ -33,6 +33,7 @@ class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
         """Check every field against its type, its choices and its bounds."""
         check_options(self)
         self.check_run()
+        self.check_learning()
         self.check_weights()
 
 
