@@ -14,6 +14,7 @@ from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.plan import report
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
 from fastrl.train.run.run_log import Summary
+from fastrl.train.run.terminal import printable
 from fastrl.train.settings.options import choices
 
 Config = TypeVar("Config", bound=GrpoConfig | PpoConfig)
@@ -71,7 +72,8 @@ def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
             sys.exit(0)
         summary = train(config)
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        said = printable(str(error), keep="\n")
+        sys.stderr.write(f"error: {said}\n")
         sys.exit(2)
     sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)
