@@ -53,6 +53,9 @@ ALLOWED = {
             "torchao",
             "vllm",
             "safetensors",
+            "jinja2",
+            "tensorboard",
+            "wandb",
         },
     ),
 }
@@ -68,6 +71,8 @@ EXTRAS = (
     "peft",
     "torchao",
     "vllm",
+    "tensorboard",
+    "wandb",
 )
 
 # The reference of a fused op is a composition of others and has no separate file. The linear forms
