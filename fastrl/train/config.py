@@ -16,11 +16,12 @@ from fastrl.train.settings.options import check_options, option
 from fastrl.train.settings.rewards import RewardSettings
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
+from fastrl.train.settings.tracking import TrackingSettings
 from fastrl.train.settings.warm_start import WarmStartSettings
 
 
 @dataclass
-class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
+class LoopConfig(TrackingSettings, LearningSettings, MemorySettings, ModelSettings, RunSettings):
     """The settings that all loops share.
 
     Raises:
@@ -33,6 +34,7 @@ class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
         """Check every field against its type, its choices and its bounds."""
         check_options(self)
         self.check_run()
+        self.check_tracking()
         self.check_weights()
 
 

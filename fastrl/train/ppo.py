@@ -70,6 +70,7 @@ def train(config: PpoConfig) -> Summary:
             records = [prompt.record for prompt in prompts]
             with run.phase("score"):
                 rewards = score(job.reward, records, completions).to(model.device)
+            run.show(records, completions, {"reward": rewards})
 
             # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
             everything = torch.arange(len(rewards))
