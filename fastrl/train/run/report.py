@@ -155,14 +155,20 @@ def _samples(samples: Samples) -> list[dict[str, Any]]:
 
 
 def _settings(config: LoopConfig) -> list[_Setting]:
-    now, settings = settings_of(config), []
-    for f in fields(config):
-        if f.name == "resume":
-            continue
-        default = None if f.default is MISSING else json.loads(json.dumps(f.default))
-        value = now[f.name]
-        settings.append(_Setting(f.name, _shown(value), _shown(default), value != default))
+    now, defaults = settings_of(config), _defaults(config)
+    settings = [
+        _Setting(name, _shown(value), _shown(defaults[name]), value != defaults[name])
+        for name, value in now.items()
+    ]
     return sorted(settings, key=lambda setting: not setting.changed)
+
+
+def _defaults(config: LoopConfig) -> dict[str, Any]:
+    try:
+        return settings_of(type(config)())  # with what other defaults imply
+    except ValueError:  # a setting must be given
+        values = {f.name: None if f.default is MISSING else f.default for f in fields(config)}
+        return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
 
 def _shown(value: Any) -> str:
