@@ -11,6 +11,7 @@ import torch
 
 from fastrl.train.config import LoopConfig, RunConfig
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
+from fastrl.train.run.terminal import printable
 from fastrl.train.settings.command_options import read_options
 from fastrl.train.settings.options import checked, is_none
 
@@ -70,7 +71,8 @@ def main(
             sys.exit(0)
         summary = train(config)
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        said = printable(str(error), keep="\n")
+        sys.stderr.write(f"error: {said}\n")
         sys.exit(2)
     sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)

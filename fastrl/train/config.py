@@ -16,11 +16,12 @@ from fastrl.train.settings.options import check_options, option
 from fastrl.train.settings.rewards import RewardSettings
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
+from fastrl.train.settings.tracking import TrackingSettings
 from fastrl.train.settings.warm_start import WarmStartSettings
 
 
 @dataclass
-class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
+class LoopConfig(TrackingSettings, LearningSettings, MemorySettings, ModelSettings, RunSettings):
     """The settings that all loops share.
 
     Raises:
@@ -34,6 +35,7 @@ class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
         check_options(self)
         self.check_run()
         self.check_learning()
+        self.check_tracking()
         self.check_weights()
 
 

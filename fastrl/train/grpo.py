@@ -55,6 +55,7 @@ def train(config: GrpoConfig) -> Summary:
                 records = [p.record for p in prompts for _ in range(config.group_size)]
                 with run.phase("score"):
                     rewards = score(job.reward, records, completions).to(model.device)
+                run.show(records, completions, {"reward": rewards})
                 sampled.add(part, rewards, job.sampler.tokens)
             rollout, rewards = sampled.batch()
 

@@ -74,6 +74,7 @@ def train(config: PpoConfig) -> Summary:
             records = [prompt.record for prompt in prompts for _ in range(config.group_size)]
             with run.phase("score"):
                 rewards = score(job.reward, records, completions).to(model.device)
+            run.show(records, completions, {"reward": rewards})
 
             # Values and log-probabilities of the policy that sampled, and of the reference.
             everything = torch.arange(len(rewards))

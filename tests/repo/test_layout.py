@@ -55,6 +55,9 @@ ALLOWED = {
             "safetensors",
             "tyro",
             "yaml",
+            "jinja2",
+            "tensorboard",
+            "wandb",
         },
     ),
 }

@@ -111,9 +111,8 @@ def other_value(f):
         return of_choice[0]
     if f.type is bool:
         return not f.default
-    return {"name": "b", "out_dir": "elsewhere", "device": "meta"}.get(f.name) or 1 + (
-        f.default or 0
-    )
+    texts = {"name": "b", "out_dir": "elsewhere", "device": "meta", "wandb_project": "other"}
+    return (texts | {"track": ("wandb",)}).get(f.name) or 1 + (f.default or 0)
 
 
 @pytest.mark.parametrize("kind", [GrpoConfig, PpoConfig])

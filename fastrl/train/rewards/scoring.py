@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastrl.train.data.prompts import Record
+from fastrl.train.run.terminal import printable
 
 
 class RewardError(ValueError):
@@ -27,7 +28,8 @@ def import_reward(path: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ValueError(
-            f"reward: importing {module_name} raised {type(error).__name__}: {error}"
+            f"reward: importing {module_name} raised {type(error).__name__}: "
+            f"{printable(str(error))}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -51,7 +53,8 @@ def score(function: RewardFunction, records: list[Record], completions: list[str
         unordered = isinstance(returned, (str, bytes, Mapping))
         values = [] if unordered else [float(value) for value in returned]
     except Exception as error:  # a user's function may raise anything
-        raise RewardError(f"reward: raised {type(error).__name__}: {error}") from error
+        said = printable(str(error))  # it may quote a completion
+        raise RewardError(f"reward: raised {type(error).__name__}: {said}") from error
     if unordered:
         kind = type(returned).__name__
         raise RewardError(f"reward: must return a sequence of numbers, got {kind}")

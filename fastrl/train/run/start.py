@@ -20,7 +20,7 @@ from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
 from fastrl.train.sampling import Sampler, make_sampler
-from fastrl.train.warm_start import check_demonstrations, warm_start
+from fastrl.train.warm_start import check_demonstrations, warm_start, warm_start_steps
 
 
 class PolicyJob(NamedTuple):
@@ -46,12 +46,12 @@ class PolicyJob(NamedTuple):
         if self.config.train_file is None:
             self.log.written += arithmetic.write(self.log.directory / "data", self.config.seed)
         losses = warm_start(self.model, self.tokenizer, self.train, self.config)
-        for i, loss in enumerate(losses, 1):
-            if interrupt.requested:
-                self.log.discard()
-                return None
-            if i % 50 == 0:
-                self.log.say(f"warm start: step {i}, loss {loss:.3f}")
+        with self.log.stage("warm start", warm_start_steps(self.config)) as show:
+            for i, loss in enumerate(losses, 1):
+                if interrupt.requested:
+                    self.log.discard()
+                    return None
+                show(i, {"loss": loss})
         keep_base(self.model, self.tokenizer, self.config, self.log.directory)
         return 0
 

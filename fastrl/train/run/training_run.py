@@ -1,11 +1,12 @@
 """The frame of a loop's steps: start or resume, log, evaluate, save checkpoints, stop cleanly."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from fastrl.train import gradients
 from fastrl.train.config import LoopConfig
@@ -64,7 +65,7 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
     """
     with closing(job.log), Interrupt() as interrupt:
         run = TrainingRun(job, config, parts, interrupt)
-        with job.log.starting():
+        with job.log.starting(), run.phase("start"):
             begun = job.begin(parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
@@ -74,16 +75,20 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
         if begun is None:
             yield run
             return
+        failed = True
         try:
+            job.log.follow(run.step)
+            start = run.phase.read()
             if not job.log.rows and run.step == 0:
-                job.log.write({"step": 0, **job.evaluate()})
+                job.log.write({"step": 0, **run.evaluate(), **start})
             yield run
             run.save()
+            failed = False
         except Exception as error:
             run.rescue(error)
             raise
         finally:
-            job.log.finish()
+            job.log.finish(failed=failed)
 
 
 class TrainingRun:
@@ -130,6 +135,24 @@ class TrainingRun:
             self._whole = whole
             raise
 
+    def show(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        completions: Sequence[str],
+        rewards: Mapping[str, Tensor],
+    ) -> None:
+        """Let some completions of this step be shown, if samples of it are due.
+
+        Args:
+            records: The records of the N prompts.
+            completions: The N completions.
+            rewards: ``"reward"``, ``[N]``, and parts of it by their names.
+        """
+        samples = self._job.log.samples
+        if samples.due(self.step + 1):
+            values = {name: value.tolist() for name, value in rewards.items()}
+            samples.collect([record["prompt"] for record in records], completions, values)
+
     def finish_step(self, row: Row) -> None:
         """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
 
@@ -143,12 +166,20 @@ class TrainingRun:
             row.pop("kl", None)  # it would be 0: there is no reference
         try:
             if self.step % config.eval_every == 0 or self.step == config.steps:
-                row |= self._job.evaluate()
+                row |= self.evaluate()
         finally:
             self._job.log.write(row)
             self._whole = True
+        self._job.log.samples.write(self.step)
         if self.step % config.save_every == 0:
             self.save()
+            self._job.log.report()
+
+    def evaluate(self) -> Row:
+        """Measure the model on what is held out, as the phase ``evaluate``."""
+        with self.phase("evaluate"):
+            measured = self._job.evaluate()
+        return {**measured, **self.phase.read()}
 
     def save(self) -> None:
         """Save a checkpoint after the steps done so far.
