@@ -12,7 +12,7 @@ from fastrl.train.settings.data import DataSettings
 from fastrl.train.settings.learning import LearningSettings
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
-from fastrl.train.settings.options import check_options, option
+from fastrl.train.settings.options import check_options, fill_defaults, option
 from fastrl.train.settings.rewards import RewardSettings
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
@@ -31,6 +31,7 @@ class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
 
     def __post_init__(self) -> None:
         """Check every field against its type, its choices and its bounds."""
+        fill_defaults(self)
         check_options(self)
         self.check_run()
         self.check_weights()
@@ -53,7 +54,7 @@ class GrpoConfig(RunConfig):
 
     loop: ClassVar[str] = "grpo"
 
-    prompts_per_step: int = option(64, "Prompts per step.", least=1)
+    prompts_per_step: int = option(64, "Prompts per step.", least=1, by_task={"long_addition": 32})
     group_size: int = option(8, "Completions per prompt, compared with one another.", least=2)
     objective: str = option(
         "grpo", "A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."
@@ -112,7 +113,9 @@ class PpoConfig(RunConfig):
 
     loop: ClassVar[str] = "ppo"
 
-    prompts_per_step: int = option(512, "Prompts per step, one completion each.", least=1)
+    prompts_per_step: int = option(
+        512, "Prompts per step, one completion each.", least=1, by_task={"long_addition": 256}
+    )
     clip: float = option(0.2, "Clip range of the policy's ratio.", above=0)
     value_clip: float | None = option(0.2, "Clip range of the values; null for none.", above=0)
     value_coef: float = option(0.5, "Weight of the value loss.", least=0)

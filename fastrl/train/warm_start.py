@@ -15,7 +15,8 @@ from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.rollout import Rollout
 
-NEW_MODEL_STEPS = 700
+#: Steps for a new model, by the task.
+NEW_MODEL_STEPS = {"arithmetic": 700, "long_addition": 600}
 
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
@@ -107,7 +108,7 @@ def warm_start_steps(config: RunConfig) -> int:
     """How many supervised steps come first."""
     if config.warm_start_steps is not None:
         return config.warm_start_steps
-    return NEW_MODEL_STEPS if config.model is None else 0
+    return NEW_MODEL_STEPS[config.task] if config.model is None else 0
 
 
 def _demonstrations(prompt: Prompt) -> list[str]:

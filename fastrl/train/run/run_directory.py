@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from fastrl.train.config import LoopConfig
+from fastrl.train.settings.options import default_of
 
 SETTINGS = "config.json"
 _LOCK = ".lock"
@@ -68,8 +69,8 @@ def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
         )
     for name, f in known.items():
         if f.metadata["result"]:
-            assert f.default is not MISSING
-            then = before.get(name, json.loads(json.dumps(f.default)))
+            default = default_of(f, before.get("task"))
+            then = before.get(name, json.loads(json.dumps(default)))
             if now[name] != then:
                 raise ValueError(
                     f"{name} must remain {then!r} when a run is resumed, got {now[name]!r}"
