@@ -94,14 +94,23 @@ def check_demonstrations(
     known: set[str] = set()
     for prompt in prompts if warm_start_steps(config) > 0 else []:
         for text in _demonstrations(prompt):
-            try:
-                if text not in known:
-                    tokenizer(text, add_special_tokens=False)
-            except Exception as error:  # the tokenizers package raises nothing narrower
-                raise ValueError(
-                    f"warm_start_steps: {text!r} cannot be tokenized: {error}, in {prompt.record!r}"
-                ) from error
+            if text not in known:
+                _check_demonstration(text, prompt, tokenizer, config)
             known.add(text)
+
+
+def _check_demonstration(text: str, prompt: Prompt, tokenizer: Any, config: RunConfig) -> None:
+    try:
+        tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise ValueError(
+            f"warm_start_steps: {text!r} cannot be tokenized: {error}, in {prompt.record!r}"
+        ) from error
+    if config.train_file is None and tokens > config.max_new_tokens:  # never rewarded
+        raise ValueError(
+            f"max_new_tokens must be at least {tokens} for the task {config.task}, got "
+            f"{config.max_new_tokens}"
+        )
 
 
 def warm_start_steps(config: RunConfig) -> int:
