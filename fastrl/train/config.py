@@ -12,7 +12,7 @@ from fastrl.train.settings.data import DataSettings
 from fastrl.train.settings.learning import LearningSettings
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
-from fastrl.train.settings.options import check_options, option
+from fastrl.train.settings.options import check_options, fill_defaults, option
 from fastrl.train.settings.rewards import RewardSettings
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
@@ -32,6 +32,7 @@ class LoopConfig(TrackingSettings, LearningSettings, MemorySettings, ModelSettin
 
     def __post_init__(self) -> None:
         """Check every field against its type, its choices and its bounds."""
+        fill_defaults(self)
         check_options(self)
         self.check_run()
         self.check_learning()
@@ -56,7 +57,7 @@ class GrpoConfig(RunConfig):
 
     loop: ClassVar[str] = "grpo"
 
-    prompts_per_step: int = option(64, "Prompts per step.", least=1)
+    prompts_per_step: int = option(64, "Prompts per step.", least=1, by_task={"long_addition": 32})
     group_size: int = option(8, "Completions per prompt, compared with one another.", least=2)
     objective: str = option(
         "grpo", "A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."
@@ -115,7 +116,9 @@ class PpoConfig(RunConfig):
 
     loop: ClassVar[str] = "ppo"
 
-    prompts_per_step: int = option(512, "Prompts per step.", least=1)
+    prompts_per_step: int = option(
+        512, "Prompts per step.", least=1, by_task={"long_addition": 256}
+    )
     group_size: int = option(
         1, "Completions per prompt; for advantage=group, which compares them, at least 2.", least=1
     )

@@ -247,7 +247,7 @@ def test_gradients_that_are_not_finite_leave_the_weights_unchanged(small, loop, 
         ({"reward": "small_rewards:gone"}, "has no function 'gone'"),
         ({"train_file": "gone.jsonl"}, "gone.jsonl cannot be read"),
         ({"max_prompt_tokens": 2}, "max_prompt_tokens must cover"),
-        ({"max_new_tokens": 252}, "max_new_tokens must be at most 249 for this model"),
+        ({"max_new_tokens": 508}, "max_new_tokens must be at most 505 for this model"),
         ({"device": "foo"}, "device must be available, got 'foo'"),
         (
             {"train_file": "{tmp}/lacks.jsonl", "reward": "fastrl.train.rewards:exact_match"},

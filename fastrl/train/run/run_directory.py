@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from fastrl.train.config import LoopConfig
 from fastrl.train.settings import file
+from fastrl.train.settings.options import default_of
 
 SETTINGS = "config.json"
 _LOCK = ".lock"
@@ -64,8 +65,8 @@ def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
     for name, f in known.items():
         ends = name == "steps" and config.ends
         if f.metadata["result"] or ends:
-            assert f.default is not MISSING
-            then = before.get(name, json.loads(json.dumps(f.default)))
+            default = default_of(f, before.get("task"))
+            then = before.get(name, json.loads(json.dumps(default)))
             why = f", since the schedule {config.schedule} depends on it" if ends else ""
             if now[name] != then:
                 raise ValueError(

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.data import arithmetic
+from fastrl.train.data import task_files
 from fastrl.train.data.prompts import Prompt, encode, read_jsonl
+from fastrl.train.data.tasks import SPLITS
 from fastrl.train.model import loading
 from fastrl.train.model.finite_weights import check_weights
 from fastrl.train.model.policy_model import keep_base, load_policy
@@ -44,7 +45,8 @@ class PolicyJob(NamedTuple):
             return step
         self.log.begin(0)
         if self.config.train_file is None:
-            self.log.written += arithmetic.write(self.log.directory / "data", self.config.seed)
+            split, directory = SPLITS[self.config.task], self.log.directory / "data"
+            self.log.written += task_files.write(directory, split, self.config.seed)
         losses = warm_start(self.model, self.tokenizer, self.train, self.config)
         with self.log.stage("warm start", warm_start_steps(self.config)) as show:
             for i, loss in enumerate(losses, 1):
@@ -90,7 +92,7 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
 def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     reward = import_reward(config.reward)
     if config.train_file is None or config.held_out_file is None:
-        records = list(arithmetic.split(config.seed))
+        records = list(SPLITS[config.task](config.seed))
     else:
         records = [read_jsonl(file) for file in (config.train_file, config.held_out_file)]
     for some in records:

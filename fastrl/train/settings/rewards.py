@@ -12,6 +12,7 @@ class RewardSettings:
     reward: str = option(
         "fastrl.train.rewards:exact_match",
         "module:function that takes (prompts, completions, records) and returns a number for each.",
+        by_task={"long_addition": "fastrl.train.data.long_addition:right_sum"},
     )
 
     def check_rewards(self) -> None:
