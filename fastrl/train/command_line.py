@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fastrl.train.config import LoopConfig, RunConfig
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.process_group import joined
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
 from fastrl.train.run.terminal import printable
 from fastrl.train.settings.command_options import read_options
@@ -69,12 +71,14 @@ def main(
 
             sys.stdout.write(report(cast("Any", config), limit) + "\n")
             sys.exit(0)
-        summary = train(config)
+        with joined(config):
+            summary, prints = train(config), ranks.is_first()
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         said = printable(str(error), keep="\n")
         sys.stderr.write(f"error: {said}\n")
         sys.exit(2)
-    sys.stdout.write(f"{summary}\n")
+    if prints:
+        sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)
 
 

@@ -13,6 +13,7 @@ from fastrl.train.settings.learning import LearningSettings
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
 from fastrl.train.settings.options import check_options, fill_defaults, option
+from fastrl.train.settings.ranks import RankSettings
 from fastrl.train.settings.rewards import RewardSettings
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
@@ -21,7 +22,9 @@ from fastrl.train.settings.warm_start import WarmStartSettings
 
 
 @dataclass
-class LoopConfig(TrackingSettings, LearningSettings, MemorySettings, ModelSettings, RunSettings):
+class LoopConfig(
+    TrackingSettings, RankSettings, MemorySettings, LearningSettings, ModelSettings, RunSettings
+):
     """The settings that all loops share.
 
     Raises:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fastrl import group_advantages
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
+from fastrl.train.distributed.scoring import in_shares
 from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
@@ -54,7 +55,9 @@ def train(config: GrpoConfig) -> Summary:
                     part, completions = job.sampler.sample(prompts, config.group_size)
                 records = [p.record for p in prompts for _ in range(config.group_size)]
                 with run.phase("score"):
-                    rewards = score(job.reward, records, completions).to(model.device)
+                    rewards = in_shares(
+                        score, job.reward, records, completions, config.group_size
+                    ).to(model.device)
                 run.show(records, completions, {"reward": rewards})
                 sampled.add(part, rewards, job.sampler.tokens)
             rollout, rewards = sampled.batch()
@@ -100,7 +103,7 @@ def train(config: GrpoConfig) -> Summary:
                             objective=objective,
                             normalizer=denominator,
                         )
-                        policy.loss.backward()
+                        run.backward(policy.loss, batch)
                         sampled_for = policy.logprobs if before is None else before
                         metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
                     norm = run.apply(optimizer)

@@ -13,6 +13,7 @@ from fastrl.train.advantages import advantages_and_returns, token_rewards
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
 from fastrl.train.data.prompts import deal
+from fastrl.train.distributed.scoring import in_shares
 from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.kl_penalty import KlPenalty
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
@@ -73,7 +74,9 @@ def train(config: PpoConfig) -> Summary:
                 rollout, completions = job.sampler.sample(prompts, config.group_size)
             records = [prompt.record for prompt in prompts for _ in range(config.group_size)]
             with run.phase("score"):
-                rewards = score(job.reward, records, completions).to(model.device)
+                rewards = in_shares(score, job.reward, records, completions, config.group_size).to(
+                    model.device
+                )
             run.show(records, completions, {"reward": rewards})
 
             # Values and log-probabilities of the policy that sampled, and of the reference.
@@ -129,7 +132,7 @@ def train(config: PpoConfig) -> Summary:
                             loss = loss + config.value_coef * error.loss
                             seen["value_loss"] = error.loss * denominator / len(batch.token_ids)
                             seen["value_clip_fraction"] = error.metrics["clip_fraction"]
-                        loss.backward()
+                        run.backward(loss, batch)
                         metrics.add(seen, sampler_kl(before, of_sampler), batch)
                     if config.stop_kl is not None and metrics.minibatch_kl() > config.stop_kl:
                         optimizer.zero_grad()

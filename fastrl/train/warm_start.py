@@ -10,6 +10,8 @@ import torch
 
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.data.prompts import Prompt, deal
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.gradient_sum import GradientSum
 from fastrl.train.model.loading import frozen_head
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
@@ -68,6 +70,7 @@ def _supervised_steps(
         betas=(0.9, 0.98),
         weight_decay=0.1,
     )
+    gradients = GradientSum([model])
     plain = replace(config, temperature=1.0)  # the temperature is for sampling
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -79,12 +82,13 @@ def _supervised_steps(
         for batch in batches(target, torch.arange(len(texts)), target.mask, plain):
             logprobs = policy_logprobs(policy_outputs(model, batch, plain), batch, plain)
             part = -logprobs.sum() / total
-            part.backward()
-            loss += part.item()
+            gradients.backward(part, batch)
+            loss += 0.0 if batch.repeated else part.item()
+        gradients.before_update()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        yield loss
+        yield sum(ranks.together(lambda loss=loss: loss))  # type: ignore[misc]
 
 
 def check_demonstrations(

@@ -4,6 +4,8 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
+from fastrl.train.distributed import ranks
+
 
 class Interrupt:
     """A context manager in which the first SIGINT or SIGTERM only sets ``requested``.
@@ -33,6 +35,11 @@ class Interrupt:
     ) -> None:
         """Restore the previous handlers."""
         self._restore()
+
+    def on_any_rank(self) -> bool:
+        """Whether it is requested on any rank; then on all. All ranks must call this together."""
+        self.requested = ranks.any_rank(self.requested)
+        return self.requested
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

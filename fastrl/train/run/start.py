@@ -4,10 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.data import task_files
 from fastrl.train.data.prompts import Prompt, encode, read_jsonl
 from fastrl.train.data.tasks import SPLITS
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.follower_log import open_log
+from fastrl.train.distributed.process_group import check_joined
+from fastrl.train.distributed.scoring import in_shares
+from fastrl.train.distributed.sharding import reshard, sharded
+from fastrl.train.distributed.supported import check_supported
 from fastrl.train.model import loading
 from fastrl.train.model.finite_weights import check_weights
 from fastrl.train.model.policy_model import keep_base, load_policy
@@ -41,21 +49,30 @@ class PolicyJob(NamedTuple):
         """See `Job.begin`: what is new is warm started."""
         if self.resumed_from is not None:
             step = checkpoint.restore(self.resumed_from, parts)
-            self.log.begin(step)
+            self._begin_log(step)
             return step
-        self.log.begin(0)
-        if self.config.train_file is None:
-            split, directory = SPLITS[self.config.task], self.log.directory / "data"
-            self.log.written += task_files.write(directory, split, self.config.seed)
+        self._begin_log(0)
         losses = warm_start(self.model, self.tokenizer, self.train, self.config)
         with self.log.stage("warm start", warm_start_steps(self.config)) as show:
             for i, loss in enumerate(losses, 1):
-                if interrupt.requested:
+                if interrupt.on_any_rank():
                     self.log.discard()
                     return None
                 show(i, {"loss": loss})
-        keep_base(self.model, self.tokenizer, self.config, self.log.directory)
+        ranks.from_first(
+            lambda: keep_base(self.model, self.tokenizer, self.config, self.log.directory)
+        )
         return 0
+
+    def _begin_log(self, step: int) -> None:
+        def begin() -> list[Row]:
+            self.log.begin(step)
+            if step == 0 and self.config.train_file is None:
+                split, directory = SPLITS[self.config.task], self.log.directory / "data"
+                self.log.written += task_files.write(directory, split, self.config.seed)
+            return self.log.rows
+
+        self.log.rows = ranks.from_first(begin)
 
     def reference(self) -> Reference | None:
         """The initial policy if the loss has a KL to it."""
@@ -68,7 +85,8 @@ class PolicyJob(NamedTuple):
         """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
         before = checkpoint.rng_state()
         completions = self.sampler.greedy(self.held_out)
-        rewards = score(self.reward, [prompt.record for prompt in self.held_out], completions)
+        records = [prompt.record for prompt in self.held_out]
+        rewards = in_shares(score, self.reward, records, completions)
         checkpoint.set_rng_state(before)
         return {"held_out_reward": float(rewards.double().mean())}
 
@@ -81,7 +99,9 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
             prompt that is too long, a reward that does not exist or returns a wrong type, damaged
             weights, another process that runs in the same directory.
     """
-    log = RunLog(config, loop)
+    check_joined()
+    check_supported(config)
+    log = open_log(config, loop)
     try:
         return _prepare(config, log)
     except BaseException:
@@ -90,6 +110,17 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
 
 
 def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
+    job = ranks.agreed(lambda: _load(config, log))
+    sharded(job.model, config, loading.find_device(config.device))
+    save_memory(job.model, config)
+    check_packing(job.model, config)
+    reshard(job.model)
+    make_optimizer(job.model.parameters(), config)  # one that is not available fails here
+    return job
+
+
+def _load(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
+    """Everything that a rank does without the others."""
     reward = import_reward(config.reward)
     if config.train_file is None or config.held_out_file is None:
         records = list(SPLITS[config.task](config.seed))
@@ -102,6 +133,8 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
         log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
     checkpoint.seed_all(config.seed)
     device = loading.find_device(config.device)
+    if ranks.count() > 1 and config.parallel == "fsdp":
+        device = torch.device("cpu")  # a GPU may be too small for all weights
     if resumed_from is not None and not checkpoint.verify(resumed_from):
         log.say(f"{resumed_from} has no checksums; damaged files may go unnoticed")
     model, tokenizer = load_policy(config, device, log, resumed_from)
@@ -116,9 +149,6 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     if resumed_from is None:
         check_demonstrations(train, tokenizer, config)
     check_length(model, train + held_out, config.max_new_tokens)
-    save_memory(model, config)
-    check_packing(model, config)
-    make_optimizer(model.parameters(), config)  # one that is not available fails here
     sampler = make_sampler(model, tokenizer, config)
     return PolicyJob(config, log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
 

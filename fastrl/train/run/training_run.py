@@ -6,17 +6,23 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastrl.train import gradients
 from fastrl.train.config import LoopConfig
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.gradient_sum import GradientSum
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.reference import Reference
+from fastrl.train.packing import PackedBatch
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.phases import Phases
 from fastrl.train.run.run_log import Row, RunLog, Summary
 from fastrl.train.schedules import learning_rate
+
+#: How long a rank with an error waits for the others to save a checkpoint with it.
+_SECONDS_FOR_OTHERS = 10.0
 
 Parts = Mapping[str, checkpoint.Stateful]
 
@@ -70,6 +76,7 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
                 run.reference = job.reference()
+                run.prepare_gradients()
                 if not job.log.rows:
                     run.save()
         if begun is None:
@@ -78,9 +85,10 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
         failed = True
         try:
             job.log.follow(run.step)
-            start = run.phase.read()
+            start = _largest(run.phase.read())
             if not job.log.rows and run.step == 0:
-                job.log.write({"step": 0, **run.evaluate(), **start})
+                row = {"step": 0, **run.evaluate(), **start}
+                ranks.from_first(lambda: job.log.write(row))
             yield run
             run.save()
             failed = False
@@ -115,9 +123,18 @@ class TrainingRun:
 
         Each step must change the weights by `apply` alone, and end with `finish_step`.
         """
-        while self.step < self._config.steps and not self._interrupt.requested:
+        while self.step < self._config.steps and not self._interrupt.on_any_rank():
             self._started = time.perf_counter()
             yield self.step
+
+    def prepare_gradients(self) -> None:
+        """To be called when it is known which weights are trained."""
+        modules = [part for part in self._parts.values() if isinstance(part, nn.Module)]
+        self._gradients = GradientSum([self._job.model, *modules])
+
+    def backward(self, loss: Tensor, batch: PackedBatch) -> None:
+        """The backward of a micro-batch's loss; of all ranks' losses after the last one."""
+        self._gradients.backward(loss, batch)
 
     def apply(self, optimizer: torch.optim.Optimizer) -> float:
         """`gradients.apply` in this step; from here to `finish_step` nothing can be saved.
@@ -129,6 +146,7 @@ class TrainingRun:
             FloatingPointError: That norm is not finite; the weights are unchanged.
         """
         whole, self._whole = self._whole, False
+        self._gradients.before_update()
         try:
             return gradients.apply(optimizer, self._config, self.step)
         except FloatingPointError:
@@ -160,7 +178,7 @@ class TrainingRun:
         """
         row = {**row, "learning_rate": learning_rate(self._config, self.step)}
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
-        config, row = self._config, {"step": self.step, **row, **self.phase.read()}
+        config, row = self._config, {"step": self.step, **row, **_largest(self.phase.read())}
         row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
         if self.reference is None:
             row.pop("kl", None)  # it would be 0: there is no reference
@@ -168,9 +186,9 @@ class TrainingRun:
             if self.step % config.eval_every == 0 or self.step == config.steps:
                 row |= self.evaluate()
         finally:
-            self._job.log.write(row)
+            ranks.from_first(lambda: self._job.log.write(row))
             self._whole = True
-        self._job.log.samples.write(self.step)
+        ranks.from_first(lambda: self._job.log.samples.write(self.step))
         if self.step % config.save_every == 0:
             self.save()
             self._job.log.report()
@@ -179,7 +197,7 @@ class TrainingRun:
         """Measure the model on what is held out, as the phase ``evaluate``."""
         with self.phase("evaluate"):
             measured = self._job.evaluate()
-        return {**measured, **self.phase.read()}
+        return {**measured, **_largest(self.phase.read())}
 
     def save(self) -> None:
         """Save a checkpoint after the steps done so far.
@@ -188,7 +206,8 @@ class TrainingRun:
             CheckpointError: It could not be written.
             FloatingPointError: A weight is not finite; it would take the place of a better one.
         """
-        if (name := not_finite(self._job.model)) is not None:
+        names = ranks.together(lambda: not_finite(self._job.model))
+        if (name := next(filter(None, names), None)) is not None:
             self._whole = False
             raise FloatingPointError(
                 f"the weights after step {self.step} are not finite, first in {name!r}"
@@ -208,7 +227,8 @@ class TrainingRun:
         note = ""
         if self._whole and not isinstance(error, checkpoint.CheckpointError):
             try:
-                self.save()
+                if ranks.all_are_here(_SECONDS_FOR_OTHERS):
+                    self.save()
             except Exception as second:  # it must not hide the first
                 note = f"; {second}"
         last = checkpoint.latest(self._job.log.checkpoints)
@@ -221,3 +241,9 @@ class TrainingRun:
     def summary(self) -> Summary:
         """Return how the run ended."""
         return self._job.log.summary(self.step, interrupted=self._interrupt.requested)
+
+
+def _largest(row: Row) -> Row:
+    """Each value's maximum over the ranks: the slowest phase, the fullest memory."""
+    rows = ranks.together(lambda: row)
+    return {name: max(each[name] for each in rows if name in each) for name in row}
