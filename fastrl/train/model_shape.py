@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.model.loading import reason
+from fastrl.train.model.loading import pretrained_config, reason
 from fastrl.train.model.small_model import character_tokenizer, small_model
 
 
@@ -40,7 +40,7 @@ def model_shape(config: GrpoConfig | PpoConfig) -> Shape:
     else:
         try:
             trusted = {"trust_remote_code": config.trust_remote_code}
-            of_model = AutoConfig.from_pretrained(config.model, **trusted)
+            of_model = pretrained_config(config.model, **trusted)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(of_model, **trusted)
         except (OSError, ValueError, KeyError) as error:

@@ -81,7 +81,7 @@ def test_code_of_a_model_runs_only_with_the_switch(of_own_code, ran, small, use)
             return run("grpo", small, **settings)
         return model_shape(GrpoConfig(model=str(of_own_code), **settings))
 
-    with pytest.raises(ValueError, match=r"brings code of its own, .* --trust_remote_code"):
+    with pytest.raises(ValueError, match="brings or names code, which only runs with --trust"):
         start()
     assert not ran.exists()
     start(trust_remote_code=True)
@@ -109,6 +109,22 @@ def test_code_of_the_base_of_an_adapter_runs_only_with_the_switch(of_own_code, r
     ran.unlink()
     with pytest.raises(ValueError, match=r"is an adapter of .* --trust_remote_code"):
         load(str(checkpoint.latest(directory / "checkpoints")), "cpu")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("use", ["load", "plan"])
+def test_a_kernel_that_a_model_names_is_not_loaded(base, key, use):
+    change(base / "config.json", **{key: "someone/kernel"})
+    with pytest.raises(ValueError, match="names code, which only runs with --trust_remote_code"):
+        load(str(base), "cpu") if use == "load" else model_shape(GrpoConfig(model=str(base)))
+
+
+def test_code_that_generates_is_never_used(base, ran):
+    (base / "custom_generate").mkdir()
+    code = f"from pathlib import Path\nPath({str(ran)!r}).touch()\ndef generate(*_, **__): 1\n"
+    (base / "custom_generate" / "generate.py").write_text(code)
+    load(str(base), "cpu")
     assert not ran.exists()
 
 
@@ -184,7 +200,7 @@ def test_every_torch_load_reads_weights_only():
 def test_everything_that_is_loaded_says_whether_its_code_may_run():
     """Without an answer, transformers asks on the terminal. peft's configurations have no code."""
     found = list(calls(".from_pretrained", "AutoModelForCausalLM.from_config"))
-    assert len(found) >= 7
+    assert len(found) >= 6
     for path, keywords in found:
         if path.name == "adapters.py":
             continue

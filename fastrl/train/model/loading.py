@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -95,13 +95,29 @@ def frozen_head(model: Any, config: LoopConfig) -> list[nn.Parameter]:
     return [parameter for layer in ends for parameter in layer.parameters()]
 
 
+def pretrained_config(path: str, *, trust_remote_code: bool) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        ValueError: Code must run that comes with the model, or that it names: an attention kernel
+            of the hub.
+        OSError: There is no such model.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    named = [str(getattr(part, "_attn_implementation", None)) for part in parts]
+    if not trust_remote_code and any("/" in name for name in named):
+        raise ValueError(f"trust_remote_code: it names a kernel, {named}")
+    return config
+
+
 def reason(error: Exception) -> str:
     """Why a model cannot be loaded, with what can be done about it."""
     text = str(error)
     if "--trust_remote_code" in text:  # of the base of an adapter
         return text
     if "trust_remote_code" in text:
-        return "it brings code of its own, which only runs with --trust_remote_code"
+        return "it brings or names code, which only runs with --trust_remote_code"
     if isinstance(error, OSError) and "model.safetensors" in text:
         return (
             "it has no model.safetensors, and pickled weights are not loaded, since they can run "
@@ -114,6 +130,7 @@ def _pretrained(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> tu
     trusted = {"trust_remote_code": trust_remote_code}  # None would ask on the terminal
     stored = {"dtype": dtype, "use_safetensors": True, **trusted}
     if not is_adapter(path):
+        pretrained_config(path, **trusted)
         model = AutoModelForCausalLM.from_pretrained(path, **stored)
         return model, AutoTokenizer.from_pretrained(path, **trusted)
     extras.require("peft", extra="lora", setting="an adapter as model")
@@ -121,6 +138,7 @@ def _pretrained(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> tu
 
     base = base_of(path)
     try:
+        pretrained_config(base, **trusted)
         model = AutoModelForCausalLM.from_pretrained(base, **stored)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
