@@ -123,7 +123,9 @@ def _parse(
         where = {name: given[name] for name in ("resume", "name", "out_dir")}
         directory = run_directory(kind(**where), kind.loop)
         if (directory / SETTINGS).exists():
-            defaults = _settings(kind, str(directory / SETTINGS)) | defaults
+            of_run = _settings(kind, str(directory / SETTINGS))
+            of_run.pop("trust_remote_code", None)  # a person must ask for it, not a file of the run
+            defaults = of_run | defaults
             given = {name: value for name, value in read(defaults).items() if name in given}
             given |= {"resume": True, "name": directory.name, "out_dir": str(directory.parent)}
     return kind(**given), limit
