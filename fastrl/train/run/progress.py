@@ -1,5 +1,7 @@
 """The progress bar of a run, or lines where there is no terminal, with the numbers of a step."""
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -50,7 +52,7 @@ class ProgressBar:
             total=total,
             initial=done,
             disable=not self._on_terminal,
-            dynamic_ncols=True,
+            ncols=_columns(),
             bar_format=f"{escaped} {{n_fmt}}/{{total_fmt}} |{{bar:{_BAR}}}| "
             "{elapsed}<{remaining}{postfix}",
         )
@@ -63,9 +65,8 @@ class ProgressBar:
         """Advance to ``done`` steps, with what `on_bar` shows of ``row``."""
         values = [f"{name}={value}" for name, value in on_bar(row).items()]
         if self._on_terminal:
-            room = (self._bar.ncols or 80) - self._fixed
-            self._bar.n = done
-            self._bar.set_postfix_str(fitting(values, room))
+            self._bar.ncols, self._bar.n = _columns(), done
+            self._bar.set_postfix_str(fitting(values, self._bar.ncols - self._fixed))
             return
         step = max(1, -(-self._total // _LINES))
         late = time.monotonic() - self._printed_at >= _SILENT
@@ -106,6 +107,15 @@ def on_bar(row: Mapping[str, float]) -> dict[str, str]:
     if peaks:
         shown["GB"] = _short(max(peaks), 3)
     return shown
+
+
+def _columns() -> int:
+    """The width of the terminal now; 80 if it does not tell."""
+    try:
+        of_terminal = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # none, or a stream that only says it is one
+        of_terminal = 0
+    return of_terminal or shutil.get_terminal_size().columns
 
 
 def _short(value: float, digits: int) -> str:
