@@ -11,7 +11,7 @@ import torch
 
 from fastrl.train.config import LoopConfig, RunConfig
 from fastrl.train.distributed import ranks
-from fastrl.train.distributed.process_group import joined
+from fastrl.train.distributed.process_group import joined, reports
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
 from fastrl.train.run.terminal import printable
 from fastrl.train.settings.command_options import read_options
@@ -74,8 +74,9 @@ def main(
         with joined(config):
             summary, prints = train(config), ranks.is_first()
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        said = printable(str(error), keep="\n")
-        sys.stderr.write(f"error: {said}\n")
+        if reports(error):
+            said = printable(str(error), keep="\n")
+            sys.stderr.write(f"error: {said}\n")
         sys.exit(2)
     if prints:
         sys.stdout.write(f"{summary}\n")

@@ -2,11 +2,15 @@
 
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import pytest
 import torch
 
 from fastrl.train import gradients
@@ -14,11 +18,20 @@ from fastrl.train.distributed.process_group import joined
 from fastrl.train.distributed.sharding import whole
 from tests.support.train_runs import LOOPS, OWN, run
 
+PARALLEL = ("ddp", "fsdp")
 PRELOADED = ["tests.support.rank_runs", "matplotlib.backends.backend_agg"]
 
 
+class Ended(NamedTuple):
+    """How a run ended on a rank."""
+
+    error: str | None
+    steps: int | None
+    drawn: list[float]  # from each generator, after the run
+
+
 def run_ranks(world, loop, settings, path, *, gradients_to=None, before=None, seconds=120):
-    """Run a loop on ``world`` ranks; what each raised, as text, None if nothing.
+    """Run a loop on ``world`` ranks; how it ended on each.
 
     Args:
         world: How many ranks.
@@ -62,7 +75,7 @@ def _rank(rank, world, port, loop, settings, path, gradients_to, before, outcome
     }
     sys.path.insert(0, path)
     torch.set_num_threads(1)
-    outcome = None
+    error, steps = None, None
     try:
         config = LOOPS[loop][1](**{**OWN[loop], **settings})
         with joined(config):
@@ -70,11 +83,12 @@ def _rank(rank, world, port, loop, settings, path, gradients_to, before, outcome
                 record_gradients(gradients_to, rank)
             if before is not None:
                 before(rank)
-            run(loop, settings)
-    except BaseException as error:
+            steps = run(loop, settings).step
+    except BaseException as raised:
         traceback.print_exc()
-        outcome = f"{type(error).__name__}: {error}"
-    outcomes.put((rank, outcome))
+        error = f"{type(raised).__name__}: {raised}"
+    drawn = [random.random(), torch.rand(1).item(), np.random.rand()]  # noqa: NPY002
+    outcomes.put((rank, Ended(error, steps, drawn)))
 
 
 def record_gradients(path, rank=0):
@@ -96,3 +110,18 @@ def _free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def check_whole(ended):
+    assert [end.error for end in ended] == [None] * len(ended)
+
+
+def check_same_metrics(one, other, tolerance=1e-3):
+    """Those of the same run on other ranks, to rounding."""
+    assert [row["step"] for row in one] == [row["step"] for row in other]
+    for row, expected in zip(one, other, strict=True):
+        assert row.keys() == expected.keys()
+        for name in row.keys() - {"padded_tokens"}:  # each rank pads its own batches
+            assert row[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance / 100), (
+                name
+            )

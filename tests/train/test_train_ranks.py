@@ -7,10 +7,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.support.rank_runs import record_gradients, run_ranks
+from tests.support.rank_runs import (
+    PARALLEL,
+    check_same_metrics,
+    check_whole,
+    record_gradients,
+    run_ranks,
+)
 from tests.support.train_runs import rows, run, weights
-
-PARALLEL = ("ddp", "fsdp")
 
 
 @pytest.fixture
@@ -35,15 +39,6 @@ def check_close(one, other):
             torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-5)
 
 
-def check_same_metrics(one, other):
-    """Those of the same run on other ranks, to rounding."""
-    assert [row["step"] for row in one] == [row["step"] for row in other]
-    for row, expected in zip(one, other, strict=True):
-        assert row.keys() == expected.keys()
-        for name in row.keys() - {"padded_tokens"}:  # each rank pads its own batches
-            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
-
-
 @pytest.mark.parametrize("loop", ["grpo", "ppo"])
 def test_gradients_and_metrics_do_not_depend_on_the_split(settings, tmp_path, loop):
     settings |= {"kl_coef": 0.05}
@@ -54,7 +49,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_split(settings, tmp_path, lo
     directory = Path(settings["out_dir"])
     for parallel in PARALLEL:
         split = settings | {"name": parallel, "parallel": parallel}
-        assert run_ranks(2, loop, split, tmp_path, gradients_to=tmp_path / parallel) == [None] * 2
+        check_whole(run_ranks(2, loop, split, tmp_path, gradients_to=tmp_path / parallel))
         check_close(torch.load(tmp_path / parallel), whole)
         check_same_metrics(rows(directory / parallel), rows(directory / "one"))
 
@@ -69,7 +64,7 @@ def test_a_rank_with_fewer_micro_batches_counts_none_twice(settings, tmp_path, p
         for world in (2, 4):
             split = settings | odd | {"name": f"{loop}-{world}"}
             path = tmp_path / str(world)
-            assert run_ranks(world, loop, split, tmp_path, gradients_to=path) == [None] * world
+            check_whole(run_ranks(world, loop, split, tmp_path, gradients_to=path))
             check_close(torch.load(path), whole)
 
 
@@ -77,11 +72,12 @@ def test_a_rank_with_fewer_micro_batches_counts_none_twice(settings, tmp_path, p
 @pytest.mark.parametrize("loop", ["grpo", "ppo"])
 def test_a_run_continues_on_another_number_of_ranks(settings, tmp_path, loop, parallel):
     settings |= {"learning_rate": 1e-3, "save_every": 2, "kl_coef": 0.05, "eval_every": 1}
+    settings |= {"warm_start_steps": 5, "warm_start_batch": 8}
     whole = run(loop, settings, name="whole", steps=4).directory
     begun = settings | {"parallel": parallel}
     for world in (1, 4):
         name = f"then-{world}"
-        assert run_ranks(2, loop, begun | {"name": name}, tmp_path) == [None] * 2
+        check_whole(run_ranks(2, loop, begun | {"name": name}, tmp_path))
         directory = Path(settings["out_dir"]) / name
         before = rows(directory)
         check_same_metrics(before, rows(whole)[:3])
@@ -89,7 +85,7 @@ def test_a_run_continues_on_another_number_of_ranks(settings, tmp_path, loop, pa
         if world == 1:
             run(loop, resumed)
         else:
-            assert run_ranks(world, loop, resumed, tmp_path) == [None] * world
+            check_whole(run_ranks(world, loop, resumed, tmp_path))
         assert rows(directory)[:3] == before
         check_same_metrics(rows(directory), rows(whole))
         one, other = weights(directory), weights(whole)
@@ -97,10 +93,10 @@ def test_a_run_continues_on_another_number_of_ranks(settings, tmp_path, loop, pa
 
 
 def test_a_run_of_one_process_continues_sharded(settings, tmp_path):
-    settings |= {"learning_rate": 1e-3, "save_every": 2}
+    settings |= {"learning_rate": 1e-3, "save_every": 2, "eval_every": 1}
     for loop in ("grpo", "ppo"):
         whole = run(loop, settings, name=f"{loop}-whole", steps=4).directory
         directory = run(loop, settings, name=loop).directory
         resumed = settings | {"name": loop, "resume": True, "steps": 4, "parallel": "fsdp"}
-        assert run_ranks(2, loop, resumed, tmp_path) == [None] * 2
+        check_whole(run_ranks(2, loop, resumed, tmp_path))
         check_same_metrics(rows(directory), rows(whole))

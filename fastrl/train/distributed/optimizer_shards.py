@@ -4,6 +4,7 @@
 Its format for `safetensors` is used: the default one keeps its index in a pickle.
 """
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fastrl.train.distributed import ranks
 from fastrl.train.distributed.sharding import is_sharded
 
 State = dict[str, Any]
@@ -75,7 +77,9 @@ def read(directory: Path, state: State, parameters: Iterable[Tensor]) -> State:
                 f"{tuple(entry.size)}"
             )
         tensors[name] = torch.empty_like(parameter, dtype=entry.properties.dtype)
-    load(tensors, storage_reader=reader)
+    with warnings.catch_warnings():  # that there is one process
+        warnings.simplefilter("ignore", UserWarning)
+        load(tensors, storage_reader=reader, no_dist=ranks.count() == 1)
     merged = {index: dict(each) for index, each in state["state"].items()}
     for name, tensor in tensors.items():
         index, _, key = name.partition(".")

@@ -4,12 +4,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fastrl.train.config import LoopConfig
 from fastrl.train.distributed import ranks
+
+_joined = 0  # how many times, in this process
 
 
 @contextmanager
@@ -39,13 +43,41 @@ def joined(config: LoopConfig) -> Iterator[None]:
             )
         torch.cuda.set_device(local)
     timeout = timedelta(seconds=config.rank_timeout)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timeout)
-    ranks.use_for_exchange(dist.new_group(backend="gloo", timeout=timeout))
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        timeout=timeout,
+        store=_part(store, "group"),
+        rank=rank,
+        world_size=world,
+    )
+    global _joined
+    _joined += 1
+    ranks.use_for_exchange(
+        dist.new_group(backend="gloo", timeout=timeout), _part(store, f"run/{_joined}")
+    )
     try:
         yield
-    finally:
-        ranks.use_for_exchange(None)
-        dist.destroy_process_group()
+    except Exception as error:
+        if not ranks.on_all_ranks(error):
+            raise  # to end the group would wait for ranks that are gone
+        _leave()
+        raise
+    _leave()
+
+
+def reports(error: Exception) -> bool:
+    """Whether this process tells of an error: the first rank of those that have it."""
+    return os.environ.get("RANK", "0") == "0" or not ranks.on_all_ranks(error)
+
+
+def _part(store: Any, name: str) -> Any:
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def _leave() -> None:
+    ranks.use_for_exchange(None, None)
+    dist.destroy_process_group()
 
 
 def check_joined() -> None:

@@ -7,6 +7,7 @@ one rank, and nothing here communicates.
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,17 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+#: How long a rank with an error waits for the others to have one.
+SECONDS_FOR_OTHERS = 10.0
+
 _exchange: dist.ProcessGroup | None = None
+_store: Any = None
+_alone = False
+_GONE = "gone"
+
+
+class RankError(OSError):
+    """Another rank is gone."""
 
 
 class _Failure(NamedTuple):
@@ -57,7 +68,9 @@ def together(compute: Callable[[], T]) -> list[T]:
     dist.all_gather_object(results, _sendable(mine), group=_group())
     for result in results:
         if isinstance(result, _Failure):
-            raise mine.error if result.rank == index() else result.error
+            failure: Any = mine.error if result.rank == index() else result.error
+            failure.on_all_ranks = True
+            raise failure
     results[index()] = mine
     return results
 
@@ -86,25 +99,68 @@ def add_up(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_are_here(seconds: float) -> bool:
-    """Whether every rank calls this within that time, so that they can work together again."""
+def on_all_ranks(error: Any) -> bool:
+    """Whether the other ranks have an error as well, so that they can still work together.
+
+    If this rank alone has it, the others wait for this one in the middle of their work.
+    """
+    if not hasattr(error, "on_all_ranks"):
+        error.on_all_ranks = _all_arrive(SECONDS_FOR_OTHERS)
+    return bool(error.on_all_ranks)
+
+
+def explained(error: Exception) -> Exception:
+    """The error, or a `RankError` if it is the consequence of another rank's."""
+    if count() == 1 or on_all_ranks(error) or not _others_failed():
+        return error
+    consequence: Any = RankError("another rank has failed, and its message tells why")
+    consequence.on_all_ranks = False
+    return consequence  # type: ignore[no-any-return]
+
+
+def go_on_alone() -> None:
+    """Take this rank for the only one from now on: the others have failed."""
+    global _alone
+    _alone = True
+
+
+def use_for_exchange(group: dist.ProcessGroup | None, store: Any) -> None:
+    """Exchange results and errors over this group of all ranks, and look for them in the store.
+
+    Args:
+        group: Must be gloo's.
+        store: Of torch.distributed, which must have no keys.
+    """
+    global _exchange, _store, _alone
+    _exchange, _store, _alone = group, store, False
+
+
+def _is_group() -> bool:
+    return dist.is_available() and dist.is_initialized() and not _alone
+
+
+def _all_arrive(seconds: float) -> bool:
     if count() == 1:
         return True
-    try:
-        dist.monitored_barrier(_group(), timedelta(seconds=seconds))
+    if _others_failed():
+        return False
+    try:  # not monitored_barrier: only its first rank has a timeout
+        for stage in ("arrived", "stayed"):
+            _store.set(f"{stage}/{index()}", "")
+            keys = [f"{stage}/{rank}" for rank in range(count())]
+            _store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:
+        with suppress(RuntimeError):
+            _store.set(_GONE, str(index()))
         return False
     return True
 
 
-def use_for_exchange(group: dist.ProcessGroup | None) -> None:
-    """Exchange results and errors over this group of all ranks, which must be gloo's."""
-    global _exchange
-    _exchange = group
-
-
-def _is_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+def _others_failed() -> bool:
+    try:
+        return bool(_store.check([_GONE])) and _store.get(_GONE) != str(index()).encode()
+    except RuntimeError:  # the rank that keeps the store is gone
+        return True
 
 
 def _group() -> dist.ProcessGroup:

@@ -21,9 +21,6 @@ from fastrl.train.run.phases import Phases
 from fastrl.train.run.run_log import Row, RunLog, Summary
 from fastrl.train.schedules import learning_rate
 
-#: How long a rank with an error waits for the others to save a checkpoint with it.
-_SECONDS_FOR_OTHERS = 10.0
-
 Parts = Mapping[str, checkpoint.Stateful]
 
 
@@ -92,9 +89,12 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
             yield run
             run.save()
             failed = False
-        except Exception as error:
+        except Exception as raised:
+            error = ranks.explained(raised)
             run.rescue(error)
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         finally:
             job.log.finish(failed=failed)
 
@@ -227,10 +227,15 @@ class TrainingRun:
         note = ""
         if self._whole and not isinstance(error, checkpoint.CheckpointError):
             try:
-                if ranks.all_are_here(_SECONDS_FOR_OTHERS):
+                if ranks.on_all_ranks(error):
+                    self.save()
+                elif ranks.is_first() and self._config.parallel == "ddp":
+                    ranks.go_on_alone()
                     self.save()
             except Exception as second:  # it must not hide the first
                 note = f"; {second}"
+        if not ranks.is_first() and not ranks.on_all_ranks(error):
+            return  # the first rank may still save one
         last = checkpoint.latest(self._job.log.checkpoints)
         note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
         if len(error.args) == 1 and isinstance(error.args[0], str):
