@@ -103,7 +103,8 @@ def _shape(kind: Any) -> dict[str, Any]:
     if values := choices(kind):
         return {"choices": [value for value in values if value is not None]}
     if get_origin(kind) is tuple:
-        return {"nargs": "*", "metavar": "STR"}
+        item = get_args(kind)[0]
+        return {"nargs": "*", "type": item, "metavar": item.__name__.upper()}
     (value, *_) = get_args(kind) or (kind,)
     if type(None) not in get_args(kind):
         return {"type": value, "metavar": value.__name__.upper()}

@@ -17,7 +17,6 @@ from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampl
 from fastrl.train.model.value_head import ValueHead, rollout_values
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.rewards import score
 from fastrl.train.run.run_log import Summary
 from fastrl.train.run.start import prepare
 from fastrl.train.run.training_run import training_run
@@ -60,7 +59,10 @@ def train(config: PpoConfig) -> Summary:
     head = ValueHead(model.get_input_embeddings().weight.shape[1]).to(model.device)
     optimizer = make_optimizer([*model.parameters(), *head.parameters()], config)
 
-    with training_run(job, config, {"optimizer": optimizer, "value_head": head}) as run:
+    with (
+        job.rewards,
+        training_run(job, config, {"optimizer": optimizer, "value_head": head}) as run,
+    ):
         for step in run.steps():
             # Sample a completion for each prompt.
             prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
@@ -69,7 +71,8 @@ def train(config: PpoConfig) -> Summary:
             mask = rollout.mask
             records = [prompt.record for prompt in prompts]
             with run.phase("score"):
-                rewards = score(job.reward, records, completions).to(model.device)
+                scored = job.rewards.score(records, completions, rollout.lengths)
+            rewards = scored.total.to(model.device)
 
             # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
             everything = torch.arange(len(rewards))
@@ -124,7 +127,8 @@ def train(config: PpoConfig) -> Summary:
 
             run.finish_step(
                 {
-                    "reward": float(rewards.mean()),
+                    **job.rewards.means(scored),
+                    "reward_std": float(rewards.std(correction=0)),
                     **metrics.read(),
                     "kl": float(masked_mean(kl_divergence(old, ref), mask)),
                     "value_loss": float(sum(value_losses)) / (config.epochs * config.minibatches),

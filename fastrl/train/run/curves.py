@@ -43,7 +43,9 @@ def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
         OSError: The file could not be written; a previous one is unchanged.
     """
     known = {key for row in rows for key in row}
-    panels = [(title, kept) for title, keys in _PANELS if (kept := [k for k in keys if k in known])]
+    of_functions = sorted(key for key in known if "reward/" in key)
+    plotted = (_PANELS[0], ("reward functions", tuple(of_functions)), *_PANELS[1:])
+    panels = [(title, kept) for title, keys in plotted if (kept := [k for k in keys if k in known])]
     lines = 2 if len(panels) <= 8 else 3
     columns = max(1, -(-len(panels) // lines))
     figure = Figure(figsize=(4.2 * columns, 3 * lines), layout="constrained")

@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fastrl.train.config import LoopConfig
+from fastrl.train.settings.rewards import reward_names
 
 SETTINGS = "config.json"
 _LOCK = ".lock"
@@ -45,6 +46,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"config: {path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"config: {path} must hold an object")  # noqa: TRY004
+    if isinstance(settings.get("reward"), str):  # of earlier versions, which had one function
+        settings["reward"] = list(reward_names(settings["reward"]))
     return {key: value for key, value in settings.items() if key not in _FORMER}
 
 

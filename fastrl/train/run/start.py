@@ -1,12 +1,15 @@
 """Before the first step of a policy: check the settings, load, resume or warm start."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.data import arithmetic
-from fastrl.train.data.prompts import Prompt, encode, read_jsonl
+from fastrl.train.data.messages import prompt_text
+from fastrl.train.data.prompts import Prompt, encode
+from fastrl.train.data.sources import read_records
 from fastrl.train.model import loading
 from fastrl.train.model.finite_weights import check_weights
 from fastrl.train.model.policy_model import keep_base, load_policy
@@ -15,7 +18,7 @@ from fastrl.train.model.reference import Reference
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing_check import check_packing
 from fastrl.train.policy import check_head
-from fastrl.train.rewards import RewardFunction, import_reward, score
+from fastrl.train.rewards import Rewards, make_rewards
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
@@ -24,7 +27,7 @@ from fastrl.train.warm_start import check_demonstrations, warm_start
 
 
 class PolicyJob(NamedTuple):
-    """Model, data, reward and log of a run in which a policy learns from rewards."""
+    """Model, data, rewards and log of a run in which a policy learns from rewards."""
 
     config: GrpoConfig | PpoConfig
     log: RunLog
@@ -32,7 +35,7 @@ class PolicyJob(NamedTuple):
     tokenizer: Any
     train: list[Prompt]
     held_out: list[Prompt]
-    reward: RewardFunction
+    rewards: Rewards
     sampler: Sampler
     resumed_from: Path | None
 
@@ -43,7 +46,7 @@ class PolicyJob(NamedTuple):
             self.log.begin(step)
             return step
         self.log.begin(0)
-        if self.config.train_file is None:
+        if not self.config.has_prompts:
             self.log.written += arithmetic.write(self.log.directory / "data", self.config.seed)
         losses = warm_start(self.model, self.tokenizer, self.train, self.config)
         for i, loss in enumerate(losses, 1):
@@ -65,14 +68,17 @@ class PolicyJob(NamedTuple):
     def evaluate(self) -> Row:
         """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
         before = checkpoint.rng_state()
-        completions = self.sampler.greedy(self.held_out)
-        rewards = score(self.reward, [prompt.record for prompt in self.held_out], completions)
+        completions, lengths = self.sampler.greedy(self.held_out)
+        records = [prompt.record for prompt in self.held_out]
+        scored = self.rewards.score(records, completions, lengths)
         checkpoint.set_rng_state(before)
-        return {"held_out_reward": float(rewards.double().mean())}
+        return self.rewards.means(scored, held_out=True)
 
 
 def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
     """Check and load everything that ``config`` names; lock the directory of the run.
+
+    The rewards of the job must be closed, and its log.
 
     Raises:
         ValueError: Anything that would stop the run later: a missing file, a malformed line, a
@@ -80,21 +86,18 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
             weights, another process that runs in the same directory.
     """
     log = RunLog(config, loop)
-    try:
-        return _prepare(config, log)
-    except BaseException:
-        log.close()
-        raise
+    with ExitStack() as unless_prepared:
+        unless_prepared.callback(log.close)
+        rewards = unless_prepared.enter_context(make_rewards(config))
+        job = _prepare(config, log, rewards)
+        unless_prepared.pop_all()
+    return job
 
 
-def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
-    reward = import_reward(config.reward)
-    if config.train_file is None or config.held_out_file is None:
-        records = list(arithmetic.split(config.seed))
-    else:
-        records = [read_jsonl(file) for file in (config.train_file, config.held_out_file)]
+def _prepare(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> PolicyJob:
+    records = read_records(config) if config.has_prompts else arithmetic.split(config.seed)
     for some in records:
-        score(reward, some, [""] * len(some))  # a broken reward fails here
+        rewards.probe(some)  # a broken function fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
     if config.resume and resumed_from is None:
         log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
@@ -107,7 +110,11 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     check_head(model, config)
     train, held_out = (
         encode(
-            some, tokenizer, chat_template=config.chat_template, max_tokens=config.max_prompt_tokens
+            some,
+            tokenizer,
+            chat_template=config.chat_template,
+            max_tokens=config.max_prompt_tokens,
+            system_prompt=config.system_prompt,
         )
         for some in records
     )
@@ -118,7 +125,7 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     check_packing(model, config)
     make_optimizer(model.parameters(), config)  # one that is not available fails here
     sampler = make_sampler(model, tokenizer, config)
-    return PolicyJob(config, log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
+    return PolicyJob(config, log, model, tokenizer, train, held_out, rewards, sampler, resumed_from)
 
 
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
@@ -131,7 +138,7 @@ def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None
     if length >= context:
         raise ValueError(
             f"max_prompt_tokens must be below {context}, the context of this model; got a prompt "
-            f"of {length} tokens, {longest.record['prompt'][:80]!r}"
+            f"of {length} tokens, {prompt_text(longest.record)[:80]!r}"
         )
     raise ValueError(
         f"max_new_tokens must be at most {context - length} for this model, with a context of "
