@@ -5,7 +5,17 @@ Both read top to bottom. They need the ``train`` extra, which the rest of fastrl
 
 from importlib.util import find_spec
 
-for _package in ("transformers", "matplotlib", "tqdm", "filelock", "tyro", "yaml", "jinja2"):
+for _package in (
+    "transformers",
+    "matplotlib",
+    "tqdm",
+    "filelock",
+    "tyro",
+    "yaml",
+    "jinja2",
+    "pebble",
+    "regex",
+):
     if find_spec(_package) is None:
         raise ModuleNotFoundError(
             f"fastrl.train needs {_package}; install it with: pip install 'fastrl-kernels[train]'",

@@ -14,7 +14,7 @@ from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
 from fastrl.train.settings.options import check_options, fill_defaults, option
 from fastrl.train.settings.ranks import RankSettings
-from fastrl.train.settings.rewards import RewardSettings
+from fastrl.train.settings.rewards import RewardSettings, reward_names
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
 from fastrl.train.settings.tracking import TrackingSettings
@@ -49,6 +49,8 @@ class RunConfig(SamplingSettings, WarmStartSettings, RewardSettings, DataSetting
 
     def __post_init__(self) -> None:
         """Check conditions on more than one field."""
+        if isinstance(self.reward, (str, list, tuple)):
+            self.reward = reward_names(self.reward)
         super().__post_init__()
         self.check_data()
         self.check_rewards()

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from fastrl.train.config import LoopConfig
 from fastrl.train.settings import file
 from fastrl.train.settings.options import default_of
+from fastrl.train.settings.rewards import reward_names
 
 SETTINGS = "config.json"
 _LOCK = ".lock"
@@ -41,7 +42,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: The file cannot be read, or holds something else.
     """
-    return {key: value for key, value in file.read(path).items() if key not in _FORMER}
+    settings = file.read(path)
+    if isinstance(settings.get("reward"), str):  # of earlier versions, which had one function
+        settings["reward"] = list(reward_names(settings["reward"]))
+    return {key: value for key, value in settings.items() if key not in _FORMER}
 
 
 def settings_of(config: LoopConfig) -> dict[str, Any]:

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from fastrl.train import gradients
 from fastrl.train.config import LoopConfig
+from fastrl.train.data.messages import prompt_text
+from fastrl.train.data.prompts import Record
 from fastrl.train.distributed import ranks
 from fastrl.train.distributed.gradient_sum import GradientSum
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.reference import Reference
 from fastrl.train.packing import PackedBatch
+from fastrl.train.rewards.weighted import Scored
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.phases import Phases
@@ -153,23 +156,14 @@ class TrainingRun:
             self._whole = whole
             raise
 
-    def show(
-        self,
-        records: Sequence[Mapping[str, Any]],
-        completions: Sequence[str],
-        rewards: Mapping[str, Tensor],
-    ) -> None:
-        """Let some completions of this step be shown, if samples of it are due.
-
-        Args:
-            records: The records of the N prompts.
-            completions: The N completions.
-            rewards: ``"reward"``, ``[N]``, and parts of it by their names.
-        """
+    def show(self, records: Sequence[Record], completions: Sequence[str], scored: Scored) -> None:
+        """Let some completions of this step be shown, if samples of it are due."""
         samples = self._job.log.samples
         if samples.due(self.step + 1):
-            values = {name: value.tolist() for name, value in rewards.items()}
-            samples.collect([record["prompt"] for record in records], completions, values)
+            parts = scored.parts if len(scored.parts) > 1 else {}
+            rewards = {"reward": scored.total, **parts}
+            values = {name: part.tolist() for name, part in rewards.items()}
+            samples.collect([prompt_text(record) for record in records], completions, values)
 
     def finish_step(self, row: Row) -> None:
         """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.

@@ -31,10 +31,15 @@ def option(
         return field(default=default, metadata=metadata)
     defaults: dict[str | None, Any] = {None: default} | dict(by_task)
     shown = "; ".join(
-        str(default) if task is None else f"{task}: {value}" for task, value in defaults.items()
+        _shown(default) if task is None else f"{task}: {_shown(value)}"
+        for task, value in defaults.items()
     )
     metadata |= {"help": f"{help} (default: {shown})", "defaults": defaults}
     return field(default=None, metadata=metadata)
+
+
+def _shown(default: Any) -> str:
+    return " ".join(default) if isinstance(default, tuple) else str(default)
 
 
 def default_of(f: Field[Any], task: str | None) -> Any:
@@ -82,8 +87,11 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
             raise ValueError(f"{name} must be one of {shown}, got {value!r}")
         return
     if get_origin(kind) is tuple:
-        if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{name} must be a list of str, got {value!r}")
+        item_type = get_args(kind)[0]
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name} must be a list of {item_type.__name__}, got {value!r}")
+        for item in value:
+            _check_type(f"each of {name}", item, item_type)
         return
     allowed = get_args(kind) or (kind,)
     numeric = isinstance(value, int) and not isinstance(value, bool) and float in allowed
