@@ -16,7 +16,6 @@ from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.rewards import score
 from fastrl.train.run.run_log import Summary
 from fastrl.train.run.start import prepare
 from fastrl.train.run.training_run import training_run
@@ -45,7 +44,7 @@ def train(config: GrpoConfig) -> Summary:
     objective = replace(config.policy_objective(), rollout_correction=correction)
     optimizer = make_optimizer(model.parameters(), config)
 
-    with training_run(job, config, {"optimizer": optimizer}) as run:
+    with job.rewards, training_run(job, config, {"optimizer": optimizer}) as run:
         for step in run.steps():
             # Sample a group of completions for each prompt, and reward them.
             sampled = SampledGroups(config)
@@ -55,11 +54,12 @@ def train(config: GrpoConfig) -> Summary:
                     part, completions = job.sampler.sample(prompts, config.group_size)
                 records = [p.record for p in prompts for _ in range(config.group_size)]
                 with run.phase("score"):
-                    rewards = in_shares(
-                        score, job.reward, records, completions, config.group_size
-                    ).to(model.device)
-                sampled.add(part, rewards, job.sampler.tokens)
-            rollout, rewards = sampled.batch()
+                    columns = (records, completions, part.lengths)
+                    scored = in_shares(job.rewards.score, *columns, group_size=config.group_size)
+                run.show(records, completions, scored)
+                sampled.add(part, scored, job.sampler.tokens)
+            rollout, scored = sampled.batch()
+            rewards = scored.total.to(model.device)
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
             # unless the KL or the entropy asks for one, and does not enter the model.
@@ -109,7 +109,8 @@ def train(config: GrpoConfig) -> Summary:
 
             run.finish_step(
                 {
-                    "reward": float(rewards.mean()),
+                    **job.rewards.means(scored, failures=sampled.failures),
+                    "reward_std": float(rewards.std(correction=0)),
                     "informative": float(groups.informative.float().mean()),
                     "sampling_rounds": sampled.rounds,
                     **metrics.read(),

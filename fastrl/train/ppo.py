@@ -20,7 +20,6 @@ from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampl
 from fastrl.train.model.value_model import ValueModel, rollout_values_and_logprobs
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.rewards import score
 from fastrl.train.run.checkpoint import Stateful
 from fastrl.train.run.run_log import Summary
 from fastrl.train.run.start import prepare
@@ -64,7 +63,7 @@ def train(config: PpoConfig) -> Summary:
     if config.kl_target is not None:
         parts["kl_penalty"] = penalty
 
-    with training_run(job, config, parts) as run:
+    with job.rewards, training_run(job, config, parts) as run:
         if critic is not None and run.step == 0:
             critic.follow(model)  # the warm start has changed it
         for step in run.steps():
@@ -74,9 +73,10 @@ def train(config: PpoConfig) -> Summary:
                 rollout, completions = job.sampler.sample(prompts, config.group_size)
             records = [prompt.record for prompt in prompts for _ in range(config.group_size)]
             with run.phase("score"):
-                rewards = in_shares(score, job.reward, records, completions, config.group_size).to(
-                    model.device
-                )
+                columns = (records, completions, rollout.lengths)
+                scored = in_shares(job.rewards.score, *columns, group_size=config.group_size)
+            rewards = scored.total.to(model.device)
+            run.show(records, completions, scored)
 
             # Values and log-probabilities of the policy that sampled, and of the reference.
             everything = torch.arange(len(rewards))
@@ -139,7 +139,8 @@ def train(config: PpoConfig) -> Summary:
                     norm, updates = run.apply(optimizer), updates + 1
 
             row = {
-                "reward": float(rewards.mean()),
+                **job.rewards.means(scored),
+                "reward_std": float(rewards.std(correction=0)),
                 **metrics.read(),
                 "kl": float(masked_mean(kl_divergence(old, ref), mask)),
                 "kl_coef": penalty.coefficient,

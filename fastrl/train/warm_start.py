@@ -17,7 +17,8 @@ from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.rollout import Rollout
 
-NEW_MODEL_STEPS = 700
+#: Steps for a new model, by the task.
+NEW_MODEL_STEPS = {"arithmetic": 700, "long_addition": 600}
 
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
@@ -97,21 +98,30 @@ def check_demonstrations(
     known: set[str] = set()
     for prompt in prompts if warm_start_steps(config) > 0 else []:
         for text in _demonstrations(prompt):
-            try:
-                if text not in known:
-                    tokenizer(text, add_special_tokens=False)
-            except Exception as error:  # the tokenizers package raises nothing narrower
-                raise ValueError(
-                    f"warm_start_steps: {text!r} cannot be tokenized: {error}, in {prompt.record!r}"
-                ) from error
+            if text not in known:
+                _check_demonstration(text, prompt, tokenizer, config)
             known.add(text)
+
+
+def _check_demonstration(text: str, prompt: Prompt, tokenizer: Any, config: RunConfig) -> None:
+    try:
+        tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise ValueError(
+            f"warm_start_steps: {text!r} cannot be tokenized: {error}, in {prompt.record!r}"
+        ) from error
+    if config.train_file is None and tokens > config.max_new_tokens:  # never rewarded
+        raise ValueError(
+            f"max_new_tokens must be at least {tokens} for the task {config.task}, got "
+            f"{config.max_new_tokens}"
+        )
 
 
 def warm_start_steps(config: RunConfig) -> int:
     """How many supervised steps come first."""
     if config.warm_start_steps is not None:
         return config.warm_start_steps
-    return NEW_MODEL_STEPS if config.model is None else 0
+    return NEW_MODEL_STEPS[config.task] if config.model is None else 0
 
 
 def _demonstrations(prompt: Prompt) -> list[str]:

@@ -1,11 +1,14 @@
 """The log of a run: its files on the first rank, nothing on the others."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fastrl.train.config import LoopConfig
 from fastrl.train.distributed import ranks
 from fastrl.train.run.run_log import Row, RunLog
+from fastrl.train.run.samples import Samples
 
 
 def open_log(config: LoopConfig, loop: str) -> RunLog:
@@ -37,13 +40,21 @@ class FollowerLog(RunLog):
         self.checkpoints = directory / "checkpoints"
         self.rows: list[Row] = []
         self.written: list[Path] = []
+        self.samples = Samples(replace(config, sample_every=0), directory, self.say)
 
     def write(self, row: Row) -> None:
         """Keep a row."""
         self.rows.append(row)
 
-    def begin(self, step: int, *_: Any) -> None: ...  # noqa: D102
+    @contextmanager
+    def stage(self, name: str, steps: int) -> Iterator[Callable[[int, Row], None]]:
+        """Show nothing."""
+        yield lambda done, row: None
+
+    def begin(self, step: int) -> None: ...  # noqa: D102
+    def follow(self, step: int) -> None: ...  # noqa: D102
+    def report(self) -> None: ...  # noqa: D102
     def say(self, line: str) -> None: ...  # noqa: D102
-    def finish(self) -> None: ...  # noqa: D102
+    def finish(self, *, failed: bool = False) -> None: ...  # noqa: D102
     def discard(self) -> None: ...  # noqa: D102
     def close(self) -> None: ...  # noqa: D102

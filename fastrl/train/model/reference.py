@@ -92,7 +92,9 @@ def _frozen_copy(model: Any, path: Path, *, resumed: bool) -> Any:
     stored_model.verify(path)
     before = checkpoint.rng_state()  # making a model may use the generators, copying does not
     try:
-        stored = type(model).from_pretrained(path, dtype=model.dtype)
+        stored = type(model).from_pretrained(
+            path, dtype=model.dtype, use_safetensors=True, trust_remote_code=False
+        )
         frozen.load_state_dict(stored.state_dict())
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"resume: {path} cannot be read: {error}") from error

@@ -1,7 +1,7 @@
 """The frame of a loop's steps: start or resume, log, evaluate, save checkpoints, stop cleanly."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
@@ -10,15 +10,19 @@ from torch import Tensor, nn
 
 from fastrl.train import gradients
 from fastrl.train.config import LoopConfig
+from fastrl.train.data.messages import prompt_text
+from fastrl.train.data.prompts import Record
 from fastrl.train.distributed import ranks
 from fastrl.train.distributed.gradient_sum import GradientSum
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.reference import Reference
 from fastrl.train.packing import PackedBatch
+from fastrl.train.rewards.weighted import Scored
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.phases import Phases
 from fastrl.train.run.run_log import Row, RunLog, Summary
+from fastrl.train.schedules import learning_rate
 
 Parts = Mapping[str, checkpoint.Stateful]
 
@@ -67,7 +71,7 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
     """
     with closing(job.log), Interrupt() as interrupt:
         run = TrainingRun(job, config, parts, interrupt)
-        with job.log.starting():
+        with job.log.starting(), run.phase("start"):
             begun = job.begin(parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
@@ -78,12 +82,16 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
         if begun is None:
             yield run
             return
+        failed = True
         try:
+            job.log.follow(run.step)
+            start = _largest(run.phase.read())
             if not job.log.rows and run.step == 0:
-                row = {"step": 0, **job.evaluate()}
+                row = {"step": 0, **run.evaluate(), **start}
                 ranks.from_first(lambda: job.log.write(row))
             yield run
             run.save()
+            failed = False
         except Exception as raised:
             error = ranks.explained(raised)
             run.rescue(error)
@@ -91,7 +99,7 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
                 raise
             raise error from raised
         finally:
-            job.log.finish()
+            job.log.finish(failed=failed)
 
 
 class TrainingRun:
@@ -148,11 +156,21 @@ class TrainingRun:
             self._whole = whole
             raise
 
+    def show(self, records: Sequence[Record], completions: Sequence[str], scored: Scored) -> None:
+        """Let some completions of this step be shown, if samples of it are due."""
+        samples = self._job.log.samples
+        if samples.due(self.step + 1):
+            parts = scored.parts if len(scored.parts) > 1 else {}
+            rewards = {"reward": scored.total, **parts}
+            values = {name: part.tolist() for name, part in rewards.items()}
+            samples.collect([prompt_text(record) for record in records], completions, values)
+
     def finish_step(self, row: Row) -> None:
         """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
 
         The speed is the ``tokens`` of the row over the time of the whole step.
         """
+        row = {**row, "learning_rate": learning_rate(self._config, self.step)}
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
         config, row = self._config, {"step": self.step, **row, **_largest(self.phase.read())}
         row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
@@ -160,12 +178,20 @@ class TrainingRun:
             row.pop("kl", None)  # it would be 0: there is no reference
         try:
             if self.step % config.eval_every == 0 or self.step == config.steps:
-                row |= self._job.evaluate()
+                row |= self.evaluate()
         finally:
             ranks.from_first(lambda: self._job.log.write(row))
             self._whole = True
+        ranks.from_first(lambda: self._job.log.samples.write(self.step))
         if self.step % config.save_every == 0:
             self.save()
+            self._job.log.report()
+
+    def evaluate(self) -> Row:
+        """Measure the model on what is held out, as the phase ``evaluate``."""
+        with self.phase("evaluate"):
+            measured = self._job.evaluate()
+        return {**measured, **_largest(self.phase.read())}
 
     def save(self) -> None:
         """Save a checkpoint after the steps done so far.

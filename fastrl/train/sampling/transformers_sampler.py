@@ -51,11 +51,12 @@ class TransformersSampler:
         rollout = rollout_of(prompts, completions, self._tokenizer, self._model.device)
         return rollout, texts_of(completions, self._tokenizer)
 
-    def greedy(self, prompts: list[Prompt]) -> list[str]:
+    def greedy(self, prompts: list[Prompt]) -> tuple[list[str], list[int]]:
         """See `Sampler.greedy`."""
         completions = self._complete([prompt.token_ids for prompt in prompts], None)
         check_finite(completions)
-        return texts_of(completions, self._tokenizer)
+        lengths = [len(completion.token_ids) for completion in completions]
+        return texts_of(completions, self._tokenizer), lengths
 
     def _complete(self, prompts: list[list[int]], uniforms: Tensor | None) -> list[Completion]:
         """Complete each prompt with its row of ``uniforms`` [N, max_new_tokens].
