@@ -10,13 +10,13 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import torch
 
-from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.config import LoopConfig
 from fastrl.train.plan import report
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
 from fastrl.train.run.run_log import Summary
 from fastrl.train.settings.options import choices
 
-Config = TypeVar("Config", bound=GrpoConfig | PpoConfig)
+Config = TypeVar("Config", bound=LoopConfig)
 
 
 def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:

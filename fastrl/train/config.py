@@ -3,6 +3,7 @@
 Each field has its help text, and the command line is generated from the dataclass.
 """
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -13,6 +14,7 @@ from fastrl.train.settings.learning import LearningSettings
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
 from fastrl.train.settings.options import check_options, option
+from fastrl.train.settings.pairs import PairSettings
 from fastrl.train.settings.rewards import RewardSettings
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
@@ -131,3 +133,46 @@ class PpoConfig(RunConfig):
         for name in ("gamma", "lam"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
+
+
+@dataclass
+class RewardModelConfig(PairSettings, LoopConfig):
+    """A reward model on preference pairs: `fastrl.train.reward`."""
+
+    loop: ClassVar[str] = "reward"
+
+    steps: int = option(400, "Steps of learning from pairs.", least=1, result=False)
+    minibatches: int = option(1, "Optimizer steps per pass over the pairs of a step.", least=1)
+    learning_rate: float = option(
+        1e-3,
+        "Learning rate of AdamW, after the warm-up; 1e-5 is usual for a pretrained model.",
+        above=0,
+    )
+    eval_every: int = option(
+        50, "Steps between evaluations on the held-out pairs.", least=1, result=False
+    )
+    save_every: int = option(200, "Steps between checkpoints.", least=1, result=False)
+    attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = option(
+        "sdpa", "Implementation of transformers.", result=False
+    )
+    model: str | None = option(
+        None,
+        "A sequence classification model of one label, or a causal LM, which gets a new head; a "
+        "directory or hub name; by default, a small new model.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check conditions on more than one field."""
+        super().__post_init__()
+        self.check_pairs()
+        if self.minibatches > self.pairs_per_step:
+            raise ValueError(
+                f"minibatches must be at most pairs_per_step, {self.pairs_per_step}, got "
+                f"{self.minibatches}"
+            )
+        for name, default in (("loss", "linear"), ("freeze_head", False), ("lora_rank", None)):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be {json.dumps(default)} for a reward model, got "
+                    f"{json.dumps(getattr(self, name))}"
+                )

@@ -1,6 +1,7 @@
 """Prompts: read from JSONL, in an order that depends only on seed and step."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,10 +18,12 @@ class Prompt(NamedTuple):
     token_ids: list[int]
 
 
-def read_jsonl(path: str | Path) -> list[Record]:
+def read_jsonl(
+    path: str | Path, check: Callable[[Record, str], None] | None = None
+) -> list[Record]:
     """The records of a file: one JSON object with a ``"prompt"`` string per line.
 
-    Blank lines are skipped.
+    Blank lines are skipped. ``check`` is called with each record and its ``file:line``.
 
     Raises:
         ValueError: The file cannot be read or is empty, or a line is invalid (``file:line``).
@@ -29,7 +32,12 @@ def read_jsonl(path: str | Path) -> list[Record]:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    records = [_record(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    records = []
+    for i, line in enumerate(lines, 1):
+        if line.strip():
+            records.append(_record(line, f"{path}:{i}"))
+            if check is not None:
+                check(records[-1], f"{path}:{i}")
     if not records:
         raise ValueError(f"{path} holds no prompts")
     return records

@@ -10,6 +10,9 @@ from matplotlib.figure import Figure
 _PHASES = ("generate", "score", "logprobs", "learn")
 _PANELS = (
     ("reward", ("reward", "held_out_reward")),
+    ("accuracy on pairs", ("accuracy", "held_out_accuracy")),
+    ("loss on pairs", ("loss", "held_out_loss")),
+    ("reward of completions", ("reward_chosen", "reward_rejected")),
     ("KL", ("kl", "kl_old", "kl_sampler")),
     ("entropy", ("entropy",)),
     ("completion length", ("length",)),
@@ -24,6 +27,12 @@ _PANELS = (
 _LABELS = {
     "reward": "train prompts, sampled",
     "held_out_reward": "held-out prompts, greedy",
+    "accuracy": "train pairs",
+    "held_out_accuracy": "held-out pairs",
+    "loss": "train pairs",
+    "held_out_loss": "held-out pairs",
+    "reward_chosen": "chosen",
+    "reward_rejected": "rejected",
     "kl": "to the reference",
     "kl_old": "to the sampling policy",
     "kl_sampler": "sampler to trainer",

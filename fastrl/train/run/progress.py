@@ -6,6 +6,9 @@ from collections.abc import Mapping
 _SHOWN = (
     ("reward", "reward", 3),
     ("held_out_reward", "held_out", 3),
+    ("loss", "loss", 3),
+    ("accuracy", "accuracy", 3),
+    ("held_out_accuracy", "held_out", 3),
     ("kl", "kl", 2),
     ("kl_old", "kl_old", 2),
     ("entropy", "entropy", 2),

@@ -25,6 +25,11 @@ from fastrl.train.run.run_directory import (
 )
 
 Row = dict[str, float]
+#: What a loop measures on what is held out, by its key in the log.
+_MEASURED = {
+    "held_out_reward": "held-out reward, greedy",
+    "held_out_accuracy": "held-out accuracy",
+}
 
 
 class Summary(NamedTuple):
@@ -34,7 +39,8 @@ class Summary(NamedTuple):
     step: int
     held_out: tuple[float, float] | None  # before the first step, and the last that was measured
     interrupted: bool
-    evaluated: int = 0  # the step after which the last held-out reward was measured
+    evaluated: int = 0  # the step after which it was measured last
+    measured: str = _MEASURED["held_out_reward"]  # what was measured
 
     def __str__(self) -> str:
         """The final lines of output."""
@@ -49,7 +55,7 @@ class Summary(NamedTuple):
         if self.held_out is not None:
             before, after = self.held_out
             then = f", {after:.3f} after {self.evaluated} steps" if self.evaluated else ""
-            lines.append(f"held-out reward, greedy: {before:.3f} before{then}")
+            lines.append(f"{self.measured}: {before:.3f} before{then}")
         curves = self.directory / "curves.png"
         return "\n".join([*lines, *([f"curves: {curves}"] if curves.exists() else [])])
 
@@ -59,7 +65,7 @@ class RunLog:
 
     Args:
         config: Determines the directory, see `run_directory`.
-        loop: The loop, ``"grpo"`` or ``"ppo"``: the first part of the name of an unnamed run.
+        loop: The loop, such as ``"grpo"``: the first part of the name of an unnamed run.
 
     Attributes:
         rows: The rows of the log.
@@ -168,12 +174,12 @@ class RunLog:
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, from its log."""
-        measured = [row for row in self.rows if "held_out_reward" in row]
-        if not measured:
-            return Summary(self.directory, step, None, interrupted)
-        first, last = measured[0], measured[-1]
-        ends = first["held_out_reward"], last["held_out_reward"]
-        return Summary(self.directory, step, ends, interrupted, int(last["step"]))
+        for key, name in _MEASURED.items():
+            if measured := [row for row in self.rows if key in row]:
+                first, last = measured[0], measured[-1]
+                ends, after = (first[key], last[key]), int(last["step"])
+                return Summary(self.directory, step, ends, interrupted, after, name)
+        return Summary(self.directory, step, None, interrupted)
 
     def _check(self) -> None:
         if self.config.resume:
