@@ -16,6 +16,7 @@ from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing_check import check_packing
 from fastrl.train.policy import check_head
 from fastrl.train.rewards import RewardFunction, import_reward, score
+from fastrl.train.rewards.reward_model import load_reward_model
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
@@ -88,7 +89,7 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
 
 
 def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
-    reward = import_reward(config.reward)
+    reward = _reward(config)
     if config.train_file is None or config.held_out_file is None:
         records = list(arithmetic.split(config.seed))
     else:
@@ -119,6 +120,13 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     make_optimizer(model.parameters(), config)  # one that is not available fails here
     sampler = make_sampler(model, tokenizer, config)
     return PolicyJob(config, log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
+
+
+def _reward(config: GrpoConfig | PpoConfig) -> RewardFunction:
+    if config.reward_model is None:
+        return import_reward(config.reward)
+    device = loading.find_device(config.device)
+    return load_reward_model(config.reward_model, device, chat_template=config.chat_template)
 
 
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
