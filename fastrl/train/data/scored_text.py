@@ -21,6 +21,8 @@ def encode_scored(
     Raises:
         ValueError: A text cannot be tokenized.
     """
+    if not prompts:
+        return []  # of which a tokenizer cannot make a batch
     try:
         if chat_template:
             texts = [
