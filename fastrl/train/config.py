@@ -136,7 +136,7 @@ class PpoConfig(RunConfig):
 
 
 @dataclass
-class RewardModelConfig(PairSettings, LoopConfig):
+class RewardModelConfig(WarmStartSettings, PairSettings, LoopConfig):
     """A reward model on preference pairs: `fastrl.train.reward`."""
 
     loop: ClassVar[str] = "reward"
@@ -165,6 +165,11 @@ class RewardModelConfig(PairSettings, LoopConfig):
         """Check conditions on more than one field."""
         super().__post_init__()
         self.check_pairs()
+        if self.warm_start_steps and self.model is not None:
+            raise ValueError(
+                f"warm_start_steps must be 0 or null with a model, got {self.warm_start_steps}: "
+                "only a new one learns the chosen completions first"
+            )
         if self.minibatches > self.pairs_per_step:
             raise ValueError(
                 f"minibatches must be at most pairs_per_step, {self.pairs_per_step}, got "

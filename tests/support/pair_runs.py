@@ -23,6 +23,7 @@ def pair_settings(directory):
         "out_dir": str(directory / "runs"),
         "train_file": str(directory / "train.jsonl"),
         "held_out_file": str(directory / "held_out.jsonl"),
+        "warm_start_steps": 0,
         "pairs_per_step": 16,
         "steps": 3,
     }

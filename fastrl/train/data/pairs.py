@@ -15,6 +15,7 @@ class Pair(NamedTuple):
 
     chosen: list[int]
     rejected: list[int]
+    prompt_tokens: int  # of the prompt alone, without a chat template
     margin: float  # by how much the reward of the chosen one should be larger
 
 
@@ -57,20 +58,21 @@ def encode_pairs(
     """
     if chat_template and tokenizer.chat_template is None:
         raise ValueError("chat_template: the tokenizer has none")
-    pairs = []
-    for record in records:
-        prompts, texts = [record["prompt"]] * 2, [record["chosen"], record["rejected"]]
-        try:
-            chosen, rejected = encode_scored(tokenizer, prompts, texts, chat_template=chat_template)
-        except ValueError as error:
-            raise ValueError(f"prompt {record['prompt'][:80]!r}: {error}") from error
-        longest = max(len(chosen), len(rejected))
+    prompts = [record["prompt"] for record in records]
+    chosen, rejected = (
+        _encode(tokenizer, prompts, [record[name] for record in records], chat_template)
+        for name in ("chosen", "rejected")
+    )
+    alone = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+    margins = [float(record.get("margin", 0)) for record in records]
+    pairs = list(map(Pair, chosen, rejected, alone, margins))
+    for prompt, pair in zip(prompts, pairs, strict=True):
+        longest = max(len(pair.chosen), len(pair.rejected))
         if longest > max_length:
             raise ValueError(
                 f"max_length must cover every prompt with its completions, got {longest} tokens "
-                f"for {record['prompt'][:80]!r}"
+                f"for {prompt[:80]!r}"
             )
-        pairs.append(Pair(chosen, rejected, float(record.get("margin", 0))))
     return pairs
 
 
@@ -82,3 +84,14 @@ def pair_batches(pairs: list[Pair], tokens: int) -> Iterator[list[Pair]]:
     lengths = [2 * max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
     for batch in by_length(lengths, tokens):
         yield [pairs[i] for i in batch]
+
+
+def _encode(
+    tokenizer: Any, prompts: list[str], completions: list[str], chat_template: bool
+) -> list[list[int]]:
+    try:
+        return encode_scored(tokenizer, prompts, completions, chat_template=chat_template)
+    except ValueError as error:
+        for pair in zip(prompts, completions, strict=True) if len(prompts) > 1 else ():
+            _encode(tokenizer, [pair[0]], [pair[1]], chat_template)  # raises for the wrong one
+        raise ValueError(f"prompt {prompts[0][:80]!r}: {error}") from error

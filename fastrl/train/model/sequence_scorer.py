@@ -87,16 +87,17 @@ def load_scorer(
 
 def score_sequences(model: Any, sequences: list[list[int]]) -> Tensor:
     """The scores ``[N]``, float32, of N sequences of token ids, padded on the right."""
-    padding = model.config.get_text_config().pad_token_id
+    ids, mask = padded(sequences, model.config.get_text_config().pad_token_id, model.device)
+    out = model(input_ids=ids, attention_mask=mask, use_cache=False)
+    return out.logits[:, 0].float()  # type: ignore[no-any-return]
+
+
+def padded(sequences: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, int64 ``[N, T]`` each, of N sequences padded on the right."""
     longest = max(map(len, sequences))
     ids = [sequence + [padding] * (longest - len(sequence)) for sequence in sequences]
     mask = [[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in sequences]
-    out = model(
-        input_ids=torch.tensor(ids, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        use_cache=False,
-    )
-    return out.logits[:, 0].float()  # type: ignore[no-any-return]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def check_context(model: Any, longest: int, setting: str) -> None:

@@ -19,6 +19,7 @@ from fastrl.train.preference import bradley_terry, pair_scores
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
+from fastrl.train.scorer_warm_start import scorer_warm_start
 
 
 class RewardModelJob(NamedTuple):
@@ -33,7 +34,7 @@ class RewardModelJob(NamedTuple):
     resumed_from: Path | None
 
     def begin(self, parts: Mapping[str, Any], interrupt: Interrupt) -> int | None:
-        """See `Job.begin`."""
+        """See `Job.begin`: what is new is warm started."""
         if self.resumed_from is not None:
             step = checkpoint.restore(self.resumed_from, parts)
             self.log.begin(step)
@@ -42,6 +43,13 @@ class RewardModelJob(NamedTuple):
         if self.config.train_file is None:
             directory = self.log.directory / "data"
             self.log.written += arithmetic_pairs.write(directory, self.config.seed)
+        losses = scorer_warm_start(self.model, self.train, self.config)
+        for i, loss in enumerate(losses, 1):
+            if interrupt.requested:
+                self.log.discard()
+                return None
+            if i % 50 == 0:
+                self.log.say(f"warm start: step {i}, loss {loss:.3f}")
         return 0
 
     def reference(self) -> None:
