@@ -188,16 +188,14 @@ def _step(case: Case) -> Any:
     from fastrl import Objective, value_loss
     from fastrl.train.gradients import apply, normalizer
     from fastrl.train.model.recomputation import save_memory
-    from fastrl.train.model.value_head import ValueHead
+    from fastrl.train.model.value_model import ValueModel
     from fastrl.train.policy import batches, policy_loss, policy_outputs
 
     sizes = transformers.Qwen3Config(**_sizes(case))
     model = transformers.AutoModelForCausalLM.from_config(sizes)
-    critic = ValueHead(WIDTH)
     config, objective = _config(case), Objective.preset(case.loop)
-    parameters = [*model.parameters()]
-    if case.loop == "ppo":
-        parameters += critic.parameters()
+    critic = ValueModel(model, config) if case.loop == "ppo" else None
+    parameters = [*model.parameters(), *(critic.parameters() if critic else ())]
     save_memory(model, config)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 
@@ -208,21 +206,20 @@ def _step(case: Case) -> Any:
         denominator = normalizer(mask, objective.aggregation)
         for batch in batches(rollout, torch.arange(len(mask)), mask, config):
             outputs = policy_outputs(model, batch, config)
-            per_token = case.loop == "ppo"
             loss = policy_loss(
                 outputs,
                 batch,
                 config,
-                batch.take(advantages) if per_token else advantages[batch.rows],
+                batch.take(advantages) if critic else advantages[batch.rows],
                 old_logprobs=batch.take(rollout.logprobs),
                 objective=objective,
                 normalizer=denominator,
             ).loss
-            if per_token:
+            if critic:
                 loss = (
                     loss
                     + value_loss(
-                        critic(outputs.states),
+                        critic(outputs, batch, config),
                         batch.take(values),
                         torch.ones_like(batch.token_ids, dtype=torch.bool),
                         old_values=batch.take(values),

@@ -121,10 +121,17 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
         model: as in `lm_head`.
         **inputs: `input_ids`, `attention_mask`, `position_ids`, ... as the model takes them.
     """
-    causal = _unwrapped(model)
-    backbone = causal.get_decoder()  # type: ignore[operator]
-    states: Tensor = backbone(**inputs, use_cache=False).last_hidden_state
+    states: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
     return states
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """Return what a causal language model computes its last hidden states with.
+
+    Args:
+        model: as in `lm_head`.
+    """
+    return _unwrapped(model).get_decoder()  # type: ignore[operator, no-any-return]
 
 
 def modules_with_silent_hooks(model: nn.Module) -> list[str]:

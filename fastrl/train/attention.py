@@ -68,18 +68,17 @@ def make_layout(spans: Iterable[Span], device: torch.device) -> Layout:
             place |= {span.start + i: len(queries) + i for i in range(span.end - span.start)}
             queries += padded
             keys += [*prefix, *padded]
-    in_place = list(range(len(place)))
+    row = list(range(len(place)))
+    order = [place[token] for token in row]
 
-    def index(places: list[int]) -> Tensor | None:
-        return None if places == in_place else torch.tensor(places, device=device)
+    def index(places: list[int], of: list[int]) -> Tensor | None:
+        return None if places == of else torch.tensor(places, device=device)
 
-    order = [place[token] for token in in_place]
-    padded_last = len(queries) > len(order)
     return Layout(
         blocks,
-        index(queries),
-        index(keys),
-        torch.tensor(order, device=device) if padded_last else index(order),
+        index(queries, row),
+        index(keys, row),
+        index(order, list(range(len(queries)))),
     )
 
 
@@ -118,7 +117,8 @@ def attend_by_sequence(
             f"attention must be sdpa or eager for this model: its layers do not pass the layout of "
             f"packed rows on, which {BY_SEQUENCE} needs"
         )
-    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if _given(options, name)]
+    known = ("softcap", "s_aux", "position_bias")
+    unsupported = [name for name in known if options.get(name) is not None]
     if unsupported or dropout or attention_mask is not None:
         wrong = ", ".join(unsupported) or ("dropout" if dropout else "attention_mask")
         raise ValueError(
@@ -222,7 +222,3 @@ def _fits(group: list[Span], span: Span) -> bool:
 
 def _by_prefix_and_length(span: Span) -> tuple[tuple[int, int], int, int]:
     return span.prefix, span.start - span.end, span.start
-
-
-def _given(options: dict[str, Any], name: str) -> bool:
-    return options.get(name) is not None

@@ -110,29 +110,86 @@ class GrpoConfig(RunConfig):
 
 @dataclass
 class PpoConfig(RunConfig):
-    """Proximal policy optimization with a value head: `fastrl.train.ppo`."""
+    """Proximal policy optimization: `fastrl.train.ppo`."""
 
     loop: ClassVar[str] = "ppo"
 
-    prompts_per_step: int = option(512, "Prompts per step, one completion each.", least=1)
+    prompts_per_step: int = option(512, "Prompts per step.", least=1)
+    group_size: int = option(
+        1, "Completions per prompt; for advantage=group, which compares them, at least 2.", least=1
+    )
+    advantage: Literal["reward", "value", "gae", "group"] = option(
+        "gae",
+        "reward: what follows; value: that minus the value model; gae: generalized advantage "
+        "estimates; group: compared with the completions of the prompt, without a value model.",
+    )
+    gamma: float = option(1.0, "Discount per token.", above=0)
+    lam: float = option(0.95, "Decay of the generalized advantage estimates.", least=0)
     clip: float = option(0.2, "Clip range of the policy's ratio.", above=0)
+    value_model: Literal["shared", "separate"] = option(
+        "shared",
+        "shared: a head on the policy's last hidden states; separate: a backbone of its own, which "
+        "begins as a copy of the policy's.",
+    )
+    value_loss: Literal["mse", "huber"] = option("mse", "Loss of the values.")
     value_clip: float | None = option(0.2, "Clip range of the values; null for none.", above=0)
     value_coef: float = option(0.5, "Weight of the value loss.", least=0)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", least=0)
-    kl_coef: float = option(0.01, "Weight of the KL penalty, to the initial model.", least=0)
-    gamma: float = option(1.0, "Discount per token.", above=0)
-    lam: float = option(0.95, "Decay of the advantage estimate.", least=0)
+    kl_coef: float = option(
+        0.01, "Weight of the KL penalty, to the initial model, in the reward.", least=0
+    )
+    kl_target: float | None = option(
+        None, "Adapt kl_coef so that the KL per token approaches this.", above=0
+    )
+    kl_horizon: int = option(
+        10000,
+        "Completions over which a KL of 1.2 kl_target or more raises kl_coef by 20 %.",
+        least=1,
+    )
+    stop_kl: float | None = option(
+        None,
+        "Leave out the rest of a step's updates once the KL per token of a minibatch to the "
+        "sampling policy exceeds this.",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         """Check conditions on more than one field."""
         super().__post_init__()
-        if self.minibatches > self.prompts_per_step:
+        completions = self.prompts_per_step * self.group_size
+        if self.minibatches > completions:
             raise ValueError(
-                f"minibatches must be at most the samples of a step, got {self.minibatches}"
+                f"minibatches must be at most the samples of a step, {completions}, got "
+                f"{self.minibatches}"
             )
         for name in ("gamma", "lam"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
+        if self.advantage == "group" and self.group_size == 1:
+            raise ValueError("group_size must be at least 2 with advantage=group, got 1")
+        if self.value_model == "separate":
+            if not self.has_values:
+                raise ValueError(
+                    f"value_model must be shared with advantage={self.advantage}, which has none"
+                )
+            if self.lora_rank is not None:
+                raise ValueError(
+                    "value_model must be shared with lora_rank: a copy of the backbone takes the "
+                    "memory that the adapter saves"
+                )
+        if self.kl_target is not None:
+            if self.kl_coef == 0:
+                raise ValueError("kl_coef must be above 0 with kl_target, which multiplies it")
+            if self.kl_horizon < completions:
+                raise ValueError(
+                    f"kl_horizon must be at least the completions of a step, {completions}, got "
+                    f"{self.kl_horizon}"
+                )
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a value model is trained."""
+        return self.advantage in ("value", "gae")
 
 
 @dataclass

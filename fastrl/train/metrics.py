@@ -20,6 +20,8 @@ _MEANS = (
     "clip_fraction",
     "zero_grad_fraction",
     "kl_sampler",
+    "value_loss",
+    "value_clip_fraction",
 )
 
 
@@ -30,6 +32,17 @@ class MetricMeans:
         self._tokens: list[Tensor] = []
         self._seen: list[dict[str, Tensor]] = []
         self._learned = 0
+        self._minibatch = 0  # where the present minibatch begins
+
+    def begin_minibatch(self) -> None:
+        """Begin what `minibatch_kl` measures."""
+        self._minibatch = len(self._seen)
+
+    def minibatch_kl(self) -> float:
+        """Mean KL over the tokens of this minibatch to the policy that sampled; 0 without any."""
+        seen, tokens = self._seen[self._minibatch :], self._tokens[self._minibatch :]
+        total = sum(metrics["kl_old"] * count for metrics, count in zip(seen, tokens, strict=True))
+        return float(total / sum(tokens)) if tokens else 0.0
 
     def add(self, metrics: Mapping[str, Tensor], kl_sampler: Tensor, batch: PackedBatch) -> None:
         """Add a micro-batch: the loss's metrics, and the KL to the policy of the sampler."""

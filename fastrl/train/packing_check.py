@@ -27,12 +27,12 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
     config = replace(config, temperature=1.0)
     rows, half = torch.arange(3), "bfloat16" in (config.precision, config.weights)
     rollout, changed = _sequences(model)
+    shares = isinstance(config, GrpoConfig) and config.share_prompts
     if config.tokens_per_micro_batch > 1:
         packed = replace(config, tokens_per_micro_batch=1024)
         one, other = (rollout_logprobs(model, r, rows, packed) for r in (rollout, changed))
         leak = (one - other)[1:].abs().max()
         if not leak <= (1e-3 if half else 1e-5):
-            shares = isinstance(config, GrpoConfig) and config.share_prompts
             raise ValueError(
                 f"{'share_prompts must be off' if shares else 'tokens_per_micro_batch must be 1'} "
                 f"for this model: with attention {config.attention}, sequences in one row affect "
@@ -42,7 +42,6 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
         one = rollout_logprobs(model, rollout, rows, config)
     alone = _own_logprobs(model, rollout, config)
     if not torch.allclose(one, alone, rtol=0, atol=0.25 if half else 1e-3):
-        shares = isinstance(config, GrpoConfig) and config.share_prompts
         raise ValueError(
             f"attention must not be {config.attention} for this model"
             f"{', or share_prompts must be off' if shares else ''}: log-probabilities differ from "

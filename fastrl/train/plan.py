@@ -282,6 +282,8 @@ def report(config: LoopConfig, limit: float) -> str:
             "plan: attention must be by_sequence, flash_attention_2 or flex_attention, since "
             f"{config.attention} takes memory by the square of a row"
         )
+    if isinstance(config, PpoConfig) and config.value_model == "separate":
+        raise ValueError("plan: value_model must be shared, since a separate one is not counted")
     model = model_shape(config)
     tokens = config.max_prompt_tokens + config.max_new_tokens
     device = "cpu" if config.device == "cpu" else "gpu"

@@ -19,7 +19,7 @@ from fastrl import (
     logits_policy_loss,
     token_logprobs,
 )
-from fastrl.integrations.transformers import LmHead, last_hidden_states, lm_head
+from fastrl.integrations.transformers import LmHead, backbone, lm_head
 from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.gradients import autocast
@@ -60,22 +60,35 @@ def batches(
 
 def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyOutputs:
     """Run the model over a packed row, in the precision of the configuration."""
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    if config.loss == "linear":
+        return PolicyOutputs(hidden_states(backbone(model), batch, config), None, lm_head(model))
+    with_states = isinstance(config, PpoConfig) and config.has_values
+    with autocast(config, model.device), offloaded(config):
+        out = model(
+            **_inputs(batch, config),
+            logits_to_keep=batch.predictors,
+            output_hidden_states=with_states,
+        )
+    of_tokens = out.hidden_states[-1][0, batch.predictors] if with_states else None
+    return PolicyOutputs(of_tokens, out.logits[0], None)
+
+
+def hidden_states(backbone: Any, batch: PackedBatch, config: RunConfig) -> Tensor:
+    """The last hidden states ``[n, H]`` where a backbone predicts the scored tokens."""
+    with autocast(config, batch.input_ids.device), offloaded(config):
+        out = backbone(**_inputs(batch, config))
+    return out.last_hidden_state[0, batch.predictors]  # type: ignore[no-any-return]
+
+
+def _inputs(batch: PackedBatch, config: RunConfig) -> dict[str, Any]:
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+    }
     if config.attention == BY_SEQUENCE:
         inputs["sequences"] = batch.layout
-    with autocast(config, model.device), offloaded(config):
-        if config.loss == "linear":
-            states = last_hidden_states(model, **inputs)[0, batch.predictors]
-            return PolicyOutputs(states, None, lm_head(model))
-        of_values = config.loop == "ppo"
-        out = model(
-            **inputs,
-            logits_to_keep=batch.predictors,
-            output_hidden_states=of_values,
-            use_cache=False,
-        )
-    of_tokens = out.hidden_states[-1][0, batch.predictors] if of_values else None
-    return PolicyOutputs(of_tokens, out.logits[0], None)
+    return inputs
 
 
 def policy_logprobs(outputs: PolicyOutputs, batch: PackedBatch, config: RunConfig) -> Tensor:

@@ -1,38 +1,34 @@
 """PPO for causal language models: ``python -m fastrl.train.ppo``.
 
-A step samples a completion for each prompt, rewards it at its last token, subtracts a KL penalty
-per token, and learns from generalized advantage estimates with a clipped policy loss and a clipped
-value loss. By default a small new model learns to add and subtract; ``--help`` lists the options.
+A step samples completions, rewards each at its last token, subtracts a KL penalty per token, turns
+rewards into advantages, and learns from them with a clipped policy loss and a clipped value loss.
+``--advantage`` names their estimate: plain rewards, minus values, generalized (the default), or
+within groups. By default a small new model learns to add and subtract; ``--help`` lists options.
 """
 
 import torch
-from torch import Tensor
 
-from fastrl import Objective, gae, kl_divergence, masked_mean, value_loss, whiten
+from fastrl import Objective, kl_divergence, masked_mean, value_loss
+from fastrl.train.advantages import advantages_and_returns, token_rewards
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
 from fastrl.train.data.prompts import deal
 from fastrl.train.gradients import minibatches, normalizer
+from fastrl.train.kl_penalty import KlPenalty
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
-from fastrl.train.model.value_head import ValueHead, rollout_values
+from fastrl.train.model.value_model import ValueModel, rollout_values_and_logprobs
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.rewards import score
+from fastrl.train.run.checkpoint import Stateful
 from fastrl.train.run.run_log import Summary
 from fastrl.train.run.start import prepare
 from fastrl.train.run.training_run import training_run
 from fastrl.train.sampling import rollout_correction
 
 
-def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
-    """Rewards per token [N, T]: the sequence's [N] at its last token, minus a penalty per token."""
-    lengths = mask.sum(1, keepdim=True)
-    last = mask & (mask.cumsum(1) == lengths)
-    return torch.where(last, rewards[:, None], 0.0) - torch.where(mask, penalty, 0.0)
-
-
 def train(config: PpoConfig) -> Summary:
-    """Train a model with PPO and a value head on its last hidden state.
+    """Train a model with PPO, and a value model with it if the advantages need one.
 
     Args:
         config: Model, prompts, reward and settings.
@@ -57,45 +53,53 @@ def train(config: PpoConfig) -> Summary:
         entropy_coef=config.entropy_coef,
         rollout_correction=correction,
     )
-    head = ValueHead(model.get_input_embeddings().weight.shape[1]).to(model.device)
-    optimizer = make_optimizer([*model.parameters(), *head.parameters()], config)
+    critic = ValueModel(model, config) if config.has_values else None
+    trained = [*model.parameters(), *(critic.parameters() if critic else ())]
+    optimizer = make_optimizer(trained, config)
+    penalty = KlPenalty(config)
+    parts: dict[str, Stateful] = {"optimizer": optimizer}
+    if critic is not None:
+        parts["value_head"] = critic
+    if config.kl_target is not None:
+        parts["kl_penalty"] = penalty
 
-    with training_run(job, config, {"optimizer": optimizer, "value_head": head}) as run:
+    with training_run(job, config, parts) as run:
+        if critic is not None and run.step == 0:
+            critic.follow(model)  # the warm start has changed it
         for step in run.steps():
-            # Sample a completion for each prompt.
+            # Sample completions for each prompt, and reward them.
             prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
             with run.phase("generate"):
-                rollout, completions = job.sampler.sample(prompts, 1)
-            mask = rollout.mask
-            records = [prompt.record for prompt in prompts]
+                rollout, completions = job.sampler.sample(prompts, config.group_size)
+            records = [prompt.record for prompt in prompts for _ in range(config.group_size)]
             with run.phase("score"):
                 rewards = score(job.reward, records, completions).to(model.device)
 
-            # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
+            # Values and log-probabilities of the policy that sampled, and of the reference.
             everything = torch.arange(len(rewards))
+            values = None
             with run.phase("logprobs"):
-                old = rollout_logprobs(model, rollout, everything, config)
-                old_values = rollout_values(model, head, rollout, config)
+                if critic is None:
+                    old = rollout_logprobs(model, rollout, everything, config)
+                else:
+                    values, old = rollout_values_and_logprobs(model, critic, rollout, config)
                 ref = old
                 if run.reference is not None:
                     ref = run.reference.logprobs(rollout, everything, config)
-            penalty = config.kl_coef * kl_divergence(old, ref, estimator="k1")
-            advantages, returns = gae(
-                token_rewards(rewards, penalty, mask),
-                old_values,
-                mask,
-                gamma=config.gamma,
-                lam=config.lam,
-            )
-            counted = rollout.counted(config.truncated)
-            advantages = whiten(advantages, counted)
+
+            # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
+            mask, counted = rollout.mask, rollout.counted(config.truncated)
+            kl = penalty.coefficient * kl_divergence(old, ref, estimator="k1")
+            per_token = token_rewards(rewards, kl, mask)
+            advantages, returns = advantages_and_returns(per_token, values, mask, counted, config)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
             metrics = MetricMeans()
-            value_losses = []
+            updates, norm = 0, 0.0
             with run.phase("learn"):
                 for minibatch in minibatches(len(rewards), config):
                     denominator = normalizer(counted[minibatch], objective.aggregation)
+                    metrics.begin_minibatch()
                     for batch in batches(rollout, minibatch, counted, config):
                         before, of_sampler = batch.take(old), batch.take(rollout.logprobs)
                         outputs = policy_outputs(model, batch, config)
@@ -109,30 +113,41 @@ def train(config: PpoConfig) -> Summary:
                             objective=objective,
                             normalizer=denominator,
                         )
-                        critic = value_loss(
-                            head(outputs.states),
-                            batch.take(returns),
-                            torch.ones_like(batch.token_ids, dtype=torch.bool),
-                            old_values=batch.take(old_values),
-                            clip=config.value_clip,
-                            normalizer=denominator,
-                        )
-                        (policy.loss + config.value_coef * critic.loss).backward()
-                        metrics.add(policy.metrics, sampler_kl(before, of_sampler), batch)
-                        value_losses.append(critic.loss.detach())
-                    norm = run.apply(optimizer)
+                        loss, seen = policy.loss, dict(policy.metrics)
+                        if critic is not None:
+                            assert values is not None
+                            error = value_loss(
+                                critic(outputs, batch, config),
+                                batch.take(returns),
+                                torch.ones_like(batch.token_ids, dtype=torch.bool),
+                                old_values=batch.take(values) if config.value_clip else None,
+                                clip=config.value_clip,
+                                loss=config.value_loss,
+                                normalizer=denominator,
+                            )
+                            loss = loss + config.value_coef * error.loss
+                            seen["value_loss"] = error.loss * denominator / len(batch.token_ids)
+                            seen["value_clip_fraction"] = error.metrics["clip_fraction"]
+                        loss.backward()
+                        metrics.add(seen, sampler_kl(before, of_sampler), batch)
+                    if config.stop_kl is not None and metrics.minibatch_kl() > config.stop_kl:
+                        optimizer.zero_grad()
+                        break
+                    norm, updates = run.apply(optimizer), updates + 1
 
-            run.finish_step(
-                {
-                    "reward": float(rewards.mean()),
-                    **metrics.read(),
-                    "kl": float(masked_mean(kl_divergence(old, ref), mask)),
-                    "value_loss": float(sum(value_losses)) / (config.epochs * config.minibatches),
-                    "explained_variance": explained_variance(old_values, returns, mask),
-                    **lengths(rollout, [job.sampler.tokens]),
-                    "grad_norm": norm,
-                }
-            )
+            row = {
+                "reward": float(rewards.mean()),
+                **metrics.read(),
+                "kl": float(masked_mean(kl_divergence(old, ref), mask)),
+                "kl_coef": penalty.coefficient,
+                **lengths(rollout, [job.sampler.tokens]),
+                "grad_norm": norm,
+                "updates": updates,
+            }
+            if values is not None:
+                row["explained_variance"] = explained_variance(values, returns, mask)
+            penalty.update(row["kl"], len(rewards))
+            run.finish_step(row)
     return run.summary()
 
 

@@ -56,19 +56,8 @@ ALLOWED = {
         },
     ),
 }
-EXTRAS = (
-    "triton",
-    "transformers",
-    "trl",
-    "tokenizers",
-    "matplotlib",
-    "numpy",
-    "tqdm",
-    "filelock",
-    "peft",
-    "torchao",
-    "vllm",
-)
+#: What `import fastrl` must neither need nor load.
+EXTRAS = sorted(set.union(*(others for _, others in ALLOWED.values())) - {"torch"})
 
 # The reference of a fused op is a composition of others and has no separate file. The linear forms
 # are Python loops for every device, tested and measured together.

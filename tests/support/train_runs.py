@@ -39,6 +39,8 @@ def interrupts(prompts, completions, records):
     return [0.5] * len(prompts)
 def constant(prompts, completions, records):
     return [0.5] * len(prompts)
+def far(prompts, completions, records):
+    return [4.0] * len(prompts)
 def short(prompts, completions, records):
     return [1.0]
 """

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 from fastrl import Objective
 from fastrl import policy_loss as policy_loss_of_logprobs
+from fastrl.train.advantages import token_rewards
 from fastrl.train.config import GrpoConfig
 from fastrl.train.data.prompts import Prompt
 from fastrl.train.gradients import apply, minibatches, normalizer
@@ -15,7 +16,6 @@ from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampl
 from fastrl.train.model.loading import load
 from fastrl.train.model.recomputation import save_memory
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.ppo import token_rewards
 from fastrl.train.rollout import Rollout, concatenate
 from fastrl.train.sampling import TokenCount
 

@@ -24,8 +24,8 @@ struct LogitsParams {
   double temperature, logit_scale, logit_softcap;  // no softcap: 0
 };
 
-// The memory that the gradient is written to: that of the logits, or a buffer. The gradient has the
-// dtype of the logits, except in narrow mode: bfloat16 in the second half of each float32 row.
+// Where the gradient is written: over the logits, or into a buffer. It has the dtype of the logits,
+// except in narrow mode: bfloat16 in the second half of each float32 row.
 struct GradientParams {
   LogitsType type;
   void* grad_logits;

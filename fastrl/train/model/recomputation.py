@@ -85,11 +85,11 @@ def tile_mlps(model: Any, tokens: int) -> None:
     if not tiled:
         raise ValueError("mlp_tile must be null for this model: no layer has a plain MLP")
     for module in tiled:
-        module.forward = partial(_in_tiles, module.forward, tokens)
+        module.forward = partial(_in_tiles, module.forward, tokens=tokens)
     hidden = model.config.get_text_config().hidden_size
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):  # of whole states, or of heads
-            module.forward = partial(_in_tiles, module.forward, tokens, hidden)
+            module.forward = partial(_in_tiles, module.forward, tokens=tokens, width=hidden)
 
 
 def offloaded(config: MemorySettings) -> AbstractContextManager[Any]:
@@ -114,13 +114,14 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # of GPT-2
 
 
-def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, *rest: Any) -> Tensor:
-    """Call ``forward`` on states ``[..., H]``, as many rows at a time as ``tokens`` tokens have.
+def _in_tiles(
+    forward: Callable[[Tensor], Tensor], states: Tensor, *, tokens: int, width: int | None = None
+) -> Tensor:
+    """Call ``forward`` on states ``[..., H]`` of at most ``tokens`` tokens at a time.
 
-    ``rest`` is the states, after the width of a token if that has several rows.
+    A token has one row, or with ``width`` as many as fill that width: its heads.
     """
-    *width, states = rest
-    rows = tokens * (width[0] // states.shape[-1] if width else 1)
+    rows = tokens * (1 if width is None else width // states.shape[-1])
     if states[..., 0].numel() <= rows:
         return forward(states)
     tiles = states.flatten(0, -2).split(rows)

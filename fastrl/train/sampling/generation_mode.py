@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import RunConfig
 from fastrl.train.gradients import autocast
 
@@ -18,7 +19,7 @@ def generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     attention = model.config._attn_implementation
-    switched = config.attention == "by_sequence" and attention != "sdpa"
+    switched = config.attention == BY_SEQUENCE and attention != "sdpa"
     try:
         model.eval()
         if switched:

@@ -6,11 +6,11 @@ with a stand-in for the package: it has not run with vLLM itself.
 
 import os
 import tempfile
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from fastrl.train import extras
 from fastrl.train.config import RunConfig
 from fastrl.train.data.prompts import Prompt
 from fastrl.train.rollout import Rollout
@@ -26,8 +26,8 @@ _LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it, and takes the likelie
 class VllmSampler:
     """The fastest engine. It sleeps while the model learns, and its weights are dropped then.
 
-    So the model's weights are handed over whenever it wakes: `update` has nothing to do, and the
-    engine cannot sample with old ones. Its cache holds ``tokens_per_generation`` tokens.
+    The model's weights are handed over whenever it wakes, so that it cannot sample with old ones.
+    Its cache holds ``tokens_per_generation`` tokens.
 
     Args:
         model: A causal LM that vLLM supports, or one that PEFT wraps.
@@ -40,10 +40,7 @@ class VllmSampler:
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
-        if find_spec("vllm") is None:
-            raise ValueError(
-                'sampler "vllm" needs vLLM; install it with: pip install "fastrl-kernels[vllm]"'
-            )
+        extras.require("vllm", extra="vllm", setting="sampler=vllm")
         if not on_gpu(model):
             raise ValueError(f'sampler "vllm" needs a model on a GPU, got {model.device}')
         if config.temperature < _LEAST_TEMPERATURE:

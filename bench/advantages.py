@@ -1,0 +1,96 @@
+"""Four estimates of the advantage side by side: ``python bench/advantages.py``.
+
+Trains the small model on arithmetic by ``fastrl.train.ppo`` with each ``--advantage``, for three
+seeds, with 512 completions per step (of 512 prompts; for the groups, 8 of 64). Writes the plot of
+the held-out reward to ``docs/advantages.png`` and prints a table. Runs that are in the directory
+already are not repeated, and one that was interrupted is continued.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+ESTIMATES = {
+    "reward": ("plain reward", []),
+    "value": ("reward minus value", []),
+    "gae": ("GAE", []),
+    "group": ("group", ["--group_size", "8", "--prompts_per_step", "64"]),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "advantages")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "advantages.png")
+    parser.add_argument("options", nargs="*", help="further options of fastrl.train.ppo, after --")
+    arguments = parser.parse_args()
+    curves = {
+        name: [rewards(name, seed, arguments) for seed in arguments.seeds] for name in ESTIMATES
+    }
+    print(table(curves))
+    draw(curves, arguments.plot)
+    print(f"plot: {arguments.plot}")
+
+
+def rewards(name, seed, arguments):
+    """The held-out reward after each evaluated step of a run, which is trained if need be."""
+    run = arguments.out_dir / f"{name}-{seed}"
+    if arguments.steps not in (curve := _logged(run)):
+        command = [sys.executable, "-m", "fastrl.train.ppo", "--out_dir", str(arguments.out_dir)]
+        command += ["--name", run.name, "--steps", str(arguments.steps), "--seed", str(seed)]
+        command += ["--advantage", name, *ESTIMATES[name][1], *arguments.options]
+        command += ["--resume"] if (run / "config.json").exists() else []
+        subprocess.run(command, check=True, cwd=ROOT)
+        curve = _logged(run)
+    return curve
+
+
+def _logged(run):
+    metrics = run / "metrics.jsonl"
+    rows = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+    return {row["step"]: row["held_out_reward"] for row in rows if "held_out_reward" in row}
+
+
+def table(curves):
+    lines = [
+        "| advantage | held-out reward, each seed | first step above 0.9 |",
+        "| --- | --- | --- |",
+    ]
+    for name, runs in curves.items():
+        last = ", ".join(f"{run[max(run)]:.3f}" for run in runs)
+        first = (next((step for step, value in run.items() if value > 0.9), None) for run in runs)
+        above = ", ".join("-" if step is None else str(step) for step in first)
+        lines.append(f"| {ESTIMATES[name][0]} | {last} | {above} |")
+    return "\n".join(lines)
+
+
+def draw(curves, path):
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, runs in curves.items():
+        steps = sorted(set.intersection(*map(set, runs)))
+        values = [[run[step] for run in runs] for step in steps]
+        (line,) = axes.plot(steps, [statistics.mean(v) for v in values], label=ESTIMATES[name][0])
+        low, high = ([end(v) for v in values] for end in (min, max))
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    seeds = len(next(iter(curves.values())))
+    axes.set(xlabel="step, of 512 completions", ylabel="held-out reward, greedy")
+    axes.set_title(f"mean and range of {seeds} seeds", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

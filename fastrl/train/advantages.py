@@ -1,0 +1,52 @@
+"""Four estimates of the advantage, each an answer to a weakness of the one before."""
+
+import torch
+from torch import Tensor
+
+from fastrl import discounted_returns, gae, group_advantages, whiten
+from fastrl.train.config import PpoConfig
+
+
+def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
+    """Rewards per token [N, T]: the sequence's [N] at its last token, minus a penalty per token."""
+    lengths = mask.sum(1, keepdim=True)
+    last = mask & (mask.cumsum(1) == lengths)
+    return torch.where(last, rewards[:, None], 0.0) - torch.where(mask, penalty, 0.0)
+
+
+def advantages_and_returns(
+    rewards: Tensor, values: Tensor | None, mask: Tensor, counted: Tensor, config: PpoConfig
+) -> tuple[Tensor, Tensor]:
+    """Advantages ``[N, T]`` of tokens with rewards r, and their discounted returns R.
+
+    R_t = sum of gamma^(k - t) r_k over the tokens k >= t. With ``config.advantage``:
+
+    - ``reward``: A = R. What led to a reward becomes more likely, and what led to a smaller one
+      does too, only less; the variance is large (REINFORCE, Williams 1992).
+    - ``value``: A = R - V, with V learned: better or worse than expected. R still has the noise of
+      all later tokens. As all but the first and the last, scaled to mean 0 and deviation 1.
+    - ``gae``: A = sum of (gamma lam)^(k - t) (r_k + gamma V_{k+1} - V_k): later tokens count
+      through V, which has less noise and some error; lam weighs the two (Schulman et al. 2016).
+    - ``group``: A = (R_0 - mean) / deviation over the completions of a prompt: the group takes the
+      place of V, and all tokens of a completion have the same (GRPO, Shao et al. 2024).
+
+    Args:
+        rewards: Per token ``[N, T]``; `token_rewards`. Those of a prompt are consecutive.
+        values: ``[N, T]``, of `value` and `gae`; None for the others.
+        mask: Bool ``[N, T]``, the tokens of the completions.
+        counted: Bool ``[N, T]``, those of them in the loss.
+        config: Names the estimate, gamma, lam and group size.
+
+    Returns:
+        Advantages and the targets of the value model; without one, the returns R.
+    """
+    if config.advantage in ("value", "gae"):
+        assert values is not None
+        lam = 1.0 if config.advantage == "value" else config.lam
+        advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=lam)
+        return whiten(advantages, counted), returns
+    returns = discounted_returns(rewards, mask, gamma=config.gamma)
+    if config.advantage == "reward":
+        return returns, returns
+    compared = group_advantages(returns[:, 0], group_size=config.group_size).advantages
+    return compared[:, None] * mask, returns
