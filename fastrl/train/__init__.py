@@ -1,12 +1,12 @@
 """Training loops on the public functions: `fastrl.train.grpo` and `fastrl.train.ppo`.
 
-Both read top to bottom. They need the ``train`` extra (transformers, matplotlib, tqdm, filelock),
-which the rest of fastrl does not.
+Both read top to bottom. They need the ``train`` extra (transformers, matplotlib, tqdm, filelock,
+tyro, yaml), which the rest of fastrl does not.
 """
 
 from importlib.util import find_spec
 
-for _package in ("transformers", "matplotlib", "tqdm", "filelock"):
+for _package in ("transformers", "matplotlib", "tqdm", "filelock", "tyro", "yaml"):
     if find_spec(_package) is None:
         raise ModuleNotFoundError(
             f"fastrl.train needs {_package}; install it with: pip install 'fastrl-kernels[train]'",

@@ -1,22 +1,30 @@
-"""The command line: arguments to a config, errors to one clear line."""
+"""The command line: arguments and files to a config, errors to one clear line."""
 
-import argparse
-import math
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, cast
 
 import torch
 
-from fastrl.train.config import LoopConfig
-from fastrl.train.plan import report
+from fastrl.train.config import LoopConfig, RunConfig
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
-from fastrl.train.run.run_log import Summary
-from fastrl.train.settings.options import choices
+from fastrl.train.settings.command_options import read_options
+from fastrl.train.settings.options import checked, is_none
 
 Config = TypeVar("Config", bound=LoopConfig)
+
+_EXAMPLES = """\
+examples:
+  {0} --name first --steps 200 --seed 1
+  {0} --config run.yaml --learning_rate 1e-4
+  {0} --resume --name first --steps 400
+"""
+_EXAMPLE_OF_A_PLAN = """\
+  {0} --plan 24 --model Qwen/Qwen3-0.6B
+"""
 
 
 def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
@@ -30,44 +38,35 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None) -> Config:
 
     Raises:
         ValueError: A value is invalid, or the file cannot be read or has unknown fields.
+        SystemExit: An argument is not understood, status 2; or it was ``--help``, status 0.
     """
-    parser = argparse.ArgumentParser(
-        description=kind.__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="JSON of settings, such as an old run's config.json"
-    )
-    for f in fields(kind):
-        shown = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-        default = "" if shown in (None, "") else f" (default: {shown})"
-        shape = _shape(f.type)
-        flags = dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"])
-        parser.add_argument(*flags, dest=f.name, help=f.metadata["help"] + default, **shape)
-    _add_plan(parser)
-    typed = vars(parser.parse_args(arguments))
-    typed.pop("plan", None)
-    file = typed.pop("config", None)
-    given = ({} if file is None else _settings(kind, file)) | typed
-    if not given.get("resume"):
-        return kind(**given)
-    where = {key: given[key] for key in ("resume", "name", "out_dir") if key in given}
-    directory = run_directory(kind(**where), kind.loop)
-    if not (directory / SETTINGS).exists():
-        return kind(**given)
-    place = {"name": directory.name, "out_dir": str(directory.parent)}
-    return kind(**_settings(kind, str(directory / SETTINGS)) | given | place)
+    return _parse(kind, arguments, f"python -m fastrl.train.{kind.loop}")[0]
 
 
-def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
+def main(
+    kind: type[Config],
+    train: Callable[[Config], Any],
+    arguments: Sequence[str] | None = None,
+    *,
+    program: str | None = None,
+) -> None:
     """Parse the command line, train, and print how the run ended.
 
     With ``--plan`` it prints the predicted memory instead. The exit status is 2 after bad input,
     gradients that are not finite, a full disk or a full memory, and 130 after an interrupt.
+
+    Args:
+        kind: The settings of the loop.
+        train: The loop; it returns a `Summary`.
+        arguments: The arguments; by default ``sys.argv``.
+        program: How the person called it, for the help.
     """
     try:
-        config, limit = parse(kind), _limit_of_plan()
+        config, limit = _parse(kind, arguments, program or f"python -m fastrl.train.{kind.loop}")
         if limit is not None:
-            sys.stdout.write(f"{report(config, limit)}\n")
+            from fastrl.train.plan import report
+
+            sys.stdout.write(report(cast("Any", config), limit) + "\n")
             sys.exit(0)
         summary = train(config)
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
@@ -77,48 +76,67 @@ def main(kind: type[Config], train: Callable[[Config], Summary]) -> None:
     sys.exit(130 if summary.interrupted else 0)
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--plan",
-        nargs="?",
-        type=float,
-        const=math.inf,
-        metavar="GIB",
-        help="print the predicted peak memory, and how to fit GIB, instead of training",
-    )
+def config_of(loop: str) -> type[LoopConfig]:
+    """The settings of the loop of that name; its module is imported only if they are in there."""
+    found = _kinds(LoopConfig).get(loop)
+    if found is None:
+        importlib.import_module(f"fastrl.train.{loop}")
+        found = _kinds(LoopConfig)[loop]
+    return found
 
 
-def _limit_of_plan() -> float | None:
-    """The GiB that ``--plan`` names, infinity without a number, None without ``--plan``."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_plan(parser)
-    limit: float | None = parser.parse_known_args()[0].plan
-    return limit
+def _kinds(kind: type[LoopConfig]) -> dict[str, type[LoopConfig]]:
+    below = [_kinds(derived) for derived in kind.__subclasses__()]
+    own = {kind.loop: kind} if "loop" in vars(kind) else {}
+    return {name: found for some in [*below, own] for name, found in some.items()}
 
 
-def _shape(kind: Any) -> dict[str, Any]:
-    """The options of argparse for a field of type ``kind``."""
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if values := choices(kind):
-        return {"choices": [value for value in values if value is not None]}
-    if get_origin(kind) is tuple:
-        return {"nargs": "*", "metavar": "STR"}
-    (value, *_) = get_args(kind) or (kind,)
-    if type(None) not in get_args(kind):
-        return {"type": value, "metavar": value.__name__.upper()}
-    return {
-        "type": lambda text: None if text in ("none", "null") else value(text),
-        "metavar": value.__name__.upper(),
-    }
+def _parse(
+    kind: type[Config], arguments: Sequence[str] | None, program: str
+) -> tuple[Config, float | None]:
+    """The config, and the GiB that ``--plan`` names: infinity without a number, else None.
+
+    What the command line gives must override files that it names, so it is read once more with
+    their settings as defaults.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    plans = issubclass(kind, RunConfig)
+
+    def read(defaults: Mapping[str, Any]) -> dict[str, Any]:
+        examples = _EXAMPLES + (_EXAMPLE_OF_A_PLAN if plans else "")
+        return read_options(
+            kind, arguments, defaults, program, plans=plans, examples=examples.format(program)
+        )
+
+    given = read({})
+    limit, file = given.pop("plan", None), given.pop("config")
+    defaults = {} if file is None else _settings(kind, file)
+    if defaults:
+        given = {name: value for name, value in read(defaults).items() if name in given}
+    if given["resume"]:
+        where = {name: given[name] for name in ("resume", "name", "out_dir")}
+        directory = run_directory(kind(**where), kind.loop)
+        if (directory / SETTINGS).exists():
+            defaults = _settings(kind, str(directory / SETTINGS)) | defaults
+            given = {name: value for name, value in read(defaults).items() if name in given}
+            given |= {"resume": True, "name": directory.name, "out_dir": str(directory.parent)}
+    return kind(**given), limit
 
 
-def _settings(kind: type[Config], file: str) -> dict[str, Any]:
+def _settings(kind: type[LoopConfig], file: str) -> dict[str, Any]:
+    """The settings in a file, each of the type of its field."""
     settings = read_settings(Path(file))
-    unknown = settings.keys() - {f.name for f in fields(kind)}
+    known = {f.name: f for f in fields(kind)}
+    unknown = settings.keys() - known.keys()
     if unknown:
         raise ValueError(
             f"config: {file} has fields that {kind.__name__} does not have: "
             f"{', '.join(sorted(unknown))}"
         )
-    return settings
+    try:
+        return {
+            name: None if is_none(known[name].type, value) else checked(known[name], value)
+            for name, value in settings.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"config: {file}: {error}") from error

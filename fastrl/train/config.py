@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 from fastrl.objective import Objective
 from fastrl.objective.presets import Preset
 from fastrl.train.settings.data import DataSettings
-from fastrl.train.settings.learning import LearningSettings
+from fastrl.train.settings.learning import LearningSettings, Schedule
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
 from fastrl.train.settings.options import check_options, option
@@ -35,6 +35,7 @@ class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
         """Check every field against its type, its choices and its bounds."""
         check_options(self)
         self.check_run()
+        self.check_learning()
         self.check_weights()
 
 
@@ -205,6 +206,8 @@ class RewardModelConfig(WarmStartSettings, PairSettings, LoopConfig):
         "Learning rate of AdamW, after the warm-up; 1e-5 is usual for a pretrained model.",
         above=0,
     )
+    warmup_steps: int = option(20, "Steps over which the learning rate rises from 0.", least=0)
+    schedule: Schedule = option("linear", "The learning rate after the warm-up, by a schedule of transformers.")
     eval_every: int = option(
         50, "Steps between evaluations on the held-out pairs.", least=1, result=False
     )

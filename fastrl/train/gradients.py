@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.train.config import LoopConfig
+from fastrl.train.schedules import learning_rate
 
 
 def autocast(config: LoopConfig, device: torch.device) -> AbstractContextManager[Any]:
@@ -41,7 +42,7 @@ def apply(optimizer: torch.optim.Optimizer, config: LoopConfig, step: int) -> fl
     Raises:
         FloatingPointError: That norm is not finite; the weights are unchanged.
     """
-    rate = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
+    rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

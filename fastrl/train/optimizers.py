@@ -10,6 +10,7 @@ from torch import Tensor
 from fastrl.train import extras
 from fastrl.train.config import LoopConfig
 from fastrl.train.master_weights import MakeOptimizer, MasterWeights
+from fastrl.train.schedules import learning_rate
 
 
 def make_optimizer(
@@ -26,11 +27,14 @@ def make_optimizer(
         options: Arguments of AdamW that replace those of ``config``: lr, betas, weight_decay.
 
     Raises:
-        ValueError: Nothing is trained; torchao is missing; the device has nothing to offload from.
+        ValueError: Nothing is trained; torchao is missing; the device has nothing to offload from;
+            the schedule has no such options.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ValueError("freeze_head, lora_targets: no parameter is left to train")
+    for step in (0, config.steps - 1):  # options that the schedule does not have fail here
+        learning_rate(config, step)
     options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **options}
     if config.optimizer == "adamw_offloaded":
         if trained[0].device.type == "cpu":

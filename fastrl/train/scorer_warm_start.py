@@ -20,7 +20,7 @@ from fastrl.train.model.sequence_scorer import padded
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.padding import by_length
 
-NEW_MODEL_STEPS = 500
+NEW_MODEL_STEPS = 600
 
 
 def scorer_warm_start(model: Any, pairs: list[Pair], config: RewardModelConfig) -> Iterator[float]:

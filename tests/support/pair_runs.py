@@ -24,6 +24,7 @@ def pair_settings(directory):
         "train_file": str(directory / "train.jsonl"),
         "held_out_file": str(directory / "held_out.jsonl"),
         "warm_start_steps": 0,
+        "schedule": "constant",  # with which a run may be resumed for more steps
         "pairs_per_step": 16,
         "steps": 3,
     }

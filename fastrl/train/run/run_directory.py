@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fastrl.train.config import LoopConfig
+from fastrl.train.settings import file
 
 SETTINGS = "config.json"
 _LOCK = ".lock"
@@ -34,18 +35,12 @@ def run_directory(config: LoopConfig, loop: str) -> Path:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a JSON file, without those of earlier versions that changed no result.
+    """The settings in a file, without those of earlier versions that changed no result.
 
     Raises:
         ValueError: The file cannot be read, or holds something else.
     """
-    try:
-        settings = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"config: {path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"config: {path} must hold an object")  # noqa: TRY004
-    return {key: value for key, value in settings.items() if key not in _FORMER}
+    return {key: value for key, value in file.read(path).items() if key not in _FORMER}
 
 
 def settings_of(config: LoopConfig) -> dict[str, Any]:
@@ -67,12 +62,14 @@ def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
             f"{', '.join(sorted(unknown))}"
         )
     for name, f in known.items():
-        if f.metadata["result"]:
+        ends = name == "steps" and config.ends
+        if f.metadata["result"] or ends:
             assert f.default is not MISSING
             then = before.get(name, json.loads(json.dumps(f.default)))
+            why = f", since the schedule {config.schedule} depends on it" if ends else ""
             if now[name] != then:
                 raise ValueError(
-                    f"{name} must remain {then!r} when a run is resumed, got {now[name]!r}"
+                    f"{name} must remain {then!r} when a run is resumed{why}, got {now[name]!r}"
                 )
 
 

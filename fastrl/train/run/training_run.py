@@ -15,6 +15,7 @@ from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.phases import Phases
 from fastrl.train.run.run_log import Row, RunLog, Summary
+from fastrl.train.schedules import learning_rate
 
 Parts = Mapping[str, checkpoint.Stateful]
 
@@ -134,6 +135,7 @@ class TrainingRun:
 
         The speed is the ``tokens`` of the row over the time of the whole step.
         """
+        row = {**row, "learning_rate": learning_rate(self._config, self.step)}
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
         config, row = self._config, {"step": self.step, **row, **self.phase.read()}
         row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)

@@ -1,7 +1,7 @@
 """The fields of a settings dataclass: default, help text, bounds, and the check of a value."""
 
 import math
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from typing import Any, Literal, get_args, get_origin
 
 
@@ -30,18 +30,24 @@ def option(
 def check_options(settings: Any) -> None:
     """Raise a `ValueError` that names the first field with a value of a wrong type or size."""
     for f in fields(settings):
-        value, (above, least) = (
-            getattr(settings, f.name),
-            (f.metadata["above"], f.metadata["least"]),
-        )
-        if get_origin(f.type) is tuple and isinstance(value, list):  # from JSON
-            value = tuple(value)
-            setattr(settings, f.name, value)
-        _check_type(f.name, value, f.type)
-        if value is not None and above is not None and not value > above:
-            raise ValueError(f"{f.name} must be above {above}, got {value}")
-        if value is not None and least is not None and not value >= least:
-            raise ValueError(f"{f.name} must be at least {least}, got {value}")
+        setattr(settings, f.name, checked(f, getattr(settings, f.name)))
+
+
+def checked(f: Field[Any], value: Any) -> Any:
+    """A value of the field ``f``, with a list made a tuple.
+
+    Raises:
+        ValueError: The type or the size is wrong; the message begins with the name of the field.
+    """
+    if get_origin(f.type) is tuple and isinstance(value, list):  # from a file
+        value = tuple(value)
+    _check_type(f.name, value, f.type)
+    above, least = f.metadata["above"], f.metadata["least"]
+    if value is not None and above is not None and not value > above:
+        raise ValueError(f"{f.name} must be above {above}, got {value}")
+    if value is not None and least is not None and not value >= least:
+        raise ValueError(f"{f.name} must be at least {least}, got {value}")
+    return value
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
@@ -70,3 +76,9 @@ def choices(kind: Any) -> tuple[Any, ...]:
         return get_args(kind)
     literals = [choice for part in get_args(kind) for choice in choices(part)]
     return (*literals, None) if literals else ()
+
+
+def is_none(kind: Any, value: Any) -> bool:
+    """Whether text, ``none`` or ``null``, stands for no value of an optional field."""
+    optional = type(None) in get_args(kind)
+    return optional and value in ("none", "null") and value not in choices(kind)

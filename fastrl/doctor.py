@@ -1,0 +1,102 @@
+"""`python -m fastrl` and `fastrl doctor`: what works on this machine, and what is missing.
+
+Nothing of the environment variables is printed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch.torch_version import TorchVersion
+
+import fastrl
+from fastrl.backend import BACKENDS, get_backend, unavailable
+from fastrl.native import cpu_capability
+from fastrl.triton.runtime.registration import INTERPRETED
+
+_PACKAGE = "fastrl-kernels"
+#: Extras of development, which a person who trains does not miss.
+_OF_DEVELOPMENT = {"bench", "test", "lint", "dev"}
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*?)\s*;.*extra\s*==\s*['\"]([\w-]+)['\"]")
+_GIB = 2**30
+
+
+def report() -> str:
+    """Versions, backends, optional packages, GPUs, threads and free disk, as text."""
+    return "\n".join([*_backends(), *_packages(), *_machine()])
+
+
+def main() -> None:
+    """Print the report."""
+    sys.stdout.write(report() + "\n")
+
+
+def _backends() -> list[str]:
+    lines = [
+        f"fastrl {fastrl.__version__}, torch {torch.__version__}, "
+        f"python {platform.python_version()}, {platform.machine()}",
+        f"default backend: {get_backend()}",
+    ]
+    for name in BACKENDS[1:]:
+        reason = unavailable(name)
+        state = "usable" if reason is None else f"not usable: {reason}"
+        if name == "cpu" and reason is None:
+            state += f" ({cpu_capability()}, {torch.get_num_threads()} threads)"
+        if name == "triton" and reason is None and INTERPRETED:
+            state += " (slow: interpreted because TRITON_INTERPRET is set)"
+        lines.append(f"  {name:<10} {state}")
+    return lines
+
+
+def _packages() -> list[str]:
+    """For each extra, its packages and their versions, and how to install what is missing."""
+    try:
+        required = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        return [f"optional packages: unknown, since {_PACKAGE} is not installed as a package"]
+    extras: dict[str, list[str]] = {}
+    missing = set()
+    for name, versions, extra in (m.groups() for r in required if (m := _REQUIREMENT.match(r))):
+        if extra in _OF_DEVELOPMENT or name == _PACKAGE:
+            continue
+        state, usable = _state(name, versions)
+        extras.setdefault(extra, []).append(f"{name} {state}")
+        if not usable:
+            missing.add(extra)
+    lines = ["optional packages, by extra:"]
+    for extra, states in extras.items():
+        install = f"; pip install '{_PACKAGE}[{extra}]'" if extra in missing else ""
+        lines.append(f"  {extra:<10} {', '.join(states)}{install}")
+    return lines
+
+
+def _state(name: str, versions: str) -> tuple[str, bool]:
+    """The installed version of a package or what is wrong with it, and whether it can be used."""
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing", False
+    least = re.search(r">=\s*([\w.]+)", versions)
+    if least and TorchVersion(found) < least[1]:
+        return f"{found}, but {least[1]} or later is needed", False
+    return found, True
+
+
+def _machine() -> list[str]:
+    lines = [f"GPUs: {torch.cuda.device_count() if torch.cuda.is_available() else 'none'}"]
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        lines.append(f"  cuda:{i:<5} {name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free")
+    free_disk = shutil.disk_usage(Path.cwd()).free
+    return [
+        *lines,
+        f"threads of torch: {torch.get_num_threads()}",
+        f"free disk here: {free_disk / _GIB:.1f} GiB",
+    ]
