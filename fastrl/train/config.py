@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 from fastrl.objective import Objective
 from fastrl.objective.presets import Preset
 from fastrl.train.settings.data import DataSettings
-from fastrl.train.settings.learning import LearningSettings, Schedule
+from fastrl.train.settings.learning import LearningSettings
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
 from fastrl.train.settings.options import check_options, option
@@ -207,7 +207,17 @@ class RewardModelConfig(WarmStartSettings, PairSettings, LoopConfig):
         above=0,
     )
     warmup_steps: int = option(20, "Steps over which the learning rate rises from 0.", least=0)
-    schedule: Schedule = option("linear", "The learning rate after the warm-up, by a schedule of transformers.")
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = option("linear", "The learning rate after the warm-up, by a schedule of transformers.")
     eval_every: int = option(
         50, "Steps between evaluations on the held-out pairs.", least=1, result=False
     )

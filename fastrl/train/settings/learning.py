@@ -5,18 +5,6 @@ from typing import Literal
 
 from fastrl.train.settings.options import option
 
-#: Schedules of `transformers` that a run can name.
-Schedule = Literal[
-    "constant",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-]
 #: Schedules whose rate depends on how many steps the run has.
 _ENDING = (
     "linear",
@@ -38,7 +26,17 @@ class LearningSettings:
     minibatches: int = option(4, "Optimizer steps per pass.", least=1)
     learning_rate: float = option(2e-4, "Learning rate of AdamW, after the warm-up.", above=0)
     warmup_steps: int = option(5, "Steps over which the learning rate rises from 0.", least=0)
-    schedule: Schedule = option("constant", "The learning rate after the warm-up, by a schedule of transformers.")
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = option("constant", "The learning rate after the warm-up, by a schedule of transformers.")
     schedule_options: tuple[str, ...] = option(
         (), "What the schedule needs, as name=value: min_lr=1e-5, num_decay_steps=20, ..."
     )
