@@ -110,7 +110,8 @@ def _prepare(config: RewardModelConfig, log: RunLog) -> RewardModelJob:
 def _load(config: RewardModelConfig, log: RunLog, resumed_from: Path | None) -> tuple[Any, Any]:
     device, dtype = loading.find_device(config.device), getattr(torch, config.weights)
     if resumed_from is not None:
-        checkpoint.verify(resumed_from)
+        if not checkpoint.verify(resumed_from):
+            log.say(f"{resumed_from} has no checksums; damaged files may go unnoticed")
         with checkpoint.reading(resumed_from):
             scorer = load_scorer(str(resumed_from), device, setting="resume", dtype=dtype)
         return scorer.model, scorer.tokenizer
