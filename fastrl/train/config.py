@@ -199,7 +199,7 @@ class RewardModelConfig(WarmStartSettings, PairSettings, LoopConfig):
 
     loop: ClassVar[str] = "reward"
 
-    steps: int = option(400, "Steps of learning from pairs.", least=1, result=False)
+    steps: int = option(600, "Steps of learning from pairs.", least=1, result=False)
     minibatches: int = option(1, "Optimizer steps per pass over the pairs of a step.", least=1)
     learning_rate: float = option(
         1e-3,
