@@ -29,7 +29,7 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo test test-interpreted coverage-linear fuzz install lint format types \
+.PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz install lint format types \
         check bench bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
@@ -38,6 +38,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
+	@echo "make train-reward a reward model learns from pairs of right and wrong answers"
 	@echo "make test         the tests (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-interpreted    tests of the Triton kernels, in Triton's interpreter on the CPU"
 	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
@@ -55,7 +56,7 @@ help:
 # take, that makes training many times slower; so they sleep after 300 turns, microseconds.
 # bench/shared_cores.py measures it. The environment's GOMP_SPINCOUNT or OMP_WAIT_POLICY win.
 ifndef OMP_WAIT_POLICY
-train train-ppo: export GOMP_SPINCOUNT ?= 300
+train train-ppo train-reward: export GOMP_SPINCOUNT ?= 300
 endif
 
 train: $(VENV)/.installed-train $(BUILT)
@@ -63,6 +64,9 @@ train: $(VENV)/.installed-train $(BUILT)
 
 train-ppo: $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.train.ppo $(ARGS)
+
+train-reward: $(VENV)/.installed-train $(BUILT)
+	$(PY) -m fastrl.train.reward $(ARGS)
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) --doctest-modules $(TESTS) $(ARGS)

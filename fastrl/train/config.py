@@ -3,16 +3,18 @@
 Each field has its help text, and the command line is generated from the dataclass.
 """
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
 from fastrl.objective import Objective
 from fastrl.objective.presets import Preset
 from fastrl.train.settings.data import DataSettings
-from fastrl.train.settings.learning import LearningSettings
+from fastrl.train.settings.learning import LearningSettings, Schedule
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
 from fastrl.train.settings.options import check_options, fill_defaults, option
+from fastrl.train.settings.pairs import PairSettings
 from fastrl.train.settings.ranks import RankSettings
 from fastrl.train.settings.rewards import RewardSettings, reward_names
 from fastrl.train.settings.run import RunSettings
@@ -199,3 +201,55 @@ class PpoConfig(RunConfig):
     def has_values(self) -> bool:
         """Whether a value model is trained."""
         return self.advantage in ("value", "gae")
+
+
+@dataclass
+class RewardModelConfig(WarmStartSettings, PairSettings, LoopConfig):
+    """A reward model on preference pairs: `fastrl.train.reward`."""
+
+    loop: ClassVar[str] = "reward"
+
+    steps: int = option(600, "Steps of learning from pairs.", least=1, result=False)
+    minibatches: int = option(1, "Optimizer steps per pass over the pairs of a step.", least=1)
+    learning_rate: float = option(
+        1e-3,
+        "Learning rate of AdamW, after the warm-up; 1e-5 is usual for a pretrained model.",
+        above=0,
+    )
+    warmup_steps: int = option(20, "Steps over which the learning rate rises from 0.", least=0)
+    schedule: Schedule = option(
+        "linear", "The learning rate after the warm-up, by a schedule of transformers."
+    )
+    eval_every: int = option(
+        50, "Steps between evaluations on the held-out pairs.", least=1, result=False
+    )
+    save_every: int = option(200, "Steps between checkpoints.", least=1, result=False)
+    attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = option(
+        "sdpa", "Implementation of transformers.", result=False
+    )
+    model: str | None = option(
+        None,
+        "A sequence classification model of one label, or a causal LM, which gets a new head; a "
+        "directory or hub name; by default, a small new model.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check conditions on more than one field."""
+        super().__post_init__()
+        self.check_pairs()
+        if self.warm_start_steps and self.model is not None:
+            raise ValueError(
+                f"warm_start_steps must be 0 or null with a model, got {self.warm_start_steps}: "
+                "only a new one learns the chosen completions first"
+            )
+        if self.minibatches > self.pairs_per_step:
+            raise ValueError(
+                f"minibatches must be at most pairs_per_step, {self.pairs_per_step}, got "
+                f"{self.minibatches}"
+            )
+        for name, default in (("loss", "linear"), ("freeze_head", False), ("lora_rank", None)):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be {json.dumps(default)} for a reward model, got "
+                    f"{json.dumps(getattr(self, name))}"
+                )

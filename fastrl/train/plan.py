@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.config import GrpoConfig, LoopConfig, PpoConfig
 from fastrl.train.model_shape import Shape, model_shape
 
 GIB = 2**30
@@ -267,12 +267,16 @@ def _switches(config: GrpoConfig | PpoConfig, tokens: int, device: str) -> list[
     return switches + ([("offload_checkpoints", True)] if device == "gpu" else [])
 
 
-def report(config: GrpoConfig | PpoConfig, limit: float) -> str:
+def report(config: LoopConfig, limit: float) -> str:
     """The plan as text: each part, both peaks, and what to switch on to fit ``limit`` GiB.
 
     Raises:
-        ValueError: The model is not of a kind that can be planned.
+        ValueError: The loop, or the model, is not of a kind that can be planned.
     """
+    if not isinstance(config, (GrpoConfig, PpoConfig)):
+        raise ValueError(  # noqa: TRY004
+            f"plan: only the memory of grpo and ppo can be predicted, not of {config.loop}"
+        )
     if config.attention in ("sdpa", "eager"):
         raise ValueError(
             "plan: attention must be by_sequence, flash_attention_2 or flex_attention, since "

@@ -1,6 +1,7 @@
 """Prompts: read from JSONL, in an order that depends only on seed and step."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,10 +27,15 @@ class Columns(NamedTuple):
     answer: str = "answer"
 
 
-def read_jsonl(path: str | Path, columns: Columns = Columns()) -> list[Record]:  # noqa: B008
+def read_jsonl(
+    path: str | Path,
+    columns: Columns = Columns(),  # noqa: B008
+    *,
+    check: Callable[[Record, str], None] | None = None,
+) -> list[Record]:
     """The records of a file: one JSON object with a prompt per line.
 
-    Blank lines are skipped.
+    Blank lines are skipped. ``check`` is called with each record and its ``file:line``.
 
     Raises:
         ValueError: The file cannot be read or is empty, or a line is invalid (``file:line``).
@@ -38,11 +44,12 @@ def read_jsonl(path: str | Path, columns: Columns = Columns()) -> list[Record]: 
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    records = [
-        as_record(_object(line, f"{path}:{i}"), f"{path}:{i}", columns)
-        for i, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    records = []
+    for i, line in enumerate(lines, 1):
+        if line.strip():
+            records.append(as_record(_object(line, f"{path}:{i}"), f"{path}:{i}", columns))
+            if check is not None:
+                check(records[-1], f"{path}:{i}")
     if not records:
         raise ValueError(f"{path} holds no prompts")
     return records

@@ -4,6 +4,7 @@ from collections import Counter
 from functools import partial
 
 from fastrl.train.config import RunConfig
+from fastrl.train.model.loading import find_device
 from fastrl.train.rewards.functions import exact_match
 from fastrl.train.rewards.lengths import length_penalty, overlong
 from fastrl.train.rewards.numbers import number_equality
@@ -13,6 +14,7 @@ from fastrl.train.rewards.patterns import (
     has_format,
     regular_expression,
 )
+from fastrl.train.rewards.reward_model import load_reward_model
 from fastrl.train.rewards.scoring import import_reward
 from fastrl.train.rewards.weighted import Judge, Rewards, in_this_process, in_workers
 from fastrl.train.rewards.workers import WorkerPool
@@ -22,7 +24,7 @@ from fastrl.train.settings.rewards import READY
 def make_rewards(config: RunConfig) -> Rewards:
     """The rewards that ``config.reward`` names, with their weights.
 
-    Ready functions are quick, and called in this process.
+    Ready functions are called in this process; all but the reward model are quick.
 
     Raises:
         ValueError: A function does not exist, or a setting of one cannot be used.
@@ -44,7 +46,7 @@ def make_rewards(config: RunConfig) -> Rewards:
     return Rewards(
         judges,
         dict(zip(judges, weights, strict=True)),
-        quick=[shown for shown, name in names.items() if name in READY],
+        quick=[s for s, name in names.items() if name in READY and name != "reward_model"],
         failed=config.reward_failed,
         pool=pool,
     )
@@ -60,6 +62,15 @@ def _shown(names: tuple[str, ...]) -> dict[str, str]:
 def _judge(name: str, config: RunConfig, pool: WorkerPool | None) -> Judge:
     seconds = config.reward_timeout or SECONDS
     longest = config.max_new_tokens
+    if name == "reward_model":
+        assert config.reward_model is not None
+        model = load_reward_model(
+            config.reward_model,
+            find_device(config.device),
+            chat_template=config.chat_template,
+            trust_remote_code=config.trust_remote_code,
+        )
+        return in_this_process(model)
     if name == "exact_match":
         return in_this_process(exact_match)
     if name == "number_equality":

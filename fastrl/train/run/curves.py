@@ -16,6 +16,9 @@ _PANELS = (
     ("reward", ("reward", "held_out_reward")),
     ("reward deviation", ("reward_std",)),
     ("reward parts", ()),  # the keys that begin with PART
+    ("accuracy on pairs", ("accuracy", "held_out_accuracy")),
+    ("loss on pairs", ("loss", "held_out_loss")),
+    ("reward of completions", ("reward_chosen", "reward_rejected")),
     ("KL", ("kl", "kl_old", "kl_sampler")),
     ("entropy", ("entropy",)),
     ("completion length", ("length",)),
@@ -32,6 +35,12 @@ PART = "reward/"
 _LABELS = {
     "reward": "train prompts, sampled",
     "held_out_reward": "held-out prompts, greedy",
+    "accuracy": "train pairs",
+    "held_out_accuracy": "held-out pairs",
+    "loss": "train pairs",
+    "held_out_loss": "held-out pairs",
+    "reward_chosen": "chosen",
+    "reward_rejected": "rejected",
     "kl": "to the reference",
     "kl_old": "to the sampling policy",
     "kl_sampler": "sampler to trainer",

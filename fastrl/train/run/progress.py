@@ -16,6 +16,8 @@ _SHOWN = (
     ("held_out_reward", "held_out", 3),
     ("loss", "loss", 3),
     ("reward_std", "std", 2),
+    ("accuracy", "accuracy", 3),
+    ("held_out_accuracy", "held_out", 3),
     ("kl", "kl", 2),
     ("kl_old", "kl_old", 2),
     ("entropy", "entropy", 2),

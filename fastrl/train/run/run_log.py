@@ -30,6 +30,11 @@ from fastrl.train.run.trackers import Trackers
 __all__ = ["Row", "RunLog", "Summary"]
 
 Row = dict[str, float]
+#: What a loop measures on what is held out, by its key in the log.
+_MEASURED = {
+    "held_out_reward": "held-out reward, greedy",
+    "held_out_accuracy": "held-out accuracy",
+}
 
 
 class RunLog:
@@ -37,7 +42,7 @@ class RunLog:
 
     Args:
         config: Determines the directory, see `run_directory`.
-        loop: The loop, ``"grpo"`` or ``"ppo"``: the first part of the name of an unnamed run.
+        loop: The loop, such as ``"grpo"``: the first part of the name of an unnamed run.
 
     Attributes:
         rows: The rows of the log.
@@ -176,12 +181,12 @@ class RunLog:
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, from its log."""
-        measured = [row for row in self.rows if "held_out_reward" in row]
-        if not measured:
-            return Summary(self.directory, step, None, interrupted)
-        first, last = measured[0], measured[-1]
-        ends = first["held_out_reward"], last["held_out_reward"]
-        return Summary(self.directory, step, ends, interrupted, int(last["step"]))
+        for key, name in _MEASURED.items():
+            if measured := [row for row in self.rows if key in row]:
+                first, last = measured[0], measured[-1]
+                ends, after = (first[key], last[key]), int(last["step"])
+                return Summary(self.directory, step, ends, interrupted, after, name)
+        return Summary(self.directory, step, None, interrupted)
 
     def _check(self) -> None:
         if self.config.resume:

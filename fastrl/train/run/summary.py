@@ -16,7 +16,8 @@ class Summary(NamedTuple):
     step: int
     held_out: tuple[float, float] | None  # before the first step, and the last that was measured
     interrupted: bool
-    evaluated: int = 0  # the step after which the last held-out reward was measured
+    evaluated: int = 0  # the step after which it was measured last
+    measured: str = "held-out reward, greedy"  # what was measured
 
     def __str__(self) -> str:
         """The final lines of output."""
@@ -31,7 +32,7 @@ class Summary(NamedTuple):
         if self.held_out is not None:
             before, after = self.held_out
             then = f", {after:.3f} after {self.evaluated} steps" if self.evaluated else ""
-            lines.append(f"held-out reward, greedy: {before:.3f} before{then}")
+            lines.append(f"{self.measured}: {before:.3f} before{then}")
         for kind, name in (("curves", "curves.png"), ("report", "report.html")):
             if (path := self.directory / name).exists():
                 lines.append(f"{kind}: {path}")

@@ -1,20 +1,23 @@
 """The settings of the optimization."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fastrl.train.settings.options import option
 
-#: Schedules whose rate depends on how many steps the run has.
-_ENDING = (
+Schedule = Literal[
+    "constant",
     "linear",
     "cosine",
     "cosine_with_restarts",
     "cosine_with_min_lr",
     "cosine_warmup_with_min_lr",
     "polynomial",
+    "inverse_sqrt",
     "warmup_stable_decay",
-)
+]
+#: Schedules whose rate depends on how many steps the run has.
+_ENDING = {*get_args(Schedule)} - {"constant", "inverse_sqrt"}
 
 
 @dataclass
@@ -32,17 +35,9 @@ class LearningSettings:
     minibatches: int = option(4, "Optimizer steps per pass.", least=1)
     learning_rate: float = option(2e-4, "Learning rate of AdamW, after the warm-up.", above=0)
     warmup_steps: int = option(5, "Steps over which the learning rate rises from 0.", least=0)
-    schedule: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-    ] = option("constant", "The learning rate after the warm-up, by a schedule of transformers.")
+    schedule: Schedule = option(
+        "constant", "The learning rate after the warm-up, by a schedule of transformers."
+    )
     schedule_options: tuple[str, ...] = option(
         (), "What the schedule needs, as name=value: min_lr=1e-5, num_decay_steps=20, ..."
     )

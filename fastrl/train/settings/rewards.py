@@ -14,6 +14,7 @@ READY = (
     "format",
     "length_penalty",
     "overlong",
+    "reward_model",
 )
 #: Reasoning, then an answer, and nothing else.
 THINK_AND_ANSWER = (
@@ -36,6 +37,11 @@ class RewardSettings:
         f"Reward functions: {', '.join(READY)}, or module:function that takes (prompts, "
         "completions, records) and returns a number for each completion.",
         by_task={"long_addition": ("fastrl.train.data.long_addition:right_sum",)},
+    )
+    reward_model: str | None = option(
+        None,
+        "reward_model: a sequence classification model of one label, as a directory or hub name, "
+        "or the directory of a run of fastrl.train.reward.",
     )
     reward_weights: tuple[float, ...] = option(
         (),
@@ -94,6 +100,11 @@ class RewardSettings:
             )
         if self.reward_weights and not any(self.reward_weights):
             raise ValueError("reward_weights must not all be 0")
+        if ("reward_model" in self.reward) != (self.reward_model is not None):
+            raise ValueError(
+                f"reward_model must be given if and only if reward names reward_model, got "
+                f"{self.reward_model!r} with reward {list(self.reward)}"
+            )
         for setting, function in _READ_BY.items():
             given = getattr(self, setting) != getattr(type(self), setting)
             if given and function not in self.reward:
