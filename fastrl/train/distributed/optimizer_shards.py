@@ -5,12 +5,14 @@ Its format for `safetensors` is used: the default one keeps its index in a pickl
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -53,7 +55,8 @@ def write(directory: Path, shards: dict[str, Tensor]) -> None:
         OSError: A rank could not write.
     """
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    save(shards, storage_writer=writer)
+    with _first_failure():
+        save(shards, storage_writer=writer)
 
 
 def read(directory: Path, state: State, parameters: Iterable[Tensor]) -> State:
@@ -77,7 +80,7 @@ def read(directory: Path, state: State, parameters: Iterable[Tensor]) -> State:
                 f"{tuple(entry.size)}"
             )
         tensors[name] = torch.empty_like(parameter, dtype=entry.properties.dtype)
-    with warnings.catch_warnings():  # that there is one process
+    with _first_failure(), warnings.catch_warnings():  # that there is one process
         warnings.simplefilter("ignore", UserWarning)
         load(tensors, storage_reader=reader, no_dist=ranks.count() == 1)
     merged = {index: dict(each) for index, each in state["state"].items()}
@@ -85,3 +88,13 @@ def read(directory: Path, state: State, parameters: Iterable[Tensor]) -> State:
         index, _, key = name.partition(".")
         merged.setdefault(int(index), {})[key] = tensor
     return {**state, "state": merged}
+
+
+@contextmanager
+def _first_failure() -> Iterator[None]:
+    """Raise, on all ranks, what the first rank that failed raised; torch's is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        failed = min(error.failures)
+        raise error.failures[failed][0] from None
