@@ -55,7 +55,8 @@ def test_an_error_on_one_rank_ends_all_with_its_message_and_a_checkpoint(
     assert saved.name == "step-000001"
     assert one.error == other.error
     assert one.error == (
-        f"RewardError: reward fails_on_one: raised KeyError: 'no such answer'; --resume continues from {saved}"
+        "RewardError: reward fails_on_one: raised KeyError: 'no such answer'; "
+        f"--resume continues from {saved}"
     )
     assert run("grpo", settings, name="a", resume=True).step == 4
     whole = run("grpo", settings, name="whole").directory
