@@ -67,7 +67,8 @@ def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
             f"resume: the run has settings that this version does not have: "
             f"{', '.join(sorted(unknown))}"
         )
-    for name, f in known.items():
+    # the task first: it is why others differ
+    for name, f in sorted(known.items(), key=lambda item: item[0] != "task"):
         if f.metadata["result"]:
             default = default_of(f, before.get("task"))
             then = before.get(name, json.loads(json.dumps(default)))
