@@ -1,12 +1,21 @@
 """Training loops on the public functions: `fastrl.train.grpo` and `fastrl.train.ppo`.
 
-Both read top to bottom. They need the ``train`` extra (transformers, matplotlib, tqdm, filelock,
-tyro, yaml), which the rest of fastrl does not.
+Both read top to bottom. They need the ``train`` extra, which the rest of fastrl does not.
 """
 
 from importlib.util import find_spec
 
-for _package in ("transformers", "matplotlib", "tqdm", "filelock", "tyro", "yaml"):
+for _package in (
+    "transformers",
+    "matplotlib",
+    "tqdm",
+    "filelock",
+    "tyro",
+    "yaml",
+    "jinja2",
+    "pebble",
+    "regex",
+):
     if find_spec(_package) is None:
         raise ModuleNotFoundError(
             f"fastrl.train needs {_package}; install it with: pip install 'fastrl-kernels[train]'",

@@ -10,7 +10,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fastrl.train.config import LoopConfig, RunConfig
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.process_group import joined, reports
 from fastrl.train.run.run_directory import SETTINGS, read_settings, run_directory
+from fastrl.train.run.terminal import printable
 from fastrl.train.settings.command_options import read_options
 from fastrl.train.settings.options import checked, is_none
 
@@ -68,11 +71,15 @@ def main(
 
             sys.stdout.write(report(cast("Any", config), limit) + "\n")
             sys.exit(0)
-        summary = train(config)
+        with joined(config):
+            summary, prints = train(config), ranks.is_first()
     except (ValueError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        if reports(error):
+            said = printable(str(error), keep="\n")
+            sys.stderr.write(f"error: {said}\n")
         sys.exit(2)
-    sys.stdout.write(f"{summary}\n")
+    if prints:
+        sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)
 
 
@@ -117,7 +124,9 @@ def _parse(
         where = {name: given[name] for name in ("resume", "name", "out_dir")}
         directory = run_directory(kind(**where), kind.loop)
         if (directory / SETTINGS).exists():
-            defaults = _settings(kind, str(directory / SETTINGS)) | defaults
+            of_run = _settings(kind, str(directory / SETTINGS))
+            of_run.pop("trust_remote_code", None)  # a person must ask for it, not a file of the run
+            defaults = of_run | defaults
             given = {name: value for name, value in read(defaults).items() if name in given}
             given |= {"resume": True, "name": directory.name, "out_dir": str(directory.parent)}
     return kind(**given), limit

@@ -13,16 +13,20 @@ from fastrl.train.settings.data import DataSettings
 from fastrl.train.settings.learning import LearningSettings
 from fastrl.train.settings.memory import MemorySettings
 from fastrl.train.settings.model import ModelSettings
-from fastrl.train.settings.options import check_options, option
+from fastrl.train.settings.options import check_options, fill_defaults, option
 from fastrl.train.settings.pairs import PairSettings
-from fastrl.train.settings.rewards import RewardSettings
+from fastrl.train.settings.ranks import RankSettings
+from fastrl.train.settings.rewards import RewardSettings, reward_names
 from fastrl.train.settings.run import RunSettings
 from fastrl.train.settings.sampling import SamplingSettings
+from fastrl.train.settings.tracking import TrackingSettings
 from fastrl.train.settings.warm_start import WarmStartSettings
 
 
 @dataclass
-class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
+class LoopConfig(
+    TrackingSettings, RankSettings, MemorySettings, LearningSettings, ModelSettings, RunSettings
+):
     """The settings that all loops share.
 
     Raises:
@@ -33,9 +37,11 @@ class LoopConfig(LearningSettings, MemorySettings, ModelSettings, RunSettings):
 
     def __post_init__(self) -> None:
         """Check every field against its type, its choices and its bounds."""
+        fill_defaults(self)
         check_options(self)
         self.check_run()
         self.check_learning()
+        self.check_tracking()
         self.check_weights()
 
 
@@ -45,6 +51,8 @@ class RunConfig(SamplingSettings, WarmStartSettings, RewardSettings, DataSetting
 
     def __post_init__(self) -> None:
         """Check conditions on more than one field."""
+        if isinstance(self.reward, (str, list, tuple)):
+            self.reward = reward_names(self.reward)
         super().__post_init__()
         self.check_data()
         self.check_rewards()
@@ -56,7 +64,7 @@ class GrpoConfig(RunConfig):
 
     loop: ClassVar[str] = "grpo"
 
-    prompts_per_step: int = option(64, "Prompts per step.", least=1)
+    prompts_per_step: int = option(64, "Prompts per step.", least=1, by_task={"long_addition": 32})
     group_size: int = option(8, "Completions per prompt, compared with one another.", least=2)
     objective: str = option(
         "grpo", "A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."
@@ -115,7 +123,9 @@ class PpoConfig(RunConfig):
 
     loop: ClassVar[str] = "ppo"
 
-    prompts_per_step: int = option(512, "Prompts per step.", least=1)
+    prompts_per_step: int = option(
+        512, "Prompts per step.", least=1, by_task={"long_addition": 256}
+    )
     group_size: int = option(
         1, "Completions per prompt; for advantage=group, which compares them, at least 2.", least=1
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.train.config import LoopConfig
+from fastrl.train.distributed.sharding import whole
 from fastrl.train.schedules import learning_rate
 
 
@@ -49,7 +50,7 @@ def apply(optimizer: torch.optim.Optimizer, config: LoopConfig, step: int) -> fl
     for parameter in parameters:
         if parameter.grad is None:  # every completion was left out: a gradient of 0, not no step
             parameter.grad = torch.zeros_like(parameter)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+    norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
     if not norm.isfinite():
         raise FloatingPointError(f"the gradients of step {step + 1} are not finite")
     optimizer.step()

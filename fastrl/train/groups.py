@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fastrl.train.config import GrpoConfig
 from fastrl.train.data.prompts import Prompt, deal
+from fastrl.train.rewards.weighted import Scored
+from fastrl.train.rewards.weighted import concatenate as concatenate_scored
 from fastrl.train.rollout import Rollout, concatenate
 from fastrl.train.sampling import TokenCount
 
@@ -23,6 +24,7 @@ class SampledGroups:
         self._kept: list[_Round] = []
         self._spare: list[_Round] = []
         self.rounds = 0
+        self.failures = 0  # completions of all rounds on which a reward function failed
         self.tokens: list[TokenCount] = []
 
     @property
@@ -41,29 +43,30 @@ class SampledGroups:
         count = self._config.prompts_per_step
         return deal(train, count=count, step=step, seed=order)[: self.missing]
 
-    def add(self, rollout: Rollout, rewards: Tensor, tokens: TokenCount) -> None:
+    def add(self, rollout: Rollout, scored: Scored, tokens: TokenCount) -> None:
         """Add the completions of a round, a group in consecutive rows, and their rewards."""
         self.rounds += 1
+        self.failures += int(scored.failed.sum())
         self.tokens.append(tokens)
         size = self._config.group_size
-        groups = rewards.view(-1, size)
+        groups = scored.total.view(-1, size)
         kept = (groups != groups[:, :1]).any(1) | (not self._config.dynamic_sampling)
-        of_group = torch.arange(len(rewards), device=rewards.device).view(-1, size)
+        of_group = torch.arange(len(scored.total)).view(-1, size)
         for chosen, where in ((kept, self._kept), (~kept, self._spare)):
             rows = of_group[chosen].flatten()
             if len(rows):
-                where.append(_Round(rollout.rows(rows), rewards[rows], len(rows) // size))
+                where.append(_Round(rollout.rows(rows), scored.rows(rows), len(rows) // size))
 
-    def batch(self) -> tuple[Rollout, Tensor]:
-        """The completions of the groups, and their rewards ``[N]``."""
+    def batch(self) -> tuple[Rollout, Scored]:
+        """The completions of the groups, and their rewards."""
         count = self._config.prompts_per_step * self._config.group_size
         parts = [*self._kept, *self._spare]
         rollout = concatenate([part.rollout for part in parts])
-        rewards = torch.cat([part.rewards for part in parts])
-        return rollout.rows(torch.arange(count)), rewards[:count]
+        scored = concatenate_scored([part.scored for part in parts])
+        return rollout.rows(torch.arange(count)), scored.rows(torch.arange(count))
 
 
 class _Round(NamedTuple):
     rollout: Rollout
-    rewards: Tensor
+    scored: Scored
     groups: int

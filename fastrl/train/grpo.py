@@ -10,12 +10,12 @@ from dataclasses import replace
 from fastrl import group_advantages
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
+from fastrl.train.distributed.scoring import in_shares
 from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.rewards import score
 from fastrl.train.run.run_log import Summary
 from fastrl.train.run.start import prepare
 from fastrl.train.run.training_run import training_run
@@ -44,7 +44,7 @@ def train(config: GrpoConfig) -> Summary:
     objective = replace(config.policy_objective(), rollout_correction=correction)
     optimizer = make_optimizer(model.parameters(), config)
 
-    with training_run(job, config, {"optimizer": optimizer}) as run:
+    with job.rewards, training_run(job, config, {"optimizer": optimizer}) as run:
         for step in run.steps():
             # Sample a group of completions for each prompt, and reward them.
             sampled = SampledGroups(config)
@@ -54,9 +54,12 @@ def train(config: GrpoConfig) -> Summary:
                     part, completions = job.sampler.sample(prompts, config.group_size)
                 records = [p.record for p in prompts for _ in range(config.group_size)]
                 with run.phase("score"):
-                    rewards = score(job.reward, records, completions).to(model.device)
-                sampled.add(part, rewards, job.sampler.tokens)
-            rollout, rewards = sampled.batch()
+                    columns = (records, completions, part.lengths)
+                    scored = in_shares(job.rewards.score, *columns, group_size=config.group_size)
+                run.show(records, completions, scored)
+                sampled.add(part, scored, job.sampler.tokens)
+            rollout, scored = sampled.batch()
+            rewards = scored.total.to(model.device)
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
             # unless the KL or the entropy asks for one, and does not enter the model.
@@ -99,14 +102,15 @@ def train(config: GrpoConfig) -> Summary:
                             objective=objective,
                             normalizer=denominator,
                         )
-                        policy.loss.backward()
+                        run.backward(policy.loss, batch)
                         sampled_for = policy.logprobs if before is None else before
                         metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
                     norm = run.apply(optimizer)
 
             run.finish_step(
                 {
-                    "reward": float(rewards.mean()),
+                    **job.rewards.means(scored, failures=sampled.failures),
+                    "reward_std": float(rewards.std(correction=0)),
                     "informative": float(groups.informative.float().mean()),
                     "sampling_rounds": sampled.rounds,
                     **metrics.read(),

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.model.loading import pretrained_config, reason
 from fastrl.train.model.small_model import character_tokenizer, small_model
 
 
@@ -38,12 +39,14 @@ def model_shape(config: GrpoConfig | PpoConfig) -> Shape:
         of_model = model.config
     else:
         try:
-            of_model = AutoConfig.from_pretrained(config.model)
+            trusted = {"trust_remote_code": config.trust_remote_code}
+            of_model = pretrained_config(config.model, **trusted)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(of_model)
+                model = AutoModelForCausalLM.from_config(of_model, **trusted)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
-                f"model must be a causal LM with a configuration, got {config.model!r}: {error}"
+                f"model must be a causal LM with a configuration, got {config.model!r}: "
+                f"{reason(error)}"
             ) from error
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in needed if not isinstance(getattr(of_model, name, None), int)]

@@ -24,6 +24,8 @@ class PackedBatch(NamedTuple):
     cu_seqlens: Tensor  # [S + 1], int32: where the scored tokens of each completion begin
     rows: Tensor  # [S], the completions in the rollout
     mask: Tensor  # bool [S, T], which of their tokens are scored
+    repeated: bool = False  # a rank computes it only to keep step with the others: counts for 0
+    last: bool = True  # no other follows in its iterator, on any rank
 
     def take(self, values: Tensor) -> Tensor:
         """Values ``[n]`` at the scored tokens, of values ``[N, T]`` of the rollout."""
@@ -51,8 +53,13 @@ def micro_batches(
     *,
     tokens: int,
     share_prompts: bool = False,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Iterator[PackedBatch]:
     """Pack completions into as few rows of at most ``tokens`` tokens as first fit finds.
+
+    With several ranks each packs its own share, and all yield the same number of micro-batches:
+    those who have fewer repeat one.
 
     Args:
         rollout: The completions.
@@ -61,6 +68,8 @@ def micro_batches(
             completion without any is left out.
         tokens: Tokens per row. A longer sequence has a row of its own.
         share_prompts: Whether completions of one prompt in one row share its tokens.
+        rank: Whose share to pack.
+        ranks: How many shares there are, of about the same number of tokens.
     """
     lengths = mask.sum(1).tolist()
     prompt_of = rollout.prompt_of.tolist()
@@ -71,8 +80,13 @@ def micro_batches(
         units.append(_Unit(prompt_of[row], [row], prompt + length - 1))
     if share_prompts:
         units = list(_shared(units, rollout, tokens))
-    for packed in _first_fit(units, tokens):
-        yield _pack(rollout, packed, mask, lengths)
+    shares = [_first_fit(share, tokens) for share in _balanced(units, ranks)]
+    own, most = shares[rank], max(map(len, shares))
+    smallest = min((packed for share in shares for packed in share), key=_tokens, default=[])
+    for i in range(most):
+        packed = own[i] if i < len(own) else smallest
+        batch = _pack(rollout, packed, mask, lengths)
+        yield batch._replace(repeated=i >= len(own), last=i == most - 1)
 
 
 def _shared(units: list[_Unit], rollout: Rollout, tokens: int) -> Iterator[_Unit]:
@@ -94,6 +108,20 @@ def _shared(units: list[_Unit], rollout: Rollout, tokens: int) -> Iterator[_Unit
                 joined = _Unit(prompt, joined.rows + part.rows, total)
         if joined is not None:
             yield joined
+
+
+def _balanced(units: list[_Unit], shares: int) -> list[list[_Unit]]:
+    """The units in shares, the largest first, each in the share with the fewest tokens so far."""
+    if shares == 1:
+        return [units]
+    parts: list[list[_Unit]] = [[] for _ in range(shares)]
+    for unit in sorted(units, key=lambda unit: -unit.tokens):
+        min(parts, key=_tokens).append(unit)
+    return parts
+
+
+def _tokens(units: list[_Unit]) -> int:
+    return sum(unit.tokens for unit in units)
 
 
 def _first_fit(units: list[_Unit], tokens: int) -> list[list[_Unit]]:

@@ -25,12 +25,12 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
             f"chunks of {model.config.attention_chunk_size} tokens"
         )
     config = replace(config, temperature=1.0)
-    rows, half = torch.arange(3), "bfloat16" in (config.precision, config.weights)
+    half = "bfloat16" in (config.precision, config.weights)
     rollout, changed = _sequences(model)
     shares = isinstance(config, GrpoConfig) and config.share_prompts
     if config.tokens_per_micro_batch > 1:
         packed = replace(config, tokens_per_micro_batch=1024)
-        one, other = (rollout_logprobs(model, r, rows, packed) for r in (rollout, changed))
+        one, other = (_logprobs(model, r, packed) for r in (rollout, changed))
         leak = (one - other)[1:].abs().max()
         if not leak <= (1e-3 if half else 1e-5):
             raise ValueError(
@@ -39,7 +39,7 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
                 f"each other (log-probabilities differ by {leak:.2g})"
             )
     else:
-        one = rollout_logprobs(model, rollout, rows, config)
+        one = _logprobs(model, rollout, config)
     alone = _own_logprobs(model, rollout, config)
     if not torch.allclose(one, alone, rtol=0, atol=0.25 if half else 1e-3):
         raise ValueError(
@@ -47,6 +47,11 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
             f"{', or share_prompts must be off' if shares else ''}: log-probabilities differ from "
             f"those of the model's own attention by {(one - alone).abs().max():.2g}"
         )
+
+
+def _logprobs(model: Any, rollout: Rollout, config: GrpoConfig | PpoConfig) -> torch.Tensor:
+    """Of all three sequences, on each rank: what is checked is that they are in one row."""
+    return rollout_logprobs(model, rollout, torch.arange(3), config, shared=False)
 
 
 def _sequences(model: Any) -> tuple[Rollout, Rollout]:
@@ -81,6 +86,6 @@ def _own_logprobs(model: Any, rollout: Rollout, config: GrpoConfig | PpoConfig) 
             own = replace(own, attention=name)
             break
     try:
-        return rollout_logprobs(model, rollout, torch.arange(3), own)
+        return _logprobs(model, rollout, own)
     finally:
         model.set_attn_implementation(config.attention)

@@ -22,6 +22,8 @@ from fastrl import (
 from fastrl.integrations.transformers import LmHead, backbone, lm_head
 from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.sharding import inside, reshard
 from fastrl.train.gradients import autocast
 from fastrl.train.model.recomputation import offloaded
 from fastrl.train.packing import PackedBatch, micro_batches
@@ -46,22 +48,33 @@ def check_head(model: Any, config: RunConfig) -> None:
 
 
 def batches(
-    rollout: Rollout, rows: Tensor, mask: Tensor, config: GrpoConfig | PpoConfig
+    rollout: Rollout,
+    rows: Tensor,
+    mask: Tensor,
+    config: GrpoConfig | PpoConfig,
+    *,
+    shared: bool = True,
 ) -> Iterator[PackedBatch]:
-    """The micro-batches of some completions; ``mask`` ``[N, T]`` are the tokens to score."""
+    """The micro-batches of some completions; ``mask`` ``[N, T]`` are the tokens to score.
+
+    With several ranks, those of this rank's share; all of them on each rank if not ``shared``.
+    """
     return micro_batches(
         rollout,
         rows,
         mask,
         tokens=config.tokens_per_micro_batch,
         share_prompts=_shares(config),
+        rank=ranks.index() if shared else 0,
+        ranks=ranks.count() if shared else 1,
     )
 
 
 def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyOutputs:
     """Run the model over a packed row, in the precision of the configuration."""
     if config.loss == "linear":
-        return PolicyOutputs(hidden_states(backbone(model), batch, config), None, lm_head(model))
+        states = inside(model, lambda: hidden_states(backbone(model), batch, config))
+        return PolicyOutputs(states, None, lm_head(model))
     with_states = isinstance(config, PpoConfig) and config.has_values
     with autocast(config, model.device), offloaded(config):
         out = model(
@@ -140,14 +153,24 @@ def policy_loss(
 
 @torch.no_grad()
 def rollout_logprobs(
-    model: Any, rollout: Rollout, rows: Tensor, config: GrpoConfig | PpoConfig
+    model: Any,
+    rollout: Rollout,
+    rows: Tensor,
+    config: GrpoConfig | PpoConfig,
+    *,
+    shared: bool = True,
 ) -> Tensor:
-    """Log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere; by micro-batches."""
+    """Log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere; by micro-batches.
+
+    The ranks share the work; if not ``shared``, each does all of it.
+    """
     logprobs = torch.zeros_like(rollout.logprobs)
-    for batch in batches(rollout, rows, rollout.mask, config):
+    for batch in batches(rollout, rows, rollout.mask, config, shared=shared):
         outputs = policy_outputs(model, batch, config)
-        batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
-    return logprobs
+        if not batch.repeated:
+            batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
+    reshard(model)
+    return ranks.add_up(logprobs) if shared else logprobs
 
 
 def _shares(config: GrpoConfig | PpoConfig) -> bool:

@@ -13,13 +13,13 @@ from fastrl.train.advantages import advantages_and_returns, token_rewards
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
 from fastrl.train.data.prompts import deal
+from fastrl.train.distributed.scoring import in_shares
 from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.kl_penalty import KlPenalty
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
 from fastrl.train.model.value_model import ValueModel, rollout_values_and_logprobs
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.rewards import score
 from fastrl.train.run.checkpoint import Stateful
 from fastrl.train.run.run_log import Summary
 from fastrl.train.run.start import prepare
@@ -63,7 +63,7 @@ def train(config: PpoConfig) -> Summary:
     if config.kl_target is not None:
         parts["kl_penalty"] = penalty
 
-    with training_run(job, config, parts) as run:
+    with job.rewards, training_run(job, config, parts) as run:
         if critic is not None and run.step == 0:
             critic.follow(model)  # the warm start has changed it
         for step in run.steps():
@@ -73,7 +73,10 @@ def train(config: PpoConfig) -> Summary:
                 rollout, completions = job.sampler.sample(prompts, config.group_size)
             records = [prompt.record for prompt in prompts for _ in range(config.group_size)]
             with run.phase("score"):
-                rewards = score(job.reward, records, completions).to(model.device)
+                columns = (records, completions, rollout.lengths)
+                scored = in_shares(job.rewards.score, *columns, group_size=config.group_size)
+            rewards = scored.total.to(model.device)
+            run.show(records, completions, scored)
 
             # Values and log-probabilities of the policy that sampled, and of the reference.
             everything = torch.arange(len(rewards))
@@ -128,7 +131,7 @@ def train(config: PpoConfig) -> Summary:
                             loss = loss + config.value_coef * error.loss
                             seen["value_loss"] = error.loss * denominator / len(batch.token_ids)
                             seen["value_clip_fraction"] = error.metrics["clip_fraction"]
-                        loss.backward()
+                        run.backward(loss, batch)
                         metrics.add(seen, sampler_kl(before, of_sampler), batch)
                     if config.stop_kl is not None and metrics.minibatch_kl() > config.stop_kl:
                         optimizer.zero_grad()
@@ -136,7 +139,8 @@ def train(config: PpoConfig) -> Summary:
                     norm, updates = run.apply(optimizer), updates + 1
 
             row = {
-                "reward": float(rewards.mean()),
+                **job.rewards.means(scored),
+                "reward_std": float(rewards.std(correction=0)),
                 **metrics.read(),
                 "kl": float(masked_mean(kl_divergence(old, ref), mask)),
                 "kl_coef": penalty.coefficient,

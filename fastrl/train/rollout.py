@@ -20,6 +20,11 @@ class Rollout(NamedTuple):
     logprobs: Tensor  # float32 [N, T], of the sampler at the temperature; 0 where masked
     truncated: Tensor  # bool [N], true if the completion reached the length limit without an end
 
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each completion, with its end token."""
+        return self.mask.sum(1).tolist()
+
     def rows(self, index: Tensor) -> "Rollout":
         """The completions at ``index``."""
         at = index.to(self.mask.device)

@@ -25,8 +25,8 @@ NEW_MODEL_STEPS = 600
 
 def scorer_warm_start(model: Any, pairs: list[Pair], config: RewardModelConfig) -> Iterator[float]:
     """Train the layers on the chosen completions of the pairs; yields the loss of each step."""
-    steps = NEW_MODEL_STEPS if config.warm_start_steps is None else config.warm_start_steps
-    if config.model is not None or steps == 0:
+    steps = scorer_warm_start_steps(config)
+    if steps == 0:
         return
     embeddings = model.get_input_embeddings().weight
     head = nn.Linear(embeddings.shape[1], embeddings.shape[0], bias=False).to(embeddings)
@@ -54,6 +54,13 @@ def scorer_warm_start(model: Any, pairs: list[Pair], config: RewardModelConfig) 
         optimizer.step()
         optimizer.zero_grad()
         yield loss
+
+
+def scorer_warm_start_steps(config: RewardModelConfig) -> int:
+    """How many supervised steps come first."""
+    if config.model is not None:
+        return 0
+    return NEW_MODEL_STEPS if config.warm_start_steps is None else config.warm_start_steps
 
 
 def _loss(model: Any, head: nn.Module, pairs: list[Pair]) -> Tensor:

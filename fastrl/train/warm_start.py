@@ -10,12 +10,15 @@ import torch
 
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.data.prompts import Prompt, deal
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.gradient_sum import GradientSum
 from fastrl.train.model.loading import frozen_head
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.rollout import Rollout
 
-NEW_MODEL_STEPS = 700
+#: Steps for a new model, by the task.
+NEW_MODEL_STEPS = {"arithmetic": 700, "long_addition": 600}
 
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
@@ -67,6 +70,7 @@ def _supervised_steps(
         betas=(0.9, 0.98),
         weight_decay=0.1,
     )
+    gradients = GradientSum([model])
     plain = replace(config, temperature=1.0)  # the temperature is for sampling
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -78,12 +82,13 @@ def _supervised_steps(
         for batch in batches(target, torch.arange(len(texts)), target.mask, plain):
             logprobs = policy_logprobs(policy_outputs(model, batch, plain), batch, plain)
             part = -logprobs.sum() / total
-            part.backward()
-            loss += part.item()
+            gradients.backward(part, batch)
+            loss += 0.0 if batch.repeated else part.item()
+        gradients.before_update()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        yield loss
+        yield sum(ranks.together(lambda loss=loss: loss))  # type: ignore[misc]
 
 
 def check_demonstrations(
@@ -93,21 +98,30 @@ def check_demonstrations(
     known: set[str] = set()
     for prompt in prompts if warm_start_steps(config) > 0 else []:
         for text in _demonstrations(prompt):
-            try:
-                if text not in known:
-                    tokenizer(text, add_special_tokens=False)
-            except Exception as error:  # the tokenizers package raises nothing narrower
-                raise ValueError(
-                    f"warm_start_steps: {text!r} cannot be tokenized: {error}, in {prompt.record!r}"
-                ) from error
+            if text not in known:
+                _check_demonstration(text, prompt, tokenizer, config)
             known.add(text)
+
+
+def _check_demonstration(text: str, prompt: Prompt, tokenizer: Any, config: RunConfig) -> None:
+    try:
+        tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # the tokenizers package raises nothing narrower
+        raise ValueError(
+            f"warm_start_steps: {text!r} cannot be tokenized: {error}, in {prompt.record!r}"
+        ) from error
+    if config.train_file is None and tokens > config.max_new_tokens:  # never rewarded
+        raise ValueError(
+            f"max_new_tokens must be at least {tokens} for the task {config.task}, got "
+            f"{config.max_new_tokens}"
+        )
 
 
 def warm_start_steps(config: RunConfig) -> int:
     """How many supervised steps come first."""
     if config.warm_start_steps is not None:
         return config.warm_start_steps
-    return NEW_MODEL_STEPS if config.model is None else 0
+    return NEW_MODEL_STEPS[config.task] if config.model is None else 0
 
 
 def _demonstrations(prompt: Prompt) -> list[str]:

@@ -69,10 +69,13 @@ def run(loop, settings, **changes):
     return train(kind(**{**OWN[loop], **settings, **changes}))
 
 
-def start_process(directory, settings, *arguments, loop="grpo", limit=""):
-    """Train in a process of its own, after the shell command ``limit``; stderr goes to a file."""
+def start_process(directory, settings, *arguments, loop="grpo", limit="", launcher=()):
+    """Train in a process of its own, after the shell command ``limit``; stderr goes to a file.
+
+    ``launcher`` are arguments of Python before those of the loop.
+    """
     (directory / "settings.json").write_text(json.dumps({**OWN[loop], **settings}))
-    command = [sys.executable, "-m", f"fastrl.train.{loop}", "--config", "settings.json"]
+    command = [sys.executable, *launcher, "-m", f"fastrl.train.{loop}", "--config", "settings.json"]
     root = Path(__file__).parents[2]
     return subprocess.Popen(
         ["sh", "-c", f'{limit or ":"}; exec "$@"', "sh", *command, *arguments],

@@ -111,9 +111,8 @@ def other_value(f):
         return of_choice[0]
     if f.type is bool:
         return not f.default
-    return {"name": "b", "out_dir": "elsewhere", "device": "meta"}.get(f.name) or 1 + (
-        f.default or 0
-    )
+    texts = {"name": "b", "out_dir": "elsewhere", "device": "meta", "wandb_project": "other"}
+    return (texts | {"track": ("wandb",)}).get(f.name) or 1 + (f.default or 0)
 
 
 @pytest.mark.parametrize("kind", [GrpoConfig, PpoConfig])
@@ -256,11 +255,11 @@ def test_the_summary_names_the_step_of_its_reward(small):
 
 
 def test_a_prompt_longer_than_the_context_is_named(small):
-    prompt = "1" * 300
+    prompt = "1" * 512
     Path(small["train_file"]).write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
     with pytest.raises(
         ValueError,
-        match=r"max_prompt_tokens must be below 256, .*; got a prompt of 300 tokens, '1",
+        match=r"max_prompt_tokens must be below 512, .*; got a prompt of 512 tokens, '1",
     ):
         run("grpo", small)
 

@@ -15,7 +15,9 @@ from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.data import arithmetic
 from fastrl.train.data.prompts import deal, encode, read_jsonl
 from fastrl.train.model.small_model import CHARACTERS, character_tokenizer
-from fastrl.train.rewards import RewardError, exact_match, import_reward, score
+from fastrl.train.rewards import RewardError, Rewards, exact_match
+from fastrl.train.rewards.scoring import import_reward
+from fastrl.train.rewards.weighted import in_this_process
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -66,7 +68,10 @@ def test_tokenizer_round_trip(tmp_path):
     [
         ('{"prompt": "a"', r"x\.jsonl:3: not JSON"),
         ("[1]", r"x\.jsonl:3: must be an object, got list"),
-        ('{"answer": "1"}', r'x\.jsonl:3: "prompt" must be a non-empty string, got None'),
+        (
+            '{"answer": "1"}',
+            r'x\.jsonl:3: "prompt" must be a non-empty string or a list of messages, got None',
+        ),
         ('{"prompt": "\xff"}', r"x\.jsonl:3: not JSON: 'utf-8' codec can't decode"),
         ('{"prompt": ' + "9" * 5000 + "}", r"x\.jsonl:3: not JSON: Exceeds the limit"),
         ("[" * 100_000, r"x\.jsonl:3: not JSON: maximum recursion depth"),
@@ -116,7 +121,7 @@ def test_the_chat_template_wraps_a_prompt():
     assert tokenizer.decode(prompt.token_ids) == "user: 1 + 1 ->"
 
 
-@pytest.mark.parametrize("package", ["transformers", "matplotlib", "tqdm", "tyro"])
+@pytest.mark.parametrize("package", ["transformers", "matplotlib", "tqdm", "tyro", "pebble"])
 def test_a_missing_extra_is_named(monkeypatch, package):
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -143,6 +148,11 @@ def test_a_missing_reward(path, message):
         import_reward(path)
 
 
+def rewards_of(function):
+    rewards = Rewards({"mine": in_this_process(function)}, {"mine": 1.0})
+    return rewards.score([{"prompt": "a"}, {"prompt": "b"}], ["x", "y"], [2, 2])
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -152,15 +162,15 @@ def test_a_missing_reward(path, message):
             "must be finite in.*got nan",
         ),
         (lambda prompts, completions, records: [1.0, 1e39], "must be finite in float32, got 1e"),
-        (lambda prompts, completions, records: [1.0, "high"], "raised ValueError"),
+        (lambda prompts, completions, records: [1.0, "high"], "must return numbers, got 'high'"),
         (lambda prompts, completions, records: "01", "must return a sequence of numbers, got str"),
         (lambda prompts, completions, records: {0: 1, 1: 2}, "sequence of numbers, got dict"),
         (lambda prompts, completions, records: 1 / 0, "raised ZeroDivisionError"),
     ],
 )
 def test_invalid_rewards(function, message):
-    with pytest.raises(RewardError, match=message):
-        score(function, [{"prompt": "a"}, {"prompt": "b"}], ["x", "y"])
+    with pytest.raises(RewardError, match=f"^reward mine: .*{message}"):
+        rewards_of(function)
 
 
 @pytest.mark.parametrize("kind", [GrpoConfig, PpoConfig])

@@ -16,6 +16,7 @@ from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampl
 from fastrl.train.model.loading import load
 from fastrl.train.model.recomputation import save_memory
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
+from fastrl.train.rewards import Scored
 from fastrl.train.rollout import Rollout, concatenate
 from fastrl.train.sampling import TokenCount
 
@@ -203,14 +204,16 @@ class TestSampledGroups:
             logprobs=torch.zeros(shape),
             truncated=torch.zeros(count, dtype=torch.bool),
         )
-        sampled.add(rollout, torch.tensor(rewards[:count]), TokenCount(8, 9))
+        total = torch.tensor(rewards[:count])
+        scored = Scored(total, {"double": 2 * total}, total == 7)
+        sampled.add(rollout, scored, TokenCount(8, 9))
         return [p.token_ids[0] for p in prompts]
 
     def test_one_round_keeps_everything(self):
         sampled = SampledGroups(GrpoConfig(prompts_per_step=4, group_size=2))
         self.round(sampled, 0, [0.0] * 8)
         assert sampled.missing == 0
-        assert torch.equal(sampled.batch()[1], torch.zeros(8))
+        assert torch.equal(sampled.batch()[1].total, torch.zeros(8))
 
     def test_groups_without_information_are_replaced(self):
         config = GrpoConfig(prompts_per_step=4, group_size=2, dynamic_sampling=True)
@@ -220,8 +223,9 @@ class TestSampledGroups:
         second = self.round(sampled, 0, [1.0, 1.0, 0.0, 2.0])
         third = self.round(sampled, 0, [3.0, 0.0])
         assert (len(second), len(third), sampled.missing) == (2, 1, 0)
-        rollout, rewards = sampled.batch()
-        assert rewards.tolist() == [0, 1, 1, 0, 0, 2, 3, 0]
+        rollout, scored = sampled.batch()
+        assert scored.total.tolist() == [0, 1, 1, 0, 0, 2, 3, 0]
+        assert torch.equal(scored.parts["double"], 2 * scored.total)
         kept = [rollout.prompts[i][0] for i in rollout.prompt_of.tolist()]
         assert kept[::2] == [first[0], first[3], second[1], third[0]]
         again = SampledGroups(config)
@@ -235,8 +239,9 @@ class TestSampledGroups:
         self.round(sampled, 1, [5.0] * 8)
         self.round(sampled, 1, [0.0, 1.0] + [7.0] * 6)
         assert sampled.missing == 0
-        rollout, rewards = sampled.batch()
-        assert rewards.tolist() == [0, 1, 5, 5, 5, 5, 5, 5]
+        rollout, scored = sampled.batch()
+        assert scored.total.tolist() == [0, 1, 5, 5, 5, 5, 5, 5]
+        assert sampled.failures == 6  # of both rounds, also where no row is left of them
         assert len(rollout.mask) == 8
         assert lengths(rollout, sampled.tokens) == {
             "tokens": 24,

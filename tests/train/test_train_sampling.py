@@ -261,10 +261,12 @@ def test_greedy_depends_neither_on_padding_nor_on_the_generator(llama, engine):
         model, tokenizer, GrpoConfig(max_new_tokens=6, temperature=0.3, sampler=engine)
     )
     state = torch.get_rng_state()
-    together = sampler.greedy(prompts_of(tokenizer))
+    together, lengths = sampler.greedy(prompts_of(tokenizer))
     assert torch.equal(state, torch.get_rng_state())
-    alone = [sampler.greedy([prompt])[0] for prompt in prompts_of(tokenizer)]
-    assert together == alone
+    alone = [sampler.greedy([prompt]) for prompt in prompts_of(tokenizer)]
+    assert together == [text for (text,), _ in alone]
+    assert lengths == [length for _, (length,) in alone]
+    assert all(len(text) <= n <= 6 for text, n in zip(together, lengths, strict=True))
     ids = list(prompts_of(tokenizer)[1].token_ids)
     for character in together[1]:
         with torch.no_grad():

@@ -192,10 +192,10 @@ def test_samples_come_from_the_weights_of_now(vllm, small):
     """Also without `update`: the engine has no others."""
     model, tokenizer = load(None, "cpu")
     sampler = make_sampler(model, tokenizer, config_of())
-    before = sampler.greedy(prompts_of(tokenizer))
+    before, _ = sampler.greedy(prompts_of(tokenizer))
     with torch.no_grad():
         model.lm_head.weight.neg_()
-    assert sampler.greedy(prompts_of(tokenizer)) != before
+    assert sampler.greedy(prompts_of(tokenizer))[0] != before
 
 
 def test_the_parameters_of_a_request(vllm, small):

@@ -9,18 +9,15 @@ too large (an off-by-one error). They teach the format and the rough size of an 
 likely imitation is wrong; only the reward tells which answer is correct.
 """
 
-import argparse
-import json
 import random
-import sys
-from pathlib import Path
 from typing import NamedTuple
+
+from fastrl.train.data.task_files import Record, main
 
 LARGEST = 9
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _PLUS = ("{a} + {b} =", "{a} plus {b} =", "{a} and {b} is", "add {a} to {b}:")
 _MINUS = ("{a} - {b} =", "{a} minus {b} =", "{b} from {a} is", "{a} less {b}:")
-Record = dict[str, str | list[str]]
 
 
 class Problem(NamedTuple):
@@ -80,24 +77,5 @@ def split(seed: int, held_out: int = 256) -> tuple[list[Record], list[Record]]:
     return records[held_out:], records[:held_out]
 
 
-def write(directory: Path, seed: int) -> tuple[Path, Path]:
-    """Write ``train.jsonl`` and ``held_out.jsonl`` into ``directory`` and return their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = directory / "train.jsonl", directory / "held_out.jsonl"
-    for path, records in zip(paths, split(seed), strict=True):
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return paths
-
-
-def main() -> None:
-    """Write the two files."""
-    parser = argparse.ArgumentParser(description="Write the arithmetic prompts as JSONL.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    parser.add_argument("--seed", type=int, default=0, help="determines the split and the order")
-    arguments = parser.parse_args()
-    train, test = write(arguments.out, arguments.seed)
-    sys.stdout.write(f"{train}\n{test}\n")
-
-
 if __name__ == "__main__":
-    main()
+    main(split, "Write the arithmetic prompts as JSONL.")

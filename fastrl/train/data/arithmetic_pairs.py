@@ -5,14 +5,11 @@ are not only the numbers near the right one, but also other numbers, and texts t
 or more than the right one.
 """
 
-import json
 import random
 import string
-from pathlib import Path
 
 from fastrl.train.data import arithmetic
-
-Record = dict[str, str]
+from fastrl.train.data.task_files import Record
 
 _NEAR = (-2, -1, 1, 2)
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
@@ -32,16 +29,7 @@ def split(seed: int) -> tuple[list[Record], list[Record]]:
     return _pairs(train, chance), _pairs(held_out, chance)
 
 
-def write(directory: Path, seed: int) -> tuple[Path, Path]:
-    """Write ``train.jsonl`` and ``held_out.jsonl`` into ``directory`` and return their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = directory / "train.jsonl", directory / "held_out.jsonl"
-    for path, records in zip(paths, split(seed), strict=True):
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return paths
-
-
-def _pairs(records: list[arithmetic.Record], chance: random.Random) -> list[Record]:
+def _pairs(records: list[Record], chance: random.Random) -> list[Record]:
     return [
         {"prompt": str(record["prompt"]), "chosen": str(record["answer"]), "rejected": rejected}
         for record in records

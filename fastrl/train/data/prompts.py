@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fastrl.train.data.messages import check_messages, render
+
 Record = dict[str, Any]
 Item = TypeVar("Item")
 
@@ -18,10 +20,19 @@ class Prompt(NamedTuple):
     token_ids: list[int]
 
 
+class Columns(NamedTuple):
+    """The columns of a data set that become ``"prompt"`` and ``"answer"`` of its records."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+
+
 def read_jsonl(
-    path: str | Path, check: Callable[[Record, str], None] | None = None
+    path: str | Path,
+    columns: Columns = Columns(),  # noqa: B008
+    check: Callable[[Record, str], None] | None = None,
 ) -> list[Record]:
-    """The records of a file: one JSON object with a ``"prompt"`` string per line.
+    """The records of a file: one JSON object with a prompt per line.
 
     Blank lines are skipped. ``check`` is called with each record and its ``file:line``.
 
@@ -35,7 +46,7 @@ def read_jsonl(
     records = []
     for i, line in enumerate(lines, 1):
         if line.strip():
-            records.append(_record(line, f"{path}:{i}"))
+            records.append(as_record(_object(line, f"{path}:{i}"), f"{path}:{i}", columns))
             if check is not None:
                 check(records[-1], f"{path}:{i}")
     if not records:
@@ -43,42 +54,78 @@ def read_jsonl(
     return records
 
 
-def _record(line: bytes, where: str) -> Record:
-    try:
-        record = json.loads(line.decode())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # invalid bytes, too many digits or brackets
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: must be an object, got {type(record).__name__}")  # noqa: TRY004
-    if not isinstance(record.get("prompt"), str) or not record["prompt"]:
+def as_record(row: Any, where: str, columns: Columns) -> Record:
+    """A row with its columns renamed: its ``"prompt"`` is text or messages.
+
+    Raises:
+        ValueError: It is not one, or lacks a column; the message begins with ``where``.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: must be an object, got {type(row).__name__}")  # noqa: TRY004
+    record = dict(row)
+    for name, column in columns._asdict().items():
+        if column == name:
+            continue
+        if column not in row:
+            raise ValueError(f"{where}: {name}_column {column!r} is missing, got {sorted(row)}")
+        if name in row:
+            raise ValueError(f"{where}: {name}_column {column!r} must not hide the column {name!r}")
+        record[name] = record.pop(column)
+    prompt = record.get("prompt")
+    if isinstance(prompt, list):
+        check_messages(prompt, f'{where}: "prompt"')
+    elif not isinstance(prompt, str) or not prompt:
         raise ValueError(
-            f'{where}: "prompt" must be a non-empty string, got {record.get("prompt")!r}'
+            f'{where}: "prompt" must be a non-empty string or a list of messages, got {prompt!r}'
         )
     return record
 
 
+def _object(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # invalid bytes, too many digits or brackets
+        raise ValueError(f"{where}: not JSON: {error}") from error
+
+
 def encode(
-    records: list[Record], tokenizer: Any, *, chat_template: bool, max_tokens: int
+    records: list[Record],
+    tokenizer: Any,
+    *,
+    chat_template: bool,
+    max_tokens: int,
+    system_prompt: str | None = None,
 ) -> list[Prompt]:
-    """Tokenize the prompts, each as a user message if ``chat_template``.
+    """Tokenize the prompts.
+
+    Args:
+        records: Records with checked prompts.
+        tokenizer: The model's.
+        chat_template: Whether prompts that are text become a user message. Messages always go
+            through the chat template.
+        max_tokens: Length of the longest prompt.
+        system_prompt: System message of the prompts that have none of their own.
 
     Raises:
-        ValueError: A prompt is longer than ``max_tokens`` or cannot be tokenized.
+        ValueError: A prompt is longer than ``max_tokens`` or cannot be tokenized, or there is no
+            chat template, or none is used although there is a ``system_prompt``.
     """
-    if chat_template and tokenizer.chat_template is None:
-        raise ValueError("chat_template: the tokenizer has none")
     prompts = []
     for record in records:
-        text = record["prompt"]
-        if chat_template:
-            message = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(
-                message, tokenize=False, add_generation_prompt=True
+        prompt = record["prompt"]
+        chat = chat_template or not isinstance(prompt, str)
+        if chat and tokenizer.chat_template is None:
+            raise ValueError("chat_template: the tokenizer has none")
+        if not chat and system_prompt is not None:
+            raise ValueError(
+                "system_prompt must be used with chat_template or prompts that are messages, got "
+                f"prompt {prompt[:80]!r}"
             )
+        text = render(prompt, tokenizer, system_prompt) if chat else prompt
         try:
-            token_ids = tokenizer(text, add_special_tokens=not chat_template)["input_ids"]
+            token_ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
         except Exception as error:  # the tokenizers package raises nothing narrower
             raise ValueError(f"prompt {text[:80]!r} cannot be tokenized: {error}") from error
         if not 0 < len(token_ids) <= max_tokens:

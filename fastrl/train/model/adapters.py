@@ -11,6 +11,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModelForCausalLM
 from torch import Tensor, nn
+from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from fastrl.train.config import LoopConfig
@@ -48,8 +49,15 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
         """Load the adapter's weights.
 
         Raises:
-            ValueError: They belong to another model or adapter.
+            ValueError: They belong to another model or adapter, or are pickled.
         """
+        try:
+            cached_file(str(directory), "adapter_model.safetensors")
+        except OSError as error:
+            raise ValueError(
+                f"the adapter in {directory} has no adapter_model.safetensors, and pickled weights "
+                "are not loaded, since they can run code"
+            ) from error
         result = self.load_adapter(
             str(directory), _NAME, torch_device=str(self.device), is_trainable=True
         )
@@ -147,6 +155,8 @@ def merge(model: Any, adapter: str) -> Any:
     """
     tied = len({id(layer.weight) for layer in _ends(model)}) == 1
     settings = PeftConfig.from_pretrained(adapter)
+    if getattr(settings, "megatron_config", None):  # peft would import a module that it names
+        raise ValueError(f"an adapter of layers of Megatron cannot be merged: {adapter!r}")
     settings.inference_mode = True
     adapted = AdaptedModel(model, settings, adapter_name=_NAME)
     adapted.load_weights(adapter)

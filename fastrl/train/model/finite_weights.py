@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from fastrl.train.distributed.sharding import local
+
 
 def check_weights(model: Any) -> None:
     """Raise a `ValueError` that names a tensor with a value that is not finite."""
@@ -10,10 +12,11 @@ def check_weights(model: Any) -> None:
 
 
 def not_finite(model: Any) -> str | None:
-    """The name of the first tensor with a value that is not finite."""
-    for name, weight in model.named_parameters():
+    """The name of the first tensor with a value that is not finite, in this rank's shards."""
+    for name, parameter in model.named_parameters():
+        weight = local(parameter.detach())
         if not weight.is_floating_point() or weight.itemsize == 1 or weight.numel() == 0:
             continue  # quantized weights have no NaN, or no minimum
-        if not all(end.isfinite() for end in weight.detach().aminmax()):
+        if not all(end.isfinite() for end in weight.aminmax()):
             return str(name)
     return None

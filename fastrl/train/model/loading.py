@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -33,19 +33,24 @@ def find_device(name: str) -> torch.device:
 
 
 def load(
-    path: str | None, device: str | torch.device, *, dtype: torch.dtype = torch.float32
+    path: str | None,
+    device: str | torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer.
+    """The model and its tokenizer. Weights are read from safetensors files alone.
 
     Args:
         path: A directory or hub name, of a model or of a LoRA adapter, which is merged into its
             base; None for the small new model.
         device: The device of the model.
         dtype: The dtype of its weights.
+        trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
         ValueError: There is no such model, or no base of such an adapter, or its tokenizer has no
-            end token.
+            end token; or it cannot be loaded without running its code or unpickling its weights.
     """
     if path is None:
         tokenizer: Any = character_tokenizer()
@@ -54,10 +59,10 @@ def load(
             parameter.data = parameter.data.to(dtype)
     else:
         try:
-            model, tokenizer = _pretrained(path, dtype)
+            model, tokenizer = _pretrained(path, dtype, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(
-                f"model must be a causal LM with its tokenizer, got {path!r}: {error}"
+                f"model must be a causal LM with its tokenizer, got {path!r}: {reason(error)}"
             ) from error
     ends = model.generation_config.eos_token_id
     if ends is None or ends == []:
@@ -90,19 +95,55 @@ def frozen_head(model: Any, config: LoopConfig) -> list[nn.Parameter]:
     return [parameter for layer in ends for parameter in layer.parameters()]
 
 
-def _pretrained(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def pretrained_config(path: str, *, trust_remote_code: bool) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        ValueError: Code must run that comes with the model, or that it names: an attention kernel
+            of the hub.
+        OSError: There is no such model.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    named = [str(getattr(part, "_attn_implementation", None)) for part in parts]
+    if not trust_remote_code and any("/" in name for name in named):
+        raise ValueError(f"trust_remote_code: it names a kernel, {named}")
+    return config
+
+
+def reason(error: Exception) -> str:
+    """Why a model cannot be loaded, with what can be done about it."""
+    text = str(error)
+    if "--trust_remote_code" in text:  # of the base of an adapter
+        return text
+    if "trust_remote_code" in text:
+        return "it brings or names code, which only runs with --trust_remote_code"
+    if isinstance(error, OSError) and "model.safetensors" in text:
+        return (
+            "it has no model.safetensors, and pickled weights are not loaded, since they can run "
+            "code; store it with save_pretrained where you trust it"
+        )
+    return text
+
+
+def _pretrained(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    trusted = {"trust_remote_code": trust_remote_code}  # None would ask on the terminal
+    stored = {"dtype": dtype, "use_safetensors": True, **trusted}
     if not is_adapter(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(path)
+        pretrained_config(path, **trusted)
+        model = AutoModelForCausalLM.from_pretrained(path, **stored)
+        return model, AutoTokenizer.from_pretrained(path, **trusted)
     extras.require("peft", extra="lora", setting="an adapter as model")
     from fastrl.train.model.adapters import base_of, merge
 
     base = base_of(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        pretrained_config(base, **trusted)
+        model = AutoModelForCausalLM.from_pretrained(base, **stored)
     except (OSError, ValueError, SafetensorError) as error:
-        reason = f"it is an adapter of {base!r}, which cannot be loaded: {error}"
-        raise ValueError(reason) from error
+        raise ValueError(
+            f"it is an adapter of {base!r}, which cannot be loaded: {reason(error)}"
+        ) from error
     own = (Path(path) / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(path if own else base)
+    tokenizer = AutoTokenizer.from_pretrained(path if own else base, **trusted)
     return merge(model, path), tokenizer

@@ -30,21 +30,24 @@ def load_policy(
     Raises:
         ValueError: There is no such model, it is damaged, or nothing of it would be trained.
     """
-    dtype = getattr(torch, config.weights)
+    how = {
+        "dtype": getattr(torch, config.weights),
+        "trust_remote_code": config.trust_remote_code,
+    }
     if resumed_from is None and _names_adapter(config):
         log.say(f"{config.model} is an adapter: the run starts from its base with it merged")
     if resumed_from is None and config.model is not None:
         _check_files(Path(config.model))
     if config.lora_rank is None:
         if resumed_from is None:
-            model, tokenizer = loading.load(config.model, device, dtype=dtype)
+            model, tokenizer = loading.load(config.model, device, **how)
         else:
             with checkpoint.reading(resumed_from):
-                model, tokenizer = loading.load(str(resumed_from), device, dtype=dtype)
+                model, tokenizer = loading.load(str(resumed_from), device, **how)
         for parameter in loading.frozen_head(model, config):
             parameter.requires_grad_(False)
     else:
-        model, tokenizer = _adapted(config, device, log, resumed_from, dtype)
+        model, tokenizer = _adapted(config, device, log, resumed_from, how)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("freeze_head must leave a weight to train, but the model has no other")
     return model, tokenizer
@@ -70,7 +73,7 @@ def _adapted(
     device: torch.device,
     log: RunLog,
     resumed_from: Path | None,
-    dtype: torch.dtype,
+    how: dict[str, Any],
 ) -> tuple[Any, Any]:
     extras.require("peft", extra="lora", setting="lora_rank")
     from fastrl.train.model import adapters
@@ -83,7 +86,7 @@ def _adapted(
             source = base
     else:
         base = str(Path(source).resolve()) if Path(source).is_dir() else source
-    model, tokenizer = loading.load(source, device, dtype=dtype)
+    model, tokenizer = loading.load(source, device, **how)
     began_with = log.directory / FINGERPRINT
     if (
         resumed_from is not None

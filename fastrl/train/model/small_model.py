@@ -8,6 +8,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+CONTEXT = 512  # tokens of the longest sequence; it sizes no weight
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -35,7 +36,7 @@ def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=256,
+        max_position_embeddings=CONTEXT,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from fastrl.integrations.transformers import backbone
 from fastrl.train.config import PpoConfig
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.sharding import reshard, sharded
 from fastrl.train.packing import PackedBatch
 from fastrl.train.policy import (
     PolicyOutputs,
@@ -40,6 +42,8 @@ class ValueModel(nn.Module):
         self.backbone: Any = None
         if config.value_model == "separate":
             self.backbone = copy.deepcopy(backbone(model))
+        for layer in (self.inner, self.outer):
+            sharded(layer, config, model.device)
         self.to(model.device)
 
     def forward(self, outputs: PolicyOutputs, batch: PackedBatch, config: PpoConfig) -> Tensor:
@@ -62,11 +66,15 @@ def rollout_values_and_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Values before each token of the completions and their log-probabilities, both ``[N, T]``.
 
-    A backbone that policy and critic share runs once.
+    A backbone that policy and critic share runs once. The ranks share the work.
     """
     values, logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
     for batch in batches(rollout, torch.arange(len(values)), rollout.mask, config):
         outputs = policy_outputs(model, batch, config)
-        batch.put(critic(outputs, batch, config), into=values)
-        batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
-    return values, logprobs
+        of_tokens = critic(outputs, batch, config)
+        if not batch.repeated:
+            batch.put(of_tokens, into=values)
+            batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
+    for module in (model, critic):
+        reshard(module)
+    return ranks.add_up(values), ranks.add_up(logprobs)

@@ -2,21 +2,25 @@
 
 ``checkpoints/step-000050/`` is a model that `transformers` loads, plus ``state.pt``: the optimizer,
 further modules, the random generators and the step. The order of the prompts is a function of seed
-and step. ``checksums.json`` holds the sums of all its files.
+and step. ``checksums.json`` holds the sums of all its files. What FSDP2 shards of the optimizer is
+in a directory of its own, ``optimizer/``. So any number of ranks may continue, sharded or not.
 """
 
 import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from fastrl.train.distributed import optimizer_shards, ranks
+from fastrl.train.distributed.sharding import load_whole_state, sharded_like, whole_state
 from fastrl.train.model.stored_model import sync
 from fastrl.train.run import checksums
 
@@ -78,6 +82,8 @@ def save(
 ) -> Path:
     """Write ``directory/step-NNNNNN`` atomically, then delete all but the latest ``keep``.
 
+    The first rank writes what is whole. All ranks must call this together if weights are sharded.
+
     Args:
         directory: The run's directory of checkpoints.
         step: How many steps are done.
@@ -91,44 +97,81 @@ def save(
         CheckpointError: A file could not be written. Earlier checkpoints are untouched.
     """
     final = directory / f"step-{step:06d}"
-    partial = _partial(final)
+    weights = whole_state(model)
+    states, shards = _states(parts)
+    written = _Contents(step, model, tokenizer, weights, {"step": step, "rng": rng, **states})
     try:
-        # left by a kill, also one in the removal after the last step's checkpoint
-        for stale in directory.glob(_partial(directory / "step-*").name):
-            shutil.rmtree(stale)
-        if not final.exists():
-            _write(partial, step=step, model=model, tokenizer=tokenizer, parts=parts, rng=rng)
-            os.replace(partial, final)
-            sync(directory)
+        if ranks.from_first(lambda: _begin(final)):
+            ranks.from_first(lambda: _write_whole(_partial(final), written, shards))
+            for name, tensors in shards.items():
+                optimizer_shards.write(_partial(final) / name, tensors)
+            ranks.from_first(lambda: _complete(final))
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is needed
-        if not isinstance(error, Exception):
+        if ranks.is_first():  # on a full disk its space is needed
+            shutil.rmtree(_partial(final), ignore_errors=True)
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
             raise
         raise CheckpointError(f"{final} could not be written: {_cause(error)}") from error
-    for old in _all(directory)[:-keep]:
-        os.replace(old, _partial(old))  # a kill in the middle leaves nothing that looks whole
-        shutil.rmtree(_partial(old))
+    ranks.from_first(lambda: _delete(_all(directory)[:-keep]))
     return final
 
 
-def _write(
-    partial: Path,
-    *,
-    step: int,
-    model: Any,
-    tokenizer: Any,
-    parts: Mapping[str, Stateful],
-    rng: dict[str, Any],
-) -> None:
+class _Contents(NamedTuple):
+    """What the first rank writes."""
+
+    step: int
+    model: Any
+    tokenizer: Any
+    weights: dict[str, Tensor] | None  # of the model, if it is sharded
+    state: dict[str, Any]
+
+
+def _states(parts: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """The states of the parts, and their sharded tensors by the name of their part."""
+    states: dict[str, Any] = {}
+    shards: dict[str, dict[str, Tensor]] = {}
+    for name, part in parts.items():
+        whole = whole_state(part) if isinstance(part, nn.Module) else None
+        state = part.state_dict() if whole is None else whole
+        if isinstance(part, torch.optim.Optimizer):
+            state, tensors = optimizer_shards.split(state)
+            shards |= {name: tensors} if tensors else {}
+        states[name] = state
+    return states, shards
+
+
+def _begin(final: Path) -> bool:
+    """Remove what a kill left, also in a removal; whether the checkpoint is not there yet."""
+    for stale in final.parent.glob(_partial(final.with_name("step-*")).name):
+        shutil.rmtree(stale)
+    return not final.exists()
+
+
+def _write_whole(partial: Path, contents: _Contents, directories: Iterable[str]) -> None:
     partial.mkdir(parents=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    state = {name: part.state_dict() for name, part in parts.items()}
+    contents.model.save_pretrained(
+        partial, **({} if contents.weights is None else {"state_dict": contents.weights})
+    )
+    contents.tokenizer.save_pretrained(partial)
     with (partial / _STATE).open("wb") as file:  # torch reports no cause when it opens the file
-        torch.save({"step": step, "rng": rng, **state}, file)
+        torch.save(contents.state, file)
+    for name in directories:
+        (partial / name).mkdir()
+
+
+def _complete(final: Path) -> None:
+    partial = _partial(final)
     checksums.write(partial)
     for path in (*partial.rglob("*"), partial):
         sync(path)
+    os.replace(partial, final)
+    sync(final.parent)
+
+
+def _delete(checkpoints: Iterable[Path]) -> None:
+    for old in checkpoints:
+        os.replace(old, _partial(old))  # a kill in the middle leaves nothing that looks whole
+        shutil.rmtree(_partial(old))
 
 
 def latest(directory: Path) -> Path | None:
@@ -149,9 +192,35 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
     with reading(checkpoint):
         state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            _load(part, state[name], checkpoint / name)
         set_rng_state(state["rng"])
     return int(state["step"])
+
+
+def _load(part: Stateful, state: Any, shards: Path) -> None:
+    """Load a state that is whole, or in part in the directory ``shards``, sharded as ``part``."""
+    if isinstance(part, nn.Module):
+        load_whole_state(part, state)
+        return
+    if isinstance(part, torch.optim.Optimizer) and isinstance(state.get("state"), dict):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        if shards.is_dir():
+            state = optimizer_shards.read(shards, state, parameters)
+        state = {**state, "state": _sharded(state["state"], parameters)}
+    part.load_state_dict(state)
+
+
+def _sharded(state: dict[int, dict[str, Any]], parameters: list[Any]) -> dict[int, dict[str, Any]]:
+    """The whole tensors per parameter, such as moments, sharded as the parameter is."""
+    return {
+        index: {
+            name: sharded_like(value, parameters[index])
+            if isinstance(value, Tensor) and value.shape == parameters[index].shape
+            else value
+            for name, value in of_parameter.items()
+        }
+        for index, of_parameter in state.items()
+    }
 
 
 def verify(checkpoint: Path) -> bool:

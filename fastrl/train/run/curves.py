@@ -1,15 +1,21 @@
-"""``curves.png``: the metrics of a run over its steps."""
+"""The metrics of a run over its steps: ``curves.png``, and what belongs in one panel."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_PHASES = ("generate", "score", "logprobs", "learn")
+from fastrl.train.run.terminal import printable
+
+_PHASES = ("generate", "score", "logprobs", "learn", "evaluate")
 _PANELS = (
     ("reward", ("reward", "held_out_reward")),
+    ("reward deviation", ("reward_std",)),
+    ("reward parts", ()),  # the keys that begin with PART
     ("accuracy on pairs", ("accuracy", "held_out_accuracy")),
     ("loss on pairs", ("loss", "held_out_loss")),
     ("reward of completions", ("reward_chosen", "reward_rejected")),
@@ -18,12 +24,14 @@ _PANELS = (
     ("completion length", ("length",)),
     ("clip fraction", ("clip_fraction",)),
     ("value", ("explained_variance", "value_loss")),
+    ("learning rate", ("learning_rate",)),
     ("seconds per phase", tuple(f"seconds_{phase}" for phase in _PHASES)),
     ("peak memory per phase, GB", tuple(f"peak_gb_{phase}" for phase in _PHASES)),
     ("tokens per second", ("tokens_per_second",)),
     ("tokens in the model", ("real_tokens", "padded_tokens")),
     ("share of completions", ("truncated", "left_out")),
 )
+PART = "reward/"
 _LABELS = {
     "reward": "train prompts, sampled",
     "held_out_reward": "held-out prompts, greedy",
@@ -43,34 +51,63 @@ _LABELS = {
     "left_out": "left out",
     **{f"{kind}_{phase}": phase for kind in ("seconds", "peak_gb") for phase in _PHASES},
 }
+_NOT_SHOWN = {"step", "seconds_start", "peak_gb_start"}
+
+Row = Mapping[str, float]
 
 
-def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Plot the quantities in ``rows`` against the step, one panel each.
 
     Raises:
         OSError: The file could not be written; a previous one is unchanged.
     """
-    known = {key for row in rows for key in row}
-    panels = [(title, kept) for title, keys in _PANELS if (kept := [k for k in keys if k in known])]
-    lines = 2 if len(panels) <= 8 else 3
-    columns = max(1, -(-len(panels) // lines))
-    figure = Figure(figsize=(4.2 * columns, 3 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, (title, keys) in enumerate(panels, 1):
-        axes = figure.add_subplot(lines, columns, place)
-        for key in keys:
-            points = [(row["step"], row[key]) for row in rows if key in row]
-            axes.plot(
-                *zip(*points, strict=True), label=_LABELS.get(key, key), marker="o", markersize=2
-            )
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-        if len(keys) > 1 or title in ("KL", "share of completions"):
-            axes.legend(fontsize="small")
+    shown = panels(rows)
+    lines = 2 if len(shown) <= 8 else 3
+    columns = max(1, -(-len(shown) // lines))
     partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, dpi=110, format="png")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with rc_context({"text.parse_math": False}):  # a name with $ is no formula
+        figure = Figure(figsize=(4.2 * columns, 3 * lines), layout="constrained")
+        FigureCanvasAgg(figure)
+        for place, (title, keys) in enumerate(shown, 1):
+            _plot(figure.add_subplot(lines, columns, place), title, keys, rows)
+        try:
+            figure.savefig(partial, dpi=110, format="png")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def further(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """A panel for each quantity that has none in `panels`."""
+    shown = {key for _, keys in panels(rows) for key in keys} | _NOT_SHOWN
+    known = dict.fromkeys(key for row in rows for key in row)
+    return [(printable(key), [key]) for key in known if key not in shown]
+
+
+def panels(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """The title of each panel that has a quantity, and the keys of its quantities in ``rows``."""
+    known = dict.fromkeys(key for row in rows for key in row)
+    parts = tuple(key for key in known if key.startswith(PART))
+    of_title = [(title, parts if title == "reward parts" else keys) for title, keys in _PANELS]
+    return [(title, kept) for title, keys in of_title if (kept := [k for k in keys if k in known])]
+
+
+def label(key: str) -> str:
+    """The name of a quantity in the legend of its panel."""
+    return _LABELS.get(key, printable(key.removeprefix(PART)))
+
+
+def _plot(axes: Any, title: str, keys: Sequence[str], rows: Sequence[Row]) -> None:
+    for key in keys:
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        axes.plot(
+            *zip(*points, strict=True),
+            label=label(key),
+            marker="o",
+            markersize=2,
+        )
+    axes.set(title=title, xlabel="step")
+    axes.grid(alpha=0.3)
+    if len(keys) > 1 or title in ("KL", "share of completions", "reward parts"):
+        axes.legend(axes.lines, [line.get_label() for line in axes.lines], fontsize="small")

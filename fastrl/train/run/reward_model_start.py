@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fastrl.train.config import RewardModelConfig
-from fastrl.train.data import arithmetic_pairs
+from fastrl.train.data import arithmetic_pairs, task_files
 from fastrl.train.data.pairs import Pair, encode_pairs, pair_batches, read_pairs
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.process_group import check_joined
 from fastrl.train.gradients import autocast
 from fastrl.train.model import loading
 from fastrl.train.model.finite_weights import check_weights
@@ -19,7 +21,7 @@ from fastrl.train.preference import bradley_terry, pair_scores
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
-from fastrl.train.scorer_warm_start import scorer_warm_start
+from fastrl.train.scorer_warm_start import scorer_warm_start, scorer_warm_start_steps
 
 
 class RewardModelJob(NamedTuple):
@@ -42,14 +44,15 @@ class RewardModelJob(NamedTuple):
         self.log.begin(0)
         if self.config.train_file is None:
             directory = self.log.directory / "data"
-            self.log.written += arithmetic_pairs.write(directory, self.config.seed)
+            split = arithmetic_pairs.split
+            self.log.written += task_files.write(directory, split, self.config.seed)
         losses = scorer_warm_start(self.model, self.train, self.config)
-        for i, loss in enumerate(losses, 1):
-            if interrupt.requested:
-                self.log.discard()
-                return None
-            if i % 50 == 0:
-                self.log.say(f"warm start: step {i}, loss {loss:.3f}")
+        with self.log.stage("warm start", scorer_warm_start_steps(self.config)) as show:
+            for i, loss in enumerate(losses, 1):
+                if interrupt.requested:
+                    self.log.discard()
+                    return None
+                show(i, {"loss": loss})
         return 0
 
     def reference(self) -> None:
@@ -75,6 +78,9 @@ def prepare_reward_model(config: RewardModelConfig) -> RewardModelJob:
         ValueError: Anything that would stop the run later: a missing file, a malformed line, a
             pair that is too long, damaged weights, another process in the same directory.
     """
+    check_joined()
+    if ranks.count() > 1:
+        raise ValueError(f"a reward model learns on one rank, got {ranks.count()}")
     log = RunLog(config, config.loop)
     try:
         return _prepare(config, log)

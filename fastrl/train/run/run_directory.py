@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from filelock import FileLock, Timeout
 
 from fastrl.train.config import LoopConfig
 from fastrl.train.settings import file
+from fastrl.train.settings.options import default_of
+from fastrl.train.settings.rewards import reward_names
 
 SETTINGS = "config.json"
 _LOCK = ".lock"
@@ -40,7 +42,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: The file cannot be read, or holds something else.
     """
-    return {key: value for key, value in file.read(path).items() if key not in _FORMER}
+    settings = file.read(path)
+    if isinstance(settings.get("reward"), str):  # of earlier versions, which had one function
+        settings["reward"] = list(reward_names(settings["reward"]))
+    return {key: value for key, value in settings.items() if key not in _FORMER}
 
 
 def settings_of(config: LoopConfig) -> dict[str, Any]:
@@ -64,8 +69,8 @@ def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
     for name, f in known.items():
         ends = name == "steps" and config.ends
         if f.metadata["result"] or ends:
-            assert f.default is not MISSING
-            then = before.get(name, json.loads(json.dumps(f.default)))
+            default = default_of(f, before.get("task"))
+            then = before.get(name, json.loads(json.dumps(default)))
             why = f", since the schedule {config.schedule} depends on it" if ends else ""
             if now[name] != then:
                 raise ValueError(

@@ -1,20 +1,19 @@
-"""The files of a run, ``config.json``, ``metrics.jsonl``, ``curves.png``, and a progress bar."""
+"""What a run writes besides checkpoints, for a person to watch: files, trackers, progress."""
 
 import json
-import os
-import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from fastrl.train.config import LoopConfig
 from fastrl.train.model.stored_model import BASE, FINGERPRINT, REFERENCE
 from fastrl.train.run.curves import draw
-from fastrl.train.run.progress import on_bar
+from fastrl.train.run.json_lines import append_rows, keep_until, replace_file
+from fastrl.train.run.progress import ProgressBar
+from fastrl.train.run.report import write_report
 from fastrl.train.run.run_directory import (
     SETTINGS,
     RunLock,
@@ -23,41 +22,14 @@ from fastrl.train.run.run_directory import (
     run_directory,
     settings_of,
 )
+from fastrl.train.run.samples import Samples
+from fastrl.train.run.summary import MEASURED, Summary
+from fastrl.train.run.terminal import printable
+from fastrl.train.run.trackers import Trackers
+
+__all__ = ["Row", "RunLog", "Summary"]
 
 Row = dict[str, float]
-#: What a loop measures on what is held out, by its key in the log.
-_MEASURED = {
-    "held_out_reward": "held-out reward, greedy",
-    "held_out_accuracy": "held-out accuracy",
-}
-
-
-class Summary(NamedTuple):
-    """How a run ended."""
-
-    directory: Path
-    step: int
-    held_out: tuple[float, float] | None  # before the first step, and the last that was measured
-    interrupted: bool
-    evaluated: int = 0  # the step after which it was measured last
-    measured: str = _MEASURED["held_out_reward"]  # what was measured
-
-    def __str__(self) -> str:
-        """The final lines of output."""
-        lines = []
-        if self.interrupted and not (self.directory / SETTINGS).exists():
-            lines.append("stopped in the warm start: nothing was saved")
-        elif self.interrupted:
-            options = ["--resume", "--name", self.directory.name]
-            if self.directory.parent != Path(LoopConfig.out_dir):
-                options += ["--out_dir", str(self.directory.parent)]
-            lines.append(f"stopped after step {self.step}; continue with {shlex.join(options)}")
-        if self.held_out is not None:
-            before, after = self.held_out
-            then = f", {after:.3f} after {self.evaluated} steps" if self.evaluated else ""
-            lines.append(f"{self.measured}: {before:.3f} before{then}")
-        curves = self.directory / "curves.png"
-        return "\n".join([*lines, *([f"curves: {curves}"] if curves.exists() else [])])
 
 
 class RunLog:
@@ -69,6 +41,7 @@ class RunLog:
 
     Attributes:
         rows: The rows of the log.
+        samples: The completions that are shown.
         written: Further files that the run wrote before its first step, which `discard` removes.
 
     Raises:
@@ -82,7 +55,10 @@ class RunLog:
         self.checkpoints = self.directory / "checkpoints"
         self.rows: list[Row] = []
         self.written: list[Path] = []
-        self._bar: Any = None
+        self.samples = Samples(config, self.directory, self.say)
+        self._trackers = Trackers(config, self.directory, self.say)
+        self._bar: ProgressBar | None = None
+        self._loop = loop
         for path in (self.directory, *self.directory.parents):
             if path.exists() and not path.is_dir():
                 raise ValueError(f"out_dir must be a directory, but {path} is a file")
@@ -96,17 +72,24 @@ class RunLog:
             raise
 
     def begin(self, step: int) -> None:
-        """Write the settings, remove rows after ``step`` from the log, and show the bar."""
-        if self.metrics.exists():
-            lines = self.metrics.read_text().splitlines()
-            self.rows = [
-                row for row in map(_parse, lines) if row is not None and row["step"] <= step
-            ]
-        _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
-        _replace(self._settings, json.dumps(settings_of(self.config), indent=2) + "\n")
-        self._bar = tqdm(
-            total=self.config.steps, initial=step, desc=self.directory.name, unit="step"
-        )
+        """Write the settings, and remove rows and samples after ``step`` from the log."""
+        self.rows = keep_until(self.metrics, step)
+        self.samples.begin(step)
+        replace_file(self._settings, json.dumps(settings_of(self.config), indent=2) + "\n")
+
+    @contextmanager
+    def stage(self, name: str, steps: int) -> Iterator[Callable[[int, Row], None]]:
+        """Show a bar for ``steps`` steps before the first one; yields what advances it."""
+        bar = ProgressBar(name, steps) if steps else None
+        try:
+            yield bar.show if bar else (lambda done, row: None)
+        finally:
+            if bar:
+                bar.close()
+
+    def follow(self, step: int) -> None:
+        """Show the bar of the run, of which ``step`` steps are done."""
+        self._bar = ProgressBar(self.directory.name, self.config.steps, done=step)
 
     @property
     def metrics(self) -> Path:
@@ -123,25 +106,46 @@ class RunLog:
         Raises:
             OSError: The row could not be written.
         """
-        if not self.rows:
-            self._bar.unpause()  # the warm start does not count as step time
         self.rows.append(row)
-        _append(self.metrics, json.dumps(row) + "\n")
-        self._bar.n = int(row["step"])
-        self._bar.set_postfix(on_bar(row))
+        append_rows(self.metrics, [row])
+        self._trackers.write(self.rows)
+        if self._bar is not None:
+            if len(self.rows) == 1:
+                self._bar.restart_clock()  # the first evaluation is no step
+            self._bar.show(int(row["step"]), row)
 
     def say(self, line: str) -> None:
-        """Print a line without breaking the bar."""
-        tqdm.write(line)
+        """Print a line without breaking the bar; what is not printed by a terminal is escaped."""
+        tqdm.write(printable(line, keep="\n"))
 
-    def finish(self) -> None:
-        """Close the bar and draw the curves; if they cannot be drawn, say so."""
-        self._bar.close()
+    def report(self) -> None:
+        """Write ``report.html``."""
+        path = self.directory / "report.html"
+        with self._unless_it_fails(path, "written"):
+            write_report(path, self._loop, self.config, self.rows, self.samples)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Close the bar, draw the curves, write the report, and complete the trackers.
+
+        What of it fails is said; it must not hide what ended the run.
+
+        Args:
+            failed: Whether an error ended the run.
+        """
+        if self._bar is not None:
+            self._bar.close()
         path = self.directory / "curves.png"
-        try:
+        with self._unless_it_fails(path, "drawn"):
             draw(self.rows, path)
-        except Exception as error:  # whatever ends the run must not be hidden by a plot
-            self.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+        self.report()
+        self._trackers.close(failed=failed)
+
+    @contextmanager
+    def _unless_it_fails(self, path: Path, done: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a plot must not end a run
+            self.say(f"{path} could not be {done}: {type(error).__name__}: {error}")
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -153,9 +157,7 @@ class RunLog:
             raise
 
     def discard(self) -> None:
-        """Close the bar; if no step was logged or saved, remove what the run wrote."""
-        if self._bar is not None:
-            self._bar.close()
+        """If no step was logged or saved, remove what the run wrote."""
         if self.rows or any(self.checkpoints.glob("step-*")):
             return
         data = self.directory / "data"
@@ -174,7 +176,7 @@ class RunLog:
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, from its log."""
-        for key, name in _MEASURED.items():
+        for key, name in MEASURED.items():
             if measured := [row for row in self.rows if key in row]:
                 first, last = measured[0], measured[-1]
                 ends, after = (first[key], last[key]), int(last["step"])
@@ -189,30 +191,3 @@ class RunLog:
                 f"name: {self.directory} already contains a run; "
                 "resume it with --resume or choose another --name"
             )
-
-
-def _parse(line: str) -> Row | None:
-    """A row, or None if an interruption truncated the line."""
-    try:
-        return json.loads(line)  # type: ignore[no-any-return]
-    except json.JSONDecodeError:
-        return None
-
-
-def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a") as file:
-            file.write(text)
-    except OSError as error:
-        raise OSError(f"{path} could not be written: {error.strerror}") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise OSError(f"{path} could not be written: {error.strerror}") from error

@@ -1,12 +1,24 @@
 """Before the first step of a policy: check the settings, load, resume or warm start."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.data import arithmetic
-from fastrl.train.data.prompts import Prompt, encode, read_jsonl
+from fastrl.train.data import task_files
+from fastrl.train.data.messages import prompt_text
+from fastrl.train.data.prompts import Prompt, encode
+from fastrl.train.data.sources import read_records
+from fastrl.train.data.tasks import SPLITS
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.follower_log import open_log
+from fastrl.train.distributed.process_group import check_joined
+from fastrl.train.distributed.scoring import in_shares
+from fastrl.train.distributed.sharding import reshard, sharded
+from fastrl.train.distributed.supported import check_supported
 from fastrl.train.model import loading
 from fastrl.train.model.finite_weights import check_weights
 from fastrl.train.model.policy_model import keep_base, load_policy
@@ -15,17 +27,16 @@ from fastrl.train.model.reference import Reference
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing_check import check_packing
 from fastrl.train.policy import check_head
-from fastrl.train.rewards import RewardFunction, import_reward, score
-from fastrl.train.rewards.reward_model import load_reward_model
+from fastrl.train.rewards import Rewards, make_rewards
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
 from fastrl.train.sampling import Sampler, make_sampler
-from fastrl.train.warm_start import check_demonstrations, warm_start
+from fastrl.train.warm_start import check_demonstrations, warm_start, warm_start_steps
 
 
 class PolicyJob(NamedTuple):
-    """Model, data, reward and log of a run in which a policy learns from rewards."""
+    """Model, data, rewards and log of a run in which a policy learns from rewards."""
 
     config: GrpoConfig | PpoConfig
     log: RunLog
@@ -33,7 +44,7 @@ class PolicyJob(NamedTuple):
     tokenizer: Any
     train: list[Prompt]
     held_out: list[Prompt]
-    reward: RewardFunction
+    rewards: Rewards
     sampler: Sampler
     resumed_from: Path | None
 
@@ -41,20 +52,30 @@ class PolicyJob(NamedTuple):
         """See `Job.begin`: what is new is warm started."""
         if self.resumed_from is not None:
             step = checkpoint.restore(self.resumed_from, parts)
-            self.log.begin(step)
+            self._begin_log(step)
             return step
-        self.log.begin(0)
-        if self.config.train_file is None:
-            self.log.written += arithmetic.write(self.log.directory / "data", self.config.seed)
+        self._begin_log(0)
         losses = warm_start(self.model, self.tokenizer, self.train, self.config)
-        for i, loss in enumerate(losses, 1):
-            if interrupt.requested:
-                self.log.discard()
-                return None
-            if i % 50 == 0:
-                self.log.say(f"warm start: step {i}, loss {loss:.3f}")
-        keep_base(self.model, self.tokenizer, self.config, self.log.directory)
+        with self.log.stage("warm start", warm_start_steps(self.config)) as show:
+            for i, loss in enumerate(losses, 1):
+                if interrupt.on_any_rank():
+                    self.log.discard()
+                    return None
+                show(i, {"loss": loss})
+        ranks.from_first(
+            lambda: keep_base(self.model, self.tokenizer, self.config, self.log.directory)
+        )
         return 0
+
+    def _begin_log(self, step: int) -> None:
+        def begin() -> list[Row]:
+            self.log.begin(step)
+            if step == 0 and not self.config.has_prompts:
+                split, directory = SPLITS[self.config.task], self.log.directory / "data"
+                self.log.written += task_files.write(directory, split, self.config.seed)
+            return self.log.rows
+
+        self.log.rows = ranks.from_first(begin)
 
     def reference(self) -> Reference | None:
         """The initial policy if the loss has a KL to it."""
@@ -66,41 +87,56 @@ class PolicyJob(NamedTuple):
     def evaluate(self) -> Row:
         """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
         before = checkpoint.rng_state()
-        completions = self.sampler.greedy(self.held_out)
-        rewards = score(self.reward, [prompt.record for prompt in self.held_out], completions)
+        completions, lengths = self.sampler.greedy(self.held_out)
+        records = [prompt.record for prompt in self.held_out]
+        scored = in_shares(self.rewards.score, records, completions, lengths)
         checkpoint.set_rng_state(before)
-        return {"held_out_reward": float(rewards.double().mean())}
+        return self.rewards.means(scored, held_out=True)
 
 
 def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
     """Check and load everything that ``config`` names; lock the directory of the run.
+
+    The rewards of the job must be closed, and its log.
 
     Raises:
         ValueError: Anything that would stop the run later: a missing file, a malformed line, a
             prompt that is too long, a reward that does not exist or returns a wrong type, damaged
             weights, another process that runs in the same directory.
     """
-    log = RunLog(config, loop)
-    try:
-        return _prepare(config, log)
-    except BaseException:
-        log.close()
-        raise
+    check_joined()
+    check_supported(config)
+    log = open_log(config, loop)
+    with ExitStack() as unless_prepared:
+        unless_prepared.callback(log.close)
+        rewards = unless_prepared.enter_context(ranks.agreed(lambda: make_rewards(config)))
+        job = _prepare(config, log, rewards)
+        unless_prepared.pop_all()
+    return job
 
 
-def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
-    reward = _reward(config)
-    if config.train_file is None or config.held_out_file is None:
-        records = list(arithmetic.split(config.seed))
-    else:
-        records = [read_jsonl(file) for file in (config.train_file, config.held_out_file)]
+def _prepare(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> PolicyJob:
+    job = ranks.agreed(lambda: _load(config, log, rewards))
+    sharded(job.model, config, loading.find_device(config.device))
+    save_memory(job.model, config)
+    check_packing(job.model, config)
+    reshard(job.model)
+    make_optimizer(job.model.parameters(), config)  # one that is not available fails here
+    return job
+
+
+def _load(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> PolicyJob:
+    """Everything that a rank does without the others."""
+    records = read_records(config) if config.has_prompts else SPLITS[config.task](config.seed)
     for some in records:
-        score(reward, some, [""] * len(some))  # a broken reward fails here
+        rewards.probe(some)  # a broken function fails here
     resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
     if config.resume and resumed_from is None:
         log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
     checkpoint.seed_all(config.seed)
     device = loading.find_device(config.device)
+    if ranks.count() > 1 and config.parallel == "fsdp":
+        device = torch.device("cpu")  # a GPU may be too small for all weights
     if resumed_from is not None and not checkpoint.verify(resumed_from):
         log.say(f"{resumed_from} has no checksums; damaged files may go unnoticed")
     model, tokenizer = load_policy(config, device, log, resumed_from)
@@ -108,25 +144,19 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog) -> PolicyJob:
     check_head(model, config)
     train, held_out = (
         encode(
-            some, tokenizer, chat_template=config.chat_template, max_tokens=config.max_prompt_tokens
+            some,
+            tokenizer,
+            chat_template=config.chat_template,
+            max_tokens=config.max_prompt_tokens,
+            system_prompt=config.system_prompt,
         )
         for some in records
     )
     if resumed_from is None:
         check_demonstrations(train, tokenizer, config)
     check_length(model, train + held_out, config.max_new_tokens)
-    save_memory(model, config)
-    check_packing(model, config)
-    make_optimizer(model.parameters(), config)  # one that is not available fails here
     sampler = make_sampler(model, tokenizer, config)
-    return PolicyJob(config, log, model, tokenizer, train, held_out, reward, sampler, resumed_from)
-
-
-def _reward(config: GrpoConfig | PpoConfig) -> RewardFunction:
-    if config.reward_model is None:
-        return import_reward(config.reward)
-    device = loading.find_device(config.device)
-    return load_reward_model(config.reward_model, device, chat_template=config.chat_template)
+    return PolicyJob(config, log, model, tokenizer, train, held_out, rewards, sampler, resumed_from)
 
 
 def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
@@ -139,7 +169,7 @@ def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None
     if length >= context:
         raise ValueError(
             f"max_prompt_tokens must be below {context}, the context of this model; got a prompt "
-            f"of {length} tokens, {longest.record['prompt'][:80]!r}"
+            f"of {length} tokens, {prompt_text(longest.record)[:80]!r}"
         )
     raise ValueError(
         f"max_new_tokens must be at most {context - length} for this model, with a context of "

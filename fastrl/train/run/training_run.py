@@ -1,16 +1,23 @@
 """The frame of a loop's steps: start or resume, log, evaluate, save checkpoints, stop cleanly."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from fastrl.train import gradients
 from fastrl.train.config import LoopConfig
+from fastrl.train.data.messages import prompt_text
+from fastrl.train.data.prompts import Record
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.gradient_sum import GradientSum
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.reference import Reference
+from fastrl.train.packing import PackedBatch
+from fastrl.train.rewards.weighted import Scored
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.phases import Phases
@@ -64,26 +71,35 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
     """
     with closing(job.log), Interrupt() as interrupt:
         run = TrainingRun(job, config, parts, interrupt)
-        with job.log.starting():
+        with job.log.starting(), run.phase("start"):
             begun = job.begin(parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
                 run.reference = job.reference()
+                run.prepare_gradients()
                 if not job.log.rows:
                     run.save()
         if begun is None:
             yield run
             return
+        failed = True
         try:
+            job.log.follow(run.step)
+            start = _largest(run.phase.read())
             if not job.log.rows and run.step == 0:
-                job.log.write({"step": 0, **job.evaluate()})
+                row = {"step": 0, **run.evaluate(), **start}
+                ranks.from_first(lambda: job.log.write(row))
             yield run
             run.save()
-        except Exception as error:
+            failed = False
+        except Exception as raised:
+            error = ranks.explained(raised)
             run.rescue(error)
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         finally:
-            job.log.finish()
+            job.log.finish(failed=failed)
 
 
 class TrainingRun:
@@ -110,9 +126,18 @@ class TrainingRun:
 
         Each step must change the weights by `apply` alone, and end with `finish_step`.
         """
-        while self.step < self._config.steps and not self._interrupt.requested:
+        while self.step < self._config.steps and not self._interrupt.on_any_rank():
             self._started = time.perf_counter()
             yield self.step
+
+    def prepare_gradients(self) -> None:
+        """To be called when it is known which weights are trained."""
+        modules = [part for part in self._parts.values() if isinstance(part, nn.Module)]
+        self._gradients = GradientSum([self._job.model, *modules])
+
+    def backward(self, loss: Tensor, batch: PackedBatch) -> None:
+        """The backward of a micro-batch's loss; of all ranks' losses after the last one."""
+        self._gradients.backward(loss, batch)
 
     def apply(self, optimizer: torch.optim.Optimizer) -> float:
         """`gradients.apply` in this step; from here to `finish_step` nothing can be saved.
@@ -124,11 +149,21 @@ class TrainingRun:
             FloatingPointError: That norm is not finite; the weights are unchanged.
         """
         whole, self._whole = self._whole, False
+        self._gradients.before_update()
         try:
             return gradients.apply(optimizer, self._config, self.step)
         except FloatingPointError:
             self._whole = whole
             raise
+
+    def show(self, records: Sequence[Record], completions: Sequence[str], scored: Scored) -> None:
+        """Let some completions of this step be shown, if samples of it are due."""
+        samples = self._job.log.samples
+        if samples.due(self.step + 1):
+            parts = scored.parts if len(scored.parts) > 1 else {}
+            rewards = {"reward": scored.total, **parts}
+            values = {name: part.tolist() for name, part in rewards.items()}
+            samples.collect([prompt_text(record) for record in records], completions, values)
 
     def finish_step(self, row: Row) -> None:
         """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
@@ -137,18 +172,26 @@ class TrainingRun:
         """
         row = {**row, "learning_rate": learning_rate(self._config, self.step)}
         self.step, self.rng = self.step + 1, checkpoint.rng_state()
-        config, row = self._config, {"step": self.step, **row, **self.phase.read()}
+        config, row = self._config, {"step": self.step, **row, **_largest(self.phase.read())}
         row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
         if self.reference is None:
             row.pop("kl", None)  # it would be 0: there is no reference
         try:
             if self.step % config.eval_every == 0 or self.step == config.steps:
-                row |= self._job.evaluate()
+                row |= self.evaluate()
         finally:
-            self._job.log.write(row)
+            ranks.from_first(lambda: self._job.log.write(row))
             self._whole = True
+        ranks.from_first(lambda: self._job.log.samples.write(self.step))
         if self.step % config.save_every == 0:
             self.save()
+            self._job.log.report()
+
+    def evaluate(self) -> Row:
+        """Measure the model on what is held out, as the phase ``evaluate``."""
+        with self.phase("evaluate"):
+            measured = self._job.evaluate()
+        return {**measured, **_largest(self.phase.read())}
 
     def save(self) -> None:
         """Save a checkpoint after the steps done so far.
@@ -157,7 +200,8 @@ class TrainingRun:
             CheckpointError: It could not be written.
             FloatingPointError: A weight is not finite; it would take the place of a better one.
         """
-        if (name := not_finite(self._job.model)) is not None:
+        names = ranks.together(lambda: not_finite(self._job.model))
+        if (name := next(filter(None, names), None)) is not None:
             self._whole = False
             raise FloatingPointError(
                 f"the weights after step {self.step} are not finite, first in {name!r}"
@@ -177,9 +221,15 @@ class TrainingRun:
         note = ""
         if self._whole and not isinstance(error, checkpoint.CheckpointError):
             try:
-                self.save()
+                if ranks.on_all_ranks(error):
+                    self.save()
+                elif ranks.is_first() and self._config.parallel == "ddp":
+                    ranks.go_on_alone()
+                    self.save()
             except Exception as second:  # it must not hide the first
                 note = f"; {second}"
+        if not ranks.is_first() and not ranks.on_all_ranks(error):
+            return  # the first rank may still save one
         last = checkpoint.latest(self._job.log.checkpoints)
         note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
         if len(error.args) == 1 and isinstance(error.args[0], str):
@@ -190,3 +240,9 @@ class TrainingRun:
     def summary(self) -> Summary:
         """Return how the run ended."""
         return self._job.log.summary(self.step, interrupted=self._interrupt.requested)
+
+
+def _largest(row: Row) -> Row:
+    """Each value's maximum over the ranks: the slowest phase, the fullest memory."""
+    rows = ranks.together(lambda: row)
+    return {name: max(each[name] for each in rows if name in each) for name in row}

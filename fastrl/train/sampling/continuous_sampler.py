@@ -70,11 +70,11 @@ class ContinuousSampler:
         rollout = rollout_of(prompts, completions, self._tokenizer, self._model.device)
         return rollout, texts_of(completions, self._tokenizer)
 
-    def greedy(self, prompts: list[Prompt]) -> list[str]:
+    def greedy(self, prompts: list[Prompt]) -> tuple[list[str], list[int]]:
         """See `Sampler.greedy`; uses ``generate``."""
-        texts = self._most_likely.greedy(prompts)
+        completed = self._most_likely.greedy(prompts)
         self.tokens = self._most_likely.tokens
-        return texts
+        return completed
 
     def _generate(self, prompts: list[list[int]], seed: int) -> list[Any]:
         """The engine's output for each prompt.

@@ -8,6 +8,7 @@ import torch
 
 from fastrl.train.attention import BY_SEQUENCE
 from fastrl.train.config import RunConfig
+from fastrl.train.distributed.sharding import gathered
 from fastrl.train.gradients import autocast
 
 
@@ -15,7 +16,8 @@ from fastrl.train.gradients import autocast
 def generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
     """No gradients, ``eval``, the run's precision, and an attention that supports padding.
 
-    In ``eval``, gradient checkpointing does not disable the cache. Everything is put back after.
+    In ``eval``, gradient checkpointing does not disable the cache. Sharded weights are gathered, so
+    that no rank waits for another in between. Everything is put back after.
     """
     modes = [(module, module.training) for module in model.modules()]
     attention = model.config._attn_implementation
@@ -24,7 +26,7 @@ def generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
         model.eval()
         if switched:
             model.set_attn_implementation("sdpa")
-        with torch.no_grad(), autocast(config, model.device):
+        with torch.no_grad(), gathered(model), autocast(config, model.device):
             yield
     finally:
         if switched:

@@ -35,8 +35,11 @@ class Sampler(Protocol):
             RuntimeError: The engine failed.
         """
 
-    def greedy(self, prompts: list[Prompt]) -> list[str]:
-        """The most likely token at each position, as strings; uses no random numbers.
+    def greedy(self, prompts: list[Prompt]) -> tuple[list[str], list[int]]:
+        """Complete each prompt with the most likely tokens; uses no random numbers.
+
+        Returns:
+            The completions as strings, and their numbers of tokens, with the end token.
 
         Raises:
             FloatingPointError: The logits are not finite.

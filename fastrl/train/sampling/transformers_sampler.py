@@ -14,6 +14,7 @@ from transformers import (
 
 from fastrl.train.config import RunConfig
 from fastrl.train.data.prompts import Prompt
+from fastrl.train.distributed import ranks
 from fastrl.train.rollout import Rollout
 from fastrl.train.sampling.completion import Completion, check_finite, rollout_of, texts_of
 from fastrl.train.sampling.endings import Endings
@@ -25,8 +26,8 @@ from fastrl.train.sampling.token_choice import TokenChoice
 class TransformersSampler:
     """The default engine, for every model and device.
 
-    The samples do not depend on the split into micro-batches, up to rounding of the logits: each
-    completion has its own random numbers, which are drawn before.
+    The samples do not depend on the split into micro-batches and ranks, up to rounding of the
+    logits: each completion has its own random numbers, which are drawn before.
 
     Args:
         model: A causal LM, or one that PEFT wraps.
@@ -50,33 +51,47 @@ class TransformersSampler:
         rollout = rollout_of(prompts, completions, self._tokenizer, self._model.device)
         return rollout, texts_of(completions, self._tokenizer)
 
-    def greedy(self, prompts: list[Prompt]) -> list[str]:
+    def greedy(self, prompts: list[Prompt]) -> tuple[list[str], list[int]]:
         """See `Sampler.greedy`."""
         completions = self._complete([prompt.token_ids for prompt in prompts], None)
         check_finite(completions)
-        return texts_of(completions, self._tokenizer)
+        lengths = [len(completion.token_ids) for completion in completions]
+        return texts_of(completions, self._tokenizer), lengths
 
     def _complete(self, prompts: list[list[int]], uniforms: Tensor | None) -> list[Completion]:
-        """Complete each prompt with its row of ``uniforms`` [N, max_new_tokens]."""
-        completed: dict[int, Completion] = {}
-        real = padded = 0
+        """Complete each prompt with its row of ``uniforms`` [N, max_new_tokens].
+
+        Each rank completes its share, and all ranks get all completions.
+        """
         with generation_mode(self._model, self._config):
-            for rows in self._micro_batches(prompts):
-                some = [prompts[row] for row in rows]
-                drawn = None if uniforms is None else uniforms[rows].to(self._model.device)
-                generated = self._generate(some, drawn)
-                completed |= dict(zip(rows, generated, strict=True))
-                lengths = [len(completion.token_ids) for completion in generated]
-                real += sum(map(len, some)) + sum(lengths)
-                padded += len(rows) * (max(map(len, some)) + max(lengths))
+            parts = ranks.together(lambda: self._complete_share(prompts, uniforms))
+        completed = {row: one for part, _ in parts for row, one in part.items()}
+        real, padded = (sum(each) for each in zip(*(count for _, count in parts), strict=True))
         self.tokens = TokenCount(real, padded)
         return [completed[row] for row in range(len(prompts))]
 
+    def _complete_share(
+        self, prompts: list[list[int]], uniforms: Tensor | None
+    ) -> tuple[dict[int, Completion], TokenCount]:
+        """The completions of this rank's rows, and what was computed for them."""
+        completed: dict[int, Completion] = {}
+        real = padded = 0
+        for rows in self._micro_batches(prompts):
+            some = [prompts[row] for row in rows]
+            drawn = None if uniforms is None else uniforms[rows].to(self._model.device)
+            generated = self._generate(some, drawn)
+            completed |= dict(zip(rows, generated, strict=True))
+            lengths = [len(completion.token_ids) for completion in generated]
+            real += sum(map(len, some)) + sum(lengths)
+            padded += len(rows) * (max(map(len, some)) + max(lengths))
+        return completed, TokenCount(real, padded)
+
     def _micro_batches(self, prompts: list[list[int]]) -> Iterator[list[int]]:
-        """Rows with prompts of similar lengths, whose sequences fit ``tokens_per_generation``."""
+        """This rank's rows: prompts of similar lengths that fit ``tokens_per_generation``."""
         limit, new = self._config.tokens_per_generation, self._config.max_new_tokens
         rows: list[int] = []
-        for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
+        by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        for row in by_length[ranks.index() :: ranks.count()]:
             if rows and (len(rows) + 1) * (len(prompts[row]) + new) > limit:
                 yield rows
                 rows = []
@@ -103,6 +118,7 @@ class TransformersSampler:
             ),
             logits_processor=LogitsProcessorList([choice]),
             stopping_criteria=StoppingCriteriaList([_CompletionEnds(self._endings, longest)]),
+            synced_gpus=False,  # no rank needs another to generate
         )
         token_ids = out[:, longest:].cpu()
         steps = token_ids.shape[1]

@@ -61,11 +61,12 @@ class VllmSampler:
         rollout = rollout_of(prompts, completions, self._tokenizer, self._model.device)
         return rollout, texts_of(completions, self._tokenizer)
 
-    def greedy(self, prompts: list[Prompt]) -> list[str]:
+    def greedy(self, prompts: list[Prompt]) -> tuple[list[str], list[int]]:
         """See `Sampler.greedy`."""
         completions = self._complete(prompts, 1, None)
         check_finite(completions)
-        return texts_of(completions, self._tokenizer)
+        lengths = [len(completion.token_ids) for completion in completions]
+        return texts_of(completions, self._tokenizer), lengths
 
     def _start(self) -> Any:
         """The engine with the architecture of the model, and random weights until it wakes."""

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields, make_dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -50,10 +50,12 @@ def read_options(
         options = [
             (
                 f.name,
-                _described(f.type, f.metadata["help"], (value := defaults.get(f.name, f.default))),
+                _by_task(f)
+                if value is None and "defaults" in f.metadata
+                else _described(f.type, f.metadata["help"], value),
                 field(default=value),
             )
-            for f in own
+            for f, value in ((f, defaults.get(f.name, f.default)) for f in own)
         ]
         group = make_dataclass(title.replace(" ", "_"), options, namespace={"__doc__": text})
         named = Annotated[group, tyro.conf.arg(name=title)]  # type: ignore[valid-type]
@@ -135,6 +137,21 @@ def _optional(kind: Any) -> PrimitiveConstructorSpec[Any]:
         is_instance=lambda value: value is None or not isinstance(value, tuple),
         str_from_instance=lambda value: ["none" if value is None else str(value)],
     )
+
+
+def _by_task(f: Field[Any]) -> Any:
+    """The type of an option whose help tells its defaults, by the task, and None if not given."""
+    several = get_origin(f.type) is tuple
+    item: Any = get_args(f.type)[0] if several else f.type
+    shown: str = item.__name__.upper()
+    spec = PrimitiveConstructorSpec[Any](
+        nargs="*" if several else 1,
+        metavar=f"[{shown} [{shown} ...]]" if several else shown,
+        instance_from_str=lambda texts: tuple(map(item, texts)) if several else item(texts[0]),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    )
+    return Annotated[Any, tyro.conf.arg(help=f.metadata["help"], help_behavior_hint=""), spec]
 
 
 def _gib(texts: list[str]) -> float:

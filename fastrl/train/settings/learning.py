@@ -21,7 +21,13 @@ _ENDING = (
 class LearningSettings:
     """How the model learns from the samples."""
 
-    steps: int = option(100, "Rounds of sampling and learning.", least=1, result=False)
+    steps: int = option(
+        100,
+        "Rounds of sampling and learning.",
+        least=1,
+        result=False,
+        by_task={"long_addition": 40},
+    )
     epochs: int = option(1, "Passes over the samples of a step.", least=1)
     minibatches: int = option(4, "Optimizer steps per pass.", least=1)
     learning_rate: float = option(2e-4, "Learning rate of AdamW, after the warm-up.", above=0)

@@ -12,3 +12,6 @@ class ModelSettings:
     model: str | None = option(
         None, "A causal LM, as a directory or hub name; by default, a small new model."
     )
+    trust_remote_code: bool = option(
+        False, "Run code that the model or its tokenizer brings along; it can do anything."
+    )

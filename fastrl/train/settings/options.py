@@ -1,6 +1,7 @@
 """The fields of a settings dataclass: default, help text, bounds, and the check of a value."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, field, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,6 +13,7 @@ def option(
     above: float | None = None,
     least: float | None = None,
     result: bool = True,
+    by_task: Mapping[str, Any] | None = None,
 ) -> Any:
     """A field.
 
@@ -22,9 +24,36 @@ def option(
         least: Inclusive lower bound of its value.
         result: Whether the value changes what a run computes, beyond rounding. If not, it may
             differ when the run is resumed.
+        by_task: Other defaults, by the embedded task. The field is then None until `fill_defaults`.
     """
-    bounds = {"above": above, "least": least}
-    return field(default=default, metadata={"help": help, "result": result, **bounds})
+    metadata = {"help": help, "result": result, "above": above, "least": least}
+    if by_task is None:
+        return field(default=default, metadata=metadata)
+    defaults: dict[str | None, Any] = {None: default} | dict(by_task)
+    shown = "; ".join(
+        _shown(default) if task is None else f"{task}: {_shown(value)}"
+        for task, value in defaults.items()
+    )
+    metadata |= {"help": f"{help} (default: {shown})", "defaults": defaults}
+    return field(default=None, metadata=metadata)
+
+
+def _shown(default: Any) -> str:
+    return " ".join(default) if isinstance(default, tuple) else str(default)
+
+
+def default_of(f: Field[Any], task: str | None) -> Any:
+    """The default of the field ``f`` for an embedded task, or without one."""
+    defaults = f.metadata.get("defaults", {None: f.default})
+    return defaults.get(task, defaults[None])
+
+
+def fill_defaults(settings: Any) -> None:
+    """Give the fields that were not given, and have defaults per task, those of the task."""
+    task = getattr(settings, "task", None)
+    for f in fields(settings):
+        if "defaults" in f.metadata and getattr(settings, f.name) is None:
+            setattr(settings, f.name, default_of(f, task))
 
 
 def check_options(settings: Any) -> None:
@@ -58,8 +87,11 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
             raise ValueError(f"{name} must be one of {shown}, got {value!r}")
         return
     if get_origin(kind) is tuple:
-        if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{name} must be a list of str, got {value!r}")
+        item_type = get_args(kind)[0]
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name} must be a list of {item_type.__name__}, got {value!r}")
+        for item in value:
+            _check_type(f"each of {name}", item, item_type)
         return
     allowed = get_args(kind) or (kind,)
     numeric = isinstance(value, int) and not isinstance(value, bool) and float in allowed

@@ -19,7 +19,7 @@ class RunSettings:
         "Continue the run NAME (without one, the latest) from its last checkpoint.",
         result=False,
     )
-    seed: int = option(0, "Random seed, also of the arithmetic prompts.", least=0)
+    seed: int = option(0, "Random seed, also of the embedded tasks.", least=0)
     eval_every: int = option(
         5, "Steps between evaluations on the held-out prompts.", least=1, result=False
     )

@@ -10,7 +10,9 @@ from fastrl.train.settings.options import option
 class SamplingSettings:
     """How the completions are sampled."""
 
-    max_new_tokens: int = option(4, "Longest completion, including its end token.", least=1)
+    max_new_tokens: int = option(
+        4, "Longest completion, including its end token.", least=1, by_task={"long_addition": 192}
+    )
     temperature: float = option(1.0, "Temperature of the sampling and of the loss.", above=0)
     stop_strings: tuple[str, ...] = option(
         (), "A completion ends with the token that completes one of these strings."

@@ -14,7 +14,9 @@ class WarmStartSettings:
         "Supervised steps on training prompts first; by default only for a new model.",
         least=0,
     )
-    warm_start_batch: int = option(128, "Prompts per supervised step.", least=1)
+    warm_start_batch: int = option(
+        128, "Prompts per supervised step.", least=1, by_task={"long_addition": 32}
+    )
     warm_start_learning_rate: float = option(
         3e-3, "Learning rate of the supervised steps.", above=0
     )

@@ -1,0 +1,1 @@
+"""One run on several processes, its ranks: what they share, split, sum and agree on."""

@@ -1,0 +1,92 @@
+"""The process group of a run that ``torchrun`` started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from fastrl.train.config import LoopConfig
+from fastrl.train.distributed import ranks
+
+_joined = 0  # how many times, in this process
+
+
+@contextmanager
+def joined(config: LoopConfig) -> Iterator[None]:
+    """Join the other ranks, if torchrun started several, and leave them at the end.
+
+    The tensors of GPUs are exchanged by NCCL, those of CPUs by gloo; rank N of a machine has its
+    GPU N.
+
+    Raises:
+        ValueError: The machine has fewer GPUs than ranks, or the setting ``device`` names one GPU.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ValueError(
+            f"device must be auto, cpu or cuda with several ranks, got {config.device!r}"
+        )
+    if on_gpu:
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(
+                f"device: there are {os.environ['LOCAL_WORLD_SIZE']} ranks on a machine with {gpus}"
+                " GPUs; start as many with torchrun --nproc-per-node"
+            )
+        torch.cuda.set_device(local)
+    timeout = timedelta(seconds=config.rank_timeout)
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        timeout=timeout,
+        store=_part(store, "group"),
+        rank=rank,
+        world_size=world,
+    )
+    global _joined
+    _joined += 1
+    ranks.use_for_exchange(
+        dist.new_group(backend="gloo", timeout=timeout), _part(store, f"run/{_joined}")
+    )
+    try:
+        yield
+    except Exception as error:
+        if not ranks.on_all_ranks(error):
+            raise  # to end the group would wait for ranks that are gone
+        _leave()
+        raise
+    _leave()
+
+
+def reports(error: Exception) -> bool:
+    """Whether this process tells of an error: the first rank of those that have it."""
+    return os.environ.get("RANK", "0") == "0" or not ranks.on_all_ranks(error)
+
+
+def _part(store: Any, name: str) -> Any:
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def _leave() -> None:
+    ranks.use_for_exchange(None, None)
+    dist.destroy_process_group()
+
+
+def check_joined() -> None:
+    """Raise a `ValueError` in a process of torchrun's that has not joined the others.
+
+    Each would train alone, and only the first could write its files.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks are not joined: call the "
+            "loop within fastrl.train.distributed.process_group.joined(config)"
+        )

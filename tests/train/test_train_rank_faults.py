@@ -1,0 +1,107 @@
+"""What goes wrong on one rank of several ends all of them, named, with nothing lost."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fastrl.train.distributed import ranks
+from fastrl.train.run.checkpoint import latest
+from tests.support.rank_runs import PARALLEL, check_same_metrics, check_whole, run_ranks
+from tests.support.train_runs import rows, run
+
+REWARDS = """
+import os, random, signal
+import numpy, torch
+calls, second = 0, os.environ.get("RANK") == "1"
+def points(prompts, completions, records):
+    global calls
+    calls += 1
+    return [sum(map(ord, text)) % 7 for text in completions]
+def fails_on_one(prompts, completions, records):
+    if second and calls == 4:  # two on trial, one before the first step, one in it
+        raise KeyError("no such answer")
+    return points(prompts, completions, records)
+def interrupts_one(prompts, completions, records):
+    if second and calls == 4:
+        signal.raise_signal(signal.SIGTERM)
+    return points(prompts, completions, records)
+def draws(prompts, completions, records):
+    for _ in range(2 + second):
+        random.random(), torch.rand(1), numpy.random.rand()
+    return points(prompts, completions, records)
+"""
+
+
+@pytest.fixture
+def settings(small):
+    (Path(small["out_dir"]).parent / "rank_rewards.py").write_text(REWARDS)
+    yield small | {"reward": "small_rewards:by_record", "minibatches": 2, "steps": 2}
+    sys.modules.pop("rank_rewards", None)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_an_error_on_one_rank_ends_all_with_its_message_and_a_checkpoint(
+    settings, tmp_path, parallel
+):
+    settings |= {"reward": "rank_rewards:fails_on_one", "steps": 4, "parallel": parallel}
+    one, other = run_ranks(2, "grpo", settings | {"name": "a"}, tmp_path)
+    directory = Path(settings["out_dir"]) / "a"
+    saved = latest(directory / "checkpoints")
+    assert saved.name == "step-000001"
+    assert one.error == other.error
+    assert one.error == (
+        f"RewardError: reward: raised KeyError: 'no such answer'; --resume continues from {saved}"
+    )
+    assert run("grpo", settings, name="a", resume=True).step == 4
+    whole = run("grpo", settings, name="whole").directory
+    check_same_metrics(rows(directory), rows(whole))
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_step(settings, tmp_path):
+    settings |= {"reward": "rank_rewards:interrupts_one", "steps": 50, "name": "a"}
+    ended = run_ranks(2, "grpo", settings, tmp_path)
+    check_whole(ended)
+    assert [end.steps for end in ended] == [2, 2]
+    assert latest(Path(settings["out_dir"]) / "a" / "checkpoints").name == "step-000002"
+
+
+@pytest.mark.parametrize("loop", ["grpo", "ppo"])
+def test_random_numbers_of_a_reward_leave_the_ranks_equal(settings, tmp_path, loop):
+    settings |= {"reward": "rank_rewards:draws", "epochs": 2}
+    one, other = run_ranks(2, loop, settings, tmp_path)
+    assert one.error is None
+    assert one == other
+
+
+def out_of_memory_on_one(rank):
+    """The second rank fails alone, in the second step."""
+    ranks.SECONDS_FOR_OTHERS = 2.0
+    loop = sys.modules["fastrl.train.grpo"]
+    calls, policy_loss = [], loop.policy_loss
+
+    def limited(*arguments, **options):
+        calls.append(rank)
+        if rank == 1 and len(calls) == 3:  # two minibatches per step
+            raise torch.OutOfMemoryError("no memory left")
+        return policy_loss(*arguments, **options)
+
+    loop.policy_loss = limited
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_an_error_in_the_middle_of_common_work_does_not_hang(settings, tmp_path, parallel):
+    settings |= {"parallel": parallel, "name": "a"}
+    one, other = run_ranks(2, "grpo", settings, tmp_path, before=out_of_memory_on_one)
+    checkpoints = Path(settings["out_dir"]) / "a" / "checkpoints"
+    saved = {"ddp": "step-000001", "fsdp": "step-000000"}[parallel]
+    assert latest(checkpoints).name == saved
+    assert other.error == "OutOfMemoryError: no memory left"
+    assert one.error == (
+        "RankError: another rank has failed, and its message tells why; "
+        f"--resume continues from {checkpoints / saved}"
+    )
+    assert run("grpo", settings, resume=True).step == 2
