@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fastrl.train.distributed import ranks
+from fastrl.train import gradients
+from fastrl.train.distributed import optimizer_shards, ranks
 from fastrl.train.run.checkpoint import latest
 from tests.support.rank_runs import PARALLEL, check_same_metrics, check_whole, run_ranks
 from tests.support.train_runs import rows, run
@@ -105,3 +106,71 @@ def test_an_error_in_the_middle_of_common_work_does_not_hang(settings, tmp_path,
         f"--resume continues from {checkpoints / saved}"
     )
     assert run("grpo", settings, resume=True).step == 2
+
+
+def spoiled_on_one(rank):
+    """After the second step, the weights of the second rank are others."""
+    apply = gradients.apply
+
+    def spoil(optimizer, config, step):
+        norm = apply(optimizer, config, step)
+        if rank == step == 1:
+            optimizer.param_groups[0]["params"][0].data[0, 0] += 1e-6
+        return norm
+
+    gradients.apply = spoil
+
+
+def test_ranks_whose_weights_differ_save_no_checkpoint(settings, tmp_path):
+    settings |= {"minibatches": 1, "save_every": 1, "name": "a", "steps": 4}
+    one, other = run_ranks(2, "grpo", settings, tmp_path, before=spoiled_on_one)
+    assert one.error == other.error
+    assert one.error.startswith("ValueError: the weights of the ranks differ after step 2")
+    assert one.error.endswith("--resume continues from " + str(last_of(settings)))
+    assert last_of(settings).name == "step-000001"
+
+
+def no_space_on_one(rank):
+    """The shards of the second rank cannot be written in the second checkpoint."""
+    save, calls = optimizer_shards.save, []
+
+    def full(*arguments, **options):
+        calls.append(rank)
+        if rank == 1 and len(calls) == 2:
+            options["storage_writer"].write_data = no_space
+        return save(*arguments, **options)
+
+    optimizer_shards.save = full
+
+
+def no_space(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_shard_that_cannot_be_written_loses_nothing(settings, tmp_path):
+    settings |= {"parallel": "fsdp", "save_every": 1, "name": "a", "steps": 4}
+    one, other = run_ranks(2, "grpo", settings, tmp_path, before=no_space_on_one)
+    checkpoints = Path(settings["out_dir"]) / "a" / "checkpoints"
+    assert one.error == other.error
+    assert one.error.startswith(f"CheckpointError: {checkpoints}/step-000002 could not be written")
+    assert "No space left on device" in one.error
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000000", "step-000001"]
+    assert run("grpo", settings, resume=True).step == 4
+
+
+def test_shards_of_a_checkpoint_are_safetensors_and_checked(settings, tmp_path):
+    settings |= {"parallel": "fsdp", "name": "a"}
+    check_whole(run_ranks(2, "grpo", settings, tmp_path))
+    shards = sorted((last_of(settings) / "optimizer").iterdir())
+    assert [path.suffix for path in shards] == [".safetensors"] * 2
+    with shards[1].open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(ValueError, match=f"{shards[1].name} is damaged"):
+        run("grpo", settings, resume=True, steps=3)
+
+
+def last_of(settings):
+    return latest(Path(settings["out_dir"]) / "a" / "checkpoints")

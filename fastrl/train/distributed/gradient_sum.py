@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastrl.train.distributed import ranks
 from fastrl.train.distributed.sharding import is_sharded, reshard
+from fastrl.train.model.stored_model import fingerprint
 from fastrl.train.packing import PackedBatch
 
 # what torch 2.13 renamed
@@ -70,6 +71,13 @@ class GradientSum:
         """To be called before the weights change."""
         for module in self._modules:
             reshard(module)
+
+    def are_replicas_equal(self) -> bool:
+        """Whether all ranks have the same bits where each has all weights."""
+        if self._data_parallel is None:
+            return True
+        weights = self._data_parallel.named_parameters()
+        return len(set(ranks.together(lambda: fingerprint(weights)))) == 1
 
     def _add_up(  # torch checks the types
         self,

@@ -75,8 +75,8 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
             begun = job.begin(parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
-                run.reference = job.reference()
                 run.prepare_gradients()
+                run.reference = job.reference()
                 if not job.log.rows:
                     run.save()
         if begun is None:
@@ -199,12 +199,19 @@ class TrainingRun:
         Raises:
             CheckpointError: It could not be written.
             FloatingPointError: A weight is not finite; it would take the place of a better one.
+            ValueError: The ranks do not have the same weights.
         """
         names = ranks.together(lambda: not_finite(self._job.model))
         if (name := next(filter(None, names), None)) is not None:
             self._whole = False
             raise FloatingPointError(
                 f"the weights after step {self.step} are not finite, first in {name!r}"
+            )
+        if not self._gradients.are_replicas_equal():
+            self._whole = False
+            raise ValueError(
+                f"the weights of the ranks differ after step {self.step}, but parallel=ddp keeps "
+                "them equal: a reward function has changed them, or the state of the generators"
             )
         checkpoint.save(
             self._job.log.checkpoints,
