@@ -57,7 +57,7 @@ def scorer_warm_start(model: Any, pairs: list[Pair], config: RewardModelConfig) 
 
 
 def scorer_warm_start_steps(config: RewardModelConfig) -> int:
-    """How many supervised steps come first: none for a model that is not new."""
+    """How many supervised steps come first."""
     if config.model is not None:
         return 0
     return NEW_MODEL_STEPS if config.warm_start_steps is None else config.warm_start_steps

@@ -18,7 +18,7 @@ from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.rollout import Rollout
 
 #: Steps for a new model, by the task.
-NEW_MODEL_STEPS = {"arithmetic": 700, "long_addition": 600}
+NEW_MODEL_STEPS = {"arithmetic": 700, "long_addition": 1600}
 
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:

@@ -1,10 +1,10 @@
 """Reward functions in worker processes: what hangs, raises or ends its process."""
 
-import json
 import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -188,49 +188,58 @@ def test_a_function_that_always_fails_is_found_before_the_run(small, slow):
     assert not Path(small["out_dir"]).exists()
 
 
+@contextmanager
+def running(*arguments, **options):
+    """A run in a process of its own, which is killed if the test fails."""
+    process = start_process(*arguments, **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def alive(pids):
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_a_run_that_is_ended(small, slow, number):
     """The last function calls hang, and have no time limit."""
-    process = start_process(slow, slow_settings(small, steps=50))
     calls = slow / "calls"
 
     def called():
         return calls.read_text().split() if calls.exists() else []
 
-    wait_for(process, lambda: len(called()) == 36)
-    workers = {int(pid) for pid in called()}
-    assert len(alive(workers)) == 2
-    process.send_signal(number)
-    if number != signal.SIGKILL:
-        time.sleep(1)
-        assert process.poll() is None  # it waits for the step to end
+    with running(slow, slow_settings(small, steps=50)) as process:
+        wait_for(process, lambda: len(called()) == 36, seconds=300)
+        workers = {int(pid) for pid in called()}
+        assert len(alive(workers)) == 2
         process.send_signal(number)
-    process.communicate(timeout=60)
-    deadline = time.monotonic() + 20
+        if number != signal.SIGKILL:
+            time.sleep(1)
+            assert process.poll() is None  # it waits for the step to end
+            process.send_signal(number)
+        process.communicate(timeout=300)
+    deadline = time.monotonic() + 60
     while alive(workers):
         assert time.monotonic() < deadline, "a worker is left"
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_step_with_its_workers(small, slow):
     """A Ctrl-C of a terminal reaches all processes of its group."""
     source = SLOW_REWARDS + (
-        "def slow(prompts, completions, records):\n"
-        "    Path(__file__).with_name('begun').touch()\n"
-        "    time.sleep(0.05)\n"
-        "    return [0.5]\n"
+        "def slow(prompts, completions, records):\n    time.sleep(0.05)\n    return [0.5]\n"
     )
     (slow / "slow_rewards.py").write_text(source)
     settings = slow_settings(small, reward=["slow_rewards:slow"], steps=500)
-    (slow / "run.json").write_text(json.dumps(settings))
-    process = start_process(slow, settings, limit='exec setsid "$@"')
     metrics = Path(small["out_dir"]) / "a" / "metrics.jsonl"
-    wait_for(process, lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
-    os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    with running(slow, settings, limit='exec setsid "$@"') as process:
+        wait_for(process, lambda: metrics.exists() and metrics.read_text().count("\n") > 1, 300)
+        os.killpg(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 130, (slow / "stderr.txt").read_text()
     assert "stopped after step" in out

@@ -34,6 +34,20 @@ def prompt_text(record: dict[str, Any]) -> str:
     return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
+def conversation(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
+    """The messages of a prompt: a text is a message of the user.
+
+    Args:
+        prompt: A text, or checked messages.
+        system_prompt: The system message of prompts that have none of their own.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [{key: message[key] for key in ("role", "content")} for message in messages]
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
 def render(prompt: Any, tokenizer: Any, system_prompt: str | None) -> str:
     """The text that the model continues, by the chat template.
 
@@ -45,10 +59,7 @@ def render(prompt: Any, tokenizer: Any, system_prompt: str | None) -> str:
     Raises:
         ValueError: The template refuses the messages.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = [{key: message[key] for key in ("role", "content")} for message in messages]
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+    messages = conversation(prompt, system_prompt)
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of the model's authors

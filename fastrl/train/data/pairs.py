@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastrl.train.data.messages import prompt_text
 from fastrl.train.data.prompts import Record, read_jsonl
 from fastrl.train.data.scored_text import encode_scored
 from fastrl.train.padding import by_length
@@ -15,14 +16,14 @@ class Pair(NamedTuple):
 
     chosen: list[int]
     rejected: list[int]
-    prompt_tokens: int  # of the prompt alone, without a chat template
+    prompt_tokens: int  # of the prompt alone; 0 in a chat template
     margin: float  # by how much the reward of the chosen one should be larger
 
 
 def read_pairs(path: str | Path) -> list[Record]:
     """The records of a file: one JSON object with the keys below per line; blank lines are skipped.
 
-    ``"prompt"`` is a non-empty string, ``"chosen"`` and ``"rejected"`` are strings that differ, and
+    ``"prompt"`` is a text or messages, ``"chosen"`` and ``"rejected"`` are strings that differ, and
     ``"margin"``, where it is present, is a finite number of 0 or more.
 
     Raises:
@@ -56,23 +57,24 @@ def encode_pairs(
         ValueError: A prompt with a completion is longer than ``max_length`` tokens, or cannot be
             tokenized; or there is no chat template.
     """
-    if chat_template and tokenizer.chat_template is None:
-        raise ValueError("chat_template: the tokenizer has none")
     prompts = [record["prompt"] for record in records]
-    chosen, rejected = (
-        _encode(tokenizer, prompts, [record[name] for record in records], chat_template)
+    chats = [chat_template or not isinstance(prompt, str) for prompt in prompts]
+    if any(chats) and tokenizer.chat_template is None:
+        raise ValueError("chat_template: the tokenizer has none")
+    both = [
+        _encode(records, tokenizer, name, chat_template=chat_template)
         for name in ("chosen", "rejected")
-    )
-    alone = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
-    margins = [float(record.get("margin", 0)) for record in records]
-    pairs = list(map(Pair, chosen, rejected, alone, margins))
-    for prompt, pair in zip(prompts, pairs, strict=True):
-        longest = max(len(pair.chosen), len(pair.rejected))
+    ]
+    pairs = []
+    for record, chat, chosen, rejected in zip(records, chats, *both, strict=True):
+        longest = max(len(chosen), len(rejected))
         if longest > max_length:
             raise ValueError(
                 f"max_length must cover every prompt with its completions, got {longest} tokens "
-                f"for {prompt[:80]!r}"
+                f"for {prompt_text(record)[:80]!r}"
             )
+        alone = 0 if chat else len(tokenizer(record["prompt"])["input_ids"])
+        pairs.append(Pair(chosen, rejected, alone, float(record.get("margin", 0))))
     return pairs
 
 
@@ -87,11 +89,13 @@ def pair_batches(pairs: list[Pair], tokens: int) -> Iterator[list[Pair]]:
 
 
 def _encode(
-    tokenizer: Any, prompts: list[str], completions: list[str], chat_template: bool
+    records: list[Record], tokenizer: Any, name: str, *, chat_template: bool
 ) -> list[list[int]]:
+    """The sequences of each prompt with its completion ``name``."""
+    prompts, completions = ([record[key] for record in records] for key in ("prompt", name))
     try:
         return encode_scored(tokenizer, prompts, completions, chat_template=chat_template)
     except ValueError as error:
-        for pair in zip(prompts, completions, strict=True) if len(prompts) > 1 else ():
-            _encode(tokenizer, [pair[0]], [pair[1]], chat_template)  # raises for the wrong one
-        raise ValueError(f"prompt {prompts[0][:80]!r}: {error}") from error
+        for record in records if len(records) > 1 else ():
+            _encode([record], tokenizer, name, chat_template=chat_template)  # raises for the one
+        raise ValueError(f"prompt {prompt_text(records[0])[:80]!r}: {error}") from error

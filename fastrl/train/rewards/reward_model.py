@@ -19,6 +19,7 @@ def load_reward_model(
     *,
     tokens_per_batch: int = 16384,
     chat_template: bool = False,
+    system_prompt: str | None = None,
     trust_remote_code: bool = False,
 ) -> RewardFunction:
     """The reward function that scores prompt and completion with a reward model.
@@ -32,8 +33,9 @@ def load_reward_model(
             safetensors; or a run of `fastrl.train.reward`, of which it is the last checkpoint.
         device: Where it computes.
         tokens_per_batch: Most tokens that are scored together, padding included.
-        chat_template: Whether prompt and completion are messages of the chat template of the
-            reward model's tokenizer.
+        chat_template: Whether prompts that are text become messages. A record whose prompt is
+            messages always goes through the chat template of the reward model's tokenizer.
+        system_prompt: The system message of conversations that have none of their own.
         trust_remote_code: Whether code of the directory or of the hub may run.
 
     Returns:
@@ -57,7 +59,17 @@ def load_reward_model(
 
     @torch.no_grad()
     def rewards(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-        sequences = encode_scored(tokenizer, prompts, completions, chat_template=chat_template)
+        asked = [
+            messages if isinstance(messages := record.get("prompt"), list) else prompt
+            for prompt, record in zip(prompts, records, strict=True)
+        ]
+        sequences = encode_scored(
+            tokenizer,
+            asked,
+            completions,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+        )
         lengths = [len(sequence) for sequence in sequences]
         check_context(model, max(lengths, default=0), "reward_model: a prompt and completion")
         scored = [0.0] * len(sequences)

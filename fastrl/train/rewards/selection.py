@@ -18,18 +18,18 @@ from fastrl.train.rewards.reward_model import load_reward_model
 from fastrl.train.rewards.scoring import import_reward
 from fastrl.train.rewards.weighted import Judge, Rewards, in_this_process, in_workers
 from fastrl.train.rewards.workers import WorkerPool
-from fastrl.train.settings.rewards import READY
+from fastrl.train.settings.rewards import READY, REWARD_MODEL
 
 
 def make_rewards(config: RunConfig) -> Rewards:
     """The rewards that ``config.reward`` names, with their weights.
 
-    Ready functions are called in this process; all but the reward model are quick.
+    Ready functions are quick; they and a reward model are called in this process.
 
     Raises:
         ValueError: A function does not exist, or a setting of one cannot be used.
     """
-    own = [name for name in config.reward if name not in READY]
+    own = [name for name in config.reward if name not in (*READY, REWARD_MODEL)]
     for name in own:
         import_reward(name)
     pool = None
@@ -46,7 +46,7 @@ def make_rewards(config: RunConfig) -> Rewards:
     return Rewards(
         judges,
         dict(zip(judges, weights, strict=True)),
-        quick=[s for s, name in names.items() if name in READY and name != "reward_model"],
+        quick=[shown for shown, name in names.items() if name in READY],
         failed=config.reward_failed,
         pool=pool,
     )
@@ -62,15 +62,6 @@ def _shown(names: tuple[str, ...]) -> dict[str, str]:
 def _judge(name: str, config: RunConfig, pool: WorkerPool | None) -> Judge:
     seconds = config.reward_timeout or SECONDS
     longest = config.max_new_tokens
-    if name == "reward_model":
-        assert config.reward_model is not None
-        model = load_reward_model(
-            config.reward_model,
-            find_device(config.device),
-            chat_template=config.chat_template,
-            trust_remote_code=config.trust_remote_code,
-        )
-        return in_this_process(model)
     if name == "exact_match":
         return in_this_process(exact_match)
     if name == "number_equality":
@@ -90,4 +81,14 @@ def _judge(name: str, config: RunConfig, pool: WorkerPool | None) -> Judge:
         buffer = config.overlong_buffer or max(1, longest // 5)
         overlong([], max_new_tokens=longest, buffer=buffer)  # a wrong setting fails here
         return lambda given: overlong(given.lengths, max_new_tokens=longest, buffer=buffer)
+    if name == REWARD_MODEL:
+        assert config.reward_model is not None
+        function = load_reward_model(
+            config.reward_model,
+            find_device(config.device),
+            chat_template=config.chat_template,
+            system_prompt=config.system_prompt,
+            trust_remote_code=config.trust_remote_code,
+        )
+        return in_this_process(function)
     return in_this_process(import_reward(name)) if pool is None else in_workers(name, pool)

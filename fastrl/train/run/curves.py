@@ -15,7 +15,7 @@ _PHASES = ("generate", "score", "logprobs", "learn", "evaluate")
 _PANELS = (
     ("reward", ("reward", "held_out_reward")),
     ("reward deviation", ("reward_std",)),
-    ("reward parts", ()),  # the keys that begin with PART
+    ("reward parts", ()),  # the keys that begin with PART or HELD_OUT_PART
     ("accuracy on pairs", ("accuracy", "held_out_accuracy")),
     ("loss on pairs", ("loss", "held_out_loss")),
     ("reward of completions", ("reward_chosen", "reward_rejected")),
@@ -32,6 +32,7 @@ _PANELS = (
     ("share of completions", ("truncated", "left_out")),
 )
 PART = "reward/"
+HELD_OUT_PART = "held_out_reward/"
 _LABELS = {
     "reward": "train prompts, sampled",
     "held_out_reward": "held-out prompts, greedy",
@@ -88,13 +89,15 @@ def further(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
 def panels(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """The title of each panel that has a quantity, and the keys of its quantities in ``rows``."""
     known = dict.fromkeys(key for row in rows for key in row)
-    parts = tuple(key for key in known if key.startswith(PART))
+    parts = tuple(key for key in known if key.startswith((PART, HELD_OUT_PART)))
     of_title = [(title, parts if title == "reward parts" else keys) for title, keys in _PANELS]
     return [(title, kept) for title, keys in of_title if (kept := [k for k in keys if k in known])]
 
 
 def label(key: str) -> str:
     """The name of a quantity in the legend of its panel."""
+    if key.startswith(HELD_OUT_PART):
+        return f"{printable(key.removeprefix(HELD_OUT_PART))}, held out"
     return _LABELS.get(key, printable(key.removeprefix(PART)))
 
 

@@ -23,6 +23,7 @@ from fastrl.train.run.curves import Row, further, panels
 from fastrl.train.run.json_lines import replace_file
 from fastrl.train.run.run_directory import settings_of
 from fastrl.train.run.samples import Samples
+from fastrl.train.run.summary import MEASURED
 from fastrl.train.run.terminal import printable
 
 _LONGEST = 20_000  # characters of a text on the page
@@ -91,19 +92,20 @@ def _visible(value: Any) -> Any:
 
 
 def _facts(loop: str, config: LoopConfig, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    measured = [row for row in rows if "held_out_reward" in row]
     facts = [
         ("Loop", loop),
         ("Model", config.model or "small new model"),
         ("Steps", f"{int(rows[-1]['step']) if rows else 0} of {config.steps}"),
         ("Duration", str(timedelta(seconds=round(sum(_seconds(rows).values()))))),
     ]
-    if measured:
-        first, last = measured[0], measured[-1]
-        facts += [
-            ("Held-out reward before", f"{first['held_out_reward']:.3f}"),
-            ("Held-out reward after", f"{last['held_out_reward']:.3f} (step {last['step']:.0f})"),
-        ]
+    for key in MEASURED:
+        name = key.replace("held_out_", "Held-out ")
+        if measured := [row for row in rows if key in row]:
+            first, last = measured[0], measured[-1]
+            facts += [
+                (f"{name} before", f"{first[key]:.3f}"),
+                (f"{name} after", f"{last[key]:.3f} (step {last['step']:.0f})"),
+            ]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return [*facts, ("Versions", f"Python {platform.python_version()}, {versions}")]
 

@@ -1,6 +1,5 @@
 """Before the first step of a reward model: check the settings, load or resume; its evaluation."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,8 @@ import torch
 from fastrl.train.config import RewardModelConfig
 from fastrl.train.data import arithmetic_pairs, task_files
 from fastrl.train.data.pairs import Pair, encode_pairs, pair_batches, read_pairs
+from fastrl.train.distributed import ranks
+from fastrl.train.distributed.process_group import check_joined
 from fastrl.train.gradients import autocast
 from fastrl.train.model import loading
 from fastrl.train.model.finite_weights import check_weights
@@ -43,8 +44,8 @@ class RewardModelJob(NamedTuple):
         self.log.begin(0)
         if self.config.train_file is None:
             directory = self.log.directory / "data"
-            split, seed = arithmetic_pairs.split, self.config.seed
-            self.log.written += task_files.write(directory, split, seed)
+            split = arithmetic_pairs.split
+            self.log.written += task_files.write(directory, split, self.config.seed)
         losses = scorer_warm_start(self.model, self.train, self.config)
         with self.log.stage("warm start", scorer_warm_start_steps(self.config)) as show:
             for i, loss in enumerate(losses, 1):
@@ -77,10 +78,9 @@ def prepare_reward_model(config: RewardModelConfig) -> RewardModelJob:
         ValueError: Anything that would stop the run later: a missing file, a malformed line, a
             pair that is too long, damaged weights, another process in the same directory.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"reward models learn on one rank, but torchrun started {os.environ['WORLD_SIZE']}"
-        )
+    check_joined()
+    if ranks.count() > 1:
+        raise ValueError(f"a reward model learns on one rank, got {ranks.count()}")
     log = RunLog(config, config.loop)
     try:
         return _prepare(config, log)

@@ -66,7 +66,8 @@ def check_resumable(config: LoopConfig, before: Mapping[str, Any]) -> None:
             f"resume: the run has settings that this version does not have: "
             f"{', '.join(sorted(unknown))}"
         )
-    for name, f in known.items():
+    # the task first: it is why others differ
+    for name, f in sorted(known.items(), key=lambda item: item[0] != "task"):
         ends = name == "steps" and config.ends
         if f.metadata["result"] or ends:
             default = default_of(f, before.get("task"))

@@ -23,18 +23,13 @@ from fastrl.train.run.run_directory import (
     settings_of,
 )
 from fastrl.train.run.samples import Samples
-from fastrl.train.run.summary import Summary
+from fastrl.train.run.summary import MEASURED, Summary
 from fastrl.train.run.terminal import printable
 from fastrl.train.run.trackers import Trackers
 
 __all__ = ["Row", "RunLog", "Summary"]
 
 Row = dict[str, float]
-#: What a loop measures on what is held out, by its key in the log.
-_MEASURED = {
-    "held_out_reward": "held-out reward, greedy",
-    "held_out_accuracy": "held-out accuracy",
-}
 
 
 class RunLog:
@@ -181,7 +176,7 @@ class RunLog:
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, from its log."""
-        for key, name in _MEASURED.items():
+        for key, name in MEASURED.items():
             if measured := [row for row in self.rows if key in row]:
                 first, last = measured[0], measured[-1]
                 ends, after = (first[key], last[key]), int(last["step"])

@@ -8,6 +8,12 @@ from fastrl.train.config import LoopConfig
 from fastrl.train.run.run_directory import SETTINGS
 from fastrl.train.run.terminal import printable
 
+#: What a loop measures on what is held out, by its key in the log.
+MEASURED = {
+    "held_out_reward": "held-out reward, greedy",
+    "held_out_accuracy": "held-out accuracy",
+}
+
 
 class Summary(NamedTuple):
     """How a run ended."""
@@ -17,7 +23,7 @@ class Summary(NamedTuple):
     held_out: tuple[float, float] | None  # before the first step, and the last that was measured
     interrupted: bool
     evaluated: int = 0  # the step after which it was measured last
-    measured: str = "held-out reward, greedy"  # what was measured
+    measured: str = MEASURED["held_out_reward"]  # what was measured
 
     def __str__(self) -> str:
         """The final lines of output."""

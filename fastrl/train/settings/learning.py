@@ -29,11 +29,16 @@ class LearningSettings:
         "Rounds of sampling and learning.",
         least=1,
         result=False,
-        by_task={"long_addition": 40},
+        by_task={"long_addition": 80},
     )
     epochs: int = option(1, "Passes over the samples of a step.", least=1)
-    minibatches: int = option(4, "Optimizer steps per pass.", least=1)
-    learning_rate: float = option(2e-4, "Learning rate of AdamW, after the warm-up.", above=0)
+    minibatches: int = option(4, "Optimizer steps per pass.", least=1, by_task={"long_addition": 1})
+    learning_rate: float = option(
+        2e-4,
+        "Learning rate of AdamW, after the warm-up.",
+        above=0,
+        by_task={"long_addition": 1e-4},
+    )
     warmup_steps: int = option(5, "Steps over which the learning rate rises from 0.", least=0)
     schedule: Schedule = option(
         "constant", "The learning rate after the warm-up, by a schedule of transformers."

@@ -14,8 +14,9 @@ READY = (
     "format",
     "length_penalty",
     "overlong",
-    "reward_model",
 )
+#: The name of the reward model that ``--reward_model`` names.
+REWARD_MODEL = "reward_model"
 #: Reasoning, then an answer, and nothing else.
 THINK_AND_ANSWER = (
     r"<think>((?!</?think>).)*</think>\s*<answer>((?!</?answer>).)*</answer>"  # each block once
@@ -25,6 +26,7 @@ _READ_BY = {
     "reward_pattern": "regular_expression",
     "reward_format": "format",
     "overlong_buffer": "overlong",
+    "reward_model": REWARD_MODEL,
 }
 
 
@@ -34,18 +36,18 @@ class RewardSettings:
 
     reward: tuple[str, ...] = option(
         ("exact_match",),
-        f"Reward functions: {', '.join(READY)}, or module:function that takes (prompts, "
-        "completions, records) and returns a number for each completion.",
+        f"Reward functions: {', '.join(READY)}, {REWARD_MODEL}, or module:function that takes "
+        "(prompts, completions, records) and returns a number for each completion.",
         by_task={"long_addition": ("fastrl.train.data.long_addition:right_sum",)},
-    )
-    reward_model: str | None = option(
-        None,
-        "reward_model: a sequence classification model of one label, as a directory or hub name, "
-        "or the directory of a run of fastrl.train.reward.",
     )
     reward_weights: tuple[float, ...] = option(
         (),
         "Weights of the functions in their sum, by default 1 each; 0: the function is only logged.",
+    )
+    reward_model: str | None = option(
+        None,
+        f"{REWARD_MODEL}: a sequence classification model of one label, as a directory or hub "
+        "name, or the directory of a run of fastrl.train.reward.",
     )
     reward_pattern: str | None = option(
         None,
@@ -86,10 +88,10 @@ class RewardSettings:
         """Raise a `ValueError` that names a setting of the rewards that cannot be used."""
         for name in self.reward:
             module, colon, function = name.partition(":")
-            if name not in READY and not (module and colon and function):
+            if name not in (*READY, REWARD_MODEL) and not (module and colon and function):
                 raise ValueError(
-                    f"reward must be one of {', '.join(READY)}, or look like module:function, got "
-                    f"{name!r}"
+                    f"reward must be one of {', '.join(READY)}, {REWARD_MODEL}, or look like "
+                    f"module:function, got {name!r}"
                 )
         if not self.reward or len(set(self.reward)) < len(self.reward):
             raise ValueError(f"reward must name different functions, got {list(self.reward)}")
@@ -100,11 +102,8 @@ class RewardSettings:
             )
         if self.reward_weights and not any(self.reward_weights):
             raise ValueError("reward_weights must not all be 0")
-        if ("reward_model" in self.reward) != (self.reward_model is not None):
-            raise ValueError(
-                f"reward_model must be given if and only if reward names reward_model, got "
-                f"{self.reward_model!r} with reward {list(self.reward)}"
-            )
+        if REWARD_MODEL in self.reward and self.reward_model is None:
+            raise ValueError("reward_model must name a model with reward reward_model, got null")
         for setting, function in _READ_BY.items():
             given = getattr(self, setting) != getattr(type(self), setting)
             if given and function not in self.reward:

@@ -13,7 +13,12 @@ class SamplingSettings:
     max_new_tokens: int = option(
         4, "Longest completion, including its end token.", least=1, by_task={"long_addition": 192}
     )
-    temperature: float = option(1.0, "Temperature of the sampling and of the loss.", above=0)
+    temperature: float = option(
+        1.0,
+        "Temperature of the sampling and of the loss.",
+        above=0,
+        by_task={"long_addition": 0.6},
+    )
     stop_strings: tuple[str, ...] = option(
         (), "A completion ends with the token that completes one of these strings."
     )

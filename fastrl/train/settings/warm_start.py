@@ -15,7 +15,7 @@ class WarmStartSettings:
         least=0,
     )
     warm_start_batch: int = option(
-        128, "Prompts per supervised step.", least=1, by_task={"long_addition": 32}
+        128, "Prompts per supervised step.", least=1, by_task={"long_addition": 16}
     )
     warm_start_learning_rate: float = option(
         3e-3, "Learning rate of the supervised steps.", above=0
