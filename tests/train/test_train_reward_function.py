@@ -188,7 +188,7 @@ def test_pickled_weights_are_not_loaded(tmp_path):
             return open, (str(marker), "w")
 
     torch.save({"score.weight": Payload()}, tmp_path / "reward-model" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="must be a sequence classification model in safetensors"):
+    with pytest.raises(ValueError, match=r"it has no model\.safetensors, and pickled weights are"):
         load_reward_model(path, "cpu")
     assert not marker.exists()
 
@@ -206,9 +206,18 @@ def test_code_of_a_model_runs_only_with_the_switch(tmp_path):
         "class OwnConfig(LlamaConfig):\n"
         "    model_type = 'own'\n"
     )
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(ValueError, match="only runs with --trust_remote_code"):
         load_reward_model(path, "cpu")
     assert not marker.exists()
+
+
+def test_a_kernel_that_a_model_names_is_code(tmp_path):
+    path = small_reward_model(tmp_path)
+    config = json.loads((tmp_path / "reward-model" / "config.json").read_text())
+    config["_attn_implementation"] = "somebody/kernel"
+    (tmp_path / "reward-model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="only runs with --trust_remote_code"):
+        load_reward_model(path, "cpu")
 
 
 def test_damaged_files_with_checksums_are_refused(tmp_path):

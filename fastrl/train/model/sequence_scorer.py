@@ -11,13 +11,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaForSequenceClassification,
 )
 
-from fastrl.train.model.loading import is_adapter
+from fastrl.train.model.loading import is_adapter, pretrained_config, reason
 from fastrl.train.model.small_model import character_tokenizer, small_model
 from fastrl.train.run import checksums
 
@@ -60,7 +59,7 @@ def load_scorer(
         return Scorer(model.to(device).eval(), tokenizer, new_head=True)
     try:
         _check_files(path)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = pretrained_config(path, trust_remote_code=trust_remote_code)
         if new_head and not _classifies(config):
             config.num_labels = 1
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -75,7 +74,7 @@ def load_scorer(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"{setting} must be a sequence classification model in safetensors with its "
-            f"tokenizer, got {path!r}: {error}"
+            f"tokenizer, got {path!r}: {reason(error)}"
         ) from error
     missing = sorted(loaded["missing_keys"])
     _check_weights(model, missing, f"{setting} {path!r}", new_head=new_head)
