@@ -16,9 +16,7 @@ from fastrl.train.model.loading import frozen_head
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.rollout import Rollout
-
-#: Steps for a new model, by the task.
-NEW_MODEL_STEPS = {"arithmetic": 700, "long_addition": 1600}
+from fastrl.train.settings.warm_start import NEW_MODEL_STEPS
 
 
 def answered(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:

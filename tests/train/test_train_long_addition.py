@@ -51,8 +51,8 @@ def carries(record, text):
         assert (sofar, len(sofar + gap)) == (written, DIGITS)
         used.append(int(carry))
         handed.append(int(digits[0]))
-    assert total in (written, "1" + written)
-    return handed, [*used[1:], int(len(total) > DIGITS)]
+    assert total in ("_" + written, "1" + written)
+    return handed, [*used[1:], int(total[0] == "1")]
 
 
 def test_every_demonstration_is_right_but_for_carries_it_forgets(records):
@@ -63,7 +63,9 @@ def test_every_demonstration_is_right_but_for_carries_it_forgets(records):
             assert all(one <= other for one, other in zip(used, handed, strict=True))
             possible += sum(handed)
             forgotten += sum(handed) - sum(used)
-            assert (text.split("\n")[-1] == record["answer"]) == (used == handed)
+            answer = text.split("\n")[-1].lstrip("_")
+            assert (answer == record["answer"]) == (used == handed)
+            assert right_sum([record["prompt"]], [text], [record]) == [used == handed]
             right += used == handed
     assert 0.58 < forgotten / possible < 0.62
     assert 0.1 < right / (2 * len(records[0])) < 0.2
@@ -95,12 +97,14 @@ def test_completions_are_long_and_fit_the_default_limit(records):
     encode(records[1], tokenizer, chat_template=False, max_tokens=2 * DIGITS + 2)
 
 
-def test_only_the_last_line_is_rewarded(records):
-    record = records[0][0]
-    sum_, wrong = record["answer"], str(int(record["answer"]) + 1)
-    texts = [sum_, f"nonsense\n{sum_}", f"{sum_}\n{wrong}", f"{sum_}\n", f" {sum_}", "", "0" + sum_]
-    rewards = right_sum([record["prompt"]] * len(texts), texts, [record] * len(texts))
-    assert rewards == [1, 1, 0, 0, 0, 0, 0]
+def test_only_the_last_line_is_rewarded():
+    for answer, last in (("1489398", "1489398"), ("489398", "_489398")):
+        wrong = last[:-1] + "9"
+        texts = [last, f"nonsense\n{last}", f"{last}\n{wrong}", f"{last}\n", f" {last}", "", "0"]
+        texts += ["_" + last, last[1:]]
+        asked = [{"prompt": "985440+503958:", "answer": answer}] * len(texts)
+        rewards = right_sum([record["prompt"] for record in asked], texts, asked)
+        assert rewards == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_the_files_are_written(tmp_path):

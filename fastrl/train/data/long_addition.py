@@ -13,8 +13,8 @@ prompt is ``985440+503958:`` and a right completion of it is::
     1489398
 
 Each line adds the last digits and the carry, puts the new digit before those it has, and the next
-one drops what is done. All fields keep their place in a line, so that a model of two layers learns
-to copy them.
+one drops what is done; the last line is the sum. Blanks are underscores: all fields keep their
+place in a line, so that a model of two layers learns to copy them.
 
 The warm start imitates the demonstrations, in which each carry is forgotten more often than not.
 The most likely imitation is wrong as soon as there is a carry; a sample is right if it remembers
@@ -46,7 +46,7 @@ def completion(a: int, b: int, *, forgotten: float, generator: random.Random) ->
         head = f"{_without(a, column)}+{_without(b, column)}:" if column else ""
         lines.append(f"{head} {x}+{y}+{carry}={digits:02d} {total:_<{DIGITS}}")
         carry = digits // 10 if generator.random() >= forgotten else 0
-    return "\n".join([*lines, f"{carry or ''}{total}"])
+    return "\n".join([*lines, f"{carry or '_'}{total}"])
 
 
 def _without(number: int, digits: int) -> str:
@@ -84,9 +84,9 @@ def split(seed: int, held_out: int = 256, train: int = 4096) -> tuple[list[Recor
 
 
 def right_sum(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-    """The reward: 1 if the last line of the completion is the record's ``"answer"``, else 0."""
+    """The reward: 1 if the last line is the record's ``"answer"`` in its width, else 0."""
     return [
-        float(text.rpartition("\n")[2] == record["answer"])
+        float(text.rpartition("\n")[2] == f"{record['answer']:_>{DIGITS + 1}}")
         for text, record in zip(completions, records, strict=True)
     ]
 

@@ -29,7 +29,7 @@ class LearningSettings:
         "Rounds of sampling and learning.",
         least=1,
         result=False,
-        by_task={"long_addition": 80},
+        by_task={"long_addition": 60},
     )
     epochs: int = option(1, "Passes over the samples of a step.", least=1)
     minibatches: int = option(4, "Optimizer steps per pass.", least=1, by_task={"long_addition": 1})

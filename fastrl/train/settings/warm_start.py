@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from fastrl.train.settings.options import option
 
+#: Supervised steps for a new model, by the embedded task.
+NEW_MODEL_STEPS = {"arithmetic": 700, "long_addition": 1600}
+
 
 @dataclass
 class WarmStartSettings:
@@ -11,7 +14,9 @@ class WarmStartSettings:
 
     warm_start_steps: int | None = option(
         None,
-        "Supervised steps on training prompts first; by default only for a new model.",
+        "Supervised steps on training prompts first; by default "
+        + ", ".join(f"{steps} ({task})" for task, steps in NEW_MODEL_STEPS.items())
+        + " for a new model, else none.",
         least=0,
     )
     warm_start_batch: int = option(
