@@ -37,7 +37,8 @@ def test_there_are_examples():
 
 def test_every_block_is_of_a_kind_that_is_tested():
     """Python runs unchanged; a diff runs with the names that it takes for granted."""
-    assert {language for _, language, _ in BLOCKS} == {"python", "bash", "diff", "mermaid"}
+    kinds = {"python", "bash", "diff", "mermaid", "yaml", "text"}
+    assert {language for _, language, _ in BLOCKS} == kinds
     changes = {path for path, language, _ in BLOCKS if language == "diff"}
     assert changes == {"README.md", "docs/replace-the-loss.md"}  # the latter has a test file
     diagrams = {path for path, language, _ in BLOCKS if language == "mermaid"}
@@ -72,6 +73,31 @@ def test_commands_exist(block):
                 assert importlib.util.find_spec(word), line
             if before.startswith("python") and word.endswith(".py"):
                 assert (ROOT / word).is_file(), line
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=name_of)
+def test_options_of_training_commands_are_valid(block, tmp_path, monkeypatch):
+    needed("transformers")
+    from fastrl.train.command_line import config_of, parse
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("{}")
+    for line in block[2].replace("\\\n", " ").splitlines():
+        command = re.search(r"fastrl(?: |\.train\.)(grpo|ppo|reward) (.*)", line)
+        if command and "--help" not in line:
+            parse(config_of(command[1]), shlex.split(command[2], comments=True))
+
+
+def test_settings_in_yaml_are_valid(tmp_path):
+    needed("transformers")
+    from fastrl.train.command_line import parse
+    from fastrl.train.config import GrpoConfig
+
+    blocks = [code for _, language, code in BLOCKS if language == "yaml"]
+    assert blocks
+    for code in blocks:
+        (tmp_path / "run.yaml").write_text(code)
+        parse(GrpoConfig, ["--config", str(tmp_path / "run.yaml")])
 
 
 def test_the_diff_in_the_readme():

@@ -118,9 +118,9 @@ def test_the_files_are_written(tmp_path):
 def test_the_task_brings_defaults_and_what_is_given_wins():
     plain, long = parse(GrpoConfig, []), parse(GrpoConfig, ["--task", "long_addition"])
     assert (plain.task, plain.max_new_tokens, plain.warm_start_batch) == ("arithmetic", 4, 128)
-    assert plain.reward == "fastrl.train.rewards:exact_match"
+    assert plain.reward == ("exact_match",)
     assert (long.max_new_tokens, long.warm_start_batch) == (192, 16)
-    assert long.reward == "fastrl.train.data.long_addition:right_sum"
+    assert long.reward == ("fastrl.train.data.long_addition:right_sum",)
     assert warm_start_steps(long) != warm_start_steps(plain)
     given = ["--task", "long_addition", "--max-new-tokens", "200", "--steps", "100"]
     config = parse(GrpoConfig, given)

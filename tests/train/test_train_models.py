@@ -89,7 +89,7 @@ def test_a_run_that_does_not_start_keeps_the_files_of_others(small, tmp_path, mo
     def fails(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(run_log, "_replace", fails)
+    monkeypatch.setattr(run_log, "replace_file", fails)
     with pytest.raises(OSError, match="no space left"):
         run("grpo", small, name="mine")
     assert sorted(path.name for path in data.iterdir()) == ["held_out.jsonl", "train.jsonl"]

@@ -103,8 +103,8 @@ class TestValueModel:
         with torch.no_grad():
             backbone(model).embed_tokens.weight.add_(1.0)  # as a warm start would
         critic.follow(model)
-        own, policys = critic.backbone.state_dict(), backbone(model).state_dict()
-        assert all(torch.equal(own[name], policys[name]) for name in policys)
+        own, followed = critic.backbone.state_dict(), backbone(model).state_dict()
+        assert all(torch.equal(own[name], followed[name]) for name in followed)
         assert not {id(p) for p in critic.parameters()} & {id(p) for p in model.parameters()}
 
     def test_a_separate_one_follows_the_warm_start_of_a_run(self, small):
@@ -187,7 +187,7 @@ class TestEarlyStop:
         from types import SimpleNamespace
 
         metrics = MetricMeans()
-        batch = SimpleNamespace(input_ids=torch.zeros(1, 3))
+        batch = SimpleNamespace(input_ids=torch.zeros(1, 3), repeated=False)
         for kl, tokens in ((5.0, 1), (0.3, 1), (0.1, 3)):
             if kl == 0.3:
                 metrics.begin_minibatch()

@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
-from fastrl.train.rewards import RewardError, score
+from fastrl.train.rewards import RewardError, Rewards
+from fastrl.train.rewards.weighted import in_this_process
 from fastrl.train.run.run_log import RunLog
 from fastrl.train.run.samples import Samples
 from fastrl.train.run.terminal import printable, shortened
@@ -156,8 +157,9 @@ def test_a_completion_in_the_error_of_a_reward_is_text():
         return [float("nan")]
 
     for function in (raises, not_finite):
+        rewards = Rewards({"own": in_this_process(function)}, {"own": 1.0})
         with pytest.raises(RewardError) as error:
-            score(function, [{"prompt": HOSTILE}], [HOSTILE])
+            rewards.score([{"prompt": HOSTILE}], [HOSTILE], [1])
         assert str(error.value).isprintable()
         assert SEEN in str(error.value)
 

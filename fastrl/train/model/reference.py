@@ -66,7 +66,7 @@ def _frozen_shards(model: Any, config: RunConfig, path: Path, *, resumed: bool) 
         save = partial(model.save_pretrained, state_dict=weights)
         ranks.from_first(lambda: stored_model.store(path, save))
     before = checkpoint.rng_state()
-    frozen = ranks.agreed(lambda: _stored(path, model.dtype)).requires_grad_(False)
+    frozen = ranks.agreed(lambda: _stored(path, config, model.dtype)).requires_grad_(False)
     sharded(frozen, config, model.device)
     without_dropout(frozen)
     if config.mlp_tile is not None:
@@ -76,10 +76,12 @@ def _frozen_shards(model: Any, config: RunConfig, path: Path, *, resumed: bool) 
     return frozen
 
 
-def _stored(path: Path, dtype: torch.dtype) -> Any:
+def _stored(path: Path, config: RunConfig, dtype: torch.dtype) -> Any:
     stored_model.verify(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"resume: {path} cannot be read: {error}") from error
 
