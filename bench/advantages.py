@@ -28,7 +28,7 @@ ESTIMATES = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "advantages")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "advantages.png")
     parser.add_argument("options", nargs="*", help="further options of fastrl.train.ppo, after --")
@@ -47,7 +47,8 @@ def rewards(name, seed, arguments):
     if arguments.steps not in (curve := _logged(run)):
         command = [sys.executable, "-m", "fastrl.train.ppo", "--out_dir", str(arguments.out_dir)]
         command += ["--name", run.name, "--steps", str(arguments.steps), "--seed", str(seed)]
-        command += ["--advantage", name, *ESTIMATES[name][1], *arguments.options]
+        command += ["--advantage", name, *ESTIMATES[name][1], "--eval_every", "2"]
+        command += ["--sample_every", "0", *arguments.options]
         command += ["--resume"] if (run / "config.json").exists() else []
         subprocess.run(command, check=True, cwd=ROOT)
         curve = _logged(run)
