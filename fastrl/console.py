@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(_HELP)
     elif first == "--version":
         sys.stdout.write(f"fastrl {fastrl.__version__}\n")
+    elif first == "doctor" and rest in (["-h"], ["--help"]):
+        sys.stdout.write(
+            "usage: fastrl doctor\n\nPrint what works on this machine, and what is missing.\n"
+        )
     elif first == "doctor" and not rest:
         doctor.main()
     elif first == "doctor":

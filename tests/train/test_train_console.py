@@ -129,6 +129,12 @@ REQUIRED = [
 ]
 
 
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_doctor_has_help(capsys, flag):
+    console.main(["doctor", flag])
+    assert capsys.readouterr().out.startswith("usage: fastrl doctor\n")
+
+
 def test_the_doctor_names_packages_that_are_missing_or_old(monkeypatch, capsys):
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: REQUIRED)
     console.main(["doctor"])
