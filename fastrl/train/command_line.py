@@ -138,9 +138,15 @@ def _settings(kind: type[LoopConfig], file: str) -> dict[str, Any]:
     known = {f.name: f for f in fields(kind)}
     unknown = settings.keys() - known.keys()
     if unknown:
+        owners = [
+            loop
+            for loop, other in _kinds(LoopConfig).items()
+            if settings.keys() <= {f.name for f in fields(other)}
+        ]
+        hint = f"; they are settings of {owners[0]}" if owners else ""
         raise ValueError(
             f"config: {file} has fields that {kind.__name__} does not have: "
-            f"{', '.join(sorted(unknown))}"
+            f"{', '.join(sorted(unknown))}{hint}"
         )
     try:
         return {

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from fastrl.train.command_line import main, parse
 from fastrl.train.config import GrpoConfig, PpoConfig
-from tests.support.train_runs import LOOPS, OWN, rows
+from tests.support.train_runs import LOOPS, OWN, rows, run
 
 KINDS = [kind for _, kind in LOOPS.values()]
 
@@ -262,3 +262,10 @@ def test_plan_is_read_with_and_without_a_number(monkeypatch, capsys):
             main(PpoConfig, None, arguments)
     assert seen == [math.inf, 24.0, math.inf]
     assert capsys.readouterr().out == "text\n" * 3
+
+
+def test_a_run_of_another_loop_is_named(small):
+    out = run("grpo", small, name="a", steps=1)
+    arguments = ["--resume", "--name", "a", "--out_dir", str(out.directory.parent)]
+    with pytest.raises(ValueError, match="they are settings of grpo"):
+        parse(PpoConfig, arguments)

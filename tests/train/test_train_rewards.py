@@ -16,10 +16,12 @@ from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.data import arithmetic
 from fastrl.train.rewards import (
     RewardError,
+    Rewards,
     make_rewards,
     number_equality,
     overlong,
 )
+from fastrl.train.rewards.weighted import in_this_process
 from fastrl.train.run.curves import draw
 from tests.support.train_runs import LOOPS, rows, run
 
@@ -333,3 +335,30 @@ def test_scores_do_not_touch_random_numbers(small):
     state = torch.get_rng_state()
     score(["1"], reward="small_rewards:digits")
     assert torch.equal(state, torch.get_rng_state())
+
+
+def judged(function, records):
+    rewards = Rewards({"own": in_this_process(function)}, {"own": 1.0})
+    return rewards.score(records, ["a"] * len(records), [1] * len(records))
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_function_that_exits_is_an_error(status):
+    def exits(prompts, completions, records):
+        raise SystemExit(status)
+
+    with pytest.raises(RewardError, match=f"reward own: raised SystemExit: {status}"):
+        judged(exits, [{"prompt": "1"}])
+
+
+def test_what_a_function_changes_reaches_nothing_else():
+    def changes(prompts, completions, records):
+        prompts.clear()
+        completions.clear()
+        records[0]["prompt"][0]["content"] = "other"
+        records[0]["answer"] = "2"
+        return [1.0]
+
+    record = {"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "3"}
+    assert judged(changes, [record]).total.tolist() == [1]
+    assert record == {"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "3"}

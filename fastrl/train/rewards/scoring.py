@@ -1,5 +1,6 @@
 """Calling a reward function: import by name, checks of what it returns."""
 
+import copy
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,10 +61,11 @@ def outcomes(
             completions. The message continues the function's name.
     """
     try:
-        returned = function(prompts, list(completions), records)
+        # copies: what a function changes must not reach the samples or another function
+        returned = function(list(prompts), list(completions), copy.deepcopy(records))
         unordered = isinstance(returned, (str, bytes, Mapping))
         values = [] if unordered else list(returned)
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         said = printable(str(error))  # it may quote a completion
         raise RewardError(f"raised {type(error).__name__}: {said}") from error
     if unordered:
