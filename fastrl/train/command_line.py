@@ -56,7 +56,8 @@ def main(
     """Parse the command line, train, and print how the run ended.
 
     With ``--plan`` it prints the predicted memory instead. The exit status is 2 after bad input,
-    gradients that are not finite, a full disk or a full memory, and 130 after an interrupt.
+    gradients that are not finite, a full disk or a full memory, and 130 after an interrupt that
+    stopped the run.
 
     Args:
         kind: The settings of the loop.
@@ -78,6 +79,9 @@ def main(
             said = printable(str(error), keep="\n")
             sys.stderr.write(f"error: {said}\n")
         sys.exit(2)
+    except KeyboardInterrupt:  # before the first step, or a second one
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
     if prints:
         sys.stdout.write(f"{summary}\n")
     sys.exit(130 if summary.interrupted else 0)

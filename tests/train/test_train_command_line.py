@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from dataclasses import fields
 
 import pytest
@@ -269,3 +270,20 @@ def test_a_run_of_another_loop_is_named(small):
     arguments = ["--resume", "--name", "a", "--out_dir", str(out.directory.parent)]
     with pytest.raises(ValueError, match="they are settings of grpo"):
         parse(PpoConfig, arguments)
+
+
+def test_an_interrupt_that_no_run_handles_is_a_line(monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["grpo"])
+    with pytest.raises(SystemExit) as end:
+        main(GrpoConfig, interrupted)
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_in_the_last_step_stops_nothing(small):
+    out = run("ppo", small | {"reward": "small_rewards:interrupts"}, steps=2, eval_every=1)
+    assert sys.modules["small_rewards"].calls == 7  # of which the last one interrupts
+    assert (out.step, out.interrupted) == (2, False)

@@ -246,7 +246,8 @@ class TrainingRun:
 
     def summary(self) -> Summary:
         """Return how the run ended."""
-        return self._job.log.summary(self.step, interrupted=self._interrupt.requested)
+        stopped = self._interrupt.requested and self.step < self._config.steps
+        return self._job.log.summary(self.step, interrupted=stopped)
 
 
 def _largest(row: Row) -> Row:
