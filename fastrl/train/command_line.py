@@ -122,6 +122,11 @@ def _parse(
     given = read({})
     limit, file = given.pop("plan", None), given.pop("config")
     defaults = {} if file is None else _settings(kind, file)
+    if defaults.pop("trust_remote_code", False) and not given["trust_remote_code"]:
+        raise ValueError(
+            f"config: {file} asks for trust_remote_code, which a person must type: add "
+            "--trust_remote_code"
+        )
     if defaults:
         given = {name: value for name, value in read(defaults).items() if name in given}
     if given["resume"]:

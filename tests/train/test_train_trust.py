@@ -218,3 +218,11 @@ def test_nothing_else_reads_pickles():
             assert not modules & {name.partition(".")[0] for name in names}, path
     assert not list(calls("np.load"))
     assert not list(calls("numpy.load"))
+
+
+def test_a_file_does_not_switch_remote_code_on(tmp_path):
+    (tmp_path / "a.yaml").write_text("trust_remote_code: true")
+    arguments = ["--config", str(tmp_path / "a.yaml")]
+    with pytest.raises(ValueError, match="asks for trust_remote_code, which a person must"):
+        parse(GrpoConfig, arguments)
+    assert parse(GrpoConfig, [*arguments, "--trust_remote_code"]).trust_remote_code
