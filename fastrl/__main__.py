@@ -1,6 +1,8 @@
-"""`python -m fastrl`: print versions and, for each backend, whether it is usable or why not."""
+"""`python -m fastrl`: the command `fastrl`; without arguments, its `doctor`."""
 
-from fastrl.doctor import main
+import sys
+
+from fastrl.console import main
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or ["doctor"])

@@ -63,9 +63,11 @@ def train(config: PpoConfig) -> Summary:
     if config.kl_target is not None:
         parts["kl_penalty"] = penalty
 
-    with job.rewards, training_run(job, config, parts) as run:
-        if critic is not None and run.step == 0:
-            critic.follow(model)  # the warm start has changed it
+    def follow() -> None:
+        if critic is not None:
+            critic.follow(model)
+
+    with job.rewards, training_run(job, config, parts, warm_started=follow) as run:
         for step in run.steps():
             # Sample completions for each prompt, and reward them.
             prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)

@@ -54,11 +54,16 @@ def _schedule(
         )
         factor: Callable[[int], float] = schedule.lr_lambdas[0]
         factor(steps)
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise ValueError(
             f"schedule_options must be those of the schedule {name}, got "
             f"{' '.join(options) or 'none'}: {error}"
         ) from error
+    if name == "warmup_stable_decay" and factor(warmup_steps + 1) < 1:
+        raise ValueError(
+            "schedule_options must leave room for the warm-up: it and the decay take more than "
+            f"{steps} steps, got {' '.join(options)}"
+        )
     return factor
 
 
@@ -66,5 +71,10 @@ def _named_value(option: str) -> tuple[str, float | str]:
     name, _, text = option.partition("=")
     for read in (int, float):
         with suppress(ValueError):
-            return name, read(text)
-    return name, text
+            value = read(text)
+            break
+    else:
+        return name, text
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {text}")
+    return name, value

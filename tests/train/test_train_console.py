@@ -163,3 +163,9 @@ def test_the_module_prints_what_the_doctor_does():
     )
     assert done.stdout.startswith(f"fastrl {fastrl.__version__}, torch ")
     assert "optional packages" in done.stdout
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "fastrl", "--version"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert out.stdout == f"fastrl {fastrl.__version__}\n"

@@ -118,6 +118,14 @@ class TestValueModel:
         kept = {name for name in state["value_head"] if name.startswith("backbone.")}
         assert len(kept) > 10
 
+    def test_a_separate_one_in_bfloat16_keeps_what_it_follows(self, small):
+        settings = small | QUICK | {"warm_start_steps": 20, "learning_rate": 1e-5, "steps": 1}
+        out = run("ppo", settings, value_model="separate", weights="bfloat16", minibatches=1)
+        after = weights(out.directory)["model.layers.0.mlp.up_proj.weight"]
+        state = torch.load(latest(out.directory / "checkpoints") / "state.pt", weights_only=True)
+        own = state["value_head"]["backbone.layers.0.mlp.up_proj.weight"]
+        assert (own.float() - after.float()).abs().max() < 1e-3  # the warm start moves it by 0.01
+
     @pytest.mark.parametrize(
         "changes",
         [

@@ -134,11 +134,26 @@ def test_a_resumed_run_continues_its_schedule(small, loop):
 @pytest.mark.parametrize("schedule", NAMES)
 def test_steps_may_change_on_resume_only_if_the_rates_before_do_not(small, schedule):
     settings = {"schedule": schedule, "schedule_options": NEEDED.get(schedule, ())}
+    settings |= {"warmup_steps": 1, "prompts_per_step": 4}
     depends = rates(schedule, steps=20) != rates(schedule, steps=30)[:20]
-    run("grpo", small, name="a", steps=1, save_every=9, **settings)
+    run("grpo", small, name="a", steps=8, save_every=9, eval_every=9, **settings)
     if depends:
-        message = f"steps must remain 1 when a run is resumed, since the schedule {schedule} dep"
+        message = f"steps must remain 8 when a run is resumed, since the schedule {schedule} dep"
         with pytest.raises(ValueError, match=message):
-            run("grpo", small, name="a", steps=2, resume=True, **settings)
+            run("grpo", small, name="a", steps=9, resume=True, **settings)
     else:
-        assert run("grpo", small, name="a", steps=2, resume=True, **settings).step == 2
+        assert run("grpo", small, name="a", steps=9, resume=True, **settings).step == 9
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        ("cosine", ("last_epoch=5",), "schedule_options must be those of the schedule cosine"),
+        ("cosine", ("num_cycles=nan",), "num_cycles must be finite, got nan"),
+        ("warmup_stable_decay", ("num_decay_steps=20",), "must leave room for the warm-up"),
+    ],
+)
+def test_options_that_spoil_the_rate_are_refused(schedule, options, message):
+    config = GrpoConfig(schedule=schedule, schedule_options=options, steps=10, warmup_steps=5)
+    with pytest.raises(ValueError, match=message):
+        learning_rate(config, 0)

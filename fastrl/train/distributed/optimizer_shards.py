@@ -55,7 +55,8 @@ def write(directory: Path, shards: dict[str, Tensor]) -> None:
         OSError: A rank could not write.
     """
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    with _first_failure():
+    with _first_failure(), warnings.catch_warnings():  # torch 2.10 warns of its own storages
+        warnings.simplefilter("ignore", UserWarning)
         save(shards, storage_writer=writer)
 
 

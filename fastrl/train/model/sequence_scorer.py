@@ -162,3 +162,4 @@ def _set_padding(model: Any, tokenizer: Any, *, new_head: bool) -> None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(own)
     for part in (model.config, text):
         part.pad_token_id = own
+    model.get_input_embeddings().padding_idx = own  # it gets no gradient; the end token must

@@ -118,7 +118,7 @@ def _seconds(rows: Sequence[Row]) -> dict[str, float]:
         phases = {k.removeprefix("seconds_"): v for k, v in row.items() if k.startswith("seconds_")}
         for name, seconds in phases.items():
             total[name] = total.get(name, 0.0) + seconds
-        if row.get("tokens_per_second"):
+        if row.get("tokens_per_second") and "tokens" in row:  # not in rows of earlier versions
             step = row["tokens"] / row["tokens_per_second"]
             other += max(0.0, step - sum(phases.values()) + phases.get("evaluate", 0.0))
     return {**total, **({"other": other} if other else {})}

@@ -1,7 +1,7 @@
 """The frame of a loop's steps: start or resume, log, evaluate, save checkpoints, stop cleanly."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
@@ -52,7 +52,13 @@ class Job(Protocol):
 
 
 @contextmanager
-def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["TrainingRun"]:
+def training_run(
+    job: Job,
+    config: LoopConfig,
+    parts: Parts,
+    *,
+    warm_started: Callable[[], None] = lambda: None,
+) -> Iterator["TrainingRun"]:
     """Start or resume a run, and leave a checkpoint and curves behind however it ends.
 
     If the warm start is interrupted, the run has no steps and nothing is saved. If an error ends
@@ -63,6 +69,7 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
         job: What `prepare` returned.
         config: The settings of the run.
         parts: What a checkpoint holds besides the model: the optimizer, a value head.
+        warm_started: Called when a new run has its first weights, before they are saved.
 
     Raises:
         ValueError: A reward function failed in a step.
@@ -78,6 +85,7 @@ def training_run(job: Job, config: LoopConfig, parts: Parts) -> Iterator["Traini
                 run.prepare_gradients()
                 run.reference = job.reference()
                 if not job.log.rows:
+                    warm_started()
                     run.save()
         if begun is None:
             yield run
