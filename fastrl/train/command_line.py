@@ -23,7 +23,7 @@ _EXAMPLES = """\
 examples:
   {0} --name first --steps 200 --seed 1
   {0} --config run.yaml --learning_rate 1e-4
-  {0} --resume --name first --steps 400
+  {0} --resume --name first
 """
 _EXAMPLE_OF_A_PLAN = """\
   {0} --plan 24 --model Qwen/Qwen3-0.6B

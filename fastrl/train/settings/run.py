@@ -16,7 +16,7 @@ class RunSettings:
     out_dir: str = option("runs", "Directory of runs: files go to OUT_DIR/NAME.", result=False)
     resume: bool = option(
         False,
-        "Continue the run NAME (without one, the latest) from its last checkpoint.",
+        "Continue the run NAME (without one, the last unnamed run) from its last checkpoint.",
         result=False,
     )
     seed: int = option(0, "Random seed, also of the embedded tasks.", least=0)
