@@ -46,9 +46,9 @@ def number_equality(
     r"""1 if the last number of the completion equals the record's ``"answer"``, else 0.
 
     The last ``\boxed{...}`` is looked at alone if there is one, else what follows the last
-    ``#### `` (with its space) on its line, else the whole completion. Numbers have signs, thousands separators,
-    decimals, exponents, and may be fractions (``3/4``, ``\frac{3}{4}``); 0.50 equals 1/2, and
-    nothing is rounded. Units, currencies and percent signs are ignored.
+    ``#### `` (with its space) on its line, else the whole completion. Numbers have signs,
+    thousands separators, decimals, exponents, and may be fractions (``3/4``, ``\frac{3}{4}``);
+    0.50 equals 1/2, and nothing is rounded. Units, currencies and percent signs are ignored.
 
     Raises:
         ValueError: The answer of a record is neither a number nor text with one.
