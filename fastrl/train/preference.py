@@ -29,7 +29,7 @@ def bradley_terry(scores: PairScores) -> Tensor:
     """Minus the log-probability ``[n]`` that each chosen completion is preferred.
 
     It is -log sigmoid(chosen - rejected - margin): Bradley and Terry (1952), as in Ouyang et al.
-    (2022, https://arxiv.org/abs/2203.02155); the margin is that of Llama 2
+    (2022, https://arxiv.org/abs/2203.02155), with the margin that Llama 2 subtracts
     (https://arxiv.org/abs/2307.09288, section 3.2.2).
     """
     return -logsigmoid(scores.chosen - scores.rejected - scores.margin)

@@ -1,10 +1,15 @@
 """Short runs of the training loops, and what they leave in their directory."""
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -85,6 +90,33 @@ def start_process(directory, settings, *arguments, loop="grpo", limit="", launch
         stderr=(directory / "stderr.txt").open("w"),
         text=True,
     )
+
+
+def on_terminal(directory, settings, *, columns=80, piped=False, **environment):
+    """Run GRPO on a terminal on which nobody answers, all of it or ``piped`` without its output.
+
+    Returns:
+        The exit status, what the terminal was sent, and the output if that is piped.
+    """
+    (directory / "settings.json").write_text(json.dumps(settings))
+    terminal, of_child = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    place = {"PYTHONPATH": f"{directory}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastrl.train.grpo", "--config", "settings.json"],
+        cwd=directory,
+        env={**place, "OMP_NUM_THREADS": "1", **environment},
+        stdin=of_child,
+        stdout=subprocess.PIPE if piped else of_child,
+        stderr=of_child,
+    )
+    os.close(of_child)
+    shown = b""
+    with suppress(OSError):  # the other end is closed
+        while part := os.read(terminal, 65536):
+            shown += part
+    out = process.stdout.read().decode() if piped else ""
+    return process.wait(timeout=60), shown, out
 
 
 def train_alone(loop, settings, path):

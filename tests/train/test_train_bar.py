@@ -1,16 +1,9 @@
 """The bar of a run fits its terminal; without a terminal there are a few plain lines."""
 
-import fcntl
 import io
 import json
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +11,7 @@ pytest.importorskip("transformers")
 
 from fastrl.train.run import progress
 from fastrl.train.run.progress import ProgressBar, fitting, on_bar
-from tests.support.train_runs import run
+from tests.support.train_runs import on_terminal, run
 
 ROW = {
     "reward": 0.51234,
@@ -119,30 +112,8 @@ def test_the_warm_start_is_on_a_bar_of_its_own(small, capsys):
 def test_in_a_terminal_of_80_columns_no_line_of_a_run_is_broken(small, tmp_path, told):
     settings = {**small, "name": "a", "steps": 3, "group_size": 4, "sample_every": 0}
     settings |= {"warm_start_steps": 5}
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    terminal, of_child = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, told, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastrl.train.grpo", "--config", "settings.json"],
-        cwd=tmp_path,
-        env={
-            "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
-            "OMP_NUM_THREADS": "1",
-            "PATH": "/usr/bin:/bin",
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=of_child,
-    )
-    os.close(of_child)
-    shown = b""
-    try:
-        while part := os.read(terminal, 65536):
-            shown += part
-    except OSError:  # the other end is closed
-        pass
-    out = process.stdout.read().decode()
-    assert process.wait(timeout=60) == 0, shown
+    status, shown, out = on_terminal(tmp_path, settings, columns=told, piped=True)
+    assert status == 0, shown
     bars = [line for line in frames(shown.decode()) if re.match(r"(a|warm start) \d+/\d+ \|", line)]
     assert all(len(line) <= 80 for line in bars)
     assert any(line.startswith("warm start 5/5 |") and "loss=" in line for line in bars)

@@ -90,15 +90,19 @@ def train(config):
     assert "stopped after step 4" in capsys.readouterr().out
 
 
+def fresh_python(code):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_the_help_of_a_loop_loads_no_model_library():
     code = (
         "import sys; from fastrl.console import main\n"
         "try: main(['grpo', '--help'])\n"
         "finally: print(sorted({'transformers', 'matplotlib', 'peft'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = fresh_python(code)
+    assert done.returncode == 0, done.stderr
     assert "usage: fastrl grpo" in done.stdout
     assert done.stdout.rstrip().endswith("[]")
 
@@ -109,9 +113,7 @@ def test_without_the_extra_a_sentence_says_how_to_install_it():
         "u.find_spec = lambda name: None if name == 'transformers' else find(name)\n"
         "from fastrl.console import main; main(['--version']); main(['grpo'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = fresh_python(code)
     assert done.returncode == 2
     assert done.stderr == (
         "error: fastrl.train needs transformers; "

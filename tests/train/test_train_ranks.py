@@ -1,4 +1,4 @@
-"""A run on several ranks equals that of one process, whatever they share or shard."""
+"""A run gives the same result on several ranks as in one process, with DDP and with FSDP2."""
 
 from pathlib import Path
 

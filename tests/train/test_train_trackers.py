@@ -1,11 +1,7 @@
 """TensorBoard and W&B have what metrics.jsonl has, and never stop a run or hold it up."""
 
 import json
-import os
-import pty
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +20,7 @@ from fastrl.train import extras
 from fastrl.train.config import GrpoConfig
 from fastrl.train.run import weights_and_biases
 from fastrl.train.run.trackers import TensorBoard, Trackers
-from tests.support.train_runs import run, weights
+from tests.support.train_runs import on_terminal, run, weights
 
 KEY = "0123456789abcdef" * 2 + "deadbeef"
 
@@ -153,30 +149,8 @@ def test_wandb_without_a_network_records_offline_and_tells_nothing_secret(
 
 def test_wandb_without_a_key_never_asks_for_one(small, tmp_path):
     settings = {**small, "name": "a", "steps": 1, "group_size": 4, "track": ["wandb"]}
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    terminal, of_child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastrl.train.grpo", "--config", "settings.json"],
-        cwd=tmp_path,
-        env={
-            "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
-            "OMP_NUM_THREADS": "1",
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(tmp_path),
-            "TERM": "xterm",
-        },
-        stdin=of_child,
-        stdout=of_child,
-        stderr=of_child,
-    )
-    os.close(of_child)
-    shown = b""
-    try:
-        while part := os.read(terminal, 65536):
-            shown += part
-    except OSError:  # the other end is closed
-        pass
-    assert process.wait(timeout=60) == 0, shown
+    status, shown, _ = on_terminal(tmp_path, settings, HOME=str(tmp_path), TERM="xterm")
+    assert status == 0, shown
     assert b"No API key configured" in shown
     assert b"the run is recorded offline" in shown
     assert len(rows_of_offline_runs(tmp_path / "runs" / "a")) == 1

@@ -1,8 +1,8 @@
 """The ranks of a run: which one this is, and how they exchange results and errors.
 
 Every rank has the same random state and sees the whole batch of a step; only the work on it is
-split. So the code between the exchanges is that of one process. Without a process group there is
-one rank, and nothing here communicates.
+divided. Between exchanges a rank runs the same code as a single process would. Without a process
+group there is one rank, and nothing is exchanged.
 """
 
 import pickle

@@ -46,7 +46,7 @@ def load_scorer(
         path: A directory or hub name; None for a small new model.
         device: The device of the model.
         setting: The setting that ``path`` comes from, which messages name.
-        dtype: The dtype of the weights; by default that of the files.
+        dtype: The dtype of the weights; by default the one they are stored in.
         new_head: Whether a language model gets a new head. If not, it is refused.
         trust_remote_code: Whether code of the directory or of the hub may run.
 
@@ -147,7 +147,7 @@ def _check_weights(model: Any, missing: list[str], name: str, *, new_head: bool)
 
 
 def _set_padding(model: Any, tokenizer: Any, *, new_head: bool) -> None:
-    """Give the head a padding token: that of the model, or a token that ends no sequence.
+    """Choose the head's padding token: the model's own, or one that never ends a sequence.
 
     A trained head keeps its own, with which it was trained. A new one must see the end.
     """
