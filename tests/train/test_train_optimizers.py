@@ -60,6 +60,31 @@ def set_gradients(parameters, gradient):
         parameter.grad = gradient(i, parameter)
 
 
+@pytest.mark.parametrize("continued", [False, True])
+def test_eight_bits_do_not_move_the_rows_of_rare_tokens_more_than_adamw(continued):
+    """Rows of one block: gradients of every step, and a thousandth of them in every tenth."""
+    pytest.importorskip("torchao")
+
+    def moved(**optimizer):
+        config = GrpoConfig(learning_rate=1e-4, warmup_steps=0, max_grad_norm=1e9, **optimizer)
+        weight = torch.nn.Parameter(torch.zeros(64, 128))
+        step_with = make_optimizer([weight], config)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(50):
+            weight.grad = torch.randn(64, 128, generator=generator) * 1e-2
+            weight.grad[1::2] *= 0 if step % 10 else 1e-3
+            apply(step_with, config, 0)
+            if continued and step == 25:
+                saved = step_with.state_dict()
+                step_with = make_optimizer([weight], config)
+                step_with.load_state_dict(saved)
+        return weight.detach()[::2].abs().max(), weight.detach()[1::2].abs().max()
+
+    (frequent, rare), (frequent_of_adamw, rare_of_adamw) = moved(**EIGHT_BIT), moved()
+    assert 0.5 < frequent / frequent_of_adamw < 2
+    assert 0.1 < rare / rare_of_adamw < 2  # hundreds where second moments round to 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_finds_the_minimum(kind):
     parameters, optimizer, config = make(kind)
