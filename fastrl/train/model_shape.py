@@ -46,7 +46,7 @@ def model_shape(config: GrpoConfig | PpoConfig) -> Shape:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 f"model must be a causal LM with a configuration, got {config.model!r}: "
-                f"{reason(error)}"
+                f"{reason(error, config.model)}"
             ) from error
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in needed if not isinstance(getattr(of_model, name, None), int)]

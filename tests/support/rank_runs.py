@@ -31,7 +31,7 @@ class Ended(NamedTuple):
 
 
 def run_ranks(world, loop, settings, path, *, gradients_to=None, before=None, seconds=120):
-    """Run a loop on ``world`` ranks; how it ended on each.
+    """Run a loop on ``world`` ranks; how it ended on each, None if it was killed.
 
     Args:
         world: How many ranks.
@@ -60,8 +60,8 @@ def run_ranks(world, loop, settings, path, *, gradients_to=None, before=None, se
             for other in processes:
                 other.kill()
             raise AssertionError("the ranks wait for each other")
-    got = dict(outcomes.get() for _ in processes)
-    return [got[rank] for rank in range(world)]
+    got = dict(outcomes.get() for process in processes if process.exitcode == 0)
+    return [got.get(rank) for rank in range(world)]
 
 
 def _rank(rank, world, port, loop, settings, path, gradients_to, before, outcomes):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,14 @@ def read(**settings):
     return read_records(GrpoConfig(**settings))
 
 
+def read_file(path, **settings):
+    """What a file and its copy hold."""
+    copy = Path(path).with_name(f"held_out{Path(path).suffix}")
+    if Path(path).exists():
+        shutil.copy(path, copy)
+    return read(train_file=str(path), held_out_file=str(copy), **settings)
+
+
 @pytest.fixture
 def directory(tmp_path):
     """A data set in a directory."""
@@ -76,7 +85,7 @@ def test_parquet_holds_the_same_records_as_jsonl(tmp_path):
 
 def test_messages_in_parquet_are_those_of_jsonl(tmp_path):
     path = parquet(tmp_path / "x.parquet", [{"prompt": CHAT, "n": 1.5}, {"prompt": CHAT[:1]}])
-    train, _ = read(train_file=path, held_out_file=path)
+    train, _ = read_file(path)
     assert train == [{"prompt": CHAT, "n": 1.5}, {"prompt": CHAT[:1], "n": None}]
 
 
@@ -92,7 +101,7 @@ def test_messages_in_parquet_are_those_of_jsonl(tmp_path):
 def test_a_malformed_row_of_parquet_is_named(tmp_path, records, message):
     path = parquet(tmp_path / "x.parquet", records)
     with pytest.raises(ValueError, match=message):
-        read(train_file=path, held_out_file=path)
+        read_file(path)
 
 
 def test_files_that_are_no_parquet(tmp_path):
@@ -104,11 +113,11 @@ def test_files_that_are_no_parquet(tmp_path):
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            read(train_file=str(path), held_out_file=str(path))
+            read_file(path)
     parquet(path, [{"prompt": "a"}])
     datasets.Dataset.from_dict({"prompt": []}).to_parquet(path)
     with pytest.raises(ValueError, match=r"x\.parquet holds no prompts"):
-        read(train_file=str(path), held_out_file=str(path))
+        read_file(path)
 
 
 def test_a_data_set_of_a_directory(directory):
@@ -168,20 +177,26 @@ def test_without_a_network_a_data_set_of_the_hub_is_one_sentence():
         read(dataset="a/b")
 
 
+def test_a_directory_that_does_not_exist_is_named(tmp_path):
+    gone = str(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"^dataset .*gone': there is no such directory, and on"):
+        read(dataset=gone)
+
+
 def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"needs datasets; .*fastrl-kernels\[data\]"):
         read(dataset="a/b")
     path = parquet(tmp_path / "x.parquet", RECORDS)
     with pytest.raises(ValueError, match=r"x\.parquet needs datasets"):
-        read(train_file=path, held_out_file=path)
+        read_file(path)
 
 
 def test_columns_are_renamed(tmp_path):
     given = [{"question": "1 + 1", "solution": "2", "level": 0}]
     path = jsonl(tmp_path / "x.jsonl", given)
     columns = {"prompt_column": "question", "answer_column": "solution"}
-    train, _ = read(train_file=path, held_out_file=path, **columns)
+    train, _ = read_file(path, **columns)
     assert train == [{"prompt": "1 + 1", "answer": "2", "level": 0}]
     with pytest.raises(ValueError, match=r"x\.jsonl:1: prompt_column 'q' is missing, got \['level"):
         read_jsonl(path, Columns(prompt="q"))
@@ -193,6 +208,7 @@ def test_columns_are_renamed(tmp_path):
     ("settings", "message"),
     [
         ({"dataset": "a", "train_file": "b", "held_out_file": "c"}, "dataset must not be used"),
+        ({"train_file": "a", "held_out_file": "b/../a"}, "held_out_file must not be train_file"),
         ({"dataset_config": "main"}, "dataset_config must be used with dataset"),
         ({"dataset_revision": "v1"}, "dataset_revision must be used with dataset"),
         ({"held_out_split": "dev"}, "held_out_split must be used with dataset"),

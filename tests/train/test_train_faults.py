@@ -1,6 +1,7 @@
 """What goes wrong in a run is named, loses nothing, and can be continued from."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -187,12 +188,45 @@ def test_two_new_runs_at_once_get_different_names(small):
     assert not list(Path(small["out_dir"]).iterdir())
 
 
-def test_a_run_without_checkpoints_says_that_it_begins_anew(small, capsys):
-    directory = run("grpo", small, name="a", steps=1).directory
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(small, capsys, loop):
+    directory = run(loop, small, name="a", steps=1).directory
     before = rows(directory)
     shutil.rmtree(directory / "checkpoints")
-    assert rows(run("grpo", small, name="a", steps=1, resume=True).directory) == before
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text(lines[0])
+    assert rows(run(loop, small, name="a", steps=1, resume=True).directory) == before
     assert "holds no checkpoint; the run begins anew" in capsys.readouterr().out
+    assert latest(directory / "checkpoints").name == "step-000001"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(small, loop):
+    directory = run(loop, small, name="a", steps=1).directory
+    log = (directory / "metrics.jsonl").read_text()
+    shutil.rmtree(directory / "checkpoints")
+    with pytest.raises(ValueError, match=r"checkpoints holds no checkpoint, but .*has steps of"):
+        run(loop, small, name="a", steps=2, resume=True)
+    assert (directory / "metrics.jsonl").read_text() == log
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(small, monkeypatch):
+    """Root may read everything, so the system's answer is given in its place."""
+    directory = run("grpo", small, name="a", steps=1).directory
+    log = (directory / "metrics.jsonl").read_text()
+    listdir = os.listdir
+
+    def denied(path):
+        if Path(path).name == "checkpoints":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*a/checkpoints"):
+        run("grpo", small, name="a", steps=2, resume=True)
+    monkeypatch.undo()
+    assert (directory / "metrics.jsonl").read_text() == log
+    assert (directory / "config.json").exists()
 
 
 def test_a_full_disk_is_named_and_gets_its_space_back(small, tmp_path):

@@ -186,8 +186,18 @@ def test_a_model_is_trained_from_where_it_was_saved(small, tmp_path):
     moved = weights(run("grpo", small).directory)
     steps = [float((moved[k] - v).abs().max()) for k, v in model.state_dict().items()]
     assert 0 < max(steps) < 0.01
-    with pytest.raises(ValueError, match="model must be a causal LM with its tokenizer"):
+    message = "model must be a causal LM with its tokenizer, got .*: there is no such directory"
+    with pytest.raises(ValueError, match=message):
         run("grpo", small, model=str(tmp_path / "nothing"))
+
+
+def test_held_out_prompts_that_are_also_for_training_are_counted(small, capsys):
+    shared = Path(small["train_file"]).read_text().splitlines(keepends=True)[:2]
+    with Path(small["held_out_file"]).open("a") as file:
+        file.writelines(shared)
+    held_out = len(Path(small["held_out_file"]).read_text().splitlines())
+    run("grpo", small, steps=1)
+    assert f"2 of {held_out} held-out prompts are also for training" in capsys.readouterr().out
 
 
 def test_a_run_is_not_overwritten_or_resumed_with_other_settings(small):

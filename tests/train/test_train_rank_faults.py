@@ -1,5 +1,6 @@
 """What goes wrong on one rank of several ends all of them, named, with nothing lost."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -106,6 +107,33 @@ def test_an_error_in_the_middle_of_common_work_does_not_hang(settings, tmp_path,
         "RankError: another rank has failed, and its message tells why; "
         f"--resume continues from {checkpoints / saved}"
     )
+    assert run("grpo", settings, resume=True).step == 2
+
+
+def killed_on_one(rank):
+    """The second rank is killed in the second step."""
+    ranks.SECONDS_FOR_OTHERS = 2.0
+    loop = sys.modules["fastrl.train.grpo"]
+    calls, policy_loss = [], loop.policy_loss
+
+    def killed(*arguments, **options):
+        calls.append(rank)
+        if rank == 1 and len(calls) == 3:  # two minibatches per step
+            signal.raise_signal(signal.SIGKILL)
+        return policy_loss(*arguments, **options)
+
+    loop.policy_loss = killed
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_a_rank_that_is_killed_is_named_by_the_others(settings, tmp_path, parallel):
+    settings |= {"parallel": parallel, "name": "a"}
+    one, other = run_ranks(2, "grpo", settings, tmp_path, before=killed_on_one)
+    saved = last_of(settings)
+    assert saved.name == {"ddp": "step-000001", "fsdp": "step-000000"}[parallel]
+    assert other is None
+    assert one.error.startswith("RankError: another rank has ended without a message, as one that")
+    assert one.error.endswith(f"; --resume continues from {saved}")
     assert run("grpo", settings, resume=True).step == 2
 
 

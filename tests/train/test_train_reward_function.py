@@ -1,6 +1,7 @@
 """A reward model as a reward: what it reads, that batches do not matter, what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from safetensors.torch import load_file, save_file
 
 from fastrl.train.data.scored_text import encode_scored
 from fastrl.train.model.sequence_scorer import PADDING, load_scorer, score_sequences
@@ -230,6 +232,30 @@ def test_damaged_files_with_checksums_are_refused(tmp_path):
     (last / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         load_reward_model(str(directory), "cpu")
+
+
+def test_a_resumed_run_keeps_the_reward_model_that_it_began_with(small, tmp_path, capsys):
+    pairs = pair_settings(tmp_path) | {"save_every": 1, "name": "judge"}
+    judge = run_pairs(pairs, steps=1).directory
+    settings = small | {"reward": "reward_model", "reward_model": str(judge), "eval_every": 1}
+    directory = run("grpo", settings, name="a", steps=2).directory
+    began_with = judge / "checkpoints" / "step-000001"
+    assert f"reward_model: {began_with}" in capsys.readouterr().out
+    whole = rows(run("grpo", settings, name="whole").directory)
+
+    run_pairs(pairs, steps=2, resume=True)  # now the last checkpoint is another one
+    shutil.copytree(directory, directory.with_name("b"))
+    assert rows(run("grpo", settings, name="a", resume=True).directory) == whole
+
+    weights = load_file(began_with / "model.safetensors")
+    weights["score.weight"] += 1
+    save_file(weights, began_with / "model.safetensors", {"format": "pt"})
+    (began_with / "checksums.json").unlink()
+    with pytest.raises(ValueError, match="step-000001 has other weights than when the run began"):
+        run("grpo", settings, name="b", resume=True)
+    shutil.rmtree(began_with)
+    with pytest.raises(ValueError, match=r"began with .*step-000001, which is gone"):
+        run("grpo", settings, name="b", resume=True)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

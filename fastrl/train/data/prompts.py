@@ -138,6 +138,12 @@ def encode(
     return prompts
 
 
+def count_shared(train: list[Prompt], held_out: list[Prompt]) -> int:
+    """How many of the held-out prompts are also for training."""
+    trained = {hash(tuple(prompt.token_ids)) for prompt in train}  # far less than the tuples
+    return sum(hash(tuple(prompt.token_ids)) in trained for prompt in held_out)
+
+
 def deal(prompts: list[Item], *, count: int, step: int, seed: int) -> list[Item]:
     """The ``count`` prompts of a step: every prompt once in random order, then in another order.
 

@@ -73,6 +73,8 @@ def _of_dataset(config: DataSettings, split: str, columns: Columns) -> list[Reco
             f"{_reason(error)}"
         ) from error
     except Exception as error:  # of a library that reads what others wrote
+        if not Path(config.dataset).exists():
+            where += ": there is no such directory, and on the hub it"
         raise ValueError(f"{where} cannot be read: {_reason(error)}") from error
 
 

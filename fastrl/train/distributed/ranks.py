@@ -26,7 +26,7 @@ _GONE = "gone"
 
 
 class RankError(OSError):
-    """Another rank is gone."""
+    """Another rank has failed or is gone."""
 
 
 class _Failure(NamedTuple):
@@ -111,9 +111,17 @@ def on_all_ranks(error: Any) -> bool:
 
 def explained(error: Exception) -> Exception:
     """The error, or a `RankError` if it is the consequence of another rank's."""
-    if count() == 1 or on_all_ranks(error) or not _others_failed():
+    if count() == 1 or on_all_ranks(error):
         return error
-    consequence: Any = RankError("another rank has failed, and its message tells why")
+    if _others_failed():
+        consequence: Any = RankError("another rank has failed, and its message tells why")
+    elif _is_of_exchange(error):
+        consequence = RankError(
+            "another rank has ended without a message, as one that the system kills for its "
+            f"memory, or did not answer in time ({str(error).partition(chr(10))[0]})"
+        )
+    else:
+        return error
     consequence.on_all_ranks = False
     return consequence  # type: ignore[no-any-return]
 
@@ -161,6 +169,13 @@ def _others_failed() -> bool:
         return bool(_store.check([_GONE])) and _store.get(_GONE) != str(index()).encode()
     except RuntimeError:  # the rank that keeps the store is gone
         return True
+
+
+def _is_of_exchange(error: Exception) -> bool:
+    """Whether an exchange with other ranks failed; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
 
 
 def _group() -> dist.ProcessGroup:

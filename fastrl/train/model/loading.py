@@ -62,7 +62,7 @@ def load(
             model, tokenizer = _pretrained(path, dtype, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(
-                f"model must be a causal LM with its tokenizer, got {path!r}: {reason(error)}"
+                f"model must be a causal LM with its tokenizer, got {path!r}: {reason(error, path)}"
             ) from error
     ends = model.generation_config.eos_token_id
     if ends is None or ends == []:
@@ -111,8 +111,8 @@ def pretrained_config(path: str, *, trust_remote_code: bool) -> Any:
     return config
 
 
-def reason(error: Exception) -> str:
-    """Why a model cannot be loaded, with what can be done about it."""
+def reason(error: Exception, path: str) -> str:
+    """Why the model at ``path`` cannot be loaded, with what can be done about it."""
     text = str(error)
     if "--trust_remote_code" in text:  # of the base of an adapter
         return text
@@ -123,7 +123,7 @@ def reason(error: Exception) -> str:
             "it has no model.safetensors, and pickled weights are not loaded, since they can run "
             "code; store it with save_pretrained where you trust it"
         )
-    return text
+    return text if Path(path).exists() else f"there is no such directory, and on the hub: {text}"
 
 
 def _pretrained(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -142,7 +142,7 @@ def _pretrained(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> tu
         model = AutoModelForCausalLM.from_pretrained(base, **stored)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
-            f"it is an adapter of {base!r}, which cannot be loaded: {reason(error)}"
+            f"it is an adapter of {base!r}, which cannot be loaded: {reason(error, base)}"
         ) from error
     own = (Path(path) / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(path if own else base, **trusted)

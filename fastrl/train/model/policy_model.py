@@ -122,5 +122,6 @@ def _names_adapter(config: RunConfig) -> bool:
         return config.model is not None and loading.is_adapter(config.model)
     except OSError as error:
         raise ValueError(
-            f"model must be a causal LM with its tokenizer, got {config.model!r}: {error}"
+            f"model must be a causal LM with its tokenizer, got {config.model!r}: "
+            f"{loading.reason(error, str(config.model))}"
         ) from error

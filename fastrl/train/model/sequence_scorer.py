@@ -74,7 +74,7 @@ def load_scorer(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"{setting} must be a sequence classification model in safetensors with its "
-            f"tokenizer, got {path!r}: {reason(error)}"
+            f"tokenizer, got {path!r}: {reason(error, path)}"
         ) from error
     missing = sorted(loaded["missing_keys"])
     _check_weights(model, missing, f"{setting} {path!r}", new_head=new_head)

@@ -1,6 +1,8 @@
 """A reward model as a reward function."""
 
+import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,9 +10,82 @@ from fastrl.train.data.prompts import Record
 from fastrl.train.data.scored_text import encode_scored
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.sequence_scorer import check_context, load_scorer, score_sequences
+from fastrl.train.model.stored_model import fingerprint
 from fastrl.train.padding import by_length
-from fastrl.train.rewards.scoring import RewardFunction
 from fastrl.train.run.checkpoint import latest
+from fastrl.train.run.json_lines import replace_file
+
+#: The file of a run that tells which reward model it began with.
+KEPT = "reward-model.json"
+
+
+class Kept(NamedTuple):
+    """What a run keeps of its reward model, to continue with the same one."""
+
+    path: str
+    fingerprint: str
+
+
+class RewardModel:
+    """The reward function that scores prompt and completion with a reward model.
+
+    The model reads the text of both, in its own tokens, and the end token. It computes in the dtype
+    of its files, without gradients. Sequences of similar lengths are scored together; the rewards
+    do not depend on which, up to rounding.
+
+    Args:
+        path: Where the model is from.
+        model: A sequence classification model with one label.
+        tokenizer: Its tokenizer.
+        tokens_per_batch: Most tokens that are scored together, padding included.
+        chat_template: Whether prompts that are text become messages. A record whose prompt is
+            messages always goes through the chat template of the reward model's tokenizer.
+        system_prompt: The system message of conversations that have none of their own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        model: Any,
+        tokenizer: Any,
+        *,
+        tokens_per_batch: int,
+        chat_template: bool,
+        system_prompt: str | None,
+    ) -> None:
+        self.path = path
+        self._model, self._tokenizer = model.requires_grad_(False).eval(), tokenizer
+        self._tokens_per_batch = tokens_per_batch
+        self._chat_template, self._system_prompt = chat_template, system_prompt
+
+    def kept(self) -> Kept:
+        """Where the model is from, and a sum of its weights."""
+        return Kept(self.path, fingerprint(self._model.named_parameters()))
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: list[str], completions: list[str], records: list[Record]
+    ) -> list[float]:
+        """The score of each prompt with its completion."""
+        asked = [
+            messages if isinstance(messages := record.get("prompt"), list) else prompt
+            for prompt, record in zip(prompts, records, strict=True)
+        ]
+        sequences = encode_scored(
+            self._tokenizer,
+            asked,
+            completions,
+            chat_template=self._chat_template,
+            system_prompt=self._system_prompt,
+        )
+        lengths = [len(sequence) for sequence in sequences]
+        check_context(self._model, max(lengths, default=0), "reward_model: a prompt and completion")
+        scored = [0.0] * len(sequences)
+        for batch in by_length(lengths, self._tokens_per_batch):
+            values = score_sequences(self._model, [sequences[i] for i in batch]).tolist()
+            for i, value in zip(batch, values, strict=True):
+                scored[i] = value
+        return scored
 
 
 def load_reward_model(
@@ -21,62 +96,70 @@ def load_reward_model(
     chat_template: bool = False,
     system_prompt: str | None = None,
     trust_remote_code: bool = False,
-) -> RewardFunction:
-    """The reward function that scores prompt and completion with a reward model.
-
-    The model reads the text of both, in its own tokens, and the end token. It computes in the dtype
-    of its files, without gradients. Sequences of similar lengths are scored together; the rewards
-    do not depend on which, up to rounding.
+    kept: Kept | None = None,
+) -> RewardModel:
+    """Load a reward model.
 
     Args:
         path: A directory or hub name of a sequence classification model with one label, in
             safetensors; or a run of `fastrl.train.reward`, of which it is the last checkpoint.
         device: Where it computes.
-        tokens_per_batch: Most tokens that are scored together, padding included.
-        chat_template: Whether prompts that are text become messages. A record whose prompt is
-            messages always goes through the chat template of the reward model's tokenizer.
-        system_prompt: The system message of conversations that have none of their own.
+        tokens_per_batch: See `RewardModel`.
+        chat_template: See `RewardModel`.
+        system_prompt: See `RewardModel`.
         trust_remote_code: Whether code of the directory or of the hub may run.
-
-    Returns:
-        A function of prompts, completions and records that returns a float for each.
+        kept: What it must be, if a run is resumed.
 
     Raises:
-        ValueError: There is no such model, or it is not a reward model.
+        ValueError: There is no such model, or it is not a reward model, or not the one in ``kept``.
     """
     checkpoint = latest(Path(path) / "checkpoints")
+    found = path if checkpoint is None else str(checkpoint)
+    if kept is not None:
+        if kept.path not in (path, found) and not Path(kept.path).is_dir():
+            raise ValueError(
+                f"reward_model: the run began with {kept.path}, which is gone: rewards of another "
+                "one would not compare; restore it, or choose another --name"
+            )
+        found = kept.path
     model, tokenizer, _ = load_scorer(
-        path if checkpoint is None else str(checkpoint),
-        device,
-        setting="reward_model",
-        trust_remote_code=trust_remote_code,
+        found, device, setting="reward_model", trust_remote_code=trust_remote_code
     )
     if (name := not_finite(model)) is not None:
         raise ValueError(f"reward_model must have finite weights, got a NaN or infinity in {name}")
     if chat_template and tokenizer.chat_template is None:
         raise ValueError(f"reward_model must have a chat template, got none in {path!r}")
-    model.requires_grad_(False).eval()
-
-    @torch.no_grad()
-    def rewards(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-        asked = [
-            messages if isinstance(messages := record.get("prompt"), list) else prompt
-            for prompt, record in zip(prompts, records, strict=True)
-        ]
-        sequences = encode_scored(
-            tokenizer,
-            asked,
-            completions,
-            chat_template=chat_template,
-            system_prompt=system_prompt,
+    loaded = RewardModel(
+        found,
+        model,
+        tokenizer,
+        tokens_per_batch=tokens_per_batch,
+        chat_template=chat_template,
+        system_prompt=system_prompt,
+    )
+    if kept is not None and loaded.kept() != kept:
+        raise ValueError(
+            f"reward_model: {found} has other weights than when the run began: its rewards would "
+            "not compare; restore it, or choose another --name"
         )
-        lengths = [len(sequence) for sequence in sequences]
-        check_context(model, max(lengths, default=0), "reward_model: a prompt and completion")
-        scored = [0.0] * len(sequences)
-        for batch in by_length(lengths, tokens_per_batch):
-            values = score_sequences(model, [sequences[i] for i in batch]).tolist()
-            for i, value in zip(batch, values, strict=True):
-                scored[i] = value
-        return scored
+    return loaded
 
-    return rewards
+
+def keep(model: RewardModel, run: Path) -> None:
+    """Let the directory of a run know its reward model."""
+    replace_file(run / KEPT, json.dumps(model.kept()._asdict(), indent=2) + "\n")
+
+
+def read_kept(run: Path) -> Kept | None:
+    """What `keep` wrote; None if the run is of an earlier version, or has no steps yet.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    path = run / KEPT
+    if not path.exists():
+        return None
+    try:
+        return Kept(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"resume: {path} cannot be read: {error}") from error

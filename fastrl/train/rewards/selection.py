@@ -2,9 +2,11 @@
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 from fastrl.train.config import RunConfig
 from fastrl.train.model.loading import find_device
+from fastrl.train.rewards import reward_model
 from fastrl.train.rewards.functions import exact_match
 from fastrl.train.rewards.lengths import length_penalty, overlong
 from fastrl.train.rewards.numbers import number_equality
@@ -14,20 +16,25 @@ from fastrl.train.rewards.patterns import (
     has_format,
     regular_expression,
 )
-from fastrl.train.rewards.reward_model import load_reward_model
+from fastrl.train.rewards.reward_model import RewardModel
 from fastrl.train.rewards.scoring import import_reward
 from fastrl.train.rewards.weighted import Judge, Rewards, in_this_process, in_workers
 from fastrl.train.rewards.workers import WorkerPool
 from fastrl.train.settings.rewards import READY, REWARD_MODEL
 
 
-def make_rewards(config: RunConfig) -> Rewards:
+def make_rewards(config: RunConfig, run: Path | None = None) -> Rewards:
     """The rewards that ``config.reward`` names, with their weights.
 
     Ready functions are quick; they and a reward model are called in this process.
 
+    Args:
+        config: The settings of the run.
+        run: Its directory, which knows the reward model that a resumed run began with.
+
     Raises:
-        ValueError: A function does not exist, or a setting of one cannot be used.
+        ValueError: A function does not exist, or a setting of one cannot be used; or the reward
+            model of a resumed run is gone, or another one.
     """
     own = [name for name in config.reward if name not in (*READY, REWARD_MODEL)]
     for name in own:
@@ -40,8 +47,9 @@ def make_rewards(config: RunConfig) -> Rewards:
             own,
             stop_at_failure=config.reward_failed is None,
         )
+    model = _reward_model(config, run)
     names = _shown(config.reward)
-    judges = {shown: _judge(name, config, pool) for shown, name in names.items()}
+    judges = {shown: _judge(name, config, pool, model) for shown, name in names.items()}
     weights = config.reward_weights or (1.0,) * len(config.reward)
     return Rewards(
         judges,
@@ -49,6 +57,20 @@ def make_rewards(config: RunConfig) -> Rewards:
         quick=[shown for shown, name in names.items() if name in READY],
         failed=config.reward_failed,
         pool=pool,
+        model=model,
+    )
+
+
+def _reward_model(config: RunConfig, run: Path | None) -> RewardModel | None:
+    if config.reward_model is None:
+        return None
+    return reward_model.load_reward_model(
+        config.reward_model,
+        find_device(config.device),
+        chat_template=config.chat_template,
+        system_prompt=config.system_prompt,
+        trust_remote_code=config.trust_remote_code,
+        kept=reward_model.read_kept(run) if run is not None and config.resume else None,
     )
 
 
@@ -59,7 +81,9 @@ def _shown(names: tuple[str, ...]) -> dict[str, str]:
     return {s if count[s] == 1 else name: name for s, name in zip(short, names, strict=True)}
 
 
-def _judge(name: str, config: RunConfig, pool: WorkerPool | None) -> Judge:
+def _judge(
+    name: str, config: RunConfig, pool: WorkerPool | None, model: RewardModel | None
+) -> Judge:
     seconds = config.reward_timeout or SECONDS
     longest = config.max_new_tokens
     if name == "exact_match":
@@ -82,13 +106,6 @@ def _judge(name: str, config: RunConfig, pool: WorkerPool | None) -> Judge:
         overlong([], max_new_tokens=longest, buffer=buffer)  # a wrong setting fails here
         return lambda given: overlong(given.lengths, max_new_tokens=longest, buffer=buffer)
     if name == REWARD_MODEL:
-        assert config.reward_model is not None
-        function = load_reward_model(
-            config.reward_model,
-            find_device(config.device),
-            chat_template=config.chat_template,
-            system_prompt=config.system_prompt,
-            trust_remote_code=config.trust_remote_code,
-        )
-        return in_this_process(function)
+        assert model is not None
+        return in_this_process(model)
     return in_this_process(import_reward(name)) if pool is None else in_workers(name, pool)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastrl.train.data.messages import prompt_text
 from fastrl.train.data.prompts import Record
+from fastrl.train.rewards.reward_model import RewardModel
 from fastrl.train.rewards.scoring import (
     Failure,
     Outcome,
@@ -70,6 +71,7 @@ class Rewards:
         failed: The reward that a function gets for a completion on which it fails; None: that is an
             error.
         pool: The processes that the functions are called in, if there are any.
+        model: The reward model, if one of the functions is one.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class Rewards:
         quick: Collection[str] = (),
         failed: float | None = None,
         pool: WorkerPool | None = None,
+        model: RewardModel | None = None,
     ) -> None:
+        self.model = model
         self._judges, self._weights = dict(judges), dict(weights)
         self._quick, self._failed, self._pool = set(quick), failed, pool
 

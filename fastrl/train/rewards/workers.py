@@ -126,10 +126,11 @@ class WorkerPool:
 
 
 def _preloaded() -> list[str]:
-    """What all workers import: this module, and the loop that runs as a program."""
+    """What all workers import: `worker_server`, and the loop that runs as a program."""
     program = getattr(sys.modules["__main__"], "__spec__", None)
     name = "" if program is None else program.name
-    return [__name__, *([name] if name.startswith("fastrl.train.") else [])]
+    loop = [name] if name.startswith("fastrl.train.") else []
+    return ["fastrl.train.rewards.worker_server", *loop]
 
 
 def _start_without_interrupts(pool: ProcessPool) -> None:

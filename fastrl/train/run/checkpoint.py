@@ -175,7 +175,11 @@ def _delete(checkpoints: Iterable[Path]) -> None:
 
 
 def latest(directory: Path) -> Path | None:
-    """The latest checkpoint, or None."""
+    """The latest checkpoint, or None.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
     found = _all(directory)
     return found[-1] if found else None
 
@@ -270,5 +274,9 @@ def _partial(checkpoint: Path) -> Path:
 
 def _all(directory: Path) -> list[Path]:
     """The checkpoints by their step; all are whole, since they got their names at the end."""
-    found = {m[1]: path for path in directory.glob("step-*") if (m := _NAME.fullmatch(path.name))}
+    try:
+        names = os.listdir(directory)  # a glob takes what cannot be read for empty
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = {m[1]: directory / name for name in names if (m := _NAME.fullmatch(name))}
     return [found[step] for step in sorted(found, key=int)]

@@ -14,10 +14,15 @@ def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
     Raises:
         OSError: The file could not be written; it is unchanged.
     """
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [row for row in map(_parse, lines) if row is not None and row["step"] <= step]
+    kept = [row for row in read_rows(path) if row["step"] <= step]
     replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
     return kept
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, if it exists, without a line that an interruption cut."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [row for row in map(_parse, lines) if row is not None]
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

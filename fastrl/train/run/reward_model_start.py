@@ -41,7 +41,7 @@ class RewardModelJob(NamedTuple):
             step = checkpoint.restore(self.resumed_from, parts)
             self.log.begin(step)
             return step
-        self.log.begin(0)
+        self.log.begin(-1)
         if self.config.train_file is None:
             directory = self.log.directory / "data"
             split = arithmetic_pairs.split
@@ -94,9 +94,7 @@ def _prepare(config: RewardModelConfig, log: RunLog) -> RewardModelJob:
         records: list[list[Any]] = list(arithmetic_pairs.split(config.seed))
     else:
         records = [read_pairs(file) for file in (config.train_file, config.held_out_file)]
-    resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
-    if config.resume and resumed_from is None:
-        log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
+    resumed_from = log.checkpoint_to_resume()
     checkpoint.seed_all(config.seed)
     model, tokenizer = _load(config, log, resumed_from)
     check_weights(model)

@@ -10,8 +10,9 @@ from tqdm import tqdm
 
 from fastrl.train.config import LoopConfig
 from fastrl.train.model.stored_model import BASE, FINGERPRINT, REFERENCE
+from fastrl.train.run import checkpoint
 from fastrl.train.run.curves import draw
-from fastrl.train.run.json_lines import append_rows, keep_until, replace_file
+from fastrl.train.run.json_lines import append_rows, keep_until, read_rows, replace_file
 from fastrl.train.run.progress import ProgressBar
 from fastrl.train.run.report import write_report
 from fastrl.train.run.run_directory import (
@@ -71,8 +72,30 @@ class RunLog:
             self.close()
             raise
 
+    def checkpoint_to_resume(self) -> Path | None:
+        """The last checkpoint of a run that is resumed; None if the run is to begin anew.
+
+        Raises:
+            ValueError: The log has steps, but there is no checkpoint.
+            OSError: The checkpoints cannot be listed.
+        """
+        if not self.config.resume:
+            return None
+        last = checkpoint.latest(self.checkpoints)
+        if last is None:
+            if any(row["step"] > 0 for row in read_rows(self.metrics)):
+                raise ValueError(
+                    f"resume: {self.checkpoints} holds no checkpoint, but {self.metrics} has steps "
+                    "of the run: restore the checkpoints, or choose another --name"
+                )
+            self.say(f"{self.checkpoints} holds no checkpoint; the run begins anew")
+        return last
+
     def begin(self, step: int) -> None:
-        """Write the settings, and remove rows and samples after ``step`` from the log."""
+        """Write the settings, and remove rows and samples after ``step`` from the log.
+
+        Of a run that is new, ``step`` is -1.
+        """
         self.rows = keep_until(self.metrics, step)
         self.samples.begin(step)
         replace_file(self._settings, json.dumps(settings_of(self.config), indent=2) + "\n")
@@ -158,7 +181,7 @@ class RunLog:
 
     def discard(self) -> None:
         """If no step was logged or saved, remove what the run wrote."""
-        if self.rows or any(self.checkpoints.glob("step-*")):
+        if self.rows or checkpoint.latest(self.checkpoints) is not None:
             return
         data = self.directory / "data"
         written = [self._settings, self.metrics, self.directory / FINGERPRINT, *self.written]

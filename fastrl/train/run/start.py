@@ -10,7 +10,7 @@ import torch
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.data import task_files
 from fastrl.train.data.messages import prompt_text
-from fastrl.train.data.prompts import Prompt, encode
+from fastrl.train.data.prompts import Prompt, count_shared, encode
 from fastrl.train.data.sources import read_records
 from fastrl.train.data.tasks import SPLITS
 from fastrl.train.distributed import ranks
@@ -27,7 +27,7 @@ from fastrl.train.model.reference import Reference
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing_check import check_packing
 from fastrl.train.policy import check_head
-from fastrl.train.rewards import Rewards, make_rewards
+from fastrl.train.rewards import Rewards, make_rewards, reward_model
 from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
@@ -54,7 +54,7 @@ class PolicyJob(NamedTuple):
             step = checkpoint.restore(self.resumed_from, parts)
             self._begin_log(step)
             return step
-        self._begin_log(0)
+        self._begin_log(-1)
         losses = warm_start(self.model, self.tokenizer, self.train, self.config)
         with self.log.stage("warm start", warm_start_steps(self.config)) as show:
             for i, loss in enumerate(losses, 1):
@@ -65,12 +65,15 @@ class PolicyJob(NamedTuple):
         ranks.from_first(
             lambda: keep_base(self.model, self.tokenizer, self.config, self.log.directory)
         )
+        if (judge := self.rewards.model) is not None:
+            self.log.written.append(self.log.directory / reward_model.KEPT)
+            ranks.from_first(lambda: reward_model.keep(judge, self.log.directory))
         return 0
 
     def _begin_log(self, step: int) -> None:
         def begin() -> list[Row]:
             self.log.begin(step)
-            if step == 0 and not self.config.has_prompts:
+            if self.resumed_from is None and not self.config.has_prompts:
                 split, directory = SPLITS[self.config.task], self.log.directory / "data"
                 self.log.written += task_files.write(directory, split, self.config.seed)
             return self.log.rows
@@ -109,7 +112,11 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
     log = open_log(config, loop)
     with ExitStack() as unless_prepared:
         unless_prepared.callback(log.close)
-        rewards = unless_prepared.enter_context(ranks.agreed(lambda: make_rewards(config)))
+        rewards = unless_prepared.enter_context(
+            ranks.agreed(lambda: make_rewards(config, log.directory))
+        )
+        if rewards.model is not None and rewards.model.path != config.reward_model:
+            log.say(f"reward_model: {rewards.model.path}")
         job = _prepare(config, log, rewards)
         unless_prepared.pop_all()
     return job
@@ -130,9 +137,7 @@ def _load(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> Poli
     records = read_records(config) if config.has_prompts else SPLITS[config.task](config.seed)
     for some in records:
         rewards.probe(some)  # a broken function fails here
-    resumed_from = checkpoint.latest(log.checkpoints) if config.resume else None
-    if config.resume and resumed_from is None:
-        log.say(f"{log.checkpoints} holds no checkpoint; the run begins anew")
+    resumed_from = log.checkpoint_to_resume()
     checkpoint.seed_all(config.seed)
     device = loading.find_device(config.device)
     if ranks.count() > 1 and config.parallel == "fsdp":
@@ -152,6 +157,11 @@ def _load(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> Poli
         )
         for some in records
     )
+    if shared := count_shared(train, held_out):
+        log.say(
+            f"{shared} of {len(held_out)} held-out prompts are also for training: their reward is "
+            "of what the model was trained on"
+        )
     if resumed_from is None:
         check_demonstrations(train, tokenizer, config)
     check_length(model, train + held_out, config.max_new_tokens)

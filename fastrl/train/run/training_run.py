@@ -245,8 +245,11 @@ class TrainingRun:
                 note = f"; {second}"
         if not ranks.is_first() and not ranks.on_all_ranks(error):
             return  # the first rank may still save one
-        last = checkpoint.latest(self._job.log.checkpoints)
-        note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
+        try:
+            last = checkpoint.latest(self._job.log.checkpoints)
+            note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
+        except OSError as second:
+            note += f"; {second}"
         if len(error.args) == 1 and isinstance(error.args[0], str):
             error.args = (error.args[0] + note,)
         else:
