@@ -119,12 +119,12 @@ def on_terminal(directory, settings, *, columns=80, piped=False, **environment):
     return process.wait(timeout=60), shown, out
 
 
-def train_alone(loop, settings, path):
+def train_alone(train, settings, path):
     """Train in a process of its own, forked from one that has imported this module."""
     sys.path.insert(0, path)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     torch.set_num_threads(1)
-    run(loop, settings)
+    train(settings)
 
 
 def wait_for(process, condition, seconds=60):

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 pytest.importorskip("transformers")
 
 from fastrl.train.run.checkpoint import latest
-from tests.support.train_runs import LOOPS, rows, train_alone, weights
+from tests.support.pair_runs import pair_settings, run_pairs, scorer_weights
+from tests.support.train_runs import LOOPS, rows, run, train_alone, weights
 
 KILLS = int(os.environ.get("FASTRL_KILLS", "3"))
 STEPS = 10
@@ -25,15 +27,15 @@ STEPS = 10
 class Killer:
     """Starts a run, and kills it when a step is reached, while a checkpoint is written or not."""
 
-    def __init__(self, loop, settings, path):
-        self.loop, self.settings, self.path = loop, settings, path
+    def __init__(self, train, settings, path):
+        self.train, self.settings, self.path = train, settings, path
         self.directory = Path(settings["out_dir"]) / settings["name"]
         self.chance = random.Random(settings["seed"])
         self.processes = multiprocessing.get_context("forkserver")
 
     def start(self):
         resume = (self.directory / "config.json").exists()
-        arguments = (self.loop, {**self.settings, "resume": resume}, self.path)
+        arguments = (self.train, {**self.settings, "resume": resume}, self.path)
         process = self.processes.Process(target=train_alone, args=arguments)
         process.start()
         return process
@@ -71,23 +73,33 @@ def preloaded(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([train_alone.__module__, "matplotlib.backends.backend_agg"])
+    modules = [train_alone.__module__, run_pairs.__module__, "matplotlib.backends.backend_agg"]
+    context.set_forkserver_preload(modules)
+
+
+SETTINGS = {
+    "steps": STEPS,
+    "warm_start_steps": 3,
+    "warm_start_batch": 8,
+    "eval_every": 3,
+    "save_every": 1,
+    "learning_rate": 1e-3,
+}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_killed_run_resumes_to_the_same_metrics_and_weights(small, tmp_path, loop, preloaded):
-    settings = {
-        **small,
-        "steps": STEPS,
-        "kl_coef": 0.05,
-        "warm_start_steps": 3,
-        "warm_start_batch": 8,
-        "eval_every": 3,
-        "save_every": 1,
-        "prompts_per_step": 8,
-        "learning_rate": 1e-3,
-    }
-    killer = Killer(loop, {**settings, "name": "killed", "seed": 5}, str(tmp_path))
+    settings = {**small, **SETTINGS, "kl_coef": 0.05, "prompts_per_step": 8}
+    check_killed(partial(run, loop), weights, settings, tmp_path)
+
+
+def test_a_killed_run_of_a_reward_model_resumes_to_the_same(tmp_path, preloaded):
+    check_killed(run_pairs, scorer_weights, {**pair_settings(tmp_path), **SETTINGS}, tmp_path)
+
+
+def check_killed(train, weights_of, settings, path):
+    """Kill a run at random moments, resume it, and compare it with one that is not killed."""
+    killer = Killer(train, {**settings, "name": "killed", "seed": 5}, str(path))
     in_write = 0
     for i in range(KILLS):
         step = i * (STEPS - 1) // KILLS - (i == 0)  # the first kill is before anything is logged
@@ -96,13 +108,13 @@ def test_a_killed_run_resumes_to_the_same_metrics_and_weights(small, tmp_path, l
             killed_in_write = killer.kill(step, in_write=True)
         in_write += killed_in_write
     killer.finish()
-    whole = Killer(loop, {**settings, "name": "whole", "seed": 5}, str(tmp_path))
+    whole = Killer(train, {**settings, "name": "whole", "seed": 5}, str(path))
     whole.finish()
 
     assert in_write >= KILLS // 2
     assert rows(killer.directory) == rows(whole.directory)
     assert [row["step"] for row in rows(killer.directory)] == list(range(STEPS + 1))
-    one, other = weights(killer.directory), weights(whole.directory)
+    one, other = weights_of(killer.directory), weights_of(whole.directory)
     assert all(torch.equal(one[name], other[name]) for name in one)
     states = [
         torch.load(latest(directory / "checkpoints") / "state.pt", weights_only=True)
