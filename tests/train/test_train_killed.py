@@ -94,7 +94,8 @@ def test_a_killed_run_resumes_to_the_same_metrics_and_weights(small, tmp_path, l
 
 
 def test_a_killed_run_of_a_reward_model_resumes_to_the_same(tmp_path, preloaded):
-    check_killed(run_pairs, scorer_weights, {**pair_settings(tmp_path), **SETTINGS}, tmp_path)
+    settings = {**pair_settings(tmp_path), **SETTINGS, "pairs_per_step": 256}  # longer steps
+    check_killed(run_pairs, scorer_weights, settings, tmp_path)
 
 
 def check_killed(train, weights_of, settings, path):
