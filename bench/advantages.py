@@ -1,9 +1,10 @@
 """Four estimates of the advantage side by side: ``python bench/advantages.py``.
 
-Trains the small model on arithmetic by ``fastrl.train.ppo`` with each ``--advantage``, for three
-seeds, with 512 completions per step (of 512 prompts; for the groups, 8 of 64). Writes the plot of
-the held-out reward to ``docs/advantages.png`` and prints a table. Runs that are in the directory
-already are not repeated, and one that was interrupted is continued.
+Trains the small model on long additions by ``fastrl.train.ppo`` with each ``--advantage``, for
+three seeds, with 256 completions of 180 tokens per step (of 256 prompts; for the groups, 8 of 32).
+The runs of a seed begin with the same warm start. Writes the plot of the held-out reward to
+``docs/advantages.png`` and prints a table. Runs that are in the directory already are not repeated,
+and one that was interrupted is continued.
 """
 
 import argparse
@@ -21,14 +22,15 @@ ESTIMATES = {
     "reward": ("plain reward", []),
     "value": ("reward minus value", []),
     "gae": ("GAE", []),
-    "group": ("group", ["--group_size", "8", "--prompts_per_step", "64"]),
+    "group": ("group", ["--group_size", "8", "--prompts_per_step", "32"]),
 }
+TASK = ["--task", "long_addition", "--prompts_per_step", "256", "--sample_every", "0"]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "advantages")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "advantages.png")
     parser.add_argument("options", nargs="*", help="further options of fastrl.train.ppo, after --")
@@ -43,16 +45,23 @@ def main():
 
 def rewards(name, seed, arguments):
     """The held-out reward after each evaluated step of a run, which is trained if need be."""
+    started = train(arguments.out_dir / f"start-{seed}", seed, 1, arguments.options)
+    model = started / "checkpoints" / "step-000000"  # after the warm start
+    options = ["--model", str(model), "--warm_start_steps", "0", "--advantage", name]
+    options += [*ESTIMATES[name][1], "--eval_every", "2", *arguments.options]
     run = arguments.out_dir / f"{name}-{seed}"
-    if arguments.steps not in (curve := _logged(run)):
-        command = [sys.executable, "-m", "fastrl.train.ppo", "--out_dir", str(arguments.out_dir)]
-        command += ["--name", run.name, "--steps", str(arguments.steps), "--seed", str(seed)]
-        command += ["--advantage", name, *ESTIMATES[name][1], "--eval_every", "2"]
-        command += ["--sample_every", "0", *arguments.options]
+    return _logged(train(run, seed, arguments.steps, options))
+
+
+def train(run, seed, steps, options):
+    """Train in the directory ``run``, unless that is done already; returns it."""
+    if steps not in _logged(run):
+        command = [sys.executable, "-m", "fastrl.train.ppo", "--out_dir", str(run.parent)]
+        command += ["--name", run.name, "--steps", str(steps), "--seed", str(seed)]
+        command += [*TASK, *options]
         command += ["--resume"] if (run / "config.json").exists() else []
         subprocess.run(command, check=True, cwd=ROOT)
-        curve = _logged(run)
-    return curve
+    return run
 
 
 def _logged(run):
@@ -85,7 +94,7 @@ def draw(curves, path):
         low, high = ([end(v) for v in values] for end in (min, max))
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     seeds = len(next(iter(curves.values())))
-    axes.set(xlabel="step, of 512 completions", ylabel="held-out reward, greedy")
+    axes.set(xlabel="step, of 256 completions", ylabel="held-out reward, greedy")
     axes.set_title(f"mean and range of {seeds} seeds", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
