@@ -188,16 +188,32 @@ def test_two_new_runs_at_once_get_different_names(small):
     assert not list(Path(small["out_dir"]).iterdir())
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(small, capsys, loop):
-    directory = run(loop, small, name="a", steps=1).directory
-    before = rows(directory)
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(small, capsys):
+    small |= {"warm_start_steps": 2, "value_model": "separate", "keep_checkpoints": 9, "steps": 1}
+    directory = run("ppo", small, name="a").directory
+    before, of_policy = rows(directory), weights(directory)
+    of_values = torch.load(latest(directory / "checkpoints") / "state.pt")["value_head"]
     shutil.rmtree(directory / "checkpoints")
-    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (directory / "metrics.jsonl").write_text(lines[0])
-    assert rows(run(loop, small, name="a", steps=1, resume=True).directory) == before
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (directory / name).unlink(missing_ok=True)
+    assert rows(run("ppo", small, name="a", resume=True).directory) == before
     assert "holds no checkpoint; the run begins anew" in capsys.readouterr().out
-    assert latest(directory / "checkpoints").name == "step-000001"
+    assert {path.name for path in (directory / "checkpoints").iterdir()} == {
+        "step-000000",
+        "step-000001",
+    }
+    assert equal(weights(directory), of_policy)
+    again = torch.load(latest(directory / "checkpoints") / "state.pt")["value_head"]
+    assert equal(again, of_values)
+
+
+def test_a_run_that_lost_its_log_continues_with_its_weights(small):
+    small |= {"value_model": "separate", "steps": 2}
+    whole = rows(run("ppo", small, name="whole", steps=3).directory)
+    directory = run("ppo", small, name="a").directory
+    (directory / "metrics.jsonl").unlink()
+    run("ppo", small, name="a", resume=True, steps=3)
+    assert rows(directory) == whole[-1:]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -205,9 +221,11 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(small, loop):
     directory = run(loop, small, name="a", steps=1).directory
     log = (directory / "metrics.jsonl").read_text()
     shutil.rmtree(directory / "checkpoints")
-    with pytest.raises(ValueError, match=r"checkpoints holds no checkpoint, but .*has steps of"):
-        run(loop, small, name="a", steps=2, resume=True)
-    assert (directory / "metrics.jsonl").read_text() == log
+    for kept in (log, log.splitlines(keepends=True)[0]):
+        (directory / "metrics.jsonl").write_text(kept)
+        with pytest.raises(ValueError, match=r"checkpoints holds no checkpoint, but .*has rows"):
+            run(loop, small, name="a", steps=2, resume=True)
+        assert (directory / "metrics.jsonl").read_text() == kept
 
 
 def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(small, monkeypatch):

@@ -191,13 +191,20 @@ def test_a_model_is_trained_from_where_it_was_saved(small, tmp_path):
         run("grpo", small, model=str(tmp_path / "nothing"))
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_held_out_prompts_are_not_the_file_for_training(small, tmp_path, loop):
+    (tmp_path / "link.jsonl").symlink_to(small["train_file"])
+    with pytest.raises(ValueError, match=r"^held_out_file must not be train_file, got .*link"):
+        run(loop, small, held_out_file=str(tmp_path / "link.jsonl"))
+
+
 def test_held_out_prompts_that_are_also_for_training_are_counted(small, capsys):
     shared = Path(small["train_file"]).read_text().splitlines(keepends=True)[:2]
     with Path(small["held_out_file"]).open("a") as file:
         file.writelines(shared)
     held_out = len(Path(small["held_out_file"]).read_text().splitlines())
     run("grpo", small, steps=1)
-    assert f"2 of {held_out} held-out prompts are also for training" in capsys.readouterr().out
+    assert f"2 of {held_out} held-out prompts are also training prompts;" in capsys.readouterr().out
 
 
 def test_a_run_is_not_overwritten_or_resumed_with_other_settings(small):
@@ -374,7 +381,7 @@ def test_a_head_without_a_linear_loss_is_refused_before_any_work(small, tmp_path
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    small |= {"model": str(tmp_path / "gpt2"), "steps": 1}
+    small |= {"model": str(tmp_path / "gpt2"), "steps": 1, "attention": "sdpa"}
     with pytest.raises(ValueError, match=r'loss must be "logits" for this model.*gpt2'):
         run("grpo", small)
     run("grpo", small, loss="logits", name="by-logits")

@@ -11,7 +11,9 @@ pytest.importorskip("transformers")
 
 from fastrl.train import gradients
 from fastrl.train.distributed import optimizer_shards, ranks
+from fastrl.train.run import start
 from fastrl.train.run.checkpoint import latest
+from tests.support.pair_runs import pair_settings, run_pairs
 from tests.support.rank_runs import PARALLEL, check_same_metrics, check_whole, run_ranks
 from tests.support.train_runs import rows, run
 
@@ -110,31 +112,95 @@ def test_an_error_in_the_middle_of_common_work_does_not_hang(settings, tmp_path,
     assert run("grpo", settings, resume=True).step == 2
 
 
-def killed_on_one(rank):
-    """The second rank is killed in the second step."""
+def killed(who, call):
+    """Kill rank ``who`` in the ``call``-th loss; there are two per step."""
     ranks.SECONDS_FOR_OTHERS = 2.0
     loop = sys.modules["fastrl.train.grpo"]
     calls, policy_loss = [], loop.policy_loss
 
-    def killed(*arguments, **options):
-        calls.append(rank)
-        if rank == 1 and len(calls) == 3:  # two minibatches per step
+    def kill(*arguments, **options):
+        calls.append(call)
+        if ranks.index() == who and len(calls) == call:
             signal.raise_signal(signal.SIGKILL)
         return policy_loss(*arguments, **options)
 
-    loop.policy_loss = killed
+    loop.policy_loss = kill
+
+
+def second_killed(rank):
+    killed(1, 3)
+
+
+def first_killed(rank):
+    killed(0, 3)
+
+
+def second_killed_at_the_start(rank):
+    """In the exchange after loading."""
+    ranks.SECONDS_FOR_OTHERS = 2.0
+    if rank == 1:
+        start.sharded = lambda *arguments: signal.raise_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_a_rank_that_is_killed_is_named_by_the_others(settings, tmp_path, parallel):
     settings |= {"parallel": parallel, "name": "a"}
-    one, other = run_ranks(2, "grpo", settings, tmp_path, before=killed_on_one)
+    one, other = run_ranks(2, "grpo", settings, tmp_path, before=second_killed)
     saved = last_of(settings)
     assert saved.name == {"ddp": "step-000001", "fsdp": "step-000000"}[parallel]
     assert other is None
-    assert one.error.startswith("RankError: another rank has ended without a message, as one that")
-    assert one.error.endswith(f"; --resume continues from {saved}")
+    assert one.error == (
+        "RankError: another rank has ended without a message (the system may have killed it for "
+        f"lack of memory), or did not answer in time; --resume continues from {saved}"
+    )
     assert run("grpo", settings, resume=True).step == 2
+
+
+def test_the_first_rank_that_is_killed_is_named_too(settings, tmp_path):
+    one, other = run_ranks(2, "grpo", settings | {"name": "a"}, tmp_path, before=first_killed)
+    assert one is None
+    assert other.error.startswith(
+        "RankError: the first rank has ended; its message tells why, unless the system killed it"
+    )
+    assert last_of(settings).name == "step-000000"
+    assert run("grpo", settings, name="a", resume=True).step == 2
+
+
+def test_a_rank_that_is_killed_before_the_first_step_is_named(settings, tmp_path):
+    before = second_killed_at_the_start
+    one, other = run_ranks(2, "grpo", settings | {"name": "a"}, tmp_path, before=before)
+    assert other is None
+    assert one.error.startswith("RankError: another rank has ended without a message")
+
+
+def raised_on_one(rank):
+    """An error of the second rank alone, which names what gloo's would."""
+    ranks.SECONDS_FOR_OTHERS = 2.0
+    if rank == 1:
+        loop = sys.modules["fastrl.train.grpo"]
+
+        def fails(*arguments, **options):
+            raise RuntimeError("cannot open igloo/kernel.so")
+
+        loop.policy_loss = fails
+
+
+def test_an_error_of_one_rank_is_not_taken_for_the_end_of_another(settings, tmp_path):
+    one, other = run_ranks(2, "grpo", settings | {"name": "a"}, tmp_path, before=raised_on_one)
+    assert other.error == "RuntimeError: cannot open igloo/kernel.so"
+    assert one.error.startswith("RankError: another rank has failed, and its message tells why")
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_a_reward_model_scores_on_all_ranks_and_is_kept_by_the_first(settings, tmp_path, parallel):
+    judge = run_pairs(pair_settings(tmp_path), steps=1, name="judge").directory
+    settings |= {"reward": "reward_model", "reward_model": str(judge), "parallel": parallel}
+    check_whole(run_ranks(2, "grpo", settings | {"name": "a", "steps": 1}, tmp_path))
+    check_whole(run_ranks(2, "grpo", settings | {"name": "a", "resume": True}, tmp_path))
+    alone = run("grpo", settings, name="alone").directory
+    check_same_metrics(rows(alone.with_name("a"))[2:], rows(alone)[2:])
+    kept = [(alone.with_name(name) / "reward-model.json").read_text() for name in ("a", "alone")]
+    assert kept[0] == kept[1]
 
 
 def spoiled_on_one(rank):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -234,28 +235,79 @@ def test_damaged_files_with_checksums_are_refused(tmp_path):
         load_reward_model(str(directory), "cpu")
 
 
-def test_a_resumed_run_keeps_the_reward_model_that_it_began_with(small, tmp_path, capsys):
-    pairs = pair_settings(tmp_path) | {"save_every": 1, "name": "judge"}
-    judge = run_pairs(pairs, steps=1).directory
-    settings = small | {"reward": "reward_model", "reward_model": str(judge), "eval_every": 1}
-    directory = run("grpo", settings, name="a", steps=2).directory
-    began_with = judge / "checkpoints" / "step-000001"
-    assert f"reward_model: {began_with}" in capsys.readouterr().out
-    whole = rows(run("grpo", settings, name="whole").directory)
+@pytest.fixture
+def judged(small, tmp_path):
+    """Settings of a run with a reward model, which is the last checkpoint of a run with one."""
+    judge = run_pairs(judge_settings(tmp_path), steps=1).directory
+    return {**small, "reward": "reward_model", "reward_model": str(judge), "eval_every": 1}
 
-    run_pairs(pairs, steps=2, resume=True)  # now the last checkpoint is another one
-    shutil.copytree(directory, directory.with_name("b"))
-    assert rows(run("grpo", settings, name="a", resume=True).directory) == whole
+
+def judge_settings(tmp_path):
+    return {**pair_settings(tmp_path), "save_every": 1, "name": "judge"}
+
+
+def test_a_resumed_run_keeps_the_reward_model_that_it_began_with(judged, tmp_path, capsys):
+    directory = run("grpo", judged, name="a", steps=2).directory
+    began_with = Path(judged["reward_model"]) / "checkpoints" / "step-000001"
+    assert f"reward_model: {began_with}" in capsys.readouterr().out
+    whole = rows(run("grpo", judged, name="whole").directory)
+
+    run_pairs(judge_settings(tmp_path), steps=2, resume=True)  # the last checkpoint is another one
+    for name in ("b", "c"):
+        shutil.copytree(directory, directory.with_name(name))
+    assert rows(run("grpo", judged, name="a", resume=True).directory) == whole
+    directory = directory.with_name("b")
+    (directory / "reward-model.json").unlink()  # as in a run of an earlier version
+    run("grpo", judged, name="b", resume=True)
+    kept = json.loads((directory / "reward-model.json").read_text())
+    assert kept["checkpoint"] == "step-000002"
 
     weights = load_file(began_with / "model.safetensors")
-    weights["score.weight"] += 1
+    weights["score.weight"] = weights["score.weight"].flip(1).contiguous()
     save_file(weights, began_with / "model.safetensors", {"format": "pt"})
     (began_with / "checksums.json").unlink()
     with pytest.raises(ValueError, match="step-000001 has other weights than when the run began"):
-        run("grpo", settings, name="b", resume=True)
+        run("grpo", judged, name="c", resume=True)
     shutil.rmtree(began_with)
     with pytest.raises(ValueError, match=r"began with .*step-000001, which is gone"):
-        run("grpo", settings, name="b", resume=True)
+        run("grpo", judged, name="c", resume=True)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"checkpoint": 1, "fingerprint": "a"}',
+        '{"checkpoint": "../step-1", "fingerprint": "a"}',
+    ],
+)
+def test_a_damaged_record_of_the_reward_model_is_named(judged, kept):
+    directory = run("grpo", judged, name="a", steps=1).directory
+    (directory / "reward-model.json").write_text(kept)
+    with pytest.raises(ValueError, match=r"^resume: .*reward-model\.json is damaged; delete it if"):
+        run("grpo", judged, name="a", resume=True)
+
+
+def test_a_run_that_is_discarded_leaves_no_reward_model_behind(judged, tmp_path, monkeypatch):
+    """A run is killed before its first checkpoint, then interrupted in its warm start."""
+    directory = run("grpo", judged, name="a", steps=1).directory
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (directory / name).unlink(missing_ok=True)
+    shutil.rmtree(directory / "checkpoints")
+    assert (directory / "reward-model.json").exists()
+
+    def interrupted(*arguments):
+        yield 1.0
+        signal.raise_signal(signal.SIGINT)
+        yield 1.0
+
+    monkeypatch.setattr("fastrl.train.run.start.warm_start", interrupted)
+    monkeypatch.setattr("fastrl.train.run.start.warm_start_steps", lambda config: 2)
+    run("grpo", judged, name="a", resume=True)
+    assert not (directory / "reward-model.json").exists()
+    assert not (directory / "config.json").exists()
 
 
 @pytest.mark.parametrize("loop", LOOPS)

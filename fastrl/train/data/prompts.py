@@ -139,7 +139,7 @@ def encode(
 
 
 def count_shared(train: list[Prompt], held_out: list[Prompt]) -> int:
-    """How many of the held-out prompts are also for training."""
+    """How many of the held-out prompts are also training prompts."""
     trained = {hash(tuple(prompt.token_ids)) for prompt in train}  # far less than the tuples
     return sum(hash(tuple(prompt.token_ids)) in trained for prompt in held_out)
 

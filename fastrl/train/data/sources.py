@@ -1,6 +1,7 @@
 """Where prompts are read from: JSONL and Parquet files, and data sets of the hub or a directory."""
 
 import glob
+import os
 from collections.abc import Iterable
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -73,7 +74,7 @@ def _of_dataset(config: DataSettings, split: str, columns: Columns) -> list[Reco
             f"{_reason(error)}"
         ) from error
     except Exception as error:  # of a library that reads what others wrote
-        if not Path(config.dataset).exists():
+        if not os.path.exists(config.dataset):
             where += ": there is no such directory, and on the hub it"
         raise ValueError(f"{where} cannot be read: {_reason(error)}") from error
 

@@ -58,11 +58,13 @@ def joined(config: LoopConfig) -> Iterator[None]:
     )
     try:
         yield
-    except Exception as error:
-        if not ranks.on_all_ranks(error):
-            raise  # to end the group would wait for ranks that are gone
-        _leave()
-        raise
+    except Exception as raised:
+        error = ranks.explained(raised)
+        if ranks.on_all_ranks(error):
+            _leave()  # else that would wait for ranks that are gone
+        if error is raised:
+            raise
+        raise error from raised
     _leave()
 
 

@@ -111,17 +111,21 @@ def on_all_ranks(error: Any) -> bool:
 
 def explained(error: Exception) -> Exception:
     """The error, or a `RankError` if it is the consequence of another rank's."""
-    if count() == 1 or on_all_ranks(error):
+    if count() == 1 or isinstance(error, RankError) or on_all_ranks(error):
         return error
-    if _others_failed():
-        consequence: Any = RankError("another rank has failed, and its message tells why")
-    elif _is_of_exchange(error):
-        consequence = RankError(
-            "another rank has ended without a message, as one that the system kills for its "
-            f"memory, or did not answer in time ({str(error).partition(chr(10))[0]})"
-        )
+    announced = _announced()
+    if announced:
+        why = "another rank has failed, and its message tells why"
+    elif not _is_of_exchange(error):
+        return error
+    elif announced is None:
+        why = "the first rank has ended; its message tells why, unless the system killed it"
     else:
-        return error
+        why = (
+            "another rank has ended without a message (the system may have killed it for lack of "
+            "memory), or did not answer in time"
+        )
+    consequence: Any = RankError(why)
     consequence.on_all_ranks = False
     return consequence  # type: ignore[no-any-return]
 
@@ -150,7 +154,7 @@ def _is_group() -> bool:
 def _all_arrive(seconds: float) -> bool:
     if count() == 1:
         return True
-    if _others_failed():
+    if _announced() is not False:
         return False
     try:  # not monitored_barrier: only its first rank has a timeout
         for stage in ("arrived", "stayed"):
@@ -164,17 +168,18 @@ def _all_arrive(seconds: float) -> bool:
     return True
 
 
-def _others_failed() -> bool:
+def _announced() -> bool | None:
+    """Whether another rank has failed and said so; None if the first is gone, with the store."""
     try:
         return bool(_store.check([_GONE])) and _store.get(_GONE) != str(index()).encode()
-    except RuntimeError:  # the rank that keeps the store is gone
-        return True
+    except RuntimeError:
+        return None
 
 
 def _is_of_exchange(error: Exception) -> bool:
     """Whether an exchange with other ranks failed; gloo's errors have no type of their own."""
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
+        isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)
     )
 
 

@@ -1,5 +1,6 @@
 """The model and its tokenizer: any causal LM from `transformers`, or a small new one."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def reason(error: Exception, path: str) -> str:
             "it has no model.safetensors, and pickled weights are not loaded, since they can run "
             "code; store it with save_pretrained where you trust it"
         )
-    return text if Path(path).exists() else f"there is no such directory, and on the hub: {text}"
+    found = os.path.exists(path)
+    return text if found else f"there is no such directory, and on the hub: {text}"
 
 
 def _pretrained(path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import torch
 from fastrl.train import extras
 from fastrl.train.config import RunConfig
 from fastrl.train.model import loading, stored_model
-from fastrl.train.model.stored_model import BASE, FINGERPRINT, fingerprint
+from fastrl.train.model.stored_model import BASE, FINGERPRINT, differs, fingerprint
 from fastrl.train.run import checkpoint, checksums
 from fastrl.train.run.run_log import RunLog
 from fastrl.train.warm_start import warm_start_steps
@@ -91,7 +91,7 @@ def _adapted(
     if (
         resumed_from is not None
         and began_with.is_file()
-        and began_with.read_text().strip() != fingerprint(model.named_parameters())
+        and differs(began_with.read_text().strip(), fingerprint(model.named_parameters()))
     ):
         raise ValueError(
             f"model must have the weights with which the run began, but {source} has changed"
@@ -120,7 +120,7 @@ def _is_changed(config: RunConfig) -> bool:
 def _names_adapter(config: RunConfig) -> bool:
     try:
         return config.model is not None and loading.is_adapter(config.model)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # huggingface_hub's type depends on its version
         raise ValueError(
             f"model must be a causal LM with its tokenizer, got {config.model!r}: "
             f"{loading.reason(error, str(config.model))}"

@@ -18,6 +18,9 @@ BASE = "base"
 REFERENCE = "reference"
 #: The file that tells whether the weights below an adapter, kept elsewhere, are still the same.
 FINGERPRINT = "base-fingerprint.json"
+#: The file that tells which reward model the run began with.
+REWARD_MODEL = "reward-model.json"
+_VERSION = "2:"  # of the fingerprints
 
 
 def store(directory: Path, save: Callable[[Path], Any]) -> None:
@@ -52,14 +55,24 @@ def verify(directory: Path) -> None:
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """A sum of names, shapes and bits of weights, the same on every device."""
+    """A sum of names, shapes and bits of weights, the same on every device.
+
+    The bits are added up by row and by column, so that their order counts.
+    """
     digest = hashlib.sha256()
     for name, weight in sorted(weights, key=lambda item: item[0]):
         kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
         bits = weight.detach().contiguous().view(kind)
-        total = int(bits.sum(dtype=torch.int64))
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {total};".encode())
-    return digest.hexdigest()
+        bits = bits.reshape(-1, max(1, bits.shape[-1] if bits.ndim else 1))
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
+        for dim in (0, 1):
+            digest.update(bits.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+    return f"{_VERSION}{digest.hexdigest()}"
+
+
+def differs(recorded: str, now: str) -> bool:
+    """Whether fingerprints are of different weights; not if one is of an earlier version."""
+    return recorded.startswith(_VERSION) and recorded != now
 
 
 def sync(path: Path) -> None:

@@ -1,6 +1,7 @@
 """A reward model as a reward function."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,20 +11,17 @@ from fastrl.train.data.prompts import Record
 from fastrl.train.data.scored_text import encode_scored
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.sequence_scorer import check_context, load_scorer, score_sequences
-from fastrl.train.model.stored_model import fingerprint
+from fastrl.train.model.stored_model import REWARD_MODEL, differs, fingerprint
 from fastrl.train.padding import by_length
 from fastrl.train.run.checkpoint import latest
 from fastrl.train.run.json_lines import replace_file
-
-#: The file of a run that tells which reward model it began with.
-KEPT = "reward-model.json"
 
 
 class Kept(NamedTuple):
     """What a run keeps of its reward model, to continue with the same one."""
 
-    path: str
-    fingerprint: str
+    checkpoint: str | None  # its name, if ``reward_model`` is a run
+    fingerprint: str  # of the weights
 
 
 class RewardModel:
@@ -34,7 +32,8 @@ class RewardModel:
     do not depend on which, up to rounding.
 
     Args:
-        path: Where the model is from.
+        path: The directory or hub name of the model.
+        checkpoint: The name of its directory if that is a checkpoint of a run.
         model: A sequence classification model with one label.
         tokenizer: Its tokenizer.
         tokens_per_batch: Most tokens that are scored together, padding included.
@@ -46,6 +45,7 @@ class RewardModel:
     def __init__(
         self,
         path: str,
+        checkpoint: str | None,
         model: Any,
         tokenizer: Any,
         *,
@@ -53,14 +53,14 @@ class RewardModel:
         chat_template: bool,
         system_prompt: str | None,
     ) -> None:
-        self.path = path
+        self.path, self.checkpoint = path, checkpoint
         self._model, self._tokenizer = model.requires_grad_(False).eval(), tokenizer
         self._tokens_per_batch = tokens_per_batch
         self._chat_template, self._system_prompt = chat_template, system_prompt
 
-    def kept(self) -> Kept:
-        """Where the model is from, and a sum of its weights."""
-        return Kept(self.path, fingerprint(self._model.named_parameters()))
+    def fingerprint(self) -> str:
+        """A sum of the weights."""
+        return fingerprint(self._model.named_parameters())
 
     @torch.no_grad()
     def __call__(
@@ -113,15 +113,8 @@ def load_reward_model(
     Raises:
         ValueError: There is no such model, or it is not a reward model, or not the one in ``kept``.
     """
-    checkpoint = latest(Path(path) / "checkpoints")
+    checkpoint = _checkpoint(path, kept)
     found = path if checkpoint is None else str(checkpoint)
-    if kept is not None:
-        if kept.path not in (path, found) and not Path(kept.path).is_dir():
-            raise ValueError(
-                f"reward_model: the run began with {kept.path}, which is gone: rewards of another "
-                "one would not compare; restore it, or choose another --name"
-            )
-        found = kept.path
     model, tokenizer, _ = load_scorer(
         found, device, setting="reward_model", trust_remote_code=trust_remote_code
     )
@@ -131,35 +124,70 @@ def load_reward_model(
         raise ValueError(f"reward_model must have a chat template, got none in {path!r}")
     loaded = RewardModel(
         found,
+        None if checkpoint is None else checkpoint.name,
         model,
         tokenizer,
         tokens_per_batch=tokens_per_batch,
         chat_template=chat_template,
         system_prompt=system_prompt,
     )
-    if kept is not None and loaded.kept() != kept:
+    if kept is not None and differs(kept.fingerprint, loaded.fingerprint()):
         raise ValueError(
-            f"reward_model: {found} has other weights than when the run began: its rewards would "
-            "not compare; restore it, or choose another --name"
+            f"reward_model: {found} has other weights than when the run began, {_ADVICE}"
         )
     return loaded
 
 
+_ADVICE = "and rewards of different models are not comparable: restore it, or choose another --name"
+
+
+def _checkpoint(path: str, kept: Kept | None) -> Path | None:
+    """The checkpoint that is used if ``path`` is a run."""
+    try:
+        last = latest(Path(path) / "checkpoints")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"reward_model must be a directory or hub name: {error}") from error
+    if kept is None:
+        return last
+    if kept.checkpoint is None:
+        return None
+    began_with = Path(path) / "checkpoints" / kept.checkpoint
+    if not began_with.is_dir():
+        where = "" if began_with.is_absolute() else f" (looked for in {Path.cwd()})"
+        raise ValueError(
+            f"reward_model: the run began with {began_with}, which is gone{where}, {_ADVICE}"
+        )
+    return began_with
+
+
 def keep(model: RewardModel, run: Path) -> None:
-    """Let the directory of a run know its reward model."""
-    replace_file(run / KEPT, json.dumps(model.kept()._asdict(), indent=2) + "\n")
+    """Let the directory of a run know its reward model, unless it does."""
+    if not (run / REWARD_MODEL).exists():
+        kept = Kept(model.checkpoint, model.fingerprint())
+        replace_file(run / REWARD_MODEL, json.dumps(kept._asdict(), indent=2) + "\n")
 
 
 def read_kept(run: Path) -> Kept | None:
-    """What `keep` wrote; None if the run is of an earlier version, or has no steps yet.
+    """What `keep` wrote; None if the run is of an earlier version.
 
     Raises:
-        ValueError: The file cannot be read.
+        ValueError: The file is damaged.
+        OSError: It cannot be read.
     """
-    path = run / KEPT
+    path = run / REWARD_MODEL
     if not path.exists():
         return None
     try:
-        return Kept(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"resume: {path} cannot be read: {error}") from error
+        kept = json.loads(path.read_text())
+    except ValueError:
+        kept = None
+    if (
+        not isinstance(kept, dict)
+        or kept.keys() != set(Kept._fields)
+        or not re.fullmatch(r"None|step-\d+", str(kept["checkpoint"]))
+        or not isinstance(kept["fingerprint"], str)
+    ):
+        raise ValueError(
+            f"resume: {path} is damaged; delete it if the reward model is still the same"
+        )
+    return Kept(**kept)

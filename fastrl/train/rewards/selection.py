@@ -30,7 +30,7 @@ def make_rewards(config: RunConfig, run: Path | None = None) -> Rewards:
 
     Args:
         config: The settings of the run.
-        run: Its directory, which knows the reward model that a resumed run began with.
+        run: Its directory if it is resumed, which knows the reward model that it began with.
 
     Raises:
         ValueError: A function does not exist, or a setting of one cannot be used; or the reward
@@ -70,7 +70,7 @@ def _reward_model(config: RunConfig, run: Path | None) -> RewardModel | None:
         chat_template=config.chat_template,
         system_prompt=config.system_prompt,
         trust_remote_code=config.trust_remote_code,
-        kept=reward_model.read_kept(run) if run is not None and config.resume else None,
+        kept=None if run is None else reward_model.read_kept(run),
     )
 
 

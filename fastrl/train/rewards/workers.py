@@ -126,7 +126,7 @@ class WorkerPool:
 
 
 def _preloaded() -> list[str]:
-    """What all workers import: `worker_server`, and the loop that runs as a program."""
+    """What all workers import: `worker_server`, and the loop if it was started with ``-m``."""
     program = getattr(sys.modules["__main__"], "__spec__", None)
     name = "" if program is None else program.name
     loop = [name] if name.startswith("fastrl.train.") else []

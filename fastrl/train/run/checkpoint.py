@@ -252,9 +252,10 @@ def reading(checkpoint: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the type depends on where the file is damaged
+        others = _all(checkpoint.parent)[:-1]
+        advice = "delete it to resume from the previous one" if others else "there is no other one"
         raise ValueError(
-            f"resume: {checkpoint} cannot be read; delete it to resume from the previous one "
-            f"({type(error).__name__}: {error})"
+            f"resume: {checkpoint} cannot be read; {advice} ({type(error).__name__}: {error})"
         ) from error
 
 

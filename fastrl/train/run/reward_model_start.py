@@ -22,6 +22,7 @@ from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
 from fastrl.train.scorer_warm_start import scorer_warm_start, scorer_warm_start_steps
+from fastrl.train.settings.data import check_files_differ
 
 
 class RewardModelJob(NamedTuple):
@@ -90,11 +91,13 @@ def prepare_reward_model(config: RewardModelConfig) -> RewardModelJob:
 
 
 def _prepare(config: RewardModelConfig, log: RunLog) -> RewardModelJob:
+    resumed_from = log.checkpoint_to_resume()
+    if resumed_from is None:
+        check_files_differ(config.train_file, config.held_out_file)
     if config.train_file is None or config.held_out_file is None:
         records: list[list[Any]] = list(arithmetic_pairs.split(config.seed))
     else:
         records = [read_pairs(file) for file in (config.train_file, config.held_out_file)]
-    resumed_from = log.checkpoint_to_resume()
     checkpoint.seed_all(config.seed)
     model, tokenizer = _load(config, log, resumed_from)
     check_weights(model)

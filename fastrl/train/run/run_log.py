@@ -9,7 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fastrl.train.config import LoopConfig
-from fastrl.train.model.stored_model import BASE, FINGERPRINT, REFERENCE
+from fastrl.train.model.stored_model import BASE, FINGERPRINT, REFERENCE, REWARD_MODEL
 from fastrl.train.run import checkpoint
 from fastrl.train.run.curves import draw
 from fastrl.train.run.json_lines import append_rows, keep_until, read_rows, replace_file
@@ -76,17 +76,17 @@ class RunLog:
         """The last checkpoint of a run that is resumed; None if the run is to begin anew.
 
         Raises:
-            ValueError: The log has steps, but there is no checkpoint.
+            ValueError: The run has a log, but no checkpoint.
             OSError: The checkpoints cannot be listed.
         """
         if not self.config.resume:
             return None
         last = checkpoint.latest(self.checkpoints)
         if last is None:
-            if any(row["step"] > 0 for row in read_rows(self.metrics)):
+            if read_rows(self.metrics):  # the first checkpoint is older than the first row
                 raise ValueError(
-                    f"resume: {self.checkpoints} holds no checkpoint, but {self.metrics} has steps "
-                    "of the run: restore the checkpoints, or choose another --name"
+                    f"resume: {self.checkpoints} holds no checkpoint, but {self.metrics} has rows: "
+                    "restore a checkpoint, or choose another --name"
                 )
             self.say(f"{self.checkpoints} holds no checkpoint; the run begins anew")
         return last
@@ -98,6 +98,8 @@ class RunLog:
         """
         self.rows = keep_until(self.metrics, step)
         self.samples.begin(step)
+        if step < 0:
+            (self.directory / REWARD_MODEL).unlink(missing_ok=True)  # of an attempt that was killed
         replace_file(self._settings, json.dumps(settings_of(self.config), indent=2) + "\n")
 
     @contextmanager
@@ -181,11 +183,14 @@ class RunLog:
 
     def discard(self) -> None:
         """If no step was logged or saved, remove what the run wrote."""
-        if self.rows or checkpoint.latest(self.checkpoints) is not None:
+        try:
+            if self.rows or checkpoint.latest(self.checkpoints) is not None:
+                return
+        except OSError:  # there may be checkpoints
             return
         data = self.directory / "data"
-        written = [self._settings, self.metrics, self.directory / FINGERPRINT, *self.written]
-        for path in written:
+        files = [self.directory / name for name in (FINGERPRINT, REWARD_MODEL)]
+        for path in (self._settings, self.metrics, *files, *self.written):
             path.unlink(missing_ok=True)
         for name in (REFERENCE, BASE):
             shutil.rmtree(self.directory / name, ignore_errors=True)

@@ -32,6 +32,7 @@ from fastrl.train.run import checkpoint
 from fastrl.train.run.interrupt import Interrupt
 from fastrl.train.run.run_log import Row, RunLog
 from fastrl.train.sampling import Sampler, make_sampler
+from fastrl.train.settings.data import check_files_differ
 from fastrl.train.warm_start import check_demonstrations, warm_start, warm_start_steps
 
 
@@ -53,6 +54,7 @@ class PolicyJob(NamedTuple):
         if self.resumed_from is not None:
             step = checkpoint.restore(self.resumed_from, parts)
             self._begin_log(step)
+            self._keep_reward_model()
             return step
         self._begin_log(-1)
         losses = warm_start(self.model, self.tokenizer, self.train, self.config)
@@ -65,10 +67,12 @@ class PolicyJob(NamedTuple):
         ranks.from_first(
             lambda: keep_base(self.model, self.tokenizer, self.config, self.log.directory)
         )
-        if (judge := self.rewards.model) is not None:
-            self.log.written.append(self.log.directory / reward_model.KEPT)
-            ranks.from_first(lambda: reward_model.keep(judge, self.log.directory))
+        self._keep_reward_model()
         return 0
+
+    def _keep_reward_model(self) -> None:
+        if (judge := self.rewards.model) is not None:
+            ranks.from_first(lambda: reward_model.keep(judge, self.log.directory))
 
     def _begin_log(self, step: int) -> None:
         def begin() -> list[Row]:
@@ -112,18 +116,20 @@ def prepare(config: GrpoConfig | PpoConfig, loop: str) -> PolicyJob:
     log = open_log(config, loop)
     with ExitStack() as unless_prepared:
         unless_prepared.callback(log.close)
-        rewards = unless_prepared.enter_context(
-            ranks.agreed(lambda: make_rewards(config, log.directory))
-        )
+        resumed_from = ranks.agreed(log.checkpoint_to_resume)
+        resumed = None if resumed_from is None else log.directory
+        rewards = unless_prepared.enter_context(ranks.agreed(lambda: make_rewards(config, resumed)))
         if rewards.model is not None and rewards.model.path != config.reward_model:
             log.say(f"reward_model: {rewards.model.path}")
-        job = _prepare(config, log, rewards)
+        job = _prepare(config, log, rewards, resumed_from)
         unless_prepared.pop_all()
     return job
 
 
-def _prepare(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> PolicyJob:
-    job = ranks.agreed(lambda: _load(config, log, rewards))
+def _prepare(
+    config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards, resumed_from: Path | None
+) -> PolicyJob:
+    job = ranks.agreed(lambda: _load(config, log, rewards, resumed_from))
     sharded(job.model, config, loading.find_device(config.device))
     save_memory(job.model, config)
     check_packing(job.model, config)
@@ -132,12 +138,15 @@ def _prepare(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> P
     return job
 
 
-def _load(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> PolicyJob:
+def _load(
+    config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards, resumed_from: Path | None
+) -> PolicyJob:
     """Everything that a rank does without the others."""
+    if resumed_from is None:
+        check_files_differ(config.train_file, config.held_out_file)
     records = read_records(config) if config.has_prompts else SPLITS[config.task](config.seed)
     for some in records:
         rewards.probe(some)  # a broken function fails here
-    resumed_from = log.checkpoint_to_resume()
     checkpoint.seed_all(config.seed)
     device = loading.find_device(config.device)
     if ranks.count() > 1 and config.parallel == "fsdp":
@@ -159,8 +168,8 @@ def _load(config: GrpoConfig | PpoConfig, log: RunLog, rewards: Rewards) -> Poli
     )
     if shared := count_shared(train, held_out):
         log.say(
-            f"{shared} of {len(held_out)} held-out prompts are also for training: their reward is "
-            "of what the model was trained on"
+            f"{shared} of {len(held_out)} held-out prompts are also training prompts; their reward "
+            "does not measure generalization"
         )
     if resumed_from is None:
         check_demonstrations(train, tokenizer, config)

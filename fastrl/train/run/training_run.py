@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,8 @@ class Job(Protocol):
     def model(self) -> Any: ...  # noqa: D102
     @property
     def tokenizer(self) -> Any: ...  # noqa: D102
+    @property
+    def resumed_from(self) -> Path | None: ...  # noqa: D102
 
     def begin(self, parts: Parts, interrupt: Interrupt) -> int | None:
         """Restore the checkpoint to resume from, or prepare the model for the first step.
@@ -84,7 +87,7 @@ def training_run(
                 run.step, run.rng = begun, checkpoint.rng_state()
                 run.prepare_gradients()
                 run.reference = job.reference()
-                if not job.log.rows:
+                if job.resumed_from is None:
                     warm_started()
                     run.save()
         if begun is None:

@@ -1,7 +1,7 @@
 """The settings of the prompts."""
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from fastrl.train.settings.options import option
@@ -48,7 +48,8 @@ class DataSettings:
 
     def check_data(self) -> None:
         """Raise a `ValueError` if settings of the data exclude one another."""
-        check_files(self.train_file, self.held_out_file)
+        if (self.train_file is None) != (self.held_out_file is None):
+            raise ValueError("held_out_file must be given if and only if train_file is")
         if self.has_prompts and self.task != "arithmetic":
             given = "train_file" if self.dataset is None else "dataset"
             raise ValueError(f"{given} must not be given with an embedded task, got {self.task}")
@@ -68,10 +69,7 @@ class DataSettings:
             raise ValueError(f"answer_column must not be prompt_column, {self.prompt_column!r}")
 
 
-def check_files(train: str | None, held_out: str | None) -> None:
-    """Raise a `ValueError` if one of the files is missing, or both are the same."""
-    if train is None or held_out is None:
-        if train is not held_out:
-            raise ValueError("held_out_file must be given if and only if train_file is")
-    elif Path(train).resolve() == Path(held_out).resolve():
+def check_files_differ(train: str | None, held_out: str | None) -> None:
+    """Raise a `ValueError` if both are the same file."""
+    if train and held_out and os.path.realpath(train) == os.path.realpath(held_out):
         raise ValueError(f"held_out_file must not be train_file, got {held_out!r}")
