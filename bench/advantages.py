@@ -8,7 +8,6 @@ and one that was interrupted is continued.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from fastrl.train.run.json_lines import read_rows
 
 ROOT = Path(__file__).parents[1]
 ESTIMATES = {
@@ -31,10 +32,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "advantages")
+    parser.add_argument("--out_dir", type=Path, default=ROOT / "runs" / "estimates")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "advantages.png")
     parser.add_argument("options", nargs="*", help="further options of fastrl.train.ppo, after --")
     arguments = parser.parse_args()
+    arguments.out_dir = arguments.out_dir.resolve()
     curves = {
         name: [rewards(name, seed, arguments) for seed in arguments.seeds] for name in ESTIMATES
     }
@@ -65,8 +67,7 @@ def train(run, seed, steps, options):
 
 
 def _logged(run):
-    metrics = run / "metrics.jsonl"
-    rows = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+    rows = read_rows(run / "metrics.jsonl")
     return {row["step"]: row["held_out_reward"] for row in rows if "held_out_reward" in row}
 
 

@@ -207,6 +207,13 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(small, capsys):
     assert equal(again, of_values)
 
 
+def test_checkpoints_of_another_run_are_not_mixed_with_a_new_one(small):
+    directory = run("grpo", small, name="a", steps=1).directory
+    (directory / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"^name: .*a has no config.json, but holds step-000001"):
+        run("grpo", small, name="a")
+
+
 def test_a_run_that_lost_its_log_continues_with_its_weights(small):
     small |= {"value_model": "separate", "steps": 2}
     whole = rows(run("ppo", small, name="whole", steps=3).directory)

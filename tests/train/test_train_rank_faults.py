@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 from fastrl.train import gradients
-from fastrl.train.distributed import optimizer_shards, ranks
-from fastrl.train.run import start
+from fastrl.train.config import GrpoConfig
+from fastrl.train.distributed import optimizer_shards, process_group, ranks
+from fastrl.train.run import checkpoint, start
 from fastrl.train.run.checkpoint import latest
 from tests.support.pair_runs import pair_settings, run_pairs
 from tests.support.rank_runs import PARALLEL, check_same_metrics, check_whole, run_ranks
@@ -171,6 +172,57 @@ def test_a_rank_that_is_killed_before_the_first_step_is_named(settings, tmp_path
     one, other = run_ranks(2, "grpo", settings | {"name": "a"}, tmp_path, before=before)
     assert other is None
     assert one.error.startswith("RankError: another rank has ended without a message")
+
+
+def second_killed_in_a_checkpoint(rank):
+    """In the first exchange of the checkpoint after the second step."""
+    ranks.SECONDS_FOR_OTHERS = 2.0
+    save = checkpoint.save
+
+    def kill(*arguments, step, **options):
+        if rank == 1 and step == 2:
+            signal.raise_signal(signal.SIGKILL)
+        return save(*arguments, step=step, **options)
+
+    checkpoint.save = kill
+
+
+def test_a_rank_that_is_killed_in_a_checkpoint_loses_no_step(settings, tmp_path):
+    before = second_killed_in_a_checkpoint
+    settings |= {"save_every": 1, "steps": 4}
+    one, other = run_ranks(2, "grpo", settings | {"name": "a"}, tmp_path, before=before)
+    assert other is None
+    assert one.error.startswith("RankError: another rank has ended without a message")
+    assert one.error.endswith("step-000002")
+    assert run("grpo", settings, name="a", resume=True).step == 4
+
+
+def second_killed_in_restoring(rank):
+    """While the sharded state of the optimizer is loaded."""
+    ranks.SECONDS_FOR_OTHERS = 2.0
+    if rank == 1:
+        checkpoint.sharded_like = lambda *arguments: signal.raise_signal(signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_does_not_make_a_checkpoint_look_damaged(settings, tmp_path):
+    settings |= {"parallel": "fsdp", "name": "a"}
+    check_whole(run_ranks(2, "grpo", settings | {"steps": 1}, tmp_path))
+    settings |= {"resume": True}
+    before = second_killed_in_restoring
+    one, other = run_ranks(2, "grpo", settings, tmp_path, before=before)
+    assert other is None
+    assert one.error.startswith("RankError: another rank has ended without a message")
+
+
+def test_ranks_that_cannot_be_joined_are_one_sentence(monkeypatch):
+    def alone(*arguments, **options):
+        raise torch.distributed.DistStoreError("1/2 clients joined")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(process_group, "rendezvous", alone)
+    message = "the ranks could not be joined: 1/2 clients joined"
+    with pytest.raises(ranks.RankError, match=message), process_group.joined(GrpoConfig()):
+        pass
 
 
 def raised_on_one(rank):

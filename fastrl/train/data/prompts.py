@@ -42,7 +42,7 @@ def read_jsonl(
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter if there is a NUL
         raise ValueError(f"{path} cannot be read: {error}") from error
     records = []
     for i, line in enumerate(lines, 1):

@@ -12,6 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastrl.train.config import LoopConfig
 from fastrl.train.distributed import ranks
+from fastrl.train.run.interrupt import Interrupt
 
 _joined = 0  # how many times, in this process
 
@@ -25,6 +26,7 @@ def joined(config: LoopConfig) -> Iterator[None]:
 
     Raises:
         ValueError: The machine has fewer GPUs than ranks, or the setting ``device`` names one GPU.
+        RankError: Another rank does not join, or has ended.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
@@ -42,30 +44,34 @@ def joined(config: LoopConfig) -> Iterator[None]:
                 " GPUs; start as many with torchrun --nproc-per-node"
             )
         torch.cuda.set_device(local)
-    timeout = timedelta(seconds=config.rank_timeout)
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        timeout=timeout,
-        store=_part(store, "group"),
-        rank=rank,
-        world_size=world,
-    )
-    global _joined
-    _joined += 1
-    ranks.use_for_exchange(
-        dist.new_group(backend="gloo", timeout=timeout), _part(store, f"run/{_joined}")
-    )
+    try:
+        _join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", config.rank_timeout)
+    except RuntimeError as raised:
+        error: Any = ranks.RankError(f"the ranks could not be joined: {raised}")
+        error.on_all_ranks = False
+        raise error from raised
     try:
         yield
     except Exception as raised:
-        error = ranks.explained(raised)
+        with Interrupt():  # torchrun ends all ranks when one is gone
+            error = ranks.explained(raised)
         if ranks.on_all_ranks(error):
             _leave()  # else that would wait for ranks that are gone
         if error is raised:
             raise
         raise error from raised
     _leave()
+
+
+def _join(backend: str, seconds: float) -> None:
+    timeout = timedelta(seconds=seconds)
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    group = _part(store, "group")
+    dist.init_process_group(backend, timeout=timeout, store=group, rank=rank, world_size=world)
+    global _joined
+    _joined += 1
+    exchange = dist.new_group(backend="gloo", timeout=timeout)
+    ranks.use_for_exchange(exchange, _part(store, f"run/{_joined}"))
 
 
 def reports(error: Exception) -> bool:

@@ -6,8 +6,8 @@ group there is one rank, and nothing is exchanged.
 """
 
 import pickle
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,11 +113,11 @@ def explained(error: Exception) -> Exception:
     """The error, or a `RankError` if it is the consequence of another rank's."""
     if count() == 1 or isinstance(error, RankError) or on_all_ranks(error):
         return error
+    if not is_of_exchange(error):
+        return error
     announced = _announced()
     if announced:
         why = "another rank has failed, and its message tells why"
-    elif not _is_of_exchange(error):
-        return error
     elif announced is None:
         why = "the first rank has ended; its message tells why, unless the system killed it"
     else:
@@ -128,6 +128,25 @@ def explained(error: Exception) -> Exception:
     consequence: Any = RankError(why)
     consequence.on_all_ranks = False
     return consequence  # type: ignore[no-any-return]
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Raise what `explained` makes of an error."""
+    try:
+        yield
+    except Exception as raised:
+        error = explained(raised)
+        if error is raised:
+            raise
+        raise error from raised
+
+
+def is_of_exchange(error: BaseException | None) -> bool:
+    """Whether an exchange with other ranks failed; gloo's errors have no type of their own."""
+    return isinstance(error, (RankError, dist.DistError)) or (
+        isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)
+    )
 
 
 def go_on_alone() -> None:
@@ -174,13 +193,6 @@ def _announced() -> bool | None:
         return bool(_store.check([_GONE])) and _store.get(_GONE) != str(index()).encode()
     except RuntimeError:
         return None
-
-
-def _is_of_exchange(error: Exception) -> bool:
-    """Whether an exchange with other ranks failed; gloo's errors have no type of their own."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)
-    )
 
 
 def _group() -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ import torch
 from fastrl.train import extras
 from fastrl.train.config import RunConfig
 from fastrl.train.model import loading, stored_model
-from fastrl.train.model.stored_model import BASE, FINGERPRINT, differs, fingerprint
+from fastrl.train.model.stored_model import BASE, FINGERPRINT, fingerprint, is_fingerprint
 from fastrl.train.run import checkpoint, checksums
 from fastrl.train.run.run_log import RunLog
 from fastrl.train.warm_start import warm_start_steps
@@ -88,10 +88,11 @@ def _adapted(
         base = str(Path(source).resolve()) if Path(source).is_dir() else source
     model, tokenizer = loading.load(source, device, **how)
     began_with = log.directory / FINGERPRINT
+    recorded = began_with.read_text().strip() if began_with.is_file() else ""
     if (
         resumed_from is not None
-        and began_with.is_file()
-        and differs(began_with.read_text().strip(), fingerprint(model.named_parameters()))
+        and is_fingerprint(recorded)  # not one of an earlier version
+        and recorded != fingerprint(model.named_parameters())
     ):
         raise ValueError(
             f"model must have the weights with which the run began, but {source} has changed"

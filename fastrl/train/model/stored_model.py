@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -57,7 +58,8 @@ def verify(directory: Path) -> None:
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     """A sum of names, shapes and bits of weights, the same on every device.
 
-    The bits are added up by row and by column, so that their order counts.
+    The bits are added up by row and by column, so that it also tells rows or columns that changed
+    places.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(weights, key=lambda item: item[0]):
@@ -70,9 +72,9 @@ def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     return f"{_VERSION}{digest.hexdigest()}"
 
 
-def differs(recorded: str, now: str) -> bool:
-    """Whether fingerprints are of different weights; not if one is of an earlier version."""
-    return recorded.startswith(_VERSION) and recorded != now
+def is_fingerprint(text: str) -> bool:
+    """Whether `fingerprint` of this version may have returned ``text``."""
+    return re.fullmatch(_VERSION + "[0-9a-f]{64}", text) is not None
 
 
 def sync(path: Path) -> None:

@@ -11,7 +11,7 @@ from fastrl.train.data.prompts import Record
 from fastrl.train.data.scored_text import encode_scored
 from fastrl.train.model.finite_weights import not_finite
 from fastrl.train.model.sequence_scorer import check_context, load_scorer, score_sequences
-from fastrl.train.model.stored_model import REWARD_MODEL, differs, fingerprint
+from fastrl.train.model.stored_model import REWARD_MODEL, fingerprint, is_fingerprint
 from fastrl.train.padding import by_length
 from fastrl.train.run.checkpoint import latest
 from fastrl.train.run.json_lines import replace_file
@@ -131,7 +131,7 @@ def load_reward_model(
         chat_template=chat_template,
         system_prompt=system_prompt,
     )
-    if kept is not None and differs(kept.fingerprint, loaded.fingerprint()):
+    if kept is not None and kept.fingerprint != loaded.fingerprint():
         raise ValueError(
             f"reward_model: {found} has other weights than when the run began, {_ADVICE}"
         )
@@ -146,7 +146,9 @@ def _checkpoint(path: str, kept: Kept | None) -> Path | None:
     try:
         last = latest(Path(path) / "checkpoints")
     except (OSError, ValueError) as error:
-        raise ValueError(f"reward_model must be a directory or hub name: {error}") from error
+        raise ValueError(
+            f"reward_model must be a directory or hub name, got {path!r}: {error}"
+        ) from error
     if kept is None:
         return last
     if kept.checkpoint is None:
@@ -171,23 +173,19 @@ def read_kept(run: Path) -> Kept | None:
     """What `keep` wrote; None if the run is of an earlier version.
 
     Raises:
-        ValueError: The file is damaged.
-        OSError: It cannot be read.
+        ValueError: The file is damaged or cannot be read.
     """
     path = run / REWARD_MODEL
     if not path.exists():
         return None
     try:
-        kept = json.loads(path.read_text())
-    except ValueError:
-        kept = None
-    if (
-        not isinstance(kept, dict)
-        or kept.keys() != set(Kept._fields)
-        or not re.fullmatch(r"None|step-\d+", str(kept["checkpoint"]))
-        or not isinstance(kept["fingerprint"], str)
-    ):
+        kept = Kept(**json.loads(path.read_text()))
+        named = kept.checkpoint is None or re.fullmatch(r"step-\d+", kept.checkpoint)
+        whole = named and is_fingerprint(kept.fingerprint)
+    except (OSError, ValueError, TypeError, RecursionError):
+        whole = False
+    if not whole:
         raise ValueError(
             f"resume: {path} is damaged; delete it if the reward model is still the same"
         )
-    return Kept(**kept)
+    return kept

@@ -111,6 +111,8 @@ def save(
             shutil.rmtree(_partial(final), ignore_errors=True)
         if isinstance(error, CheckpointError) or not isinstance(error, Exception):
             raise
+        if ranks.is_of_exchange(error):
+            raise
         raise CheckpointError(f"{final} could not be written: {_cause(error)}") from error
     ranks.from_first(lambda: _delete(_all(directory)[:-keep]))
     return final
@@ -252,6 +254,8 @@ def reading(checkpoint: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the type depends on where the file is damaged
+        if ranks.is_of_exchange(error):
+            raise
         others = _all(checkpoint.parent)[:-1]
         advice = "delete it to resume from the previous one" if others else "there is no other one"
         raise ValueError(

@@ -92,7 +92,7 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._created = [path for path in (directory, *directory.parents) if not path.exists()]
+        self._created = [path for path in directory.parents if not path.exists()]
         self._path = directory / _LOCK
         self._lock = FileLock(self._path, thread_local=False)
         try:
@@ -112,6 +112,6 @@ class RunLock:
             self._remove_created()
 
     def _remove_created(self) -> None:
-        for path in self._created:
+        for path in (self._path.parent, *self._created):
             with suppress(OSError):  # not empty
                 path.rmdir()

@@ -219,3 +219,8 @@ class RunLog:
                 f"name: {self.directory} already contains a run; "
                 "resume it with --resume or choose another --name"
             )
+        elif (last := checkpoint.latest(self.checkpoints)) is not None:
+            raise ValueError(
+                f"name: {self.directory} has no {SETTINGS}, but holds {last.name} of another run; "
+                "choose another --name"
+            )

@@ -81,7 +81,7 @@ def training_run(
     """
     with closing(job.log), Interrupt() as interrupt:
         run = TrainingRun(job, config, parts, interrupt)
-        with job.log.starting(), run.phase("start"):
+        with ranks.explaining(), job.log.starting(), run.phase("start"):
             begun = job.begin(parts, interrupt)
             if begun is not None:
                 run.step, run.rng = begun, checkpoint.rng_state()
