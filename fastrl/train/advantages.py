@@ -7,6 +7,18 @@ from fastrl import discounted_returns, gae, group_advantages, whiten
 from fastrl.train.config import PpoConfig
 
 
+def compared(rewards: Tensor, config: PpoConfig) -> Tensor:
+    """The rewards of sequences ``[N]`` as the estimate takes them.
+
+    For ``group`` they are (reward - mean) / deviation over the completions of a prompt. The KL
+    penalty is subtracted from that, not before: between completions of equal rewards it is all that
+    differs, and divided by its own deviation its noise would count as much as a reward.
+    """
+    if config.advantage != "group":
+        return rewards
+    return group_advantages(rewards, group_size=config.group_size).advantages
+
+
 def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
     """Rewards per token [N, T]: the sequence's [N] at its last token, minus a penalty per token."""
     lengths = mask.sum(1, keepdim=True)
@@ -27,8 +39,8 @@ def advantages_and_returns(
       all later tokens. As all but the first and the last, scaled to mean 0 and deviation 1.
     - ``gae``: A = sum of (gamma lam)^(k - t) (r_k + gamma V_{k+1} - V_k): later tokens count
       through V, which has less noise and some error; lam weighs the two (Schulman et al. 2016).
-    - ``group``: A = (R_0 - mean) / deviation over the completions of a prompt: the group takes the
-      place of V, and all tokens of a completion have the same (GRPO, Shao et al. 2024).
+    - ``group``: A = R of rewards that are compared within the group of a prompt, see `compared`:
+      the group takes the place of V (GRPO, Shao et al. 2024).
 
     Args:
         rewards: Per token ``[N, T]``; `token_rewards`. Those of a prompt are consecutive.
@@ -46,7 +58,4 @@ def advantages_and_returns(
         advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=lam)
         return whiten(advantages, counted), returns
     returns = discounted_returns(rewards, mask, gamma=config.gamma)
-    if config.advantage == "reward":
-        return returns, returns
-    compared = group_advantages(returns[:, 0], group_size=config.group_size).advantages
-    return compared[:, None] * mask, returns
+    return returns, returns

@@ -9,7 +9,7 @@ within groups. By default a small new model learns to add and subtract; ``--help
 import torch
 
 from fastrl import Objective, kl_divergence, masked_mean, value_loss
-from fastrl.train.advantages import advantages_and_returns, token_rewards
+from fastrl.train.advantages import advantages_and_returns, compared, token_rewards
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
 from fastrl.train.data.prompts import deal
@@ -95,7 +95,7 @@ def train(config: PpoConfig) -> Summary:
             # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
             mask, counted = rollout.mask, rollout.counted(config.truncated)
             kl = penalty.coefficient * kl_divergence(old, ref, estimator="k1")
-            per_token = token_rewards(rewards, kl, mask)
+            per_token = token_rewards(compared(rewards, config), kl, mask)
             advantages, returns = advantages_and_returns(per_token, values, mask, counted, config)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.

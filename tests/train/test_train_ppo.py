@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 from fastrl.integrations.transformers import backbone
-from fastrl.train.advantages import advantages_and_returns
+from fastrl.train.advantages import advantages_and_returns, compared, token_rewards
 from fastrl.train.config import PpoConfig
 from fastrl.train.data.prompts import encode
 from fastrl.train.kl_penalty import KlPenalty
@@ -51,11 +51,21 @@ class TestAdvantages:
         torch.testing.assert_close(advantages[MASK], expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(returns[MASK], plain + VALUES[MASK])
 
-    def test_group_compares_the_completions_of_a_prompt(self):
-        advantages, _ = self.estimate("group", None, group_size=2)  # of returns 1.25 and 2
-        torch.testing.assert_close(
-            advantages, 0.5**0.5 * torch.tensor([[-1.0, -1, -1], [1, 1, 0]]), rtol=1e-3, atol=1e-3
-        )
+    def test_group_compares_the_rewards_of_a_prompt_before_the_penalty(self):
+        """Two prompts: rewards 0 and 1, and equal ones, which the penalty does not tell apart."""
+        config = PpoConfig(advantage="group", group_size=2)
+        mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]]).bool()
+        penalty = torch.tensor([[0.01, 0.02], [0.03, 9.0], [0.0, 0.01], [-0.02, 9.0]])
+        rewards = token_rewards(compared(torch.tensor([0.0, 1, 1, 1]), config), penalty, mask)
+        advantages, _ = advantages_and_returns(rewards, None, mask, mask, config)
+        half = 0.5**0.5
+        expected = [[-half - 0.03, -half - 0.02], [half - 0.03, 0], [-0.01, -0.01], [0.02, 0]]
+        torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.parametrize("name", ["reward", "value", "gae"])
+    def test_the_others_take_rewards_as_they_are(self, name):
+        rewards = torch.tensor([0.0, 1.0])
+        assert torch.equal(compared(rewards, PpoConfig(advantage=name)), rewards)
 
 
 @pytest.fixture
