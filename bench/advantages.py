@@ -98,7 +98,7 @@ def draw(curves, path):
     axes.set(xlabel="step, of 256 completions", ylabel="held-out reward, greedy")
     axes.set_title(f"mean and range of {seeds} seeds", fontsize="medium")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
