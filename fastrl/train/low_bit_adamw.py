@@ -28,7 +28,7 @@ class _Corrected(torch.optim.Optimizer):
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         moment: Tensor = super()._new_buffer(p, signed)  # type: ignore[misc]
-        return _without_zero(moment) if isinstance(moment, OptimState8bit) else moment.float()
+        return _without_zero(moment if isinstance(moment, OptimState8bit) else moment.float())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -37,9 +37,7 @@ class _Corrected(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 if i in state_dict["state"]:
                     saved = state_dict["state"][i][name]
-                    moment = saved.to(parameter.device)
-                    quantized = isinstance(moment, OptimState8bit)
-                    self.state[parameter][name] = _without_zero(moment) if quantized else moment
+                    self.state[parameter][name] = _without_zero(saved.to(parameter.device))
 
 
 class EightBitAdamW(_Corrected, AdamW8bit):  # type: ignore[misc]
@@ -50,15 +48,15 @@ class StochasticAdamW(_Corrected, _AdamW):  # type: ignore[misc]
     """AdamW with float32 moments that can round bfloat16 weights stochastically."""
 
 
-def _without_zero(moment: OptimState8bit) -> OptimState8bit:
-    """A moment whose code 0 means, if it is a second moment, the smallest positive value.
+def _without_zero(moment: Tensor) -> Tensor:
+    """The moment; if it is a quantized second one, its code 0 means the smallest positive value.
 
     256 neighbours share a scale. Below 1.6e-7 of the largest, torchao rounds a second moment to 0,
     while the first moment is still kept: their quotient, the update, is then limited by eps alone.
     The row of a rare token in the embeddings, beside the row of a frequent one, moved by hundreds
     of learning rates in a step without its token.
     """
-    if not moment.signed:
+    if isinstance(moment, OptimState8bit) and not moment.signed:
         moment.qmap = moment.qmap.clone()
         moment.qmap[0] = moment.qmap[1]
     return moment

@@ -51,16 +51,23 @@ def joined(config: LoopConfig) -> Iterator[None]:
         error.on_all_ranks = False
         raise error from raised
     try:
-        yield
-    except Exception as raised:
-        with Interrupt():  # torchrun ends all ranks when one is gone
-            error = ranks.explained(raised)
+        with _explaining():
+            yield
+    except Exception as error:
         if ranks.on_all_ranks(error):
             _leave()  # else that would wait for ranks that are gone
-        if error is raised:
-            raise
-        raise error from raised
+        raise
     _leave()
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """As `ranks.explaining`, which takes seconds; when a rank is gone, torchrun ends the others."""
+    try:
+        yield
+    except Exception:
+        with Interrupt(), ranks.explaining():
+            raise
 
 
 def _join(backend: str, seconds: float) -> None:

@@ -113,7 +113,7 @@ def explained(error: Exception) -> Exception:
     """The error, or a `RankError` if it is the consequence of another rank's."""
     if count() == 1 or isinstance(error, RankError) or on_all_ranks(error):
         return error
-    if not is_of_exchange(error):
+    if not is_of_exchange(error):  # its own, which the others wait for
         return error
     announced = _announced()
     if announced:
@@ -142,7 +142,7 @@ def explaining() -> Iterator[None]:
         raise error from raised
 
 
-def is_of_exchange(error: BaseException | None) -> bool:
+def is_of_exchange(error: BaseException) -> bool:
     """Whether an exchange with other ranks failed; gloo's errors have no type of their own."""
     return isinstance(error, (RankError, dist.DistError)) or (
         isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)

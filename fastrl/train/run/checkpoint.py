@@ -109,9 +109,8 @@ def save(
     except BaseException as error:
         if ranks.is_first():  # on a full disk its space is needed
             shutil.rmtree(_partial(final), ignore_errors=True)
-        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-            raise
-        if ranks.is_of_exchange(error):
+        own = isinstance(error, CheckpointError) or not isinstance(error, Exception)
+        if own or ranks.is_of_exchange(error):
             raise
         raise CheckpointError(f"{final} could not be written: {_cause(error)}") from error
     ranks.from_first(lambda: _delete(_all(directory)[:-keep]))

@@ -95,20 +95,18 @@ def training_run(
             return
         failed = True
         try:
-            job.log.follow(run.step)
-            start = _largest(run.phase.read())
-            if not job.log.rows and run.step == 0:
-                row = {"step": 0, **run.evaluate(), **start}
-                ranks.from_first(lambda: job.log.write(row))
-            yield run
-            run.save()
+            with ranks.explaining():
+                job.log.follow(run.step)
+                start = _largest(run.phase.read())
+                if not job.log.rows and run.step == 0:
+                    row = {"step": 0, **run.evaluate(), **start}
+                    ranks.from_first(lambda: job.log.write(row))
+                yield run
+                run.save()
             failed = False
-        except Exception as raised:
-            error = ranks.explained(raised)
+        except Exception as error:
             run.rescue(error)
-            if error is raised:
-                raise
-            raise error from raised
+            raise
         finally:
             job.log.finish(failed=failed)
 

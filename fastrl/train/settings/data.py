@@ -48,8 +48,7 @@ class DataSettings:
 
     def check_data(self) -> None:
         """Raise a `ValueError` if settings of the data exclude one another."""
-        if (self.train_file is None) != (self.held_out_file is None):
-            raise ValueError("held_out_file must be given if and only if train_file is")
+        check_both_files(self.train_file, self.held_out_file)
         if self.has_prompts and self.task != "arithmetic":
             given = "train_file" if self.dataset is None else "dataset"
             raise ValueError(f"{given} must not be given with an embedded task, got {self.task}")
@@ -67,6 +66,12 @@ class DataSettings:
                     raise ValueError(f"{name} must be used with train_file or dataset")
         if self.prompt_column == self.answer_column:
             raise ValueError(f"answer_column must not be prompt_column, {self.prompt_column!r}")
+
+
+def check_both_files(train: str | None, held_out: str | None) -> None:
+    """Raise a `ValueError` if only one of the files is given."""
+    if (train is None) != (held_out is None):
+        raise ValueError("held_out_file must be given if and only if train_file is")
 
 
 def check_files_differ(train: str | None, held_out: str | None) -> None:

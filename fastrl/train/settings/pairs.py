@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fastrl.train.settings.data import check_both_files
 from fastrl.train.settings.options import option
 
 
@@ -28,5 +29,4 @@ class PairSettings:
 
     def check_pairs(self) -> None:
         """Raise a `ValueError` if settings of the pairs exclude one another."""
-        if (self.train_file is None) != (self.held_out_file is None):
-            raise ValueError("held_out_file must be given if and only if train_file is")
+        check_both_files(self.train_file, self.held_out_file)
