@@ -172,7 +172,8 @@ def _gathered(name: str, parameter: object) -> Tensor:
     result = floating(name, parameter)
     if result.numel() == 0 and (hasattr(result, "ds_id") or result.dim() == 1):
         raise ValueError(
-            f"{name} is empty: ZeRO-3 has partitioned it; make the call inside "
-            "`deepspeed.zero.GatheredParameters(parameter)`"
+            f"{name} is empty: ZeRO-3 or FSDP1 has partitioned it; make the call inside "
+            "`deepspeed.zero.GatheredParameters(parameter)` or the forward of the model "
+            "(`fastrl.integrations.transformers.inside_forward`)"
         )
     return result

@@ -1,0 +1,72 @@
+"""The LM head of a causal language model, as the linear functions take it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fastrl.integrations.transformers.linear import head_layers
+from fastrl.integrations.transformers.transform import transform_of
+from fastrl.integrations.transformers.wrappers import causal_model
+from fastrl.ops.linear_token_stats import Lora
+
+
+class LmHead(NamedTuple):
+    """An LM head: logits = softcap(logit_scale * (hidden weight^T + bias)).
+
+    Attributes:
+        weight: `[V, H]`.
+        bias: `[V]`, or None.
+        lora: (A, B, scale) of a LoRA adapter on the head, or None.
+        logit_scale: factor on the logits.
+        logit_softcap: softcap of the scaled logits, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    lora: Lora | None
+    logit_scale: float
+    logit_softcap: float | None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the head as keyword arguments of the linear functions."""
+        return self._asdict()
+
+
+def lm_head(model: nn.Module) -> LmHead:
+    """Return the LM head of a causal language model, with the model's scale and softcap.
+
+    Both are read from the model and its configuration. The first call for a model compares a few
+    rows with its own logits, and so does a call after they have changed; if the model is sharded,
+    `inside_forward` does. A model on the meta device is not compared.
+
+    LoRA on the head (PEFT) and a trainable copy of it (`modules_to_save`) are supported. The head
+    is only read, never called, so its hooks do not fire.
+
+    Args:
+        model: a `transformers` causal language model, or a wrapper around one (PEFT, DDP, ...).
+
+    Raises:
+        ValueError: the head is not an `nn.Linear`, or its adapter not plain LoRA, or the model's
+            logits differ from what they would be from this head, or the call is compiled and none
+            was made before.
+
+    Example:
+        >>> import transformers
+        >>> from fastrl.integrations.transformers import lm_head
+        >>> config = transformers.CohereConfig(
+        ...     vocab_size=32,
+        ...     hidden_size=8,
+        ...     intermediate_size=8,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=1,
+        ...     logit_scale=0.0625,
+        ...     pad_token_id=0,
+        ... )
+        >>> head = lm_head(transformers.AutoModelForCausalLM.from_config(config))
+        >>> tuple(head.weight.shape), head.logit_scale
+        ((32, 8), 0.0625)
+    """
+    layers = head_layers(causal_model(model).get_output_embeddings())  # type: ignore[operator]
+    return LmHead(*layers.parameters(), *transform_of(model))

@@ -1,0 +1,48 @@
+"""Hooks on modules: those of the user, and those of the libraries that shard and wrap models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Whose hooks are part of a forward; weight normalization is in torch.nn.utils.
+_RUNTIMES = ("torch.distributed.", "torch.nn.utils.", "accelerate.", "deepspeed.", "trl.")
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of the user: not of torch.distributed, DeepSpeed, ..."""
+    return any(_is_the_users(hook) for hooks in _hooks(module) for hook in hooks.values())
+
+
+@contextlib.contextmanager
+def runtime_hooks_only(module: nn.Module) -> Iterator[None]:
+    """Take the user's hooks off a module."""
+    if not has_own_hooks(module):
+        yield
+        return
+    saved = [(hooks, dict(hooks)) for hooks in _hooks(module)]
+    try:
+        for hooks, all_hooks in saved:
+            for key, hook in all_hooks.items():
+                if _is_the_users(hook):
+                    del hooks[key]
+        yield
+    finally:
+        for hooks, all_hooks in saved:
+            added = {key: hook for key, hook in hooks.items() if key not in all_hooks}
+            hooks.clear()
+            hooks.update(all_hooks | added)
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    return [module.__dict__[kind] for kind in _KINDS if kind in module.__dict__]
+
+
+def _is_the_users(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # of a partial
+    home = f"{getattr(function, '__module__', None) or type(function).__module__}."
+    return not home.startswith(_RUNTIMES)

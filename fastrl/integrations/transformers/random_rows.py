@@ -1,0 +1,146 @@
+"""A model's logits of random last hidden states, and what its linear layer makes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.integrations.transformers.hooks import runtime_hooks_only
+from fastrl.integrations.transformers.linear import head_layers
+from fastrl.integrations.transformers.wrappers import backbone, forward_of, uncompiled
+
+#: Rows that are compared, and the largest of their logits, which a softcap of 30 halves.
+_ROWS, _LARGEST = 4, 50.0
+
+
+class RandomRows:
+    """Random last hidden states of a causal language model.
+
+    Attributes:
+        rounding: the largest relative rounding of the logits, 2^-7 in bfloat16.
+    """
+
+    def __init__(self, causal: nn.Module, *, is_whole: bool) -> None:
+        """`is_whole` tells whether one rank alone can call the model."""
+        self.rounding = 0.0
+        self._factor = 1.0
+        self._causal = causal
+        # OPT calls the decoder of its base model, not the base model
+        decoder: nn.Module = causal.get_decoder()  # type: ignore[operator]
+        self._backbones = dict.fromkeys((decoder, backbone(causal)))
+        self._layers = head_layers(causal.get_output_embeddings())  # type: ignore[operator]
+        self._states: Tensor | None = None
+        self._linear: Tensor | None = None
+        self._without_bias = 1.0  # the largest product of the rows and the weight
+        self._is_whole = is_whole
+
+    def logits(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the logits `[rows, V]` of the model and of its linear layer, in float64."""
+        self._call(model)
+        assert self._states is not None
+        highest = torch.finfo(self._states.dtype).max / 16  # random numbers are below 8
+        self._factor = min(_LARGEST / max(self._without_bias, 1e-9), highest)
+        return self._call(model)
+
+    @torch.no_grad()
+    def _call(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        tokens = self._token_ids()
+        self._states = self._linear = None
+        own_linear = self._layers.linear.forward
+
+        def watched(hidden: Tensor) -> Tensor:
+            if self._states is not None:
+                self._linear = self._product(self._states)
+            return own_linear(hidden)
+
+        with contextlib.ExitStack() as stack:
+            for context in (
+                evaluating(model),
+                uncompiled(model),
+                *map(runtime_hooks_only, model.modules()),
+                forward_of(self._layers.linear, watched),
+                *(forward_of(part, self._random_states(part)) for part in self._backbones),
+            ):
+                stack.enter_context(context)
+            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        if self._linear is None:
+            raise ValueError(
+                f"{type(self._causal).__name__} must compute its logits with its LM head from the "
+                "last hidden states of its base_model, and does not call the two in turn"
+            )
+        self.rounding = max(torch.finfo(x.dtype).eps for x in (self._linear, logits))
+        # a float64 model reads its scale and softcap as Python numbers, and fastrl as float32
+        self.rounding = max(self.rounding, torch.finfo(torch.float32).eps)
+        return logits[0].double(), self._linear[0].double()
+
+    def _random_states(self, part: nn.Module) -> Callable[..., Any]:
+        """Return the forward of a module, with random last hidden states in what it returns."""
+        own = part.forward
+
+        def forward(*arguments: Any, **inputs: Any) -> Any:
+            # ranks that share parameters must call all layers, or they wait for each other later
+            outputs = self._outputs() if self._is_whole else own(*arguments, **inputs)
+            states = outputs.last_hidden_state
+            generator = torch.Generator().manual_seed(0)
+            random = torch.randn(states.shape, generator=generator) * self._factor
+            self._states = outputs.last_hidden_state = random.to(states)
+            return outputs
+
+        return forward
+
+    def _outputs(self) -> Any:
+        """Return what a backbone returns: all that a model may ask for, None except the states."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        class Outputs(BaseModelOutputWithPast):
+            def __getattr__(self, name: str) -> None:
+                if name.startswith("_"):
+                    raise AttributeError(name)
+
+        weight = self._layers.linear.weight
+        dtype: torch.dtype = self._causal.dtype  # type: ignore[assignment]
+        return Outputs(last_hidden_state=weight.new_empty(1, _ROWS, weight.shape[1], dtype=dtype))
+
+    def _product(self, states: Tensor) -> Tensor:
+        weight, bias, _ = self._layers.parameters()
+        states = states.to(weight.dtype)
+        logits = nn.functional.linear(states, weight, bias)
+        largest = logits if bias is None else nn.functional.linear(states, weight)
+        self._without_bias = largest.abs().nan_to_num().amax().item()
+        if self._layers.lora is not None:
+            a, b, scale = self._layers.lora
+            logits = logits + scale * b(a(states.to(a.weight.dtype)))
+        return logits
+
+    def _token_ids(self) -> Tensor:
+        """Return tokens that stand for themselves, not for an image."""
+        config = self._causal.config
+        text = config.get_text_config()  # type: ignore[union-attr, operator]
+        special = {
+            value
+            for part in (config, text)
+            for name, value in vars(part).items()
+            if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+        }
+        weight = self._causal.get_input_embeddings().weight  # type: ignore[operator]
+        ordinary = [i for i in range(min(text.vocab_size, 64)) if i not in special] or [0]
+        tokens = itertools.islice(itertools.cycle(ordinary), _ROWS)
+        return torch.tensor([list(tokens)], device=weight.device)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let all modules be in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

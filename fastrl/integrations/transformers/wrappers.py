@@ -1,0 +1,129 @@
+"""A causal language model inside its wrappers: torch.compile, DDP, FSDP, DeepSpeed, PEFT."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def only_thread_in(causal: nn.Module) -> threading.RLock:
+    """Return the lock of a model, in which one thread at a time gives it another forward."""
+    return _LOCKS.setdefault(causal, threading.RLock())
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """Return what a causal language model computes its last hidden states with.
+
+    Of a vision-language model this is what takes the images, too.
+
+    Args:
+        model: a `transformers` causal language model, or a wrapper around one.
+    """
+    causal = causal_model(model)
+    base: nn.Module = causal.base_model  # type: ignore[assignment]
+    return causal.get_decoder() if base is causal else base  # type: ignore[operator]
+
+
+def causal_model(model: nn.Module) -> nn.Module:
+    """Return the causal language model inside its wrappers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    *_, causal = wrappers(model)
+    if not hasattr(causal, "get_output_embeddings") or not hasattr(causal, "config"):
+        raise ValueError(
+            f"model must be a causal language model of transformers, got {type(causal).__name__}"
+        )
+    if getattr(causal.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model must be a causal language model, got the encoder and decoder "
+            f"{type(causal).__name__}: fastrl would have to be given the states of its decoder"
+        )
+    return causal
+
+
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model and what it wraps, down to the causal language model."""
+    while True:
+        yield model
+        # these pass on attributes of what they wrap, so they come before PEFT
+        inner = unwrapped_once(model)
+        if inner is not None:
+            model = inner
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            yield model.base_model  # type: ignore[misc]
+            model = model.get_base_model()  # type: ignore[operator]
+        else:
+            return
+
+
+def unwrapped_once(model: nn.Module) -> nn.Module | None:
+    """Return what torch.compile, DDP, FSDP1 or DeepSpeed have wrapped, or None."""
+    if is_compiled(model):
+        return _what_is_compiled(model)
+    if is_fsdp1(model) or _names(model) & {"DistributedDataParallel", "DeepSpeedEngine"}:
+        return model.module  # type: ignore[return-value]
+    return None
+
+
+def _what_is_compiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` was given: DDP's wrapper, for example.
+
+    It is not always `_orig_mod`, in which accelerate's `unwrap_model` puts what is inside DDP.
+    """
+    call = getattr(model, "_torchdynamo_orig_callable", None)  # its forward
+    owner = getattr(call, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else model._orig_mod  # type: ignore[return-value]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile` returns for a module."""
+    return "OptimizedModule" in _names(model)
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Return whether a module is FSDP1's wrapper around one."""
+    return "FullyShardedDataParallel" in _names(model)
+
+
+def _names(model: nn.Module) -> set[str]:
+    """Return the names of a module's types: DeepSpeed's cannot be imported everywhere."""
+    return {kind.__name__ for kind in type(model).__mro__}
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Let a model run without the `torch.compile` around it or what it wraps; hooks fire."""
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers(model):
+            if is_compiled(wrapper):
+                stack.enter_context(forward_of(wrapper, _what_is_compiled(wrapper)))
+        yield
+
+
+@contextlib.contextmanager
+def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module have another forward in this thread; its hooks fire as usual."""
+    previous, own = module.__dict__.get("forward"), module.forward
+    thread = threading.get_ident()
+
+    def of_thread(*arguments: Any, **inputs: Any) -> Any:
+        here = threading.get_ident() == thread
+        return forward(*arguments, **inputs) if here else own(*arguments, **inputs)
+
+    module.__dict__["forward"] = of_thread
+    try:
+        yield
+    finally:
+        if previous is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = previous

@@ -1,0 +1,133 @@
+"""What `inside_forward` refuses, and what it leaves as it was."""
+
+import threading
+
+import pytest
+import torch
+
+import fastrl
+from tests.support.trl_runs import make_model, needed
+
+needed("transformers")
+from fastrl.integrations.transformers import (  # noqa: E402
+    inside_forward,
+    last_hidden_states,
+    lm_head,
+)
+
+IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
+
+
+def logprobs(hidden, head):
+    return fastrl.linear_token_logprobs(hidden[:, :-1], token_ids=IDS[:, 1:], **head.arguments())
+
+
+def of_logits(model, **inputs):
+    logits = model(input_ids=IDS, **inputs).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("options", [{"use_cache": True}, {"return_dict": False}, {}])
+def test_options_of_the_forward(options):
+    model = make_model()
+    found = inside_forward(model, logprobs, input_ids=IDS, **options)
+    torch.testing.assert_close(found, of_logits(model))
+
+
+def test_an_error_in_the_function_leaves_no_trace():
+    model = make_model()
+
+    def broken(hidden, head):
+        raise ZeroDivisionError
+
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.raises(ZeroDivisionError):
+        inside_forward(model, broken, input_ids=IDS)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert len(model.lm_head._forward_hooks) == 1
+    torch.testing.assert_close(inside_forward(model, logprobs, input_ids=IDS), of_logits(model))
+
+
+def test_a_call_of_the_model_in_the_function_is_refused():
+    model = make_model()
+    calls = {
+        "the model": lambda hidden, head: model(input_ids=IDS),
+        "the LM head": lambda hidden, head: model.lm_head(hidden),
+    }
+    for name, function in calls.items():
+        with pytest.raises(RuntimeError, match=f"{name} must not be called in the function"):
+            inside_forward(model, function, input_ids=IDS)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="function must be callable, got int"):
+        inside_forward(make_model(), 3, input_ids=IDS)
+
+
+def test_adapters_of_rows_are_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="adapter_names must not be given"):
+        inside_forward(model, logprobs, input_ids=IDS, adapter_names=["a", "b"])
+    with pytest.raises(ValueError, match="adapter_names must not be given"):
+        last_hidden_states(model, input_ids=IDS, adapter_names=["a", "b"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_that_are_not_plain_lora_are_refused():
+    peft = needed("peft")
+    config = peft.AdaLoraConfig(init_r=2, target_r=1, total_step=9, target_modules=["lm_head"])
+    with pytest.raises(ValueError, match="must be plain LoRA, got"):
+        lm_head(peft.get_peft_model(make_model(), config))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prompt_tuning():
+    peft = needed("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(make_model(), config)
+    options = {"attention_mask": torch.ones_like(IDS)}
+    found = inside_forward(
+        model, lambda hidden, head: logprobs(hidden[:, 4:], head), input_ids=IDS, **options
+    )
+    logits = model(input_ids=IDS, **options).logits[:, 4:-1].float()
+    expected = logits.log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_autocast_of_accelerate_is_not_lost():
+    accelerate = needed("accelerate")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    try:
+        model = accelerator.prepare(make_model())
+        with pytest.raises(ValueError, match=r"with accelerator.autocast\(\):"):
+            inside_forward(model, logprobs, input_ids=IDS)
+        with accelerator.autocast():
+            found = inside_forward(model, logprobs, input_ids=IDS)
+        torch.testing.assert_close(found, of_logits(model), rtol=0, atol=0.05)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_threads_wait_for_each_other_and_see_their_own_forward():
+    model, errors = make_model().eval(), []
+    expected = of_logits(model)
+
+    def work(function):
+        try:
+            for _ in range(20):
+                torch.testing.assert_close(function(), expected)
+        except BaseException as error:
+            errors.append(error)
+
+    def inside():
+        return inside_forward(model, logprobs, input_ids=IDS)
+
+    functions = (inside, inside, lambda: of_logits(model))
+    threads = [threading.Thread(target=work, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert not any("forward" in module.__dict__ for module in model.modules())
