@@ -24,6 +24,8 @@ def trl_objective(
     bias_correction: bool,
     max_completion_length: int | None,
     entropy_coef: float = 0.0,
+    off_policy_threshold: float | None = None,
+    top_entropy_quantile: float = 1.0,
 ) -> Objective:
     """Return the objective of a `loss_type`; options that it does not use are not looked at.
 
@@ -31,6 +33,10 @@ def trl_objective(
         ValueError: an option has a value that no `Objective` has.
     """
     fields: dict[str, Any] = {"level": level, "kl_coef": beta, "entropy_coef": entropy_coef}
+    fields |= {
+        "off_policy_threshold": off_policy_threshold,
+        "top_entropy_quantile": top_entropy_quantile,
+    }
     if beta and bias_correction:
         fields["kl_gradient"] = "bias-corrected"
     if loss_type == "cispo":

@@ -73,7 +73,7 @@ def name_of(config):
 @pytest.mark.parametrize("config", ALL if os.environ.get("FASTRL_TRL_ALL") else SOME, ids=name_of)
 def test_every_step_logs_the_same_numbers(config, tiny_path, tmp_path):
     handle, steps = compare(tiny_path, tmp_path, **settings(config))
-    assert handle.fused == (config["loss"] != "gspo")
+    assert handle.fused
     clipped = [step.get("clip_ratio/region_mean", step.get("cispo_clip_ratio")) for step in steps]
     if config["num_iterations"] == 2 and config["loss"] != "sapo":
         assert max(clipped) > 0
@@ -85,8 +85,7 @@ def test_every_step_logs_the_same_numbers(config, tiny_path, tmp_path):
 def test_rloo_logs_the_same_numbers(beta, tiny_path, tmp_path):
     options = {"beta": beta, "num_iterations": 2, "learning_rate": 0.02, "epsilon": 0.1}
     handle, _ = compare(tiny_path, tmp_path, "RLOO", **options)
-    assert not handle.fused
-    assert "RLOOTrainer" in handle.reason
+    assert handle.fused
 
 
 OTHERS = {
@@ -98,10 +97,23 @@ OTHERS = {
     "a low cispo cap": ({"loss_type": "cispo", "epsilon_high": 0.9}, True),
     "a negative beta": ({"beta": -0.01}, False),
     "plain KL": ({"use_bias_correction_kl": False}, True),
-    "off-policy mask": ({"off_policy_mask_threshold": 0.01}, False),
-    "top entropy": ({"top_entropy_quantile": 0.4}, False),
+    "off-policy mask": ({"off_policy_mask_threshold": 0.01}, True),
+    "top entropy": ({"top_entropy_quantile": 0.4}, True),
+    "top entropy and a bonus": ({"top_entropy_quantile": 0.4, "entropy_coef": 0.02}, False),
+    "GSPO and an off-policy mask": (
+        {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.01},
+        True,
+    ),
     "entropy bonus": ({"entropy_coef": 0.02, "gradient_accumulation_steps": 2}, True),
-    "adaptive bonus": ({"use_adaptive_entropy": True, "entropy_target": 3.0}, False),
+    "adaptive bonus": (
+        {
+            "use_adaptive_entropy": True,
+            "entropy_target": 3.5,
+            "entropy_coef_delta": 0.02,
+            "gradient_accumulation_steps": 2,
+        },
+        True,
+    ),
 }
 
 
@@ -171,22 +183,27 @@ def test_a_trl_with_another_loss_stops_the_run(tiny_path, tmp_path, monkeypatch)
         trainer.train()
 
 
-def test_other_inputs_go_to_trls_method(tiny_path, tmp_path, monkeypatch):
-    seen = []
+def test_a_trl_that_calls_its_model_otherwise_stops_the_run(tiny_path, tmp_path, monkeypatch):
+    name = "_get_per_token_logps_and_entropies"
 
-    def own(self, *arguments, **options):
-        seen.append(options)
+    def with_logits(self, model, input_ids, attention_mask, logits_to_keep, **_):
+        return model(input_ids=input_ids, attention_mask=attention_mask).logits, None, None
+
+    def without_model(self, *_, **__):
         return torch.zeros(1), None, None
 
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", signed(own))
-    trainer = make_trainer(tiny_path, output_dir=tmp_path)
-    use_fastrl(trainer)
-    ids = torch.tensor([[3, 4, 5]])
-    types = torch.zeros_like(ids)
-    trainer._get_per_token_logps_and_entropies(
-        trainer.model, ids, torch.ones_like(ids), 1, token_type_ids=types
+    found = (
+        (with_logits, "without `fused_lm_head=True`"),
+        (without_model, "calls its model 0 times"),
     )
-    assert seen[0]["token_type_ids"] is types
+    for own, sentence in found:
+        monkeypatch.setattr(trl.GRPOTrainer, name, signed(own))
+        trainer = make_trainer(tiny_path, output_dir=tmp_path)
+        use_fastrl(trainer)
+        ids = torch.tensor([[3, 4, 5]])
+        with pytest.raises(RuntimeError, match=sentence):
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 1)
+        monkeypatch.undo()
 
 
 def signed(function):

@@ -66,9 +66,11 @@ def test_in_trl_the_same_run_makes_the_weights_nan(tiny_path, tmp_path):
         assert not saturation_warnings(caught)
 
 
-def trainer_of(beta, corrected):
+def trainer_of(beta, corrected, level="token"):
     return types.SimpleNamespace(
-        beta=beta, args=types.SimpleNamespace(use_bias_correction_kl=corrected)
+        beta=beta,
+        importance_sampling_level=level,
+        args=types.SimpleNamespace(use_bias_correction_kl=corrected),
     )
 
 
@@ -88,6 +90,16 @@ def test_count_saturated(beta, corrected, expected):
     del inputs["old_per_token_logps"]
     if not beta:
         assert count_saturated(trainer, inputs, torch.zeros(1, 5)) is None
+
+
+def test_count_saturated_ratios_of_sequences():
+    inputs = {
+        "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        "tool_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+        "old_per_token_logps": torch.tensor([[-190.0, -90.0, 0.0, -999.0], [-200.0, 0, 0, -999.0]]),
+    }
+    trainer = trainer_of(0.0, False, "sequence")
+    assert count_saturated(trainer, inputs, torch.zeros(2, 4)).tolist() == [3, 6]
 
 
 def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path, tmp_path):
@@ -139,3 +151,25 @@ def test_terms_that_are_off_do_not_enter_the_objective(adaptive):
     assert objective.kl_gradient == "exact"
     assert objective.entropy_coef == 0
     assert objective.aggregation == "seq-mean-token-mean"
+
+
+def test_rloo_that_has_diverged_stays_finite(tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, "RLOO", output_dir=tmp_path)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    ids, ones = torch.tensor([[5, 6, 7, 8]] * 2), torch.ones(2, 4, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :2],
+        "prompt_mask": ones[:, :2],
+        "completion_ids": ids[:, 2:],
+        "completion_mask": ones[:, 2:],
+        "advantages": torch.tensor([-1.0, 1.0]),
+        "old_logps": torch.tensor([-300.0, -8.0]),  # the ratio of the first is e^290: inf
+    }
+    assert not trainer.compute_loss(trainer.model, dict(inputs)).isfinite()
+    use_fastrl(trainer)
+    with pytest.warns(RuntimeWarning, match=r"50.00% of the tokens"):
+        loss = trainer.compute_loss(trainer.model, dict(inputs))
+    assert loss.isfinite()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in trainer.model.parameters())

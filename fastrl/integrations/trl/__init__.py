@@ -4,8 +4,8 @@ trainer = GRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)
 use_fastrl(trainer)
 trainer.train()
 
-Two methods of the instance are replaced, the ones that TRL's subclasses override:
-`_get_per_token_logps_and_entropies`, and `_compute_loss` if the configuration allows it. TRL's
+Two methods of the instance are replaced: `_get_per_token_logps_and_entropies`, which is TRL's own
+around a model whose forward uses fastrl, and `_compute_loss` if the configuration allows it. TRL's
 code still logs the metrics, from fastrl's log-probabilities and entropies. One metric is added: the
 share of log-ratios that saturate in the fused loss where TRL's would overflow.
 """
@@ -13,6 +13,7 @@ share of log-ratios that saturate in the fused loss where TRL's would overflow.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import math
 import warnings
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl import PolicyLoss
 from fastrl.backend import Backend
-from fastrl.integrations.transformers import lm_head, modules_with_silent_hooks
-from fastrl.integrations.trl.loss import FUSED_INPUTS, fused_loss
+from fastrl.integrations.transformers import lm_head
+from fastrl.integrations.transformers.hooks import has_own_hooks
+from fastrl.integrations.transformers.wrappers import causal_model
+from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_scorer
 from fastrl.integrations.trl.rules import PRIMITIVE, REFUSED
 from fastrl.integrations.trl.rules import SUPPORT as SUPPORT
 from fastrl.integrations.trl.saturation import (
@@ -32,11 +34,11 @@ from fastrl.integrations.trl.saturation import (
     log_saturated,
     warn_of_saturation,
 )
-from fastrl.integrations.trl.scoring import token_stats, within
+from fastrl.integrations.trl.scoring import CompiledBackbones, ScoredModel, token_scorer
 from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
 
-TESTED = "Tested with TRL 1.14, 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
+TESTED = "Tested with TRL 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _LOSS = "_compute_loss"
@@ -62,9 +64,8 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "a
     The metric `fastrl/saturated_ratio_fraction` is the share of such tokens; the first batch that
     has any gives a RuntimeWarning.
 
-    Hooks on the causal language model, its PEFT wrapper or its LM head do not fire, because only
-    the backbone is called and the weight of the head is read. If there are any, a UserWarning
-    says so.
+    Hooks on the LM head do not fire, as in TRL: the head is given no logits to return. If there are
+    any, a UserWarning says so.
 
     Args:
         trainer: an instance of `GRPOTrainer` or `RLOOTrainer`, before `train()`.
@@ -113,7 +114,9 @@ class Handle(Undoable):
         self.reason = reason
         self._trainer = trainer
         self._backend = backend
-        self._ready: tuple[Tensor, Tensor | None] | None = None
+        self._fusing: dict[str, Any] | None = None  # the batch whose loss is being computed
+        self._outputs: Any = None  # of the model, for that batch
+        self._compiled = CompiledBackbones(trainer)
         self._comparisons = 0
         self._warned_of_saturation = self._warned_of_hooks = False
         self._scores = getattr(trainer, _SCORES)
@@ -146,56 +149,51 @@ class Handle(Undoable):
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **others: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        if self._ready is not None:
-            return *self._ready, None
-        if compute_aux_loss or any(value is not None for value in others.values()):
-            arguments = (model, input_ids, attention_mask, logits_to_keep)
-            return self._scores(  # type: ignore[no-any-return]
-                *arguments,
-                batch_size=batch_size,
-                compute_entropy=compute_entropy,
-                compute_aux_loss=compute_aux_loss,
-                **others,
-            )
-
+        **options: Any,
+    ) -> Any:
+        """Run TRL's method on a model whose forward uses fastrl."""
         self._warn_of_hooks()
-
-        def of_model(inner: nn.Module) -> tuple[Tensor, Tensor | None]:
-            return token_stats(
-                self._trainer,
-                inner,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size=batch_size or max(input_ids.shape[0], 1),
-                with_entropy=compute_entropy,
-                backend=self._backend,
+        batch = self._fusing
+        scorer = (
+            token_scorer(self._trainer, self._backend, with_entropy=compute_entropy)
+            if batch is None
+            else loss_scorer(self._trainer, batch, self._backend)
+        )
+        scored = ScoredModel(self._trainer, model, logits_to_keep, scorer, self._compiled)
+        result = self._scores(
+            scored,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            **options,
+        )
+        if not scored.outputs or (batch is not None and len(scored.outputs) != 1):
+            raise RuntimeError(
+                f"this version of TRL calls its model {len(scored.outputs)} times for a batch, not "
+                "once; use_fastrl(trainer, fused=False) leaves the loss to TRL"
             )
-
-        return *within(self._trainer, model, of_model), None
+        self._outputs = scored.outputs[-1]
+        return result
 
     def _fused(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not FUSED_INPUTS.issuperset(name for name, x in inputs.items() if x is not None):
+        if not can_be_fused(inputs):
             return self._loss(model, inputs)  # type: ignore[no-any-return]
-
-        self._warn_of_hooks()
-
-        def of_model(inner: nn.Module) -> PolicyLoss:
-            return fused_loss(self._trainer, inner, inputs, self._backend)
-
-        result = within(self._trainer, model, of_model)
-        loss, saturated = result.loss, count_saturated(self._trainer, inputs, result.logprobs)
-        self._ready = result.logprobs, result.entropy
+        self._fusing = inputs
         try:
-            with torch.no_grad():
-                theirs = self._loss(model, inputs)  # logs TRL's metrics
+            # calls _score, and logs TRL's metrics; its loss depends on the auxiliary loss alone
+            theirs = self._loss(model, inputs).detach()
+            outputs = self._outputs
         finally:
-            self._ready = None
+            self._fusing = self._outputs = None
+        saturated = count_saturated(self._trainer, inputs, outputs.log_probs)
         # TRL has just read its metrics from the device, so reading one more costs no wait
         fraction = 0.0 if saturated is None else log_saturated(self._trainer, saturated)
+        loss: Tensor = outputs.loss
+        if outputs.aux_loss is not None:
+            weight = self._trainer.router_aux_loss_coef / accumulated(self._trainer)
+            loss = loss + weight * outputs.aux_loss
         if fraction == 0:
             self._compare(loss, theirs)
         elif not self._warned_of_saturation:
@@ -208,19 +206,15 @@ class Handle(Undoable):
         if self._warned_of_hooks:
             return
         models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
-        found = [
-            name
-            for model in models
-            if model is not None
-            for name in modules_with_silent_hooks(model)
-        ]
+        heads = [causal_model(m).get_output_embeddings() for m in models if m is not None]  # type: ignore[operator]
+        found = [type(head).__name__ for head in heads if has_own_hooks(head)]
         if found:
             self._warned_of_hooks = True
             names = ", ".join(dict.fromkeys(found))
             warnings.warn(
-                f"hooks on {names} do not fire in this trainer's losses and log-probabilities: "
-                "fastrl calls the backbone and reads the weight of the LM head; hooks on the "
-                "backbone (model.get_decoder()) and its layers do fire",
+                f"hooks on the LM head ({names}) do not fire in this trainer's losses and "
+                "log-probabilities, which are computed without logits; hooks on the model, its "
+                "backbone and its layers do",
                 stacklevel=4,
             )
 
@@ -250,21 +244,23 @@ def _base(trainer: Any) -> type:
 
 
 def _refuse_other_methods(trainer: Any, base: type) -> None:
-    """Refuse a trainer whose methods are not TRL's, or a TRL that lacks one of them."""
-    name = type(trainer).__name__
+    """Refuse a trainer whose scores are not TRL's, or a TRL that lacks a method."""
     for method in (_SCORES, _LOSS, "compute_loss"):
         if not hasattr(base, method):
             raise ValueError(f"this version of TRL has no {base.__name__}.{method} to replace")
-        if method in trainer.__dict__:
-            raise ValueError(f"trainer.{method} is already replaced; undo that first")
-        if getattr(type(trainer), method) is not getattr(base, method):
-            raise ValueError(
-                f"{name} overrides {method}, which would not be called; "
-                f"use_fastrl replaces {base.__name__}'s"
-            )
+    if _SCORES in trainer.__dict__:
+        raise ValueError(f"trainer.{_SCORES} is already replaced; undo that first")
+    if getattr(type(trainer), _SCORES) is not getattr(base, _SCORES):
+        raise ValueError(
+            f"{type(trainer).__name__} overrides {_SCORES}, which would not be called; "
+            f"use_fastrl replaces {base.__name__}'s"
+        )
+    if not hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head"):
+        raise ValueError(
+            "this version of TRL has no model with `fused_lm_head`, whose forward use_fastrl "
+            "replaces; TRL 1.15 and later have"
+        )
     parameters = inspect.signature(getattr(base, _SCORES)).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
     missing = [argument for argument in _ARGUMENTS if argument not in parameters]
     if missing:
         raise ValueError(

@@ -1,27 +1,30 @@
-"""The loss of `GRPOTrainer` in one pass over hidden states and LM head."""
+"""The loss of TRL's trainers, with its gradient, from hidden states and LM head."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastrl
-from fastrl import Objective, PolicyLoss
+from fastrl import Objective
 from fastrl.backend import Backend
-from fastrl.integrations.trl.rules import objective_of
-from fastrl.integrations.trl.scoring import completions, precision_of_head
+from fastrl.integrations.transformers import LmHead
+from fastrl.integrations.trl.rules import is_rloo, objective_of
+from fastrl.integrations.trl.scoring import Scorer, Scores, precision_of_head, token_scorer
 
-#: What a batch may hold; one with anything else (a tool mask, images) is left to TRL.
-FUSED_INPUTS = frozenset(
+#: What a batch may hold for the loss; one with anything else is left to TRL.
+LOSS_INPUTS = frozenset(
     {
         "prompt_ids",
         "prompt_mask",
         "completion_ids",
         "completion_mask",
+        "tool_mask",
         "advantages",
         "old_per_token_logps",
+        "old_logps",
         "ref_per_token_logps",
         "num_items_in_batch",
         "sampling_per_token_logps",
@@ -29,43 +32,100 @@ FUSED_INPUTS = frozenset(
     }
 )
 
+#: What a batch may hold for the model, which TRL passes on.
+MODEL_INPUTS = frozenset(
+    {
+        "pixel_values",
+        "pixel_attention_mask",
+        "image_grid_thw",
+        "image_position_ids",
+        "image_sizes",
+        "num_images",
+        "num_tiles",
+        "spatial_shapes",
+        "token_type_ids",
+        "mm_token_type_ids",
+    }
+)
 
-def fused_loss(
-    trainer: Any, model: nn.Module, inputs: dict[str, Any], backend: Backend
-) -> PolicyLoss:
-    """Return the loss of a batch, with log-probabilities and entropies `[B, K]`."""
-    mask = inputs["completion_mask"]
-    tokens = completions(
-        trainer,
-        model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], mask], dim=1),
-        mask.shape[1],
-    )
+
+def can_be_fused(inputs: dict[str, Any]) -> bool:
+    """Return whether a batch holds only what the fused loss knows."""
+    known = LOSS_INPUTS | MODEL_INPUTS
+    return known.issuperset(name for name, value in inputs.items() if value is not None)
+
+
+def loss_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scorer:
+    """Return what computes the loss of a batch, with log-probabilities and entropies `[B, K]`."""
+    scorer = _rloo_scorer if is_rloo(trainer) else _grpo_scorer
+    return scorer(trainer, inputs, backend)
+
+
+def _rloo_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scorer:
     objective = objective_of(trainer)
-    with precision_of_head(trainer):
-        return fastrl.linear_policy_loss(
-            tokens.hidden,
-            token_ids=tokens.token_ids,
+    of_tokens = token_scorer(trainer, backend, with_entropy=True)
+
+    def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead) -> Scores:
+        _, logprobs, entropy = of_tokens(hidden, token_ids, head)
+        of_sequences = logprobs.sum(1, keepdim=True)  # [B, 1]; 0 where masked
+        loss = fastrl.policy_loss(
+            of_sequences,
             advantages=inputs["advantages"],
-            mask=tokens.mask,
-            temperature=trainer.temperature,
-            old_logprobs=inputs.get("old_per_token_logps"),
-            ref_logprobs=inputs["ref_per_token_logps"] if trainer.beta else None,
-            policy_weights=_correction(trainer, inputs),
+            mask=torch.ones_like(of_sequences),
+            old_logprobs=inputs["old_logps"][:, None],
             objective=objective,
-            normalizer=normalizers(trainer, inputs, objective),
-            backend=backend,
-            **tokens.head.arguments(),
-        )
+        ).loss
+        return Scores(loss, logprobs.detach(), None if entropy is None else entropy.detach())
+
+    return scorer
+
+
+def _grpo_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scorer:
+    mask = loss_mask(inputs)
+    objective = objective_of(trainer)
+
+    def scorer(hidden: Tensor, _: Tensor, head: LmHead) -> Scores:
+        with precision_of_head(trainer):
+            result = fastrl.linear_policy_loss(
+                hidden,
+                token_ids=inputs["completion_ids"],
+                advantages=inputs["advantages"],
+                mask=mask,
+                temperature=trainer.temperature,
+                old_logprobs=inputs.get("old_per_token_logps"),
+                ref_logprobs=inputs["ref_per_token_logps"] if trainer.beta else None,
+                rollout_logprobs=_sampled(trainer, inputs),
+                policy_weights=_correction(trainer, inputs),
+                objective=objective,
+                normalizer=normalizers(trainer, inputs, objective),
+                backend=backend,
+                **head.arguments(),
+            )
+        return Scores(result.loss, _unscored(result.logprobs, inputs), result.entropy)
+
+    return scorer
+
+
+def loss_mask(inputs: dict[str, Any]) -> Tensor:
+    """Return the tokens that the policy has written, `[B, K]`."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if inputs.get("tool_mask") is not None else mask
+
+
+def _unscored(logprobs: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Give tokens written by tools their old log-probability: TRL computes their ratio, too."""
+    old = inputs.get("old_per_token_logps")
+    if old is None or inputs.get("tool_mask") is None:
+        return logprobs
+    return torch.where(loss_mask(inputs).bool(), logprobs, old.to(logprobs.dtype))
 
 
 def normalizers(
     trainer: Any, inputs: dict[str, Any], objective: Objective
 ) -> dict[str, float | Tensor]:
     """Return TRL's global counts: of tokens, or of sequences, empty ones included."""
-    parts = _accumulated(trainer)
-    tokens = inputs["completion_mask"].sum().clamp(min=1.0) * parts
+    parts = accumulated(trainer)
+    tokens = loss_mask(inputs).sum().clamp(min=1.0) * parts
     sequences = inputs["completion_mask"].shape[0] * parts
     counts: dict[str, float | Tensor] = {"policy": float(sequences)}
     if trainer.loss_type == "bnpo":
@@ -88,7 +148,16 @@ def _correction(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
     return ratio.expand_as(inputs["completion_mask"])
 
 
-def _accumulated(trainer: Any) -> int:
-    """Return the number of micro-batches in one optimizer step."""
+def _sampled(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
+    """Return vLLM's log-probabilities, from which the off-policy mask counts the distance."""
+    if trainer.off_policy_mask_threshold is None or inputs.get("old_per_token_logps") is None:
+        return None
+    return inputs.get("sampling_per_token_logps")
+
+
+def accumulated(trainer: Any) -> int:
+    """Return by how many micro-batches of a step the trainer divides its loss."""
+    if is_rloo(trainer):  # leaves that to the Trainer
+        return 1
     parts: int = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     return parts

@@ -10,12 +10,15 @@ from fastrl.integrations.trl_objective import LOSS_TYPES, trl_objective
 
 
 def objective_of(trainer: Any) -> Objective:
-    """Return the objective of a `GRPOTrainer` whose loss type is one of `LOSS_TYPES`.
+    """Return the objective of an `RLOOTrainer`, or of a `GRPOTrainer` with one of `LOSS_TYPES`.
+
+    RLOO's is that of sequences, whose log-ratio is the sum over their tokens.
 
     Raises:
         ValueError: an option has a value that no `Objective` has.
     """
-    bonus = getattr(trainer, "_entropy_bonus_enabled", False)
+    if is_rloo(trainer):
+        return Objective(clip_low=trainer.epsilon_low, clip_high=trainer.epsilon_high)
     return trl_objective(
         trainer.loss_type,
         level=trainer.importance_sampling_level,
@@ -27,12 +30,25 @@ def objective_of(trainer: Any) -> Objective:
         beta=trainer.beta,
         bias_correction=getattr(trainer.args, "use_bias_correction_kl", False),
         max_completion_length=trainer.max_completion_length,
-        entropy_coef=trainer.entropy_coef if bonus else 0.0,
+        entropy_coef=_entropy_coef(trainer),
+        off_policy_threshold=getattr(trainer, "off_policy_mask_threshold", None),
+        top_entropy_quantile=getattr(trainer, "top_entropy_quantile", 1.0),
     )
 
 
+def _entropy_coef(trainer: Any) -> float:
+    """Return the weight of the entropy bonus in this step."""
+    if not getattr(trainer, "_entropy_bonus_enabled", False):
+        return 0.0
+    adaptive = getattr(trainer, "use_adaptive_entropy", False)
+    if adaptive and trainer._last_world_entropy > trainer.args.entropy_target:
+        return 0.0
+    coefficient: float = trainer.entropy_coef
+    return coefficient
+
+
 def _has_no_objective(trainer: Any) -> bool:
-    if getattr(trainer, "loss_type", None) not in LOSS_TYPES:
+    if _has_another_loss_type(trainer):
         return False
     try:
         objective_of(trainer)
@@ -41,7 +57,29 @@ def _has_no_objective(trainer: Any) -> bool:
     return False
 
 
-def _is_rloo(trainer: Any) -> bool:
+def _has_another_loss_type(trainer: Any) -> bool:
+    return not is_rloo(trainer) and getattr(trainer, "loss_type", None) not in LOSS_TYPES
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    from trl import GRPOTrainer, RLOOTrainer
+
+    base = RLOOTrainer if is_rloo(trainer) else GRPOTrainer
+    return any(
+        name in trainer.__dict__ or getattr(type(trainer), name) is not getattr(base, name)
+        for name in ("_compute_loss", "compute_loss")
+    )
+
+
+def _needs_the_quantile(trainer: Any) -> bool:
+    if getattr(trainer, "top_entropy_quantile", 1.0) >= 1.0:
+        return False
+    bonus = getattr(trainer, "_entropy_bonus_enabled", False)
+    return bonus or trainer.accelerator.num_processes > 1
+
+
+def is_rloo(trainer: Any) -> bool:
+    """Return whether a trainer is an `RLOOTrainer`."""
     return any(base.__name__ == "RLOOTrainer" for base in type(trainer).__mro__)
 
 
@@ -58,33 +96,10 @@ def _is_split(trainer: Any) -> bool:
 
 REFUSED: tuple[Support, ...] = (
     Support(
-        option="`use_liger_kernel=True`",
-        handling="refused",
-        note="Liger replaces the same methods; leave it out",
-        applies=lambda t: bool(getattr(t.args, "use_liger_kernel", False)),
-    ),
-    Support(
-        option="`torch_compile=True`",
-        handling="refused",
-        note="the compiled forward computes logits, which fastrl never does",
-        applies=lambda t: bool(getattr(t.args, "torch_compile", False)),
-    ),
-    Support(
-        option="DeepSpeed",
-        handling="refused",
-        note="sharded parameters have not been tried",
-        applies=lambda t: bool(getattr(t, "is_deepspeed_enabled", False)),
-    ),
-    Support(
-        option="FSDP",
-        handling="refused",
-        note="sharded parameters have not been tried",
-        applies=lambda t: bool(getattr(t, "is_fsdp_enabled", False)),
-    ),
-    Support(
         option="tensor, context or sequence parallelism",
         handling="refused",
-        note="the rows or the vocabulary of the head are spread over several devices",
+        note="the rows or the vocabulary of the head are spread over several devices; a loss over "
+        "such ranks would be needed",
         applies=_more_than_data_parallel,
     ),
     Support(
@@ -93,38 +108,21 @@ REFUSED: tuple[Support, ...] = (
         note="the backbone and the head must be on one device",
         applies=lambda t: _is_split(t) or getattr(t.args, "n_gpu", 1) > 1,
     ),
-    Support(
-        option="vision-language models",
-        handling="refused",
-        note="only TRL knows how to split their inputs into batches",
-        applies=lambda t: bool(getattr(t, "_is_vlm", False)),
-    ),
-    Support(
-        option="the auxiliary loss of a mixture of experts (`output_router_logits`)",
-        handling="refused",
-        note="fastrl does not see the router's logits",
-        applies=lambda t: bool(getattr(t, "aux_loss_enabled", False)),
-    ),
 )
 
 PRIMITIVE: tuple[Support, ...] = (
     Support(
-        option="`RLOOTrainer`",
+        option="a subclass, or a patched instance, with a `_compute_loss` or `compute_loss` that "
+        "is not TRL's (`GMPOTrainer`, ...)",
         handling="primitive",
-        note="its ratio is a product over the sequence, known only after the last token",
-        applies=_is_rloo,
-    ),
-    Support(
-        option='`importance_sampling_level="sequence"` (GSPO)',
-        handling="primitive",
-        note="the ratio is known only after the last token, so one pass saves nothing",
-        applies=lambda t: getattr(t, "importance_sampling_level", "token") != "token",
+        note="its own loss is computed",
+        applies=_has_own_loss,
     ),
     Support(
         option='`loss_type="vespo"`, or one that is not in this table',
         handling="primitive",
         note="TRL computes the loss",
-        applies=lambda t: getattr(t, "loss_type", None) not in LOSS_TYPES,
+        applies=_has_another_loss_type,
     ),
     Support(
         option="`delta` not above `1 + epsilon_high`, `epsilon > 1`, or a negative `beta`",
@@ -133,27 +131,10 @@ PRIMITIVE: tuple[Support, ...] = (
         applies=_has_no_objective,
     ),
     Support(
-        option="`off_policy_mask_threshold`",
+        option="`top_entropy_quantile < 1` with an entropy bonus or on several ranks",
         handling="primitive",
-        note="the mask is known only after the last token",
-        applies=lambda t: getattr(t, "off_policy_mask_threshold", None) is not None,
-    ),
-    Support(
-        option="`top_entropy_quantile < 1`",
-        handling="primitive",
-        note="the quantile is known only after the last token",
-        applies=lambda t: getattr(t, "top_entropy_quantile", 1.0) < 1.0,
-    ),
-    Support(
-        option="`use_adaptive_entropy=True`",
-        handling="primitive",
-        note="TRL decides at each step whether the bonus applies",
-        applies=lambda t: bool(getattr(t, "use_adaptive_entropy", False)),
-    ),
-    Support(
-        option="tokens written by tools (`tool_mask`)",
-        handling="primitive",
-        note="decided for each batch",
+        note="TRL takes the quantile over all ranks, and the mean of the bonus over what is above",
+        applies=_needs_the_quantile,
     ),
 )
 
@@ -161,12 +142,19 @@ FUSED: tuple[Support, ...] = (
     Support(
         option="`GRPOTrainer`, " + ", ".join(f'`"{name}"`' for name in LOSS_TYPES),
         handling="fused",
-        note="token level, any `beta`, `epsilon`, `epsilon_high`, accumulation, `num_iterations`",
+        note="any `beta`, `epsilon`, `epsilon_high`, accumulation, `num_iterations`",
     ),
     Support(
-        option="`delta`, `use_bias_correction_kl`, `entropy_coef`, `temperature`, "
-        "`scale_rewards`, `mask_truncated_completions`",
+        option="`delta`, `use_bias_correction_kl`, `entropy_coef`, `use_adaptive_entropy`, "
+        "`temperature`, `scale_rewards`, `mask_truncated_completions`, tokens written by tools",
         handling="fused",
+    ),
+    Support(
+        option='`RLOOTrainer`, `importance_sampling_level="sequence"` (GSPO), '
+        "`off_policy_mask_threshold`, `top_entropy_quantile`",
+        handling="fused",
+        note="the rows are visited twice, in the same memory: what they need is known only after "
+        "the last token",
     ),
     Support(
         option="`use_vllm`, every `vllm_importance_sampling_mode`",
@@ -177,10 +165,36 @@ FUSED: tuple[Support, ...] = (
 
 OTHERS: tuple[Support, ...] = (
     Support(
-        option="a subclass, or a patched instance, with a `_compute_loss`, `compute_loss` or "
-        "`_get_per_token_logps_and_entropies` that is not TRL's (`GMPOTrainer`, ...)",
+        option="FSDP2, FSDP1, DeepSpeed ZeRO-1, 2 and 3, DDP",
+        handling="fused",
+        note="inside the forward of the wrappers and of the head, where its parameters are whole",
+    ),
+    Support(
+        option="`torch_compile=True`",
+        handling="fused",
+        note="the backbone is compiled by itself",
+    ),
+    Support(
+        option="the auxiliary loss of a mixture of experts, images and other inputs of a "
+        "vision-language model",
+        handling="fused",
+        note="as TRL asks for them and passes them on",
+    ),
+    Support(
+        option="LoRA and other adapters, `modules_to_save`, `cast_lm_head_to_fp32`, mixed "
+        "precision, evaluation, `use_liger_kernel`",
+        handling="fused",
+        note="TRL itself refuses LoRA on the head, and no longer uses Liger's loss",
+    ),
+    Support(
+        option="a `_get_per_token_logps_and_entropies` that is not TRL's",
         handling="refused",
         note="it would not be called",
+    ),
+    Support(
+        option="TRL before 1.15",
+        handling="refused",
+        note="its model has no `fused_lm_head`",
     ),
     Support(
         option="`use_fastrl` a second time",
@@ -188,28 +202,20 @@ OTHERS: tuple[Support, ...] = (
         note="undo the first one",
     ),
     Support(
-        option="a head that `fastrl.integrations.transformers.lm_head` does not know (model type, "
-        "quantised weight, DoRA, LoRA dropout on the head), or an adapter that needs its "
-        "wrapper's forward (prompt learning, activated LoRA)",
+        option="a head that is not an `nn.Linear` (quantised), or a model whose logits differ from "
+        "those of `fastrl.integrations.transformers.lm_head`",
         handling="refused",
-        note="its logits could differ from the model's",
+        note="a few rows are compared before the first step",
     ),
     Support(
-        option="LoRA, `modules_to_save`, `cast_lm_head_to_fp32`, mixed precision, data parallel "
-        "(DDP), evaluation",
+        option="hooks on the LM head (`register_forward_hook`, ...)",
         handling="fused",
-        note="with the options above; TRL itself refuses LoRA on the head",
+        note="they do not fire, as in TRL, and a warning says so",
     ),
     Support(
-        option="hooks on the causal language model, its PEFT wrapper or its LM head "
-        "(`register_forward_hook`, ...)",
-        handling="fused",
-        note="they do not fire, and a warning says so; hooks on the backbone do",
-    ),
-    Support(
-        option="inputs beside token ids and mask (`pixel_values`, `token_type_ids`, ...)",
-        handling="unchanged",
-        note="decided for each call",
+        option="a batch with inputs that neither TRL's loss nor its models have today",
+        handling="primitive",
+        note="decided for each batch",
     ),
 )
 

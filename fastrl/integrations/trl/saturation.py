@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.integrations.trl.loss import loss_mask
+from fastrl.integrations.trl.rules import is_rloo
+
 #: The metric in TRL's logs: the share of tokens with a saturated log-ratio.
 METRIC = "fastrl/saturated_ratio_fraction"
 
@@ -19,14 +22,25 @@ SATURATES_AT = 80.0
 def count_saturated(trainer: Any, inputs: dict[str, Any], logprobs: Tensor) -> Tensor | None:
     """Return the number of tokens with a saturated log-ratio, and of all tokens, as `[2]`.
 
-    Log-ratios to the old policy and to the reference count; None if there is neither.
+    Log-ratios to the old policy, of sequences in GSPO and RLOO, and to the reference count; None if
+    there is neither.
     """
-    others = [inputs.get("old_per_token_logps")]
-    others += [inputs["ref_per_token_logps"]] if trainer.beta else []
-    distances = [(logprobs - other).abs() for other in others if other is not None]
+    valid = loss_mask(inputs).bool()
+    distances = []
+    if is_rloo(trainer):
+        ratios = torch.where(valid, logprobs, 0.0).sum(-1) - inputs["old_logps"]
+        distances.append(ratios[:, None].expand_as(logprobs).abs())
+    elif (old := inputs.get("old_per_token_logps")) is not None:
+        ratios = logprobs - old
+        if trainer.importance_sampling_level == "sequence":
+            lengths = valid.sum(-1, keepdim=True).clamp(min=1)
+            mean = torch.where(valid, ratios, 0.0).sum(-1, keepdim=True) / lengths
+            ratios = mean.expand_as(ratios)
+        distances.append(ratios.abs())
+    if trainer.beta and not is_rloo(trainer):  # whose KL is part of the reward
+        distances.append((logprobs - inputs["ref_per_token_logps"]).abs())
     if not distances:
         return None
-    valid = inputs["completion_mask"].bool()
     saturated = torch.stack(distances).amax(0) > saturates_at(trainer)
     return torch.stack([(saturated & valid).sum(), valid.sum()]).float()
 

@@ -1,117 +1,174 @@
-"""Log-probabilities and entropies of completions, from hidden states and the LM head."""
+"""TRL scores completions with fastrl: in its model's forward, from hidden states and LM head.
+
+TRL calls its model with `fused_lm_head=True` and reads log-probabilities and entropies from the
+output, which the forward computes without the logits. That forward is replaced here, and TRL's own
+code around it stays: how a batch is split, images are passed on, and the model is wrapped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastrl.backend import Backend
-from fastrl.integrations.transformers import LmHead, last_hidden_states, lm_head
+from fastrl.integrations.transformers import LmHead, backbone
+from fastrl.integrations.transformers.forward import call_with_forward, inside_head
+from fastrl.integrations.transformers.transform import prove
+from fastrl.integrations.transformers.wrappers import causal_model, is_compiled, wrappers
 from fastrl.ops.linear_token_stats import linear_token_stats
 
-Result = TypeVar("Result")
 
-
-class Completions(NamedTuple):
-    """The last K tokens of a batch of sequences, as the linear functions take them.
+class Scores(NamedTuple):
+    """What is computed for the completions of a batch.
 
     Attributes:
-        hidden: `[B, K, H]`, the hidden states that predict the tokens.
-        token_ids: `[B, K]`.
-        mask: `[B, K]`.
-        head: the LM head.
+        loss: of the batch, or None.
+        logprobs: `[B, K]`, 0 where masked.
+        entropy: `[B, K]`, or None.
     """
 
-    hidden: Tensor
-    token_ids: Tensor
-    mask: Tensor
-    head: LmHead
+    loss: Tensor | None
+    logprobs: Tensor
+    entropy: Tensor | None
 
 
-def completions(
-    trainer: Any, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int
-) -> Completions:
-    """Run the backbone of `model`, which has no wrapper, and return the last `count` tokens."""
-    with trainer.accelerator.autocast():
-        states = last_hidden_states(model, input_ids=input_ids, attention_mask=attention_mask)
-    hidden = states[:, -count - 1 : -1]
-    if _float32_head(trainer):
-        hidden = hidden.float()
-    return Completions(hidden, input_ids[:, -count:], attention_mask[:, -count:], lm_head(model))
+#: (hidden states `[B, K, H]` that predict the tokens, token ids `[B, K]`, head) -> scores
+Scorer = Callable[[Tensor, Tensor, LmHead], Scores]
+
+
+class ScoredModel:
+    """A model as TRL calls it for the scores of completions, with a forward that uses fastrl.
+
+    Attributes:
+        outputs: what each call returned, for all of TRL's batch or a part of it.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: nn.Module,
+        count: int,
+        scorer: Scorer,
+        compiled: CompiledBackbones,
+    ) -> None:
+        """`count` is the number K of tokens in a completion."""
+        self.outputs: list[Any] = []
+        self._trainer = trainer
+        self._model = model
+        self._causal = causal_model(model)
+        self._count = count
+        self._scorer = scorer
+        self._compiled = compiled
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the model, wrappers included, with `inputs` as TRL gives them."""
+        if not inputs.get("fused_lm_head"):
+            raise RuntimeError(
+                "this version of TRL scores completions without `fused_lm_head=True`, whose "
+                "forward use_fastrl replaces"
+            )
+        prove(self._model)
+        self.outputs.append(call_with_forward(self._model, self._forward, **inputs))
+        return self.outputs[-1]
+
+    def _forward(
+        self, *, labels: Tensor, fused_lm_head: bool, use_cache: bool = False, **inputs: Any
+    ) -> Any:
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        config = self._causal.config.get_text_config()  # type: ignore[union-attr, operator]
+        if getattr(config, "output_router_logits", False):
+            inputs.setdefault("output_router_logits", True)
+        outputs = self._run_backbone(**inputs, use_cache=False)
+        hidden = outputs.last_hidden_state[:, -self._count - 1 : -1]
+        if is_head_float32(self._trainer):
+            hidden = hidden.float()
+        token_ids = labels[:, -self._count :]
+        scores = inside_head(
+            self._causal, lambda states, head: self._scorer(states, token_ids, head), hidden
+        )
+        aux_loss = None
+        if inputs.get("output_router_logits"):
+            aux_loss = _router_loss(config, outputs.router_logits, inputs.get("attention_mask"))
+        return FusedCausalLMOutput(
+            loss=scores.loss,
+            log_probs=scores.logprobs,
+            entropy=scores.entropy,
+            label_mask=token_ids != -100,
+            aux_loss=aux_loss,
+        )
+
+    def _run_backbone(self, **inputs: Any) -> Any:
+        own = backbone(self._causal)
+        if any(is_compiled(wrapper) for wrapper in wrappers(self._model)):
+            return self._compiled.run(own, **inputs)
+        return own(**inputs)
+
+
+class CompiledBackbones:
+    """The backbones of models that accelerate compiles, compiled by themselves.
+
+    The rest of the forward is fastrl's: operators that a compiler cannot improve.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._of: dict[nn.Module, nn.Module] = {}
+
+    def run(self, part: nn.Module, **inputs: Any) -> Any:
+        """Run a backbone, compiled with the trainer's options, for sequences of any length."""
+        options = self._trainer.accelerator.state.dynamo_plugin.to_kwargs()
+        if part not in self._of:
+            self._of[part] = cast("nn.Module", torch.compile(part, **options))
+        if options.get("dynamic") is not False:
+            # a new length would compile a second time, and completions seldom have the same one
+            for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+                if inputs.get(name) is not None:
+                    torch._dynamo.maybe_mark_dynamic(inputs[name], 1)
+        return self._of[part](**inputs)
+
+
+def _router_loss(config: Any, router_logits: Any, mask: Tensor | None) -> Tensor:
+    """Return the load-balancing loss of a mixture of experts, as TRL computes it."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    return torch.as_tensor(
+        load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, mask)
+    )
+
+
+def token_scorer(trainer: Any, backend: Backend, *, with_entropy: bool) -> Scorer:
+    """Return what computes log-probabilities, and entropies if wanted."""
+    wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)
+
+    def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead) -> Scores:
+        with precision_of_head(trainer):
+            stats = linear_token_stats(
+                hidden,
+                token_ids=token_ids,
+                temperature=trainer.temperature,
+                outputs=wanted,
+                backend=backend,
+                **head.arguments(),
+            )
+        logprobs, *entropy = (getattr(stats, name) for name in wanted)
+        return Scores(None, logprobs, entropy[0] if entropy else None)
+
+    return scorer
 
 
 def precision_of_head(trainer: Any) -> AbstractContextManager[Any]:
     """Return the autocast under which a GPU multiplies the LM head."""
-    if _float32_head(trainer):
+    if is_head_float32(trainer):
         return torch.autocast(trainer.accelerator.device.type, enabled=False)
     return cast("AbstractContextManager[Any]", trainer.accelerator.autocast())
 
 
-def _float32_head(trainer: Any) -> bool:
+def is_head_float32(trainer: Any) -> bool:
+    """Return whether the LM head multiplies in float32."""
     return bool(getattr(trainer.args, "cast_lm_head_to_fp32", False))
-
-
-def token_stats(
-    trainer: Any,
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    count: int,
-    *,
-    batch_size: int,
-    with_entropy: bool,
-    backend: Backend,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies `[B, count]` of a bare model, 0 where masked."""
-    wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)
-    found: list[list[Tensor]] = [[] for _ in wanted]
-    for start in range(0, input_ids.shape[0], batch_size):
-        part = slice(start, start + batch_size)
-        tokens = completions(trainer, model, input_ids[part], attention_mask[part], count)
-        with precision_of_head(trainer):
-            stats = linear_token_stats(
-                tokens.hidden,
-                token_ids=tokens.token_ids,
-                mask=tokens.mask,
-                temperature=trainer.temperature,
-                outputs=wanted,
-                backend=backend,
-                **tokens.head.arguments(),
-            )
-        for name, parts in zip(wanted, found, strict=True):
-            parts.append(getattr(stats, name))
-    logprobs, *entropy = (torch.cat(parts) for parts in found)
-    return logprobs, entropy[0] if entropy else None
-
-
-def within(trainer: Any, model: nn.Module, function: Callable[[nn.Module], Result]) -> Result:
-    """Call `function` with the model inside its wrappers, from the outermost wrapper's forward.
-
-    DDP prepares the gradient reduction in its forward. If only the inner model were called,
-    gradients would not be reduced, and the ranks would silently diverge.
-    """
-    inner = trainer.accelerator.unwrap_model(model)
-    if inner is model:
-        return function(model)
-    previous = inner.__dict__.get("forward")
-
-    def forward(*_: Any, **__: Any) -> Result:
-        restore()
-        return function(inner)
-
-    def restore() -> None:
-        if previous is None:
-            inner.__dict__.pop("forward", None)
-        else:
-            inner.__dict__["forward"] = previous
-
-    inner.__dict__["forward"] = forward
-    try:
-        result: Result = model()
-    finally:
-        restore()
-    return result

@@ -1,0 +1,171 @@
+"""Runs of TRL's GRPOTrainer on several gloo ranks on the CPU, with fastrl and without.
+
+`python -m tests.support.trl_rank_runs LAYOUT MODEL OUT [JSON]` is one rank. It trains once for each
+way of using fastrl and writes what happened to `OUT.<rank>`.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+#: how fastrl is used: not at all, with the fused loss, for log-probabilities and entropies
+USES = {"none": None, "fused": True, "primitive": False}
+
+
+def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), seconds=280, **options):
+    """Train on ``world`` ranks; for each use, what each rank found.
+
+    Args:
+        layout: ``"ddp"``, ``"fsdp2"``, ``"zero1"``, ``"zero2"`` or ``"zero3"``.
+        model: A directory as `save_model` makes it.
+        path: Where the ranks may write.
+        world: How many ranks.
+        uses: Keys of `USES`.
+        seconds: How long the ranks may take.
+        **options: Of `GRPOConfig`, or ``lora=True``, or ``compiled=True`` where fastrl is used.
+    """
+    command = [sys.executable, "-m", "tests.support.trl_rank_runs", layout, str(model)]
+    command += [str(path / "out"), json.dumps(options), ",".join(uses)]
+    logs = [path / f"log.{rank}" for rank in range(world)]
+    processes = []
+    for own, log in zip(environments(world), logs, strict=True):
+        with log.open("w") as out:
+            place = {**os.environ, **own}
+            processes.append(subprocess.Popen(command, env=place, stdout=out, stderr=out))
+    try:
+        codes = [process.wait(seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
+    found = [json.loads(Path(f"{path / 'out'}.{rank}").read_text()) for rank in range(world)]
+    return {use: [of_rank[use] for of_rank in found] for use in uses}
+
+
+def environments(world):
+    """The environment of each of ``world`` ranks on this machine's CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = str(Path(__file__).parents[2])
+    shared = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def main(layout, model, out, options, uses):
+    choose_cpu(layout)
+    torch.set_num_threads(1)
+    found = {}
+    for use in uses.split(","):
+        found[use] = _train(layout, model, out, json.loads(options), USES[use])
+    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def choose_cpu(layout):
+    """Let accelerate choose FSDP or DeepSpeed where there is no accelerator, only gloo."""
+    if layout == "ddp":
+        return
+    os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    import transformers.training_args
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+
+
+def options_of(layout):
+    """The options of a trainer that choose a layout."""
+    if layout == "ddp":
+        return {"use_cpu": True}
+    if layout == "fsdp2":
+        sharding = {
+            "version": 2,
+            "cpu_ram_efficient_loading": False,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": True,
+        }
+        return {"use_cpu": False, "fsdp": True, "fsdp_config": sharding}
+    settings = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": int(layout.removeprefix("zero")),
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    return {"use_cpu": False, "deepspeed": settings}
+
+
+def _train(layout, model, out, options, fused):
+    from accelerate.state import AcceleratorState, GradientState
+
+    from fastrl.integrations.trl import use_fastrl
+    from tests.support.trl_runs import make_trainer, needed, run
+
+    if options.pop("compiled", False) and fused is not None:
+        options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    peft_config = None
+    if options.pop("lora", False):
+        lora = needed("peft").LoraConfig
+        peft_config = lora(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = make_trainer(
+        model,
+        output_dir=f"{out}.directory",
+        peft_config=peft_config,
+        **{"max_steps": 5, "beta": 0.1, "num_iterations": 2, **options_of(layout), **options},
+    )
+    used = contextlib.nullcontext if fused is None else functools.partial(use_fastrl, fused=fused)
+    steps, losses, handle = run(trainer, used)
+    wrapped = trainer.model_wrapped
+    found = {
+        "steps": steps,
+        "losses": losses,
+        "fused": getattr(handle, "fused", None),
+        "wrapped": [kind.__name__ for kind in type(wrapped).__mro__],
+        "parameters": _checksum(trainer.accelerator.unwrap_model(wrapped)),
+    }
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
+    return found
+
+
+def _checksum(model):
+    """A digest of all parameters, gathered if they are sharded."""
+    parameters = list(model.parameters())
+    digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        if any(hasattr(p, "ds_id") for p in parameters):
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.GatheredParameters(parameters))
+        for parameter in parameters:
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            digest.update(whole.detach().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
