@@ -10,7 +10,11 @@ import fastrl
 from tests.support.trl_runs import VOCABULARY, make_model, make_trainer, needed, save_model
 
 transformers = needed("transformers")
-from fastrl.integrations.transformers import last_hidden_states, lm_head  # noqa: E402
+from fastrl.integrations.transformers import (  # noqa: E402
+    inside_forward,
+    last_hidden_states,
+    lm_head,
+)
 
 TEXT = (Path(__file__).parents[2] / "docs" / "replace-the-loss.md").read_text()
 BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -43,7 +47,7 @@ def test_code_is_python(heading):
 
 
 #: How many changes of each section these tests run, and those of the file for other packages.
-CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 1, "torchrl": 1, "A custom loop": 2}
+CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 1, "torchrl": 1, "A custom loop": 3}
 
 
 def test_every_change_is_run():
@@ -135,7 +139,7 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask):
     return ((loss * mask).sum(1) / mask.sum(1)).mean()
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_custom_loop(which):
     data, found = rows(), []
     for code in blocks("A custom loop")[which]:
@@ -144,6 +148,7 @@ def test_a_custom_loop(which):
             "fastrl": fastrl,
             "lm_head": lm_head,
             "last_hidden_states": last_hidden_states,
+            "inside_forward": inside_forward,
             "grpo_loss": grpo_loss,
             "model": model,
             "ids": data["input_ids"],
