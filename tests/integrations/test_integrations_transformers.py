@@ -25,6 +25,7 @@ SMALL = {
     "eos_token_id": 2,
     "initializer_range": 0.5,  # so that a softcap and a scale matter
 }
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 MODELS = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {}),
@@ -36,6 +37,7 @@ MODELS = {
     "cohere": ("CohereConfig", {"logit_scale": 0.0625}),
     "cohere2": ("Cohere2Config", {"logit_scale": 0.25}),
     "granite": ("GraniteConfig", {"logits_scaling": 16.0}),
+    "llama4 without images": ("Llama4TextConfig", {"intermediate_size_mlp": 48, **EXPERTS}),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastrl.integrations.transformers.hooks import runtime_hooks_only
 from fastrl.integrations.transformers.linear import head_layers
-from fastrl.integrations.transformers.wrappers import backbone, forward_of, uncompiled
+from fastrl.integrations.transformers.wrappers import backbone, decoder, forward_of, uncompiled
 
 #: Rows that are compared, and the largest of their logits, which a softcap of 30 halves.
 _ROWS, _LARGEST = 4, 50.0
@@ -31,8 +31,7 @@ class RandomRows:
         self._factor = 1.0
         self._causal = causal
         # OPT calls the decoder of its base model, not the base model
-        decoder: nn.Module = causal.get_decoder()  # type: ignore[operator]
-        self._backbones = dict.fromkeys((decoder, backbone(causal)))
+        self._backbones = dict.fromkeys((decoder(causal), backbone(causal)))
         self._layers = head_layers(causal.get_output_embeddings())  # type: ignore[operator]
         self._states: Tensor | None = None
         self._linear: Tensor | None = None

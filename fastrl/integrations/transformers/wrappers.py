@@ -28,7 +28,14 @@ def backbone(model: nn.Module) -> nn.Module:
     """
     causal = causal_model(model)
     base: nn.Module = causal.base_model  # type: ignore[assignment]
-    return causal.get_decoder() if base is causal else base  # type: ignore[operator]
+    return decoder(causal) if base is causal else base
+
+
+def decoder(causal: nn.Module) -> nn.Module:
+    """Return the text model in a causal language model."""
+    found: nn.Module = causal.get_decoder()  # type: ignore[operator]
+    # Llama4ForCausalLM has the prefix of the multimodal class, and finds only itself
+    return causal.model if found is causal else found  # type: ignore[return-value]
 
 
 def causal_model(model: nn.Module) -> nn.Module:
