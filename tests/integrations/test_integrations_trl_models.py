@@ -121,7 +121,7 @@ def test_the_vllm_correction_applies_to_the_policy_term(shape, loss_type, tiny_p
 
 
 @pytest.mark.parametrize("options", [{"loss_type": "dapo"}, {"entropy_coef": 0.3}])
-def test_tokens_written_by_tools_are_left_to_trl(options, tiny_path, tmp_path):
+def test_tokens_written_by_tools(options, tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **options)
     tool_mask = torch.ones(4, 6, dtype=torch.long)
     tool_mask[0, 2:4] = 0

@@ -11,9 +11,20 @@ from fastrl.integrations.trl.saturation import METRIC  # noqa: E402
 TIMES = {"step_time", "epoch"}
 TIED = ("Qwen3Config", {"tie_word_embeddings": True, "num_hidden_layers": 2})
 PLAIN = ("LlamaConfig", {"num_hidden_layers": 2})
+WRAPPERS = {
+    "ddp": "DistributedDataParallel",
+    "fsdp1": "FullyShardedDataParallel",
+    "fsdp2": "FSDPModule",
+}
 CASES = {
     "ddp": ("ddp", PLAIN, {"gradient_accumulation_steps": 2}),
     "ddp and torch.compile": ("ddp", PLAIN, {"uses": ("none", "fused"), "compiled": True}),
+    "ddp, TRL's loss on one rank": (
+        "ddp",
+        PLAIN,
+        {"uses": ("none", "fused"), "unknown_input": True},
+    ),
+    "fsdp1": ("fsdp1", PLAIN, {"uses": ("none", "fused")}),
     "fsdp2": ("fsdp2", PLAIN, {"gradient_accumulation_steps": 2}),
     "fsdp2 and torch.compile": ("fsdp2", PLAIN, {"uses": ("none", "fused"), "compiled": True}),
     "fsdp2 and a tied head": ("fsdp2", TIED, {"uses": ("none", "fused")}),
@@ -43,7 +54,7 @@ def check_equal(found, wrapper):
 def test_five_steps_are_equal(name, tmp_path):
     layout, (kind, changes), options = CASES[name]
     model = save_model(tmp_path / "model", kind, **changes)
-    wrapper = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPModule"}[layout]
+    wrapper = WRAPPERS[layout]
     check_equal(run_on_ranks(layout, model, tmp_path, **options), wrapper)
 
 

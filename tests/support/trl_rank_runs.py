@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 #: how fastrl is used: not at all, with the fused loss, for log-probabilities and entropies
 USES = {"none": None, "fused": True, "primitive": False}
@@ -24,13 +25,14 @@ def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), seconds=280,
     """Train on ``world`` ranks; for each use, what each rank found.
 
     Args:
-        layout: ``"ddp"``, ``"fsdp2"``, ``"zero1"``, ``"zero2"`` or ``"zero3"``.
+        layout: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"zero1"``, ``"zero2"`` or ``"zero3"``.
         model: A directory as `save_model` makes it.
         path: Where the ranks may write.
         world: How many ranks.
         uses: Keys of `USES`.
         seconds: How long the ranks may take.
-        **options: Of `GRPOConfig`, or ``lora=True``, or ``compiled=True`` where fastrl is used.
+        **options: Of `GRPOConfig`, or ``lora=True``, or ``compiled=True`` where fastrl is used, or
+            ``unknown_input=True`` for the batches of the last rank.
     """
     command = [sys.executable, "-m", "tests.support.trl_rank_runs", layout, str(model)]
     command += [str(path / "out"), json.dumps(options), ",".join(uses)]
@@ -96,13 +98,15 @@ def options_of(layout):
     """The options of a trainer that choose a layout."""
     if layout == "ddp":
         return {"use_cpu": True}
-    if layout == "fsdp2":
+    if layout.startswith("fsdp"):
         sharding = {
-            "version": 2,
+            "version": int(layout.removeprefix("fsdp")),
             "cpu_ram_efficient_loading": False,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "reshard_after_forward": True,
         }
+        if layout == "fsdp1":
+            sharding |= {"reshard_after_forward": "FULL_SHARD", "sync_module_states": False}
         return {"use_cpu": False, "fsdp": True, "fsdp_config": sharding}
     settings = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -127,6 +131,7 @@ def _train(layout, model, out, options, fused):
 
     if options.pop("compiled", False) and fused is not None:
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    unknown_input = options.pop("unknown_input", False)
     peft_config = None
     if options.pop("lora", False):
         lora = needed("peft").LoraConfig
@@ -137,6 +142,8 @@ def _train(layout, model, out, options, fused):
         peft_config=peft_config,
         **{"max_steps": 5, "beta": 0.1, "num_iterations": 2, **options_of(layout), **options},
     )
+    if unknown_input and os.environ["RANK"] == str(trainer.accelerator.num_processes - 1):
+        _add_unknown_input(trainer)
     used = contextlib.nullcontext if fused is None else functools.partial(use_fastrl, fused=fused)
     steps, losses, handle = run(trainer, used)
     wrapped = trainer.model_wrapped
@@ -145,11 +152,23 @@ def _train(layout, model, out, options, fused):
         "losses": losses,
         "fused": getattr(handle, "fused", None),
         "wrapped": [kind.__name__ for kind in type(wrapped).__mro__],
-        "parameters": _checksum(trainer.accelerator.unwrap_model(wrapped)),
+        "parameters": _checksum(
+            wrapped if layout == "fsdp1" else trainer.accelerator.unwrap_model(wrapped)
+        ),
     }
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     return found
+
+
+def _add_unknown_input(trainer):
+    own = trainer._generate_and_score_completions
+
+    def generated(inputs):
+        batch = own(inputs)
+        return {**batch, "unknown": torch.zeros(len(batch["completion_ids"]))}
+
+    trainer._generate_and_score_completions = generated
 
 
 def _checksum(model):
@@ -161,9 +180,12 @@ def _checksum(model):
             import deepspeed
 
             stack.enter_context(deepspeed.zero.GatheredParameters(parameters))
+        if isinstance(model, FullyShardedDataParallel):
+            stack.enter_context(FullyShardedDataParallel.summon_full_params(model))
+            parameters = list(model.parameters())
         for parameter in parameters:
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            digest.update(whole.detach().float().contiguous().numpy().tobytes())
+            digest.update(whole.detach().float().clone().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -20,6 +20,7 @@ from fastrl.integrations.transformers.linear import head_layers
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import (
     backbone,
+    calling_inner_models,
     causal_model,
     forward_of,
     only_thread_in,
@@ -123,8 +124,20 @@ def call_with_forward(model: nn.Module, forward: Callable[..., Result], **inputs
         return results[-1]
 
     causal, _once = causal_model(model), _Once()
-    with only_thread_in(causal), uncompiled(model), forward_of(causal, remembered):
+    with contextlib.ExitStack() as stack:
+        for context in (
+            only_thread_in(causal),
+            uncompiled(model),
+            calling_inner_models(model),
+            forward_of(causal, remembered),
+        ):
+            stack.enter_context(context)
         returned: Result = model(**inputs)
+    if not results:
+        raise ValueError(
+            f"{type(model).__name__} must call the forward of the {type(causal).__name__} in it, "
+            "and has kept or replaced it"
+        )
     return _in_own_dtypes(returned, results[-1])
 
 

@@ -107,6 +107,26 @@ def _names(model: nn.Module) -> set[str]:
 
 
 @contextlib.contextmanager
+def calling_inner_models(model: nn.Module) -> Iterator[None]:
+    """Let wrappers that keep the forward of an inner model look it up when they are called.
+
+    PEFT's `disable_adapter()` lets a wrapper with prompt learning have the forward of its model.
+    """
+    chain = list(wrappers(model))
+    with contextlib.ExitStack() as stack:
+        for place, wrapper in enumerate(chain):
+            kept = wrapper.__dict__.get("forward")
+            for inner in chain[place + 1 :]:
+                if getattr(kept, "__self__", None) is inner:
+                    stack.enter_context(forward_of(wrapper, _forward_when_called(inner)))
+        yield
+
+
+def _forward_when_called(module: nn.Module) -> Callable[..., Any]:
+    return lambda *arguments, **inputs: module.forward(*arguments, **inputs)
+
+
+@contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Let a model run without the `torch.compile` around it or what it wraps; hooks fire."""
     with contextlib.ExitStack() as stack:

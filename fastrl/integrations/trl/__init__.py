@@ -27,14 +27,15 @@ from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.transformers.hooks import has_own_hooks
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_scorer
-from fastrl.integrations.trl.rules import PRIMITIVE, REFUSED
+from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, REFUSED, why_not_fused
 from fastrl.integrations.trl.rules import SUPPORT as SUPPORT
 from fastrl.integrations.trl.saturation import (
     count_saturated,
+    has_ratios,
     log_saturated,
     warn_of_saturation,
 )
-from fastrl.integrations.trl.scoring import CompiledBackbones, ScoredModel, token_scorer
+from fastrl.integrations.trl.scoring import CompiledBackbones, ScoredModel, Scorer, token_scorer
 from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
 
@@ -91,8 +92,7 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "a
         lm_head(trainer.ref_model)
     one = torch.zeros(1, 1, device=trainer.accelerator.device)
     linear_token_stats(one, one, one[0].long(), backend=backend)  # raises if it cannot run
-    unfused = (rule for rule in PRIMITIVE if rule.applies is not None and rule.applies(trainer))
-    reason = next((f"{rule.option}: {rule.note}" for rule in unfused), None)
+    reason = why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE))
     if fused and reason is not None:
         raise ValueError(f"fused must be None or False with {reason}")
     if fused is False:
@@ -104,7 +104,8 @@ class Handle(Undoable):
     """A trainer that runs on fastrl until `undo()` or the end of a `with` block.
 
     Attributes:
-        fused: whether loss and gradient are computed in one pass.
+        fused: whether loss and gradient are computed in one pass. TRL computes the loss of single
+            batches, while an option has a value for which `docs/support.md` says so.
         reason: why they are not, or None.
     """
 
@@ -114,6 +115,8 @@ class Handle(Undoable):
         self.reason = reason
         self._trainer = trainer
         self._backend = backend
+        self._temperature = trainer.temperature  # which TRL reads once, too
+        self._undone = False
         self._fusing: dict[str, Any] | None = None  # the batch whose loss is being computed
         self._outputs: Any = None  # of the model, for that batch
         self._compiled = CompiledBackbones(trainer)
@@ -136,7 +139,11 @@ class Handle(Undoable):
         self._warn_of_hooks()
 
     def undo(self) -> None:
-        """Restore the trainer's methods; a second call does nothing."""
+        """Restore the trainer's methods; a second call does nothing.
+
+        Methods that have been patched since then are kept, and call TRL's.
+        """
+        self._undone = True
         for name, function in self._set.items():
             if self._trainer.__dict__.get(name) is function:
                 delattr(self._trainer, name)
@@ -152,16 +159,13 @@ class Handle(Undoable):
         **options: Any,
     ) -> Any:
         """Run TRL's method on a model whose forward uses fastrl."""
-        self._warn_of_hooks()
-        batch = self._fusing
-        scorer = (
-            token_scorer(self._trainer, self._backend, with_entropy=compute_entropy)
-            if batch is None
-            else loss_scorer(self._trainer, batch, self._backend)
-        )
-        scored = ScoredModel(self._trainer, model, logits_to_keep, scorer, self._compiled)
+        scored = None
+        if not self._undone:
+            self._warn_of_hooks()
+            scorer = self._scorer(with_entropy=compute_entropy)
+            scored = ScoredModel(self._trainer, model, logits_to_keep, scorer, self._compiled)
         result = self._scores(
-            scored,
+            model if scored is None else scored,
             input_ids,
             attention_mask,
             logits_to_keep,
@@ -169,17 +173,29 @@ class Handle(Undoable):
             compute_entropy=compute_entropy,
             **options,
         )
-        if not scored.outputs or (batch is not None and len(scored.outputs) != 1):
-            raise RuntimeError(
-                f"this version of TRL calls its model {len(scored.outputs)} times for a batch, not "
-                "once; use_fastrl(trainer, fused=False) leaves the loss to TRL"
-            )
-        self._outputs = scored.outputs[-1]
+        if self._fusing is not None and scored is not None:
+            if len(scored.outputs) != 1:
+                raise RuntimeError(
+                    f"this version of TRL calls its model {len(scored.outputs)} times for a batch, "
+                    "not once; use_fastrl(trainer, fused=False) leaves the loss to TRL"
+                )
+            self._outputs = scored.outputs[0]
         return result
 
+    def _scorer(self, *, with_entropy: bool) -> Scorer:
+        choices = (self._temperature, self._backend)
+        if self._fusing is not None:
+            return loss_scorer(self._trainer, self._fusing, *choices)
+        return token_scorer(self._trainer, *choices, with_entropy=with_entropy)
+
     def _fused(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not can_be_fused(inputs):
+        if self._undone:
             return self._loss(model, inputs)  # type: ignore[no-any-return]
+        if not can_be_fused(inputs) or why_not_fused(self._trainer) is not None:
+            loss: Tensor = self._loss(model, inputs)
+            if has_ratios(self._trainer, inputs):  # other ranks may add up what they have counted
+                log_saturated(self._trainer, torch.zeros(2, device=loss.device))
+            return loss
         self._fusing = inputs
         try:
             # calls _score, and logs TRL's metrics; its loss depends on the auxiliary loss alone
@@ -187,10 +203,13 @@ class Handle(Undoable):
             outputs = self._outputs
         finally:
             self._fusing = self._outputs = None
-        saturated = count_saturated(self._trainer, inputs, outputs.log_probs)
-        # TRL has just read its metrics from the device, so reading one more costs no wait
-        fraction = 0.0 if saturated is None else log_saturated(self._trainer, saturated)
-        loss: Tensor = outputs.loss
+        fraction = 0.0
+        if has_ratios(self._trainer, inputs):
+            logprobs = outputs.log_probs[:, -inputs["completion_ids"].shape[1] :]
+            saturated = count_saturated(self._trainer, inputs, logprobs)
+            # TRL has just read its metrics from the device, so reading one more costs no wait
+            fraction = log_saturated(self._trainer, saturated)
+        loss = outputs.loss
         if outputs.aux_loss is not None:
             weight = self._trainer.router_aux_loss_coef / accumulated(self._trainer)
             loss = loss + weight * outputs.aux_loss

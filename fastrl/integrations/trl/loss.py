@@ -55,15 +55,19 @@ def can_be_fused(inputs: dict[str, Any]) -> bool:
     return known.issuperset(name for name, value in inputs.items() if value is not None)
 
 
-def loss_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scorer:
+def loss_scorer(
+    trainer: Any, inputs: dict[str, Any], temperature: float, backend: Backend
+) -> Scorer:
     """Return what computes the loss of a batch, with log-probabilities and entropies `[B, K]`."""
     scorer = _rloo_scorer if is_rloo(trainer) else _grpo_scorer
-    return scorer(trainer, inputs, backend)
+    return scorer(trainer, inputs, temperature, backend)
 
 
-def _rloo_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scorer:
+def _rloo_scorer(
+    trainer: Any, inputs: dict[str, Any], temperature: float, backend: Backend
+) -> Scorer:
     objective = objective_of(trainer)
-    of_tokens = token_scorer(trainer, backend, with_entropy=True)
+    of_tokens = token_scorer(trainer, temperature, backend, with_entropy=True)
 
     def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead) -> Scores:
         _, logprobs, entropy = of_tokens(hidden, token_ids, head)
@@ -80,7 +84,9 @@ def _rloo_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scor
     return scorer
 
 
-def _grpo_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scorer:
+def _grpo_scorer(
+    trainer: Any, inputs: dict[str, Any], temperature: float, backend: Backend
+) -> Scorer:
     mask = loss_mask(inputs)
     objective = objective_of(trainer)
 
@@ -91,7 +97,7 @@ def _grpo_scorer(trainer: Any, inputs: dict[str, Any], backend: Backend) -> Scor
                 token_ids=inputs["completion_ids"],
                 advantages=inputs["advantages"],
                 mask=mask,
-                temperature=trainer.temperature,
+                temperature=temperature,
                 old_logprobs=inputs.get("old_per_token_logps"),
                 ref_logprobs=inputs["ref_per_token_logps"] if trainer.beta else None,
                 rollout_logprobs=_sampled(trainer, inputs),
@@ -150,7 +156,7 @@ def _correction(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
 
 def _sampled(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
     """Return vLLM's log-probabilities, from which the off-policy mask counts the distance."""
-    if trainer.off_policy_mask_threshold is None or inputs.get("old_per_token_logps") is None:
+    if trainer.off_policy_mask_threshold is None:
         return None
     return inputs.get("sampling_per_token_logps")
 

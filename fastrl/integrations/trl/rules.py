@@ -110,14 +110,16 @@ REFUSED: tuple[Support, ...] = (
     ),
 )
 
+OWN_LOSS = Support(
+    option="a subclass, or a patched instance, with a `_compute_loss` or `compute_loss` that is "
+    "not TRL's (`GMPOTrainer`, ...)",
+    handling="primitive",
+    note="its own loss is computed",
+    applies=_has_own_loss,
+)
+
+#: Asked at each call, as callbacks may change the options of a trainer.
 PRIMITIVE: tuple[Support, ...] = (
-    Support(
-        option="a subclass, or a patched instance, with a `_compute_loss` or `compute_loss` that "
-        "is not TRL's (`GMPOTrainer`, ...)",
-        handling="primitive",
-        note="its own loss is computed",
-        applies=_has_own_loss,
-    ),
     Support(
         option='`loss_type="vespo"`, or one that is not in this table',
         handling="primitive",
@@ -125,15 +127,17 @@ PRIMITIVE: tuple[Support, ...] = (
         applies=_has_another_loss_type,
     ),
     Support(
-        option="`delta` not above `1 + epsilon_high`, `epsilon > 1`, or a negative `beta`",
+        option="a value that `Objective` does not allow: `delta` not above `1 + epsilon_high`, "
+        "`epsilon > 1`, a negative `beta`, `top_entropy_quantile=0`",
         handling="primitive",
-        note="`Objective` allows no such value; TRL computes the loss",
+        note="TRL computes the loss",
         applies=_has_no_objective,
     ),
     Support(
         option="`top_entropy_quantile < 1` with an entropy bonus or on several ranks",
         handling="primitive",
-        note="TRL takes the quantile over all ranks, and the mean of the bonus over what is above",
+        note="TRL takes the quantile over all ranks, and the mean of the bonus over the tokens "
+        "above it",
         applies=_needs_the_quantile,
     ),
 )
@@ -219,4 +223,10 @@ OTHERS: tuple[Support, ...] = (
     ),
 )
 
-SUPPORT: tuple[Support, ...] = (*FUSED, *PRIMITIVE, *REFUSED, *OTHERS)
+SUPPORT: tuple[Support, ...] = (*FUSED, OWN_LOSS, *PRIMITIVE, *REFUSED, *OTHERS)
+
+
+def why_not_fused(trainer: Any, rules: tuple[Support, ...] = PRIMITIVE) -> str | None:
+    """Return the first rule that leaves the loss to TRL, as a sentence, or None."""
+    found = (rule for rule in rules if rule.applies is not None and rule.applies(trainer))
+    return next((f"{rule.option}: {rule.note}" for rule in found), None)

@@ -18,12 +18,17 @@ METRIC = "fastrl/saturated_ratio_fraction"
 SATURATES_AT = 80.0
 
 
+def has_ratios(trainer: Any, inputs: dict[str, Any]) -> bool:
+    """Return whether a loss has log-ratios that can saturate; ranks must agree."""
+    has_old = is_rloo(trainer) or inputs.get("old_per_token_logps") is not None
+    return has_old or bool(trainer.beta)
+
+
 @torch.no_grad()
-def count_saturated(trainer: Any, inputs: dict[str, Any], logprobs: Tensor) -> Tensor | None:
+def count_saturated(trainer: Any, inputs: dict[str, Any], logprobs: Tensor) -> Tensor:
     """Return the number of tokens with a saturated log-ratio, and of all tokens, as `[2]`.
 
-    Log-ratios to the old policy, of sequences in GSPO and RLOO, and to the reference count; None if
-    there is neither.
+    Log-ratios to the old policy, of sequences in GSPO and RLOO, and to the reference count.
     """
     valid = loss_mask(inputs).bool()
     distances = []
@@ -39,8 +44,6 @@ def count_saturated(trainer: Any, inputs: dict[str, Any], logprobs: Tensor) -> T
         distances.append(ratios.abs())
     if trainer.beta and not is_rloo(trainer):  # whose KL is part of the reward
         distances.append((logprobs - inputs["ref_per_token_logps"]).abs())
-    if not distances:
-        return None
     saturated = torch.stack(distances).amax(0) > saturates_at(trainer)
     return torch.stack([(saturated & valid).sum(), valid.sum()]).float()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead, backbone
@@ -84,7 +85,8 @@ class ScoredModel:
         if getattr(config, "output_router_logits", False):
             inputs.setdefault("output_router_logits", True)
         outputs = self._run_backbone(**inputs, use_cache=False)
-        hidden = outputs.last_hidden_state[:, -self._count - 1 : -1]
+        before = outputs.last_hidden_state.shape[1] - 1 - self._count
+        hidden = outputs.last_hidden_state[:, before:-1]
         if is_head_float32(self._trainer):
             hidden = hidden.float()
         token_ids = labels[:, -self._count :]
@@ -94,11 +96,16 @@ class ScoredModel:
         aux_loss = None
         if inputs.get("output_router_logits"):
             aux_loss = _router_loss(config, outputs.router_logits, inputs.get("attention_mask"))
+        mask = token_ids != -100
+        loss = scores.loss
+        if loss is None:  # of language modelling, for hooks: TRL does not use it
+            loss = -scores.logprobs.sum() / mask.sum().clamp(min=1)
+        entropy = scores.entropy
         return FusedCausalLMOutput(
-            loss=scores.loss,
-            log_probs=scores.logprobs,
-            entropy=scores.entropy,
-            label_mask=token_ids != -100,
+            loss=loss,
+            log_probs=pad(scores.logprobs, (before, 0)),
+            entropy=None if entropy is None else pad(entropy, (before, 0)),
+            label_mask=pad(mask, (before, 0)),
             aux_loss=aux_loss,
         )
 
@@ -142,7 +149,9 @@ def _router_loss(config: Any, router_logits: Any, mask: Tensor | None) -> Tensor
     )
 
 
-def token_scorer(trainer: Any, backend: Backend, *, with_entropy: bool) -> Scorer:
+def token_scorer(
+    trainer: Any, temperature: float, backend: Backend, *, with_entropy: bool
+) -> Scorer:
     """Return what computes log-probabilities, and entropies if wanted."""
     wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)
 
@@ -151,7 +160,7 @@ def token_scorer(trainer: Any, backend: Backend, *, with_entropy: bool) -> Score
             stats = linear_token_stats(
                 hidden,
                 token_ids=token_ids,
-                temperature=trainer.temperature,
+                temperature=temperature,
                 outputs=wanted,
                 backend=backend,
                 **head.arguments(),
