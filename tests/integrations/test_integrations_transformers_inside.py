@@ -97,6 +97,8 @@ def test_prompt_tuning():
 
 def test_the_autocast_of_accelerate_is_not_lost():
     accelerate = needed("accelerate")
+    # a state that other tests have left allows no other precision
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     try:
         model = accelerator.prepare(make_model())

@@ -376,12 +376,22 @@ def test_bad_settings_on_the_command_line_end_in_one_line(monkeypatch, capsys):
 
 def test_a_head_without_a_linear_loss_is_refused_before_any_work(small, tmp_path):
     _, tokenizer = load(None, "cpu")
-    config = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        is_decoder=True,
+        eos_token_id=1,
+        bos_token_id=1,
+        pad_token_id=0,
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
-    small |= {"model": str(tmp_path / "gpt2"), "steps": 1, "attention": "sdpa"}
-    with pytest.raises(ValueError, match=r'loss must be "logits" for this model.*gpt2'):
+    # its head is more than a linear layer
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    small |= {"model": str(tmp_path / "bert"), "steps": 1}
+    small |= {"attention": "sdpa", "tokens_per_micro_batch": 1}
+    with pytest.raises(ValueError, match=r'loss must be "logits" for this model.*BertLMHeadModel'):
         run("grpo", small)
     run("grpo", small, loss="logits", name="by-logits")
