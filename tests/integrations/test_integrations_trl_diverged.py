@@ -11,7 +11,12 @@ from tests.support.trl_runs import make_trainer, needed, run, save_model
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.rules import objective_of  # noqa: E402
-from fastrl.integrations.trl.saturation import METRIC, SATURATES_AT, count_saturated  # noqa: E402
+from fastrl.integrations.trl.saturation import (  # noqa: E402
+    METRIC,
+    SATURATES_AT,
+    count_saturated,
+    has_ratios,
+)
 from fastrl.reference.objectives import MAX_LOG_RATIO  # noqa: E402
 
 #: Steps so long that after the first one old and new log-probabilities are far apart.
@@ -87,9 +92,9 @@ def test_count_saturated(beta, corrected, expected):
     }
     trainer = trainer_of(beta, corrected)
     assert count_saturated(trainer, inputs, torch.zeros(1, 5)).tolist() == expected
+    assert has_ratios(trainer, inputs)
     del inputs["old_per_token_logps"]
-    if not beta:
-        assert count_saturated(trainer, inputs, torch.zeros(1, 5)) is None
+    assert has_ratios(trainer, inputs) == (beta > 0)
 
 
 def test_count_saturated_ratios_of_sequences():

@@ -173,12 +173,14 @@ class Handle(Undoable):
             compute_entropy=compute_entropy,
             **options,
         )
-        if self._fusing is not None and scored is not None:
-            if len(scored.outputs) != 1:
-                raise RuntimeError(
-                    f"this version of TRL calls its model {len(scored.outputs)} times for a batch, "
-                    "not once; use_fastrl(trainer, fused=False) leaves the loss to TRL"
-                )
+        if scored is None:
+            return result
+        if not scored.outputs or (self._fusing is not None and len(scored.outputs) != 1):
+            raise RuntimeError(
+                f"this version of TRL calls its model {len(scored.outputs)} times for a batch, not "
+                "once; use_fastrl(trainer, fused=False) leaves the loss to TRL"
+            )
+        if self._fusing is not None:
             self._outputs = scored.outputs[0]
         return result
 
