@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from fastrl import native
 from fastrl.triton.runtime.registration import INTERPRETED
 
-# Else MKL's products round differently where memory is aligned differently, and so in two equal runs;
-# it is so on an AMD EPYC. MKL reads this when it first computes.
+# Else MKL's products may depend on the alignment of memory, and two equal runs differ, as on an AMD
+# EPYC. MKL reads this when it first computes.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 #: Larger vocabularies and these tests take too long in the interpreter.
