@@ -3,9 +3,9 @@
     python bench/trl_table.py [--sequences 8 --tokens 128 --hidden 512 --vocab 32768 151936]
     python bench/trl_table.py --setup experts fsdp2 gspo rloo --vocab 32768 --dtype float32
 
-A dtype is that of the weights; `autocast` stands for float32 weights under bfloat16 autocast. The
+`--dtype` sets the dtype of the weights; `autocast` means float32 weights and bfloat16 autocast. The
 setups are GRPO (`dapo`), GSPO, RLOO, a mixture of 8 experts with its auxiliary loss, and FSDP2 on 2
-gloo ranks, each with the batch, of which the first is shown.
+gloo ranks. There each rank has a whole batch, and the figures are those of the first rank.
 
 Each cell is a separate process: a trainer with a model of one layer warms up on a small batch,
 resets the kernel's high-water mark of resident memory, and runs `compute_loss` and its backward on

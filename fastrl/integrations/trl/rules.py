@@ -12,7 +12,7 @@ from fastrl.integrations.trl_objective import LOSS_TYPES, trl_objective
 def objective_of(trainer: Any) -> Objective:
     """Return the objective of an `RLOOTrainer`, or of a `GRPOTrainer` with one of `LOSS_TYPES`.
 
-    RLOO's is that of sequences, whose log-ratio is the sum over their tokens.
+    RLOO clips the ratio of a whole sequence: its log-ratio is the sum over the tokens.
 
     Raises:
         ValueError: an option has a value that no `Objective` has.
