@@ -104,9 +104,9 @@ class Handle(Undoable):
     """A trainer that runs on fastrl until `undo()` or the end of a `with` block.
 
     Attributes:
-        fused: whether fastrl computes loss and gradient. TRL still computes the loss of a batch with
-            unknown inputs, and of every batch while a callback has set an option that cannot be
-            fused.
+        fused: whether fastrl computes loss and gradient. TRL still computes the loss of a batch
+            with unknown inputs, and of every batch while a callback has set an option that cannot
+            be fused.
         reason: why they are not, or None.
     """
 
