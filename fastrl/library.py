@@ -49,7 +49,8 @@ _STATS_BACKWARD = (
 _LINEAR = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
     f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, "
-    "str backend, ScalarType? operand_dtype"
+    "str backend, ScalarType? operand_dtype, "
+    "str vocab_group, int[] vocab_sizes, bool reduce_hidden_gradient"
 )
 _LINEAR_GRADIENTS = (
     "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
@@ -105,6 +106,8 @@ _SCHEMAS = {
         f"({_LINEAR}, {_LOSS}, bool[] needs, bool metrics) -> "
         f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),
+    # The same tensor of every rank of a process group, [size, ...] in rank order.
+    "gather_parts": "(Tensor part, str group, int size) -> Tensor",
     # The instruction set of the CPU kernels: avx512, avx2 or plain.
     "cpu_capability": "() -> str",
     # Whether the CPU multiplies bfloat16 matrices on AMX tiles, which mixed_matmul_ needs.
@@ -123,9 +126,10 @@ _SCHEMAS = {
 }
 
 #: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered in the first
-#: alone: the loops of the linear forms take the backend of their chunks as an argument.
+#: alone: those in Python take the backend of their chunks as an argument.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
-_ONLY_ONCE = ("linear_", "cpu_", "has_", "huge_", "mixed_", "objective_eval")
+IN_PYTHON = ("linear_", "gather_")
+_ONLY_ONCE = (*IN_PYTHON, "cpu_", "has_", "huge_", "mixed_", "objective_eval")
 #: Operators that the CPU backend does without.
 ONLY_ON_GPUS = ("scale_",)
 
@@ -241,6 +245,11 @@ def _(logprobs: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor
 @_fake("mixed_matmul_")
 def _(*_: object) -> None:
     return None
+
+
+@_fake("gather_parts")
+def _(part: Tensor, group: str, size: int) -> Tensor:
+    return part.new_empty((size, *part.shape))
 
 
 @_fake("gae_fwd")

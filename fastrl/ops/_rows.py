@@ -83,9 +83,21 @@ def as_rows(
 
 def active_rows(rows: RowArguments, vocabulary: int) -> Tensor:
     """Return which rows are active, bool `[B, T]`; check the values of mask and ids on a CPU."""
+    active = counted_rows(rows)
+    check_ids(rows, active, vocabulary)
+    return active
+
+
+def counted_rows(rows: RowArguments) -> Tensor:
+    """Return which rows are active, bool `[B, T]`; check the values of the mask on a CPU."""
     active = rows.token_ids != rows.ignore_index
     if rows.mask is not None:
         active = active & as_mask("mask", rows.mask, rows.token_ids, "token_ids")
+    return active
+
+
+def check_ids(rows: RowArguments, active: Tensor, vocabulary: int) -> None:
+    """Raise, on a CPU, for an id of an active row that is outside the vocabulary."""
     if can_read(rows.token_ids):
         invalid = active & ((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
         if bool(invalid.any()):
@@ -94,7 +106,6 @@ def active_rows(rows: RowArguments, vocabulary: int) -> Tensor:
                 f"token_ids must lie in [0, {vocabulary}) or be ignore_index, "
                 f"got {int(rows.token_ids[where])} at {where}"
             )
-    return active
 
 
 def _bounded(name: str, value: object, others: dict[str, float]) -> float:

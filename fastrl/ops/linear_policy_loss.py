@@ -7,23 +7,16 @@ from torch import Tensor
 
 from fastrl.backend import Backend
 from fastrl.checks import flag, tensor
-from fastrl.contract import RowArguments
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._linear.call import LinearCall
-from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._linear.inputs import ChunkOptions, LinearInputs, chunk_options, linear_inputs
 from fastrl.ops._linear.passes import linear_loss_pass
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
 from fastrl.ops._loss.term_weights import Normalizer
-from fastrl.ops.linear_token_stats import (
-    ChunkOptions,
-    Lora,
-    chunk_options,
-    linear_inputs,
-    stats_of_hidden,
-)
+from fastrl.ops.linear_token_stats import Lora, stats_of_hidden
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.tracing import is_traced
 
@@ -53,6 +46,8 @@ def linear_policy_loss(
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
+    reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
 ) -> PolicyLoss:
     """Return `logits_policy_loss` of hidden @ weight^T + bias, without storing all logits at once.
@@ -96,6 +91,8 @@ def linear_policy_loss(
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
+        vocab_group: as in `linear_token_logprobs`.
+        reduce_hidden_gradient: as in `linear_token_logprobs`.
         backend: `auto`, or the backend for the chunks. A function as objective needs `auto` or
             `reference`: PyTorch evaluates it, on log-probabilities from the fastest backend.
 
@@ -118,7 +115,7 @@ def linear_policy_loss(
         >>> weight.grad[:, 0]  # -A (onehot - p) / tokens, summed over the two tokens
         tensor([-0.2500,  0.2500,  0.2500, -0.2500])
     """
-    states, rows, head = linear_inputs(
+    linear = linear_inputs(
         hidden,
         weight,
         token_ids,
@@ -129,14 +126,17 @@ def linear_policy_loss(
         logit_scale,
         logit_softcap,
         ignore_index,
+        vocab_group,
+        reduce_hidden_gradient,
     )
+    active = linear.rows.mask
+    assert active is not None
     chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
-    options = chunk_options(chunk_tokens, compact, backend, states, head, unsupported)
-    assert rows.mask is not None
+    options = chunk_options(chunk_tokens, compact, backend, linear, unsupported)
     inputs = loss_inputs(
         token_ids,
-        rows.mask.reshape(token_ids.shape),
+        active.reshape(token_ids.shape),
         advantages,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
@@ -147,16 +147,16 @@ def linear_policy_loss(
         group_size=group_size,
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
-        dtype=head.dtype,
+        dtype=linear.head.dtype,
         backend="reference" if unsupported else options.backend,
     )
     flag("metrics", metrics)
     # a trace would record the loop over chunks with the row order of this call
-    unrolled = callable(chosen.surrogate) and is_traced(states)
+    unrolled = callable(chosen.surrogate) and is_traced(linear.hidden)
     if inputs.tokenwise() and not unrolled:
-        result = _one_pass(states, rows, head, inputs, options, token_ids.shape, metrics=metrics)
+        result = _one_pass(linear, inputs, options, token_ids.shape, metrics=metrics)
     else:
-        logprobs, entropy, *_ = stats_of_hidden(states, rows, head, options)
+        logprobs, entropy, *_ = stats_of_hidden(linear, options)
         shape = inputs.masks.active.shape
         result = loss_of_logprobs(
             logprobs.reshape(shape), entropy.reshape(shape), inputs, token_ids.shape
@@ -165,15 +165,14 @@ def linear_policy_loss(
 
 
 def _one_pass(
-    hidden: Tensor,
-    rows: RowArguments,
-    head: LinearHead,
+    linear: LinearInputs,
     inputs: LossInputs,
     options: ChunkOptions,
     shape: torch.Size,
     *,
     metrics: bool,
 ) -> PolicyLoss:
+    hidden, rows, head, parts = linear
     tensors = (hidden, *head.parameters())
     differentiable = torch.is_grad_enabled()
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
@@ -184,7 +183,7 @@ def _one_pass(
     function = objective.surrogate if callable(objective.surrogate) else None
     slopes = TokenSlopes(active.reshape(-1), flat, objective.arguments, function, inputs.backend)
     if function is not None:
-        call = LinearCall(*tensors, head.lora_scale, rows, *options)
+        call = LinearCall(*tensors, head.lora_scale, rows, *options, parts)
         outputs = linear_loss_pass(call, slopes, needs, metrics=metrics)
     else:
         outputs = torch.ops.fastrl.linear_policy_loss_fwd(
@@ -192,6 +191,7 @@ def _one_pass(
             head.lora_scale,
             *rows,
             *options,
+            *parts,
             *flat,
             *objective.arguments.flat(),
             needs,

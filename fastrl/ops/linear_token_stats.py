@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fastrl.backend import Backend, resolve
-from fastrl.checks import flag, floating, one_of, whole
+from fastrl.backend import Backend
+from fastrl.checks import one_of
 from fastrl.contract import RowArguments, RowStats
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
-from fastrl.ops._linear.head import LinearHead, as_head
-from fastrl.ops._linear.tensor_cores import gemm_dtype
-from fastrl.ops._rows import active_rows, as_rows
+from fastrl.ops._linear.inputs import ChunkOptions, LinearInputs, chunk_options, linear_inputs
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops.token_stats import (
     TokenStats,
     public_stats,
     token_stats_result,
     without_gradient,
 )
-from fastrl.tracing import refuse_transforms
 
 Lora = tuple[Tensor, Tensor, float]
 
@@ -41,6 +39,8 @@ def linear_token_logprobs(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     ignore_index: int = -100,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
+    reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
     """Return `token_logprobs` of hidden @ weight^T + bias, without storing all logits at once.
@@ -51,7 +51,9 @@ def linear_token_logprobs(
 
     Args:
         hidden: last hidden states, `[B, T, H]` or `[N, H]`.
-        weight: the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
+        weight: the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered. A DTensor that
+            is split over a mesh dimension named `tp` is a part of the vocabulary, as with
+            `vocab_group`.
         token_ids: integers `[B, T]` or `[N]`.
         bias: `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
@@ -63,6 +65,14 @@ def linear_token_logprobs(
         logit_softcap: as in `token_logprobs`.
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
+        vocab_group: the ranks over which the vocabulary is split, or None. Weight, bias and B are
+            then those of this rank's part, as in `token_logprobs`; hidden states and A are the same
+            on every rank. Two chunks of `chunk_tokens` / 2 rows exist at once: one is projected
+            while the ranks exchange five numbers per row of the other. The gradient of A is summed
+            over the ranks.
+        reduce_hidden_gradient: sum the gradient of the hidden states over `vocab_group`; False
+            leaves that to the layer that made them (column-parallel, or a reduce-scatter of
+            sequence parallelism).
         backend: `auto`, or the backend for the chunks.
 
     Returns:
@@ -99,6 +109,8 @@ def linear_token_logprobs(
         logit_softcap=logit_softcap,
         mask=mask,
         ignore_index=ignore_index,
+        vocab_group=vocab_group,
+        reduce_hidden_gradient=reduce_hidden_gradient,
         backend=backend,
     )
     return cast("Tensor", stats.logprobs)
@@ -119,6 +131,8 @@ def linear_token_stats(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     ignore_index: int = -100,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
+    reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
 ) -> TokenStats:
     """Return `token_stats` of hidden @ weight^T + bias, without storing all logits at once.
@@ -137,6 +151,8 @@ def linear_token_stats(
         logit_softcap: as in `token_logprobs`.
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
+        vocab_group: as in `linear_token_logprobs`.
+        reduce_hidden_gradient: as in `linear_token_logprobs`.
         backend: `auto`, or the backend for the chunks.
 
     Returns:
@@ -158,7 +174,7 @@ def linear_token_stats(
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
         one_of("outputs", name, TokenStats._fields)
-    states, rows, head = linear_inputs(
+    inputs = linear_inputs(
         hidden,
         weight,
         token_ids,
@@ -169,85 +185,21 @@ def linear_token_stats(
         logit_scale,
         logit_softcap,
         ignore_index,
+        vocab_group,
+        reduce_hidden_gradient,
     )
-    options = chunk_options(chunk_tokens, compact, backend, states, head)
-    stats = stats_of_hidden(states, rows, head, options)
+    options = chunk_options(chunk_tokens, compact, backend, inputs)
+    stats = stats_of_hidden(inputs, options)
     return token_stats_result(stats, outputs, token_ids.shape)
 
 
-class ChunkOptions(NamedTuple):
-    """How a linear form is chunked and multiplied; `backend` is a concrete one."""
-
-    chunk_tokens: int | None
-    compact: bool
-    backend: str
-    operand_dtype: torch.dtype | None
-
-
-def linear_inputs(
-    hidden: object,
-    weight: object,
-    token_ids: Tensor,
-    bias: object,
-    lora: object,
-    mask: object,
-    temperature: object,
-    logit_scale: object,
-    logit_softcap: object,
-    ignore_index: object,
-) -> tuple[Tensor, RowArguments, LinearHead]:
-    """Check common arguments; return differentiable hidden states `[N, H]`, rows `[N]`, head."""
-    refuse_transforms("a function of hidden states")
-    states = floating("hidden", hidden)
-    if states.dim() not in (2, 3) or states.shape[-1] == 0:
-        raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
-    head = as_head(states, weight, bias, lora)
-    padded, rows = as_rows(
-        states,
-        token_ids,
-        mask,
-        temperature,
-        logit_scale,
-        logit_softcap,
-        ignore_index,
-        name="hidden",
-        vocabulary=head.vocabulary,
-    )
-    flat = rows._replace(
-        token_ids=rows.token_ids.reshape(-1),
-        mask=active_rows(rows, head.vocabulary).reshape(-1),
-        temperatures=None if rows.temperatures is None else rows.temperatures.reshape(-1),
-    )
-    return padded.reshape(-1, padded.shape[-1]), flat, head
-
-
-def chunk_options(
-    chunk_tokens: object,
-    compact: object,
-    backend: str,
-    hidden: Tensor,
-    head: LinearHead,
-    unsupported: str | None = None,
-) -> ChunkOptions:
-    """Check the options; choose the backend for the chunks and the dtype of its GEMMs.
-
-    `unsupported` is why compiled kernels cannot evaluate the objective, or None.
-    """
-    if chunk_tokens is not None:
-        chunk_tokens = whole("chunk_tokens", chunk_tokens, low=1)
-    chosen = resolve(backend, head.weight.device, head.dtype, unsupported, partial=True)
-    operand_dtype = gemm_dtype(hidden, head.weight, chosen)
-    return ChunkOptions(chunk_tokens, flag("compact", compact), chosen, operand_dtype)
-
-
-def stats_of_hidden(
-    hidden: Tensor, rows: RowArguments, head: LinearHead, options: ChunkOptions
-) -> tuple[Tensor, ...]:
+def stats_of_hidden(inputs: LinearInputs, options: ChunkOptions) -> tuple[Tensor, ...]:
     """Return the fields of `TokenStats`, `[N]` and differentiable."""
+    hidden, rows, head, parts = inputs
     return cast(
         "tuple[Tensor, ...]",
         _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
-            hidden, *head.parameters(), head.lora_scale, rows, options
+            hidden, *head.parameters(), head.lora_scale, rows, options, parts
         ),
     )
 
@@ -264,15 +216,18 @@ class _LinearTokenStats(torch.autograd.Function):
         lora_scale: float,
         rows: RowArguments,
         options: ChunkOptions,
+        parts: VocabularyParts,
     ) -> tuple[Tensor, ...]:
         parameters = (hidden, weight, bias, lora_a, lora_b)
         stats = RowStats._make(
-            torch.ops.fastrl.linear_token_stats_fwd(*parameters, lora_scale, *rows, *options)
+            torch.ops.fastrl.linear_token_stats_fwd(
+                *parameters, lora_scale, *rows, *options, *parts
+            )
         )
         row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
         save(ctx, *parameters, *row_tensors, stats.row_max, stats.log_sum, stats.entropy)
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
-        ctx.lora_scale, ctx.options = lora_scale, options
+        ctx.lora_scale, ctx.options, ctx.parts = lora_scale, options, parts
         ctx.mark_non_differentiable(*without_gradient(stats))
         ctx.set_materialize_grads(False)
         return public_stats(stats)
@@ -288,6 +243,7 @@ class _LinearTokenStats(torch.autograd.Function):
             ctx.lora_scale,
             *rows,
             *ctx.options,
+            *ctx.parts,
             row_max,
             log_sum,
             entropy,
@@ -297,7 +253,5 @@ class _LinearTokenStats(torch.autograd.Function):
         outputs = zip(grads_out, parameters, needs, strict=True)
         return (
             *(grad.to(x.dtype) if need else None for grad, x, need in outputs),
-            None,
-            None,
-            None,
+            *([None] * 4),
         )

@@ -19,6 +19,7 @@ from fastrl.ops._autograd.known_gradient import (
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
+from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
 from fastrl.tracing import refuse_transforms
@@ -44,6 +45,7 @@ def logits_policy_loss(
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     inplace: bool = False,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> PolicyLoss:
     """Return `policy_loss` of the log-probabilities of tokens under logits.
@@ -81,6 +83,8 @@ def logits_policy_loss(
         inplace: allow the gradient to overwrite the logits, which saves a tensor of their size (the
             reference backend never does). The logits cannot be used afterwards: a gradient
             through another use raises.
+        vocab_group: as in `token_logprobs`. The ranks exchange a few numbers per row between two
+            reads of the logits: one for the statistics, one in the backward for the gradient.
         backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`:
             PyTorch evaluates it, on log-probabilities from the fastest backend.
 
@@ -102,6 +106,7 @@ def logits_policy_loss(
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
     refuse_transforms("logits_policy_loss")
+    logits, group = split_logits(logits, vocab_group)
     padded, rows = as_rows(
         logits,
         token_ids,
@@ -110,6 +115,7 @@ def logits_policy_loss(
         logit_scale,
         logit_softcap,
         ignore_index,
+        vocabulary=None if group is None else 1,
     )
     chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
@@ -135,10 +141,11 @@ def logits_policy_loss(
     rows = rows._replace(mask=inputs.masks.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-    if row_backend != "reference" and _in_one_pass(logits, inputs):
+    parts = parts_of_logits(padded, rows, group)
+    if row_backend != "reference" and not parts.split() and _in_one_pass(logits, inputs):
         return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
     logprobs, entropy, *_ = stats_of_rows(
-        padded, rows, row_backend, with_entropy=True, inplace_backward=inplace
+        padded, rows, parts, row_backend, with_entropy=True, inplace_backward=inplace
     )
     return loss_of_logprobs(logprobs, entropy, inputs, token_ids.shape)
 

@@ -15,6 +15,8 @@ from fastrl.contract import RowArguments, RowStats
 from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
+from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits, stats_of_part
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.tracing import refuse_transforms
 
 
@@ -52,6 +54,7 @@ def token_logprobs(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Return log softmax(z)[token] with z = softcap(logit_scale * logits) / temperature.
@@ -72,6 +75,11 @@ def token_logprobs(
         inplace_backward: allow the backward to overwrite the logits with their gradient, which
             saves a tensor of their size (the reference backend never does). The logits cannot be
             used afterwards: a gradient through another use raises.
+        vocab_group: the ranks over which the vocabulary is split, or None. The logits are then
+            this rank's columns; parts are in rank order and may differ in size. Token ids count
+            from the start of the whole vocabulary, and all that is per token must be the same on
+            every rank, as the results are, bit for bit. A DTensor of logits that is split in its
+            last dimension over a mesh dimension named `tp` needs no `vocab_group`.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -97,6 +105,7 @@ def token_logprobs(
         mask=mask,
         ignore_index=ignore_index,
         inplace_backward=inplace_backward,
+        vocab_group=vocab_group,
         backend=backend,
     )
     return cast("Tensor", stats.logprobs)
@@ -113,6 +122,7 @@ def token_stats(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> TokenStats:
     """Return log-probability, entropy and other statistics in one pass over the logits.
@@ -131,6 +141,7 @@ def token_stats(
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
         inplace_backward: as in `token_logprobs`.
+        vocab_group: as in `token_logprobs`.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -151,15 +162,25 @@ def token_stats(
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
         one_of("outputs", name, TokenStats._fields)
+    logits, group = split_logits(logits, vocab_group)
     padded, rows = as_rows(
-        logits, token_ids, mask, temperature, logit_scale, logit_softcap, ignore_index
+        logits,
+        token_ids,
+        mask,
+        temperature,
+        logit_scale,
+        logit_softcap,
+        ignore_index,
+        vocabulary=None if group is None else 1,  # a part without columns is refused on all ranks
     )
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)
     chosen = resolve(backend, logits.device, logits.dtype)
+    parts = parts_of_logits(padded, rows, group)
     stats = stats_of_rows(
         padded,
         rows,
+        parts,
         chosen,
         with_entropy="entropy" in outputs,
         with_sum_sq_probs="sum_sq_probs" in outputs,
@@ -191,6 +212,7 @@ def token_stats_result(
 def stats_of_rows(
     logits: Tensor,
     rows: RowArguments,
+    parts: VocabularyParts,
     backend: str,
     *,
     with_entropy: bool,
@@ -198,6 +220,17 @@ def stats_of_rows(
     inplace_backward: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the fields of `TokenStats`, `[B, T]` and differentiable."""
+    if parts.split():
+        stats = stats_of_part(
+            with_unit_vocabulary_stride(logits),
+            rows,
+            parts,
+            backend,
+            with_entropy=with_entropy,
+            with_sum_sq_probs=with_sum_sq_probs,
+            inplace_backward=inplace_backward,
+        )
+        return public_stats(stats)
     if backend == "reference":
         active = active_rows(rows, logits.shape[-1])
         return reference.token_stats(

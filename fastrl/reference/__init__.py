@@ -13,3 +13,7 @@ from fastrl.reference.token_stats import token_stats as token_stats
 from fastrl.reference.token_weights import sequence_weights as sequence_weights
 from fastrl.reference.token_weights import token_weights as token_weights
 from fastrl.reference.value_loss import value_loss as value_loss
+from fastrl.reference.vocabulary_parts import PartStats as PartStats
+from fastrl.reference.vocabulary_parts import part_gradient as part_gradient
+from fastrl.reference.vocabulary_parts import part_stats as part_stats
+from fastrl.reference.vocabulary_parts import whole_stats as whole_stats

@@ -7,24 +7,34 @@ from torch import Tensor
 
 
 def shifted_logits(
-    logits: Tensor, temperature: float | Tensor, logit_scale: float, logit_softcap: float | None
+    logits: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    logit_softcap: float | None,
+    row_max: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return z - max z and max z for z = softcap(logit_scale * logits) / temperature.
 
     The maximum is subtracted before anything is rounded, so a common offset of the logits costs no
     precision. A logit of -inf excludes its token: it remains -inf under a softcap and gets no
-    gradient. A temperature that is a tensor is per row.
+    gradient. A temperature that is a tensor is per row. Where the logits are a part of the row,
+    `row_max` is the largest logit of the whole row.
     """
     excluded = logits == float("-inf")
     if isinstance(temperature, Tensor):
         temperature = temperature[..., None].to(logits.dtype)
-    u = (
-        logits
-        if logit_softcap is None
-        else logit_softcap * torch.tanh(logits * (logit_scale / logit_softcap))
-    )
+
+    def squashed(x: Tensor) -> Tensor:
+        if logit_softcap is None:
+            return x
+        return logit_softcap * torch.tanh(x * (logit_scale / logit_softcap))
+
+    u = squashed(logits)
     factor = 1.0 if logit_softcap is not None else logit_scale
-    largest = torch.where(excluded, float("-inf"), u).detach().amax(-1, keepdim=True)
+    if row_max is None:
+        largest = torch.where(excluded, float("-inf"), u).detach().amax(-1, keepdim=True)
+    else:
+        largest = squashed(row_max)[..., None]
     shifted = torch.where(excluded, float("-inf"), (u - largest) * factor / temperature)
     return shifted, largest * factor / temperature
 

@@ -132,7 +132,7 @@ def linear_samples():
     lora = (torch.randn(37), torch.randn(2, 8), torch.randn(37, 2), 0.5)
     rows = row_arguments(5, mask=torch.tensor([True] * 4 + [False]))
     for compact, head in ((True, (weight, None, None, None, 1.0)), (False, (weight, *lora))):
-        chunked = (hidden, *head, *rows, 2, compact, "cpu", None)
+        chunked = (hidden, *head, *rows, 2, compact, "cpu", None, "", [], True)
         needs = [True, True, head[1] is not None, head[1] is not None, False]
         found = RowStats._make(torch.ops.fastrl.linear_token_stats_fwd(*chunked))
         saved = (found.row_max, found.log_sum, found.entropy)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastrl import Objective, library
 from fastrl.contract import LossArguments, RowArguments
 from fastrl.ops._linear import passes
+from fastrl.ops._vocabulary_parts.parts import WHOLE
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, WIDTH, VOCABULARY, RANK = 20, 24, 37, 3
@@ -75,6 +76,7 @@ def call(device, precision, head, chunk_tokens, backend):
         False,
         backend,
         operand,
+        *WHOLE,
     ), tensor(ROWS)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastrl.contract import Coefficients, RowArguments
 from fastrl.library import arithmetic_dtype
 from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 Fields = TypeVar("Fields")
 
@@ -30,6 +31,7 @@ class LinearCall(NamedTuple):
     compact: bool
     backend: str
     operand_dtype: torch.dtype | None
+    parts: VocabularyParts
 
     def head(self) -> LinearHead:
         """Return the LM head."""

@@ -12,6 +12,8 @@ from fastrl import reference
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
+from fastrl.ops._vocabulary_parts.statistics import PartRows, write_part_gradient
 
 #: Most bytes of logits in a chunk on a CPU.
 _CPU_CHUNK_BYTES = 192 * 2**20
@@ -40,6 +42,11 @@ def as_batch(rows: RowArguments) -> RowArguments:
         mask=None if rows.mask is None else rows.mask[None],
         temperatures=None if rows.temperatures is None else rows.temperatures[None],
     )
+
+
+def in_batch(part: PartRows) -> PartRows:
+    """Reshape rows `[C]` of a part to `[1, C]`."""
+    return PartRows(as_batch(part.rows), part.own[None], part.known[None])
 
 
 class RowOrder(NamedTuple):
@@ -75,24 +82,42 @@ def row_stride(vocabulary: int, *, on_gpu: bool) -> int:
     return -(-vocabulary // _GPU_ALIGNMENT) * _GPU_ALIGNMENT if on_gpu else vocabulary
 
 
-def chunk_size(chunk_tokens: int | None, head: LinearHead, *, on_gpu: bool) -> int:
+def chunk_size(
+    chunk_tokens: int | None,
+    head: LinearHead,
+    parts: VocabularyParts,
+    buffers: int,
+    *,
+    on_gpu: bool,
+) -> int:
     """Return the number of rows in a chunk: `chunk_tokens`, or a default.
+
+    These are the rows in all `buffers`, and the same number on all ranks of a split vocabulary.
+    """
+    vocabulary = head.vocabulary
+    if parts.split():  # a GPU fills its memory by its own part; a CPU gains nothing from more rows
+        vocabulary = max(parts.sizes) if on_gpu else sum(parts.sizes)
+    rows = chunk_tokens or _default_rows(head, vocabulary, on_gpu=on_gpu)
+    tile = _GPU_TILE if chunk_tokens is None and on_gpu and rows >= buffers * _GPU_TILE else 1
+    return max(1, rows // (buffers * tile) * tile)
+
+
+def _default_rows(head: LinearHead, vocabulary: int, *, on_gpu: bool) -> int:
+    """Return how many rows of logits of a vocabulary exist at once.
 
     On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
     every chunk reads and writes the accumulated weight gradient once, which takes many rows to
     amortize; the logits of a chunk, and the copies and gradients of its hidden states, take at most
     508 MiB.
     """
-    if chunk_tokens is not None:
-        return chunk_tokens
     if on_gpu:
         width, wide = head.weight.shape[1], head.dtype.itemsize
         # hidden states as operands and their gradient, which is converted; for LoRA both in full
         of_states = 2 * wide + (2 if head.lora_a is None else 2 + wide)
-        row_bytes = row_stride(head.vocabulary, on_gpu=True) * wide + width * of_states
+        row_bytes = row_stride(vocabulary, on_gpu=True) * wide + width * of_states
         rows = _GPU_CHUNK_BYTES // row_bytes
         return max(1, rows // _GPU_TILE * _GPU_TILE or rows)
-    rows = _CPU_CHUNK_BYTES // (head.vocabulary * head.dtype.itemsize)
+    rows = _CPU_CHUNK_BYTES // (vocabulary * head.dtype.itemsize)
     return max(16, min(rows, 4096))
 
 
@@ -110,7 +135,7 @@ def chunks(start: int, count: int, size: int, *, on_gpu: bool) -> Iterator[slice
 
 
 def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
-    """Return the statistics of the logits `[C, V]` of a chunk, `[C]` each."""
+    """Return the statistics of the whole logits `[C, V]` of a chunk, `[C]` each."""
     if backend == "reference":
         stats = reference_stats(logits, rows)
         unused = torch.zeros_like(logits[:, 0])
@@ -127,11 +152,19 @@ def write_chunk_gradient(
     backend: str,
     *,
     narrow: bool,
+    part: PartRows | None = None,
 ) -> None:
     """Overwrite the logits `[C, V]` with dL/dlogits; `grads`: of logprobs, entropy, logsumexp.
 
-    `narrow`: as bfloat16 in the second half of each row, see `fastrl/library.py`.
+    `narrow`: as bfloat16 in the second half of each row, see `fastrl/library.py`. `part`: the rows
+    `[C]` of this part of a split vocabulary.
     """
+    if part is not None:
+        batch = in_batch(part)
+        whole = RowStats._make(stat[None] for stat in stats)
+        slopes = [None if grad is None else grad[None] for grad in grads]
+        write_part_gradient(logits[None], batch, whole, slopes, backend, narrow=narrow)
+        return
     if backend == "reference":
         with torch.enable_grad():
             leaf = logits.detach().clone().requires_grad_()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.checks import floating, is_sharded, number, on_device
@@ -16,6 +17,7 @@ from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.native import new_large
 from fastrl.ops._linear.products import Products
 from fastrl.ops._linear.sharded import gathered
+from fastrl.ops._vocabulary_parts.parts import group_of, local_part
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,12 @@ class HeadGradients:
         if grad_hidden is not None:
             grad_hidden.addmm_(grad_low_rank, a)
 
+    def sum_low_rank_over(self, group: dist.ProcessGroup) -> None:
+        """Sum the gradient of A over ranks, each of which has it for its part of the vocabulary."""
+        lora_a = self._sums[2]
+        if lora_a is not None:
+            dist.all_reduce(lora_a, group=group)
+
     def results(self) -> tuple[Tensor, ...]:
         """Return the gradients in the dtypes of the parameters, empty if not needed.
 
@@ -136,23 +144,39 @@ def _stored(total: Tensor, dtype: torch.dtype) -> Tensor:
     return new_large(total, total.shape, dtype).copy_(total)
 
 
-def as_head(hidden: Tensor, weight: object, bias: object, lora: object) -> LinearHead:
-    """Check an LM head against hidden states `[..., H]`."""
-    matrix = _gathered("weight", weight)
-    if matrix.dim() != 2 or matrix.shape[1] != hidden.shape[-1] or matrix.shape[0] == 0:
+def as_head(
+    hidden: Tensor,
+    weight: object,
+    bias: object,
+    lora: object,
+    group: dist.ProcessGroup | None = None,
+) -> LinearHead:
+    """Check an LM head against hidden states `[..., H]`, or its part of a split vocabulary."""
+
+    def parameter(name: str, value: object, *, split: bool = True) -> Tensor:
+        if group is None:
+            return _gathered(name, value)
+        if split:
+            group_of(name, value, group, dim=0)
+        return floating(name, local_part(value))
+
+    matrix = parameter("weight", weight)
+    # a part without columns is refused later, on all ranks
+    empty = group is None and matrix.shape[:1] == (0,)
+    if matrix.dim() != 2 or matrix.shape[1] != hidden.shape[-1] or empty:
         raise ValueError(
             f"weight must have shape [V, {hidden.shape[-1]}] for hidden of shape "
             f"{tuple(hidden.shape)}, got {tuple(matrix.shape)}"
         )
     vocabulary, width = matrix.shape
-    offset = None if bias is None else _gathered("bias", bias)
+    offset = None if bias is None else parameter("bias", bias)
     if offset is not None and offset.shape != (vocabulary,):
         raise ValueError(f"bias must have shape ({vocabulary},), got {tuple(offset.shape)}")
     a, b, scale = None, None, 1.0
     if lora is not None:
         if not isinstance(lora, tuple | list) or len(lora) != 3:
             raise TypeError(f"lora must be (A [r, H], B [V, r], scale), got {type(lora).__name__}")
-        a, b = _gathered("lora[0]", lora[0]), _gathered("lora[1]", lora[1])
+        a, b = parameter("lora[0]", lora[0], split=False), parameter("lora[1]", lora[1])
         scale = number("lora[2]", lora[2])
         if a.dim() != 2 or a.shape[1] != width or b.shape != (vocabulary, a.shape[0]):
             raise ValueError(

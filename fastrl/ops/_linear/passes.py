@@ -22,7 +22,6 @@ from fastrl.library import operators
 from fastrl.ops._linear.call import Arguments, LinearCall
 from fastrl.ops._linear.chunks import (
     as_batch,
-    chunk_stats,
     compact_rows,
     order_rows,
     take_rows,
@@ -55,9 +54,9 @@ def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     active = call.active()
     walk = LinearWalk(call, order_rows(active, active, compact=call.compact), [False] * 5)
     stats = walk.no_stats()
-    for chunk in walk.trained():
-        _, logits, rows = walk.project(chunk)
-        for values, of_chunk in zip(stats, chunk_stats(logits, rows, call.backend), strict=True):
+    chunks = list(walk.trained())
+    for chunk, (_, stats_of_chunk) in zip(chunks, walk.with_stats(chunks), strict=True):
+        for values, of_chunk in zip(stats, stats_of_chunk, strict=True):
             values[chunk] = of_chunk
     return tuple(walk.expanded(values) for values in stats)
 
@@ -78,17 +77,19 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     for grad in grads:
         may_flow = may_flow if grad is None else may_flow | (grad != 0)
     order = order_rows(active, may_flow, compact=call.compact)
-    walk = LinearWalk(call, order._replace(scored=0), needs)
+    walk = LinearWalk(call, order._replace(scored=0), needs, exchanging=False)
     unused = row_max.new_empty(row_max.shape)
     saved = RowStats._make([unused] * len(RowStats._fields))
     saved = saved._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
     saved = RowStats._make(order.of(stat) for stat in saved)
     grads = [None if grad is None else order.of(grad) for grad in grads]
     for chunk in walk.trained():
-        states, logits, rows = walk.project(chunk)
+        states, logits, rows, part = walk.project(chunk)
         stats = RowStats._make(stat[chunk] for stat in saved)
         of_chunk = [None if grad is None else grad[chunk] for grad in grads]
-        write_chunk_gradient(logits, rows, stats, of_chunk, call.backend, narrow=walk.narrow)
+        write_chunk_gradient(
+            logits, rows, stats, of_chunk, call.backend, narrow=walk.narrow, part=part
+        )
         walk.add_gradients(chunk, walk.gradient(logits), states)
     return tuple(walk.gradients())
 
@@ -121,19 +122,21 @@ def linear_loss_pass(
     walk = LinearWalk(call, order, needs)
     slopes = slopes.taken(order.indices)
     logprobs, entropy, *_ = walk.no_stats()
-    one_kernel = call.on_gpu() and slopes.function is None
+    one_kernel = call.on_gpu() and slopes.function is None and not call.parts.split()
     compacting = call.compact and call.hidden.device.type == "cpu" and not one_kernel
     differentiable = any(needs)
-    for trained, chunk in [
+    in_one_kernel = one_kernel and differentiable
+    if in_one_kernel:
+        for chunk in walk.trained():
+            outputs = _train_in_one_kernel(walk, chunk, walk.project(chunk), slopes)
+            logprobs[chunk], entropy[chunk] = outputs
+    chunks = [
         # their slopes are 0 unless a log-probability is NaN, which must reach the gradient
         *((differentiable and compacting, chunk) for chunk in walk.scored()),
-        *((differentiable, chunk) for chunk in walk.trained()),
-    ]:
-        projected = walk.project(chunk)
-        if trained and one_kernel:
-            logprobs[chunk], entropy[chunk] = _train_in_one_kernel(walk, chunk, projected, slopes)
-            continue
-        stats = chunk_stats(projected.logits, projected.rows, call.backend)
+        *((differentiable, chunk) for chunk in walk.trained() if not in_one_kernel),
+    ]
+    stats_of_chunks = walk.with_stats(chunk for _, chunk in chunks)
+    for (trained, chunk), (projected, stats) in zip(chunks, stats_of_chunks, strict=True):
         logprobs[chunk], entropy[chunk] = stats.logprobs, stats.entropy
         if trained:
             _train(walk, chunk, projected, slopes, stats, call.backend, compacting=compacting)
@@ -146,7 +149,7 @@ def _train_in_one_kernel(
     walk: LinearWalk, chunk: slice, projected: Projected, slopes: TokenSlopes
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of a chunk; return its log-probabilities and entropies."""
-    states, logits, rows = projected
+    states, logits, rows, _ = projected
     logprobs, entropy = operators(slopes.backend).logits_policy_loss_fwd_(
         logits[None],
         *as_batch(rows),
@@ -169,7 +172,7 @@ def _train(
     compacting: bool,
 ) -> None:
     """Add the gradients of a chunk with these statistics; `compacting` leaves out zeros."""
-    states, logits, rows = projected
+    states, logits, rows, part = projected
     slope, entropy_slope = slopes.of_chunk(stats.logprobs, stats.entropy, chunk)
     kept = None
     if compacting:
@@ -179,12 +182,13 @@ def _train(
         if not bool(has_gradient.all()):
             logits, kept = compact_rows(logits, has_gradient)
             states, rows = states[kept], take_rows(rows, kept)
+            part = None if part is None else part.taken(kept)
             stats = RowStats._make(stat[kept] for stat in stats)
             slope = slope[kept]
             entropy_slope = None if entropy_slope is None else entropy_slope[kept]
     if logits.shape[0]:
         grads = (slope, entropy_slope, None)
-        write_chunk_gradient(logits, rows, stats, grads, backend, narrow=walk.narrow)
+        write_chunk_gradient(logits, rows, stats, grads, backend, narrow=walk.narrow, part=part)
         walk.add_gradients(chunk, walk.gradient(logits), states, kept)
 
 

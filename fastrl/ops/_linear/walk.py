@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,19 @@ from fastrl import native
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import stored_dtype
 from fastrl.ops._linear.call import LinearCall
-from fastrl.ops._linear.chunks import RowOrder, chunk_size, chunks, row_stride, take_rows
+from fastrl.ops._linear.chunks import (
+    RowOrder,
+    chunk_size,
+    chunk_stats,
+    chunks,
+    in_batch,
+    row_stride,
+    take_rows,
+)
 from fastrl.ops._linear.head import HeadGradients
+from fastrl.ops._linear.hidden_gradient import HiddenGradient
 from fastrl.ops._linear.products import choose_products
+from fastrl.ops._vocabulary_parts.statistics import Exchange, PartRows, part_stats
 
 
 class LinearGradients(NamedTuple):
@@ -27,22 +38,36 @@ class LinearGradients(NamedTuple):
     lora_b: Tensor
 
 
+class ChunkBuffer(NamedTuple):
+    """Memory for a chunk: its logits, and its hidden states as the GEMMs take them."""
+
+    logits: Tensor
+    states: Tensor
+
+
 class Projected(NamedTuple):
     """A chunk: its hidden states as the GEMMs take them, logits `[C, V]` and row arguments."""
 
     states: Tensor
     logits: Tensor
     rows: RowArguments
+    part: PartRows | None  # the rows of this rank's part of a split vocabulary
 
 
 class LinearWalk:
     """The rows of a call in their order; a chunk is a slice of it.
 
-    A chunk's logits are overwritten by those of the next one.
+    A chunk's logits are overwritten by those of the next one, or of the one after it where the
+    vocabulary is split.
     """
 
-    def __init__(self, call: LinearCall, order: RowOrder, needs: list[bool]) -> None:
-        """`needs`: whether hidden, weight, bias, lora_a and lora_b need a gradient."""
+    def __init__(
+        self, call: LinearCall, order: RowOrder, needs: list[bool], *, exchanging: bool = True
+    ) -> None:
+        """`needs`: whether hidden, weight, bias, lora_a and lora_b need a gradient.
+
+        `exchanging`: whether statistics are computed, which ranks that split a vocabulary exchange.
+        """
         hidden, head = call.hidden, call.head()
         self._hidden, self._head, self._order, self._needs = hidden, head, order, needs
         self._on_gpu = call.on_gpu()
@@ -52,18 +77,30 @@ class LinearWalk:
         )
         #: whether dL/dlogits is bfloat16 in the second half of each row
         self.narrow = self._products.narrow
-        size = chunk_size(call.chunk_tokens, head, on_gpu=self._on_gpu)
-        self._size = max(1, min(size, order.trained + order.scored))
-        stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
-        self._workspace = native.new_large(hidden, (self._size, stride), head.dtype)
-        self._states = hidden.new_empty(
-            (self._size, hidden.shape[1]), dtype=self._products.operand_dtype
+        self._backend, self._parts = call.backend, call.parts
+        self._part = None
+        if call.parts.split():
+            assert self._rows.mask is not None
+            self._part = PartRows.of(self._rows, self._rows.mask, call.parts)
+        count = order.trained + order.scored
+        buffers = 2 if exchanging and call.parts.split() else 1
+        size = chunk_size(call.chunk_tokens, head, call.parts, buffers, on_gpu=self._on_gpu)
+        self._size = max(1, min(size, count))
+        self._stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
+        self._buffers = itertools.cycle(
+            ChunkBuffer(
+                native.new_large(hidden, (self._size, self._stride), head.dtype),
+                hidden.new_empty((self._size, hidden.shape[1]), dtype=self._products.operand_dtype),
+            )
+            for _ in range(min(buffers, -(-count // self._size)))
         )
         self._parameters = HeadGradients(head, self._products, tuple(needs[1:]))
-        self._grad_hidden = (
+        summed = needs[0] and call.parts.split() and call.parts.reduce_hidden_gradient
+        self._grad_hidden = HiddenGradient(
             hidden.new_zeros(hidden.shape, dtype=stored_dtype(hidden))
             if needs[0]
-            else hidden.new_empty(0)
+            else hidden.new_empty(0),
+            call.parts.process_group() if summed else None,
         )
 
     def trained(self) -> Iterator[slice]:
@@ -75,25 +112,45 @@ class LinearWalk:
         order = self._order
         return chunks(order.trained, order.scored, self._size, on_gpu=self._on_gpu)
 
+    def with_stats(self, chunks: Iterable[slice]) -> Iterator[tuple[Projected, RowStats]]:
+        """Project chunks; yield each with the statistics of its rows.
+
+        Where the vocabulary is split, the next chunk is projected while the ranks exchange theirs.
+        """
+        before: tuple[Projected, Exchange] | None = None
+        for chunk in chunks:
+            projected = self.project(chunk)
+            if projected.part is None:
+                yield projected, chunk_stats(projected.logits, projected.rows, self._backend)
+                continue
+            if before is not None:
+                yield _received(*before)
+            batch = in_batch(projected.part)
+            stats = part_stats(projected.logits[None], batch, self._backend)
+            before = projected, Exchange(stats, self._parts)
+        if before is not None:
+            yield _received(*before)
+
     def project(self, chunk: slice) -> Projected:
         """Compute the logits of a chunk."""
-        indices = self._order.indices
+        indices, buffer = self._order.indices, next(self._buffers)
         hidden = self._hidden[chunk if indices is None else indices[chunk]]
-        states = self._states[: hidden.shape[0]].copy_(hidden)
-        logits = self._workspace[: hidden.shape[0], : self._head.vocabulary]
+        states = buffer.states[: hidden.shape[0]].copy_(hidden)
+        logits = buffer.logits[: hidden.shape[0], : self._head.vocabulary]
         rows = take_rows(self._rows, chunk)
         if indices is None:  # includes masked rows: 0 * NaN would reach the weight
             assert rows.mask is not None
             states.masked_fill_(~rows.mask[:, None], 0.0)
         self._head.project(self._products, states, logits)
-        return Projected(states, logits, rows)
+        part = None if self._part is None else self._part.taken(chunk)
+        return Projected(states, logits, rows, part)
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Return dL/dlogits, which an operator has written over the logits of a chunk."""
         if not self.narrow:
             return logits
-        stride, vocabulary = self._workspace.shape[1], self._head.vocabulary
-        memory = self._workspace[: logits.shape[0]].view(torch.bfloat16)
+        stride, vocabulary = self._stride, self._head.vocabulary
+        memory = logits.as_strided((logits.shape[0], stride), (stride, 1)).view(torch.bfloat16)
         return memory[:, stride : stride + vocabulary]
 
     def add_gradients(
@@ -107,7 +164,7 @@ class LinearWalk:
             if self._order.indices is not None:
                 place = self._order.indices[chunk]
                 place = place if kept is None else place[kept]
-            self._grad_hidden[place] = grad_states.to(self._grad_hidden.dtype)
+            self._grad_hidden.put(place, grad_states)
 
     def pass_on_nan(self, chunk: slice, logprobs: Tensor) -> None:
         """Let NaN log-probabilities of scored rows reach all gradients.
@@ -118,7 +175,7 @@ class LinearWalk:
         if self._needs[0]:
             assert self._order.indices is not None  # all rows are trained without an order
             place = self._order.indices[chunk]
-            self._grad_hidden[place] = nan[:, None].to(self._grad_hidden.dtype)
+            self._grad_hidden.put_same(place, nan[:, None])
         before = self._parameters.poison
         self._parameters.poison = nan.sum() if before is None else before + nan.sum()
 
@@ -138,4 +195,12 @@ class LinearWalk:
 
     def gradients(self) -> LinearGradients:
         """Return the gradients, accumulated over all chunks."""
-        return LinearGradients(self._grad_hidden, *self._parameters.results())
+        if self._parts.split():
+            self._parameters.sum_low_rank_over(self._parts.process_group())
+        return LinearGradients(self._grad_hidden.result(), *self._parameters.results())
+
+
+def _received(projected: Projected, exchange: Exchange) -> tuple[Projected, RowStats]:
+    assert projected.part is not None
+    stats = exchange.result(in_batch(projected.part))
+    return projected, RowStats._make(stat[0] for stat in stats)

@@ -1,0 +1,101 @@
+"""Checks of the arguments that the linear forms share, and their conversion for operators."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.backend import resolve
+from fastrl.checks import flag, floating, whole
+from fastrl.contract import RowArguments
+from fastrl.ops._linear.head import LinearHead, as_head
+from fastrl.ops._linear.tensor_cores import gemm_dtype
+from fastrl.ops._rows import as_rows, check_ids, counted_rows
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts, group_of, vocabulary_parts
+from fastrl.tracing import refuse_transforms
+
+
+class LinearInputs(NamedTuple):
+    """Hidden states `[N, H]`, rows `[N]` and the LM head, or a part of it."""
+
+    hidden: Tensor
+    rows: RowArguments
+    head: LinearHead
+    parts: VocabularyParts
+
+
+class ChunkOptions(NamedTuple):
+    """How a linear form is chunked and multiplied; `backend` is a concrete one."""
+
+    chunk_tokens: int | None
+    compact: bool
+    backend: str
+    operand_dtype: torch.dtype | None
+
+
+def linear_inputs(
+    hidden: object,
+    weight: object,
+    token_ids: Tensor,
+    bias: object,
+    lora: object,
+    mask: object,
+    temperature: object,
+    logit_scale: object,
+    logit_softcap: object,
+    ignore_index: object,
+    vocab_group: object,
+    reduce_hidden_gradient: object,
+) -> LinearInputs:
+    """Check the common arguments; return them as differentiable inputs of the operators."""
+    refuse_transforms("a function of hidden states")
+    states = floating("hidden", hidden)
+    if states.dim() not in (2, 3) or states.shape[-1] == 0:
+        raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
+    group = group_of("weight", weight, vocab_group, dim=0)
+    reduce = flag("reduce_hidden_gradient", reduce_hidden_gradient)
+    if not reduce and group is None:
+        raise ValueError("reduce_hidden_gradient=False has no effect without vocab_group")
+    head = as_head(states, weight, bias, lora, group)
+    padded, rows = as_rows(
+        states,
+        token_ids,
+        mask,
+        temperature,
+        logit_scale,
+        logit_softcap,
+        ignore_index,
+        name="hidden",
+        vocabulary=head.vocabulary if group is None else 1,
+    )
+    active = counted_rows(rows)
+    ids = [] if group is None else [torch.where(active, rows.token_ids, -1)]
+    parts = vocabulary_parts(group, head.vocabulary, states, ids, reduce_hidden_gradient=reduce)
+    check_ids(rows, active, sum(parts.sizes) if parts.split() else head.vocabulary)
+    flat = rows._replace(
+        token_ids=rows.token_ids.reshape(-1),
+        mask=active.reshape(-1),
+        temperatures=None if rows.temperatures is None else rows.temperatures.reshape(-1),
+    )
+    return LinearInputs(padded.reshape(-1, padded.shape[-1]), flat, head, parts)
+
+
+def chunk_options(
+    chunk_tokens: object,
+    compact: object,
+    backend: str,
+    inputs: LinearInputs,
+    unsupported: str | None = None,
+) -> ChunkOptions:
+    """Check the options; choose the backend for the chunks and the dtype of its GEMMs.
+
+    `unsupported` is why compiled kernels cannot evaluate the objective, or None.
+    """
+    if chunk_tokens is not None:
+        chunk_tokens = whole("chunk_tokens", chunk_tokens, low=1)
+    head = inputs.head
+    chosen = resolve(backend, head.weight.device, head.dtype, unsupported, partial=True)
+    operand_dtype = gemm_dtype(inputs.hidden, head.weight, chosen)
+    return ChunkOptions(chunk_tokens, flag("compact", compact), chosen, operand_dtype)

@@ -1,0 +1,138 @@
+"""Differentiable statistics of logits whose vocabulary is split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.contract import RowArguments, RowStats
+from fastrl.library import operators
+from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.ops._rows import active_rows, counted_rows
+from fastrl.ops._vocabulary_parts.parts import (
+    VocabularyParts,
+    gather,
+    group_named,
+    group_of,
+    local_part,
+    vocabulary_parts,
+)
+from fastrl.ops._vocabulary_parts.statistics import (
+    PartRows,
+    combined,
+    gradient_arguments,
+    part_stats,
+    write_part_gradient,
+)
+from fastrl.tracing import refuse_transforms
+
+
+def split_logits(logits: object, vocab_group: object) -> tuple[Any, dist.ProcessGroup | None]:
+    """Return this rank's part of the logits and the group over which the vocabulary is split.
+
+    A DTensor of logits can only be split by its last dimension: every rank has all rows.
+    """
+    group = group_of("logits", logits, vocab_group, dim=-1)
+    return (logits, None) if group is None else (local_part(logits), group)
+
+
+def parts_of_logits(
+    logits: Tensor, rows: RowArguments, group: dist.ProcessGroup | None
+) -> VocabularyParts:
+    """Exchange the sizes of the parts `[B, T, V]` and check that the rows are the same."""
+    if group is None:
+        return vocabulary_parts(None, 0, logits, [])
+    ids = torch.where(counted_rows(rows), rows.token_ids, -1)
+    return vocabulary_parts(group, logits.shape[-1], logits, [ids])
+
+
+def stats_of_part(
+    logits: Tensor,
+    rows: RowArguments,
+    parts: VocabularyParts,
+    backend: str,
+    *,
+    with_entropy: bool,
+    with_sum_sq_probs: bool,
+    inplace_backward: bool,
+) -> RowStats:
+    """Return the statistics of the whole rows, `[B, T]` and differentiable.
+
+    The logits `[B, T, V]` have stride 1 in the vocabulary.
+    """
+    refuse_transforms("a function of a split vocabulary")
+    active = active_rows(rows, sum(parts.sizes))
+    part = PartRows.of(rows, active, parts)
+    outputs = _PartTokenStats.apply(  # type: ignore[no-untyped-call]
+        logits, part, parts, with_entropy, with_sum_sq_probs, inplace_backward, backend
+    )
+    return RowStats._make(outputs)
+
+
+class _PartTokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        part: PartRows,
+        parts: VocabularyParts,
+        with_entropy: bool,
+        with_sum_sq_probs: bool,
+        inplace_backward: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        local = part_stats(
+            logits, part, backend, with_entropy=with_entropy, with_sum_sq_probs=with_sum_sq_probs
+        )
+        gathered = torch.ops.fastrl.gather_parts(local, parts.group, len(parts.sizes))
+        stats = combined(gathered, part)
+        rows = part.rows
+        ctx.save_for_backward(
+            logits, rows.token_ids, rows.mask, rows.temperatures, part.own, part.known, *stats
+        )
+        ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
+        ctx.inplace_backward, ctx.backend = inplace_backward, backend
+        ctx.mark_non_differentiable(*stats[3:])
+        ctx.set_materialize_grads(False)
+        return tuple(stats)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, token_ids, mask, temperatures, own, known, *saved = ctx.saved_tensors
+        rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
+        part, stats = PartRows(rows, own, known), RowStats._make(saved)
+        if ctx.inplace_backward and not torch.compiler.is_compiling():
+            write_part_gradient(logits, part, stats, grads[:3], ctx.backend)
+            # makes autograd raise if another node has saved the logits
+            torch.autograd.graph.increment_version(logits)
+            gradient = logits.detach()
+        else:
+            gradient = _part_gradient(logits, part, stats, grads[:3], ctx.backend)
+        return (gradient, *([None] * 6))
+
+
+def _part_gradient(
+    logits: Tensor,
+    part: PartRows,
+    stats: RowStats,
+    grads: tuple[Tensor | None, ...],
+    backend: str,
+) -> Tensor:
+    slopes = part.slopes(grads)
+    if backend == "reference":
+        ids, active = part.rows.token_ids, part.active()
+        return reference.part_gradient(logits, ids, active, stats, slopes, part.rows)
+    arguments = gradient_arguments(part, stats, slopes)
+    return cast("Tensor", operators(backend).token_stats_bwd(logits, *arguments))
+
+
+def _gather_parts(part: Tensor, group: str, size: int) -> Tensor:
+    return gather(part, group_named(group))
+
+
+torch.library.impl("fastrl::gather_parts", "CompositeExplicitAutograd", _gather_parts)

@@ -1,0 +1,157 @@
+"""Which part of the vocabulary each rank of a process group has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastrl.checks import is_sharded
+from fastrl.tracing import is_traced
+
+#: The name of a mesh dimension over which a DTensor with `Shard` is a part of the vocabulary; over
+#: any other it is a shard of FSDP2, which is gathered.
+TENSOR_PARALLEL = "tp"
+
+
+class VocabularyParts(NamedTuple):
+    """The parts of a vocabulary in rank order, as operators take them; no group: it is whole."""
+
+    group: str  # the name of the process group
+    sizes: list[int]
+    reduce_hidden_gradient: bool
+
+    # methods, not properties: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
+    def split(self) -> bool:
+        """Return whether there is more than one part."""
+        return len(self.sizes) > 1
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the process group."""
+        return group_named(self.group)
+
+    def start(self) -> int:
+        """Return the id of the first token of this rank's part."""
+        return sum(self.sizes[: dist.get_rank(self.process_group())])
+
+
+WHOLE = VocabularyParts("", [], True)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return a process group by its name, as operators take it."""
+    module = cast("Any", dist.distributed_c10d)
+    return cast("dist.ProcessGroup", module._resolve_process_group(name))
+
+
+def group_of(
+    name: str, value: object, vocab_group: object, *, dim: int
+) -> dist.ProcessGroup | None:
+    """Return the group over which a tensor is split in dimension `dim`, or None if it is whole.
+
+    That is `vocab_group`, or the one of the mesh dimension `tp` over which a DTensor is sharded.
+
+    Raises:
+        TypeError: `vocab_group` is not a process group with this rank in it.
+        ValueError: the tensor is a DTensor that is split in another way.
+    """
+    group = None
+    if vocab_group is not None:
+        if not (dist.is_available() and isinstance(vocab_group, dist.ProcessGroup)):
+            raise TypeError(
+                "vocab_group must be a torch.distributed.ProcessGroup that this rank belongs to, "
+                f"or None, got {type(vocab_group).__name__}"
+            )
+        group = vocab_group
+    if not is_sharded(value):
+        return group
+    tensor = cast("Any", value)
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    dimension = tensor.dim() + dim if dim < 0 else dim
+    in_parts = len(placements) == 1 and placements[0].is_shard(dimension)
+    if group is None:
+        named = tuple(mesh.mesh_dim_names or ()) == (TENSOR_PARALLEL,)
+        return cast("dist.ProcessGroup", mesh.get_group()) if in_parts and named else None
+    if not in_parts or _ranks(mesh.get_group()) != _ranks(group):
+        raise ValueError(
+            f"{name} must be a plain tensor or a DTensor with Shard({dimension}) over the ranks "
+            f"{_ranks(group)} of vocab_group, got {placements} over {mesh}"
+        )
+    return group
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def local_part(value: Any) -> Any:
+    """Return this rank's part of a DTensor, differentiable; anything else as it is."""
+    return value.to_local() if is_sharded(value) else value
+
+
+def vocabulary_parts(
+    group: dist.ProcessGroup | None,
+    size: int,
+    like: Tensor,
+    same: Sequence[Tensor | None],
+    *,
+    reduce_hidden_gradient: bool = True,
+) -> VocabularyParts:
+    """Exchange the sizes of the parts; the tensors in `same` must be the same on every rank.
+
+    Takes one collective of a few integers, which the host waits for.
+
+    Raises:
+        ValueError: a part is empty, the tensors differ between ranks, or the call is traced.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return WHOLE
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
+    elif is_traced(like) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise ValueError(
+            "vocab_group cannot be used in a trace or while a CUDA graph is captured: the ranks "
+            "exchange the sizes of their parts, for which the host waits"
+        )
+    own = torch.stack(
+        [torch.full((), size, device=like.device), *(_checksum(x) for x in same if x is not None)]
+    )
+    rows = gather(own, group).tolist()
+    if any(row[1:] != rows[0][1:] for row in rows):
+        raise ValueError(
+            "token_ids, mask and everything else per token must be the same on every rank of "
+            "vocab_group, which splits the vocabulary and not the tokens; they differ"
+        )
+    sizes = [row[0] for row in rows]
+    if 0 in sizes:
+        raise ValueError(
+            f"vocab_group: every rank needs at least one column of the vocabulary, got {sizes}"
+        )
+    return VocabularyParts(group.group_name, sizes, reduce_hidden_gradient)
+
+
+def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the same tensor of every rank, `[R, ...]` in rank order."""
+    gathered, work = start_gather(own, group)
+    work.wait()
+    return gathered
+
+
+def start_gather(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Return where `gather` writes, and what to wait for; until then `own` must be kept."""
+    gathered = own.new_empty((dist.get_world_size(group), *own.shape))
+    work = dist.all_gather(list(gathered.unbind(0)), own, group=group, async_op=True)
+    return gathered, cast("dist.Work", work)
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """Return an integer that differs where shape, order or values do, but for a coincidence."""
+    flat = values.detach().reshape(-1)
+    if flat.is_floating_point():
+        flat = flat.double().view(torch.int64)
+    places = torch.arange(1, flat.shape[0] + 1, device=flat.device)
+    # odd factors: no bit of a value is lost
+    return ((flat.to(torch.int64) + places) * (2 * places * 2654435761 + 1)).sum() + flat.shape[0]

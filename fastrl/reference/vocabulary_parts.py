@@ -1,0 +1,149 @@
+"""The statistics of rows whose vocabulary is split over ranks, from those of its parts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.contract import RowArguments, RowStats
+from fastrl.reference.token_stats import shifted_logits
+
+
+class PartStats(NamedTuple):
+    """What a rank knows of each row, from its part of the vocabulary alone.
+
+    With t = z - max z over the part: s = sum exp t.
+    """
+
+    row_max: Tensor  # the largest logit; -inf if all are
+    log_sum: Tensor  # log s
+    entropy: Tensor  # of the softmax over the part
+    sum_sq_probs: Tensor  # of the same
+    token_logit: Tensor  # 0 where the token belongs to another part
+
+
+def part_stats(logits: Tensor, active: Tensor, own: Tensor, rows: RowArguments) -> PartStats:
+    """Return the statistics of a part, `[B, T]`; `own` says where the token is one of its columns.
+
+    A row of nothing but -inf adds nothing to the whole one.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    x = torch.where(active[..., None], logits, 0.0).to(dtype)
+    shifted, _ = shifted_logits(
+        x, _temperature(rows, active), rows.logit_scale, rows.logit_softcap or None
+    )
+    row_max = x.amax(-1)
+    empty = row_max == float("-inf")
+    log_sum = torch.where(empty, 0.0, shifted.exp().sum(-1).log())
+    logprobs = shifted - log_sum[..., None]
+    probs = logprobs.exp()
+    token_logit = x.gather(-1, torch.where(own, rows.token_ids, 0)[..., None])[..., 0]
+    return PartStats(
+        row_max=row_max,
+        log_sum=log_sum,
+        entropy=-(probs * torch.where(probs == 0, 0.0, logprobs)).sum(-1),
+        sum_sq_probs=probs.square().sum(-1),
+        token_logit=torch.where(own & active, token_logit, 0.0),
+    )
+
+
+def whole_stats(parts: PartStats, rows: RowArguments, active: Tensor, known: Tensor) -> RowStats:
+    """Combine the parts, `[R, ...]` in rank order, into the statistics of the whole rows.
+
+    With d_r = max z_r - max z, w_r = s_r exp d_r and S = sum_r w_r over the parts r:
+    log p = z_token - max z - log S,  H = log S - sum_r w_r (log s_r - H_r + d_r) / S.
+
+    The sums are in float64 and in the order of the ranks. `known` says where the token's id is
+    inside the vocabulary; elsewhere the log-probability is NaN.
+    """
+    dtype = parts.log_sum.dtype
+    parts = PartStats._make(field.double() for field in parts)
+    row_max = parts.row_max.amax(0)
+    top = _scaled(row_max, rows, active)
+    below = _scaled(parts.row_max, rows, active) - top
+    weights = torch.where(parts.row_max == float("-inf"), 0.0, parts.log_sum.exp() * below.exp())
+    total = weights.sum(0)
+    log_sum = torch.where(total == 0, float("nan"), total.log())
+    shares = weights / total
+    # the mean of z - max z over the part; a part of weight 0 may be infinitely far below
+    means = torch.where(weights == 0, 0.0, parts.log_sum - parts.entropy + below)
+    entropy = (log_sum - (shares * means).sum(0)).clamp(min=0.0)
+    token = parts.token_logit.sum(0)
+    logprobs = torch.where(known, _scaled(token, rows, active) - top - log_sum, float("nan"))
+    squashed = (_squashed(logit.to(dtype), rows) for logit in (token, row_max))
+    stats = RowStats(
+        logprobs=logprobs,
+        entropy=entropy,
+        logsumexp=torch.where(total == 0, float("-inf"), top + log_sum),
+        sum_sq_probs=(shares.square() * parts.sum_sq_probs).sum(0),
+        is_top1=torch.ge(*squashed) & known & active,
+        row_max=row_max,
+        log_sum=log_sum,
+    )
+    return RowStats._make(
+        stat if stat.dtype == torch.bool else torch.where(active, stat, 0.0).to(dtype)
+        for stat in stats
+    )
+
+
+def part_gradient(
+    logits: Tensor,
+    token_ids: Tensor,
+    active: Tensor,
+    stats: RowStats,
+    slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
+    rows: RowArguments,
+) -> Tensor:
+    """Return dL/dlogits of a part, from the statistics of whole rows.
+
+    `token_ids` are columns of this part; `slopes` are dL/dlogprob (0 where the token belongs to
+    another part), dL/dentropy and dL/dlogsumexp + dL/dlogprob of the other parts' tokens.
+    """
+    dtype = stats.log_sum.dtype
+    with torch.enable_grad():
+        leaf = logits.detach().clone().requires_grad_()
+        x = torch.where(active[..., None], leaf, 0.0).to(dtype)
+        shifted, _ = shifted_logits(
+            x,
+            _temperature(rows, active),
+            rows.logit_scale,
+            rows.logit_softcap or None,
+            stats.row_max,
+        )
+        exponentials = shifted.exp()
+        finite = torch.where(exponentials == 0, 0.0, shifted)
+        share = exponentials.sum(-1) * (-stats.log_sum).exp()
+        mean = (exponentials * finite).sum(-1) * (-stats.log_sum).exp()
+        token = shifted.gather(-1, torch.where(active, token_ids, 0)[..., None])[..., 0]
+        of_logprob, of_entropy, of_logsumexp = (
+            torch.zeros_like(share) if slope is None else slope for slope in slopes
+        )
+        # dH = (1 + mean z over the whole row) dS / S - d(sum exp(t) t) / S
+        of_share = of_logsumexp - of_logprob
+        of_share = of_share + of_entropy * (1 + stats.log_sum - stats.entropy)
+        loss = torch.where(of_logprob == 0, 0.0, of_logprob * token)
+        loss = loss + of_share * share - of_entropy * mean
+        (gradient,) = torch.autograd.grad(torch.where(active, loss, 0.0).sum(), leaf)
+    return gradient
+
+
+def _squashed(logits: Tensor, rows: RowArguments) -> Tensor:
+    """Return the logits under the softcap."""
+    if not rows.logit_softcap:
+        return logits
+    capped = rows.logit_softcap * torch.tanh(logits * (rows.logit_scale / rows.logit_softcap))
+    return torch.where(logits == float("-inf"), logits, capped)
+
+
+def _scaled(logits: Tensor, rows: RowArguments, active: Tensor) -> Tensor:
+    """Return z of logits `[..., rows]`."""
+    factor = 1.0 if rows.logit_softcap else rows.logit_scale
+    return _squashed(logits, rows) * factor / _temperature(rows, active)
+
+
+def _temperature(rows: RowArguments, active: Tensor) -> float | Tensor:
+    if rows.temperatures is None:
+        return rows.temperature
+    return torch.where(active, rows.temperatures, 1.0)
