@@ -1,0 +1,79 @@
+"""A vocabulary that is split over gloo ranks gives what one process gives."""
+
+import pytest
+import torch
+
+import fastrl
+from tests.support.gloo_ranks import on_ranks
+from tests.support.vocabulary_ranks import (
+    collectives_on_ranks,
+    dying_on_ranks,
+    linear_on_ranks,
+    logits_on_ranks,
+    refusals_on_ranks,
+    tensor_parallel_on_ranks,
+)
+
+#: sizes of the parts -> banned columns: none, all of a part, parts of two
+SPLITS = {
+    (32, 32): (0, 0),
+    (1, 310): (0, 1),
+    (104, 104, 103): (50, 150),
+    (80, 1, 150, 80): (81, 231),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("form", [logits_on_ranks, linear_on_ranks])
+def test_equal_to_the_whole_vocabulary_and_on_all_ranks(backend, form, sizes, dtype):
+    first, *others = on_ranks(len(sizes), form, sizes, backend, dtype, SPLITS[sizes])
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            assert all(map(torch.equal, one, two))
+
+
+def test_one_collective_per_chunk(backend):
+    for rank in on_ranks(2, collectives_on_ranks, (20, 17), backend):
+        chunks = 9  # two of them exist at once, of 5 rows each
+        in_backward = 5  # which needs no statistics, so the chunks have 10
+        sizes = 1  # of the parts, once per call
+        forward = {"all_gather": sizes + chunks}
+        assert rank["loss, partial"] == (forward, forward)
+        assert rank["loss"] == ({**forward, "all_reduce": chunks},) * 2
+        assert rank["logprobs, partial"] == (forward, forward)
+        assert rank["logprobs"] == (forward, {**forward, "all_reduce": in_backward})
+        assert rank["logits"] == ({"all_gather": sizes + 1},) * 2
+
+
+def test_a_head_that_is_tensor_parallel_beside_data_parallelism(backend):
+    for text in on_ranks(4, tensor_parallel_on_ranks, backend):
+        assert "weight must be a plain tensor or a DTensor with Shard(0) over the ranks" in text
+
+
+def test_what_is_refused_is_refused_on_every_rank():
+    first, second = on_ranks(2, refusals_on_ranks)
+    assert first == second
+    differ = "ValueError: token_ids, mask and everything else per token must be the same on every"
+    assert first["other ids"].startswith(differ)
+    assert first["other masks"].startswith(differ)
+    empty = "ValueError: vocab_group: every rank needs at least one column of the vocabulary"
+    assert first["an empty part"] == first["an empty part of logits"] == f"{empty}, got [0, 5]"
+    outside = "ValueError: token_ids must lie in [0, 10) or be ignore_index, got 10 at (0, 3)"
+    assert first["an id outside"] == first["an id outside, logits"] == outside
+    assert first["no group"].startswith("TypeError: vocab_group must be a torch.distributed.Proc")
+    assert first["a bias of another part"].startswith("ValueError: bias must have shape (5,)")
+    assert len(first) == 8
+
+
+def test_a_rank_that_dies_ends_the_others():
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: .*RuntimeError.*rank 1: died"):
+        on_ranks(2, dying_on_ranks)
+
+
+def test_reduce_hidden_gradient_has_an_effect_with_a_group_alone():
+    with pytest.raises(ValueError, match="reduce_hidden_gradient=False has no effect without"):
+        fastrl.linear_token_logprobs(
+            torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), reduce_hidden_gradient=False
+        )

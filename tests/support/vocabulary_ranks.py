@@ -1,0 +1,345 @@
+"""What each rank of a split vocabulary computes, beside the whole vocabulary in the same process."""
+
+import math
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+import fastrl
+from fastrl import Objective
+
+ROWS, WIDTH, RANK = 45, 24, 3
+NAMES = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1")
+BOUNDS = torch.tensor([0, 10, 10, 31, ROWS])
+
+#: name -> options of everything that turns logits into log-probabilities
+SCALINGS = {
+    "plain": {},
+    "scale, softcap, temperature": {"logit_scale": 0.5, "logit_softcap": 5.0, "temperature": 0.7},
+    "temperature per row": {"temperature": torch.linspace(0.5, 2, ROWS), "logit_scale": 1.3},
+}
+#: name -> (objective, options of the linear loss)
+LOSSES = {
+    "clipped, KL": (Objective.preset("grpo", kl_coef=0.1), {}),
+    "entropy": (Objective(entropy_coef=0.05), {"chunk_tokens": 14}),
+    "rows without metrics": (Objective.preset("dapo"), {"metrics": False, "chunk_tokens": 5}),
+    "all rows": (Objective.preset("grpo", kl_coef=0.1), {"compact": False, "chunk_tokens": 9}),
+    "sequences": (Objective.preset("gspo", clip_low=0.2, clip_high=0.2), {"chunk_tokens": 14}),
+    "a function": (Objective(surrogate=lambda new, old, ref, a: -(new - old).exp() * a), {}),
+}
+
+
+def columns(sizes):
+    """The columns of this rank."""
+    rank = dist.get_rank()
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def leaves(tensors):
+    return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+
+
+def batch(V, dtype=torch.float32, banned=slice(0, 0)):
+    """Rows whose tokens lie on every part, some masked (they hold NaN), some of advantage 0.
+
+    ``banned`` columns have logits of -inf.
+    """
+    head = {
+        "hidden": torch.randn(ROWS, WIDTH),
+        "weight": torch.randn(V, WIDTH) / math.sqrt(WIDTH) * 3,
+        "bias": torch.randn(V),
+        "lora_a": torch.randn(RANK, WIDTH),
+        "lora_b": torch.randn(V, RANK) * 0.1,
+    }
+    head["bias"][banned] = -math.inf
+    allowed = [i for i in range(V) if not banned.start <= i < banned.stop]
+    ids = torch.tensor(allowed)[torch.arange(ROWS) * 97 % len(allowed)]
+    mask = torch.rand(ROWS) > 0.3
+    head["hidden"][~mask] = math.nan
+    ids[torch.arange(ROWS) % 11 == 3] = -100
+    advantages = torch.randn(ROWS)
+    advantages[::5] = 0.0
+    tokens = {"token_ids": ids, "mask": mask, "advantages": advantages}
+    return {name: x.to(dtype) for name, x in head.items()}, tokens
+
+
+def near(found, expected, dtype, what):
+    """A gradient: roundings of its dtype, and of float32 sums in another order.
+
+    Twice the former, since a gradient is rounded before and after it is multiplied by the factor.
+    """
+    eps = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    exact = expected.double()
+    budget = 2 * eps * exact.abs() + 2e-5 * exact.abs().amax() + 1e-9
+    excess = ((found.double() - exact).abs() / budget).nan_to_num(math.inf).amax()
+    assert excess <= 1, f"{what}: {float(excess):.2f} times the budget"
+
+
+def same_statistics(found, expected, what):
+    """Relative to 1e-6, and to the rounding of what was added up where that cancels."""
+    for name in NAMES:
+        torch.testing.assert_close(
+            getattr(found, name),
+            getattr(expected, name),
+            rtol=1e-6,
+            atol=2e-6 if name == "entropy" else 1e-6,
+            msg=lambda text, name=name: f"{what}, {name}: {text}",
+        )
+
+
+def logits_on_ranks(sizes, backend, dtype, banned):
+    """Compare statistics, losses and gradients from logits; the results of this rank."""
+    V, own, results = sum(sizes), columns(sizes), []
+    group = dist.group.WORLD
+    _, tokens = batch(V, banned=slice(*banned))
+    logits = (3 * torch.randn(ROWS, V)).to(dtype)
+    logits[~tokens["mask"]] = math.nan
+    logits[:, slice(*banned)] = -math.inf
+    old = torch.randn(ROWS) - 3
+    upstream = torch.randn(3, ROWS)
+    for scaling, options in SCALINGS.items():
+        what = f"{backend}, {dtype}, {sizes}, {scaling}"
+        whole, part = (x.clone().requires_grad_() for x in (logits, logits[:, own]))
+        ids, mask = tokens["token_ids"], tokens["mask"]
+        stats = [
+            fastrl.token_stats(x, ids, outputs=NAMES, mask=mask, backend=backend, **options, **more)
+            for x, more in ((whole, {}), (part, {"vocab_group": group}))
+        ]
+        same_statistics(stats[1], stats[0], what)
+        for each in stats:
+            sum(w @ x for w, x in zip(upstream, each[:3], strict=True)).backward()
+        near(part.grad, whole.grad[:, own], dtype, what)
+        results.append([x.detach() for x in stats[1]])
+        for name, (objective, _) in LOSSES.items():
+            chosen = "auto" if name == "a function" and backend != "reference" else backend
+            outcomes = []
+            for x, more in ((whole, {}), (part, {"vocab_group": group, "inplace": True})):
+                x.grad = None
+                outcome = fastrl.logits_policy_loss(
+                    x * 1.0, ids, tokens["advantages"], mask, old_logprobs=old, cu_seqlens=BOUNDS,
+                    ref_logprobs=old + 0.1 if objective.kl_coef else None, objective=objective,
+                    backend=chosen, **options, **more,
+                )  # fmt: skip
+                (outcome.loss * 1.5).backward()
+                outcomes.append(outcome)
+            torch.testing.assert_close(
+                outcomes[1].metrics.vector, outcomes[0].metrics.vector, rtol=1e-5, atol=1e-5
+            )
+            near(part.grad, whole.grad[:, own], dtype, f"{what}, {name}")
+            results.append([outcomes[1].loss.detach(), outcomes[1].logprobs])
+    return results
+
+
+def linear_on_ranks(sizes, backend, dtype, banned):
+    """Compare statistics, losses and gradients from hidden states; the results of this rank."""
+    V, own, results = sum(sizes), columns(sizes), []
+    head, tokens = batch(V, dtype, banned=slice(*banned))
+    parts = {**head, **{name: head[name][own] for name in ("weight", "bias", "lora_b")}}
+    ids, mask = tokens["token_ids"], tokens["mask"]
+    old, upstream = torch.randn(ROWS) - 3, torch.randn(3, ROWS)
+    for scaling, options in SCALINGS.items():
+        what = f"{backend}, {dtype}, {sizes}, {scaling}"
+        outcomes = []
+        for tensors, more in ((head, {}), (parts, {"vocab_group": dist.group.WORLD})):
+            x = leaves(tensors)
+            lora = (x["lora_a"], x["lora_b"], 0.5)
+            stats = fastrl.linear_token_stats(
+                x["hidden"], x["weight"], ids, outputs=NAMES, bias=x["bias"], lora=lora, mask=mask,
+                chunk_tokens=13, backend=backend, **options, **more,
+            )  # fmt: skip
+            sum(w @ y for w, y in zip(upstream, stats[:3], strict=True)).backward()
+            outcomes.append((stats, x))
+        same_statistics(outcomes[1][0], outcomes[0][0], what)
+        same_gradients(*(x for _, x in outcomes), own, dtype, what)
+        results.append([y.detach() for y in outcomes[1][0]] + shared_gradients(outcomes[1][1]))
+        for name, (objective, more_options) in LOSSES.items():
+            chosen = "auto" if name == "a function" and backend != "reference" else backend
+            outcomes = []
+            for tensors, more in ((head, {}), (parts, {"vocab_group": dist.group.WORLD})):
+                x = leaves(tensors)
+                outcome = fastrl.linear_policy_loss(
+                    x["hidden"], x["weight"], ids, tokens["advantages"], mask, old_logprobs=old,
+                    ref_logprobs=old + 0.1 if objective.kl_coef else None, cu_seqlens=BOUNDS,
+                    bias=x["bias"], lora=(x["lora_a"], x["lora_b"], 0.5), objective=objective,
+                    backend=chosen, **options, **more_options, **more,
+                )  # fmt: skip
+                (outcome.loss * 1.5).backward()
+                outcomes.append((outcome, x))
+            (expected, whole), (found, part) = outcomes
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
+            same_gradients(whole, part, own, dtype, f"{what}, {name}")
+            results.append([found.loss.detach(), found.logprobs, *shared_gradients(part)])
+    return results
+
+
+def same_gradients(whole, part, own, dtype, what):
+    for name in whole:
+        expected, found = whole[name].grad, part[name].grad
+        expected = expected[own] if name in ("weight", "bias", "lora_b") else expected
+        near(found, expected, dtype, f"{what}, d {name}")
+
+
+def shared_gradients(part):
+    return [part[name].grad for name in ("hidden", "lora_a")]
+
+
+class Collectives:
+    """Counts the collectives of a block."""
+
+    def __enter__(self):
+        self.count, self._plain = Counter(), {}
+        for name in ("all_gather", "all_reduce"):
+            self._plain[name] = plain = getattr(dist, name)
+
+            def counted(*arguments, _name=name, _plain=plain, **options):
+                self.count[_name] += 1
+                return _plain(*arguments, **options)
+
+            setattr(dist, name, counted)
+        return self
+
+    def __exit__(self, *_):
+        for name, plain in self._plain.items():
+            setattr(dist, name, plain)
+
+
+def collectives_on_ranks(sizes, backend):
+    """The collectives of each call, without and with those of its backward."""
+    own, counts = columns(sizes), {}
+    head, tokens = batch(sum(sizes))
+    ids, mask, group = tokens["token_ids"], tokens["mask"], dist.group.WORLD
+    tokens = {"token_ids": ids, "mask": mask, "chunk_tokens": 10, "compact": False}
+    tokens |= {"bias": head["bias"][own], "backend": backend}
+
+    def count(name, call):
+        x = leaves({"hidden": head["hidden"], "weight": head["weight"][own]})
+        with Collectives() as collectives:
+            result = call(x)
+            forward = dict(collectives.count)
+            result.backward()
+        counts[name] = forward, dict(collectives.count), x["hidden"].grad
+
+    def loss(x, **more):
+        return fastrl.linear_policy_loss(
+            **x, advantages=torch.ones(ROWS), **tokens, vocab_group=group, objective="dapo", **more
+        ).loss
+
+    def logprobs(x, **more):
+        return fastrl.linear_token_logprobs(**x, **tokens, vocab_group=group, **more).sum()
+
+    def from_logits(x):
+        logits = torch.where(mask[:, None], x["hidden"], 0.0) @ x["weight"].t()
+        return fastrl.logits_policy_loss(
+            logits, ids, torch.ones(ROWS), mask, vocab_group=group, objective="dapo",
+            backend=backend,
+        ).loss  # fmt: skip
+
+    count("loss", loss)
+    count("loss, partial", lambda x: loss(x, reduce_hidden_gradient=False))
+    count("logprobs", logprobs)
+    count("logprobs, partial", lambda x: logprobs(x, reduce_hidden_gradient=False))
+    count("logits", from_logits)
+    total = counts["loss, partial"][2].clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, counts["loss"][2])
+    return {name: found[:2] for name, found in counts.items()}
+
+
+def tensor_parallel_on_ranks(backend):
+    """Weights and logits that are DTensors over a mesh dimension `tp`, beside data parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel, V = mesh["tp"], 37
+    head, tokens = batch(V)
+    rows = slice(0, 20) if mesh.get_local_rank("dp") == 0 else slice(20, ROWS)
+    ids, mask = tokens["token_ids"][rows], tokens["mask"][rows]
+    hidden = head.pop("hidden")[rows]
+
+    def call(x, states, **more):
+        lora = (x["lora_a"], x["lora_b"], 0.5)
+        return fastrl.linear_policy_loss(
+            states, x["weight"], ids, tokens["advantages"][rows], mask, bias=x["bias"], lora=lora,
+            objective="dapo", backend=backend, **more,
+        )  # fmt: skip
+
+    whole, states = leaves(head), leaves({"whole": hidden, "part": hidden, "plain": hidden})
+    places = {name: Replicate() if name == "lora_a" else Shard(0) for name in head}
+    parts = {
+        name: distribute_tensor(x.detach(), tensor_parallel, [places[name]]).requires_grad_()
+        for name, x in head.items()
+    }
+    plain = {name: x.to_local().detach().requires_grad_() for name, x in parts.items()}
+    expected = call(whole, states["whole"])
+    found = call(parts, states["part"])
+    other = call(plain, states["plain"], vocab_group=tensor_parallel.get_group())
+    for result in (found, other):
+        torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
+    for result in (expected, found, other):
+        result.loss.backward()
+    for name, x in parts.items():
+        assert x.grad.placements == x.placements
+        near(x.grad.full_tensor(), whole[name].grad, torch.float32, name)
+        assert torch.equal(x.grad.to_local(), plain[name].grad)
+    near(states["part"].grad, states["whole"].grad, torch.float32, "hidden")
+
+    logits = torch.where(mask[:, None], hidden, 0.0) @ head["weight"].t()
+    split = distribute_tensor(logits, tensor_parallel, [Shard(1)]).requires_grad_()
+    logits.requires_grad_()
+    for x in (logits, split):
+        fastrl.token_logprobs(x, ids, mask=mask, backend=backend).sum().backward()
+    assert isinstance(split.grad, DTensor)
+    near(split.grad.full_tensor(), logits.grad, torch.float32, "logits")
+
+    other_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    wrong = distribute_tensor(head["weight"], other_mesh, [Shard(0)])
+    try:
+        fastrl.linear_token_logprobs(hidden, wrong, ids, vocab_group=tensor_parallel.get_group())
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def refusals_on_ranks():
+    """The errors of calls that ranks must not make, each the same on all of them."""
+    rank, group, texts = dist.get_rank(), dist.group.WORLD, {}
+    hidden, ids = torch.randn(4, 8), torch.arange(4)
+
+    def refused(name, call):
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            texts[name] = f"{type(error).__name__}: {error}"
+
+    def logprobs(size=5, ids=ids, **more):
+        weight = torch.randn(size, 8)
+        return fastrl.linear_token_logprobs(hidden, weight, ids, vocab_group=group, **more)
+
+    refused("other ids", lambda: logprobs(ids=ids + rank))
+    refused("other masks", lambda: logprobs(mask=torch.arange(4) != rank))
+    refused("an empty part", lambda: logprobs(5 * rank))
+    refused("an empty part of logits", lambda: fastrl.token_logprobs(
+        torch.randn(4, 5 * rank), ids, vocab_group=group))  # fmt: skip
+    refused("an id outside", lambda: logprobs(ids=ids + 7))
+    refused("an id outside, logits", lambda: fastrl.token_stats(
+        torch.randn(4, 5), ids + 7, vocab_group=group))  # fmt: skip
+    refused("no group", lambda: fastrl.token_logprobs(torch.randn(4, 5), ids, vocab_group="tp"))
+    refused("a bias of another part", lambda: logprobs(bias=torch.zeros(6)))
+    # masked rows may hold anything, also other things on other ranks
+    logprobs(ids=torch.tensor([0, 1, 2, 3 * rank]), mask=torch.tensor([1, 1, 1, 0]))
+    return texts
+
+
+def dying_on_ranks():
+    """The error of a rank whose partner dies between two chunks."""
+    if dist.get_rank() == 1:
+        import os
+
+        os._exit(3)
+    weight = torch.randn(5, 8)
+    fastrl.linear_token_logprobs(
+        torch.randn(4, 8), weight, torch.arange(4), vocab_group=dist.group.WORLD
+    )
