@@ -50,7 +50,7 @@ _LINEAR = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
     f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, "
     "str backend, ScalarType? operand_dtype, "
-    "str vocab_group, int[] vocab_sizes, bool reduce_hidden_gradient"
+    "str vocab_group, int vocab_rank, int[] vocab_sizes, bool reduce_hidden_gradient"
 )
 _LINEAR_GRADIENTS = (
     "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "

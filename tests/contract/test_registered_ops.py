@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed
 
 import fastrl
 from fastrl import Objective, native
@@ -17,6 +18,7 @@ from fastrl.contract import (
     RowArguments,
     RowStats,
 )
+from fastrl.ops._vocabulary_parts.parts import WHOLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -132,7 +134,7 @@ def linear_samples():
     lora = (torch.randn(37), torch.randn(2, 8), torch.randn(37, 2), 0.5)
     rows = row_arguments(5, mask=torch.tensor([True] * 4 + [False]))
     for compact, head in ((True, (weight, None, None, None, 1.0)), (False, (weight, *lora))):
-        chunked = (hidden, *head, *rows, 2, compact, "cpu", None, "", [], True)
+        chunked = (hidden, *head, *rows, 2, compact, "cpu", None, *WHOLE)
         needs = [True, True, head[1] is not None, head[1] is not None, False]
         found = RowStats._make(torch.ops.fastrl.linear_token_stats_fwd(*chunked))
         saved = (found.row_max, found.log_sum, found.entropy)
@@ -143,12 +145,22 @@ def linear_samples():
         yield "linear_policy_loss_fwd", (*chunked, *loss, *OBJECTIVE, needs, True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one():
+    """A process group for the operator that needs one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def samples():
     """Arguments for every operator: compact and permuted logits, with and without the options."""
     yield from vocabulary_samples()
     yield from token_samples()
     yield from advantage_samples()
     yield from linear_samples()
+    yield "gather_parts", (torch.randn(5, 3), torch.distributed.group.WORLD.group_name, 1)
     yield "huge_pages_", (torch.empty(4, 4),)
     if native.has_matrix_tiles():
         half = torch.randn(7, 5).bfloat16()

@@ -7,11 +7,13 @@ import fastrl
 from tests.support.gloo_ranks import on_ranks
 from tests.support.vocabulary_ranks import (
     collectives_on_ranks,
+    compiled_on_ranks,
     dying_on_ranks,
     linear_on_ranks,
     logits_on_ranks,
     refusals_on_ranks,
     tensor_parallel_on_ranks,
+    twice_on_ranks,
 )
 
 #: sizes of the parts -> banned columns: none, all of a part, parts of two
@@ -50,6 +52,19 @@ def test_one_collective_per_chunk(backend):
 def test_a_head_that_is_tensor_parallel_beside_data_parallelism(backend):
     for text in on_ranks(4, tensor_parallel_on_ranks, backend):
         assert "weight must be a plain tensor or a DTensor with Shard(0) over the ranks" in text
+
+
+def test_two_runs_are_bit_equal_in_any_dtype(backend):
+    on_ranks(2, twice_on_ranks, backend)
+
+
+def test_a_compiled_graph_breaks_where_sizes_are_exchanged():
+    on_ranks(2, compiled_on_ranks)
+
+
+def test_a_group_of_one_has_the_whole_vocabulary(backend):
+    for form in (logits_on_ranks, linear_on_ranks):
+        on_ranks(1, form, (37,), backend, torch.float32, (0, 0))
 
 
 def test_what_is_refused_is_refused_on_every_rank():

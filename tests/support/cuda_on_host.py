@@ -185,21 +185,32 @@ def scale_(gradient, factor):
 @pytest.fixture(scope="module")
 def registered():
     """The operators, for as long as the tests of one file run."""
+    operators = register()
+    yield
+    operators._destroy()
+
+
+def register():
+    """Register the operators, for as long as what this returns exists."""
     operators = torch.library.Library("fastrl_cuda", "IMPL")
     small = (sequence_weights, policy_loss_fwd, gae_fwd, group_advantages_fwd, scale_)
     stats = (token_stats_fwd, token_stats_bwd, token_stats_bwd_)
     for implementation in (*small, *stats, logits_policy_loss_fwd, logits_policy_loss_fwd_):
         operators.impl(implementation.__name__, implementation, "CPU")
-    yield
-    operators._destroy()
+    return operators
 
 
 @pytest.fixture
 def backend(registered, monkeypatch):
     """Takes the place of the fixture of this name in conftest.py."""
-    monkeypatch.setitem(fastrl.backend._DEVICES, "cuda", ("cpu",))
+    allow_on_a_cpu(monkeypatch.setitem, monkeypatch.setattr)
+    return "cuda"
+
+
+def allow_on_a_cpu(put_item, put_attribute):
+    """Let CPU tensors use the backend `cuda`; the functions put a value in its place."""
+    put_item(fastrl.backend._DEVICES, "cuda", ("cpu",))
     unavailable = fastrl.backend.unavailable
-    monkeypatch.setattr(
+    put_attribute(
         fastrl.backend, "unavailable", lambda name: None if name == "cuda" else unavailable(name)
     )
-    return "cuda"

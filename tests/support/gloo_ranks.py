@@ -1,4 +1,4 @@
-"""Functions on several gloo ranks: processes of this machine, forked from one that has imported all."""
+"""Functions on several gloo ranks: processes of this machine, forked from one with all imports."""
 
 import io
 import multiprocessing

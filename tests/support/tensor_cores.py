@@ -33,6 +33,11 @@ def wide_addmm(total, a, b, *, out_dtype, out):
 @pytest.fixture
 def tensor_cores(monkeypatch):
     """Let the linear forms multiply on a CPU as on a GPU."""
+    multiply_as_on_a_gpu(monkeypatch.setattr)
+
+
+def multiply_as_on_a_gpu(put_attribute):
+    """Put the stand-ins in place, with this function."""
 
     def replace(name, wide):
         plain = getattr(torch, name)
@@ -41,8 +46,8 @@ def tensor_cores(monkeypatch):
         def run(*args, **options):
             return (wide if "out_dtype" in options else plain)(*args, **options)
 
-        monkeypatch.setattr(torch, name, run)
+        put_attribute(torch, name, run)
 
     replace("mm", wide_mm)
     replace("addmm", wide_addmm)
-    monkeypatch.setattr(module, "_WITHOUT", ())
+    put_attribute(module, "_WITHOUT", ())

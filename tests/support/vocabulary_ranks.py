@@ -1,4 +1,4 @@
-"""What each rank of a split vocabulary computes, beside the whole vocabulary in the same process."""
+"""What each rank of a split vocabulary computes, beside the whole one in the same process."""
 
 import math
 from collections import Counter
@@ -88,7 +88,7 @@ def same_statistics(found, expected, what):
         )
 
 
-def logits_on_ranks(sizes, backend, dtype, banned):
+def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), losses=tuple(LOSSES)):
     """Compare statistics, losses and gradients from logits; the results of this rank."""
     V, own, results = sum(sizes), columns(sizes), []
     group = dist.group.WORLD
@@ -98,20 +98,22 @@ def logits_on_ranks(sizes, backend, dtype, banned):
     logits[:, slice(*banned)] = -math.inf
     old = torch.randn(ROWS) - 3
     upstream = torch.randn(3, ROWS)
-    for scaling, options in SCALINGS.items():
+    for scaling in scalings:
+        options = SCALINGS[scaling]
         what = f"{backend}, {dtype}, {sizes}, {scaling}"
         whole, part = (x.clone().requires_grad_() for x in (logits, logits[:, own]))
         ids, mask = tokens["token_ids"], tokens["mask"]
-        stats = [
+        expected, found = (
             fastrl.token_stats(x, ids, outputs=NAMES, mask=mask, backend=backend, **options, **more)
             for x, more in ((whole, {}), (part, {"vocab_group": group}))
-        ]
-        same_statistics(stats[1], stats[0], what)
-        for each in stats:
+        )
+        same_statistics(found, expected, what)
+        for each in (expected, found):
             sum(w @ x for w, x in zip(upstream, each[:3], strict=True)).backward()
         near(part.grad, whole.grad[:, own], dtype, what)
-        results.append([x.detach() for x in stats[1]])
-        for name, (objective, _) in LOSSES.items():
+        results.append([x.detach() for x in found])
+        for name in losses:
+            objective = LOSSES[name][0]
             chosen = "auto" if name == "a function" and backend != "reference" else backend
             outcomes = []
             for x, more in ((whole, {}), (part, {"vocab_group": group, "inplace": True})):
@@ -331,6 +333,56 @@ def refusals_on_ranks():
     # masked rows may hold anything, also other things on other ranks
     logprobs(ids=torch.tensor([0, 1, 2, 3 * rank]), mask=torch.tensor([1, 1, 1, 0]))
     return texts
+
+
+def compiled_on_ranks():
+    """Calls under torch.compile, which breaks the graph where ranks exchange their sizes."""
+    own, group = columns((20, 17)), dist.group.WORLD
+    head, tokens = batch(37)
+    ids, mask = tokens["token_ids"], tokens["mask"]
+
+    def from_hidden(x):
+        more = {"objective": "dapo", "vocab_group": group}
+        loss = fastrl.linear_policy_loss(**x, token_ids=ids, advantages=weights, mask=mask, **more)
+        return loss.loss * 2.0
+
+    def from_logits(x):
+        logits = torch.where(mask[:, None], x["hidden"], 0.0) @ x["weight"].t()
+        return fastrl.token_logprobs(logits, ids, mask=mask, vocab_group=group) @ weights
+
+    weights = torch.randn(ROWS)
+    for function in (from_hidden, from_logits):
+        results = []
+        for run in (function, torch.compile(function)):
+            x = leaves({"hidden": head["hidden"], "weight": head["weight"][own]})
+            result = run(x)
+            result.backward()
+            results.append([result.detach(), *(leaf.grad for leaf in x.values())])
+        for one, two in zip(*results, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def twice_on_ranks(backend):
+    """The same call twice, in float16 and, on the reference backend, in float64."""
+    own, group, losses = columns((150, 161)), dist.group.WORLD, []
+    dtype = torch.float64 if backend == "reference" else torch.float16
+    head, tokens = batch(311, dtype)
+    for split in (False, True, True):
+        weight = head["weight"][own] if split else head["weight"]
+        x = leaves({"hidden": head["hidden"], "weight": weight})
+        result = fastrl.linear_policy_loss(
+            **x, **tokens, objective="dapo", chunk_tokens=8, backend=backend,
+            **({"vocab_group": group} if split else {}),
+        )  # fmt: skip
+        result.loss.backward()
+        losses.append([result.loss.detach(), result.logprobs, x["hidden"].grad, x["weight"].grad])
+    whole, first, second = losses
+    assert all(map(torch.equal, first, second))
+    rtol = 1e-14 if dtype == torch.float64 else 2e-3
+    whole[3] = whole[3][own]
+    for found, expected in zip(first, whole, strict=True):
+        size = float(expected.abs().amax())
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * size)
 
 
 def dying_on_ranks():

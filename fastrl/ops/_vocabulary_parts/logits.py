@@ -96,7 +96,7 @@ class _PartTokenStats(torch.autograd.Function):
         )
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.inplace_backward, ctx.backend = inplace_backward, backend
-        ctx.mark_non_differentiable(*stats[3:])
+        ctx.mark_non_differentiable(stats.sum_sq_probs, stats.is_top1, stats.row_max, stats.log_sum)
         ctx.set_materialize_grads(False)
         return tuple(stats)
 

@@ -21,6 +21,7 @@ class VocabularyParts(NamedTuple):
     """The parts of a vocabulary in rank order, as operators take them; no group: it is whole."""
 
     group: str  # the name of the process group
+    rank: int  # of this process in it
     sizes: list[int]
     reduce_hidden_gradient: bool
 
@@ -35,10 +36,10 @@ class VocabularyParts(NamedTuple):
 
     def start(self) -> int:
         """Return the id of the first token of this rank's part."""
-        return sum(self.sizes[: dist.get_rank(self.process_group())])
+        return sum(self.sizes[: self.rank])
 
 
-WHOLE = VocabularyParts("", [], True)
+WHOLE = VocabularyParts("", 0, [], True)
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -110,7 +111,7 @@ def vocabulary_parts(
     if group is None or dist.get_world_size(group) == 1:
         return WHOLE
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()
+        torch._dynamo.graph_break("the ranks exchange the sizes of their parts")
     elif is_traced(like) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise ValueError(
             "vocab_group cannot be used in a trace or while a CUDA graph is captured: the ranks "
@@ -130,7 +131,7 @@ def vocabulary_parts(
         raise ValueError(
             f"vocab_group: every rank needs at least one column of the vocabulary, got {sizes}"
         )
-    return VocabularyParts(group.group_name, sizes, reduce_hidden_gradient)
+    return VocabularyParts(group.group_name, dist.get_rank(group), sizes, reduce_hidden_gradient)
 
 
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:

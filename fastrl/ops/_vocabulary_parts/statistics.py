@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastrl import reference
@@ -34,7 +33,7 @@ class PartRows(NamedTuple):
     @classmethod
     def of(cls, rows: RowArguments, active: Tensor, parts: VocabularyParts) -> PartRows:
         """Return the rows of this rank's part."""
-        start, size = parts.start(), parts.sizes[dist.get_rank(parts.process_group())]
+        start, size = parts.start(), parts.sizes[parts.rank]
         ids = rows.token_ids
         own = (ids >= start) & (ids < start + size)
         known = (ids >= 0) & (ids < sum(parts.sizes))
