@@ -5,6 +5,7 @@ from fastrl.backend import get_backend, set_backend
 from fastrl.objective import Objective
 from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.ops.gae import Gae, discounted_returns, gae
+from fastrl.ops.global_normalizer import global_normalizer
 from fastrl.ops.group_advantages import GroupAdvantages, group_advantages
 from fastrl.ops.kl_divergence import kl_divergence
 from fastrl.ops.linear_policy_loss import linear_policy_loss
@@ -31,6 +32,7 @@ __all__ = [
     "discounted_returns",
     "gae",
     "get_backend",
+    "global_normalizer",
     "group_advantages",
     "kl_divergence",
     "linear_policy_loss",

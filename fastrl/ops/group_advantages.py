@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.backend import Backend, resolve
-from fastrl.checks import floating, integer, number, one_of, same_shape
+from fastrl.checks import floating, integer, number, one_of, same_shape, whole
 from fastrl.contract import BASELINES, SCALES, SINGLETONS, Baseline, Scale, Singleton
 from fastrl.library import operators
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, Convention
+from fastrl.ops._process_groups import checked_group, concatenated, gathered
 from fastrl.ops.token_weights import check_group_size
 
 
@@ -48,6 +49,7 @@ def group_advantages(
     eps: float | None = None,
     singleton: Singleton | None = None,
     convention: Convention = "fastrl",
+    process_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> GroupAdvantages:
     """Return (r - baseline) / (std + eps) within each group of responses to the same prompt.
@@ -56,6 +58,11 @@ def group_advantages(
     `scale="none"`, RLOO (Ahmadian et al. 2024) is `baseline="leave_one_out", scale="none"`. Mean
     and variance are computed in two passes in float64. A group of equal rewards gives exactly 0
     (unless `baseline="none"`). A non-finite reward affects only its group.
+
+    With `process_group` the batch is the rewards of all its ranks, concatenated in their order, and
+    the result this rank's part of the result for that batch, to the bit. A group may thus be spread
+    over ranks: `group_size` counts consecutive rewards of the concatenation, and equal `group_ids`
+    on different ranks are one group. Each rank computes the whole: rewards are few.
 
     Args:
         rewards: `[N]`, or `[P, G]` for P groups of G.
@@ -69,6 +76,9 @@ def group_advantages(
             means the value of the convention.
         convention: the trainer whose `eps` and `singleton` are the defaults: `fastrl` and `trl`
             1e-4, zero; `verl` 1e-6, raw; `openrlhf` 1e-9, zero.
+        process_group: the ranks that share the batch, with any number of rewards each, also none;
+            None is this process alone. All ranks must call this together, with the same options and
+            dtype. Two all-gathers, and one wait for the number of rewards of each rank.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -76,7 +86,9 @@ def group_advantages(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, or no groups are given.
+        ValueError: an argument has the wrong shape or value, or no groups are given, or
+            `process_group` has no effect: rewards `[P, G]` are whole groups, which only
+            `scale="batch"` relates to others.
 
     Example:
         >>> import torch, fastrl
@@ -93,6 +105,7 @@ def group_advantages(
     correction = number("correction", defaults[0] if correction is None else correction, low=0.0)
     eps = number("eps", defaults[1] if eps is None else eps, low=0.0)
     rule = one_of("singleton", defaults[2] if singleton is None else singleton, SINGLETONS)
+    group = checked_group(process_group)
     if group_ids is not None:
         if group_size is not None:
             raise ValueError("group_size and group_ids cannot both be given")
@@ -103,13 +116,24 @@ def group_advantages(
             raise ValueError("group_size or group_ids is needed for rewards of shape [N]")
         if group_size is None:
             group_size = max(r.shape[1], 1)
-        size = check_group_size(group_size, r.numel(), "rewards")
+        if group is None or r.dim() == 2:
+            size = check_group_size(group_size, r.numel(), "rewards")
+        else:
+            size = whole("group_size", group_size, low=1)
         if r.dim() == 2 and size != max(r.shape[1], 1):
             raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
         ids = None
         if isinstance(size, torch.SymInt):  # as an argument of the operator it would be specialized
             ids, size = torch.arange(r.numel(), device=r.device) // size, 0
+    if group is not None and r.dim() == 2 and ids is None and scale != "batch":
+        raise ValueError(
+            f"process_group has no effect with rewards [P, G] and scale {scale}: each row is a "
+            "whole group, which scale batch alone relates to those of other ranks"
+        )
     flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
+    mine = slice(None)
+    if group is not None:
+        flat, ids, size, mine = _of_all_ranks(flat, ids, size, group)
     chosen = resolve(backend, r.device, r.dtype)
     if chosen == "reference":
         if ids is None:
@@ -137,4 +161,34 @@ def group_advantages(
                 SINGLETONS.index(rule),
             ),
         )
-    return GroupAdvantages(*(output.reshape(r.shape) for output in result))
+    return GroupAdvantages(*(output[mine].reshape(r.shape) for output in result))
+
+
+def _of_all_ranks(
+    rewards: Tensor, ids: Tensor | None, size: int, group: torch.distributed.ProcessGroup
+) -> tuple[Tensor, Tensor | None, int, slice]:
+    """Return the rewards `[N]` of all ranks, their groups, and which of them are this rank's.
+
+    The same call on the same rewards gives the same bits on every rank, and those of one process.
+    """
+    here = rewards.new_tensor([rewards.shape[0], size], dtype=torch.int64)  # size 0: groups by ids
+    counts, sizes = zip(*gathered(here, group).tolist(), strict=True)
+    agreed = {size for count, size in zip(counts, sizes, strict=True) if count} or {size}
+    if len(agreed) > 1:
+        given = ", ".join(f"group_size={size}" if size else "group_ids" for size in sizes)
+        raise ValueError(
+            f"all ranks of process_group must give the same group_size, or group_ids; got {given}"
+        )
+    size = agreed.pop()
+    if size:
+        check_group_size(size, sum(counts), "rewards of all ranks")
+    bits = rewards.double().view(torch.int64)  # float64 holds every float32
+    rows = torch.stack([bits, torch.zeros_like(bits) if ids is None else ids], dim=1)
+    bits, ids = concatenated(rows, counts, group).unbind(1)
+    first = sum(counts[: torch.distributed.get_rank(group)])
+    return (
+        bits.contiguous().view(torch.float64).to(rewards.dtype),
+        None if size else ids.contiguous(),
+        size,
+        slice(first, first + rewards.shape[0]),
+    )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastrl.backend import Backend, torch_only
 from fastrl.checks import as_mask, flag, floating, whole
+from fastrl.ops._process_groups import checked_group, total
 
 
 def masked_mean(
@@ -55,14 +56,17 @@ def whiten(
 ) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) of the entries where the mask is 1, and 0 elsewhere.
 
-    The variance is unbiased (divided by n - 1) and computed in two passes, as in `masked_whiten` of
-    TRL and verl. It is 0 if the mask is 1 for fewer than two entries.
+    The variance is unbiased (divided by n - 1), as in `masked_whiten` of TRL and verl. Mean and
+    variance are computed in two passes in float64. The variance is 0 if the mask is 1 for fewer
+    than two entries.
 
     Args:
         x: any shape.
         mask: 0/1, the shape of `x`.
         shift_mean: subtract the mean; if False, only scale.
-        process_group: ranks whose entries are whitened together; None is this process alone.
+        process_group: ranks whose entries are whitened together, any number on each; None is this
+            process alone. The statistics have the same bits on all ranks. All ranks must call this
+            together; it takes two all-gathers of one or two numbers.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
@@ -79,24 +83,16 @@ def whiten(
     """
     torch_only(backend)
     flag("shift_mean", shift_mean)
-    if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a ProcessGroup or None, got {type(process_group).__name__}"
-        )
+    group = checked_group(process_group)
     values, active = _masked(x.detach() if isinstance(x, Tensor) else x, mask)
-
-    def total(local: Tensor) -> Tensor:
-        result = local.sum()
-        if process_group is not None:
-            torch.distributed.all_reduce(result, group=process_group)
-        return result
-
-    count = total(active.to(values.dtype))
-    mean = total(values) / count.clamp(min=1)
-    centered = torch.where(active, values - mean, 0.0)
-    variance = total(centered.square()) / (count - 1).clamp(min=1)
+    entries = values.double()
+    count, added = total(torch.stack([active.sum().double(), entries.sum()]), group).unbind()
+    mean = added / count.clamp(min=1)
+    centered = torch.where(active, entries - mean, 0.0)
+    variance = total(centered.square().sum(), group) / (count - 1).clamp(min=1)
     scaled = centered * torch.rsqrt(variance + 1e-8)
-    return torch.where(active, scaled if shift_mean else scaled + mean, 0.0)
+    white = torch.where(active, scaled if shift_mean else scaled + mean, 0.0)
+    return white.to(values.dtype)
 
 
 def _masked(x: object, mask: object) -> tuple[Tensor, Tensor]:

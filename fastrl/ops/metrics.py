@@ -12,6 +12,7 @@ from torch.utils import _pytree
 
 from fastrl.checks import floating, one_of
 from fastrl.contract import METRICS
+from fastrl.ops._process_groups import checked_group, gathered, size_of
 
 _INDEX = {name: index for index, name in enumerate(METRICS)}
 
@@ -81,21 +82,23 @@ def reduce_metrics(
     metrics: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     process_group: torch.distributed.ProcessGroup | None = None,
     *,
-    policy_loss: Literal["sum", "mean"] = "sum",
+    policy_loss: Literal["sum", "mean", "rank-mean"] = "sum",
 ) -> LossMetrics:
     """Return metrics over all micro-batches and ranks, equal on every rank.
 
     `active_tokens` is summed, `ratio_max` and `ratio_min` are the extremes over micro-batches with
     an active token, and every other metric is the mean over all active tokens. `policy_loss` is
-    summed, as is right for losses with a global `normalizer`; `"mean"` averages it with the active
-    tokens as weights, as is right for local token means. Takes two all-reduces of a small vector
-    and no host synchronization.
+    summed, as is right for losses with a global `normalizer`; `"rank-mean"` sums it over
+    micro-batches and averages it over ranks, as is right if that normalizer was divided by the
+    number of ranks (`global_normalizer` with `gradients="mean"`); `"mean"` averages it with the
+    active tokens as weights, as is right for local token means. Takes one all-gather of a small
+    vector and no host synchronization.
 
     Args:
         metrics: `PolicyLoss.metrics`, or a sequence with one for each micro-batch.
         process_group: the ranks; None is the default group if `torch.distributed` is initialized,
             else this process alone.
-        policy_loss: `sum` or `mean`.
+        policy_loss: `sum`, `rank-mean` or `mean`.
 
     Returns:
         `LossMetrics`, fp32 (fp64 from fp64), on the device of the metrics.
@@ -114,7 +117,7 @@ def reduce_metrics(
         >>> fastrl.reduce_metrics([first, second])["active_tokens"]
         tensor(5.)
     """
-    one_of("policy_loss", policy_loss, ("sum", "mean"))
+    one_of("policy_loss", policy_loss, ("sum", "mean", "rank-mean"))
     table = torch.stack([_vector(item) for item in _sequence(metrics)])
     dtype, table = table.dtype, table.double()
     columns = dict(zip(METRICS, table.unbind(1), strict=True))
@@ -123,21 +126,21 @@ def reduce_metrics(
 
     sums = LossMetrics(torch.where(has_tokens, table * tokens, 0.0).sum(0))
     sums["active_tokens"].copy_(columns["active_tokens"].sum())
-    if policy_loss == "sum":
+    if policy_loss != "mean":
         sums["policy_loss"].copy_(columns["policy_loss"].sum())
-    # NaN goes through the sums alone: gloo and NCCL do not agree on its maximum
+    # NaN goes through the sums alone: it must not hide the extremes of other micro-batches
     extremes = torch.stack([columns["ratio_max"], -columns["ratio_min"]], dim=1)
     extremes = torch.where(has_tokens & ~extremes.isnan(), extremes, -torch.inf).amax(0)
     group = _group(process_group)
-    if group is not None:
-        torch.distributed.all_reduce(sums.vector, group=group)
-        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=group)
+    ranks = gathered(torch.cat([sums.vector, extremes]), group)
+    sums, extremes = LossMetrics(ranks[:, :-2].sum(0)), ranks[:, -2:].amax(0)
 
     count = sums["active_tokens"]
     result = LossMetrics(sums.vector / count.clamp(min=1))
     result["active_tokens"].copy_(count)
-    if policy_loss == "sum":
-        result["policy_loss"].copy_(sums["policy_loss"])
+    if policy_loss != "mean":
+        over = 1 if policy_loss == "sum" else size_of(group)
+        result["policy_loss"].copy_(sums["policy_loss"] / over)
     for name, extreme in (("ratio_max", extremes[0]), ("ratio_min", -extremes[1])):
         extreme = torch.where(count > 0, extreme, 0.0)
         result[name].copy_(torch.where(sums[name].isnan(), sums[name], extreme))
@@ -179,8 +182,4 @@ def _group(process_group: object) -> torch.distributed.ProcessGroup | None:
     if process_group is None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return torch.distributed.group.WORLD if distributed else None
-    if not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a ProcessGroup or None, got {type(process_group).__name__}"
-        )
-    return process_group
+    return checked_group(process_group)

@@ -90,9 +90,9 @@ def policy_loss(
             the shape of `advantages`.
         objective: the name of a preset, an `Objective`, or a function
             `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
-        normalizer: the global denominator, as in `token_weights`. If the objective has separate
-            aggregations for KL or entropy, a mapping with the keys `"policy"`, `"kl"` and
-            `"entropy"`.
+        normalizer: the global denominator, as in `token_weights`, from `global_normalizer`. If the
+            objective has separate aggregations for KL or entropy, a mapping with the keys
+            `"policy"`, `"kl"` and `"entropy"`.
         group_size: as in `token_weights`, for `prompt-mean`.
         group_ids: as in `token_weights`, for `prompt-mean`.
         cu_seqlens: int `[S + 1]`, the bounds of packed sequences.

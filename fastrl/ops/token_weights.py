@@ -52,8 +52,8 @@ def token_weights(
 
     Sequences and groups without an active token are not counted, unless `count_empty` includes them
     in means over sequences. If no token is active, all weights are 0.
-    With a `normalizer` that counts all micro-batches and ranks, the gradient does not depend on how
-    the batch is split.
+    With a `normalizer` that counts all micro-batches and ranks, from `global_normalizer`, the
+    gradient does not depend on how the batch is split.
 
     Args:
         mask: 0/1, `[B, T]` or packed `[N]`.
@@ -84,10 +84,7 @@ def token_weights(
                 [0.2500, 0.0000, 0.0000]])
     """
     torch_only(backend)
-    active = tensor("mask", mask)
-    if active.dim() not in (1, 2):
-        raise ValueError(f"mask must have shape [B, T] or [N], got {tuple(active.shape)}")
-    active = as_mask("mask", active, active, "mask")
+    active = active_tokens(mask)
     weights = weights_of(
         active,
         bounds_of(active, cu_seqlens),
@@ -99,6 +96,14 @@ def token_weights(
         count_empty=flag("count_empty", count_empty),
     )
     return weights.reshape(active.shape)
+
+
+def active_tokens(mask: object) -> Tensor:
+    """Return a mask `[B, T]` or packed `[N]` as bool."""
+    active = tensor("mask", mask)
+    if active.dim() not in (1, 2):
+        raise ValueError(f"mask must have shape [B, T] or [N], got {tuple(active.shape)}")
+    return as_mask("mask", active, active, "mask")
 
 
 def weights_of(

@@ -10,6 +10,7 @@ from fastrl.reference.sequences import sequences_of as sequences_of
 from fastrl.reference.token_masks import off_policy as off_policy
 from fastrl.reference.token_masks import top_entropy as top_entropy
 from fastrl.reference.token_stats import token_stats as token_stats
+from fastrl.reference.token_weights import local_count as local_count
 from fastrl.reference.token_weights import sequence_weights as sequence_weights
 from fastrl.reference.token_weights import token_weights as token_weights
 from fastrl.reference.value_loss import value_loss as value_loss

@@ -25,22 +25,19 @@ def sequence_weights(
     name = AGGREGATIONS[how.aggregation]
     if name == "token-sum":
         return ones
-    if name == "token-mean":
-        return ones / _denominator(how, lengths.sum())
+    weights = ones / _denominator(how, _count(lengths, how))
     if name == "prompt-mean":
-        index = _group_index(how, sequences.count, active.device)
-        group_tokens = group_sum(lengths, index)
-        members = group_sum(ones, index)
-        # counts each group once: every member contributes 1 / members
-        count = torch.where(group_tokens > 0, 1 / members, 0.0).sum().round()
-        return 1 / group_tokens.clamp(min=1) / _denominator(how, count)
-    counted = ones if how.count_empty else (lengths > 0).to(dtype)
-    weights = ones / _denominator(how, counted.sum())
+        return weights / group_sum(lengths, _group_index(how, lengths)).clamp(min=1)
     if name == "seq-mean-token-mean":
         return weights / lengths.clamp(min=1)
     if name == "seq-mean-token-sum-norm":
         return weights / (how.length_norm or float(max(active.shape[1], 1)))
     return weights
+
+
+def local_count(active: Tensor, sequences: Sequences, how: AggregationArguments) -> Tensor:
+    """Return the count that a normalizer replaces, in float64: tokens, sequences or groups."""
+    return _count(sequences.total(active.double()), how)
 
 
 def token_weights(
@@ -55,9 +52,22 @@ def token_weights(
     )
 
 
-def _group_index(how: AggregationArguments, count: int, device: torch.device) -> Tensor:
+def _count(lengths: Tensor, how: AggregationArguments) -> Tensor:
+    """Return the number of tokens, sequences or groups, from the lengths of the sequences."""
+    name = AGGREGATIONS[how.aggregation]
+    if name == "token-mean":
+        return lengths.sum()
+    if name == "prompt-mean":
+        index = _group_index(how, lengths)
+        members = group_sum(torch.ones_like(lengths), index)
+        # counts each group once: every member contributes 1 / members
+        return torch.where(group_sum(lengths, index) > 0, 1 / members, 0.0).sum().round()
+    return (torch.ones_like(lengths) if how.count_empty else (lengths > 0).to(lengths.dtype)).sum()
+
+
+def _group_index(how: AggregationArguments, lengths: Tensor) -> Tensor:
     if how.group_ids is None:
-        return torch.arange(count, device=device) // how.group_size
+        return torch.arange(lengths.shape[0], device=lengths.device) // how.group_size
     return dense_index(how.group_ids)
 
 

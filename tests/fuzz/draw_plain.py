@@ -134,7 +134,7 @@ def _whiten(chance: Chance, options: dict) -> dict[str, Any]:
 
 
 def _reduce(chance: Chance, options: dict) -> dict[str, Any]:
-    how = chance.pick((None, "sum", "mean"))
+    how = chance.pick((None, "sum", "mean", "rank-mean"))
     dtype = "float64" if options["dtype"] == "float64" else "float32"
     return {"parameters": {} if how is None else {"policy_loss": how}, "dtype": dtype}
 

@@ -213,7 +213,7 @@ def examined_reduce(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
     for name, values in drawn.items():
         x = Bounded(values, 0.0, arithmetic)
         added = name == "active_tokens" or (
-            name == "policy_loss" and case.parameters.get("policy_loss", "sum") == "sum"
+            name == "policy_loss" and case.parameters.get("policy_loss", "sum") != "mean"
         )
         if added:
             reduced = x.sum()

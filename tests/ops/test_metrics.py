@@ -93,7 +93,7 @@ def test_an_invalid_process_group_is_refused():
     metrics = metrics_of("reference", batch("reference"))
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got str"):
         fastrl.reduce_metrics(metrics, "world")
-    with pytest.raises(ValueError, match="policy_loss must be one of sum, mean; got 'max'"):
+    with pytest.raises(ValueError, match="must be one of sum, mean, rank-mean; got 'max'"):
         fastrl.reduce_metrics(metrics, policy_loss="max")
 
 

@@ -23,7 +23,9 @@ BLOCKS = [
     for path in DOCUMENTS
     for language, code in FENCE.findall(path.read_text())
 ]
-PYTHON = [block for block in BLOCKS if block[1] == "python"]
+#: Its scripts are for torchrun, and have a test file.
+MANY_DEVICES = "docs/many-devices.md"
+PYTHON = [block for block in BLOCKS if block[1] == "python" and block[0] != MANY_DEVICES]
 COMMANDS = [block for block in BLOCKS if block[1] == "bash"]
 
 

@@ -1,0 +1,54 @@
+"""What the ranks of a process group hold together, with the same bits on every rank.
+
+Sums are gathered and added in the order of the ranks: the order in which an all-reduce adds is left
+to the library that communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def checked_group(
+    process_group: object, name: str = "process_group"
+) -> torch.distributed.ProcessGroup | None:
+    """Return `process_group` if it is one, or None."""
+    # torch may have been built without distributed
+    kind = getattr(torch.distributed, "ProcessGroup", ())
+    if process_group is None or isinstance(process_group, kind):
+        return process_group
+    raise TypeError(f"{name} must be a ProcessGroup or None, got {type(process_group).__name__}")
+
+
+def size_of(group: torch.distributed.ProcessGroup | None) -> int:
+    """Return the number of ranks; None is this process alone."""
+    return 1 if group is None else torch.distributed.get_world_size(group)
+
+
+def gathered(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    """Return the tensors of all ranks, `[R, *shape]`; `x` has one shape and dtype on all of them.
+
+    One collective, without waiting for the device.
+    """
+    if group is None:
+        return x[None]
+    # torch 2.13 warns of all_gather_into_tensor, and earlier ones lack what it names instead
+    parts = list(x.new_empty((size_of(group), *x.shape)).unbind())
+    torch.distributed.all_gather(parts, x.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def total(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    """Return the sum over the ranks, in their order."""
+    return x if group is None else gathered(x, group).sum(0)
+
+
+def concatenated(x: Tensor, counts: Sequence[int], group: torch.distributed.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks, in their order; `counts` has the number of rows of each."""
+    rows = x.new_zeros((max(counts), *x.shape[1:]))
+    rows[: x.shape[0]] = x
+    parts = gathered(rows, group).unbind()
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

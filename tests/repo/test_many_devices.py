@@ -1,0 +1,104 @@
+"""The scripts of `docs/many-devices.md` compute on two processes what they compute on one."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastrl
+from tests.support.gloo_ranks import on_ranks
+from tests.support.trl_runs import needed
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "many-devices.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+#: By the name in the first line, which is the command.
+SCRIPTS = {code.split("\n", 1)[0].split()[-1]: code for code in BLOCKS}
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the loopback device is named as on Linux"),
+]
+
+
+def printed(code, world, directory):
+    """The numbers that a script prints on the first of `world` ranks, by line."""
+    path = directory / f"on{world}.py"
+    path.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(world), str(path)]
+    place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    return torch.tensor([[float(word) for word in line] for line in lines], dtype=torch.float64)
+
+
+def test_there_are_two_scripts_of_less_than_sixty_lines():
+    assert list(SCRIPTS) == ["fsdp.py", "tensor_parallel.py"]
+    assert max(len(code.splitlines()) for code in SCRIPTS.values()) < 60
+    for name in SCRIPTS:
+        assert SCRIPTS[name].startswith(f"# torchrun --standalone --nproc-per-node 2 {name}\n")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_processes_print_what_one_does(name, tmp_path):
+    """Losses, metrics and norms of gradients of three optimizer steps."""
+    if "transformers" in SCRIPTS[name]:
+        needed("transformers")
+    one, two = (printed(SCRIPTS[name], world, tmp_path) for world in (1, 2))
+    assert one[:, 0].tolist() == [0, 1, 2]
+    assert one[:, 1:].abs().max() > 1e-3
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+
+
+def test_every_function_with_a_group_is_in_the_table():
+    for argument in ("process_group", "vocab_group"):
+        rows = [line for line in TEXT.splitlines() if f"| `{argument}` |" in line]
+        named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+        functions = {name: getattr(fastrl, name) for name in fastrl.__all__}
+        assert named == {
+            name
+            for name, function in functions.items()
+            if inspect.isfunction(function) and argument in inspect.signature(function).parameters
+        }
+
+
+def gathered_positions():
+    """Gradients of the head's rows and of all hidden states, of which a rank has a part."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    hidden, weight = torch.randn(2, 6, 8), torch.randn(11, 8)
+    ids, scores, mask = torch.randint(11, (2, 6)), torch.randn(2), torch.ones(2, 6)
+    states = distribute_tensor(hidden, mesh, [Shard(1)]).requires_grad_()
+    head = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    for vector in (hidden, weight):
+        vector.requires_grad_()
+    fastrl.linear_policy_loss(hidden, weight, ids, scores, mask).loss.backward()
+    whole = states.full_tensor(grad_placements=[Partial()])
+    loss = fastrl.linear_policy_loss(whole, head, ids, scores, mask, reduce_hidden_gradient=False)
+    loss.loss.backward()
+    assert states.grad.placements == (Shard(1),)
+    return [hidden.grad, weight.grad], [states.grad.full_tensor(), head.grad.full_tensor()]
+
+
+def test_gathered_positions_get_the_whole_gradient():
+    """As the text says of sequence parallelism, and of a head without `vocab_group`."""
+    for expected, found in on_ranks(2, gathered_positions):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
