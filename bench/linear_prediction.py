@@ -24,6 +24,7 @@ import torch
 
 from fastrl.ops._linear import chunks
 from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._vocabulary_parts.parts import WHOLE
 
 FLOPS = 700e12
 BYTES = 3e12
@@ -36,7 +37,7 @@ def chunk_rows(width: int, vocabulary: int, limit: int) -> int:
     head = LinearHead(weight, None, None, None, 1.0, torch.float32)
     before, chunks._GPU_CHUNK_BYTES = chunks._GPU_CHUNK_BYTES, limit
     try:
-        return chunks.chunk_size(None, head, on_gpu=True)
+        return chunks.chunk_size(None, head, WHOLE, 1, on_gpu=True)
     finally:
         chunks._GPU_CHUNK_BYTES = before
 

@@ -1,0 +1,91 @@
+"""Predicted time and bytes of a vocabulary that is split over ranks, on GPUs with NVLink.
+
+    python bench/vocabulary_parallel.py [--rows 8192 --hidden 4096 --vocab 128256]
+
+For the linear policy loss with all gradients of N rows on R ranks, V' = V / R columns each, in
+chunks of C rows (`fastrl/ops/_linear/chunks.py`; two exist at once):
+
+    GEMMs and kernels   as in linear_prediction.py with V', 10 bytes per logit
+    statistics          20 bytes per row to every other rank:  L + 20 C (R - 1) / W
+    d hidden            all-reduce in float32, as a ring:      L + 2 (R - 1) / R  4 C H / W
+
+W is 450 GB/s: 900 GB/s of NVLink on an H100 or H200, half of it in each direction. L = 20 us is the
+latency of a collective of a few KB among 8 GPUs of a machine. The statistics of a chunk travel
+while the next one is projected, the gradient of its hidden states while the next one's GEMMs run;
+what is longer than that, and the last of each, is waited for: `exposed`. Nothing here is a
+measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from linear_prediction import BYTES, FLOPS, predicted
+
+from fastrl.ops._linear.chunks import chunk_size, chunks
+from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
+
+LINK, LATENCY = 450e9, 20e-6
+#: float32 numbers that a rank sends of each row
+STATISTICS = 5
+
+
+def chunk_rows(width: int, vocabulary: int, ranks: int) -> int:
+    """Return the rows of a chunk."""
+    sizes = [vocabulary // ranks + (i < vocabulary % ranks) for i in range(ranks)]
+    weight = torch.empty(sizes[0], width, device="meta")
+    head = LinearHead(weight, None, None, None, 1.0, torch.float32)
+    parts = VocabularyParts("", 0, sizes if ranks > 1 else [], True)
+    return chunk_size(None, head, parts, 2 if ranks > 1 else 1, on_gpu=True)
+
+
+def collectives(rows: int, width: int, vocabulary: int, ranks: int, chunk: int) -> dict[str, float]:
+    """Return bytes and seconds of what the ranks exchange."""
+    found = dict.fromkeys(("statistics", "hidden", "seconds", "exposed"), 0.0)
+    sizes = [one.stop - one.start for one in chunks(0, rows, min(chunk, rows), on_gpu=True)]
+    for i, size in enumerate(sizes):
+        statistics = 4 * STATISTICS * size * (ranks - 1)
+        hidden = 2 * (ranks - 1) / ranks * 4 * size * width
+        found["statistics"] += statistics
+        found["hidden"] += hidden
+        gemm = max(2 * size * width * vocabulary / ranks / FLOPS, 2 * width * vocabulary / BYTES)
+        last = i == len(sizes) - 1
+        for sent, hiding in ((statistics, gemm), (hidden, 3 * gemm)):
+            seconds = LATENCY + sent / LINK
+            found["seconds"] += seconds
+            found["exposed"] += seconds if last else max(0.0, seconds - hiding)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    given = parser.parse_args()
+    N, H, V = given.rows, given.hidden, given.vocab
+    alone = predicted(N, H, V, chunk_rows(H, V, 1), 10)
+    print(f"{N} x {H} x {V}; one GPU, no split: {1e3 * alone:.1f} ms\n")
+    print(
+        "| ranks | rows in a chunk | GEMMs and kernels, ms | statistics, MB | d hidden, MB "
+        "| collectives, ms | exposed, ms | exposed / total | speed-up |"
+    )
+    print("| ---: |" + " ---: |" * 8)
+    for ranks in (2, 4, 8):
+        rows = chunk_rows(H, V, ranks)
+        compute = predicted(N, H, -(-V // ranks), rows, 10)
+        sent = collectives(N, H, V, ranks, rows)
+        total = compute + sent["exposed"]
+        cells = [
+            f"{ranks} | {rows} | {1e3 * compute:.1f}",
+            *(f"{sent[name] / 1e6:.2f}" for name in ("statistics", "hidden")),
+            *(f"{1e3 * sent[name]:.2f}" for name in ("seconds", "exposed")),
+            f"{sent['exposed'] / total:.1%} | {alone / total:.2f}",
+        ]
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
