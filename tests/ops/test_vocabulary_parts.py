@@ -37,7 +37,7 @@ def test_equal_to_the_whole_vocabulary_and_on_all_ranks(backend, form, sizes, dt
 
 
 def test_one_collective_per_chunk(backend):
-    for rank in on_ranks(2, collectives_on_ranks, (20, 17), backend):
+    for rank, order in on_ranks(2, collectives_on_ranks, (20, 17), backend):
         chunks = 9  # two of them exist at once, of 5 rows each
         in_backward = 5  # which needs no statistics, so the chunks have 10
         sizes = 1  # of the parts, once per call
@@ -47,6 +47,8 @@ def test_one_collective_per_chunk(backend):
         assert rank["logprobs, partial"] == (forward, forward)
         assert rank["logprobs"] == (forward, {**forward, "all_reduce": in_backward})
         assert rank["logits"] == ({"all_gather": sizes + 1},) * 2
+        # the next chunk is projected before the ranks wait for each other
+        assert order == "PS" + "PWS" * (chunks - 1) + "W"
 
 
 def test_a_head_that_is_tensor_parallel_beside_data_parallelism(backend):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
+from fastrl.ops._linear import walk
 
 ROWS, WIDTH, RANK = 45, 24, 3
 NAMES = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1")
@@ -238,6 +239,7 @@ def collectives_on_ranks(sizes, backend):
             backend=backend,
         ).loss  # fmt: skip
 
+    order = events(lambda: loss({"hidden": head["hidden"], "weight": head["weight"][own]}))
     count("loss", loss)
     count("loss, partial", lambda x: loss(x, reduce_hidden_gradient=False))
     count("logprobs", logprobs)
@@ -246,7 +248,32 @@ def collectives_on_ranks(sizes, backend):
     total = counts["loss, partial"][2].clone()
     dist.all_reduce(total)
     torch.testing.assert_close(total, counts["loss"][2])
-    return {name: found[:2] for name, found in counts.items()}
+    return {name: found[:2] for name, found in counts.items()}, order
+
+
+def events(call):
+    """What a call does in turn: projections of chunks (P), sending (S), waiting for others (W)."""
+    happened = []
+
+    def noted(owner, name, letter):
+        plain = getattr(owner, name)
+
+        def run(*arguments, **options):
+            happened.append(letter)
+            return plain(*arguments, **options)
+
+        setattr(owner, name, run)
+        return lambda: setattr(owner, name, plain)
+
+    undo = [
+        noted(walk.LinearWalk, "project", "P"),
+        noted(walk.Exchange, "__init__", "S"),
+        noted(walk.Exchange, "result", "W"),
+    ]
+    call()
+    for each in undo:
+        each()
+    return "".join(happened)
 
 
 def tensor_parallel_on_ranks(backend):

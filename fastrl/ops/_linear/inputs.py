@@ -71,8 +71,7 @@ def linear_inputs(
         vocabulary=head.vocabulary if group is None else 1,
     )
     active = counted_rows(rows)
-    ids = [] if group is None else [torch.where(active, rows.token_ids, -1)]
-    parts = vocabulary_parts(group, head.vocabulary, states, ids, reduce_hidden_gradient=reduce)
+    parts = vocabulary_parts(group, head.vocabulary, rows, active, reduce_hidden_gradient=reduce)
     check_ids(rows, active, sum(parts.sizes) if parts.split() else head.vocabulary)
     flat = rows._replace(
         token_ids=rows.token_ids.reshape(-1),

@@ -14,6 +14,7 @@ from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._rows import active_rows, counted_rows
 from fastrl.ops._vocabulary_parts.parts import (
+    WHOLE,
     VocabularyParts,
     gather,
     group_named,
@@ -45,9 +46,8 @@ def parts_of_logits(
 ) -> VocabularyParts:
     """Exchange the sizes of the parts `[B, T, V]` and check that the rows are the same."""
     if group is None:
-        return vocabulary_parts(None, 0, logits, [])
-    ids = torch.where(counted_rows(rows), rows.token_ids, -1)
-    return vocabulary_parts(group, logits.shape[-1], logits, [ids])
+        return WHOLE
+    return vocabulary_parts(group, logits.shape[-1], rows, counted_rows(rows))
 
 
 def stats_of_part(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl.checks import is_sharded
+from fastrl.contract import RowArguments
 from fastrl.tracing import is_traced
 
 #: The name of a mesh dimension over which a DTensor with `Shard` is a part of the vocabulary; over
@@ -96,42 +96,43 @@ def local_part(value: Any) -> Any:
 def vocabulary_parts(
     group: dist.ProcessGroup | None,
     size: int,
-    like: Tensor,
-    same: Sequence[Tensor | None],
+    rows: RowArguments,
+    active: Tensor,
     *,
     reduce_hidden_gradient: bool = True,
 ) -> VocabularyParts:
-    """Exchange the sizes of the parts; the tensors in `same` must be the same on every rank.
+    """Exchange the sizes of the parts; the ids of active rows must be the same on every rank.
 
-    Takes one collective of a few integers, which the host waits for.
+    Takes one collective of two integers, which the host waits for.
 
     Raises:
-        ValueError: a part is empty, the tensors differ between ranks, or the call is traced.
+        ValueError: a part is empty, the ids differ between ranks, or the call is traced.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None:
         return WHOLE
+    ids = rows.token_ids
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break("the ranks exchange the sizes of their parts")
-    elif is_traced(like) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+    elif is_traced(ids) or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise ValueError(
             "vocab_group cannot be used in a trace or while a CUDA graph is captured: the ranks "
             "exchange the sizes of their parts, for which the host waits"
         )
-    own = torch.stack(
-        [torch.full((), size, device=like.device), *(_checksum(x) for x in same if x is not None)]
-    )
-    rows = gather(own, group).tolist()
-    if any(row[1:] != rows[0][1:] for row in rows):
+    if dist.get_world_size(group) == 1 and size > 0:
+        return WHOLE
+    own = torch.stack([ids.new_full((), size), _checksum(ids, active)])
+    sizes, checksums = zip(*gather(own, group).tolist(), strict=True)
+    if len(set(checksums)) > 1:
         raise ValueError(
             "token_ids, mask and everything else per token must be the same on every rank of "
             "vocab_group, which splits the vocabulary and not the tokens; they differ"
         )
-    sizes = [row[0] for row in rows]
     if 0 in sizes:
         raise ValueError(
-            f"vocab_group: every rank needs at least one column of the vocabulary, got {sizes}"
+            f"vocab_group: every rank needs at least one column of the vocabulary, got {[*sizes]}"
         )
-    return VocabularyParts(group.group_name, dist.get_rank(group), sizes, reduce_hidden_gradient)
+    rank = dist.get_rank(group)
+    return VocabularyParts(group.group_name, rank, [*sizes], reduce_hidden_gradient)
 
 
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -148,11 +149,9 @@ def start_gather(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Wo
     return gathered, cast("dist.Work", work)
 
 
-def _checksum(values: Tensor) -> Tensor:
-    """Return an integer that differs where shape, order or values do, but for a coincidence."""
-    flat = values.detach().reshape(-1)
-    if flat.is_floating_point():
-        flat = flat.double().view(torch.int64)
+def _checksum(ids: Tensor, active: Tensor) -> Tensor:
+    """Return an integer that differs where active ids or places do, but for a coincidence."""
+    flat = torch.where(active, ids, -1).reshape(-1)
     places = torch.arange(1, flat.shape[0] + 1, device=flat.device)
-    # odd factors: no bit of a value is lost
-    return ((flat.to(torch.int64) + places) * (2 * places * 2654435761 + 1)).sum() + flat.shape[0]
+    # odd factors: no bit of an id is lost
+    return ((flat + places) * (2 * places * 2654435761 + 1)).sum() + flat.shape[0]
