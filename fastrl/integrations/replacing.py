@@ -8,6 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from fastrl.integrations.importing import AfterImport
 from fastrl.integrations.undoing import Undoable
 
 
@@ -16,15 +19,19 @@ class Replacement(NamedTuple):
 
     Attributes:
         module: the module that defines it, `package.some.module`.
-        name: its name there.
+        name: its name there: of a function, of a method (`Class.method`), or of the `apply` of an
+            autograd function, whose parameters are those of its `forward` without `ctx`.
         function: ours, with the same parameters and defaults.
         optional: True if some versions of the package do not have it.
+        when_imported: True if `module` is not imported for this, since it needs packages that not
+            every process has or wants; the function is replaced as soon as something imports it.
     """
 
     module: str
     name: str
     function: Callable[..., Any]
     optional: bool = False
+    when_imported: bool = False
 
 
 #: our functions that are in use at the moment -> the package's functions that they replace
@@ -36,12 +43,17 @@ def original(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return _REPLACED.get(function)
 
 
-class Replaced(Undoable):
-    """Functions of a package that run on fastrl until `undo()` or the end of a `with` block.
+class _Found(NamedTuple):
+    """A function of the package, and the class if it is a method."""
 
-    Attributes:
-        names: `module.name` of what was replaced.
-    """
+    where: str
+    owner: type | None
+    theirs: Callable[..., Any]
+    ours: Callable[..., Any]
+
+
+class Replaced(Undoable):
+    """Functions of a package that run on fastrl until `undo()` or the end of a `with` block."""
 
     def __init__(
         self,
@@ -51,22 +63,37 @@ class Replaced(Undoable):
         registries: tuple[str, ...] = (),
     ) -> None:
         self._package, self._registries = package, registries
-        found = [(item, _theirs(package, item)) for item in replacements]
-        self._pairs = [(theirs, item.function) for item, theirs in found if theirs is not None]
-        self.names = tuple(f"{item.module}.{item.name}" for item, theirs in found if theirs)
-        self._swap(self._pairs)
-        _REPLACED.update((ours, theirs) for theirs, ours in self._pairs)
+        self._found: list[_Found] = []
+        now = [x for x in replacements if not x.when_imported or x.module in sys.modules]
+        self._replace(now)
+        self._later = [x for x in replacements if x not in now]
+        self._watch = AfterImport([x.module for x in self._later], self._imported)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`module.name` of what was replaced so far."""
+        return tuple(found.where for found in self._found)
 
     def undo(self) -> None:
         """Restore the package's functions; a second call does nothing."""
-        self._swap([(ours, theirs) for theirs, ours in self._pairs])
-        for _, ours in self._pairs:
-            _REPLACED.pop(ours, None)
-        self._pairs = []
+        self._watch.stop()
+        self._swap([(found.owner, found.ours, found.theirs) for found in self._found])
+        for found in self._found:
+            _REPLACED.pop(found.ours, None)
+        self._found, self._later = [], []
 
-    def _swap(self, pairs: list[tuple[Any, Any]]) -> None:
+    def _imported(self, module: str) -> None:
+        self._replace([item for item in self._later if item.module == module])
+
+    def _replace(self, items: Sequence[Replacement]) -> None:
+        found = [x for x in (_theirs(self._package, item) for item in items) if x is not None]
+        self._swap([(x.owner, x.theirs, x.ours) for x in found])
+        _REPLACED.update((x.ours, x.theirs) for x in found)
+        self._found += found
+
+    def _swap(self, changes: list[tuple[type | None, Any, Any]]) -> None:
         # other modules hold the function too: `from core_algos import agg_loss`
-        new = {id(old): value for old, value in pairs}
+        new = {id(old): value for owner, old, value in changes if owner is None}
         for name, module in list(sys.modules.items()):
             if module is None or f"{name}.".partition(".")[0] != self._package:
                 continue
@@ -74,34 +101,51 @@ class Replaced(Undoable):
                 for key, value in list(namespace.items()):
                     if id(value) in new:
                         namespace[key] = new[id(value)]
+        for owner, old, value in changes:
+            for key, held in list(vars(owner).items()) if owner else ():
+                if held is old:
+                    setattr(owner, key, value)
 
     def _tables(self, module: object) -> list[dict[str, Any]]:
         return [vars(module)[name] for name in self._registries if name in vars(module)]
 
 
-def _theirs(package: str, item: Replacement) -> Callable[..., Any] | None:
+def _theirs(package: str, item: Replacement) -> _Found | None:
     """Return the package's function if ours can replace it; None if the package has none."""
     where = f"{item.module}.{item.name}"
     try:
-        theirs = vars(importlib.import_module(item.module)).get(item.name)
+        module = importlib.import_module(item.module)
     except ImportError as error:
         raise ImportError(f"{where} cannot be replaced: {package} is not importable") from error
     version = getattr(sys.modules[package], "__version__", "of unknown version")
+    holder, _, name = item.name.rpartition(".")
+    owner = vars(module).get(holder) if holder else None
+    place = module if not holder else owner
+    theirs = None if place is None else vars(place).get(name)
     if theirs is None:
         if item.optional:
             return None
         raise NotImplementedError(f"{package} {version} has no {where}, which fastrl replaces")
     if theirs is item.function:
         raise RuntimeError(f"{where} runs on fastrl already: undo the first use_fastrl() first")
-    if theirs.__module__ != item.module:
-        raise NotImplementedError(f"{where} was already replaced by {theirs.__module__}")
-    known, found = parameters(item.function), parameters(theirs)
+    home, found = _as_written(theirs)
+    if home != item.module:
+        raise NotImplementedError(f"{where} was already replaced by {home}")
+    known = parameters(item.function)
     if known != found:
         raise NotImplementedError(
             f"{where} of {package} {version} takes ({', '.join(found)}), "
             f"fastrl expects ({', '.join(known)})"
         )
-    return theirs  # type: ignore[no-any-return]
+    return _Found(where, owner, theirs, item.function)
+
+
+def _as_written(function: Any) -> tuple[str, list[str]]:
+    """Return the module of a function, or of the autograd function that it applies; parameters."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return owner.__module__, parameters(owner.forward)[1:]
+    return function.__module__, parameters(function)
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:

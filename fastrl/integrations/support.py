@@ -22,7 +22,7 @@ MEANINGS: dict[str, str] = {
 }
 
 #: Modules of `fastrl.integrations` that have a table.
-MODULES: tuple[str, ...] = ("trl", "verl", "openrlhf", "liger", "torchrl")
+MODULES: tuple[str, ...] = ("trl", "verl", "openrlhf", "nemo_rl", "liger", "torchrl")
 
 
 @dataclass(frozen=True, kw_only=True)

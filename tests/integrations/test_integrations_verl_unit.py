@@ -125,6 +125,7 @@ def own_tests():
 def test_verls_own_unit_tests_pass_with_ours_in_place():
     folder = own_tests()
     names = ("core_algos", "loss_aggregation", "value_loss_normalization")
+    names = (*names, "dynamic_policy_losses", "reinforce_pp_multiturn")
     files = [folder / f"test_{name}_on_cpu.py" for name in names]
     files.append(folder / "test_rollout_corr_integration.py")
     paths = (str(Path(__file__).parents[2]), *sys.path)

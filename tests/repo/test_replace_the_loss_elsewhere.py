@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_replace_the_loss import blocks
 
-from fastrl.integrations import liger, openrlhf, torchrl, verl
-from tests.support import verl_formulas
+from fastrl.integrations import liger, nemo_rl, openrlhf, torchrl, verl
+from tests.support import nemo_rl_formulas, verl_formulas
 from tests.support.importable import importable
 
 
@@ -81,6 +81,26 @@ def test_openrlhf(modules):
         assert imported[before].keys() == imported[after].keys()
         found |= imported[after]
     assert {name: found[name] for name in own} == {name: getattr(openrlhf, name) for name in own}
+
+
+def test_nemo_rl(modules):
+    name = "from_parallel_hidden_states_to_logprobs"
+    modules(nemo_rl__distributed__model_utils={name: getattr(nemo_rl_formulas, name)})
+    home, used, settings = sys.modules["nemo_rl.distributed.model_utils"], [], {}
+    settings["megatron_cfg"] = {"use_fused_linear_logprobs": True}
+    settings["megatron_cfg"]["fused_linear_logprobs_chunk_size"] = 2
+
+    def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size):
+        used.append(getattr(home, name))
+
+    for code in blocks("NeMo RL")[0]:
+        names = {"policy_cfg": settings}
+        exec(code, names | {f.__name__: f for f in [patch_gpt_model_forward_for_linear_ce_fusion]})
+    assert [f is getattr(nemo_rl, name) for f in used] == [False, True]
+    torch.manual_seed(0)
+    batch = (torch.randn(5, 2, 4), torch.randn(7, 4), False, torch.randint(7, (2, 5)), 0, 7, None)
+    results = [function(*batch).double() for function in used]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_liger():

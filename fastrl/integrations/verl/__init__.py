@@ -10,17 +10,27 @@ from __future__ import annotations
 
 from fastrl.integrations.replacing import Replaced, Replacement
 from fastrl.integrations.support import Support
-from fastrl.integrations.verl import policy_losses
+from fastrl.integrations.verl import (
+    advantages,
+    fused_linear,
+    group_baselines,
+    group_normalized,
+    policy_losses,
+    selected_tokens,
+    vocabulary_parallel,
+)
+from fastrl.integrations.verl.advantages import compute_gae_advantage_return
 from fastrl.integrations.verl.aggregation import agg_loss
 from fastrl.integrations.verl.functions import (
-    compute_gae_advantage_return,
-    compute_grpo_outcome_advantage,
-    compute_grpo_vectorized_outcome_advantage,
     compute_value_loss,
     entropy_from_logits,
     entropy_from_logits_with_chunking,
     kl_penalty,
     logprobs_from_logits,
+)
+from fastrl.integrations.verl.group_normalized import (
+    compute_grpo_outcome_advantage,
+    compute_grpo_vectorized_outcome_advantage,
 )
 
 __all__ = [
@@ -40,7 +50,9 @@ __all__ = [
 
 TESTED = (
     "Tested with verl 0.9.1: each function, verl's `ppo_loss` with entropy and KL on top of them, "
-    "and verl's unit tests of them."
+    "and verl's unit tests of them; `use_fused_kernels=True` also in updates by verl's training "
+    "worker with FSDP2 on a CPU, on one rank and on two, and in Megatron's fused forward and on "
+    "its logits with Megatron Core 0.16.1 on two ranks of a CPU."
 )
 
 
@@ -48,12 +60,14 @@ def use_fastrl() -> Replaced:
     """Replace verl's functions with fastrl's wherever verl has loaded them, in this process.
 
     With the names, arguments and metrics of verl 0.9, this replaces `logprobs_from_logits`,
-    `entropy_from_logits` (and its chunked form), `compute_gae_advantage_return`,
-    `compute_grpo_outcome_advantage` (and its vectorized form), `agg_loss`, `compute_value_loss`,
-    `kl_penalty`, and the registered policy losses vanilla, gspo, sapo, cispo, geo_mean and gpg.
-    Everything else (dppo_tv, dppo_kl, clip_cov, kl_cov, dro, bypass_mode, estimators such as
-    rloo) remains verl's. Call it before verl builds its engines, which compile the entropy
-    function that they find.
+    `entropy_from_logits` (and its chunked form), `agg_loss`, `compute_value_loss`, `kl_penalty`,
+    all registered advantage estimators but the optimal token baselines, and all registered policy
+    losses but bypass_mode, which calls two of them. Everything else remains verl's. Call it before
+    verl builds its engines, which compile the entropy function that they find.
+
+    The functions behind `use_fused_kernels=True` (`FusedLinearForPPO`, `linear_cross_entropy`) and
+    those of a vocabulary that Megatron's ranks share (`vocab_parallel_*`) are in modules that
+    import Liger, Triton or Megatron. They are replaced when verl imports these modules.
 
     Results equal verl's except that masked tokens give 0; log-probabilities and entropies are fp32
     even from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask gives 0 where
@@ -66,7 +80,8 @@ def use_fastrl() -> Replaced:
     Raises:
         ImportError: verl is not importable.
         NotImplementedError: a function of this verl is missing, has other parameters than in
-            verl 0.9, or was already replaced; nothing is changed.
+            verl 0.9, or was already replaced; nothing is changed. In a module that verl imports
+            later, the import raises it.
         RuntimeError: verl runs on fastrl already.
     """
     return Replaced(
@@ -76,6 +91,19 @@ def use_fastrl() -> Replaced:
 
 _TOKENS = "verl.utils.torch_functional"
 _CORE = "verl.trainer.ppo.core_algos"
+#: estimators that not every verl 0.9 has
+_ESTIMATORS = (
+    group_normalized.compute_grpo_vectorized_outcome_advantage,
+    group_normalized.compute_grpo_passk_outcome_advantage,
+    group_normalized.compute_gdpo_outcome_advantage,
+    advantages.compute_reinforce_plus_plus_outcome_advantage,
+    group_baselines.compute_reinforce_plus_plus_baseline_outcome_advantage,
+    advantages.compute_remax_outcome_advantage,
+    group_baselines.compute_rloo_outcome_advantage,
+    group_baselines.compute_rloo_vectorized_outcome_advantage,
+    group_baselines.compute_opo_outcome_advantage,
+    group_baselines.compute_gpg_outcome_advantage,
+)
 _REPLACEMENTS = [
     Replacement(_TOKENS, "logprobs_from_logits", logprobs_from_logits),
     Replacement(_TOKENS, "entropy_from_logits", entropy_from_logits),
@@ -84,12 +112,7 @@ _REPLACEMENTS = [
     ),
     Replacement(_CORE, "compute_gae_advantage_return", compute_gae_advantage_return),
     Replacement(_CORE, "compute_grpo_outcome_advantage", compute_grpo_outcome_advantage),
-    Replacement(
-        _CORE,
-        "compute_grpo_vectorized_outcome_advantage",
-        compute_grpo_vectorized_outcome_advantage,
-        True,
-    ),
+    *(Replacement(_CORE, function.__name__, function, True) for function in _ESTIMATORS),
     Replacement(_CORE, "agg_loss", agg_loss),
     Replacement(_CORE, "compute_value_loss", compute_value_loss),
     Replacement(_CORE, "kl_penalty", kl_penalty),
@@ -99,6 +122,14 @@ _REPLACEMENTS = [
     Replacement(_CORE, "compute_policy_loss_cispo", policy_losses.cispo, True),
     Replacement(_CORE, "compute_policy_loss_geo_mean", policy_losses.geo_mean, True),
     Replacement(_CORE, "compute_policy_loss_gpg", policy_losses.gpg, True),
+    Replacement(_CORE, "compute_policy_loss_dro", policy_losses.dro, True),
+    Replacement(_CORE, "compute_policy_loss_reinforce", policy_losses.reinforce, True),
+    Replacement(_CORE, "compute_policy_loss_dppo_tv", selected_tokens.dppo_tv, True),
+    Replacement(_CORE, "compute_policy_loss_dppo_kl", selected_tokens.dppo_kl, True),
+    Replacement(_CORE, "compute_policy_loss_clip_cov", selected_tokens.clip_cov, True),
+    Replacement(_CORE, "compute_policy_loss_kl_cov", selected_tokens.kl_cov, True),
+    *fused_linear.REPLACEMENTS,
+    *vocabulary_parallel.REPLACEMENTS,
 ]
 
 #: How a function differs from verl's.
@@ -107,8 +138,23 @@ _NOTES = {
     "entropy_from_logits": "fp32 also from 16-bit logits; logits of `-inf` contribute 0",
     "compute_gae_advantage_return": "masked tokens give 0",
     "compute_grpo_outcome_advantage": "a group of equal rewards gives exactly 0",
+    "compute_grpo_passk_outcome_advantage": "a group of one is refused, as in verl",
+    "compute_remax_outcome_advantage": "masked tokens give 0",
     "agg_loss": "an empty mask gives 0",
+    "compute_policy_loss_dro": "a Python function as objective",
+    "compute_policy_loss_reinforce": "one of the two losses of `bypass_mode`",
+    "compute_policy_loss_dppo_tv": "the kernels of `cispo`, dropped tokens have weight 0",
+    "compute_policy_loss_dppo_kl": "the kernels of `cispo`, dropped tokens have weight 0",
+    "compute_policy_loss_clip_cov": "the kernels of `ppo`; the same tokens are drawn as in verl",
+    "compute_policy_loss_kl_cov": "a Python function as objective; selects on the device",
     "kl_penalty": "`full` is refused, as in verl",
+    "FusedLinearForPPO.forward": "`use_fused_kernels=True`, `impl_backend` `torch` and `liger`; "
+    "entropies are fp32",
+    "linear_cross_entropy": "`use_fused_kernels=True`, `impl_backend` `triton` and Megatron; also "
+    "on a CPU, and hidden sizes that 128 does not divide",
+    "vocab_parallel_log_probs_from_logits": "Megatron; the forward does not overwrite the logits",
+    "vocab_parallel_entropy": "Megatron; fp32 also from 16-bit logits",
+    "vocab_parallel_sum_pi_squared": "Megatron; without a gradient",
 }
 
 SUPPORT = [
@@ -122,20 +168,31 @@ SUPPORT = [
         note="the values are factors, as in verl",
     ),
     Support(
-        option="loss modes `dppo_tv`, `dppo_kl`, `clip_cov`, `kl_cov`, `dro`, `bypass_mode`, and "
-        "losses that a user registers",
+        option="loss mode `bypass_mode`, and losses and estimators that a user registers",
         handling="unchanged",
-        note="where they call functions above, these are fastrl's",
+        note="where they call functions above, these are fastrl's: `bypass_mode` weights and "
+        "rejects tokens, then calls `vanilla` or `reinforce`",
     ),
     Support(
-        option="advantage estimators `rloo`, `reinforce_plus_plus`, `remax`, `opo`, `gpg`, `gdpo`, "
-        "`grpo_passk`, optimal token baselines",
+        option="advantage estimators `optimal_token_baseline`, `tir_optimal_token_baseline`",
         handling="unchanged",
-        note="`gdpo` normalizes with `compute_grpo_outcome_advantage`, which is fastrl's",
+        note="fastrl has no baseline for each position of a group",
     ),
     Support(
-        option="`use_fused_kernels=True`, vocabulary-parallel log-probabilities (Megatron)",
-        handling="unchanged",
+        option="`use_fused_kernels=True` with FSDP2 and an LM head that is not tied",
+        handling="replaced",
+        note="verl 0.9.1 stops with an error about DTensors; fastrl gathers the head",
+    ),
+    Support(
+        option="`use_fused_kernels=True` with a head that has a bias, softcap, scale or LoRA",
+        handling="replaced",
+        note="these have no effect, as in verl, whose functions get the weight alone",
+    ),
+    Support(
+        option="`use_fused_kernels=True` with a temperature per sample, or with "
+        "`calculate_sum_pi_squared`",
+        handling="refused",
+        note="by verl",
     ),
     Support(
         option="logits that are a nested tensor or a DTensor",

@@ -65,12 +65,43 @@ def gae_with_factors(
         after = after.lerp(values[:, t], weights[:, t])
         found.append(trace)
     advantages = torch.stack(found[::-1], dim=1)
-    count = weights.sum()
-    mean = masked_mean(advantages, mask)
-    variance = masked_mean((advantages - mean).square(), mask) * count / (count - 1)
-    white = (advantages - mean) * (variance + _EPSILON).rsqrt()
-    valid = mask.bool()
-    return torch.where(valid, white, 0.0), torch.where(valid, advantages + values, 0.0)
+    returns = torch.where(mask.bool(), advantages + values, 0.0)
+    return whiten(advantages, mask), returns
+
+
+def returns_with_factors(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Return verl's discounted returns for mask values m between 0 and 1.
+
+    m_t G_t with G_t = r_t + gamma H_{t+1} and H_t = m_t G_t + (1 - m_t) H_{t+1}.
+    """
+    weights, valid = mask.to(rewards.dtype), mask.bool()
+    given = torch.where(valid, rewards, 0.0)
+    after = torch.zeros_like(rewards[:, 0])
+    found = []
+    for t in reversed(range(rewards.shape[1])):
+        step = given[:, t] + gamma * after
+        after = after.lerp(step, weights[:, t])
+        found.append(step)
+    return torch.stack(found[::-1], dim=1) * weights
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Return (x - mean) / sqrt(var + 1e-8) over the mask, 0 where it is 0; as `fastrl.whiten`.
+
+    With mask values m, mean and variance are sums of m_t x_t, and the variance is multiplied by
+    n / (n - 1) for n = sum m_t, as in verl.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.verl.masks import whiten
+        >>> whiten(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1.5, 1.5, 0.0]))
+        tensor([-0.8165,  0.8165,  0.0000])
+    """
+    if not has_factors(mask):
+        return fastrl.whiten(x, mask)
+    count, mean = mask.to(x.dtype).sum(), masked_mean(x, mask)
+    variance = masked_mean((x - mean).square(), mask) * count / (count - 1)
+    return torch.where(mask.bool(), (x - mean) * (variance + _EPSILON).rsqrt(), 0.0)
 
 
 def _on_the_host(mask: Tensor) -> bool:

@@ -1,13 +1,13 @@
-"""verl's registered policy losses on `policy_loss`: vanilla, gspo, sapo, cispo, geo_mean, gpg.
+"""verl's policy losses on `policy_loss`: vanilla, gspo, sapo, cispo, geo_mean, gpg, dro, reinforce.
 
-Each is a preset of the convention `verl` with the bounds of verl's `ActorConfig`, multiplied by
-the rollout weights and aggregated as in `agg_loss`. Masked tokens have no effect, whatever they
-hold; mask values other than 0 and 1 are factors, as in verl.
+Each is a preset of the convention `verl` with the bounds of verl's `ActorConfig` (dro: a function
+of a token), multiplied by the rollout weights and aggregated as in `agg_loss`. Masked tokens have
+no effect, whatever they hold; mask values other than 0 and 1 are factors, as in verl.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,18 @@ from torch import Tensor
 import fastrl
 from fastrl import Objective
 from fastrl.integrations.log_ratios import within_bounds
-from fastrl.integrations.verl.aggregation import Aggregation, aggregation
+from fastrl.integrations.verl.aggregation import Aggregation
 from fastrl.integrations.verl.masks import factors, masked_mean
-from fastrl.objective.presets import Preset
-
-Result = tuple[Tensor, dict[str, Any]]
+from fastrl.integrations.verl.policy_term import (
+    Batch,
+    PolicyTerm,
+    Result,
+    check,
+    clip_bounds,
+    clip_metrics,
+    means,
+    policy_term,
+)
 
 
 def vanilla(
@@ -46,11 +53,11 @@ def vanilla(
         >>> loss, metrics["actor/pg_clipfrac"]
         (tensor(-1.3000), 1.0)
     """
-    batch = _Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = _clip(config)
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    low, high = clip_bounds(config)
     cap = float(config.get("clip_ratio_c", 3.0))
     bounds = {"clip_low": min(low, 1.0), "clip_high": high, "dual_clip": cap}
-    loss = _loss("ppo", response_mask, loss_agg_mode, config, **bounds)
+    loss = policy_term("ppo", response_mask, loss_agg_mode, config, **bounds)
     log_ratio = within_bounds(log_prob - old_log_prob, loss.objective)
     ratio = log_ratio.exp()
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
@@ -71,8 +78,8 @@ def gspo(
 
     log s = mean over the sequence of log r, at most 10; f as in vanilla without dual clip.
     """
-    batch = _Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = _clip(config)
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    low, high = clip_bounds(config)
     bounds: dict[str, Any] = {"clip_low": min(low, 1.0), "clip_high": high}
     log_ratio, weights = (log_prob - old_log_prob).detach(), factors(response_mask)
     if weights is None:
@@ -82,7 +89,7 @@ def gspo(
         mean = (total / weights.sum(-1).clamp(min=1))[:, None]
         batch = batch._replace(old_log_prob=log_prob.detach() - mean)
         bounds["level"] = "token"
-    loss = _loss("gspo", response_mask, loss_agg_mode, config, **bounds)
+    loss = policy_term("gspo", response_mask, loss_agg_mode, config, **bounds)
     ratio = within_bounds(mean, loss.objective).exp()
     clipped = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
     return loss.of(batch, log_ratio, clipped)
@@ -102,13 +109,13 @@ def sapo(
     Aggregated by `seq-mean-token-mean`, whatever `loss_agg_mode` says, as in verl.
     """
     del loss_agg_mode
-    batch = _Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    _check(config)
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    check(config)
     temperatures = {
         "sapo_temperature_pos": float(config.tau_pos),
         "sapo_temperature_neg": float(config.tau_neg),
     }
-    loss = _loss("sapo", response_mask, "seq-mean-token-mean", config, **temperatures)
+    loss = policy_term("sapo", response_mask, "seq-mean-token-mean", config, **temperatures)
     return loss.of(batch, within_bounds(log_prob - old_log_prob, loss.objective))
 
 
@@ -122,9 +129,9 @@ def cispo(
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
     """CISPO, clipped on both sides: f = -sg[clip(r, 1 - low, 1 + high)] A log_prob."""
-    batch = _Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = _clip(config)
-    loss = _loss("cispo", response_mask, loss_agg_mode, config, clip_low=low, clip_high=high)
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    low, high = clip_bounds(config)
+    loss = policy_term("cispo", response_mask, loss_agg_mode, config, clip_low=low, clip_high=high)
     log_ratio = within_bounds(log_prob - old_log_prob, loss.objective)
     ratio = log_ratio.exp()
     return loss.of(batch, log_ratio, ratio != ratio.clamp(1 - low, 1 + high))
@@ -145,7 +152,7 @@ def geo_mean(
     verl; rollout weights enter as their geometric mean.
     """
     del loss_agg_mode
-    low, high = _clip(config)
+    low, high = clip_bounds(config)
     log_ratio = (log_prob - old_log_prob).detach()
     above, below = log_ratio > high, log_ratio < -low
     upper, lower = (above | below) & (advantages > 0), (above | below) & (advantages < 0)
@@ -155,15 +162,15 @@ def geo_mean(
     current = torch.where(advantages == 0, old_log_prob, log_prob)  # there verl's log r is 0
     if factors(response_mask) is None:
         objective = Objective.preset("gmpo", convention="verl", clip_low=low, clip_high=high)
-        batch = _Batch(old_log_prob, current, advantages, response_mask, rollout_is_weights)
-        value = _Loss(objective, Aggregation(response_mask, {})).value(batch)
+        batch = Batch(old_log_prob, current, advantages, response_mask, rollout_is_weights)
+        value = PolicyTerm(objective, Aggregation(response_mask, {})).value(batch)
     else:  # `Objective` has no weighted mean over a sequence
         held = torch.where(upper & above, high, current - old_log_prob)
         held = torch.where(lower & below, -low, held)
         value = -masked_mean(advantages, response_mask, dim=-1)
         value = value * masked_mean(held, response_mask, dim=-1).exp()
         value = (value if rollout_is_weights is None else value * rollout_is_weights).mean()
-    return value, _metrics(response_mask, log_ratio, upper, lower)
+    return value, clip_metrics(response_mask, log_ratio, upper, lower)
 
 
 def gpg(
@@ -177,83 +184,56 @@ def gpg(
 ) -> Result:
     """GPG: f = -A log_prob, without a ratio; no metrics, as in verl."""
     del old_log_prob
-    batch = _Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
-    return _loss("reinforce", response_mask, loss_agg_mode, config).value(batch), {}
+    batch = Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
+    return policy_term("reinforce", response_mask, loss_agg_mode, config).value(batch), {}
 
 
-class _Batch(NamedTuple):
-    """The tensors of one of verl's policy losses."""
+def dro(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Result:
+    """DRO (arXiv 2405.19107): f = -A log_prob + dro_beta / 2 (log r)^2, log r without bounds.
 
-    old_log_prob: Tensor | None
-    log_prob: Tensor
-    advantages: Tensor
-    response_mask: Tensor
-    weights: Tensor | None
+    Without rollout weights this is the surrogate `reinforce` with the KL estimator `k2` to the old
+    policy; the rollout weights multiply both terms, as in verl.
 
+    Example:
+        >>> import types, torch
+        >>> from fastrl.integrations.verl.policy_losses import dro
+        >>> own = types.SimpleNamespace(dro_beta=2.0)
+        >>> config = types.SimpleNamespace(policy_loss=own, global_batch_info={})
+        >>> old, new, one = torch.zeros(1, 1), torch.full((1, 1), 0.5), torch.ones(1, 1)
+        >>> dro(old, new, one, one, config=config)
+        (tensor(-0.2500), {'actor/ppo_kl': -0.5})
+    """
+    check(config)
+    beta = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ValueError(f"policy_loss.dro_beta must be above 0 for dro, got {beta}")
 
-class _Loss(NamedTuple):
-    """A policy loss without KL and entropy, which verl adds itself."""
+    def surrogate(logprobs: Tensor, old: Tensor, _: Tensor | None, scores: Tensor) -> Tensor:
+        return 0.5 * float(beta) * (logprobs - old).square() - logprobs * scores
 
-    objective: Objective
-    how: Aggregation
-
-    def value(self, batch: _Batch) -> Tensor:
-        weights, how = batch.weights, self.how
-        if how.factors is not None:
-            weights = how.factors if weights is None else how.factors * weights
-        result = fastrl.policy_loss(
-            batch.log_prob,
-            batch.advantages,
-            how.mask,
-            old_logprobs=batch.old_log_prob,
-            policy_weights=weights,
-            objective=self.objective,
-            normalizer=how.options.get("normalizer"),
-        )
-        return result.loss * how.scale
-
-    def of(
-        self,
-        batch: _Batch,
-        log_ratio: Tensor,
-        clipped: Tensor | None = None,
-        lower: Tensor | None = None,
-    ) -> Result:
-        """Return loss and metrics; `clipped` and `lower` say on which tokens a bound acts."""
-        metrics = _metrics(batch.response_mask, log_ratio, clipped, lower)
-        return self.value(batch), metrics
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    value = policy_term(surrogate, response_mask, loss_agg_mode, config).value(batch)
+    return value, means(response_mask, {"actor/ppo_kl": old_log_prob - log_prob})
 
 
-def _loss(name: Preset, mask: Tensor, mode: str, config: Any, **changes: Any) -> _Loss:
-    _check(config)
-    how = aggregation(mode, mask, **config.global_batch_info)
-    options = {key: value for key, value in how.options.items() if key != "normalizer"}
-    return _Loss(Objective.preset(name, convention="verl", **changes, **options), how)
-
-
-def _clip(config: Any) -> tuple[float, float]:
-    """Return how far a ratio may go below and above 1; the lower bound may be negative."""
-    _check(config)
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    return (
-        float(config.clip_ratio if low is None else low),
-        float(config.clip_ratio if high is None else high),
-    )
-
-
-def _check(config: Any) -> None:
-    if config is None:
-        raise TypeError("config must be verl's ActorConfig, got None")
-
-
-def _metrics(
-    mask: Tensor, log_ratio: Tensor, clipped: Tensor | None, lower: Tensor | None
-) -> dict[str, float]:
-    """Return verl's metrics as floats, with one synchronization for all of them."""
-    kl = masked_mean(-log_ratio, mask)
-    shares = [
-        torch.zeros_like(kl) if share is None else masked_mean(share.to(kl.dtype), mask)
-        for share in (clipped, lower)
-    ]
-    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-    return dict(zip(names, torch.stack([shares[0], kl, shares[1]]).tolist(), strict=True))
+def reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Result:
+    """REINFORCE of verl's `bypass_mode`: f = -A log_prob, times the rollout weights."""
+    batch = Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
+    value = policy_term("reinforce", response_mask, loss_agg_mode, config).value(batch)
+    return value, means(response_mask, {"actor/ppo_kl": rollout_log_prob - log_prob})

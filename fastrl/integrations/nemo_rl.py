@@ -1,0 +1,212 @@
+"""NeMo RL's chunked linear log-probabilities on `linear_token_logprobs`.
+
+with fastrl.integrations.nemo_rl.use_fastrl():
+    ...  # a policy with `policy.megatron_cfg.use_fused_linear_logprobs=true`
+
+NeMo RL's policy workers are separate processes: call it in theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fastrl
+from fastrl.integrations.replacing import Replaced, Replacement
+from fastrl.integrations.support import Support
+
+TESTED = (
+    "Tested with two files of NeMo RL's main branch of 22 August 2026: "
+    "`distributed/model_utils.py`, on one rank and on two, and "
+    "`algorithms/loss/loss_functions.py`. A whole run needs Megatron, Ray and vLLM and was not "
+    "tested."
+)
+
+SUPPORT = [
+    Support(
+        option="`policy.megatron_cfg.use_fused_linear_logprobs=true` with GRPO, SFT or DPO",
+        handling="primitive",
+        note="`from_parallel_hidden_states_to_logprobs`; NeMo RL computes its loss from it. In 0.7 "
+        "the option is `use_linear_ce_fusion_loss`, for SFT and DPO",
+    ),
+    Support(
+        option="`fused_linear_logprobs_chunk_size`",
+        handling="primitive",
+        note="accepted and ignored: fastrl chooses the chunks",
+    ),
+    Support(
+        option="`tensor_model_parallel_size > 1` with `sequence_parallel=true`",
+        handling="primitive",
+        note="each rank computes with its rows of the head; the gathered hidden states are kept "
+        "for the backward",
+    ),
+    Support(
+        option="`tensor_model_parallel_size > 1` with `sequence_parallel=false`",
+        handling="refused",
+        note="NeMo RL's function expects hidden states in parts, and its backward fails",
+    ),
+    Support(
+        option="`context_parallel_size > 1`, sequence packing, `top_k`, `top_p`",
+        handling="refused",
+        note="as NeMo RL refuses them for its fused log-probabilities",
+    ),
+    Support(
+        option="a generation `temperature` other than 1",
+        handling="unchanged",
+        note="NeMo RL divides the fused log-probabilities by it, as if they were logits, with "
+        "fastrl and without",
+    ),
+    Support(
+        option="`ClippedPGLossFn` and other losses, KL, advantages; the DTensor workers",
+        handling="unchanged",
+        note="docs/losses.md has `ClippedPGLossFn` as an `Objective`",
+    ),
+    Support(
+        option="a function with other parameters than in NeMo RL 0.7, or already replaced",
+        handling="refused",
+        note="0.6.0 has one more parameter",
+    ),
+]
+
+
+def use_fastrl() -> Replaced:
+    """Replace NeMo RL's `from_parallel_hidden_states_to_logprobs` with ours, in this process.
+
+    The forward that `use_fused_linear_logprobs` gives to Megatron's `GPTModel` calls it for the
+    loss, for the old and for the reference log-probabilities.
+
+    Results equal NeMo RL's except that logits and gradients of the head are summed in float32,
+    where NeMo RL rounds the logits, and each chunk of the head's gradient, to its dtype.
+
+    Returns:
+        A handle with `undo()` and `names`, which is also a context manager.
+
+    Raises:
+        ImportError: NeMo RL is not importable.
+        NotImplementedError: the function of this NeMo RL is missing, has other parameters than in
+            NeMo RL 0.7, or was already replaced; nothing is changed.
+        RuntimeError: NeMo RL runs on fastrl already.
+    """
+    ours = from_parallel_hidden_states_to_logprobs
+    return Replaced(
+        "nemo_rl", [Replacement("nemo_rl.distributed.model_utils", ours.__name__, ours)]
+    )
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return the log-probability of each next token, `[B, S - 1]`, from hidden states and LM head.
+
+    log softmax(h_t W^T)[target_{t+1}] by `linear_token_logprobs`, without storing all logits. The
+    gradient of the hidden states is summed over `tp_group`, in float32, and that of the head is of
+    this rank's rows.
+
+    Args:
+        tensor_parallel_hidden_states: `[S / R, B, H]` on R ranks: Megatron's layout with sequence
+            parallelism, positions in rank order.
+        output_weight_layer: the LM head W, `[V, H]`, or this rank's rows of it.
+        runtime_gather_output: ignored, as in NeMo RL.
+        target: token ids of the whole vocabulary, `[B, S]`, the same on every rank.
+        vocab_start_index: id of the first row of this rank; its rows follow those of the rank
+            before.
+        vocab_end_index: id after that of the last row.
+        tp_group: the R ranks that share the head and the positions, or None.
+        inference_only: True if no gradient is needed.
+        cp_group: ranks that share sequences, at most one.
+        chunk_size: ignored; fastrl chooses the chunks.
+
+    Returns:
+        fp32, the same on every rank, differentiable in hidden states and head.
+
+    Raises:
+        ValueError: shapes or vocabulary indices do not fit together, or `cp_group` has several
+            ranks.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.nemo_rl import from_parallel_hidden_states_to_logprobs
+        >>> hidden, head = torch.zeros(3, 1, 2), torch.zeros(4, 2)
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> from_parallel_hidden_states_to_logprobs(hidden, head, False, ids, 0, 4, None)
+        tensor([[-1.3863, -1.3863]])
+    """
+    ranks = _size(cp_group)
+    if ranks > 1:
+        raise ValueError(f"cp_group must have one rank, got {ranks}: each needs whole sequences")
+    hidden, ids, ranks = tensor_parallel_hidden_states, target, _size(tp_group)
+    if hidden.dim() != 3 or ids.shape != (hidden.shape[1], hidden.shape[0] * ranks):
+        raise ValueError(
+            f"target must have shape [B, S] for hidden states [S / {ranks}, B, H] of each rank "
+            f"(sequence parallelism), got {tuple(ids.shape)} for {tuple(hidden.shape)}"
+        )
+    _check_parts((vocab_start_index, vocab_end_index, len(output_weight_layer)), hidden, tp_group)
+    batch, length = ids.shape
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        if ranks > 1:
+            hidden = _Gathered.apply(hidden, tp_group)
+        logprobs = fastrl.linear_token_logprobs(
+            hidden[:-1].reshape(-1, hidden.shape[-1]),
+            output_weight_layer,
+            ids[:, 1:].T.reshape(-1),
+            vocab_group=tp_group,
+        )
+    # a copy, since NeMo RL divides its result in place by the temperature
+    return logprobs.reshape(length - 1, batch).T.contiguous()
+
+
+class _Gathered(torch.autograd.Function):
+    """The hidden states of all ranks, `[S, B, H]`.
+
+    Their gradient must be the sum over the ranks already, as `linear_token_logprobs` returns it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = gradient.chunk(dist.get_world_size(ctx.group))
+        return parts[dist.get_rank(ctx.group)].clone(), None
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, one after the other along the first dimension."""
+    ranks = dist.get_world_size(group)
+    whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+    dist.all_gather(list(whole.chunk(ranks)), part.contiguous(), group=group)
+    return whole
+
+
+def _check_parts(part: tuple[int, int, int], like: Tensor, group: Any) -> None:
+    """Raise on every rank unless start, end and rows of all ranks are parts in rank order."""
+    parts = [part]
+    if _size(group) > 1:
+        parts = _gather(torch.tensor([part], device=like.device), group).tolist()
+    expected = 0
+    for start, end, rows in parts:
+        if start != expected or end != start + rows:
+            raise ValueError(
+                "vocab_start_index and vocab_end_index must be those of the head's rows, in rank "
+                f"order, got {[(a, b) for a, b, _ in parts]} for {[c for *_, c in parts]} rows"
+            )
+        expected = end
+
+
+def _size(group: Any) -> int:
+    """Return the number of ranks; None is a single one."""
+    return 1 if group is None else dist.get_world_size(group)

@@ -1,0 +1,143 @@
+"""verl's advantage estimators with a baseline from the group: RLOO, REINFORCE++, OPO and GPG.
+
+A response's reward r is the sum of its token rewards (NaN at a masked token counts as 0), and
+`index` names its group. All return `[B, T]` twice: the advantage of the response times its mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.integrations.verl.outcomes import (
+    Estimate,
+    alone,
+    centred,
+    group_ids,
+    group_sum,
+    outcomes,
+    times_mask,
+    whitened_times_mask,
+)
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Any],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Return REINFORCE++-baseline: r - mean of the group, whitened over tokens (2501.03262)."""
+    del epsilon, config, kwargs  # verl does not read them either
+    rewards = outcomes(token_level_rewards, response_mask)
+    return whitened_times_mask(centred(rewards, group_ids(index, response_mask)), response_mask)
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Any],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Return RLOO's r - mean of the others in the group (arXiv 2402.14740); r in a group of one.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.verl.group_baselines import compute_rloo_outcome_advantage
+        >>> rewards = torch.tensor([[1.0], [0.0], [0.5], [7.0]])
+        >>> names = ["a", "a", "a", "alone"]
+        >>> compute_rloo_outcome_advantage(rewards, torch.ones(4, 1), names)[0].T
+        tensor([[ 0.7500, -0.7500,  0.0000,  7.0000]])
+    """
+    del epsilon, config, kwargs  # verl does not read them either
+    return _leave_one_out(token_level_rewards, response_mask, index, "raw")
+
+
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Any],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Return `compute_rloo_outcome_advantage`, except that a group of one has 0, as in verl."""
+    del epsilon, config, kwargs  # verl does not read them either
+    return _leave_one_out(token_level_rewards, response_mask, index, "zero")
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Any],
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Return OPO's r - sum(length r) / sum(length) over the group (arXiv 2505.23585).
+
+    A length is the sum of a response's mask; a group of one has r.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.verl.group_baselines import compute_opo_outcome_advantage
+        >>> rewards, mask = torch.tensor([[0.0, 1.0], [4.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
+        >>> compute_opo_outcome_advantage(rewards, mask, ["a", "a"])[0]
+        tensor([[-1., -1.],
+                [ 2.,  0.]])
+    """
+    del epsilon, config, kwargs  # verl does not read them either
+    rewards = outcomes(token_level_rewards, response_mask)
+    groups = group_ids(index, response_mask)
+    # from centred rewards, so that equal rewards give exactly 0
+    deviations = centred(rewards, groups).double()
+    lengths = response_mask.double().sum(-1)
+    shift = group_sum(lengths * deviations, groups) / group_sum(lengths, groups)
+    advantages = torch.where(alone(groups), rewards, (deviations - shift).to(rewards.dtype))
+    return times_mask(advantages, response_mask)
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Any],
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: Any = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Return GPG's alpha (r - mean of the group) / f_norm (arXiv 2504.02546).
+
+    alpha is the number of responses over the number of those with r != 0; the argument of that
+    name is ignored, as in verl.
+    """
+    del epsilon, alpha, config, kwargs
+    rewards = outcomes(token_level_rewards, response_mask)
+    scale = len(rewards) / rewards.count_nonzero().clamp(min=1)
+    deviations = centred(rewards, group_ids(index, response_mask))
+    return times_mask(scale * deviations / f_norm, response_mask)
+
+
+def _leave_one_out(
+    token_level_rewards: Tensor,
+    mask: Tensor,
+    index: Iterable[Any],
+    singleton: Literal["raw", "zero"],
+) -> Estimate:
+    advantages = fastrl.group_advantages(
+        outcomes(token_level_rewards, mask),
+        group_ids=group_ids(index, mask),
+        baseline="leave_one_out",
+        scale="none",
+        singleton=singleton,
+    ).advantages
+    return times_mask(advantages, mask)

@@ -1,0 +1,28 @@
+"""Logits as verl passes them: any number of dimensions, with a gradient that may overwrite them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastrl.ops._rows import refuse_unsafe_inplace
+
+
+def rows(name: str, logits: Tensor) -> Tensor:
+    """Return logits `[..., V]` as fastrl takes them, `[B, T, V]` or `[N, V]`.
+
+    Raises:
+        TypeError: they are a nested tensor or a DTensor.
+    """
+    if logits.is_nested or type(logits).__name__ == "DTensor":
+        kind = "a nested tensor" if logits.is_nested else "a DTensor"
+        raise TypeError(f"{name} must be a plain padded or packed tensor, got {kind}")
+    return logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
+
+
+def may_overwrite(logits: Tensor) -> bool:
+    """Say whether a backward may write the gradient over these logits."""
+    try:
+        refuse_unsafe_inplace("inplace_backward", logits)
+    except ValueError:
+        return False
+    return True

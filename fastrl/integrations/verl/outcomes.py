@@ -1,0 +1,73 @@
+"""The reward of each response `[B]`, and sums over the group of responses that `index` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.integrations.verl.masks import whiten
+
+#: advantages and returns
+Estimate = tuple[Tensor, Tensor]
+
+
+def outcomes(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of each response's rewards; those of masked tokens count, as in verl.
+
+    A NaN at a masked token counts as 0.
+    """
+    total = token_level_rewards.sum(-1)
+    if not bool(total.isnan().any()):
+        return total
+    counts = mask.bool() | ~token_level_rewards.isnan()
+    return torch.where(counts, token_level_rewards, 0.0).sum(-1)
+
+
+def group_ids(index: Iterable[Any], like: Tensor) -> Tensor:
+    """Return the number of each response's group, below B, from names of any hashable type."""
+    numbers: dict[Any, int] = {}
+    names = index.tolist() if hasattr(index, "tolist") else index
+    ids = [numbers.setdefault(name, len(numbers)) for name in names]
+    return torch.tensor(ids, dtype=torch.int64, device=like.device)
+
+
+def group_sum(x: Tensor, groups: Tensor) -> Tensor:
+    """Return the sum over its group for each response."""
+    return torch.zeros_like(x).index_add(0, groups, x)[groups]
+
+
+def group_max(x: Tensor, groups: Tensor) -> Tensor:
+    """Return the largest value of its group for each response."""
+    return torch.full_like(x, -inf).scatter_reduce(0, groups, x, "amax")[groups]
+
+
+def alone(groups: Tensor) -> Tensor:
+    """Say which responses are a group of one."""
+    return group_sum(torch.ones_like(groups), groups) == 1
+
+
+def centred(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return r - mean of the group, and r in a group of one."""
+    return fastrl.group_advantages(
+        rewards, group_ids=groups, scale="none", singleton="raw"
+    ).advantages
+
+
+def times_mask(scores: Tensor, mask: Tensor) -> Estimate:
+    """Return the advantage of each response times its mask, `[B, T]`, twice."""
+    scores = scores[:, None]
+    if not bool(scores.isfinite().all()):  # NaN times a mask of 0 is NaN
+        scores = torch.where(mask.bool(), scores, 0.0)
+    advantages = scores * mask
+    return advantages, advantages
+
+
+def whitened_times_mask(scores: Tensor, mask: Tensor) -> Estimate:
+    """Return `times_mask`, whitened over the tokens and again times the mask."""
+    advantages = whiten(times_mask(scores, mask)[0], mask) * mask
+    return advantages, advantages

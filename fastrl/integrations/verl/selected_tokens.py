@@ -1,0 +1,180 @@
+"""verl's policy losses that select tokens: dppo_tv, dppo_kl, clip_cov, kl_cov.
+
+DPPO drops tokens that have moved too far from the old policy (arXiv 2602.04879); Clip-Cov and
+KL-Cov drop or penalize tokens whose log-probability and advantage vary together
+(arXiv 2505.22617). What is dropped has `policy_weights` of 0. Masked tokens have no effect,
+whatever they hold; mask values other than 0 and 1 are factors, as in verl.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.integrations.log_ratios import within_bounds
+from fastrl.integrations.verl.masks import masked_mean
+from fastrl.integrations.verl.policy_term import (
+    Batch,
+    Result,
+    check,
+    clip_bounds,
+    means,
+    policy_term,
+)
+
+
+def dppo_tv(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Result:
+    """DPPO-Binary-TV: f = -sg[min(r, clip_ratio_c)] A log_prob, log r clamped to +-20.
+
+    A token is dropped if A > 0 and p - p_old > clip_ratio_high, or if A <= 0 and
+    p_old - p > clip_ratio_low.
+
+    Example:
+        >>> import types, torch
+        >>> from fastrl.integrations.verl.selected_tokens import dppo_tv
+        >>> config = types.SimpleNamespace(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3)
+        >>> config.global_batch_info, config.get = {}, lambda name, default: default
+        >>> old, new = torch.tensor([[0.1, 0.5]]).log(), torch.tensor([[0.5, 0.6]]).log()
+        >>> loss, metrics = dppo_tv(old, new, torch.ones(1, 2), torch.ones(1, 2), config=config)
+        >>> loss, metrics["actor/pg_clipfrac"]
+        (tensor(0.3065), 0.5)
+    """
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    low, high = clip_bounds(config)
+    moved = log_prob.detach().exp() - old_log_prob.exp()
+    kept = torch.where(advantages > 0, moved <= high, moved >= -low)
+    return _within_a_divergence(batch, kept, loss_agg_mode, config)
+
+
+def dppo_kl(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Result:
+    """DPPO-Binary-KL: f as in `dppo_tv`, but the distance is the KL of taking the token or not.
+
+    D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). A token is dropped if A > 0,
+    p > p_old and D > clip_ratio_high, or if A <= 0, p < p_old and D > clip_ratio_low.
+    """
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    low, high = clip_bounds(config)
+    current = log_prob.detach()
+    p, old = current.exp(), old_log_prob.exp()
+    others = ((1.0 - old + 1e-8) / (1.0 - p + 1e-8)).log()
+    distance = old * (old_log_prob - current) + (1 - old) * others
+    kept = torch.where(
+        advantages > 0, (distance <= high) | (p <= old), (distance <= low) | (p >= old)
+    )
+    return _within_a_divergence(batch, kept, loss_agg_mode, config)
+
+
+def clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Result:
+    """Clip-Cov: f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), on most tokens.
+
+    A share `clip_cov_ratio` of the tokens, at least one, is dropped: drawn with torch's default
+    generator, as in verl, from those that are not clipped and have
+    clip_cov_lb < (A - mean A) (log_prob - mean log_prob) < clip_cov_ub.
+    """
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    low, high = clip_bounds(config)
+    share, floor, ceiling = _options(
+        config, clip_cov_ratio=0.0002, clip_cov_lb=1.0, clip_cov_ub=5.0
+    )
+    bounds = {"clip_low": min(low, 1.0), "clip_high": high}
+    unbounded = {"dual_clip": None, "log_ratio_clamp": None}
+    loss = policy_term("ppo", response_mask, loss_agg_mode, config, **bounds, **unbounded)
+    current = log_prob.detach()
+    ratio = (current - old_log_prob).exp()
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
+    covariance = (advantages - masked_mean(advantages, response_mask)) * (
+        current - masked_mean(current, response_mask)
+    )
+    drawn_from = (covariance > floor) & (covariance < ceiling) & response_mask.bool() & ~clipped
+    places = drawn_from.nonzero()
+    kept = torch.ones_like(current)
+    if len(places):
+        count = max(int(share * response_mask.sum().item()), 1)
+        rows, columns = places[torch.randperm(len(places))[:count]].unbind(-1)
+        kept[rows, columns] = 0
+    metrics = {"actor/pg_clipfrac": 1 - kept, "actor/ppo_kl": old_log_prob - current}
+    return loss.value(batch.weighted(kept)), means(response_mask, metrics)
+
+
+def kl_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Result:
+    """KL-Cov: f = -r A, plus ppo_kl_coef |log r| on the tokens that vary most with the advantage.
+
+    These are a share `kl_cov_ratio` of the active tokens, at least one, with the largest
+    (A - mean A) (log_prob - mean log_prob).
+    """
+    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    share, coefficient = _options(config, kl_cov_ratio=0.0002, ppo_kl_coef=1.0)
+    penalized = torch.zeros_like(response_mask, dtype=torch.bool)
+    active = response_mask.bool()
+    scores, current = advantages[active], log_prob.detach()[active]
+    if scores.numel():
+        covariance = (scores - scores.mean()) * (current - current.mean())
+        count = min(max(1, int(len(scores) * share)), len(scores))
+        largest = covariance.topk(count).indices
+        penalized[active] = torch.zeros_like(scores, dtype=torch.bool).index_fill(0, largest, True)
+
+    def surrogate(logprobs: Tensor, old: Tensor, _: Tensor | None, scores: Tensor) -> Tensor:
+        log_ratio = logprobs - old
+        ratio = log_ratio.clamp(-80.0, 80.0).exp()  # as log-ratios saturate in `Objective`
+        return coefficient * torch.where(penalized, log_ratio.abs(), 0.0) - scores * ratio
+
+    value = policy_term(surrogate, response_mask, loss_agg_mode, config).value(batch)
+    return value, means(response_mask, {"actor/ppo_kl": (log_prob - old_log_prob).abs()})
+
+
+def _within_a_divergence(batch: Batch, kept: Tensor, mode: str, config: Any) -> Result:
+    """Return DPPO's loss: CISPO without a lower bound, on the tokens that are kept."""
+    cap = float(config.get("clip_ratio_c", 20.0))
+    mask = batch.response_mask
+    loss = policy_term("cispo", mask, mode, config, clip_low=1.0, clip_high=cap - 1)
+    assert batch.old_log_prob is not None
+    log_ratio = within_bounds(batch.log_prob - batch.old_log_prob, loss.objective)
+    batch = batch.weighted(kept.to(batch.log_prob.dtype))
+    return loss.of(batch, log_ratio, ~kept, (log_ratio.exp() > cap) & kept)
+
+
+def _options(config: Any, **defaults: float) -> list[float]:
+    """Return options of verl's `policy_loss`, of which None is the default; a ratio is above 0."""
+    check(config)
+    found = []
+    for name, default in defaults.items():
+        value = getattr(config.policy_loss, name)
+        number = float(default if value is None else value)
+        if name.endswith("_ratio") and not number > 0:
+            raise ValueError(f"policy_loss.{name} must be above 0, got {value}")
+        found.append(number)
+    return found

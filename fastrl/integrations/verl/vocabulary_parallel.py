@@ -1,0 +1,80 @@
+"""verl's functions of logits whose vocabulary is split over Megatron's tensor-parallel ranks.
+
+`logits` are this rank's part `[..., V / ranks]`, token ids and results those of the whole
+vocabulary, the same on every rank. The group is the one of verl's Megatron. Logits are not
+changed in the forward, and in the backward only where a docstring says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.integrations.replacing import Replacement
+from fastrl.integrations.verl.logits import may_overwrite, rows
+
+_MODULE = "verl.utils.megatron.tensor_parallel"
+
+
+def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return log softmax(logits)[label], fp32 and the shape of `labels`, by `token_logprobs`.
+
+    The backward writes the gradient over the logits where that is safe: in Megatron's loss, which
+    verl uses, already the forward overwrites fp32 logits.
+    """
+    part = rows("logits", logits)
+    return fastrl.token_logprobs(
+        part,
+        labels.reshape(part.shape[:-1]),
+        inplace_backward=may_overwrite(part),
+        vocab_group=_group(),
+    ).reshape(logits.shape[:-1])
+
+
+def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
+    """Return -sum p log p over the whole vocabulary, fp32, with a gradient, by `token_stats`."""
+    return _statistic("entropy", vocab_parallel_logits)
+
+
+def vocab_parallel_entropy_with_chunking(
+    vocab_parallel_logits: Tensor, chunk_size: int = 2048
+) -> Tensor:
+    """Return `vocab_parallel_entropy`, which needs no chunking."""
+    del chunk_size
+    return vocab_parallel_entropy(vocab_parallel_logits)
+
+
+def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
+    """Return sum p^2 over the whole vocabulary, fp32, without a gradient, by `token_stats`.
+
+    verl weighs baselines with it and takes no gradient of it.
+    """
+    return _statistic("sum_sq_probs", vocab_parallel_logits)
+
+
+def _statistic(name: str, logits: Tensor) -> Tensor:
+    part = rows("vocab_parallel_logits", logits)
+    any_token = torch.zeros(part.shape[:-1], dtype=torch.int64, device=part.device)
+    stats = fastrl.token_stats(part, any_token, outputs=(name,), vocab_group=_group())
+    value: Tensor = getattr(stats, name)
+    return value.reshape(logits.shape[:-1])
+
+
+def _group() -> Any:
+    return importlib.import_module(_MODULE).mpu.get_tensor_model_parallel_group()
+
+
+#: verl's module imports Megatron, which only the workers of its Megatron engines need.
+REPLACEMENTS = tuple(
+    Replacement(_MODULE, function.__name__, function, optional=True, when_imported=True)
+    for function in (
+        vocab_parallel_log_probs_from_logits,
+        vocab_parallel_entropy,
+        vocab_parallel_entropy_with_chunking,
+        vocab_parallel_sum_pi_squared,
+    )
+)

@@ -1,0 +1,101 @@
+"""What NeMo RL computes, transcribed from its formulas in float64."""
+
+import types
+
+import torch
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
+    logits = tensor_parallel_hidden_states.double() @ output_weight_layer.double().T
+    logprobs = logits.transpose(0, 1)[:, :-1].log_softmax(-1)
+    return logprobs.gather(-1, target[:, 1:, None])[..., 0]
+
+
+#: the defaults of the options of `ClippedPGLossFn` that the formula below reads
+OPTIONS = {
+    "disable_ppo_ratio": False,
+    "force_on_policy_ratio": False,
+    "use_cispo": False,
+    "token_level_loss": True,
+    "sequence_level_importance_ratios": False,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "ratio_clip_c": None,
+    "reference_policy_kl_penalty": 0.0,
+    "reference_policy_kl_type": "k3",
+    "use_on_policy_kl_approximation": False,
+    "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_type": None,
+    "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None,
+    "positive_example_nll_weight": 0.0,
+}
+
+
+def clipped_pg_loss(logprobs, data, sequences, tokens, **options):
+    """Return the loss of `ClippedPGLossFn` for these options, KL within its clamps of 20 and 10."""
+    o = types.SimpleNamespace(**{**OPTIONS, **options})
+    token_mask, samples = data["token_mask"][:, 1:], data["sample_mask"]
+    mask, A = token_mask * samples[:, None], data["advantages"][:, 1:]
+    generation, lengths = data["generation_logprobs"][:, 1:], token_mask.sum(-1).clamp(min=1)
+    old = logprobs.detach() if o.force_on_policy_ratio else data["prev_logprobs"][:, 1:]
+
+    def reduced(x):
+        if o.token_level_loss:
+            return (x * mask).sum() / tokens
+        return ((x * token_mask).sum(-1) / lengths * samples).sum() / sequences
+
+    log_ratio = logprobs - old
+    if o.sequence_level_importance_ratios:
+        log_ratio = (log_ratio * token_mask).sum(-1, keepdim=True) / lengths[:, None]
+        log_ratio = log_ratio.expand(A.shape)
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(1 - o.ratio_clip_min, 1 + o.ratio_clip_max)
+    if o.disable_ppo_ratio:
+        f = -A * logprobs
+    elif o.use_cispo:
+        f = -A * bounded.detach() * logprobs
+    else:
+        f = torch.maximum(-A * ratio, -A * bounded)
+    if o.ratio_clip_c is not None:
+        f = torch.where(A < 0, torch.minimum(f, -A * o.ratio_clip_c), f)
+    if o.use_importance_sampling_correction:
+        f = f * importance(old - generation, mask, lengths, o)
+    loss = reduced(f)
+    if o.reference_policy_kl_penalty:
+        x = data["reference_policy_logprobs"][:, 1:] - logprobs
+        k = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}[o.reference_policy_kl_type]
+        start = generation if o.use_on_policy_kl_approximation else logprobs.detach()
+        loss = loss + o.reference_policy_kl_penalty * reduced((logprobs - start).exp() * k)
+    if o.positive_example_nll_weight:
+        right = mask * (data["rewards"] > 0)[:, None]
+        loss = loss - o.positive_example_nll_weight * (right * logprobs).sum() / right.sum()
+    return loss
+
+
+def importance(difference, mask, lengths, o):
+    """Return the weights of the correction for the engine that sampled the tokens."""
+    difference = difference.detach() * mask
+    weights, low = difference.exp(), o.truncated_importance_sampling_ratio_min
+    high, kind = o.truncated_importance_sampling_ratio, o.truncated_importance_sampling_type
+    if o.sequence_level_importance_ratios:
+        weights = difference.sum(-1, keepdim=True).exp().expand(mask.shape)
+    if kind == "tis":
+        return weights.clamp(low or 0.0, high)
+    if kind == "icepop":
+        return weights * (weights >= low) * (weights <= high)
+    if kind == "seq-mask-tis":
+        typical = (difference.sum(-1, keepdim=True) / lengths[:, None]).exp()
+        return weights * (typical >= low) * (typical <= high)
+    return weights

@@ -1,0 +1,138 @@
+"""What each of two tensor-parallel ranks computes with verl's functions on fastrl."""
+
+import importlib
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+
+from fastrl.integrations.replacing import Replaced
+from fastrl.integrations.verl.fused_linear import linear_cross_entropy
+from fastrl.integrations.verl.vocabulary_parallel import REPLACEMENTS
+from tests.support.verl_fused_formulas import fused, fused_inputs, gradients, of_logits
+
+MODULE = "verl.utils.megatron.tensor_parallel"
+T, V = 37, 50
+
+
+def vocab_parallel_entropy(vocab_parallel_logits): ...
+def vocab_parallel_entropy_with_chunking(vocab_parallel_logits, chunk_size=2048): ...
+def vocab_parallel_sum_pi_squared(vocab_parallel_logits): ...
+def vocab_parallel_log_probs_from_logits(logits, labels): ...
+
+
+def stand_in():
+    """A module of verl with the functions above, and with the group of all ranks as Megatron's."""
+    for depth in range(1, 5):
+        name = ".".join(MODULE.split(".")[:depth])
+        sys.modules[name] = module = types.ModuleType(name)
+    module.mpu = types.SimpleNamespace(get_tensor_model_parallel_group=lambda: dist.group.WORLD)
+    for item in REPLACEMENTS:
+        function = globals()[item.name]
+        function.__module__ = MODULE
+        setattr(module, item.name, function)
+    return module
+
+
+def installed():
+    importlib.import_module("verl")
+    module = importlib.import_module(MODULE)
+    module.mpu.initialize_model_parallel(tensor_model_parallel_size=2)
+    return module
+
+
+def close(found, expected, **near):
+    near = {"rtol": 1e-5, "atol": 1e-5, **near}
+    torch.testing.assert_close(found.double(), expected.double(), **near)
+
+
+def columns(cut):
+    return slice(0, cut) if dist.get_rank() == 0 else slice(cut, V)
+
+
+def logits_of(dtype, grad=True):
+    """All logits, and this rank's part of them."""
+    generator = torch.Generator().manual_seed(1)
+    whole = (3 * torch.randn(1, T, V, generator=generator)).to(dtype)
+    part = whole[..., columns(V // 2)]
+    return whole.clone().requires_grad_(grad), part.clone().requires_grad_(grad)
+
+
+def values_and_gradients(place):
+    """The properties that verl's tests check, for each dtype and shape; no logits are altered."""
+    vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(T)
+    mine = columns(V // 2)
+    with Replaced("verl", REPLACEMENTS) as replaced:
+        assert len(replaced.names) == 4
+        for dtype in (torch.float32, torch.bfloat16):
+            near = {} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+            for name in ("entropy", "entropy_with_chunking", "log_probs_from_logits"):
+                for shape in ((1, T), (T,), (1, 1, T)):
+                    whole, part = logits_of(dtype)
+                    given = (labels.reshape(shape),) if name == "log_probs_from_logits" else ()
+                    function = getattr(vp, f"vocab_parallel_{name}")
+                    found = function(part.reshape(*shape, -1), *given)
+                    assert found.shape == shape
+                    assert found.dtype == torch.float32
+                    expected = of_logits(whole, labels)[0 if given else 1]
+                    close(found.flatten(), expected)
+                    (a,) = gradients((found,), (upstream,), (part,))
+                    (b,) = gradients((expected,), (upstream,), (whole,))
+                    close(a, b[..., mine], **near)
+                    assert torch.equal(part, logits_of(dtype)[1])
+            whole, part = logits_of(dtype, grad=False)
+            found = vp.vocab_parallel_sum_pi_squared(part)
+            close(found, whole.double().softmax(-1).square().sum(-1))
+            assert ((found > 0) & (found <= 1 + 1e-5)).all()
+            assert torch.equal(part, logits_of(dtype)[1])
+
+
+def as_in_the_engine(place):
+    """The engine divides in place, and takes log-probabilities of a copy, or of the logits."""
+    vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(T)
+    both, mine = (upstream, upstream.flip(0)), columns(V // 2)
+    with Replaced("verl", REPLACEMENTS):
+        whole, part = logits_of(torch.float32)
+        logits = (part * 1).div_(0.7)
+        assert not vp.vocab_parallel_sum_pi_squared(logits).requires_grad
+        copy = logits.clone()
+        entropy = vp.vocab_parallel_entropy_with_chunking(logits, chunk_size=5)
+        logprobs = vp.vocab_parallel_log_probs_from_logits(copy, labels)
+        (a,) = gradients((logprobs.flatten(), entropy.flatten()), both, (part,))
+        (b,) = gradients(of_logits(whole / 0.7, labels), both, (whole,))
+        close(a, b[..., mine])
+        # the backward has used the memory of the copy, as Megatron's forward does
+        assert not torch.equal(copy, logits)
+
+
+def heads_in_parts():
+    """The gradient of the hidden states is this rank's part of the sum, which Megatron adds up."""
+    for cut in (V // 2, 3):
+        hidden, weight, labels, upstream = fused_inputs(T, 40, V)
+        part = weight.detach()[columns(cut)].clone().requires_grad_()
+        states = hidden.detach().transpose(0, 1).clone().requires_grad_()  # [T, 1, H]
+        found = linear_cross_entropy(states, part, labels, 1.5, "none", dist.group.WORLD)
+        expected = fused(hidden, weight, labels, 1.5)
+        for a, b in zip(found, expected, strict=True):
+            close(a, b)
+        total, d_part = gradients(found, upstream, (states, part))
+        d_hidden, d_weight = gradients(expected, upstream, (hidden, weight))
+        close(d_part, d_weight[columns(cut)])
+        total = total.transpose(0, 1).contiguous()
+        assert (total - d_hidden).abs().max() > 1e-2
+        dist.all_reduce(total)
+        close(total, d_hidden)
+
+
+def a_group_of_one():
+    """Without a split, part and whole are the same, as with a tensor-parallel size of 1."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    hidden, weight, labels, upstream = fused_inputs(T, 40, V)
+    found = linear_cross_entropy(hidden, weight, labels, 1.5, "none", groups[dist.get_rank()])
+    for a, b in zip(
+        gradients(found, upstream, (hidden, weight)),
+        gradients(fused(hidden, weight, labels, 1.5), upstream, (hidden, weight)),
+        strict=True,
+    ):
+        close(a, b)
