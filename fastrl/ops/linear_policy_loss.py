@@ -66,7 +66,7 @@ def linear_policy_loss(
 
     Args:
         hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
-        weight: the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered.
+        weight: the LM head, `[V, H]` as in `nn.Linear`; a DTensor as in `linear_token_logprobs`.
         token_ids: integers `[B, T]` or `[N]`.
         advantages: as in `policy_loss`.
         mask: 0/1, the shape of `token_ids`.
