@@ -8,12 +8,14 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastrl import Objective, library
 from fastrl.contract import LossArguments, RowArguments
 from fastrl.ops._linear import passes
-from fastrl.ops._vocabulary_parts.parts import WHOLE
+from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, WIDTH, VOCABULARY, RANK = 20, 24, 37, 3
@@ -96,7 +98,31 @@ def assert_same(found, name, arguments):
 def test_the_loops_of_a_gpu(device, precision, head, chunk_tokens, needs, backend):
     if torch.__version__.startswith("2.10.") and PRECISIONS[precision][-1] is not None:
         pytest.skip("torch 2.10 has no fake of addmm with out_dtype")
-    arguments, token = call(device, precision, head, chunk_tokens, backend)
+    assert_as_promised(*call(device, precision, head, chunk_tokens, backend), needs)
+
+
+@pytest.fixture
+def two_ranks():
+    """The second of two ranks whose collectives do nothing, with the larger part."""
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    parts = VocabularyParts(torch.distributed.group.WORLD.group_name, 1, [20, VOCABULARY], True)
+    yield parts
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("needs", NEEDS)
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("precision", ["fp16", "fp32 weight under bf16 autocast", "fp32"])
+def test_the_loops_of_a_gpu_on_a_part(device, two_ranks, precision, head, chunk_tokens, needs):
+    if torch.__version__.startswith("2.10."):
+        pytest.skip("torch 2.10 has no fake of all_gather")
+    arguments, token = call(device, precision, head, chunk_tokens, "cuda")
+    assert_as_promised((*arguments[: -len(WHOLE)], *two_ranks), token, needs)
+
+
+def assert_as_promised(arguments, token, needs):
+    """Run the three loops; `token` is a value of each row."""
     present = [x is not None for x in arguments[:5]]
     wanted = [need and there for need, there in zip(NEEDS[needs], present, strict=True)]
     stats = passes.linear_token_stats_fwd(*arguments)
