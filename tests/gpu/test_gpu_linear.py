@@ -21,6 +21,7 @@ from tests.gpu.linear_workloads import (
     token_stats,
 )
 from tests.gpu.sharded_head import assert_sharded_equals_whole
+from tests.gpu.split_head import assert_parts_equal_whole
 
 CUDA = "cuda"
 SHAPE = (4, 50, 128, 4096)
@@ -181,3 +182,9 @@ def test_compiled(kernels, precision, mode, compact):
 def test_a_head_that_fsdp2_shards(kernels):
     collectives = "nccl" if dist.is_nccl_available() else "gloo"
     assert_sharded_equals_whole(CUDA, collectives, kernels)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+def test_a_head_that_two_ranks_split(kernels):
+    device = torch.empty(0, device=CUDA).device.type  # as the other processes know it
+    assert_parts_equal_whole(device, kernels)

@@ -11,11 +11,14 @@ import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.integrations import nemo_rl
 from tests.support import nemo_rl_formulas
+from tests.support import nemo_rl_ranks as ranks
+from tests.support.gloo_ranks import on_ranks
 from tests.support.importable import importable
 
 HOME = "nemo_rl.distributed.model_utils"
 NAME = "from_parallel_hidden_states_to_logprobs"
 LOSSES = "nemo_rl.algorithms.loss.loss_functions"
+on_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 
 
 @pytest.fixture
@@ -80,25 +83,34 @@ def test_the_function_is_replaced_and_restored(package):
     assert getattr(package, NAME) is own
 
 
-def test_a_head_on_several_ranks_is_nemo_rls(package, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
-    hidden, head, ids = batch()
-    arguments = (hidden, head, False, ids, 0, 19, 2)
-    with pytest.raises(NotImplementedError, match=r"tp_group must have one rank, got 2"):
-        nemo_rl.from_parallel_hidden_states_to_logprobs(*arguments)
-    with nemo_rl.use_fastrl():
-        found = getattr(package, NAME)(*arguments)
-    assert found.dtype == torch.float64  # of the stand-in
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_gloo
+def test_a_head_on_two_ranks(dtype):
+    on_ranks(2, ranks.equal_to_one_process, dtype)
+
+
+@pytest.mark.skipif(importable(HOME) is None, reason="needs NeMo RL itself")
+@on_gloo
+def test_a_head_on_two_ranks_of_the_package():
+    on_ranks(2, ranks.equal_to_the_package)
+
+
+@pytest.mark.parametrize("function", [ranks.without_gradients, ranks.refusals])
+@on_gloo
+def test_other_calls_on_two_ranks(function):
+    on_ranks(2, function)
 
 
 def test_refusals(package, monkeypatch):
     hidden, head, ids = batch()
     with pytest.raises(ValueError, match=r"target must have shape \[B, S\] .*got \(7, 3\) for"):
         nemo_rl.from_parallel_hidden_states_to_logprobs(hidden, head, False, ids.T, 0, 19, None)
+    with pytest.raises(ValueError, match=r"in rank order, got \[\(0, 18\)\] for \[19\] rows"):
+        nemo_rl.from_parallel_hidden_states_to_logprobs(hidden, head, False, ids, 0, 18, None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
     with pytest.raises(ValueError, match="cp_group must have one rank, got 2"):
         nemo_rl.from_parallel_hidden_states_to_logprobs(
-            hidden, head, False, ids, 0, 19, 1, cp_group=2
+            hidden, head, False, ids, 0, 19, None, cp_group=2
         )
 
     def changed(tensor_parallel_hidden_states, output_weight):

@@ -18,6 +18,7 @@ from tests.gpu.linear_workloads import (
     run_compiled,
 )
 from tests.gpu.sharded_head import assert_sharded_equals_whole
+from tests.gpu.split_head import assert_parts_equal_whole
 from tests.gpu.workloads import assert_equals_the_reference, of_logits, of_tokens
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -98,6 +99,11 @@ def test_linear_forms_compiled(precision):
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 def test_a_sharded_head():
     assert_sharded_equals_whole("cpu", "gloo", "cpu")
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+def test_a_split_head():
+    assert_parts_equal_whole("cpu", "cpu")
 
 
 @pytest.mark.parametrize("way", WAYS)
