@@ -5,16 +5,15 @@ import torch
 
 import fastrl
 from tests.support.gloo_ranks import on_ranks
-from tests.support.vocabulary_ranks import (
+from tests.support.vocabulary_rank_behavior import (
     collectives_on_ranks,
     compiled_on_ranks,
     dying_on_ranks,
-    linear_on_ranks,
-    logits_on_ranks,
     refusals_on_ranks,
     tensor_parallel_on_ranks,
     twice_on_ranks,
 )
+from tests.support.vocabulary_ranks import linear_on_ranks, logits_on_ranks
 
 #: sizes of the parts -> banned columns: none, all of a part, parts of two
 SPLITS = {
