@@ -156,7 +156,7 @@ def from_parallel_hidden_states_to_logprobs(
     batch, length = ids.shape
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         if ranks > 1:
-            hidden = _Gathered.apply(hidden, tp_group)
+            hidden = _Gathered.apply(hidden, tp_group)  # type: ignore[no-untyped-call]
         logprobs = fastrl.linear_token_logprobs(
             hidden[:-1].reshape(-1, hidden.shape[-1]),
             output_weight_layer,
