@@ -108,6 +108,12 @@ _SCHEMAS = {
     ),
     # The same tensor of every rank of a process group, [size, ...] in rank order.
     "gather_parts": "(Tensor part, str group, int size) -> Tensor",
+    # What ranks that split a vocabulary must know of each other, [ranks, 3]: the size of the part,
+    # and digests of what is given per token (ids are -1 in inactive rows) and of the options.
+    "exchange_parts": (
+        "(Tensor ids, Tensor active, Tensor? temperatures, Tensor? advantages, int size, "
+        "str options, str group, int ranks) -> Tensor"
+    ),
     # The instruction set of the CPU kernels: avx512, avx2 or plain.
     "cpu_capability": "() -> str",
     # Whether the CPU multiplies bfloat16 matrices on AMX tiles, which mixed_matmul_ needs.
@@ -128,7 +134,7 @@ _SCHEMAS = {
 #: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered in the first
 #: alone: those in Python take the backend of their chunks as an argument.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
-IN_PYTHON = ("linear_", "gather_")
+IN_PYTHON = ("linear_", "gather_", "exchange_")
 _ONLY_ONCE = (*IN_PYTHON, "cpu_", "has_", "huge_", "mixed_", "objective_eval")
 #: Operators that the CPU backend does without.
 ONLY_ON_GPUS = ("scale_",)
@@ -250,6 +256,11 @@ def _(*_: object) -> None:
 @_fake("gather_parts")
 def _(part: Tensor, group: str, size: int) -> Tensor:
     return part.new_empty((size, *part.shape))
+
+
+@_fake("exchange_parts")
+def _(ids: Tensor, *others: object) -> Tensor:
+    return ids.new_empty((cast("int", others[-1]), 3))
 
 
 @_fake("gae_fwd")

@@ -115,6 +115,7 @@ def linear_policy_loss(
         >>> weight.grad[:, 0]  # -A (onehot - p) / tokens, summed over the two tokens
         tensor([-0.2500,  0.2500,  0.2500, -0.2500])
     """
+    chosen = as_objective(objective)
     linear = linear_inputs(
         hidden,
         weight,
@@ -128,10 +129,11 @@ def linear_policy_loss(
         ignore_index,
         vocab_group,
         reduce_hidden_gradient,
+        *(chunk_tokens, compact, backend, metrics, chosen),
+        advantages=advantages,
     )
     active = linear.rows.mask
     assert active is not None
-    chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
     options = chunk_options(chunk_tokens, compact, backend, linear, unsupported)
     inputs = loss_inputs(

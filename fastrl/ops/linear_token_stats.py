@@ -187,6 +187,7 @@ def linear_token_stats(
         ignore_index,
         vocab_group,
         reduce_hidden_gradient,
+        *(chunk_tokens, compact, backend),
     )
     options = chunk_options(chunk_tokens, compact, backend, inputs)
     stats = stats_of_hidden(inputs, options)

@@ -106,7 +106,7 @@ def logits_policy_loss(
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
     refuse_transforms("logits_policy_loss")
-    logits, group = split_logits(logits, vocab_group)
+    logits, group = split_logits(logits, vocab_group, "inplace", inplace)
     padded, rows = as_rows(
         logits,
         token_ids,
@@ -141,7 +141,7 @@ def logits_policy_loss(
     rows = rows._replace(mask=inputs.masks.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-    parts = parts_of_logits(padded, rows, group)
+    parts = parts_of_logits(padded, rows, group, backend, chosen, advantages=advantages)
     if row_backend != "reference" and not parts.split() and _in_one_pass(logits, inputs):
         return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
     logprobs, entropy, *_ = stats_of_rows(

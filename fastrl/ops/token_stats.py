@@ -162,7 +162,7 @@ def token_stats(
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
         one_of("outputs", name, TokenStats._fields)
-    logits, group = split_logits(logits, vocab_group)
+    logits, group = split_logits(logits, vocab_group, "inplace_backward", inplace_backward)
     padded, rows = as_rows(
         logits,
         token_ids,
@@ -176,7 +176,7 @@ def token_stats(
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)
     chosen = resolve(backend, logits.device, logits.dtype)
-    parts = parts_of_logits(padded, rows, group)
+    parts = parts_of_logits(padded, rows, group, tuple(outputs), backend)
     stats = stats_of_rows(
         padded,
         rows,

@@ -6,6 +6,14 @@ import torch
 from torch import Tensor
 
 
+def squashed(logits: Tensor, logit_scale: float, logit_softcap: float | None) -> Tensor:
+    """Return the logits under the softcap, if there is one; -inf remains -inf."""
+    if logit_softcap is None:
+        return logits
+    capped = logit_softcap * torch.tanh(logits * (logit_scale / logit_softcap))
+    return torch.where(logits == float("-inf"), logits, capped)
+
+
 def shifted_logits(
     logits: Tensor,
     temperature: float | Tensor,
@@ -20,21 +28,15 @@ def shifted_logits(
     gradient. A temperature that is a tensor is per row. Where the logits are a part of the row,
     `row_max` is the largest logit of the whole row.
     """
-    excluded = logits == float("-inf")
     if isinstance(temperature, Tensor):
         temperature = temperature[..., None].to(logits.dtype)
-
-    def squashed(x: Tensor) -> Tensor:
-        if logit_softcap is None:
-            return x
-        return logit_softcap * torch.tanh(x * (logit_scale / logit_softcap))
-
-    u = squashed(logits)
+    u = squashed(logits, logit_scale, logit_softcap)
     factor = 1.0 if logit_softcap is not None else logit_scale
     if row_max is None:
-        largest = torch.where(excluded, float("-inf"), u).detach().amax(-1, keepdim=True)
+        largest = u.detach().amax(-1, keepdim=True)
     else:
-        largest = squashed(row_max)[..., None]
+        largest = squashed(row_max, logit_scale, logit_softcap)[..., None]
+    excluded = logits == float("-inf")
     shifted = torch.where(excluded, float("-inf"), (u - largest) * factor / temperature)
     return shifted, largest * factor / temperature
 
@@ -72,7 +74,8 @@ def token_stats(
         (maximum + log_sum)[..., 0],
         probs.detach().square().sum(-1),
     )
-    top1 = shifted.detach().gather(-1, token_ids) >= 0
+    u = squashed(x.detach(), logit_scale, logit_softcap)
+    top1 = u.gather(-1, token_ids) >= u.amax(-1, keepdim=True)
     inactive = torch.zeros((), dtype=dtype, device=logits.device)
     logprob, entropy, logsumexp, sum_sq_probs = (
         torch.where(active, stat, inactive) for stat in stats

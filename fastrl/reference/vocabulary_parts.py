@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.contract import RowArguments, RowStats
-from fastrl.reference.token_stats import shifted_logits
+from fastrl.reference.token_stats import shifted_logits, squashed
 
 
 class PartStats(NamedTuple):
@@ -72,13 +72,13 @@ def whole_stats(parts: PartStats, rows: RowArguments, active: Tensor, known: Ten
     entropy = (log_sum - (shares * means).sum(0)).clamp(min=0.0)
     token = parts.token_logit.sum(0)
     logprobs = torch.where(known, _scaled(token, rows, active) - top - log_sum, float("nan"))
-    squashed = (_squashed(logit.to(dtype), rows) for logit in (token, row_max))
+    tops = (_squashed(logit.to(dtype), rows) for logit in (token, row_max))
     stats = RowStats(
         logprobs=logprobs,
         entropy=entropy,
         logsumexp=torch.where(total == 0, float("-inf"), top + log_sum),
         sum_sq_probs=(shares.square() * parts.sum_sq_probs).sum(0),
-        is_top1=torch.ge(*squashed) & known & active,
+        is_top1=torch.ge(*tops) & known & active,
         row_max=row_max,
         log_sum=log_sum,
     )
@@ -130,11 +130,7 @@ def part_gradient(
 
 
 def _squashed(logits: Tensor, rows: RowArguments) -> Tensor:
-    """Return the logits under the softcap."""
-    if not rows.logit_softcap:
-        return logits
-    capped = rows.logit_softcap * torch.tanh(logits * (rows.logit_scale / rows.logit_softcap))
-    return torch.where(logits == float("-inf"), logits, capped)
+    return squashed(logits, rows.logit_scale, rows.logit_softcap or None)
 
 
 def _scaled(logits: Tensor, rows: RowArguments, active: Tensor) -> Tensor:

@@ -161,6 +161,9 @@ def samples():
     yield from advantage_samples()
     yield from linear_samples()
     yield "gather_parts", (torch.randn(5, 3), torch.distributed.group.WORLD.group_name, 1)
+    ids, active = torch.randint(9, (2, 5)), torch.rand(2, 5) < 0.5
+    given = (ids, active, torch.rand(2, 5), torch.rand(2))
+    yield "exchange_parts", (*given, 37, "options", torch.distributed.group.WORLD.group_name, 1)
     yield "huge_pages_", (torch.empty(4, 4),)
     if native.has_matrix_tiles():
         half = torch.randn(7, 5).bfloat16()

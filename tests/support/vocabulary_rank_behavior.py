@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fastrl
+from fastrl import Objective
 from fastrl.ops._linear import walk
 from tests.support.vocabulary_ranks import ROWS, batch, columns, leaves, near
 
@@ -101,7 +102,7 @@ def events(call):
 
 def tensor_parallel_on_ranks(backend):
     """Weights and logits that are DTensors over a mesh dimension `tp`, beside data parallelism."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -146,13 +147,24 @@ def tensor_parallel_on_ranks(backend):
     assert isinstance(split.grad, DTensor)
     near(split.grad.full_tensor(), logits.grad, torch.float32, "logits")
 
+    texts = []
+    for more in ({"inplace_backward": True}, {"mesh": "unnamed"}):
+        given = split
+        if more.pop("mesh", None):
+            unnamed = DeviceMesh.from_group(tensor_parallel.get_group(), "cpu")
+            given = distribute_tensor(logits.detach(), unnamed, [Shard(1)])
+        try:
+            fastrl.token_logprobs(given, ids, mask=mask, backend=backend, **more)
+        except (TypeError, ValueError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
     other_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     wrong = distribute_tensor(head["weight"], other_mesh, [Shard(0)])
     try:
         fastrl.linear_token_logprobs(hidden, wrong, ids, vocab_group=tensor_parallel.get_group())
     except ValueError as error:
-        return str(error)
-    return "accepted"
+        texts.append(f"{type(error).__name__}: {error}")
+    return texts
 
 
 def refusals_on_ranks():
@@ -172,6 +184,22 @@ def refusals_on_ranks():
 
     refused("other ids", lambda: logprobs(ids=ids + rank))
     refused("other masks", lambda: logprobs(mask=torch.arange(4) != rank))
+    swapped = torch.tensor([0, 2, 2, 0] if rank else [2, 0, 0, 2])
+    refused("ids in another order", lambda: logprobs(ids=swapped))
+    refused("other temperatures", lambda: logprobs(temperature=torch.ones(4) + rank))
+    refused("another softcap", lambda: logprobs(logit_softcap=5.0 + rank))
+    refused("other chunks", lambda: logprobs(chunk_tokens=2 + rank))
+    hidden.requires_grad_(rank == 0)
+    refused("a gradient on one rank", logprobs)
+    hidden.requires_grad_(False)
+    refused("other advantages", lambda: fastrl.linear_policy_loss(
+        hidden, torch.randn(5, 8), ids, torch.arange(4) * (1.0 + rank), torch.ones(4),
+        objective="dapo", vocab_group=group,
+    ))  # fmt: skip
+    refused("other losses", lambda: fastrl.logits_policy_loss(
+        torch.randn(4, 5), ids, torch.ones(4), torch.ones(4), objective=("dapo", "cispo")[rank],
+        vocab_group=group,
+    ))  # fmt: skip
     refused("an empty part", lambda: logprobs(5 * rank))
     refused("an empty part of logits", lambda: fastrl.token_logprobs(
         torch.randn(4, 5 * rank), ids, vocab_group=group))  # fmt: skip
@@ -182,6 +210,12 @@ def refusals_on_ranks():
     refused("a bias of another part", lambda: logprobs(bias=torch.zeros(6)))
     # masked rows may hold anything, also other things on other ranks
     logprobs(ids=torch.tensor([0, 1, 2, 3 * rank]), mask=torch.tensor([1, 1, 1, 0]))
+    ours = Objective(surrogate=lambda new, old, ref, a: -(new - old).exp() * a)
+    fastrl.linear_policy_loss(
+        hidden, torch.randn(5, 8), ids, torch.tensor([1.0, 0.5, 2.0, 3.0 * rank]),
+        torch.tensor([1, 1, 1, 0]), objective=ours, cu_seqlens=torch.tensor([0, 4]),
+        vocab_group=group,
+    )  # fmt: skip
     return texts
 
 
@@ -203,6 +237,7 @@ def compiled_on_ranks():
     weights = torch.randn(ROWS)
     for function in (from_hidden, from_logits):
         results = []
+        torch._dynamo.utils.counters.clear()
         for run in (function, torch.compile(function)):
             x = leaves({"hidden": head["hidden"], "weight": head["weight"][own]})
             result = run(x)
@@ -210,6 +245,9 @@ def compiled_on_ranks():
             results.append([result.detach(), *(leaf.grad for leaf in x.values())])
         for one, two in zip(*results, strict=True):
             torch.testing.assert_close(one, two)
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert any("exchange the sizes" in reason for reason in breaks), breaks
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
 
 
 def twice_on_ranks(backend):

@@ -169,6 +169,10 @@ def linear_on_ranks(sizes, backend, dtype, banned):
                 outcomes.append((outcome, x))
             (expected, whole), (found, part) = outcomes
             torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+            if expected.metrics:
+                torch.testing.assert_close(
+                    found.metrics.vector, expected.metrics.vector, rtol=1e-5, atol=1e-5
+                )
             torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
             same_gradients(whole, part, own, dtype, f"{what}, {name}")
             results.append([found.loss.detach(), found.logprobs, *shared_gradients(part)])

@@ -107,6 +107,7 @@ class RandomRows:
 
     def _product(self, states: Tensor) -> Tensor:
         weight, bias, _ = self._layers.parameters()
+        weight, bias = _whole(weight), None if bias is None else _whole(bias)
         states = states.to(weight.dtype)
         logits = nn.functional.linear(states, weight, bias)
         largest = logits if bias is None else nn.functional.linear(states, weight)
@@ -130,6 +131,12 @@ class RandomRows:
         ordinary = [i for i in range(min(text.vocab_size, 64)) if i not in special] or [0]
         tokens = itertools.islice(itertools.cycle(ordinary), _ROWS)
         return torch.tensor([list(tokens)], device=weight.device)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """Return all of a parameter, of which tensor parallelism has given each rank a part."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter if gather is None else gather()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from fastrl.contract import RowArguments
 from fastrl.ops._linear.head import LinearHead, as_head
 from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows, check_ids, counted_rows
-from fastrl.ops._vocabulary_parts.parts import VocabularyParts, group_of, vocabulary_parts
+from fastrl.ops._vocabulary_parts.parts import Agreed, VocabularyParts, group_of, vocabulary_parts
 from fastrl.tracing import refuse_transforms
 
 
@@ -48,8 +48,13 @@ def linear_inputs(
     ignore_index: object,
     vocab_group: object,
     reduce_hidden_gradient: object,
+    *options: object,
+    advantages: object = None,
 ) -> LinearInputs:
-    """Check the common arguments; return them as differentiable inputs of the operators."""
+    """Check the common arguments; return them as differentiable inputs of the operators.
+
+    `options` and `advantages` are only compared between the ranks of a split vocabulary.
+    """
     refuse_transforms("a function of hidden states")
     states = floating("hidden", hidden)
     if states.dim() not in (2, 3) or states.shape[-1] == 0:
@@ -71,7 +76,12 @@ def linear_inputs(
         vocabulary=head.vocabulary if group is None else 1,
     )
     active = counted_rows(rows)
-    parts = vocabulary_parts(group, head.vocabulary, rows, active, reduce_hidden_gradient=reduce)
+    tensors = (states, *head.parameters())
+    kinds = [None if x is None else (str(x.dtype), x.requires_grad) for x in tensors]
+    agreed = Agreed((*options, reduce, torch.is_grad_enabled(), kinds), advantages)
+    parts = vocabulary_parts(
+        group, head.vocabulary, rows, active, agreed, reduce_hidden_gradient=reduce
+    )
     check_ids(rows, active, sum(parts.sizes) if parts.split() else head.vocabulary)
     flat = rows._replace(
         token_ids=rows.token_ids.reshape(-1),

@@ -115,7 +115,8 @@ class LinearWalk:
     def with_stats(self, chunks: Iterable[slice]) -> Iterator[tuple[Projected, RowStats]]:
         """Project chunks; yield each with the statistics of its rows.
 
-        Where the vocabulary is split, the next chunk is projected while the ranks exchange theirs.
+        Where the vocabulary is split, the ranks exchange theirs while the next chunk is projected,
+        or while the caller works on the one before.
         """
         before: tuple[Projected, Exchange] | None = None
         for chunk in chunks:
@@ -123,11 +124,12 @@ class LinearWalk:
             if projected.part is None:
                 yield projected, chunk_stats(projected.logits, projected.rows, self._backend)
                 continue
-            if before is not None:
-                yield _received(*before)
             batch = in_batch(projected.part)
             stats = part_stats(projected.logits[None], batch, self._backend)
-            before = projected, Exchange(stats, self._parts)
+            exchange = Exchange(stats, self._parts)
+            if before is not None:
+                yield _received(*before)
+            before = projected, exchange
         if before is not None:
             yield _received(*before)
 

@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastrl import reference
+from fastrl.checks import is_sharded
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._rows import active_rows, counted_rows
 from fastrl.ops._vocabulary_parts.parts import (
     WHOLE,
+    Agreed,
     VocabularyParts,
     gather,
     group_named,
@@ -32,22 +34,46 @@ from fastrl.ops._vocabulary_parts.statistics import (
 from fastrl.tracing import refuse_transforms
 
 
-def split_logits(logits: object, vocab_group: object) -> tuple[Any, dist.ProcessGroup | None]:
+def split_logits(
+    logits: object, vocab_group: object, inplace: str, requested: object
+) -> tuple[Any, dist.ProcessGroup | None]:
     """Return this rank's part of the logits and the group over which the vocabulary is split.
 
-    A DTensor of logits can only be split by its last dimension: every rank has all rows.
+    `inplace` is the name of the option that lets the gradient overwrite the logits.
+
+    Raises:
+        TypeError: a DTensor that is not split by its last dimension alone, over a mesh `tp`.
+        ValueError: a DTensor that may be overwritten.
     """
     group = group_of("logits", logits, vocab_group, dim=-1)
+    if is_sharded(logits):
+        if group is None:
+            raise TypeError(
+                "logits must be a plain tensor, got a DTensor: pass its `to_local()`, with "
+                "vocab_group if the vocabulary is split (a mesh of the one dimension `tp` needs "
+                "neither), or its `full_tensor()`"
+            )
+        if requested:  # autograd would not notice another use of the DTensor
+            raise ValueError(
+                f"{inplace}=True needs a plain tensor, got a DTensor: pass its `to_local()` and "
+                "vocab_group"
+            )
     return (logits, None) if group is None else (local_part(logits), group)
 
 
 def parts_of_logits(
-    logits: Tensor, rows: RowArguments, group: dist.ProcessGroup | None
+    logits: Tensor,
+    rows: RowArguments,
+    group: dist.ProcessGroup | None,
+    *options: object,
+    advantages: object = None,
 ) -> VocabularyParts:
-    """Exchange the sizes of the parts `[B, T, V]` and check that the rows are the same."""
+    """Exchange the sizes of the parts `[B, T, V]`; the ranks must agree on the others."""
     if group is None:
         return WHOLE
-    return vocabulary_parts(group, logits.shape[-1], rows, counted_rows(rows))
+    kind = (str(logits.dtype), logits.requires_grad, torch.is_grad_enabled())
+    agreed = Agreed((*options, kind), advantages)
+    return vocabulary_parts(group, logits.shape[-1], rows, counted_rows(rows), agreed)
 
 
 def stats_of_part(
