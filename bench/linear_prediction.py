@@ -44,17 +44,26 @@ def chunk_rows(width: int, vocabulary: int, limit: int) -> int:
 
 def predicted(rows: int, width: int, vocabulary: int, chunk: int, moved: int) -> float:
     """Return the seconds of loss and gradients; `moved`: bytes per logit of the kernel."""
-    weight = vocabulary * width
-    seconds = 6 * weight / BYTES
-    sizes = [end.stop - end.start for end in chunks.chunks(0, rows, min(chunk, rows), on_gpu=True)]
-    for i, size in enumerate(sizes):
-        gemm = 2 * size * weight / FLOPS
-        logits, states = size * vocabulary, size * width
-        seconds += max(gemm, (2 * weight + 2 * states + 4 * logits) / BYTES)
-        seconds += moved * logits / BYTES
-        seconds += max(gemm, (2 * logits + 2 * weight + 4 * states) / BYTES)
-        seconds += max(gemm, (2 * logits + 2 * states + (8 if i else 4) * weight) / BYTES)
+    seconds = 6 * vocabulary * width / BYTES
+    for i, size in enumerate(chunk_sizes(rows, chunk)):
+        projection, gradients = chunk_seconds(size, width, vocabulary, first=i == 0)
+        seconds += projection + moved * size * vocabulary / BYTES + gradients
     return seconds
+
+
+def chunk_sizes(rows: int, chunk: int) -> list[int]:
+    """Return the rows of every chunk."""
+    return [end.stop - end.start for end in chunks.chunks(0, rows, min(chunk, rows), on_gpu=True)]
+
+
+def chunk_seconds(size: int, width: int, vocabulary: int, *, first: bool) -> tuple[float, float]:
+    """Return the seconds of the GEMM that projects a chunk, and of those of its gradients."""
+    weight, logits, states = vocabulary * width, size * vocabulary, size * width
+    gemm = 2 * size * weight / FLOPS
+    projection = max(gemm, (2 * weight + 2 * states + 4 * logits) / BYTES)
+    of_hidden = max(gemm, (2 * logits + 2 * weight + 4 * states) / BYTES)
+    of_weight = max(gemm, (2 * logits + 2 * states + (4 if first else 8) * weight) / BYTES)
+    return projection, of_hidden + of_weight
 
 
 def bare_gemms(rows: int, width: int, vocabulary: int) -> float:

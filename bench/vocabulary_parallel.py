@@ -10,20 +10,21 @@ chunks of C rows (`fastrl/ops/_linear/chunks.py`; two exist at once):
     d hidden            all-reduce in float32, as a ring:      L + 2 (R - 1) / R  4 C H / W
 
 W is 450 GB/s: 900 GB/s of NVLink on an H100 or H200, half of it in each direction. L = 20 us is the
-latency of a collective of a few KB among 8 GPUs of a machine. The statistics of a chunk travel
-while the next one is projected, the gradient of its hidden states while the next one's GEMMs run;
-what is longer than that, and the last of each, is waited for: `exposed`. Nothing here is a
-measurement.
+latency of a collective of a few KB among 8 GPUs of a machine, an assumption. The statistics of a
+chunk travel while the next one is projected or the one before is differentiated, the gradient of
+its hidden states while the next one's GEMMs run. Collectives follow each other; what a rank waits
+for is `exposed`. Nothing here is a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 import torch
-from linear_prediction import BYTES, FLOPS, predicted
+from linear_prediction import BYTES, chunk_seconds, chunk_sizes, predicted
 
-from fastrl.ops._linear.chunks import chunk_size, chunks
+from fastrl.ops._linear.chunks import chunk_size
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
@@ -41,22 +42,53 @@ def chunk_rows(width: int, vocabulary: int, ranks: int) -> int:
     return chunk_size(None, head, parts, 2 if ranks > 1 else 1, on_gpu=True)
 
 
-def collectives(rows: int, width: int, vocabulary: int, ranks: int, chunk: int) -> dict[str, float]:
-    """Return bytes and seconds of what the ranks exchange."""
-    found = dict.fromkeys(("statistics", "hidden", "seconds", "exposed"), 0.0)
-    sizes = [one.stop - one.start for one in chunks(0, rows, min(chunk, rows), on_gpu=True)]
+class Collectives(NamedTuple):
+    """What the ranks exchange: bytes that each sends, the seconds, and those it waits for."""
+
+    statistics: float
+    hidden: float
+    seconds: float
+    exposed: float
+
+
+def collectives(rows: int, width: int, vocabulary: int, ranks: int, chunk: int) -> Collectives:
+    """Go through a call in the order of `fastrl/ops/_linear`; collectives follow each other."""
+    sizes, own = chunk_sizes(rows, chunk), -(-vocabulary // ranks)
+    statistics = [4 * STATISTICS * size * (ranks - 1) for size in sizes]
+    hidden = [2 * (ranks - 1) / ranks * 4 * size * width for size in sizes]
+    now = link = computing = 0.0
+    arrived: dict[str, float] = {}
+
+    def compute(seconds: float) -> None:
+        nonlocal now, computing
+        now, computing = now + seconds, computing + seconds
+
+    def send(name: str, size: float) -> None:
+        nonlocal link
+        link = arrived[name] = max(now, link) + LATENCY + size / LINK
+
+    def wait(name: str) -> None:
+        nonlocal now
+        now = max(now, arrived[name])
+
+    def finish(i: int) -> None:
+        wait(f"statistics {i}")
+        compute(6 * sizes[i] * own / BYTES + chunk_seconds(sizes[i], width, own, first=i == 0)[1])
+        if i:
+            wait(f"hidden {i - 1}")
+        send(f"hidden {i}", hidden[i])
+
     for i, size in enumerate(sizes):
-        statistics = 4 * STATISTICS * size * (ranks - 1)
-        hidden = 2 * (ranks - 1) / ranks * 4 * size * width
-        found["statistics"] += statistics
-        found["hidden"] += hidden
-        gemm = max(2 * size * width * vocabulary / ranks / FLOPS, 2 * width * vocabulary / BYTES)
-        last = i == len(sizes) - 1
-        for sent, hiding in ((statistics, gemm), (hidden, 3 * gemm)):
-            seconds = LATENCY + sent / LINK
-            found["seconds"] += seconds
-            found["exposed"] += seconds if last else max(0.0, seconds - hiding)
-    return found
+        projection, _ = chunk_seconds(size, width, own, first=i == 0)
+        compute(projection + 4 * size * own / BYTES)
+        send(f"statistics {i}", statistics[i])
+        if i:
+            finish(i - 1)
+    finish(len(sizes) - 1)
+    wait(f"hidden {len(sizes) - 1}")
+    sent = sum(statistics) + sum(hidden)
+    seconds = 2 * len(sizes) * LATENCY + sent / LINK
+    return Collectives(sum(statistics), sum(hidden), seconds, now - computing)
 
 
 def main() -> None:
@@ -77,12 +109,12 @@ def main() -> None:
         rows = chunk_rows(H, V, ranks)
         compute = predicted(N, H, -(-V // ranks), rows, 10)
         sent = collectives(N, H, V, ranks, rows)
-        total = compute + sent["exposed"]
+        total = compute + sent.exposed
         cells = [
             f"{ranks} | {rows} | {1e3 * compute:.1f}",
-            *(f"{sent[name] / 1e6:.2f}" for name in ("statistics", "hidden")),
-            *(f"{1e3 * sent[name]:.2f}" for name in ("seconds", "exposed")),
-            f"{sent['exposed'] / total:.1%} | {alone / total:.2f}",
+            *(f"{size / 1e6:.2f}" for size in (sent.statistics, sent.hidden)),
+            *(f"{1e3 * seconds:.2f}" for seconds in (sent.seconds, sent.exposed)),
+            f"{sent.exposed / total:.1%} | {alone / total:.2f}",
         ]
         print("| " + " | ".join(cells) + " |")
 

@@ -109,7 +109,7 @@ _SCHEMAS = {
     # The same tensor of every rank of a process group, [size, ...] in rank order.
     "gather_parts": "(Tensor part, str group, int size) -> Tensor",
     # What ranks that split a vocabulary must know of each other, [ranks, 3]: the size of the part,
-    # and digests of what is given per token (ids are -1 in inactive rows) and of the options.
+    # and digests of the options and of what is given per token (ids are -1 in inactive rows).
     "exchange_parts": (
         "(Tensor ids, Tensor active, Tensor? temperatures, Tensor? advantages, int size, "
         "str options, str group, int ranks) -> Tensor"

@@ -154,8 +154,8 @@ def _counted_terms(how: Objective, averaged: bool) -> tuple[list[str], bool]:
     counted = [name for name, aggregation in terms.items() if aggregation != "token-sum"]
     if not counted or (averaged and len(counted) < len(terms)):
         raise ValueError(
-            "aggregation token-sum has no normalizer: where gradients are averaged over ranks, "
-            "multiply the loss by the number of ranks"
+            "aggregation token-sum has no normalizer: use gradients='sum' for the other terms, if "
+            "any, and where gradients are averaged over ranks multiply the loss by their number"
         )
     if "entropy" in counted and how.top_entropy_quantile < 1:
         raise ValueError(

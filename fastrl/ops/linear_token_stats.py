@@ -52,7 +52,7 @@ def linear_token_logprobs(
     Args:
         hidden: last hidden states, `[B, T, H]` or `[N, H]`.
         weight: the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered. A DTensor that
-            is split over a mesh dimension named `tp` is a part of the vocabulary, as with
+            is split over a mesh of the one dimension `tp` is a part of the vocabulary, as with
             `vocab_group`.
         token_ids: integers `[B, T]` or `[N]`.
         bias: `[V]`, or None.

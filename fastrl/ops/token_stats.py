@@ -79,7 +79,7 @@ def token_logprobs(
             this rank's columns; parts are in rank order and may differ in size. Token ids count
             from the start of the whole vocabulary, and all that is per token must be the same on
             every rank, as the results are, bit for bit. A DTensor of logits that is split in its
-            last dimension over a mesh dimension named `tp` needs no `vocab_group`.
+            last dimension over a mesh of the one dimension `tp` needs no `vocab_group`.
         backend: `auto`, or the backend to use.
 
     Returns:

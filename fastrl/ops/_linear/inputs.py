@@ -13,7 +13,8 @@ from fastrl.contract import RowArguments
 from fastrl.ops._linear.head import LinearHead, as_head
 from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows, check_ids, counted_rows
-from fastrl.ops._vocabulary_parts.parts import Agreed, VocabularyParts, group_of, vocabulary_parts
+from fastrl.ops._vocabulary_parts.agreement import Agreed, vocabulary_parts
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts, group_of
 from fastrl.tracing import refuse_transforms
 
 

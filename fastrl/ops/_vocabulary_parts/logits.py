@@ -14,15 +14,14 @@ from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._rows import active_rows, counted_rows
+from fastrl.ops._vocabulary_parts.agreement import Agreed, vocabulary_parts
 from fastrl.ops._vocabulary_parts.parts import (
     WHOLE,
-    Agreed,
     VocabularyParts,
     gather,
     group_named,
     group_of,
     local_part,
-    vocabulary_parts,
 )
 from fastrl.ops._vocabulary_parts.statistics import (
     PartRows,
