@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -129,4 +130,14 @@ def _digest(values: Tensor) -> Tensor:
     return mixed.sum() + flat.shape[0]
 
 
-torch.library.impl("fastrl::exchange_parts", "CompositeExplicitAutograd", _exchange_parts)
+def _uncompiled(*arguments: Any) -> Tensor:
+    """Exchange without Dynamo, which may compile what a broken graph calls.
+
+    What Inductor makes of the digest differs (torch 2.10) or crashes (2.13).
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    run = _exchange_parts if dynamo is None else dynamo.disable(_exchange_parts)
+    return cast("Tensor", run(*arguments))
+
+
+torch.library.impl("fastrl::exchange_parts", "CompositeExplicitAutograd", _uncompiled)
