@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 class AfterImport(MetaPathFinder):
     """Calls a function with the name of each of these modules after its import, until `stop()`.
 
-    An error that the function raises is an error of the import.
+    An error that the function raises is an error of the import. A copy that is executed without
+    being the module of that name in `sys.modules` is not an import.
 
     Example:
         >>> import sys
@@ -26,7 +28,8 @@ class AfterImport(MetaPathFinder):
 
     def __init__(self, names: Iterable[str], action: Callable[[str], None]) -> None:
         self._names, self._action = frozenset(names), action
-        sys.meta_path.insert(0, self)
+        if self._names:
+            sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
         """Watch no further imports; a second call does nothing."""
@@ -40,25 +43,31 @@ class AfterImport(MetaPathFinder):
         if fullname not in self._names or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(fullname, path, target)
+            find = getattr(finder, "find_spec", None)  # import skips finders without it, too
+            spec: ModuleSpec | None = find and find(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._action)
+                loader: Any = spec.loader
+                if hasattr(loader, "exec_module"):  # a namespace package has no loader yet
+                    spec.loader = _Loader(loader, self._action)  # type: ignore[assignment]
                 return spec
         return None
 
 
-class _Loader(Loader):
-    def __init__(self, loader: Loader, action: Callable[[str], None]) -> None:
+class _Loader:
+    """The module's own loader, which calls the function at the end of `exec_module`."""
+
+    def __init__(self, loader: Any, action: Callable[[str], None]) -> None:
         self._loader, self._action = loader, action
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_loader"), name)
 
     def exec_module(self, module: ModuleType) -> None:
+        imported = sys.modules.get(module.__name__) is module
         # the module looks as if it had been imported by its own loader
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._action(module.__name__)
+        if imported:
+            self._action(module.__name__)

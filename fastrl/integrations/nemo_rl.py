@@ -194,6 +194,7 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _check_parts(part: tuple[int, int, int], like: Tensor, group: Any) -> None:
     """Raise on every rank unless start, end and rows of all ranks are parts in rank order."""
+    # in every call: with a cache, a rank whose indices changed would wait for ranks that skip this
     parts = [part]
     if _size(group) > 1:
         parts = _gather(torch.tensor([part], device=like.device), group).tolist()

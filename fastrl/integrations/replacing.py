@@ -71,8 +71,8 @@ class Replaced(Undoable):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """`module.name` of what was replaced so far."""
-        return tuple(found.where for found in self._found)
+        """`module.name` of what was replaced so far, once each."""
+        return tuple(dict.fromkeys(found.where for found in self._found))
 
     def undo(self) -> None:
         """Restore the package's functions; a second call does nothing."""

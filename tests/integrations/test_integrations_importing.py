@@ -1,6 +1,9 @@
 """A function that is called after a module has been imported."""
 
 import importlib
+import importlib.util
+import pkgutil
+import runpy
 import sys
 
 import pytest
@@ -36,6 +39,59 @@ def test_the_module_is_complete_and_keeps_its_loader():
     load()
     assert len(seen) == 1
     assert watch not in sys.meta_path
+    assert watch.find_spec(NAME, None) is None  # an import in another thread may still ask
+
+
+def test_without_names_nothing_is_watched():
+    finders = list(sys.meta_path)
+    AfterImport([], print)
+    assert sys.meta_path == finders
+
+
+def test_what_reads_a_module_without_importing_it(folder):
+    seen, watch = [], AfterImport([NAME], lambda name: seen.append(name))
+    loader = importlib.util.find_spec(NAME).loader
+    assert loader.get_source(NAME) == "value = 1\n"
+    assert loader.path == str(folder / f"{NAME}.py")
+    assert runpy.run_module(NAME)["value"] == 1
+    assert seen == []
+    assert pkgutil.get_data(NAME, f"{NAME}.py") == b"value = 1\n"
+    watch.stop()
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_module_that_is_executed_by_hand(registered):
+    seen, watch = [], AfterImport([NAME], lambda name: seen.append(name))
+    spec = importlib.util.find_spec(NAME)
+    module = importlib.util.module_from_spec(spec)
+    if registered:
+        sys.modules[NAME] = module
+    spec.loader.exec_module(module)
+    assert module.value == 1
+    watch.stop()
+    assert seen == ([NAME] if registered else [])
+
+
+@pytest.mark.usefixtures("folder")
+def test_finders_that_import_itself_skips(monkeypatch):
+    class Legacy:
+        def find_module(self, name, path=None): ...
+
+    monkeypatch.setattr(sys, "meta_path", [Legacy(), *sys.meta_path])
+    seen, watch = [], AfterImport([NAME], lambda name: seen.append(name))
+    load()
+    watch.stop()
+    assert seen == [NAME]
+
+
+def test_a_namespace_package_has_nothing_to_execute(folder):
+    (folder / f"{NAME}.py").unlink()
+    (folder / NAME).mkdir()
+    importlib.invalidate_caches()
+    watch = AfterImport([NAME], print)
+    assert list(load().__path__) == [str(folder / NAME)]
+    watch.stop()
 
 
 @pytest.mark.usefixtures("folder")

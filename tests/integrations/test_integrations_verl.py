@@ -7,12 +7,15 @@ import fastrl
 from fastrl import native
 from fastrl.integrations import verl as ours
 from fastrl.integrations.verl import policy_losses as verl_policy_losses
+from fastrl.integrations.verl.functions import calculate_sum_pi_squared_from_logits
+from tests.support.importable import importable
 from tests.support.verl_cases import (
     FIELDS,
     GLOBAL,
     LOCAL,
     MODES,
     POLICY_LOSSES,
+    TOKENS,
     batch,
     close,
     implementations,
@@ -146,6 +149,22 @@ def test_kl_penalty(theirs, kind, plus):
     )
     close(a[0], b[0])
     close(a[1], b[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])
+def test_the_sum_of_squared_probabilities(dtype, shape):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(*shape, 17)).to(dtype).requires_grad_()
+    logits.data[..., 2] = -torch.inf
+    before = logits.detach().clone()
+    found = calculate_sum_pi_squared_from_logits(logits)
+    assert (found.shape, found.dtype, found.requires_grad) == (shape, torch.float32, False)
+    close(found, logits.detach().double().softmax(-1).square().sum(-1))
+    assert torch.equal(logits, before)
+    tokens = importable(TOKENS)
+    if tokens and dtype == torch.float32:
+        close(found, tokens.calculate_sum_pi_squared_from_logits(before))
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from fastrl.integrations.verl import _ESTIMATORS
+from fastrl.integrations.verl import _ESTIMATORS, compute_gae_advantage_return
 from tests.support import verl_estimator_formulas
 from tests.support.importable import importable
 from tests.support.verl_cases import CORE, Config, batch
@@ -143,6 +143,24 @@ def test_an_empty_mask_gives_zero(name):
         assert (found == 0).all()
 
 
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
+@pytest.mark.parametrize("kind", ["floats", "integers"])
+def test_a_single_token_cannot_be_whitened(name, kind):
+    rewards, mask = data(kind)
+    mask = torch.zeros_like(mask).index_put((torch.tensor(2), torch.tensor(3)), mask.new_ones(()))
+    assert mask.sum() == 1
+    assert (estimate(OURS, name, rewards, mask)[0] == 0).all()
+    assert (compute_gae_advantage_return(rewards, 0 * rewards, mask, 1.0, 1.0)[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_rewards_of_zero_give_zero(theirs, name):
+    rewards, mask = data()
+    found, _ = estimate(OURS, name, 0 * rewards, mask)
+    assert (found == 0).all()
+    same(*(estimate(n, name, 0 * rewards, mask) for n in (OURS, theirs)), mask)
+
+
 @pytest.mark.parametrize("name", set(GROUPED) - {"gdpo", "reinforce_plus_plus_baseline"})
 def test_equal_rewards_give_exactly_zero(name):
     mask = data()[1]
@@ -156,8 +174,9 @@ def test_a_nan_reward_stays_in_its_group():
     mask[:, 0] = 1.0
     rewards[2, 0] = float("nan")
     index = ["b", "a", "b", "a", "a", "c", "a", "c", "a"]
-    for name in ("rloo", "opo", "grpo_passk"):
-        found, _ = estimate(OURS, name, rewards, mask, index=index)
+    plain = {"config": Config(norm_adv_by_std_in_grpo=False)}
+    for name, changes in [("rloo", {}), ("opo", {}), ("grpo_passk", {}), ("grpo_passk", plain)]:
+        found, _ = estimate(OURS, name, rewards, mask, index=index, **changes)
         assert found[:, 0].isnan().tolist() == [x == "b" for x in index]
 
 

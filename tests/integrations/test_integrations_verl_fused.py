@@ -69,6 +69,10 @@ def test_bad_arguments():
     hidden, weight, labels, _ = fused_inputs(5, 16, 33)
     with pytest.raises(ValueError, match="reduction must be one of none, sum, mean, got 'max'"):
         linear_cross_entropy(hidden, weight, labels, 1.0, "max")
+    with pytest.raises(TypeError, match="reduction must be a str, got NoneType"):
+        linear_cross_entropy(hidden, weight, labels, reduction=None)
+    with pytest.raises(ValueError, match="impl_backend must be one of torch, liger, got 'triton'"):
+        FusedLinearForPPO(impl_backend="triton")
     with pytest.raises(ValueError, match="temperature must be"):
         FusedLinearForPPO()(hidden, weight, labels, temperature=0.0)
     with pytest.raises(TypeError, match="vocab_group must be"):
@@ -105,15 +109,28 @@ def test_a_frozen_head_gets_no_gradient():
     assert hidden.grad.shape == hidden.shape
 
 
-def test_the_temperature_may_be_a_tensor():
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_temperature_may_be_a_tensor(name, shape):
+    hidden, weight, labels, _ = fused_inputs(6, 16, 33)
+    hidden, labels = hidden.reshape(2, 3, 16), labels.reshape(2, 3)
+    found, expected = (
+        CALLS[name](hidden, weight, labels, temperature)
+        for temperature in (torch.full(shape, 0.7), 0.7)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ids_outside_the_vocabulary(name):
     hidden, weight, labels, _ = fused_inputs(5, 16, 33)
-    module = FusedLinearForPPO()
-    for a, b in zip(
-        module(hidden, weight, labels, torch.tensor(0.7)),
-        module(hidden, weight, labels, 0.7),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
+    labels[0, 1] = -100
+    logprobs, entropy = (x.flatten() for x in CALLS[name](hidden, weight, labels))
+    assert logprobs[1] == entropy[1] == 0
+    assert (logprobs != 0).sum() == 4
+    labels[0, 1] = 33
+    with pytest.raises(ValueError, match=r"must lie in \[0, 33\)"):
+        CALLS[name](hidden, weight, labels)
 
 
 def test_a_compiled_module_for_all_lengths():

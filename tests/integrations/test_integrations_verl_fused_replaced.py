@@ -1,6 +1,7 @@
 """verl's modules with fastrl's fused functions in place: replaced when verl imports them."""
 
 import importlib
+import importlib.util
 import sys
 import types
 
@@ -117,6 +118,25 @@ def test_modules_that_verl_has_imported_are_replaced_at_once(package):
     handle.undo()
     assert vars(own)["forward"] is before[0]
     assert before[1](None, None, None) == "theirs"
+
+
+def test_a_module_that_is_executed_again(package):
+    del package
+    with replaced() as handle:
+        # a copy of the caller's own, which is not the module that verl imports
+        spec = importlib.util.find_spec(FUSED)
+        copy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copy)
+        assert copy.FusedLinearForPPO()(None, None, None) == "theirs"
+        assert handle.names == ()
+        forwards = []
+        module = importlib.import_module(FUSED)
+        for _ in range(2):
+            module = importlib.reload(module)
+            forwards.append(module.FusedLinearForPPO)
+            assert module.FusedLinearForPPO.forward is FusedLinearForPPO.forward
+        assert handle.names == (f"{FUSED}.FusedLinearForPPO.forward",)
+    assert {own()(None, None, None) for own in forwards} == {"theirs"}
 
 
 def test_after_undo_nothing_more_is_replaced(package):

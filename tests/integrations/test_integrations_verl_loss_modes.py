@@ -1,6 +1,7 @@
 """verl's policy losses dppo_tv, dppo_kl, clip_cov, kl_cov, dro and bypass_mode on fastrl."""
 
 import importlib
+import math
 import types
 
 import pytest
@@ -140,11 +141,28 @@ def test_the_defaults_of_dppo(theirs, name):
     assert gradient.abs().max() > 0
 
 
-@pytest.mark.parametrize("shares", [{"clip_cov_ratio": 1.0}, {"clip_cov_lb": 99.0}])
-def test_all_or_none_are_drawn(theirs, shares):
-    options = {**FIELDS["clip_cov"]["policy_loss"], **shares}
-    metrics = same("clip_cov", theirs, doubles(), policy_loss=options)[2]
-    assert (metrics["actor/pg_clipfrac"] == 0) == ("clip_cov_lb" in shares)
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_the_ratio_of_dppo_is_at_most_20_by_default(name):
+    fields = {"clip_ratio_low": 9.0, "clip_ratio_high": 9.0, "global_batch_info": LOCAL}
+    one = torch.ones(1, 2).double()
+    log_prob = torch.tensor([[-1.0, -1.0]]).double().requires_grad_()
+    old = torch.tensor([[-5.0, -3.0]]).double()  # ratios of 55 and 7
+    loss, metrics = OURS[name](old, log_prob, -one, one, config=of_transcription(**fields))
+    loss.backward()
+    expected = torch.tensor([[20.0, math.e**2]]).double() / 2
+    torch.testing.assert_close(log_prob.grad, expected)
+    assert metrics["actor/pg_clipfrac_lower"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "shares", [{"clip_cov_ratio": 1.0}, {"clip_cov_ratio": 1e-4}, {"clip_cov_lb": 99.0}]
+)
+def test_all_one_or_none_are_drawn(theirs, shares):
+    options, data = {**FIELDS["clip_cov"]["policy_loss"], **shares}, doubles()
+    share = same("clip_cov", theirs, data, policy_loss=options)[2]["actor/pg_clipfrac"]
+    assert (share == 0) == ("clip_cov_lb" in shares)
+    if options["clip_cov_ratio"] == 1e-4:
+        assert share == pytest.approx(1 / data.mask.sum().item())
 
 
 @pytest.mark.parametrize("share", [1e-4, 1.0])

@@ -1,5 +1,6 @@
 """fastrl in verl's modules and registries: verl's code runs on it until `undo()`."""
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -22,6 +23,8 @@ from tests.support.verl_cases import (
     batch,
     close,
     installed,
+    transcribed,
+    value_and_gradient,
 )
 
 
@@ -78,10 +81,103 @@ def test_functions_are_replaced_everywhere_and_restored(package):
 def test_the_plugin_acts_if_verl_imports_it(package, monkeypatch):
     name = "fastrl.integrations.verl.plugin"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    importlib.import_module(name).replaced.undo()
+    plugin = importlib.import_module(name)
+    assert package.core.agg_loss is ours.agg_loss
+    with pytest.raises(RuntimeError, match=rf"through the plug-in {name}: leave out use_fastrl"):
+        ours.use_fastrl()
+    plugin.replaced.undo()
+    with ours.use_fastrl(), pytest.raises(RuntimeError, match="undo the first use_fastrl"):
+        ours.use_fastrl()
+
+
+class Verl:
+    """Imports a module that was made before."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def find_spec(self, name, path, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "verl" else None
+
+    def create_module(self, spec):
+        return self.module
+
+    def exec_module(self, module):
+        module.executed = True
+
+
+def test_the_plugin_acts_after_verl_if_it_was_first(package, monkeypatch):
+    name = "fastrl.integrations.verl.plugin"
+    finder, own = Verl(sys.modules["verl"]), package.core.kl_penalty
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "verl")
-    monkeypatch.delitem(sys.modules, name)
-    assert importlib.import_module(name).replaced is None
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    plugin = importlib.import_module(name)
+    assert plugin.replaced is None
+    assert not hasattr(finder.module, "executed")
+    del package.core.kl_penalty
+    for _ in range(2):  # the import fails each time, instead of going on without fastrl
+        with pytest.raises(NotImplementedError, match=r"has no .*\.kl_penalty"):
+            importlib.import_module("verl")
+    package.core.kl_penalty = own
+    verl = importlib.import_module("verl")
+    assert package.core.agg_loss is ours.agg_loss
+    importlib.reload(verl)  # is watched no longer
+    assert f"{CORE}.agg_loss" in plugin.replaced.names
+    plugin.replaced.undo()
+    assert package.core.kl_penalty is own
+
+
+def always_by_sequences(
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    loss_agg_mode="seq-mean-token-mean",
+    config=None,
+    rollout_is_weights=None,
+):
+    """GSPO of verl 0.9.0, which ignores `loss_agg_mode`."""
+    rest = {"config": config, "rollout_is_weights": rollout_is_weights}
+    function, mode = verl_formulas.compute_policy_loss_gspo, "seq-mean-token-mean"
+    return function(old_log_prob, log_prob, advantages, response_mask, mode, **rest)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_gspo_aggregates_as_the_verl_that_is_installed(package, mode, ignores, wrapped):
+    core, data = package.core, batch()
+    theirs = always_by_sequences if ignores else core.compute_policy_loss_gspo
+    theirs = types.FunctionType(
+        theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__
+    )
+    if wrapped:
+        inner = theirs
+
+        @functools.wraps(inner)
+        def theirs(*arguments, **options):
+            return inner(*arguments, **options)
+
+    theirs.__module__ = CORE
+    core.compute_policy_loss_gspo = core.POLICY_LOSS_REGISTRY["gspo"] = theirs
+
+    def run(function):
+        config = transcribed(global_batch_info=GLOBAL, **FIELDS["gspo"])
+        arguments = (data.advantages, data.mask, mode)
+        return value_and_gradient(
+            lambda x: function(data.old, x, *arguments, config=config)[0], data.log_prob
+        )
+
+    with ours.use_fastrl():
+        assert core.POLICY_LOSS_REGISTRY["gspo"] is verl_policy_losses.gspo
+        found = run(verl_policy_losses.gspo)
+    for a, b in zip(found[:2], run(theirs)[:2], strict=True):
+        close(a, b)
+    direct, expected = (
+        run(f) for f in (verl_policy_losses.gspo, verl_formulas.compute_policy_loss_gspo)
+    )
+    close(direct[0], expected[0])
 
 
 def test_an_older_verl_without_a_loss(package):

@@ -29,6 +29,10 @@ def test_entropy_and_log_probabilities_of_a_copy_as_in_the_engine(place):
     on_ranks(2, ranks.as_in_the_engine, place)
 
 
+def test_labels_outside_the_vocabulary():
+    on_ranks(2, ranks.labels_outside)
+
+
 def test_the_gradient_of_the_hidden_states_is_the_part_of_each_rank():
     on_ranks(2, ranks.heads_in_parts)
 

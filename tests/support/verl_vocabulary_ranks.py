@@ -4,6 +4,7 @@ import importlib
 import sys
 import types
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -104,6 +105,20 @@ def as_in_the_engine(place):
         close(a, b[..., mine])
         # the backward has used the memory of the copy, as Megatron's forward does
         assert not torch.equal(copy, logits)
+
+
+def labels_outside():
+    """A label of -100 gives 0, and one outside the vocabulary an error on every rank."""
+    vp, labels = stand_in(), torch.randint(V, (1, T))
+    labels[0, 3] = -100
+    with Replaced("verl", REPLACEMENTS):
+        whole, part = logits_of(torch.float32)
+        found = vp.vocab_parallel_log_probs_from_logits(part, labels)
+        expected = of_logits(whole, labels.clamp(min=0))[0].index_fill(0, torch.tensor(3), 0)
+        close(found.flatten(), expected)
+        labels[0, 3] = V
+        with pytest.raises(ValueError, match=rf"must lie in \[0, {V}\)"):
+            vp.vocab_parallel_log_probs_from_logits(part, labels)
 
 
 def heads_in_parts():

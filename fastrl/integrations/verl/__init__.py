@@ -8,6 +8,8 @@ verl's workers are separate processes; for these use `fastrl.integrations.verl.p
 
 from __future__ import annotations
 
+import sys
+
 from fastrl.integrations.replacing import Replaced, Replacement
 from fastrl.integrations.support import Support
 from fastrl.integrations.verl import (
@@ -22,6 +24,7 @@ from fastrl.integrations.verl import (
 from fastrl.integrations.verl.advantages import compute_gae_advantage_return
 from fastrl.integrations.verl.aggregation import agg_loss
 from fastrl.integrations.verl.functions import (
+    calculate_sum_pi_squared_from_logits,
     compute_value_loss,
     entropy_from_logits,
     entropy_from_logits_with_chunking,
@@ -60,18 +63,20 @@ def use_fastrl() -> Replaced:
     """Replace verl's functions with fastrl's wherever verl has loaded them, in this process.
 
     With the names, arguments and metrics of verl 0.9, this replaces `logprobs_from_logits`,
-    `entropy_from_logits` (and its chunked form), `agg_loss`, `compute_value_loss`, `kl_penalty`,
-    all registered advantage estimators but the optimal token baselines, and all registered policy
-    losses but bypass_mode, which calls two of them. Everything else remains verl's. Call it before
-    verl builds its engines, which compile the entropy function that they find.
+    `entropy_from_logits` (and its chunked form), `calculate_sum_pi_squared_from_logits`,
+    `agg_loss`, `compute_value_loss`, `kl_penalty`, all registered advantage estimators but the
+    optimal token baselines, and all registered policy losses but bypass_mode, which calls two of
+    them. Everything else remains verl's. Call it before verl builds its engines, which compile the
+    entropy function that they find.
 
     The functions behind `use_fused_kernels=True` (`FusedLinearForPPO`, `linear_cross_entropy`) and
     those of a vocabulary that Megatron's ranks share (`vocab_parallel_*`) are in modules that
     import Liger, Triton or Megatron. They are replaced when verl imports these modules.
 
     Results equal verl's except that masked tokens give 0; log-probabilities and entropies are fp32
-    even from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask gives 0 where
-    verl gives NaN or an error; log-ratios that verl does not clamp saturate at 80. Mask values
+    even from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask, or a single
+    token to whiten, gives 0 where verl gives NaN or an error; token ids of -100 give 0 and others
+    outside the vocabulary an error; log-ratios that verl does not clamp saturate at 80. Mask values
     other than 0 and 1 are factors, as in verl.
 
     Returns:
@@ -82,11 +87,23 @@ def use_fastrl() -> Replaced:
         NotImplementedError: a function of this verl is missing, has other parameters than in
             verl 0.9, or was already replaced; nothing is changed. In a module that verl imports
             later, the import raises it.
-        RuntimeError: verl runs on fastrl already.
+        RuntimeError: verl runs on fastrl already, through another call or through the plug-in.
     """
-    return Replaced(
-        "verl", _REPLACEMENTS, registries=("POLICY_LOSS_REGISTRY", "ADV_ESTIMATOR_REGISTRY")
-    )
+    try:
+        return Replaced(
+            "verl", _REPLACEMENTS, registries=("POLICY_LOSS_REGISTRY", "ADV_ESTIMATOR_REGISTRY")
+        )
+    except RuntimeError as error:
+        handle = getattr(sys.modules.get(_PLUGIN), "replaced", None)
+        if handle is None or not handle.names:
+            raise
+        raise RuntimeError(
+            f"verl runs on fastrl already, through the plug-in {_PLUGIN}: leave out use_fastrl(), "
+            "or undo its `replaced` first"
+        ) from error
+
+
+_PLUGIN = "fastrl.integrations.verl.plugin"
 
 
 _TOKENS = "verl.utils.torch_functional"
@@ -108,26 +125,35 @@ _REPLACEMENTS = [
     Replacement(_TOKENS, "logprobs_from_logits", logprobs_from_logits),
     Replacement(_TOKENS, "entropy_from_logits", entropy_from_logits),
     Replacement(
-        _TOKENS, "entropy_from_logits_with_chunking", entropy_from_logits_with_chunking, True
+        _TOKENS,
+        "entropy_from_logits_with_chunking",
+        entropy_from_logits_with_chunking,
+        optional=True,
+    ),
+    Replacement(
+        _TOKENS,
+        "calculate_sum_pi_squared_from_logits",
+        calculate_sum_pi_squared_from_logits,
+        optional=True,
     ),
     Replacement(_CORE, "compute_gae_advantage_return", compute_gae_advantage_return),
     Replacement(_CORE, "compute_grpo_outcome_advantage", compute_grpo_outcome_advantage),
-    *(Replacement(_CORE, function.__name__, function, True) for function in _ESTIMATORS),
+    *(Replacement(_CORE, function.__name__, function, optional=True) for function in _ESTIMATORS),
     Replacement(_CORE, "agg_loss", agg_loss),
     Replacement(_CORE, "compute_value_loss", compute_value_loss),
     Replacement(_CORE, "kl_penalty", kl_penalty),
     Replacement(_CORE, "compute_policy_loss_vanilla", policy_losses.vanilla),
     Replacement(_CORE, "compute_policy_loss_gspo", policy_losses.gspo),
-    Replacement(_CORE, "compute_policy_loss_sapo", policy_losses.sapo, True),
-    Replacement(_CORE, "compute_policy_loss_cispo", policy_losses.cispo, True),
-    Replacement(_CORE, "compute_policy_loss_geo_mean", policy_losses.geo_mean, True),
-    Replacement(_CORE, "compute_policy_loss_gpg", policy_losses.gpg, True),
-    Replacement(_CORE, "compute_policy_loss_dro", policy_losses.dro, True),
-    Replacement(_CORE, "compute_policy_loss_reinforce", policy_losses.reinforce, True),
-    Replacement(_CORE, "compute_policy_loss_dppo_tv", selected_tokens.dppo_tv, True),
-    Replacement(_CORE, "compute_policy_loss_dppo_kl", selected_tokens.dppo_kl, True),
-    Replacement(_CORE, "compute_policy_loss_clip_cov", selected_tokens.clip_cov, True),
-    Replacement(_CORE, "compute_policy_loss_kl_cov", selected_tokens.kl_cov, True),
+    Replacement(_CORE, "compute_policy_loss_sapo", policy_losses.sapo, optional=True),
+    Replacement(_CORE, "compute_policy_loss_cispo", policy_losses.cispo, optional=True),
+    Replacement(_CORE, "compute_policy_loss_geo_mean", policy_losses.geo_mean, optional=True),
+    Replacement(_CORE, "compute_policy_loss_gpg", policy_losses.gpg, optional=True),
+    Replacement(_CORE, "compute_policy_loss_dro", policy_losses.dro, optional=True),
+    Replacement(_CORE, "compute_policy_loss_reinforce", policy_losses.reinforce, optional=True),
+    Replacement(_CORE, "compute_policy_loss_dppo_tv", selected_tokens.dppo_tv, optional=True),
+    Replacement(_CORE, "compute_policy_loss_dppo_kl", selected_tokens.dppo_kl, optional=True),
+    Replacement(_CORE, "compute_policy_loss_clip_cov", selected_tokens.clip_cov, optional=True),
+    Replacement(_CORE, "compute_policy_loss_kl_cov", selected_tokens.kl_cov, optional=True),
     *fused_linear.REPLACEMENTS,
     *vocabulary_parallel.REPLACEMENTS,
 ]
@@ -136,11 +162,14 @@ _REPLACEMENTS = [
 _NOTES = {
     "logprobs_from_logits": "fp32 also from 16-bit logits; `inplace_backward` as with flash-attn",
     "entropy_from_logits": "fp32 also from 16-bit logits; logits of `-inf` contribute 0",
+    "calculate_sum_pi_squared_from_logits": "fp32 also from 16-bit logits; without a gradient",
     "compute_gae_advantage_return": "masked tokens give 0",
     "compute_grpo_outcome_advantage": "a group of equal rewards gives exactly 0",
     "compute_grpo_passk_outcome_advantage": "a group of one is refused, as in verl",
     "compute_remax_outcome_advantage": "masked tokens give 0",
     "agg_loss": "an empty mask gives 0",
+    "compute_policy_loss_gspo": "aggregates as the function that it replaces: by `loss_agg_mode` "
+    "in verl 0.9.1, always by `seq-mean-token-mean` in 0.9.0 and 0.10.0.dev",
     "compute_policy_loss_dro": "a Python function as objective",
     "compute_policy_loss_reinforce": "one of the two losses of `bypass_mode`",
     "compute_policy_loss_dppo_tv": "the kernels of `cispo`, dropped tokens have weight 0",
@@ -149,10 +178,12 @@ _NOTES = {
     "compute_policy_loss_kl_cov": "a Python function as objective; selects on the device",
     "kl_penalty": "`full` is refused, as in verl",
     "FusedLinearForPPO.forward": "`use_fused_kernels=True`, `impl_backend` `torch` and `liger`; "
-    "entropies are fp32",
+    "entropies are fp32; an id of -100 gives 0, where verl raises an error",
     "linear_cross_entropy": "`use_fused_kernels=True`, `impl_backend` `triton` and Megatron; also "
     "on a CPU, and hidden sizes that 128 does not divide",
-    "vocab_parallel_log_probs_from_logits": "Megatron; the forward does not overwrite the logits",
+    "vocab_parallel_log_probs_from_logits": "Megatron; the forward does not overwrite the logits; "
+    "an id of -100 gives 0, and others outside the vocabulary raise an error, where Megatron "
+    "returns a value",
     "vocab_parallel_entropy": "Megatron; fp32 also from 16-bit logits",
     "vocab_parallel_sum_pi_squared": "Megatron; without a gradient",
 }
@@ -166,6 +197,12 @@ SUPPORT = [
         option="a `response_mask` with values other than 0 and 1",
         handling="replaced",
         note="the values are factors, as in verl",
+    ),
+    Support(
+        option="an estimator that whitens (GAE, REINFORCE++ and its baseline, GDPO) on a mask of "
+        "one token or none",
+        handling="replaced",
+        note="gives 0; verl raises an error",
     ),
     Support(
         option="loss mode `bypass_mode`, and losses and estimators that a user registers",
@@ -187,6 +224,18 @@ SUPPORT = [
         option="`use_fused_kernels=True` with a head that has a bias, softcap, scale or LoRA",
         handling="replaced",
         note="these have no effect, as in verl, whose functions get the weight alone",
+    ),
+    Support(
+        option="`use_fused_kernels=True` with Megatron, `tensor_model_parallel_size > 1` and "
+        "`sequence_parallel=False`",
+        handling="replaced",
+        note="the gradient of the hidden states remains the part of each rank, as in verl: "
+        "Megatron adds the parts only with sequence parallelism",
+    ),
+    Support(
+        option="`use_fused_kernels=True` with the VeOmni engine",
+        handling="unchanged",
+        note="VeOmni computes with its own `chunk_logprobs`",
     ),
     Support(
         option="`use_fused_kernels=True` with a temperature per sample, or with "

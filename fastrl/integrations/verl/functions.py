@@ -53,17 +53,34 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
         >>> entropy_from_logits(torch.zeros(1, 4))
         tensor([1.3863])
     """
-    flat = rows("logits", logits)
-    any_token = torch.zeros(flat.shape[:-1], dtype=torch.int64, device=flat.device)
-    entropy = fastrl.token_stats(flat, any_token, outputs=("entropy",)).entropy
-    assert entropy is not None
-    return entropy.reshape(logits.shape[:-1])
+    return _statistic("entropy", logits)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """Return `entropy_from_logits`, which needs no chunking."""
     del chunk_size
     return entropy_from_logits(logits)
+
+
+def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
+    """Return sum p^2, fp32, `[...]` from logits `[..., V]`, by `token_stats`.
+
+    Without a gradient: verl weighs baselines with it and takes no gradient of it.
+
+    Example:
+        >>> import torch
+        >>> from fastrl.integrations.verl.functions import calculate_sum_pi_squared_from_logits
+        >>> calculate_sum_pi_squared_from_logits(torch.zeros(1, 4))
+        tensor([0.2500])
+    """
+    return _statistic("sum_sq_probs", logits)
+
+
+def _statistic(name: str, logits: Tensor) -> Tensor:
+    flat = rows("logits", logits)
+    any_token = torch.zeros(flat.shape[:-1], dtype=torch.int64, device=flat.device)
+    value: Tensor = getattr(fastrl.token_stats(flat, any_token, outputs=(name,)), name)
+    return value.reshape(logits.shape[:-1])
 
 
 def compute_value_loss(

@@ -21,6 +21,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
     "mean": torch.mean,
 }
+_BACKENDS = ("torch", "liger")
 
 
 class FusedLinearForPPO(torch.nn.Module):
@@ -28,6 +29,7 @@ class FusedLinearForPPO(torch.nn.Module):
 
     Both options are accepted and ignored: fastrl chooses the chunks by the memory that they need.
     `use_fastrl` replaces verl's `forward` by this one, so verl's own instances run on it, too.
+    An id of -100 gives 0, where verl raises an error.
 
     Example:
         >>> import torch
@@ -39,6 +41,10 @@ class FusedLinearForPPO(torch.nn.Module):
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
+        if impl_backend not in _BACKENDS:
+            raise ValueError(
+                f"impl_backend must be one of {', '.join(_BACKENDS)}, got {impl_backend!r}"
+            )
         self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
     def forward(
@@ -46,14 +52,14 @@ class FusedLinearForPPO(torch.nn.Module):
         hidden_states: Tensor,
         vocab_weights: Tensor,
         input_ids: Tensor,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Return log softmax(h W^T / temperature)[id] and the entropy, fp32, as `input_ids`.
 
         Hidden states are `[B, T, H]` or `[N, H]`, the head `[V, H]`; both outputs have gradients.
         """
         stats = fastrl.linear_token_stats(
-            hidden_states, vocab_weights, input_ids, temperature=temperature
+            hidden_states, vocab_weights, input_ids, temperature=_scalar(temperature)
         )
         assert stats.logprobs is not None
         assert stats.entropy is not None
@@ -64,7 +70,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -80,7 +86,8 @@ def linear_cross_entropy(
         reduction: `none`, or `sum` or `mean` of the log-probabilities (a scalar).
         dist_process_group: the ranks that have the parts of the vocabulary, or None. The gradient
             of the hidden states is this rank's part of the sum over the group, as in verl:
-            Megatron adds the parts where it gathers the hidden states.
+            Megatron adds the parts where it gathers the hidden states, so only with
+            `sequence_parallel=True`. Without, they stay parts, as in verl.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -92,6 +99,8 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(torch.ones(3, 1, 2), torch.zeros(4, 2), torch.tensor([[0, 1, 3]]))
         (tensor([-1.3863, -1.3863, -1.3863]), tensor([1.3863, 1.3863, 1.3863]))
     """
+    if not isinstance(reduction, str):
+        raise TypeError(f"reduction must be a str, got {type(reduction).__name__}")
     reduce = _REDUCTIONS.get(reduction.lower())
     if reduce is None:
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
@@ -99,13 +108,19 @@ def linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1),
-        temperature=temperature,
+        temperature=_scalar(temperature),
         vocab_group=dist_process_group,
         reduce_hidden_gradient=dist_process_group is None,
     )
     assert stats.logprobs is not None
     assert stats.entropy is not None
     return reduce(stats.logprobs), stats.entropy
+
+
+def _scalar(temperature: float | Tensor) -> float | Tensor:
+    """Return a tensor of one temperature without dimensions; verl broadcasts any of that size."""
+    single = isinstance(temperature, Tensor) and temperature.numel() == 1
+    return temperature.reshape(()) if single else temperature  # type: ignore[union-attr]
 
 
 #: verl imports the two modules, and with them Liger or Triton, when a model's forward first runs.

@@ -3,11 +3,28 @@
 VERL_USE_EXTERNAL_MODULES=fastrl.integrations.verl.plugin python -m verl.trainer.main_ppo ...
 
 verl imports the modules in that variable when it is itself imported, and this one then replaces
-verl's functions. If it is imported before verl, it does nothing.
+verl's functions. If it is imported before verl, it does so as soon as verl has been imported.
 """
+
+from __future__ import annotations
 
 import sys
 
+from fastrl.integrations.importing import AfterImport
+from fastrl.integrations.replacing import Replaced
 from fastrl.integrations.verl import use_fastrl
 
-replaced = use_fastrl() if "verl" in sys.modules else None
+#: the handle of `use_fastrl`; None as long as verl has not been imported
+replaced: Replaced | None = None
+
+
+def _after_import(package: str) -> None:
+    global replaced
+    replaced = use_fastrl()
+    _watch.stop()  # last, so that an import which fails here fails again
+
+
+if "verl" in sys.modules:
+    replaced = use_fastrl()
+else:
+    _watch = AfterImport(["verl"], _after_import)

@@ -7,6 +7,8 @@ no effect, whatever they hold; mask values other than 0 and 1 are factors, as in
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 import fastrl
 from fastrl import Objective
 from fastrl.integrations.log_ratios import within_bounds
+from fastrl.integrations.replacing import original
 from fastrl.integrations.verl.aggregation import Aggregation
 from fastrl.integrations.verl.masks import factors, masked_mean
 from fastrl.integrations.verl.policy_term import (
@@ -27,6 +30,8 @@ from fastrl.integrations.verl.policy_term import (
     means,
     policy_term,
 )
+
+_SEQUENCES = "seq-mean-token-mean"
 
 
 def vanilla(
@@ -77,7 +82,12 @@ def gspo(
     """GSPO-token: the value of the sequence's ratio, with a gradient per token.
 
     log s = mean over the sequence of log r, at most 10; f as in vanilla without dual clip.
+
+    Aggregated as the replaced function of verl does: by `loss_agg_mode` in 0.9.1, always by
+    `seq-mean-token-mean` in 0.9.0 and 0.10.0.dev. A direct call follows `loss_agg_mode`.
     """
+    if _names_its_aggregation(original(gspo)):
+        loss_agg_mode = _SEQUENCES
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     low, high = clip_bounds(config)
     bounds: dict[str, Any] = {"clip_low": min(low, 1.0), "clip_high": high}
@@ -115,7 +125,7 @@ def sapo(
         "sapo_temperature_pos": float(config.tau_pos),
         "sapo_temperature_neg": float(config.tau_neg),
     }
-    loss = policy_term("sapo", response_mask, "seq-mean-token-mean", config, **temperatures)
+    loss = policy_term("sapo", response_mask, _SEQUENCES, config, **temperatures)
     return loss.of(batch, within_bounds(log_prob - old_log_prob, loss.objective))
 
 
@@ -216,7 +226,8 @@ def dro(
     if beta is None or beta <= 0:
         raise ValueError(f"policy_loss.dro_beta must be above 0 for dro, got {beta}")
 
-    def surrogate(logprobs: Tensor, old: Tensor, _: Tensor | None, scores: Tensor) -> Tensor:
+    def surrogate(logprobs: Tensor, old: Tensor, ref: Tensor | None, scores: Tensor) -> Tensor:
+        del ref
         return 0.5 * float(beta) * (logprobs - old).square() - logprobs * scores
 
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
@@ -237,3 +248,9 @@ def reinforce(
     batch = Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
     value = policy_term("reinforce", response_mask, loss_agg_mode, config).value(batch)
     return value, means(response_mask, {"actor/ppo_kl": rollout_log_prob - log_prob})
+
+
+def _names_its_aggregation(theirs: Callable[..., Any] | None) -> bool:
+    """Say whether verl's function has the mode in its code: its versions share a signature."""
+    code = getattr(inspect.unwrap(theirs), "__code__", None) if theirs else None
+    return code is not None and _SEQUENCES in code.co_consts

@@ -53,7 +53,7 @@ def dppo_tv(
     low, high = clip_bounds(config)
     moved = log_prob.detach().exp() - old_log_prob.exp()
     kept = torch.where(advantages > 0, moved <= high, moved >= -low)
-    return _within_a_divergence(batch, kept, loss_agg_mode, config)
+    return _dppo_loss(batch, kept, loss_agg_mode, config)
 
 
 def dppo_kl(
@@ -79,7 +79,7 @@ def dppo_kl(
     kept = torch.where(
         advantages > 0, (distance <= high) | (p <= old), (distance <= low) | (p >= old)
     )
-    return _within_a_divergence(batch, kept, loss_agg_mode, config)
+    return _dppo_loss(batch, kept, loss_agg_mode, config)
 
 
 def clip_cov(
@@ -147,7 +147,8 @@ def kl_cov(
         largest = covariance.topk(count).indices
         penalized[active] = torch.zeros_like(scores, dtype=torch.bool).index_fill(0, largest, True)
 
-    def surrogate(logprobs: Tensor, old: Tensor, _: Tensor | None, scores: Tensor) -> Tensor:
+    def surrogate(logprobs: Tensor, old: Tensor, ref: Tensor | None, scores: Tensor) -> Tensor:
+        del ref
         log_ratio = logprobs - old
         ratio = log_ratio.clamp(-80.0, 80.0).exp()  # as log-ratios saturate in `Objective`
         return coefficient * torch.where(penalized, log_ratio.abs(), 0.0) - scores * ratio
@@ -156,7 +157,7 @@ def kl_cov(
     return value, means(response_mask, {"actor/ppo_kl": (log_prob - old_log_prob).abs()})
 
 
-def _within_a_divergence(batch: Batch, kept: Tensor, mode: str, config: Any) -> Result:
+def _dppo_loss(batch: Batch, kept: Tensor, mode: str, config: Any) -> Result:
     """Return DPPO's loss: CISPO without a lower bound, on the tokens that are kept."""
     cap = float(config.get("clip_ratio_c", 20.0))
     mask = batch.response_mask

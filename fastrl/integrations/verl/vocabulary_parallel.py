@@ -1,8 +1,8 @@
 """verl's functions of logits whose vocabulary is split over Megatron's tensor-parallel ranks.
 
 `logits` are this rank's part `[..., V / ranks]`, token ids and results those of the whole
-vocabulary, the same on every rank. The group is the one of verl's Megatron. Logits are not
-changed in the forward, and in the backward only where a docstring says so.
+vocabulary, the same on every rank. The group is the one of verl's Megatron. Only the
+backward of `vocab_parallel_log_probs_from_logits` may overwrite logits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _MODULE = "verl.utils.megatron.tensor_parallel"
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log softmax(logits)[label], fp32 and the shape of `labels`, by `token_logprobs`.
+
+    A label of -100 gives 0. One outside the vocabulary is an error; Megatron returns a value.
 
     The backward writes the gradient over the logits where that is safe: in Megatron's loss, which
     verl uses, already the forward overwrites fp32 logits.
