@@ -86,13 +86,14 @@ class LinearWalk:
         buffers = 2 if exchanging and call.parts.split() else 1
         size = chunk_size(call.chunk_tokens, head, call.parts, buffers, on_gpu=self._on_gpu)
         self._size = max(1, min(size, count))
+        number = sum(-(-rows // self._size) for rows in (order.trained, order.scored))
         self._stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
         self._buffers = itertools.cycle(
             ChunkBuffer(
                 native.new_large(hidden, (self._size, self._stride), head.dtype),
                 hidden.new_empty((self._size, hidden.shape[1]), dtype=self._products.operand_dtype),
             )
-            for _ in range(min(buffers, -(-count // self._size)))
+            for _ in range(max(1, min(buffers, number)))
         )
         self._parameters = HeadGradients(head, self._products, tuple(needs[1:]))
         summed = needs[0] and call.parts.split() and call.parts.reduce_hidden_gradient
