@@ -154,16 +154,21 @@ def group_of_one():
     torch.distributed.destroy_process_group()
 
 
+def group_samples():
+    """Arguments for the operators that need a process group."""
+    group = torch.distributed.group.WORLD.group_name
+    yield "gather_parts", (torch.randn(5, 3), group, 1)
+    ids, active = torch.randint(9, (2, 5)), torch.rand(2, 5) < 0.5
+    given = (ids, active, torch.rand(2, 5), torch.rand(2))
+    yield "exchange_parts", (*given, 37, "options", group, 1)
+
+
 def samples():
     """Arguments for every operator: compact and permuted logits, with and without the options."""
     yield from vocabulary_samples()
     yield from token_samples()
     yield from advantage_samples()
     yield from linear_samples()
-    yield "gather_parts", (torch.randn(5, 3), torch.distributed.group.WORLD.group_name, 1)
-    ids, active = torch.randint(9, (2, 5)), torch.rand(2, 5) < 0.5
-    given = (ids, active, torch.rand(2, 5), torch.rand(2))
-    yield "exchange_parts", (*given, 37, "options", torch.distributed.group.WORLD.group_name, 1)
     yield "huge_pages_", (torch.empty(4, 4),)
     if native.has_matrix_tiles():
         half = torch.randn(7, 5).bfloat16()
@@ -173,7 +178,7 @@ def samples():
 @needs_extension
 def test_opcheck_of_every_operator():
     seen = set()
-    for name, arguments in samples():
+    for name, arguments in (*samples(), *group_samples()):
         torch.library.opcheck(getattr(torch.ops.fastrl, name).default, arguments)
         seen.add(name)
     absent = {*UNTRACED, *fastrl.library.ONLY_ON_GPUS}
@@ -186,7 +191,7 @@ def test_opcheck_of_every_operator():
 @needs_extension
 def test_operators_write_everything_they_allocate():
     """Deterministic mode fills fresh memory with NaN (integers with their maximum)."""
-    for name, arguments in samples():
+    for name, arguments in (*samples(), *group_samples()):
         if name.endswith("_"):
             continue
         operator = getattr(torch.ops.fastrl, name)

@@ -126,12 +126,8 @@ def linear_loss_pass(
     compacting = call.compact and call.hidden.device.type == "cpu" and not one_kernel
     differentiable = any(needs)
     in_one_kernel = one_kernel and differentiable
-    if in_one_kernel:
-        for chunk in walk.trained():
-            outputs = _train_in_one_kernel(walk, chunk, walk.project(chunk), slopes)
-            logprobs[chunk], entropy[chunk] = outputs
     chunks = [
-        # their slopes are 0 unless a log-probability is NaN, which must reach the gradient
+        # first: their slopes are 0 unless a log-probability is NaN, which must reach all gradients
         *((differentiable and compacting, chunk) for chunk in walk.scored()),
         *((differentiable, chunk) for chunk in walk.trained() if not in_one_kernel),
     ]
@@ -142,6 +138,10 @@ def linear_loss_pass(
             _train(walk, chunk, projected, slopes, stats, call.backend, compacting=compacting)
         elif differentiable:
             walk.pass_on_nan(chunk, stats.logprobs)
+    if in_one_kernel:
+        for chunk in walk.trained():
+            outputs = _train_in_one_kernel(walk, chunk, walk.project(chunk), slopes)
+            logprobs[chunk], entropy[chunk] = outputs
     return (walk.expanded(logprobs), walk.expanded(entropy), *walk.gradients())
 
 
