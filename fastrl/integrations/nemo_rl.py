@@ -111,8 +111,8 @@ def from_parallel_hidden_states_to_logprobs(
     """Return the log-probability of each next token, `[B, S - 1]`, from hidden states and LM head.
 
     log softmax(h_t W^T)[target_{t+1}] by `linear_token_logprobs`, without storing all logits. The
-    gradient of the hidden states is summed over `tp_group`, in float32, and that of the head is of
-    this rank's rows.
+    gradient of the hidden states is summed over `tp_group` in float32; the head's gradient covers
+    this rank's rows alone.
 
     Args:
         tensor_parallel_hidden_states: `[S / R, B, H]` on R ranks: Megatron's layout with sequence
@@ -122,7 +122,7 @@ def from_parallel_hidden_states_to_logprobs(
         target: token ids of the whole vocabulary, `[B, S]`, the same on every rank.
         vocab_start_index: id of the first row of this rank; its rows follow those of the rank
             before.
-        vocab_end_index: id after that of the last row.
+        vocab_end_index: one past the id of this rank's last row.
         tp_group: the R ranks that share the head and the positions, or None.
         inference_only: True if no gradient is needed.
         cp_group: ranks that share sequences, at most one.

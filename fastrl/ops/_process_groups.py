@@ -7,6 +7,7 @@ to the library that communicates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,10 +36,19 @@ def gathered(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return x[None]
+    result, work = start_gather(x.contiguous(), group)
+    work.wait()
+    return result
+
+
+def start_gather(
+    x: Tensor, group: torch.distributed.ProcessGroup
+) -> tuple[Tensor, torch.distributed.Work]:
+    """Return where `gathered` will be, and what to wait for; until then `x` must be kept."""
+    result = x.new_empty((size_of(group), *x.shape))
     # torch 2.13 warns of all_gather_into_tensor, and earlier ones lack what it names instead
-    parts = list(x.new_empty((size_of(group), *x.shape)).unbind())
-    torch.distributed.all_gather(parts, x.contiguous(), group=group)
-    return torch.stack(parts)
+    work = torch.distributed.all_gather(list(result.unbind()), x, group=group, async_op=True)
+    return result, cast("torch.distributed.Work", work)
 
 
 def total(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:

@@ -76,7 +76,7 @@ def global_normalizer(
         mask: 0/1, `[B, T]` or packed `[N]`, as the loss gets it; also 0 at tokens with the id
             `ignore_index`. Or a list with one for each micro-batch of the optimizer step; any
             number of rows each, and any number of micro-batches on each rank.
-        objective: that of the loss: the name of a preset, an `Objective` or a function.
+        objective: the one given to the loss (name of a preset, `Objective` or function).
         aggregation: in place of `objective`, for `token_weights` and `value_loss`.
         count_empty: as in `token_weights`, with `aggregation`.
         group_size: as in `token_weights`, for `prompt-mean`.

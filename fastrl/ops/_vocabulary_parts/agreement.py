@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fastrl.checks import is_sharded
 from fastrl.contract import RowArguments
-from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, gather, group_named
+from fastrl.ops._process_groups import gathered
+from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_named
 from fastrl.tracing import is_traced
 
 
@@ -116,7 +117,7 @@ def _exchange_parts(
         per_token = per_token + 5 * _digest(known)
     numbers = (ids.new_full((), x) for x in (size, crc32(options.encode())))
     own = torch.stack([*numbers, per_token])
-    return gather(own, group_named(group))
+    return gathered(own, group_named(group))
 
 
 def _digest(values: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from fastrl.checks import is_sharded
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.ops._process_groups import gathered
 from fastrl.ops._rows import active_rows, counted_rows
 from fastrl.ops._vocabulary_parts.agreement import Agreed, vocabulary_parts
 from fastrl.ops._vocabulary_parts.parts import (
     WHOLE,
     VocabularyParts,
-    gather,
     group_named,
     group_of,
     local_part,
@@ -113,8 +113,8 @@ class _PartTokenStats(torch.autograd.Function):
         local = part_stats(
             logits, part, backend, with_entropy=with_entropy, with_sum_sq_probs=with_sum_sq_probs
         )
-        gathered = torch.ops.fastrl.gather_parts(local, parts.group, len(parts.sizes))
-        stats = combined(gathered, part)
+        of_ranks = torch.ops.fastrl.gather_parts(local, parts.group, len(parts.sizes))
+        stats = combined(of_ranks, part)
         rows = part.rows
         ctx.save_for_backward(
             logits, rows.token_ids, rows.mask, rows.temperatures, part.own, part.known, *stats
@@ -157,7 +157,7 @@ def _part_gradient(
 
 
 def _gather_parts(part: Tensor, group: str, size: int) -> Tensor:
-    return gather(part, group_named(group))
+    return gathered(part, group_named(group))
 
 
 torch.library.impl("fastrl::gather_parts", "CompositeExplicitAutograd", _gather_parts)

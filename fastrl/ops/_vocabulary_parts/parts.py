@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
-from torch import Tensor
 
 from fastrl.checks import is_sharded
+from fastrl.ops._process_groups import checked_group
 
 #: The name of a mesh dimension over which a DTensor with `Shard` is a part of the vocabulary; over
 #: any other it is a shard of FSDP2, which is gathered.
@@ -56,14 +56,7 @@ def group_of(
         TypeError: `vocab_group` is not a process group with this rank in it.
         ValueError: the tensor is a DTensor that is split in another way.
     """
-    group = None
-    if vocab_group is not None:
-        if not (dist.is_available() and isinstance(vocab_group, dist.ProcessGroup)):
-            raise TypeError(
-                "vocab_group must be a torch.distributed.ProcessGroup that this rank belongs to, "
-                f"or None, got {type(vocab_group).__name__}"
-            )
-        group = vocab_group
+    group = checked_group(vocab_group, "vocab_group")
     if not is_sharded(value):
         return group
     tensor = cast("Any", value)
@@ -88,17 +81,3 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 def local_part(value: Any) -> Any:
     """Return this rank's part of a DTensor, differentiable; anything else as it is."""
     return value.to_local() if is_sharded(value) else value
-
-
-def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the same tensor of every rank, `[R, ...]` in rank order."""
-    gathered, work = start_gather(own, group)
-    work.wait()
-    return gathered
-
-
-def start_gather(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Return where `gather` writes, and what to wait for; until then `own` must be kept."""
-    gathered = own.new_empty((dist.get_world_size(group), *own.shape))
-    work = dist.all_gather(list(gathered.unbind(0)), own, group=group, async_op=True)
-    return gathered, cast("dist.Work", work)

@@ -18,7 +18,8 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
-from fastrl.ops._vocabulary_parts.parts import VocabularyParts, start_gather
+from fastrl.ops._process_groups import start_gather
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 Slopes = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -37,7 +38,7 @@ class PartRows(NamedTuple):
         ids = rows.token_ids
         own = (ids >= start) & (ids < start + size)
         known = (ids >= 0) & (ids < sum(parts.sizes))
-        # a column's id may be that of ignore_index
+        # ids now count from this part, so one may equal ignore_index
         local = rows._replace(
             token_ids=torch.where(own, ids - start, 0), mask=active, ignore_index=-1
         )
