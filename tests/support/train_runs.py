@@ -82,8 +82,10 @@ def start_process(directory, settings, *arguments, loop="grpo", limit="", launch
     (directory / "settings.json").write_text(json.dumps({**OWN[loop], **settings}))
     command = [sys.executable, *launcher, "-m", f"fastrl.train.{loop}", "--config", "settings.json"]
     root = Path(__file__).parents[2]
+    # a shell that starts the tests in the background lets them, and this run, ignore SIGINT
+    shell = ["env", "--default-signal=INT", "sh", "-c", f'{limit or ":"}; exec "$@"', "sh"]
     return subprocess.Popen(
-        ["sh", "-c", f'{limit or ":"}; exec "$@"', "sh", *command, *arguments],
+        [*shell, *command, *arguments],
         cwd=directory,
         env={"PYTHONPATH": f"{directory}:{root}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         stdout=subprocess.PIPE,
