@@ -17,6 +17,7 @@ from torch import Tensor
 import fastrl
 from fastrl.integrations.replacing import Replaced, Replacement
 from fastrl.integrations.support import Support
+from fastrl.ops._process_groups import gathered, size_of
 
 TESTED = (
     "Tested with two files of NeMo RL's main branch of 22 August 2026: "
@@ -143,10 +144,10 @@ def from_parallel_hidden_states_to_logprobs(
         >>> from_parallel_hidden_states_to_logprobs(hidden, head, False, ids, 0, 4, None)
         tensor([[-1.3863, -1.3863]])
     """
-    ranks = _size(cp_group)
+    ranks = size_of(cp_group)
     if ranks > 1:
         raise ValueError(f"cp_group must have one rank, got {ranks}: each needs whole sequences")
-    hidden, ids, ranks = tensor_parallel_hidden_states, target, _size(tp_group)
+    hidden, ids, ranks = tensor_parallel_hidden_states, target, size_of(tp_group)
     if hidden.dim() != 3 or ids.shape != (hidden.shape[1], hidden.shape[0] * ranks):
         raise ValueError(
             f"target must have shape [B, S] for hidden states [S / {ranks}, B, H] of each rank "
@@ -176,7 +177,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(part, group)
+        return gathered(part, group).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -184,20 +185,12 @@ class _Gathered(torch.autograd.Function):
         return parts[dist.get_rank(ctx.group)].clone(), None
 
 
-def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, one after the other along the first dimension."""
-    ranks = dist.get_world_size(group)
-    whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    dist.all_gather(list(whole.chunk(ranks)), part.contiguous(), group=group)
-    return whole
-
-
 def _check_parts(part: tuple[int, int, int], like: Tensor, group: Any) -> None:
     """Raise on every rank unless start, end and rows of all ranks are parts in rank order."""
     # in every call: with a cache, a rank whose indices changed would wait for ranks that skip this
     parts = [part]
-    if _size(group) > 1:
-        parts = _gather(torch.tensor([part], device=like.device), group).tolist()
+    if size_of(group) > 1:
+        parts = gathered(torch.tensor(part, device=like.device), group).tolist()
     expected = 0
     for start, end, rows in parts:
         if start != expected or end != start + rows:
@@ -206,8 +199,3 @@ def _check_parts(part: tuple[int, int, int], like: Tensor, group: Any) -> None:
                 f"order, got {[(a, b) for a, b, _ in parts]} for {[c for *_, c in parts]} rows"
             )
         expected = end
-
-
-def _size(group: Any) -> int:
-    """Return the number of ranks; None is a single one."""
-    return 1 if group is None else dist.get_world_size(group)

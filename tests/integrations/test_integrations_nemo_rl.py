@@ -13,7 +13,7 @@ from fastrl.integrations import nemo_rl
 from tests.support import nemo_rl_formulas
 from tests.support import nemo_rl_ranks as ranks
 from tests.support.gloo_ranks import on_ranks
-from tests.support.importable import importable
+from tests.support.importable import importable, without_modules
 
 HOME = "nemo_rl.distributed.model_utils"
 NAME = "from_parallel_hidden_states_to_logprobs"
@@ -24,8 +24,7 @@ on_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="
 @pytest.fixture
 def package(monkeypatch):
     """A package with NeMo RL's module, made of the transcription."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
-        monkeypatch.delitem(sys.modules, name)
+    without_modules(monkeypatch, "nemo_rl")
     for name in ("nemo_rl", "nemo_rl.distributed", HOME):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["nemo_rl"].__version__ = "0.7.0"
@@ -123,8 +122,7 @@ def test_refusals(package, monkeypatch):
 
 
 def test_without_nemo_rl(monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
-        monkeypatch.delitem(sys.modules, name)
+    without_modules(monkeypatch, "nemo_rl")
     monkeypatch.setitem(sys.modules, "nemo_rl", None)
     with pytest.raises(ImportError, match="nemo_rl is not importable"):
         nemo_rl.use_fastrl()

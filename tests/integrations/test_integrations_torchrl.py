@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastrl.integrations import torchrl as ours
-from tests.support.importable import importable
+from tests.support.importable import importable, without_modules
 
 HOME = "torchrl.objectives.value.functional"
 NAMES = ("generalized_advantage_estimate", "vec_generalized_advantage_estimate")
@@ -50,8 +50,7 @@ def theirs(request):
 @pytest.fixture
 def package(monkeypatch):
     """A package with torchrl's modules, made of the loop."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchrl"]:
-        monkeypatch.delitem(sys.modules, name)
+    without_modules(monkeypatch, "torchrl")
     path = HOME.split(".")
     for depth in range(1, len(path) + 1):
         name = ".".join(path[:depth])

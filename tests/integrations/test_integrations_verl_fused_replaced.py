@@ -15,7 +15,7 @@ from fastrl.integrations.verl.fused_linear import (
     FusedLinearForPPO,
     linear_cross_entropy,
 )
-from tests.support.importable import importable
+from tests.support.importable import importable, without_modules
 from tests.support.verl_fused_formulas import fused, fused_inputs, gradients
 
 FUSED = "verl.utils.experimental.torch_functional"
@@ -62,8 +62,7 @@ PACKAGE = {
 @pytest.fixture
 def package(monkeypatch, tmp_path):
     """A package with verl's modules of these names, as files that are not imported yet."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        monkeypatch.delitem(sys.modules, name)
+    without_modules(monkeypatch, "verl")
     for path, text in PACKAGE.items():
         file = tmp_path / "verl" / f"{path}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 from fastrl.integrations import verl as ours
 from fastrl.integrations.verl import policy_losses as verl_policy_losses
 from tests.support import verl_formulas
-from tests.support.importable import importable
+from tests.support.importable import importable, without_modules
 from tests.support.verl_cases import (
     CORE,
     FIELDS,
@@ -30,8 +30,7 @@ from tests.support.verl_cases import (
 
 @pytest.fixture
 def without_verl(monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        monkeypatch.delitem(sys.modules, name)
+    without_modules(monkeypatch, "verl")
     monkeypatch.setitem(sys.modules, "verl", None)
 
 

@@ -9,7 +9,7 @@ from test_replace_the_loss import blocks
 
 from fastrl.integrations import liger, nemo_rl, openrlhf, torchrl, verl
 from tests.support import nemo_rl_formulas, verl_formulas
-from tests.support.importable import importable
+from tests.support.importable import importable, without_modules
 
 
 @pytest.fixture
@@ -17,9 +17,7 @@ def modules(monkeypatch):
     """Put modules with these names, and what each holds, in the place of what is installed."""
 
     def put(**held):
-        packages = {name.partition("__")[0] for name in held}
-        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
-            monkeypatch.delitem(sys.modules, name)
+        without_modules(monkeypatch, *(name.partition("__")[0] for name in held))
         for path, names in held.items():
             parts = path.split("__")
             for depth in range(1, len(parts) + 1):

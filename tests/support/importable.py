@@ -1,6 +1,7 @@
 """Modules of optional packages."""
 
 import importlib
+import sys
 
 
 def importable(name):
@@ -9,3 +10,9 @@ def importable(name):
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def without_modules(monkeypatch, *packages):
+    """Remove the modules of these packages until the end of the test."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        monkeypatch.delitem(sys.modules, name)

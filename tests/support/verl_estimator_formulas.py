@@ -2,12 +2,7 @@
 
 import torch
 
-from tests.support.verl_formulas import mean, weighed
-
-
-def members(index):
-    """Return for each response the responses of its group."""
-    return [[j for j, other in enumerate(index) if other == name] for name in index]
+from tests.support.verl_formulas import members, weighed, whiten
 
 
 def of_each(score, token_level_rewards, response_mask, index):
@@ -17,12 +12,6 @@ def of_each(score, token_level_rewards, response_mask, index):
     found = torch.stack([torch.as_tensor(x).double() for x in found])
     found = weighed(response_mask, found[:, None].expand(response_mask.shape))
     return found, found
-
-
-def whiten(x, mask):
-    count = mask.double().sum()
-    variance = mean((x - mean(x, mask)) ** 2, mask) * count / (count - 1)
-    return (x - mean(x, mask)) / (variance + 1e-8).sqrt()
 
 
 def centred(i, group, rewards):

@@ -19,6 +19,17 @@ def mean(x, mask):
     return weighed(mask, x).sum() / mask.sum()
 
 
+def whiten(x, mask):
+    centred, count = x - mean(x, mask), mask.double().sum()
+    variance = mean(centred**2, mask) * count / (count - 1)
+    return centred / (variance + 1e-8).sqrt()
+
+
+def members(index):
+    """Return for each response the responses of its group."""
+    return [[j for j, other in enumerate(index) if other == name] for name in index]
+
+
 def logprobs_from_logits(logits, labels, inplace_backward=True):
     return logits.double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
@@ -39,10 +50,7 @@ def compute_gae_advantage_return(token_level_rewards, values, response_mask, gam
         trace = mask[:, t] * step + (1 - mask[:, t]) * trace
         after = mask[:, t] * V[:, t] + (1 - mask[:, t]) * after
         advantages[:, t] = trace
-    returns, count = advantages + V, mask.sum()
-    centred = advantages - mean(advantages, mask)
-    white = centred / (mean(centred**2, mask) * count / (count - 1) + 1e-8).sqrt()
-    return only(mask, white), returns
+    return only(mask, whiten(advantages, mask)), advantages + V
 
 
 def compute_grpo_outcome_advantage(
@@ -54,12 +62,11 @@ def compute_grpo_outcome_advantage(
     config=None,
 ):
     scores = token_level_rewards.double().sum(-1)
-    groups = [[j for j, other in enumerate(index) if other == name] for name in index]
     result = torch.zeros_like(scores)
-    for i, members in enumerate(groups):
+    for i, group in enumerate(members(index)):
         centre, spread = 0.0, 1.0
-        if len(members) > 1:
-            centre, spread = scores[members].mean(), scores[members].std()
+        if len(group) > 1:
+            centre, spread = scores[group].mean(), scores[group].std()
         result[i] = scores[i] - centre
         if norm_adv_by_std_in_grpo:
             result[i] /= spread + epsilon

@@ -8,7 +8,7 @@ from torch import Tensor
 import fastrl
 from fastrl.integrations.kl_estimates import kl_estimate, straight_through
 from fastrl.integrations.verl.aggregation import agg_loss, aggregation
-from fastrl.integrations.verl.logits import may_overwrite, rows
+from fastrl.integrations.verl.logits import may_overwrite, rows, statistic
 from fastrl.integrations.verl.masks import masked_mean
 
 _KL_ESTIMATORS = {
@@ -53,7 +53,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
         >>> entropy_from_logits(torch.zeros(1, 4))
         tensor([1.3863])
     """
-    return _statistic("entropy", logits)
+    return statistic("entropy", "logits", logits)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
@@ -73,14 +73,7 @@ def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
         >>> calculate_sum_pi_squared_from_logits(torch.zeros(1, 4))
         tensor([0.2500])
     """
-    return _statistic("sum_sq_probs", logits)
-
-
-def _statistic(name: str, logits: Tensor) -> Tensor:
-    flat = rows("logits", logits)
-    any_token = torch.zeros(flat.shape[:-1], dtype=torch.int64, device=flat.device)
-    value: Tensor = getattr(fastrl.token_stats(flat, any_token, outputs=(name,)), name)
-    return value.reshape(logits.shape[:-1])
+    return statistic("sum_sq_probs", "logits", logits)
 
 
 def compute_value_loss(

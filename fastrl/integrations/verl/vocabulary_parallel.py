@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import fastrl
 from fastrl.integrations.replacing import Replacement
-from fastrl.integrations.verl.logits import may_overwrite, rows
+from fastrl.integrations.verl.logits import may_overwrite, rows, statistic
 
 _MODULE = "verl.utils.megatron.tensor_parallel"
 
@@ -39,7 +38,7 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     """Return -sum p log p over the whole vocabulary, fp32, with a gradient, by `token_stats`."""
-    return _statistic("entropy", vocab_parallel_logits)
+    return statistic("entropy", "vocab_parallel_logits", vocab_parallel_logits, _group())
 
 
 def vocab_parallel_entropy_with_chunking(
@@ -55,15 +54,7 @@ def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
 
     verl weighs baselines with it and takes no gradient of it.
     """
-    return _statistic("sum_sq_probs", vocab_parallel_logits)
-
-
-def _statistic(name: str, logits: Tensor) -> Tensor:
-    part = rows("vocab_parallel_logits", logits)
-    any_token = torch.zeros(part.shape[:-1], dtype=torch.int64, device=part.device)
-    stats = fastrl.token_stats(part, any_token, outputs=(name,), vocab_group=_group())
-    value: Tensor = getattr(stats, name)
-    return value.reshape(logits.shape[:-1])
+    return statistic("sum_sq_probs", "vocab_parallel_logits", vocab_parallel_logits, _group())
 
 
 def _group() -> Any:
