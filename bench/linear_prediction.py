@@ -72,22 +72,27 @@ def bare_gemms(rows: int, width: int, vocabulary: int) -> float:
     return 3 * max(2 * rows * width * vocabulary / FLOPS, traffic)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def shape_of_arguments(description: str) -> tuple[int, int, int]:
+    """Return rows, hidden size and vocabulary from the command line."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
     given = parser.parse_args()
-    shape = (given.rows, given.hidden, given.vocab)
+    return given.rows, given.hidden, given.vocab
+
+
+def main() -> None:
+    N, H, V = shape = shape_of_arguments(__doc__.splitlines()[0])
     bare = bare_gemms(*shape)
-    print(f"{given.rows} x {given.hidden} x {given.vocab}: three bare GEMMs {bare * 1e3:.1f} ms\n")
+    print(f"{N} x {H} x {V}: three bare GEMMs {bare * 1e3:.1f} ms\n")
     print("| chunk, MiB | rows | chunks | ms, R = 6 | / bare | ms, R = 10 | / bare |")
     print("| ---: |" + " ---: |" * 6)
     for limit in (128, 256, 512, 1024, 2048, 4096):
-        rows = chunk_rows(given.hidden, given.vocab, limit * MIB)
+        rows = chunk_rows(H, V, limit * MIB)
         times = [predicted(*shape, rows, moved) for moved in (6, 10)]
         cells = [f"{1e3 * time:.1f} | {time / bare:.2f}" for time in times]
-        print(f"| {limit} | {rows} | {-(-given.rows // rows)} | " + " | ".join(cells) + " |")
+        print(f"| {limit} | {rows} | {-(-N // rows)} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ for is `exposed`. Nothing here is a measurement.
 
 from __future__ import annotations
 
-import argparse
 from typing import NamedTuple
 
 import torch
-from linear_prediction import BYTES, chunk_seconds, chunk_sizes, predicted
+from linear_prediction import BYTES, chunk_seconds, chunk_sizes, predicted, shape_of_arguments
 
 from fastrl.ops._linear.chunks import chunk_size
 from fastrl.ops._linear.head import LinearHead
@@ -92,14 +91,10 @@ def collectives(rows: int, width: int, vocabulary: int, ranks: int, chunk: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=128256)
-    given = parser.parse_args()
-    N, H, V = given.rows, given.hidden, given.vocab
-    alone = predicted(N, H, V, chunk_rows(H, V, 1), 10)
-    print(f"{N} x {H} x {V}; one GPU, no split: {1e3 * alone:.1f} ms\n")
+    N, H, V = shape_of_arguments(__doc__.splitlines()[0])
+    rows = chunk_rows(H, V, 1)
+    alone = predicted(N, H, V, rows, 10)
+    print(f"{N} x {H} x {V}; one GPU, no split, chunks of {rows} rows: {1e3 * alone:.1f} ms\n")
     print(
         "| ranks | rows in a chunk | GEMMs and kernels, ms | statistics, MB | d hidden, MB "
         "| collectives, ms | exposed, ms | exposed / total | speed-up |"
