@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from gpu_item import Item
 from gpu_linear import Linear, linear_item, logprobs_item
-from gpu_logits import logits_item
+from gpu_logits import WORK, Logits, logits_item
 from gpu_tokens import LEVELS, gae_item, groups_item, tokens_item
 
 
 class Shapes(NamedTuple):
-    logits: list[tuple[int, int, torch.dtype, float, bool]]  # N, V, dtype, density, sliced
+    logits: list[Logits]
     linear: list[Linear]
     logprobs: list[tuple[Linear, bool]]  # scored without a gradient, or with
     tokens: list[tuple[int, int]]
@@ -25,26 +25,30 @@ class Shapes(NamedTuple):
     gae: list[tuple[int, int]]
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
+FP32 = torch.float32
 SHAPES = {
     "gpu": Shapes(  # the most telling first: the run stops at its deadline
         logits=[
-            (8192, 151936, BF16, 1.0, False),
-            (8192, 128256, BF16, 1.0, False),
-            (8192, 32000, BF16, 1.0, False),
-            (8192, 151936, BF16, 0.5, False),
-            (128, 151936, BF16, 1.0, False),
-            (2048, 262144, BF16, 1.0, False),
-            (2048, 50257, BF16, 1.0, False),
-            (2048, 151936, FP32, 1.0, False),
-            (2048, 129280, BF16, 1.0, True),
-            (32768, 32000, BF16, 1.0, False),
+            Logits(8192, 151936),
+            Logits(8192, 128256),
+            Logits(8192, 32768),
+            Logits(8192, 151936, density=0.5),
+            Logits(256, 151936),
+            Logits(64, 151936),
+            Logits(4096, 50257),
+            Logits(4096, 262144),
+            Logits(4096, 151936, FP32),
+            Logits(4096, 151936),
+            Logits(2048, 129280, sliced=True),
+            Logits(32768, 32768),
         ],
         linear=[
             Linear(8192, 4096, 128256),
             Linear(8192, 896, 151936),
             Linear(8192, 4096, 128256, density=0.5),
             Linear(8192, 4096, 128256, trained=False),
+            Linear(8192, 896, 151936, density=0.5),
+            Linear(8192, 896, 151936, trained=False),
             Linear(2048, 2048, 151936),
         ],
         logprobs=[
@@ -65,7 +69,7 @@ SHAPES = {
         ],
     ),
     "smoke": Shapes(
-        logits=[(6, 200, FP32, 0.5, True), (4, 129, BF16, 1.0, False)],
+        logits=[Logits(6, 200, FP32, density=0.5, sliced=True), Logits(4, 129)],
         linear=[Linear(6, 8, 130), Linear(16, 8, 130, trained=False, density=0.5)],
         logprobs=[(Linear(6, 8, 130), True), (Linear(6, 8, 130), False)],
         tokens=[(3, 40)],
@@ -78,8 +82,7 @@ SHAPES = {
 def items(shapes: Shapes, device: torch.device) -> Iterator[Item]:
     """The matrix, one shape of each kind in turn, so that a deadline cuts no kind completely."""
     kinds = [
-        [logits_item(device, *shape, gradient=False) for shape in shapes.logits],
-        [logits_item(device, *shape, gradient=True) for shape in shapes.logits],
+        *([logits_item(device, shape, work) for shape in shapes.logits] for work in WORK),
         [linear_item(device, shape) for shape in shapes.linear],
         [gae_item(device, *shape) for shape in shapes.gae],
         [logprobs_item(device, shape, scored=scored) for shape, scored in shapes.logprobs],

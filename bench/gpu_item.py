@@ -22,6 +22,7 @@ class Item(NamedTuple):
     make: Callable[[], Case]
     small: bool  # so little work that the launch is what it costs
     flops: int = 0
+    density: float = 1.0  # share of active rows
 
 
 def backends(device: torch.device) -> list[str]:

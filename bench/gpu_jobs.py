@@ -96,7 +96,7 @@ class Jobs:
         found = measure(case, self.device, plan, left_out, trying, small=item.small)
         kept = {name: getattr(case, name) for name in ("op", "work", "shape", "bytes_moved")}
         kept |= {"dtype": str(case.dtype).removeprefix("torch."), "label": case.label}
-        kept |= {"flops": item.flops, "small": item.small}
+        kept |= {"flops": item.flops, "small": item.small, "density": item.density}
         kept["graphs"] = [one.name for one in capturable(case)] if item.small else []
         return {**kept, "providers": [one._asdict() for one in found]}
 

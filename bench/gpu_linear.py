@@ -144,6 +144,7 @@ def _item(device, shape, op, work, providers, error, *, flops) -> Item:
         ),
         small=False,
         flops=int(flops * N * H * V * shape.density),
+        density=shape.density,
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from bench_logits_policy_loss import _FromModel
 from gpu_item import Item, backends, eager_forms, kernels, sequences
-from gpu_peers import liger_inputs, liger_loss_gradient, peer, trl_logprobs, trl_stats
+from gpu_peers import liger_inputs, liger_loss_gradient, peer, trl_stats
 from logits import STD, eager_logprobs
 from timing import Case, Provider
 
@@ -16,9 +17,29 @@ import fastrl
 
 CHECKED_ROWS = 64  # rows of logits that are compared with float64, all of the first sequence
 OBJECTIVE = fastrl.Objective(clip_low=0.2, clip_high=0.2, aggregation="token-mean")
+HOST_BOUND = 2**28  # bytes of logits that a GPU reads in less time than a call takes the host
+ENTROPY = 0.01  # weight of the entropy in the gradient of both statistics
+#: What is computed, and how often it reads or writes the logits of an active row.
+STATS, STATS_GRADIENT, LOSS = WORK = (
+    "log-probability and entropy",
+    "log-probability and entropy, with backward",
+    "loss and gradient",
+)
+PASSES = {STATS: 1, STATS_GRADIENT: 3, LOSS: 2}
 
 
-def logits_item(device, N, V, dtype, density, sliced, *, gradient) -> Item:
+class Logits(NamedTuple):
+    """A shape: rows, vocabulary, share of active rows, whether the rows are a view."""
+
+    N: int
+    V: int
+    dtype: torch.dtype = torch.bfloat16
+    density: float = 1.0
+    sliced: bool = False
+
+
+def logits_item(device, shape: Logits, work: str) -> Item:
+    N, V, dtype, density, sliced = shape
     B = sequences(N)
     T = N // B
 
@@ -41,21 +62,26 @@ def logits_item(device, N, V, dtype, density, sliced, *, gradient) -> Item:
             "old_logprobs": old + 0.1 * noise,
         }
 
-    passes = 2 if gradient else 1
+    providers, error = {
+        STATS: (_stats, _stats_error),
+        STATS_GRADIENT: (_stats_gradient, _stats_gradient_error),
+        LOSS: (_loss_of_logits, _gradient_error),
+    }[work]
     held = f", {density:.0%} active" if density < 1 else ""
     view = ", sliced" if sliced else ""
     return Item(
         lambda: Case(
-            op="logits_policy_loss" if gradient else "token_stats",
-            work=("loss and gradient" if gradient else "log-probability and entropy") + held + view,
+            op="logits_policy_loss" if work == LOSS else "token_stats",
+            work=work + held + view,
             shape=f"{N} x {V}",
             dtype=dtype,
-            bytes_moved=int(passes * N * V * dtype.itemsize * density),
+            bytes_moved=int(PASSES[work] * N * V * dtype.itemsize * density),
             inputs=inputs,
-            providers=[*(_loss_of_logits(device) if gradient else _stats(device)), _copy()],
-            error=_gradient_error if gradient else _stats_error,
+            providers=[*providers(device), _copy()],
+            error=error,
         ),
-        small=False,
+        small=N * V * dtype.itemsize < HOST_BOUND,
+        density=density,
     )
 
 
@@ -99,7 +125,28 @@ def _stats(device) -> Iterator[Provider]:
         yield Provider(f"fastrl {backend}", f"fastrl {backend}", ours(backend))
     for name, kind, function in eager_forms(eager_stats, device):
         yield Provider(name, kind, of(function))
-    yield peer("TRL fused", "trl", trl_stats)
+    yield peer("TRL fused", "trl", of(trl_stats))
+
+
+def _stats_gradient(device) -> Iterator[Provider]:
+    def gradient(function):
+        def run(inputs):
+            logits = inputs["logits"].detach().requires_grad_()
+            logprobs, entropy = function(logits, inputs["token_ids"], inputs["mask"])
+            return torch.autograd.grad((logprobs + ENTROPY * entropy).sum(), logits)[0]
+
+        return run
+
+    def ours(backend):
+        return lambda logits, ids, mask: fastrl.token_stats(
+            logits, ids, mask=mask, backend=backend
+        )[:2]
+
+    for backend in backends(device):
+        yield Provider(f"fastrl {backend}", f"fastrl {backend}", gradient(ours(backend)))
+    for name, kind, function in eager_forms(eager_stats, device):
+        yield Provider(name, kind, gradient(function))
+    yield peer("TRL fused", "trl", gradient(trl_stats))
 
 
 def eager_loss(logits, token_ids, advantages, old_logprobs, mask):
@@ -114,7 +161,8 @@ def clipped_loss(logprobs, advantages, old_logprobs, mask):
 
 
 def _trl_loss(logits, token_ids, advantages, old_logprobs, mask):
-    return clipped_loss(trl_logprobs(logits, token_ids, mask), advantages, old_logprobs, mask)
+    logprobs = trl_stats(logits, token_ids, mask)[0]
+    return clipped_loss(logprobs, advantages, old_logprobs, mask)
 
 
 LOSS_INPUTS = ("token_ids", "advantages", "old_logprobs", "mask")
@@ -185,6 +233,16 @@ def _stats_error(answer, inputs):
         found = torch.where(exact["mask"], found[:1, :CHECKED_ROWS], 0.0).double()
         errors.append(float(((found - wanted).abs() / wanted.abs().clamp(min=1)).max()))
     return max(errors)
+
+
+def _stats_gradient_error(answer, inputs):
+    exact = _rows(inputs)
+    logits = exact["logits"].requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, exact["token_ids"][..., None]).squeeze(-1)
+    total = chosen - ENTROPY * (logprobs.exp() * logprobs).sum(-1)
+    (truth,) = torch.autograd.grad((total * exact["mask"]).sum(), logits)
+    return float((answer[:1, :CHECKED_ROWS] - truth).abs().max() / truth.abs().max())
 
 
 def _gradient_error(answer, inputs):

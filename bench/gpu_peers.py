@@ -40,19 +40,13 @@ def peer(
     return Provider(name, "peer", checked, prepared)
 
 
-def trl_stats(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def trl_stats(
+    logits: torch.Tensor, token_ids: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies from TRL's Triton kernel, with its backward."""
     from trl.kernels.logprob_entropy import selective_log_softmax_and_entropy
 
-    logits, ids, mask = (inputs[name] for name in ("logits", "token_ids", "mask"))
-    with torch.no_grad():
-        return selective_log_softmax_and_entropy(logits, ids, 1.0, mask)
-
-
-def trl_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities from TRL's Triton kernel, with its backward."""
-    from trl.kernels.logprob_entropy import selective_log_softmax_and_entropy
-
-    return selective_log_softmax_and_entropy(logits, token_ids, 1.0, mask)[0]
+    return selective_log_softmax_and_entropy(logits, token_ids, 1.0, mask)
 
 
 def liger_inputs(inputs: Inputs) -> Inputs:

@@ -211,7 +211,7 @@ def _peak(device: torch.device) -> int:
 
 
 def anchors(device: torch.device, *, elements: int, gemms: list[tuple[int, ...]]) -> dict[str, Any]:
-    """What this machine can do: bytes per second of a copy, FLOP/s of GEMMs."""
+    """What this machine can do: bytes per second of a copy, FLOP/s of GEMMs; and its sizes."""
     source = torch.randn(elements, device=device).bfloat16()
     target = torch.empty_like(source)
     copies = Provider("copy", "floor", lambda inputs: target.copy_(source))
@@ -225,4 +225,7 @@ def anchors(device: torch.device, *, elements: int, gemms: list[tuple[int, ...]]
         found[f"{m} x {n} x {k} bf16 TFLOP/s"] = (
             2 * m * n * k / statistics.median(milliseconds) / 1e9
         )
+    chip = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    found["multiprocessors"] = chip.multi_processor_count if chip else 1
+    found["cache MB"] = chip.L2_cache_size / 1e6 if chip else 1.0
     return found

@@ -19,6 +19,7 @@ longer of 6NHV / F and their traffic with bfloat16 results. Nothing here is a me
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 import torch
 
@@ -26,12 +27,21 @@ from fastrl.ops._linear import chunks
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._vocabulary_parts.parts import WHOLE
 
-FLOPS = 700e12
 BYTES = 3e12
 MIB = 2**20
 
 
-def chunk_rows(width: int, vocabulary: int, limit: int) -> int:
+class Rates(NamedTuple):
+    """What a GPU does per second."""
+
+    flops: float = 700e12
+    bytes: float = BYTES
+
+
+H100 = Rates()
+
+
+def chunk_rows(width: int, vocabulary: int, limit: int = chunks._GPU_CHUNK_BYTES) -> int:
     """Return the rows of a chunk of at most `limit` bytes."""
     weight = torch.empty(vocabulary, width, device="meta")
     head = LinearHead(weight, None, None, None, 1.0, torch.float32)
@@ -42,12 +52,22 @@ def chunk_rows(width: int, vocabulary: int, limit: int) -> int:
         chunks._GPU_CHUNK_BYTES = before
 
 
-def predicted(rows: int, width: int, vocabulary: int, chunk: int, moved: int) -> float:
+def predicted(
+    rows: int,
+    width: int,
+    vocabulary: int,
+    chunk: int,
+    moved: float,
+    *,
+    trained: bool = True,
+    rates: Rates = H100,
+) -> float:
     """Return the seconds of loss and gradients; `moved`: bytes per logit of the kernel."""
-    seconds = 6 * vocabulary * width / BYTES
+    seconds = 6 * vocabulary * width / rates.bytes if trained else 0.0
     for i, size in enumerate(chunk_sizes(rows, chunk)):
-        projection, gradients = chunk_seconds(size, width, vocabulary, first=i == 0)
-        seconds += projection + moved * size * vocabulary / BYTES + gradients
+        one = chunk_seconds(size, width, vocabulary, first=i == 0, rates=rates)
+        seconds += one.projection + moved * size * vocabulary / rates.bytes + one.of_hidden
+        seconds += one.of_weight if trained else 0.0
     return seconds
 
 
@@ -56,20 +76,31 @@ def chunk_sizes(rows: int, chunk: int) -> list[int]:
     return [end.stop - end.start for end in chunks.chunks(0, rows, min(chunk, rows), on_gpu=True)]
 
 
-def chunk_seconds(size: int, width: int, vocabulary: int, *, first: bool) -> tuple[float, float]:
-    """Return the seconds of the GEMM that projects a chunk, and of those of its gradients."""
+class Gemms(NamedTuple):
+    """Seconds of the GEMMs of a chunk."""
+
+    projection: float
+    of_hidden: float
+    of_weight: float
+
+
+def chunk_seconds(
+    size: int, width: int, vocabulary: int, *, first: bool, rates: Rates = H100
+) -> Gemms:
+    """Return the seconds of the GEMMs of a chunk; the first writes the weight's gradient only."""
     weight, logits, states = vocabulary * width, size * vocabulary, size * width
-    gemm = 2 * size * weight / FLOPS
-    projection = max(gemm, (2 * weight + 2 * states + 4 * logits) / BYTES)
-    of_hidden = max(gemm, (2 * logits + 2 * weight + 4 * states) / BYTES)
-    of_weight = max(gemm, (2 * logits + 2 * states + (4 if first else 8) * weight) / BYTES)
-    return projection, of_hidden + of_weight
+    gemm = 2 * size * weight / rates.flops
+    return Gemms(
+        max(gemm, (2 * weight + 2 * states + 4 * logits) / rates.bytes),
+        max(gemm, (2 * logits + 2 * weight + 4 * states) / rates.bytes),
+        max(gemm, (2 * logits + 2 * states + (4 if first else 8) * weight) / rates.bytes),
+    )
 
 
 def bare_gemms(rows: int, width: int, vocabulary: int) -> float:
     """Return the seconds of three GEMMs over all rows, with results in bfloat16."""
-    traffic = 2 * (rows * width + width * vocabulary + rows * vocabulary) / BYTES
-    return 3 * max(2 * rows * width * vocabulary / FLOPS, traffic)
+    traffic = 2 * (rows * width + width * vocabulary + rows * vocabulary) / H100.bytes
+    return 3 * max(2 * rows * width * vocabulary / H100.flops, traffic)
 
 
 def shape_of_arguments(description: str) -> tuple[int, int, int]:

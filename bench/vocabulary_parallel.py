@@ -72,13 +72,14 @@ def collectives(rows: int, width: int, vocabulary: int, ranks: int, chunk: int) 
 
     def finish(i: int) -> None:
         wait(f"statistics {i}")
-        compute(6 * sizes[i] * own / BYTES + chunk_seconds(sizes[i], width, own, first=i == 0)[1])
+        gemms = chunk_seconds(sizes[i], width, own, first=i == 0)
+        compute(6 * sizes[i] * own / BYTES + gemms.of_hidden + gemms.of_weight)
         if i:
             wait(f"hidden {i - 1}")
         send(f"hidden {i}", hidden[i])
 
     for i, size in enumerate(sizes):
-        projection, _ = chunk_seconds(size, width, own, first=i == 0)
+        projection = chunk_seconds(size, width, own, first=i == 0).projection
         compute(projection + 4 * size * own / BYTES)
         send(f"statistics {i}", statistics[i])
         if i:

@@ -203,37 +203,3 @@ def test_a_provider_that_fails_later_is_a_row(bench):
     assert bad.failure == "MemoryError: no more"
     assert known.failure == left_out["known"]
     assert known.samples == []
-
-
-def test_targets_are_ratios_of_one_run(bench):
-    report = bench("gpu_report")
-
-    def job(work, shape, dtype, **times):
-        providers = [
-            {"provider": name.replace("_", " "), "samples": [t - 0.1, t, t + 1], "kind": ""}
-            for name, t in times.items()
-        ]
-        for one in providers:
-            one["provider"] = one["provider"].replace(" autocast", ", float32 weights, autocast")
-        return {"result": {"work": work, "shape": shape, "dtype": dtype, "providers": providers}}
-
-    # a copy reads and writes: at its speed, reading alone takes half its time
-    results = {
-        "0": job("log-probability and entropy", "8192 x 151936", "bfloat16",
-                 fastrl_triton=1.0, fastrl_cuda=1.25, copy=2.0),
-        "1": job("loss and gradient", "8192 x 151936", "bfloat16", fastrl_triton=2.5, copy=2.0),
-        "2": job("loss and gradients, trained head", "8192 x 4096 x 128256", "bfloat16",
-                 fastrl_triton=46.0, fastrl_triton_autocast=48.0, bare_GEMMs=40.0),
-        "3": job("GAE with a mask", "16 x 131072", "float32", fastrl_cuda=1.0),
-        "graph 3 fastrl cuda": {"result": {"milliseconds": 0.018}},
-    }  # fmt: skip
-    rows = [line.split(" | ")[1:] for line in report.targets(results)[4:]]
-    assert rows == [
-        ["triton", "100.0 %", "met |"],
-        ["cuda", "80.0 %", "missed |"],
-        ["triton", "80.0 %", "missed |"],
-        ["triton", "1.150", "met |"],
-        ["| not run", "|"],
-        ["triton", "1.043", "met |"],
-        ["cuda", "18.0 us", "met |"],
-    ]

@@ -1,0 +1,115 @@
+"""What the report of bench/gpu.py makes of its measurements: targets and predictions."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """A function that imports a file of bench."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+AUTOCAST = ", float32 weights, autocast"
+
+
+def test_targets_are_ratios_of_one_run(bench):
+    report = bench("gpu_report")
+
+    def job(work, shape, dtype, **times):
+        providers = [
+            {
+                "provider": name.replace("_", " ").replace(" autocast", AUTOCAST),
+                "samples": [t - 0.1, t, t + 1],
+                "kind": name.split("_")[0],
+            }
+            for name, t in times.items()
+        ]
+        return {"result": {"work": work, "shape": shape, "dtype": dtype, "providers": providers}}
+
+    # a copy reads and writes: at its speed, reading alone takes half its time
+    results = {
+        "0": job("log-probability and entropy", "8192 x 151936", "bfloat16",
+                 fastrl_triton=1.0, fastrl_cuda=1.25, copy=2.0),
+        "1": job("loss and gradient", "8192 x 151936", "bfloat16", fastrl_triton=2.5, copy=2.0),
+        "2": job("loss and gradients, trained head", "8192 x 4096 x 128256", "bfloat16",
+                 fastrl_triton=46.0, fastrl_triton_autocast=48.0, bare_GEMMs=40.0,
+                 peer_slow=60.0, peer_fast=45.0),
+        "3": job("GAE with a mask", "16 x 131072", "float32", fastrl_cuda=1.0),
+        "graph 3 fastrl cuda": {"result": {"milliseconds": 0.018}},
+    }  # fmt: skip
+    rows = [line.split(" | ")[1:] for line in report.targets(results)[4:]]
+    assert rows == [
+        ["triton", "100.0 %", "met 85, 90, 92 |"],
+        ["cuda", "80.0 %", "missed 85, 90, 92 |"],
+        ["triton", "80.0 %", "met 80; missed 88, 92 |"],
+        ["triton", "0.978 (peer fast)", "missed 1 |"],
+        ["| not run", "|"],
+        ["triton", "1.150", "met 1.15 |"],
+        ["| not run", "|"],
+        ["triton", "1.043", "met 1.05 |"],
+        ["cuda", "18.0 us", "met 60, 20; missed 15 |"],
+    ]
+
+
+H100 = {"copy TB/s": 3.0, "multiprocessors": 132, "cache MB": 52.4}
+
+
+@pytest.mark.parametrize(
+    ("provider", "work", "density", "moved"),  # bytes per logit, of two
+    [
+        ("fastrl triton", "log-probability and entropy", 1.0, 2),
+        ("fastrl cuda", "log-probability and entropy, 50% active", 0.5, 1),
+        ("fastrl triton", "log-probability and entropy, with backward", 1.0, 6),
+        ("fastrl cuda", "loss and gradient", 1.0, 4),
+        ("fastrl cuda", "loss and gradient, 50% active", 0.5, 3),
+        ("fastrl cuda, half the loss", "loss and gradient", 1.0, 8),
+        # 264 rows of 303,872 bytes are in flight, 80.2 MB, of which the cache holds 52.4
+        ("fastrl triton", "loss and gradient", 1.0, 4 + 2 * (1 - 52.4 / 80.222208)),
+    ],
+)
+def test_a_prediction_is_the_bytes_over_the_copy_rate(bench, provider, work, density, moved):
+    op = "logits_policy_loss" if "loss" in work else "token_stats"
+    case = {"op": op, "work": work, "shape": "8192 x 151936", "dtype": "bfloat16"}
+    found = bench("gpu_predictions").seconds({**case, "density": density}, provider, H100)
+    assert found == pytest.approx(8192 * 151936 * moved / 3e12, rel=1e-6)
+
+
+def test_a_prediction_of_a_linear_form_has_the_rates_of_the_machine(bench):
+    predictions, linear = bench("gpu_predictions"), bench("linear_prediction")
+    N, H, V = 8192, 4096, 128256
+    case = {"op": "linear_policy_loss", "work": "loss and gradients, trained head"}
+    case |= {"shape": f"{N} x {H} x {V}", "dtype": "bfloat16", "density": 1.0}
+    chunk = linear.chunk_rows(H, V)
+    found = predictions.seconds(case, "fastrl cuda", H100)
+    assert found == pytest.approx(linear.predicted(N, H, V, chunk, 6))
+    frozen = predictions.seconds({**case, "work": "loss and gradients, frozen head"}, "", H100)
+    assert frozen == pytest.approx(linear.predicted(N, H, V, chunk, 6, trained=False))
+    assert frozen < found < 6 * N * H * V / 500e12
+    slower = {**H100, f"{N} x {V} x {H} bf16 TFLOP/s": 350.0, "1 x 1 x 1 bf16 TFLOP/s": 700.0}
+    assert predictions.seconds(case, "fastrl cuda", slower) > 1.8 * found
+
+
+def test_a_measurement_apart_from_its_prediction_is_marked(bench):
+    row = {"kind": "fastrl cuda", "failure": ""}
+    took = 8192 * 151936 * 2 / 3e9  # milliseconds
+    providers = [
+        {**row, "provider": "fastrl cuda", "samples": [1.1 * took]},
+        {**row, "provider": "fastrl triton", "samples": [1.3 * took]},
+        {**row, "provider": "eager", "samples": [9 * took]},
+    ]
+    case = {"op": "token_stats", "work": "log-probability and entropy", "dtype": "bfloat16"}
+    case |= {"label": "a case", "shape": "8192 x 151936", "density": 1.0, "small": False}
+    results = {
+        "anchors": {"result": H100},
+        "0": {"result": {**case, "providers": providers}},
+    }
+    cuda, triton = bench("gpu_predictions").predictions(results)[-2:]
+    assert cuda.endswith("| 1.10 |  |")
+    assert triton.endswith("| 1.30 | apart |")
+    assert "No copy rate" in bench("gpu_predictions").predictions({})[-1]
