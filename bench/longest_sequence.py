@@ -1,12 +1,15 @@
 """The longest sequence that fits one GPU, and the speed of each part of a GRPO step on it.
 
-    python bench/longest_sequence.py [--model 0.6B 8B] [--settings logits linear on] [--out FOLDER]
+    python bench/longest_sequence.py [--model 0.6B 8B] [--settings logits linear on trl trl-fastrl]
+        [--out FOLDER]
 
 Qwen3 models with random weights: 0.6B with float32 weights under bfloat16 autocast, and 8B in
 bfloat16 with LoRA of rank 16. A process each tries a length: it scores one sequence, learns from
 it, and updates the weights. Lengths double until one does not fit, then the last gap is halved
 --halvings times. Each attempt is written to FOLDER/longest_sequence.jsonl as it ends, with the
 seconds, tokens per second and peak memory of each part, beside what `fastrl.train.plan` predicts.
+The settings `trl` are TRL's GRPOTrainer with its defaults (trl_step.py), `trl-fastrl` the same with
+`use_fastrl`; their memory is not predicted. `--start N --most N --halvings 0` tries one length.
 --smoke runs it with a tiny model on the CPU, where 2,048 tokens count as the limit.
 """
 
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from trl_step import trl_step
 
 ROOT = Path(__file__).parent.parent
 # hidden size, MLP size, layers, heads, key heads, tied embeddings
@@ -35,6 +39,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "logits": {"loss": "logits"},
     "linear": {"loss": "linear"},
     "on": {"gradient_checkpointing": True, "offload_checkpoints": True, "mlp_tile": 2048},
+    "trl": {},
+    "trl-fastrl": {},
 }
 SMOKE_LIMIT = 2048
 
@@ -137,13 +143,19 @@ def _attempt(case: Case) -> dict[str, float]:
         config = GrpoConfig(model=folder, **settings)
         shape, device = model_shape(config), "cpu" if case.smoke else "gpu"
     found = plan(config, shape, tokens=case.tokens, total=case.tokens, device=device)
-    row = _step(sizes, config, case.tokens, "cpu" if case.smoke else "cuda")
+    place = "cpu" if case.smoke else "cuda"
+    with torch.device(place):
+        model = transformers.AutoModelForCausalLM.from_config(
+            sizes, dtype=getattr(torch, config.weights)
+        )
+    if case.settings.startswith("trl"):
+        fused = case.settings == "trl-fastrl"
+        return trl_step(model, case.tokens, place, fused=fused, lora_rank=config.lora_rank)
+    row = _step(model, config, case.tokens, place)
     return {**row, "predicted_gb_learn": found.learning / 1e9}
 
 
-def _step(sizes: Any, config: Any, tokens: int, device: str) -> dict[str, float]:
-    import transformers
-
+def _step(model: Any, config: Any, tokens: int, device: str) -> dict[str, float]:
     from fastrl import Objective
     from fastrl.train.gradients import apply, normalizer
     from fastrl.train.model import adapters
@@ -153,10 +165,6 @@ def _step(sizes: Any, config: Any, tokens: int, device: str) -> dict[str, float]
     from fastrl.train.rollout import Rollout
     from fastrl.train.run.phases import Phases
 
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            sizes, dtype=getattr(torch, config.weights)
-        )
     if config.lora_rank:
         model = adapters.attach(model, config, "random weights")
     save_memory(model, config)

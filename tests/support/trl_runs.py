@@ -64,7 +64,9 @@ def reward_even(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
 
 
-def make_trainer(model, kind="GRPO", output_dir="unused", peft_config=None, **options):
+def make_trainer(
+    model, kind="GRPO", output_dir="unused", peft_config=None, rollout_func=None, **options
+):
     trl = needed("trl")
     datasets = needed("datasets")
     prompts = [" ".join(f"w{(7 * i + j) % 50}" for j in range(2 + i % 3)) for i in range(12)]
@@ -96,6 +98,7 @@ def make_trainer(model, kind="GRPO", output_dir="unused", peft_config=None, **op
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=make_tokenizer(),
         peft_config=peft_config,
+        **({} if rollout_func is None else {"rollout_func": rollout_func}),
     )
 
 
