@@ -30,7 +30,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz install lint format types \
-        check bench bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench clean \
+        check bench bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-tune clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -50,6 +50,7 @@ help:
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
 	@echo "make gpu          on a machine with a GPU, which installs nothing: gpu-build, gpu-test,"
 	@echo "                  gpu-sanitize, gpu-bench, which also run alone (OUT=folder of the results)"
+	@echo "make gpu-tune     times of other block sizes, chunks and launch shapes (not part of make gpu)"
 	@echo "make clean        remove what was built, and the stamps in .venv"
 
 # OpenMP's threads spin while they wait for one another. Beside other processes, whose cores they then
@@ -164,6 +165,9 @@ gpu-sanitize:
 
 gpu-bench:
 	$(GPU_RUN) bench/gpu.py --out $(OUT) --seconds $(BENCH_SECONDS) $(ARGS)
+
+gpu-tune:
+	$(GPU_RUN) bench/gpu_tuning.py --out $(OUT) --seconds $(BENCH_SECONDS) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

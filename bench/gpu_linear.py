@@ -17,6 +17,7 @@ from timing import Case, Inputs, Provider
 import fastrl
 
 BF16 = torch.bfloat16
+TRAINED, FROZEN = "loss and gradients, trained head", "loss and gradients, frozen head"
 CHECKED_COLUMNS = 64  # of the vocabulary, whose weight gradient is compared with float64
 
 
@@ -34,7 +35,7 @@ def linear_item(device: torch.device, shape: Linear) -> Item:
     """Loss and gradients, in what is computed in one pass."""
     names = ("hidden", "weight") if shape.trained else ("hidden",)
     gradients = functools.partial(_gradients, names)
-    work = "loss and gradients, " + ("trained head" if shape.trained else "frozen head")
+    work = TRAINED if shape.trained else FROZEN
 
     def ours(backend):
         def loss(hidden, weight, ids, advantages, old, mask):

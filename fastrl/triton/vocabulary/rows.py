@@ -99,14 +99,14 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def splits_of(logits: Tensor, programs: int = RESIDENT) -> int:
+def splits_of(logits: Tensor, programs: int | None = None) -> int:
     """Return how many programs share a row: as many as leave none of `programs` places free.
 
-    Places are counted per multiprocessor. Beyond one wave a row is not split, since its second
-    sweep would find it in memory and no longer in cache.
+    Places are counted per multiprocessor, by default those that are resident. Beyond one wave a row
+    is not split, since its second sweep would find it in memory and no longer in cache.
     """
     rows = logits.shape[0] * logits.shape[1]
-    places = programs * processors(logits.device)
+    places = (RESIDENT if programs is None else programs) * processors(logits.device)
     return max(1, min(blocks_of(logits.shape[2]), places // max(rows, 1)))
 
 

@@ -1,0 +1,30 @@
+"""bench/longest_sequence.py on a tiny model: ours, and TRL's trainer with and without fastrl."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.trl_runs import needed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("settings", ["on", "trl", "trl-fastrl"])
+def test_each_part_of_a_step_is_measured(settings, tmp_path):
+    if settings != "on":
+        needed("trl")
+    command = [sys.executable, str(ROOT / "bench" / "longest_sequence.py"), "--smoke"]
+    command += ["--model", "0.6B", "--settings", settings, "--out", str(tmp_path)]
+    command += ["--start", "512", "--most", "512", "--halvings", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = map(json.loads, (tmp_path / "longest_sequence.jsonl").read_text().splitlines())
+    assert "failed" not in row, row
+    for part in ("logprobs", "learn", "update"):
+        assert row[f"seconds_{part}"] > 0
+    scored, learned = (row[f"tokens_per_second_{part}"] for part in ("logprobs", "learn"))
+    assert scored > learned > 0
+    assert ("predicted_gb_learn" in row) == (settings == "on")
