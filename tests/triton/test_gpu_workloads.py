@@ -30,9 +30,10 @@ def test_tokens(shape):
         assert_equals_the_reference(work, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 129, 1001])
-def test_logits(vocabulary):
-    for work in of_logits(2, 3, vocabulary):
+def test_logits(vocabulary, dtype):
+    for work in of_logits(2, 5, vocabulary, dtype):
         assert_equals_the_reference(work, "cpu")
 
 
