@@ -24,6 +24,15 @@ def test_token_stats(V, beside, dtype, options):
     assert torch.equal(actual.row_max, torch.where(mask, raw, torch.zeros_like(raw)))
 
 
+@pytest.mark.parametrize("options", [{}, {"logit_softcap": 10.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_excluded_token_is_the_most_likely_only_among_excluded_ones(dtype, options):
+    logits = torch.full((1, 3, 1000), -torch.inf, dtype=dtype)
+    logits[0, 1, 7], logits[0, 2] = -1e4, torch.nan
+    stats = kernels.token_stats(logits, kernels.rows_of(torch.full((1, 3), 5), **options))
+    assert stats.is_top1.tolist() == [[True, False, False]]
+
+
 @pytest.mark.parametrize("V", [4096, 5001])
 def test_a_row_does_not_depend_on_their_number(V):
     """With fewer rows, more blocks share a row."""

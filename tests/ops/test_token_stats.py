@@ -384,9 +384,12 @@ def test_gradcheck_of_the_reference():
     assert torch.autograd.gradcheck(three, (logits,))
 
 
-def test_in_a_row_of_nothing_but_excluded_tokens_none_is_more_likely(backend):
-    logits = torch.full((2, 5), -math.inf)
-    logits[1, 3] = 0.0
-    stats = fastrl.token_stats(logits, torch.tensor([2, 2]), outputs=("is_top1",), backend=backend)
-    # the CUDA kernels count these logits as smaller than any number, and none as the largest
-    assert stats.is_top1.tolist() == [backend != "cuda", False]
+@pytest.mark.parametrize("softcap", [None, 10.0])
+def test_an_excluded_token_is_the_most_likely_only_among_excluded_ones(backend, softcap):
+    logits = torch.full((3, 5), -math.inf)
+    logits[1, 3], logits[2, 3] = 0.0, -1e4  # where a softcap has reached its end
+    stats = fastrl.token_stats(
+        logits, torch.tensor([2, 2, 2]), outputs=("is_top1",), logit_softcap=softcap,
+        backend=backend,
+    )  # fmt: skip
+    assert stats.is_top1.tolist() == [True, False, False]

@@ -60,7 +60,8 @@ __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
   const float largest = kSoftcap ? top + 0.5f : top;
   stats.logsumexp = empty ? -INFINITY : std::fma(largest, map.natural, stats.log_sum);
   stats.sum_sq_probs = sums.sum_sq / (sum * sum);
-  stats.is_top1 = exponents.squashed(token) >= top;
+  // under a softcap -inf has a value, too
+  stats.is_top1 = token == -INFINITY ? empty : exponents.squashed(token) >= top;
   return stats;
 }
 
