@@ -164,7 +164,7 @@ gpu-sanitize:
 	  --tools "$(TOOLS)" --backends "$(BACKENDS)"
 
 gpu-bench:
-	$(GPU_RUN) bench/gpu.py --out $(OUT) --seconds $(BENCH_SECONDS) $(ARGS)
+	$(GPU_RUN) bench/gpu.py --out $(OUT) --seconds $(BENCH_SECONDS) $(if $(RESUME),--resume) $(ARGS)
 
 gpu-tune:
 	$(GPU_RUN) bench/gpu_tuning.py --out $(OUT) --seconds $(BENCH_SECONDS) $(ARGS)

@@ -52,6 +52,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", help="folder of the results; default: build/gpu")
     parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--resume", action="store_true", help="leave out what OUT has a result of")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="only torch's")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args()
@@ -72,7 +73,8 @@ class Run:
         self.last_start, self.last_case = self.end - reserved, self.end - 2 * reserved
 
     def main(self) -> int:
-        (self.out / NAME).unlink(missing_ok=True)
+        if not self.options.resume:
+            (self.out / NAME).unlink(missing_ok=True)
         self.journal.append(machine=machine(self.device), command=f"python {' '.join(sys.argv)}")
         cases = [item.make() for item in items(SHAPES[self.shapes], self.device)]
         chosen = [
@@ -107,7 +109,7 @@ class Run:
 
     def _make(self, jobs: list[str], until: float) -> None:
         """Make jobs, in as many processes as it takes, and show results as they come."""
-        left = jobs
+        left = [job for job in jobs if job not in self.journal.results()]
         while left and time.monotonic() < until:
             before = len(self.journal.results())
             lost = {job: len(self.journal.left_out(job)) for job in left}

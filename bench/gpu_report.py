@@ -14,7 +14,8 @@ def markdown(entries: list[Entry]) -> str:
     for job, one in results.items():
         if job.isdigit():
             lines += section(job, one, graphs)
-    lines += [f"- not run, out of time: {one['not_run']}" for one in entries if "not_run" in one]
+    late = {one["job"]: one["not_run"] for one in entries if "not_run" in one}
+    lines += [f"- not run, out of time: {what}" for job, what in late.items() if job not in results]
     lines += ["", *predictions(results), "", *targets(results)]
     return "\n".join(lines) + "\n"
 

@@ -70,7 +70,7 @@ def run(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "WORKER", worker)
     monkeypatch.setattr(gpu, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(gpu, "items", lambda *_: [FakeItem()] * 5)
-    options = argparse.Namespace(smoke=True, seconds=60.0, only="", peers=True)
+    options = argparse.Namespace(smoke=True, seconds=60.0, only="", peers=True, resume=False)
     return gpu.Run(options, tmp_path)
 
 
@@ -103,6 +103,29 @@ def test_out_of_time_nothing_is_left_out_in_silence(run, tmp_path):
     run.last_case = 0.0
     assert run.main() == 1
     assert (tmp_path / "bench.md").read_text().count("not run, out of time: a case, work") == 5
+
+
+def test_a_run_goes_on_where_it_was_cut(run, monkeypatch, tmp_path):
+    made = []
+
+    def make(jobs, until):
+        made.append([job for job in jobs if job not in run.journal.results()])
+        for job in made[-1]:
+            if len(run.journal.results()) < 3:
+                case = {"op": "gae", "work": "work", "shape": "1 x 1", "dtype": "float32"}
+                case |= {"label": "a case", "flops": 0, "bytes_moved": 1, "small": False}
+                case |= {"graphs": [], "providers": []}
+                run.journal.append(job=job, result=case if job.isdigit() else {"rate": 1.0})
+
+    monkeypatch.setattr(run, "_make", make)
+    assert run.main() == 1
+    assert made == [["anchors", *"01234"], [], ["lengths"]]
+    assert (tmp_path / "bench.md").read_text().count("not run, out of time") == 3
+    run.options.resume, made[:] = True, []
+    _give(run, monkeypatch)
+    assert run.main() == 0
+    assert list(run.journal.results()) == ["anchors", *"01234", "lengths"]
+    assert "not run, out of time" not in (tmp_path / "bench.md").read_text()
 
 
 @pytest.mark.parametrize("provider", ["fastrl cpu", "fastrl cpu, half the loss", "eager"])
@@ -146,7 +169,9 @@ def test_a_killed_run_keeps_its_cases(tmp_path):
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     table = tmp_path / "bench.md"
-    while not table.exists() or table.read_text().count("\n### ") < 4:  # three cases and targets
+    while (
+        not table.exists() or table.read_text().count("\n### ") < 5
+    ):  # three cases, predictions and targets
         assert running.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
