@@ -15,6 +15,45 @@ def bench(monkeypatch):
     return importlib.import_module
 
 
+def test_the_results_of_a_run_are_kept(bench, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    results, journal = bench("gpu_results"), bench("gpu_journal").Journal(tmp_path)
+    journal.append(
+        machine={"date": "2026-11-23", "name,clocks.sm": "NVIDIA H100 80GB HBM3, 345 MHz"},
+        command="python bench/gpu.py",
+    )
+    case = {"op": "gae", "work": "GAE", "shape": "1 x 1", "dtype": "float32", "label": "gae 1 x 1"}
+    case |= {"flops": 0, "bytes_moved": 1, "small": False, "density": 1.0}
+    times = {
+        "fastrl triton": ("fastrl triton", 2.0),
+        "fastrl cuda": ("fastrl cuda", 1.0),
+        "fastrl cuda in place": ("fastrl cuda in place", 0.5),
+        "fastrl cuda, half": ("scaled", 0.1),
+        "copy": ("floor", 0.1),
+        "torchrl": ("peer", 3.0),
+        "broken": ("peer", None),
+    }
+    rows = [
+        {"provider": name, "kind": kind, "samples": [] if took is None else [took], "peak": 0}
+        | {"failure": "" if took else "not installed", "error": 0.0, "host": None}
+        for name, (kind, took) in times.items()
+    ]
+    journal.append(job="0", result={**case, "providers": rows})
+    found = results.relative_times(journal.entries())
+    relative = {"fastrl triton": 2.0, "fastrl cuda": 1.0, "torchrl": 3.0}
+    assert found == {"gae": {"1 x 1 float32, GAE": relative}}
+    arguments = ["--out", str(tmp_path), "--results", str(tmp_path / "kept")]
+    monkeypatch.setattr("sys.argv", ["gpu_results.py", *arguments])
+    results.main()
+    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert names == [f"h100-80gb-hbm3-2026-11-23.{kind}" for kind in ("jsonl", "md", "png")]
+    assert "| torchrl | 3 (3-3) |" in (tmp_path / "kept" / names[1]).read_text()
+    monkeypatch.setattr("sys.argv", ["gpu_results.py", "--out", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit):
+        results.main()
+    assert "bench.jsonl has no results" in capsys.readouterr().err
+
+
 AUTOCAST = ", float32 weights, autocast"
 
 
