@@ -75,7 +75,7 @@ class Jobs:
             _, number, name = job.split(" ", 2)
             case = self.items[int(number)].make()
             (provider,) = (one for one in capturable(case) if one.name == name)
-            return {"milliseconds": replayed(provider, case.inputs(0), self.device)}
+            return {"milliseconds": replayed(provider, case, self.device)}
         return self._case(job, left_out)
 
     def _anchors(self) -> dict:
@@ -97,7 +97,8 @@ class Jobs:
         kept = {name: getattr(case, name) for name in ("op", "work", "shape", "bytes_moved")}
         kept |= {"dtype": str(case.dtype).removeprefix("torch."), "label": case.label}
         kept |= {"flops": item.flops, "small": item.small, "density": item.density}
-        kept["graphs"] = [one.name for one in capturable(case)] if item.small else []
+        ran = {one.provider for one in found if one.samples and item.small}
+        kept["graphs"] = [one.name for one in capturable(case) if one.name in ran]
         return {**kept, "providers": [one._asdict() for one in found]}
 
 

@@ -20,7 +20,7 @@ class Journal:
 
     def append(self, **entry: Any) -> None:
         with self.path.open("a") as file:
-            file.write("\n" * _is_cut(self.path) + json.dumps(entry) + "\n")
+            file.write("\n" * is_cut(self.path) + json.dumps(entry) + "\n")
 
     def entries(self) -> list[dict[str, Any]]:
         """Return all whole lines."""
@@ -32,10 +32,10 @@ class Journal:
         """Return the result of every job that ended, by job."""
         return {one["job"]: one for one in self.entries() if "result" in one or "failure" in one}
 
-    def unfinished(self) -> list[str]:
-        """Return the jobs that started and did not end."""
+    def unfinished(self, since: int = 0) -> list[str]:
+        """Return the jobs that started, after so many entries, and did not end."""
         ended = self.results()
-        started = [one["job"] for one in self.entries() if "started" in one]
+        started = [one["job"] for one in self.entries()[since:] if "started" in one]
         return [job for job in dict.fromkeys(started) if job not in ended]
 
     def tried(self, job: str) -> str:
@@ -51,7 +51,7 @@ class Journal:
         return {one["lost"]: one["why"] for one in found}
 
 
-def _is_cut(path: Path) -> bool:
+def is_cut(path: Path) -> bool:
     """Return whether the last line is not whole."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 1))

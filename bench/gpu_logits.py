@@ -19,13 +19,25 @@ CHECKED_ROWS = 64  # rows of logits that are compared with float64, all of the f
 OBJECTIVE = fastrl.Objective(clip_low=0.2, clip_high=0.2, aggregation="token-mean")
 HOST_BOUND = 2**28  # bytes of logits that a GPU reads in less time than a call takes the host
 ENTROPY = 0.01  # weight of the entropy in the gradient of both statistics
-#: What is computed, and how often it reads or writes the logits of an active row.
 STATS, STATS_GRADIENT, LOSS = WORK = (
     "log-probability and entropy",
     "log-probability and entropy, with backward",
     "loss and gradient",
 )
-PASSES = {STATS: 1, STATS_GRADIENT: 3, LOSS: 2}
+
+
+class Passes(NamedTuple):
+    """How often logits are read, and their gradient written, which is 0 in masked rows."""
+
+    read: int
+    written: int
+
+    def of(self, density: float) -> float:
+        return self.read * density + self.written
+
+
+#: The least for each kind of work.
+PASSES = {STATS: Passes(1, 0), STATS_GRADIENT: Passes(2, 1), LOSS: Passes(1, 1)}
 
 
 class Logits(NamedTuple):
@@ -75,7 +87,7 @@ def logits_item(device, shape: Logits, work: str) -> Item:
             work=work + held + view,
             shape=f"{N} x {V}",
             dtype=dtype,
-            bytes_moved=int(PASSES[work] * N * V * dtype.itemsize * density),
+            bytes_moved=int(PASSES[work].of(density) * N * V * dtype.itemsize),
             inputs=inputs,
             providers=[*providers(device), _copy()],
             error=error,

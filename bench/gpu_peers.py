@@ -25,7 +25,7 @@ def peer(
     name: str,
     module: str,
     run: Callable[[Inputs], Any],
-    prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs,
+    prepare: Callable[[Inputs], Inputs] | None = None,
 ) -> Provider:
     """Return a provider whose module may be missing."""
 
@@ -33,6 +33,9 @@ def peer(
         if importlib.util.find_spec(module) is None:
             raise AbsentError(f"{module} is not installed")
         return run(inputs)
+
+    if prepare is None:
+        return Provider(name, "peer", checked)
 
     def prepared(inputs: Inputs) -> Inputs:
         return prepare(inputs) if importlib.util.find_spec(module) else inputs

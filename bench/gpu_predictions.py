@@ -14,8 +14,16 @@ moves over the copy rate, which a run measures first: per active logit of s byte
 and s of each logit of a masked row that has a gradient to zero. The share of a second reading that
 comes from memory is what the rows in flight, two per multiprocessor, exceed the cache by. Linear
 forms are linear_prediction.py with the rates of this machine, the bytes per logit of a chunk being
-6 for CUDA and 6 to 10 for Triton. Ops on tokens are their bytes plus LAUNCH for each launch, beside
-the time of their kernels alone.
+6 for CUDA and 6 to 10 for Triton. Ops on tokens take per token
+
+    GAE                                      17 bytes; Triton 26, in two sweeps, of long sequences
+    policy loss and gradient, token level    14
+    the same, sequence level                 32, in three sweeps, by one program per sequence
+    group advantages                         17, and 25 with ids
+
+at the copy rate, of which a multiprocessor alone has at most twice its share. What fits into the
+cache in all is read from there the second time. Each launch adds LAUNCH, those of torch included;
+small cases are compared with the time of their kernels alone.
 """
 
 from __future__ import annotations
@@ -30,7 +38,18 @@ from linear_prediction import H100, Rates, chunk_rows, predicted
 LAUNCH = 3e-6  # seconds between the starts of two small kernels in a graph, an assumption
 RESIDENT = 2  # rows in flight on a multiprocessor
 APART = 0.2  # of the prediction: a difference with a cause that has to be found
-GAE_CHUNK = 2048  # tokens of a program: longer sequences take two launches
+GAE_CHUNK = 2048  # tokens of a program of Triton's: longer sequences take two launches
+ALONE = 2.0  # share of the copy rate, in its own shares, that a multiprocessor has alone
+#: Launches of a call by what it computes, and for a part of them those of torch around it.
+LAUNCHES = {
+    "log-probability and entropy": 1,
+    "log-probability and entropy, with backward": 8,
+    "loss and gradient": 8,
+    "loss and gradient, token level": 6,
+    "loss and gradient, sequence level": 6,
+    "consecutive groups": 1,
+    "groups by id": 1,
+}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: What a run would measure of an H100, as far as the models need it.
 MACHINE = {"copy TB/s": H100.bytes / 1e12, "multiprocessors": 132, "cache MB": 52.4}
@@ -79,14 +98,27 @@ def seconds(case: Entry, provider: str, machine: dict[str, Any]) -> float:
     """Return the predicted seconds of a call."""
     copy = machine["copy TB/s"] * 1e12
     sizes = [int(size) for size in case["shape"].split(" x ")]
-    if case["op"] in ("token_stats", "logits_policy_loss"):
-        return _logits_bytes(case, provider, machine, *sizes) / copy
     if case["op"].startswith("linear_"):
         return _linear(case, provider, machine, *sizes)
-    tokens, long = sizes[0] * sizes[1], sizes[1] > GAE_CHUNK
+    launches = LAUNCHES.get(case["work"].split(", 50%")[0].removesuffix(", sliced"), 2) * LAUNCH
+    if case["op"] in ("token_stats", "logits_policy_loss"):
+        return _logits_bytes(case, provider, machine, *sizes) / copy + launches
     if case["op"] == "gae":
-        return (26 if long else 17) * tokens / copy + (3 if long else 1) * LAUNCH
-    return case["bytes_moved"] / copy + 2 * LAUNCH
+        return _gae_bytes(provider, machine, *sizes) / copy + 2 * LAUNCH
+    if case["op"] == "policy_loss":
+        sequences, length = sizes
+        if "sequence level" in case["work"]:
+            busy = min(1.0, ALONE * sequences / machine["multiprocessors"])
+            return 32 * sequences * length / (copy * busy) + launches
+        return 14 * sequences * length / copy + launches
+    return case["bytes_moved"] / copy + launches
+
+
+def _gae_bytes(provider: str, machine: dict[str, Any], sequences: int, length: int) -> float:
+    tokens = sequences * length
+    if "triton" not in provider or length <= GAE_CHUNK:
+        return 17 * tokens
+    return tokens * (17 + 9 * max(0.0, 1 - machine["cache MB"] * 1e6 / (9 * tokens)))
 
 
 def _logits_bytes(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from timing import COPIES, Case, Inputs, Provider, rotation
 
-REPLAYS = 20  # calls in a captured graph, whose time has no host in it
+REPLAYS = 21  # calls in a captured graph, whose time has no host in it
+SETS = 3  # of inputs, so that none stays in the cache
 UNCHECKED = (*COPIES, "scaled")  # kinds without an error of their own
 NOT_CAPTURED = ("compile", "loop")  # a Python loop would be a graph of a million nodes
 
@@ -35,7 +36,7 @@ class Measured(NamedTuple):
 class Plan(NamedTuple):
     warmup: int = 8
     samples: int = 40
-    sets: int = 3  # of inputs, so that none stays in the cache
+    sets: int = SETS
     seconds: float = 1.0  # that one provider may take in all; slower ones get fewer samples
 
 
@@ -88,9 +89,13 @@ def measure(
             found[provider.name].samples.append(took)
             left[provider.name] -= 1
     for provider in case.providers if small else ():
-        if not found[provider.name].failure:
-            spent = _host(provider, first, device)
-            found[provider.name] = found[provider.name]._replace(host=spent)
+        if not found[provider.name].failure and not provider.prepares:
+            try:
+                spent = _host(provider, first, device)
+                found[provider.name] = found[provider.name]._replace(host=spent)
+            except Exception as failure:
+                _raise_if_lost(provider, failure, device)
+                found[provider.name] = _failed(provider, _in_words(failure))
     return list(found.values())
 
 
@@ -159,32 +164,35 @@ def _timed(provider: Provider, inputs: Inputs, device: torch.device) -> float:
 
 
 def capturable(case: Case) -> list[Provider]:
-    """Return the providers whose kernels are timed alone, replayed from a graph."""
-    return [p for p in case.providers if p.kind not in NOT_CAPTURED]
+    """Return the providers whose kernels are timed alone, replayed from a graph.
+
+    One that writes over its inputs would find what it wrote in the next call.
+    """
+    return [p for p in case.providers if p.kind not in NOT_CAPTURED and not p.prepares]
 
 
-def replayed(provider: Provider, inputs: Inputs, device: torch.device) -> float:
-    """Return the milliseconds of a call's kernels alone.
+def replayed(provider: Provider, case: Case, device: torch.device) -> float:
+    """Return the milliseconds of a call's kernels alone, over several sets of inputs in turn.
 
     A capture that fails leaves torch's allocator in a state that only a new process mends (until
     torch 2.12), so call this in a process that may end.
     """
-    ready = provider.prepare(inputs)
+    turns = rotation(case, SETS)
     if device.type != "cuda":
-        return _timed(provider, ready, device)
+        return _timed(provider, next(turns), device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):  # compiles and warms up outside the capture
-            provider.run(ready)
+            provider.run(next(turns))
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(REPLAYS):
-            provider.run(ready)
+            provider.run(next(turns))
     once = Provider(provider.name, provider.kind, lambda _: graph.replay())
-    return statistics.median(_timed(once, ready, device) for _ in range(10)) / REPLAYS
+    return statistics.median(_timed(once, {}, device) for _ in range(10)) / REPLAYS
 
 
 def _host(provider: Provider, inputs: Inputs, device: torch.device) -> float:

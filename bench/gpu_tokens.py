@@ -118,6 +118,9 @@ def groups_item(device, prompts, size, by_id) -> Item:
     )
 
 
+_COPIED = ("logprobs", "old_logprobs")
+
+
 def tokens_item(device, B, T, level) -> Item:
     def eager(logprobs, old_logprobs, advantages, mask):
         return grpo_loss(logprobs, old_logprobs, None, advantages, mask, level=level, kl_coef=0.0)
@@ -178,6 +181,7 @@ def tokens_item(device, B, T, level) -> Item:
                     for b in backends(device)
                 ),
                 *(Provider(n, k, gradient(f)) for n, k, f in eager_forms(eager, device)),
+                Provider("copies", "floor", lambda inputs: [inputs[n].clone() for n in _COPIED]),
             ],
             error=error,
         ),

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from gpu_cases import SHAPES, items
 from gpu_item import Item
+from gpu_journal import is_cut
 from gpu_linear import TRAINED
 from gpu_logits import LOSS, STATS, STATS_GRADIENT
 from gpu_timing import Measured, Plan, measure, replayed
@@ -35,6 +36,7 @@ FLOORS = ("copy", "copies", "bare GEMMs")
 MIB = 2**20
 #: An error above it is a wrong result: gradients in bfloat16 are rounded to 2^-9 of the largest.
 WRONG = 0.02
+SAME = 0.02  # of a time: less is no difference between two runs
 SILENT_SECONDS = 90.0  # that one value may take, compilation included
 
 
@@ -61,10 +63,11 @@ KNOBS = {
     "columns": Knob(
         "COLUMNS_PER_LANE", (_ROWS, *_SWEEPS), (16, 32, 64), ("triton",), _LOGITS, _LARGE
     ),
-    "resident": Knob("RESIDENT", (_ROWS,), (1, 2, 3, 4), ("triton",), _LOGITS, _FEW),
+    # rows are shared by several programs, by so many that these are the same places
+    "resident": Knob("RESIDENT", (_ROWS,), (1, 2, 3, 4), ("triton",), (LOSS,), _FEW[:1]),
     "even": Knob(
         "EVEN", ("fastrl.triton.vocabulary.token_stats",), (2, 4, 8, 16), ("triton",),
-        (STATS_GRADIENT,), (*_FEW, *_LARGE),
+        (STATS_GRADIENT,), _FEW,
     ),
     "chunk": Knob(
         "_GPU_CHUNK_BYTES", (_CHUNKS,), tuple(n * MIB for n in (128, 256, 508, 1020, 2044)),
@@ -125,7 +128,10 @@ def _try(given: argparse.Namespace, name: str, value: int, seconds: float) -> st
     """Try a value in a process of its own, whose rows are kept; return why it failed, or ''."""
     command = [sys.executable, __file__, "--knobs", name, "--value", str(value)]
     command += ["--smoke"] if given.smoke else []
-    with (given.out / "tuning.jsonl").open("a") as out, (given.out / "tuning.log").open("a") as log:
+    journal = given.out / "tuning.jsonl"
+    with journal.open("a") as out, (given.out / "tuning.log").open("a") as log:
+        out.write("\n" * is_cut(journal))
+        out.flush()
         try:
             done = subprocess.run(command, stdout=out, stderr=log, check=False, timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -173,7 +179,7 @@ def _times(
     providers = {provider.name: provider for provider in case.providers}
     for one in found:
         if one.samples and item.small:
-            yield one.provider, replayed(providers[one.provider], case.inputs(0), device)
+            yield one.provider, replayed(providers[one.provider], case, device)
         elif one.samples:
             yield one.provider, statistics.median(one.samples)
 
@@ -183,8 +189,13 @@ def _read(journal: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
+def _relative(row: dict[str, Any]) -> float:
+    """Return the time over the floor's, which the same process measured."""
+    return row["milliseconds"] / (row["floor"] or 1.0)
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the rows by case, the default and the fastest value marked."""
+    """Return the rows by case, the default and the fastest values marked."""
     lines = ["| case | knob | value | ms | / floor | peak MiB | error | |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |")
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -192,11 +203,12 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         groups.setdefault((row["case"], row["provider"], row["knob"]), []).append(row)
     for (case, provider, knob), some in groups.items():
         timed = [row for row in some if row["milliseconds"] is not None]
-        fastest = min(timed, key=lambda row: row["milliseconds"], default=None)
+        least = min(map(_relative, timed), default=0.0)
         for row in some:
             took, floor = row["milliseconds"], row["floor"]
             error = "" if row["error"] is None else f"{row['error']:.1e}"
-            marks = ["default"] * row["default"] + ["fastest"] * (row is fastest)
+            fastest = took is not None and _relative(row) <= (1 + SAME) * least
+            marks = ["default"] * row["default"] + ["fastest"] * fastest
             cells = [
                 f"{case}, {provider}", knob, str(row["value"]),
                 f"{took:.4g}" if took is not None else row["failure"] or "wrong",

@@ -1,7 +1,7 @@
 """The longest sequence that fits one GPU, and the speed of each part of a GRPO step on it.
 
-    python bench/longest_sequence.py [--model 0.6B 8B] [--settings logits linear on trl trl-fastrl]
-        [--out FOLDER]
+    python bench/longest_sequence.py [--model 0.6B 8B] [--out FOLDER]
+        [--settings logits linear checkpointing on trl trl-fastrl]
 
 Qwen3 models with random weights: 0.6B with float32 weights under bfloat16 autocast, and 8B in
 bfloat16 with LoRA of rank 16. A process each tries a length: it scores one sequence, learns from
@@ -9,7 +9,9 @@ it, and updates the weights. Lengths double until one does not fit, then the las
 --halvings times. Each attempt is written to FOLDER/longest_sequence.jsonl as it ends, with the
 seconds, tokens per second and peak memory of each part, beside what `fastrl.train.plan` predicts.
 The settings `trl` are TRL's GRPOTrainer with its defaults (trl_step.py), `trl-fastrl` the same with
-`use_fastrl`; their memory is not predicted. `--start N --most N --halvings 0` tries one length.
+`use_fastrl`; their memory is not predicted. They checkpoint, so `checkpointing` is ours to compare.
+`--start N --most N --halvings 0` tries one length. A step that fails for want of anything but
+memory ends its row, with the reason.
 --smoke runs it with a tiny model on the CPU, where 2,048 tokens count as the limit.
 """
 
@@ -20,6 +22,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +41,7 @@ OF_MODEL: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "logits": {"loss": "logits"},
     "linear": {"loss": "linear"},
+    "checkpointing": {"gradient_checkpointing": True},
     "on": {"gradient_checkpointing": True, "offload_checkpoints": True, "mlp_tile": 2048},
     "trl": {},
     "trl-fastrl": {},
@@ -60,55 +64,73 @@ def main() -> None:
         print(json.dumps(_attempt(Case(*json.loads(given.case)))))
         return
     given.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + given.total_seconds
     for model in given.model:
         for settings in given.settings:
-            longest = _longest(given, model, settings)
-            print(f"{model}, {settings}: {longest or 'no'} tokens fit", flush=True)
+            print(f"{model}, {settings}: {_longest(given, model, settings, end)}", flush=True)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--start", type=int, default=4096, help="the first length, in tokens")
+    parser.add_argument("--start", type=int, help="the first length, in tokens; default: 4096")
     parser.add_argument("--most", type=int, default=2**20, help="longer ones are not tried")
     parser.add_argument("--halvings", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=240, help="limit of one attempt")
+    parser.add_argument("--total-seconds", type=float, default=float("inf"), help="of all")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--case", help="try this one, here: JSON")
     return parser.parse_args()
 
 
-def _longest(given: argparse.Namespace, model: str, settings: str) -> int:
-    fits, tokens = 0, 512 if given.smoke else given.start
-    while tokens <= given.most and _try(given, Case(model, settings, tokens, given.smoke)):
-        fits, tokens = tokens, 2 * tokens
-    too_long = tokens
-    for _ in range(given.halvings if fits else 0):
-        tokens = (fits + too_long) // 2
-        if _try(given, Case(model, settings, tokens, given.smoke)):
-            fits = tokens
-        else:
-            too_long = tokens
-    return fits
+class EndedError(Exception):
+    """No longer sequence can be tried, for another reason than memory."""
 
 
-def _try(given: argparse.Namespace, case: Case) -> bool:
-    """Try a length in a process of its own; whether it fits."""
+def _longest(given: argparse.Namespace, model: str, settings: str, end: float) -> str:
+    """Return in words how many tokens fit."""
+    fits, tokens, reason = 0, given.start or (512 if given.smoke else 4096), ""
+
+    def fit(tokens: int) -> bool:
+        return _fits(given, Case(model, settings, tokens, given.smoke), end)
+
+    try:
+        while tokens <= given.most and fit(tokens):
+            fits, tokens = tokens, 2 * tokens
+        too_long = tokens
+        for _ in range(given.halvings if fits > 0 and too_long <= given.most else 0):
+            tokens = (fits + too_long) // 2
+            if fit(tokens):
+                fits = tokens
+            else:
+                too_long = tokens
+    except EndedError as ended:
+        reason = f"; not tried further: {ended}"
+    return f"{fits or 'no'} tokens fit{reason}"
+
+
+def _fits(given: argparse.Namespace, case: Case, end: float) -> bool:
+    """Try a length in a process of its own; whether memory sufficed."""
     command = [sys.executable, __file__, "--case", json.dumps(case)]
+    seconds = min(given.seconds, end - time.monotonic())
+    if seconds <= 0:
+        raise EndedError("out of time")
     try:
         child = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=given.seconds
+            command, capture_output=True, text=True, check=False, timeout=seconds
         )
-        reason = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        reason = (child.stderr.strip().splitlines() or ["no message"])[-1][:200]
         found = json.loads(child.stdout.splitlines()[-1]) if not child.returncode else {}
     except subprocess.TimeoutExpired:
-        reason, found = f"longer than {given.seconds:g} s", {}
-    row = {**case._asdict(), **(found or {"failed": reason[:200]})}
+        reason, found = f"longer than {seconds:.0f} s", {}
+    row = {**case._asdict(), **(found or {"failed": reason})}
     with (given.out / "longest_sequence.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row), flush=True)
+    if not found and "out of memory" not in reason.lower() and "OutOfMemory" not in reason:
+        raise EndedError(reason)
     return bool(found)
 
 
@@ -121,6 +143,9 @@ def _attempt(case: Case) -> dict[str, float]:
     from fastrl.train.model_shape import model_shape
     from fastrl.train.plan import plan
 
+    if case.settings.startswith("trl"):
+        import datasets  # noqa: F401
+        import trl  # noqa: F401
     if case.smoke and case.tokens > SMOKE_LIMIT:
         raise torch.OutOfMemoryError(f"the smoke test ends at {SMOKE_LIMIT} tokens")
     hidden, inner, layers, heads, keys, tied = SMOKE if case.smoke else MODELS[case.model]

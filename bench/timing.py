@@ -24,11 +24,20 @@ LEAST_TIMED = 2e-3  # seconds; quicker calls are repeated and averaged
 Inputs = dict[str, Any]
 
 
+def _unchanged(inputs: Inputs) -> Inputs:
+    return inputs
+
+
 class Provider(NamedTuple):
     name: str
     kind: str  # fastrl <backend>, fastrl cpu in place, eager, compile, loop, floor, clone
     run: Callable[[Inputs], Any]
-    prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs  # before each call, not timed
+    prepare: Callable[[Inputs], Inputs] = _unchanged  # before each call, not timed
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a call needs inputs of its own."""
+        return self.prepare is not _unchanged
 
 
 class Case(NamedTuple):

@@ -3,6 +3,10 @@
 TRL's own `train()` runs, with its defaults (gradient checkpointing, bfloat16 autocast) and
 `num_iterations=2`, so that it scores the completions before it learns from them twice. Only the
 sampling is replaced: `rollout_func` returns random tokens at once. A micro-batch is one sequence.
+
+The parts are `logprobs` (scoring without a gradient), `learn` (loss and backward, of both
+iterations), `update` (clipping and the optimizer, twice) and `rollout`: what else TRL does with
+completions, such as padding, decoding, rewards and metrics.
 """
 
 from __future__ import annotations
@@ -40,11 +44,10 @@ def trl_step(
     phase = Phases(torch.device(device))
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(model, folder, tokens, device, lora_rank)
-        with use_fastrl(trainer) if fused else contextlib.nullcontext():
+        with use_fastrl(trainer) if fused else contextlib.nullcontext() as handle:
             _measure(trainer, phase)
-            read = _reader(trainer, phase)
             trainer.train()
-    row = read()
+    row = phase.read() | ({"fused": handle.fused} if fused else {})
     passes = {"logprobs": GROUP, "learn": GROUP * trainer.num_iterations}
     speeds = {
         f"tokens_per_second_{name}": passes[name] * tokens / row[f"seconds_{name}"]
@@ -76,7 +79,7 @@ def _trainer(model: Any, folder: str, tokens: int, device: str, lora_rank: int) 
         import peft
 
         peft_config = peft.LoraConfig(r=lora_rank, target_modules="all-linear")
-    return make_trainer(
+    trainer = make_trainer(
         model,
         output_dir=folder,
         peft_config=peft_config,
@@ -93,19 +96,32 @@ def _trainer(model: Any, folder: str, tokens: int, device: str, lora_rank: int) 
         use_cpu=device == "cpu",
         bf16=True,
     )
+    # completions with the same reward would have no gradient
+    trainer.reward_funcs = [lambda completions, **_: list(map(float, range(len(completions))))]
+    return trainer
 
 
 def _measure(trainer: Any, phase: Any) -> None:
-    """Enter a phase in each part of a step; scoring is called within the first step's learning."""
+    """Enter a phase in each part of a step, and forget the first rollout and what it took."""
     from transformers import TrainerCallback
 
-    for name, method in {
-        "logprobs": "_generate_and_score_completions",
-        "learn": "training_step",
-    }.items():
-        setattr(trainer, method, _in_phase(phase, name, getattr(trainer, method)))
+    def in_phase(name: str, owner: Any, method: str, *, scoring: bool = False) -> None:
+        own = getattr(owner, method)
 
-    class Update(TrainerCallback):
+        def measured(*arguments: Any, **options: Any) -> Any:
+            if scoring and torch.is_grad_enabled():  # TRL's loss calls it, too
+                return own(*arguments, **options)
+            with phase(name):
+                return own(*arguments, **options)
+
+        setattr(owner, method, measured)
+
+    in_phase("learn", trainer, "training_step")
+    in_phase("rollout", trainer, "_generate_and_score_completions")
+    in_phase("logprobs", trainer, "_get_per_token_logps_and_entropies", scoring=True)
+    in_phase("update", trainer.accelerator, "clip_grad_norm_")
+
+    class Steps(TrainerCallback):
         def __init__(self) -> None:
             self.entered = contextlib.ExitStack()
 
@@ -115,25 +131,8 @@ def _measure(trainer: Any, phase: Any) -> None:
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
             self.entered.close()
 
-    trainer.add_callback(Update())
-
-
-def _in_phase(phase: Any, name: str, method: Any) -> Any:
-    def measured(*arguments: Any, **options: Any) -> Any:
-        with phase(name):
-            return method(*arguments, **options)
-
-    return measured
-
-
-def _reader(trainer: Any, phase: Any) -> Any:
-    """Forget what the first rollout took; return what reads the second."""
-    from transformers import TrainerCallback
-
-    class Forget(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step == trainer.num_iterations:
                 phase.read()
 
-    trainer.add_callback(Forget())
-    return phase.read
+    trainer.add_callback(Steps())

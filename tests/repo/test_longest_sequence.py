@@ -28,3 +28,21 @@ def test_each_part_of_a_step_is_measured(settings, tmp_path):
     scored, learned = (row[f"tokens_per_second_{part}"] for part in ("logprobs", "learn"))
     assert scored > learned > 0
     assert ("predicted_gb_learn" in row) == (settings == "on")
+    assert row.get("fused") == {"trl-fastrl": True}.get(settings)
+    assert row.keys() >= {"seconds_rollout"} or settings == "on"
+
+
+def run(folder, *arguments):
+    command = [sys.executable, str(ROOT / "bench" / "longest_sequence.py"), "--smoke"]
+    command += ["--model", "0.6B", "--settings", "linear", "--out", str(folder), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_the_longest_is_found(tmp_path):
+    said = run(tmp_path, "--start", "1536")  # 3,072 and 2,304 are above the limit of 2,048
+    assert said.splitlines()[-1] == "0.6B, linear: 1920 tokens fit"
+
+
+def test_a_failure_is_not_a_length(tmp_path):
+    said = run(tmp_path, "--total-seconds", "0.3")
+    assert "no tokens fit; not tried further: longer than 0 s" in said

@@ -60,8 +60,8 @@ __device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
   const float largest = kSoftcap ? top + 0.5f : top;
   stats.logsumexp = empty ? -INFINITY : std::fma(largest, map.natural, stats.log_sum);
   stats.sum_sq_probs = sums.sum_sq / (sum * sum);
-  // under a softcap -inf has a value, too
-  stats.is_top1 = token == -INFINITY ? empty : exponents.squashed(token) >= top;
+  // what counts as -inf; under a softcap it has a value, too
+  stats.is_top1 = token <= map.floor ? empty : exponents.squashed(token) >= top;
   return stats;
 }
 
