@@ -234,6 +234,21 @@ def test_continuous_batching_is_refused_where_it_cannot_run(llama, monkeypatch):
     monkeypatch.setattr("fastrl.train.sampling.continuous_sampler.transformers", older)
     with pytest.raises(ValueError, match="ContinuousBatchingConfig, got version"):
         make_sampler(model, tokenizer, GrpoConfig(sampler="continuous"))
+    older.ContinuousBatchingConfig = lambda block_size, num_blocks, max_batch_tokens, seed: None
+    with pytest.raises(ValueError, match="has no return_logprobs in ContinuousBatchingConfig"):
+        make_sampler(model, tokenizer, GrpoConfig(sampler="continuous"))
+
+
+def test_pages_of_an_older_transformers_are_blocks(llama, monkeypatch):
+    def engine(*, block_size, num_blocks, max_batch_tokens, return_logprobs, seed):
+        return {"block_size": block_size, "num_blocks": num_blocks}
+
+    older = SimpleNamespace(__version__="5.17.0", ContinuousBatchingConfig=engine)
+    monkeypatch.setattr("fastrl.train.sampling.continuous_sampler.transformers", older)
+    config = GrpoConfig(sampler="continuous", max_new_tokens=20)
+    sampler = make_sampler(*llama, config)
+    # 12 tokens and 20 more fill two blocks of 16
+    assert sampler._cache_config([[1] * 12], seed=0) == {"block_size": 16, "num_blocks": 2}
 
 
 def test_a_request_that_continuous_batching_loses_is_an_error(llama, monkeypatch):

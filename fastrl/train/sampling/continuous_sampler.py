@@ -1,6 +1,8 @@
 """Sampling with the continuous batching of `transformers`, whose paged cache is bounded."""
 
+import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from fastrl.train.sampling.transformers_sampler import TransformersSampler
 # whole pages of 256; other implementations make a mask of all tokens of a pass and of the cache.
 _FLASH = (256, 8192)
 _MASKED = (16, 1024)
+#: What the engine must be able to be told.
+_NEEDED = {"num_blocks", "max_batch_tokens", "return_logprobs", "seed"}
 
 
 class ContinuousSampler:
@@ -43,10 +47,11 @@ class ContinuousSampler:
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
-        if not hasattr(transformers, "ContinuousBatchingConfig"):
+        if missing := _NEEDED - _engine_fields().keys():
             raise ValueError(
                 'sampler must not be "continuous" with this transformers, which has no '
-                f"ContinuousBatchingConfig, got version {transformers.__version__}"
+                f"{', '.join(sorted(missing))} in ContinuousBatchingConfig, got version "
+                f"{transformers.__version__}"
             )
         if config.attention == "flex_attention":
             raise ValueError(
@@ -125,19 +130,28 @@ class ContinuousSampler:
         page, pass_tokens = _FLASH if "flash" in config.attention else _MASKED
         pages = [math.ceil((len(ids) + config.max_new_tokens) / page) for ids in prompts]
         allowed = max(config.tokens_per_generation // page, max(pages))
+        known = _engine_fields()
+        # older versions of transformers call pages blocks, and never switch the attention
+        own: dict[str, Any] = {"page_size" if "page_size" in known else "block_size": page}
+        own |= {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
         return transformers.ContinuousBatchingConfig(
-            page_size=page,
             num_blocks=min(sum(pages), allowed),
             max_batch_tokens=pass_tokens,
             return_logprobs=True,
             seed=seed,
-            auto_switch_to_flash=False,
+            **own,
         )
 
     def _completion(self, output: Any) -> Completion:
         token_ids = torch.tensor(output.generated_tokens)
         length, ended = self._endings.length(token_ids)
         return Completion(token_ids[:length], torch.tensor(output.logprobs)[:length], ended)
+
+
+def _engine_fields() -> Mapping[str, inspect.Parameter]:
+    """The settings of the engine of this version of `transformers`."""
+    engine = getattr(transformers, "ContinuousBatchingConfig", None)
+    return inspect.signature(engine).parameters if engine is not None else {}
 
 
 def _check_output(output: Any) -> None:
