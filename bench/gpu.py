@@ -181,10 +181,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "fastrl backends": ", ".join(backends(device)),
         "torch.compile": COMPILED,
     }
-    known = {
-        one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()
-    }
-    found |= {name: known.get(name, "not installed") for name in ("triton", *DISTRIBUTIONS)}
+    found |= {name: version(name) for name in ("triton", *DISTRIBUTIONS)}
     if device.type == "cuda":
         query = "name,clocks.sm,clocks.mem,power.draw,power.limit,driver_version"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -194,6 +191,13 @@ def machine(device: torch.device) -> dict[str, str]:
         except (OSError, subprocess.CalledProcessError) as failure:
             found[query] = f"unknown: {failure}"
     return found
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 if __name__ == "__main__":

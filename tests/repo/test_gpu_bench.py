@@ -198,6 +198,17 @@ def test_a_journal_is_read_up_to_the_line_that_was_cut(bench, tmp_path):
     assert len(journal.entries()) == 2
 
 
+def test_the_version_of_a_peer_is_of_what_is_imported(bench, monkeypatch, tmp_path):
+    gpu = bench("gpu")
+    for place, number in (("second", "1.0"), ("first", "2.0")):
+        folder = tmp_path / place / f"liger_kernel-{number}.dist-info"
+        folder.mkdir(parents=True)
+        folder.joinpath("METADATA").write_text(f"Name: liger_kernel\nVersion: {number}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / place))
+    assert gpu.machine(torch.device("cpu"))["liger-kernel"] == "2.0"
+    assert gpu.version("no-such-package") == "not installed"
+
+
 def test_a_provider_that_fails_later_is_a_row(bench):
     timing, case = bench("gpu_timing"), bench("timing").Case
     calls = []

@@ -215,6 +215,13 @@ def test_some_tests_of_a_gpu_on_tensors_of_the_cpu(tmp_path):
     assert len(read(tmp_path)) >= 20
 
 
+def test_packages_that_are_not_installed_are_found(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text('print("from PYTHONPATH")')
+    done = make("gpu-bench", f"OUT={tmp_path}", "ARGS=--help", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "from PYTHONPATH" in done.stdout
+
+
 def test_a_missing_gpu_is_said(tmp_path):
     done = make("gpu-test", f"OUT={tmp_path}", CUDA_VISIBLE_DEVICES="")
     assert done.returncode
