@@ -119,7 +119,7 @@ targets: $(VENV)/.installed-triton
 	$(PY) bench/targets.py $(ARGS)
 
 # On a machine with a GPU, which may have no network: GPU_PYTHON is used as it is. It needs a CUDA build
-# of torch, pytest, setuptools and preferably ninja and pytest-xdist. Each piece ends within its time
+# of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. Each piece ends within its time
 # and leaves what it has in OUT; each can run alone.
 GPU_PYTHON ?= $(PYTHON)
 OUT ?= build/gpu
@@ -151,7 +151,7 @@ gpu-build:
 	export TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$archs}" FASTRL_BUILD=cuda; \
 	echo "compiling for TORCH_CUDA_ARCH_LIST='$$TORCH_CUDA_ARCH_LIST' (log: $(OUT)/build.log)"; \
 	timeout $(BUILD_SECONDS) $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(OUT)/build.log || { \
-	  echo "the extensions could not be compiled within $(BUILD_SECONDS) s"; exit 1; }
+	  test $$? != 124 || echo "the extensions could not be compiled within $(BUILD_SECONDS) s"; exit 1; }
 	@$(GPU_RUN) -c "import sys; from fastrl import native; \
 	  sys.exit(native.cuda_missing or native.missing)"
 

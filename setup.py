@@ -26,6 +26,15 @@ from contextlib import contextmanager, nullcontext
 from glob import glob
 from pathlib import Path
 
+import setuptools
+
+# pip does not look at the build requirements of pyproject.toml when it builds without isolation
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    raise SystemExit(
+        "fastrl is built with setuptools 77 or newer, and this Python has "
+        f"{setuptools.__version__}: pip install 'setuptools>=77'"
+    )
+
 from setuptools import setup
 from setuptools.errors import CompileError
 
