@@ -27,7 +27,8 @@ class Item(NamedTuple):
 
 def backends(device: torch.device) -> list[str]:
     """The backends of fastrl that can run on the device."""
-    names = ("triton", "cuda", "reference") if device.type == "cuda" else ("cpu", "reference")
+    on_cpu = ("cpu", "triton", "reference")  # triton if it is interpreted
+    names = ("triton", "cuda", "reference") if device.type == "cuda" else on_cpu
     return [name for name in names if unavailable(name) is None]
 
 
