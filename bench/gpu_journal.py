@@ -24,9 +24,7 @@ class Journal:
 
     def entries(self) -> list[dict[str, Any]]:
         """Return all whole lines."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        # a process may have been killed in the middle of a line, and another have gone on
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return whole_lines(self.path)
 
     def results(self) -> dict[str, dict[str, Any]]:
         """Return the result of every job that ended, by job."""
@@ -49,6 +47,12 @@ class Journal:
         """Return the providers of a job that ended its process, and why."""
         found = (one for one in self.entries() if one.get("job") == job and "lost" in one)
         return {one["lost"]: one["why"] for one in found}
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    # a process may have been killed in the middle of a line, and another have gone on
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def is_cut(path: Path) -> bool:

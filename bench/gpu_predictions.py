@@ -11,13 +11,14 @@ moves over the copy rate, which a run measures first: per active logit of s byte
     loss and gradient, Triton                2 to 3 s by how much of the second reading is in cache
     loss and gradient, a factor other than 1 2 s more
 
-and s of each logit of a masked row that has a gradient to zero. The share of a second reading that
+and s of each logit of a masked row that has a gradient to zero: the bytes that a case counts, and
+what is read again. The share of a second reading that
 comes from memory is what the rows in flight, two per multiprocessor, exceed the cache by. Linear
 forms are linear_prediction.py with the rates of this machine, the bytes per logit of a chunk being
 6 for CUDA and 6 to 10 for Triton. Ops on tokens take per token
 
     GAE                                      17 bytes; Triton 26, in two sweeps, of long sequences
-    policy loss and gradient, token level    14
+    policy loss and gradient, token level    14, the mask being counted first
     the same, sequence level                 32, in three sweeps, by one program per sequence
     group advantages                         17, and 25 with ids
 
@@ -32,25 +33,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from gpu_linear import TRAINED
+from gpu_logits import STATS_GRADIENT
 from gpu_targets import Entry, median
-from linear_prediction import H100, Rates, chunk_rows, predicted
+from linear_prediction import H100, Rates, chunk_rows, chunk_seconds, predicted
 
 LAUNCH = 3e-6  # seconds between the starts of two small kernels in a graph, an assumption
 RESIDENT = 2  # rows in flight on a multiprocessor
 APART = 0.2  # of the prediction: a difference with a cause that has to be found
 GAE_CHUNK = 2048  # tokens of a program of Triton's: longer sequences take two launches
 ALONE = 2.0  # share of the copy rate, in its own shares, that a multiprocessor has alone
-#: Launches of a call by what it computes, and for a part of them those of torch around it.
+#: Launches of a call, where it has a gradient with those of torch around it.
 LAUNCHES = {
-    "log-probability and entropy": 1,
-    "log-probability and entropy, with backward": 8,
-    "loss and gradient": 8,
-    "loss and gradient, token level": 6,
-    "loss and gradient, sequence level": 6,
-    "consecutive groups": 1,
-    "groups by id": 1,
+    "token_stats": 1,
+    "logits_policy_loss": 8,
+    "policy_loss": 6,
+    "gae": 2,
+    "group_advantages": 1,
 }
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: What a run would measure of an H100, as far as the models need it.
 MACHINE = {"copy TB/s": H100.bytes / 1e12, "multiprocessors": 132, "cache MB": 52.4}
 
@@ -96,43 +96,31 @@ def _pairs(
 
 def seconds(case: Entry, provider: str, machine: dict[str, Any]) -> float:
     """Return the predicted seconds of a call."""
-    copy = machine["copy TB/s"] * 1e12
     sizes = [int(size) for size in case["shape"].split(" x ")]
     if case["op"].startswith("linear_"):
         return _linear(case, provider, machine, *sizes)
-    launches = LAUNCHES.get(case["work"].split(", 50%")[0].removesuffix(", sliced"), 2) * LAUNCH
-    if case["op"] in ("token_stats", "logits_policy_loss"):
-        return _logits_bytes(case, provider, machine, *sizes) / copy + launches
-    if case["op"] == "gae":
-        return _gae_bytes(provider, machine, *sizes) / copy + 2 * LAUNCH
-    if case["op"] == "policy_loss":
-        sequences, length = sizes
-        if "sequence level" in case["work"]:
-            busy = min(1.0, ALONE * sequences / machine["multiprocessors"])
-            return 32 * sequences * length / (copy * busy) + launches
-        return 14 * sequences * length / copy + launches
-    return case["bytes_moved"] / copy + launches
+    rate, moved = machine["copy TB/s"] * 1e12, case["bytes_moved"]
+    launches = 8 if STATS_GRADIENT in case["work"] else LAUNCHES[case["op"]]
+    if case["op"] == "logits_policy_loss":
+        moved += _logits_again(case, provider, machine, *sizes)
+    elif case["op"] == "gae" and "triton" in provider and sizes[1] > GAE_CHUNK:
+        second_sweep = 9 * sizes[0] * sizes[1]
+        moved += max(0.0, second_sweep - machine["cache MB"] * 1e6)
+    elif "sequence level" in case["work"]:  # two more sweeps
+        moved += 2 * 9 * sizes[0] * sizes[1]
+        rate *= min(1.0, ALONE * sizes[0] / machine["multiprocessors"])
+    return moved / rate + launches * LAUNCH
 
 
-def _gae_bytes(provider: str, machine: dict[str, Any], sequences: int, length: int) -> float:
-    tokens = sequences * length
-    if "triton" not in provider or length <= GAE_CHUNK:
-        return 17 * tokens
-    return tokens * (17 + 9 * max(0.0, 1 - machine["cache MB"] * 1e6 / (9 * tokens)))
-
-
-def _logits_bytes(
+def _logits_again(
     case: Entry, provider: str, machine: dict[str, Any], rows: int, vocabulary: int
 ) -> float:
-    size = BYTES[case["dtype"]]
-    logits, active = rows * vocabulary * size, rows * vocabulary * size * case["density"]
-    if case["op"] == "token_stats":
-        # a gradient comes from a call of its own, which has to read the logits again
-        return active if "backward" not in case["work"] else 2 * active + logits
-    found = active + logits
+    """Return the bytes beyond one reading of the logits and one writing of their gradient."""
+    row = vocabulary * getattr(torch, case["dtype"]).itemsize
+    found = 0.0
     if "triton" in provider:
-        found += active * second_reading(machine, rows, vocabulary * size)
-    return found + (2 * logits if "half the loss" in provider else 0.0)
+        found += rows * case["density"] * row * second_reading(machine, rows, row)
+    return found + (2 * rows * row if "half the loss" in provider else 0.0)
 
 
 def second_reading(machine: dict[str, Any], rows: int, row_bytes: int) -> float:
@@ -149,15 +137,12 @@ def _linear(
     again = second_reading(machine, min(active, chunk), 4 * vocabulary)
     moved = 6 + (4 * again if "triton" in provider else 0.0)
     if case["op"] == "linear_policy_loss":
-        trained = "trained head" in case["work"]
+        trained = TRAINED in case["work"]
         found = predicted(active, width, vocabulary, chunk, moved, trained=trained, rates=rates)
         # the finished gradients are multiplied
         scaled = 4 * (active * width + (vocabulary * width if trained else 0))
         return found + (scaled / rates.bytes if "half the loss" in provider else 0.0)
-    projected = max(
-        2 * active * width * vocabulary / rates.flops,
-        (2 * (vocabulary + active) * width + 4 * active * vocabulary) / rates.bytes,
-    )
+    projected = chunk_seconds(active, width, vocabulary, first=True, rates=rates).projection
     scored = projected + 4 * active * vocabulary / rates.bytes
     if case["work"] == "scoring":
         return scored

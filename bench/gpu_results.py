@@ -52,7 +52,7 @@ def name_of(machine: dict[str, str]) -> str:
 
 
 def relative_times(entries: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return op -> case -> provider -> its time over that of the fastest backend of fastrl."""
+    """Return each provider's time relative to fastrl's fastest backend, by op and case."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for one in entries:
         case = one.get("result", {})

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from gpu_cases import SHAPES, items
 from gpu_item import Item
-from gpu_journal import is_cut
+from gpu_journal import is_cut, whole_lines
 from gpu_linear import TRAINED
 from gpu_logits import LOSS, STATS, STATS_GRADIENT
 from gpu_timing import Measured, Plan, measure, replayed
@@ -103,7 +103,7 @@ def main() -> int:
             reason = _try(given, name, value, min(left, SILENT_SECONDS)) if left > 0 else "no time"
             if reason:
                 failed.append(f"- {name} {value}: {reason}")
-            with_reasons = [*table(_read(journal)), *failed]
+            with_reasons = [*table(whole_lines(journal)), *failed]
             (given.out / "tuning.md").write_text("\n".join(with_reasons) + "\n")
     print((given.out / "tuning.md").read_text(), end="")
     return int(bool(failed))
@@ -182,11 +182,6 @@ def _times(
             yield one.provider, replayed(providers[one.provider], case, device)
         elif one.samples:
             yield one.provider, statistics.median(one.samples)
-
-
-def _read(journal: Path) -> list[dict[str, Any]]:
-    lines = journal.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def _relative(row: dict[str, Any]) -> float:

@@ -27,7 +27,6 @@ from fastrl.ops._linear import chunks
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._vocabulary_parts.parts import WHOLE
 
-BYTES = 3e12
 MIB = 2**20
 
 
@@ -35,7 +34,7 @@ class Rates(NamedTuple):
     """What a GPU does per second."""
 
     flops: float = 700e12
-    bytes: float = BYTES
+    bytes: float = 3e12
 
 
 H100 = Rates()

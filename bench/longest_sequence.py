@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -129,7 +130,7 @@ def _fits(given: argparse.Namespace, case: Case, end: float) -> bool:
     with (given.out / "longest_sequence.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row), flush=True)
-    if not found and "out of memory" not in reason.lower() and "OutOfMemory" not in reason:
+    if not found and not re.search("out ?of ?memory", reason, re.IGNORECASE):
         raise EndedError(reason)
     return bool(found)
 
@@ -143,7 +144,7 @@ def _attempt(case: Case) -> dict[str, float]:
     from fastrl.train.model_shape import model_shape
     from fastrl.train.plan import plan
 
-    if case.settings.startswith("trl"):
+    if case.settings.startswith("trl"):  # what is missing is told before weights are made
         import datasets  # noqa: F401
         import trl  # noqa: F401
     if case.smoke and case.tokens > SMOKE_LIMIT:

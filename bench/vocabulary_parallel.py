@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from linear_prediction import BYTES, chunk_seconds, chunk_sizes, predicted, shape_of_arguments
+from linear_prediction import H100, chunk_seconds, chunk_sizes, predicted, shape_of_arguments
 
 from fastrl.ops._linear.chunks import chunk_size
 from fastrl.ops._linear.head import LinearHead
@@ -73,14 +73,14 @@ def collectives(rows: int, width: int, vocabulary: int, ranks: int, chunk: int) 
     def finish(i: int) -> None:
         wait(f"statistics {i}")
         gemms = chunk_seconds(sizes[i], width, own, first=i == 0)
-        compute(6 * sizes[i] * own / BYTES + gemms.of_hidden + gemms.of_weight)
+        compute(6 * sizes[i] * own / H100.bytes + gemms.of_hidden + gemms.of_weight)
         if i:
             wait(f"hidden {i - 1}")
         send(f"hidden {i}", hidden[i])
 
     for i, size in enumerate(sizes):
         projection = chunk_seconds(size, width, own, first=i == 0).projection
-        compute(projection + 4 * size * own / BYTES)
+        compute(projection + 4 * size * own / H100.bytes)
         send(f"statistics {i}", statistics[i])
         if i:
             finish(i - 1)

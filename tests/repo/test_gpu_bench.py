@@ -1,7 +1,6 @@
 """The processes of bench/gpu.py: what is found stays, whatever happens to one of them."""
 
 import argparse
-import importlib
 import json
 import signal
 import subprocess
@@ -52,13 +51,6 @@ for job in jobs:
     else:
         journal.append(job=job, result=dict(rate=1.0))
 """
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """A function that imports a file of bench."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -169,9 +161,8 @@ def test_a_killed_run_keeps_its_cases(tmp_path):
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     table = tmp_path / "bench.md"
-    while (
-        not table.exists() or table.read_text().count("\n### ") < 5
-    ):  # three cases, predictions and targets
+    # three cases, predictions and targets
+    while not table.exists() or table.read_text().count("\n### ") < 5:
         assert running.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)

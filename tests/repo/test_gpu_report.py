@@ -1,18 +1,7 @@
 """What the report of bench/gpu.py makes of its measurements: targets and predictions."""
 
-import importlib
-from pathlib import Path
-
 import pytest
-
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """A function that imports a file of bench."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
+import torch
 
 
 def test_the_results_of_a_run_are_kept(bench, tmp_path, monkeypatch, capsys):
@@ -99,61 +88,83 @@ def test_targets_are_ratios_of_one_run(bench):
 H100 = {"copy TB/s": 3.0, "multiprocessors": 132, "cache MB": 52.4}
 
 
+def entry(item):
+    """What a run keeps of a case."""
+    case = item.make()
+    kept = {name: getattr(case, name) for name in ("op", "work", "shape", "bytes_moved")}
+    return {**kept, "dtype": str(case.dtype).removeprefix("torch."), "density": item.density}
+
+
+def test_predictions_are_of_the_constants_that_kernels_are_launched_with(bench):
+    pytest.importorskip("triton")
+    from fastrl.triton.gae import gae
+    from fastrl.triton.vocabulary import rows
+
+    predictions = bench("gpu_predictions")
+    assert (predictions.RESIDENT, predictions.GAE_CHUNK) == (rows.RESIDENT, gae.BLOCK)
+
+
 @pytest.mark.parametrize(
     ("provider", "work", "density", "moved"),  # bytes per logit, of two
     [
         ("fastrl triton", "log-probability and entropy", 1.0, 2),
-        ("fastrl cuda", "log-probability and entropy, 50% active", 0.5, 1),
+        ("fastrl cuda", "log-probability and entropy", 0.5, 1),
         ("fastrl triton", "log-probability and entropy, with backward", 1.0, 6),
         ("fastrl cuda", "loss and gradient", 1.0, 4),
-        ("fastrl cuda", "loss and gradient, 50% active", 0.5, 3),
+        ("fastrl cuda", "loss and gradient", 0.5, 3),
         ("fastrl cuda, half the loss", "loss and gradient", 1.0, 8),
         # 264 rows of 303,872 bytes are in flight, 80.2 MB, of which the cache holds 52.4
         ("fastrl triton", "loss and gradient", 1.0, 4 + 2 * (1 - 52.4 / 80.222208)),
     ],
 )
 def test_a_prediction_is_the_bytes_over_the_copy_rate(bench, provider, work, density, moved):
-    op = "logits_policy_loss" if "loss" in work else "token_stats"
-    case = {"op": op, "work": work, "shape": "8192 x 151936", "dtype": "bfloat16"}
-    found = bench("gpu_predictions").seconds({**case, "density": density}, provider, H100)
+    logits = bench("gpu_logits")
+    shape = logits.Logits(8192, 151936, density=density)
+    case = entry(logits.logits_item(torch.device("cpu"), shape, work))
+    found = bench("gpu_predictions").seconds(case, provider, H100)
     # and a few launches of 3 us
     assert 0 <= found - 8192 * 151936 * moved / 3e12 <= 25e-6
 
 
 @pytest.mark.parametrize(
-    ("op", "work", "shape", "provider", "microseconds"),
+    ("kind", "of", "provider", "microseconds"),
     [
-        ("gae", "GAE with a mask", "16 x 131072", "fastrl cuda", 17 * 2**21 / 3e6 + 6),
-        ("gae", "GAE with a mask", "16 x 131072", "fastrl triton", 17 * 2**21 / 3e6 + 6),
+        ("gae_item", (16, 131072), "fastrl cuda", 17 * 2**21 / 3e6 + 6),
+        ("gae_item", (16, 131072), "fastrl triton", 17 * 2**21 / 3e6 + 6),
         # 9 of the 26 bytes of so many tokens do not fit into the cache
-        ("gae", "GAE with a mask", "1 x 268435456", "fastrl triton",
-         (26 * 2**28 - 52.4e6) / 3e6 + 6),
-        ("policy_loss", "loss and gradient, token level", "16 x 4096", "", 14 * 2**16 / 3e6 + 18),
+        ("gae_item", (1, 2**28), "fastrl triton", (26 * 2**28 - 52.4e6) / 3e6 + 6),
+        ("tokens_item", (16, 4096, "token"), "", 14 * 2**16 / 3e6 + 18),
         # 16 of 132 multiprocessors, each with at most twice its share of the copy rate
-        ("policy_loss", "loss and gradient, sequence level", "16 x 4096", "",
-         32 * 2**16 / (3e6 * 32 / 132) + 18),
-        ("group_advantages", "groups by id", "128 x 8", "", 25 * 1024 / 3e6 + 3),
+        ("tokens_item", (16, 4096, "sequence"), "", 32 * 2**16 / (3e6 * 32 / 132) + 18),
+        ("groups_item", (128, 8, True), "", 25 * 1024 / 3e6 + 3),
     ],
-)  # fmt: skip
-def test_a_prediction_on_tokens(bench, op, work, shape, provider, microseconds):
-    case = {"op": op, "work": work, "shape": shape, "dtype": "float32", "bytes_moved": 25 * 1024}
-    found = bench("gpu_predictions").seconds(case, provider, H100)
-    assert 1e6 * found == pytest.approx(microseconds)
+)
+def test_a_prediction_on_tokens(bench, kind, of, provider, microseconds):
+    case = entry(getattr(bench("gpu_tokens"), kind)(torch.device("cpu"), *of))
+    assert 1e6 * bench("gpu_predictions").seconds(case, provider, H100) == pytest.approx(
+        microseconds
+    )
 
 
 def test_a_prediction_of_a_linear_form_has_the_rates_of_the_machine(bench):
     predictions, linear = bench("gpu_predictions"), bench("linear_prediction")
     N, H, V = 8192, 4096, 128256
-    case = {"op": "linear_policy_loss", "work": "loss and gradients, trained head"}
-    case |= {"shape": f"{N} x {H} x {V}", "dtype": "bfloat16", "density": 1.0}
+
+    def case(**options):
+        linear_case = bench("gpu_linear")
+        shape = linear_case.Linear(N, H, V, **options)
+        return entry(linear_case.linear_item(torch.device("cpu"), shape))
+
     chunk = linear.chunk_rows(H, V)
-    found = predictions.seconds(case, "fastrl cuda", H100)
+    found = predictions.seconds(case(), "fastrl cuda", H100)
     assert found == pytest.approx(linear.predicted(N, H, V, chunk, 6))
-    frozen = predictions.seconds({**case, "work": "loss and gradients, frozen head"}, "", H100)
+    half = predictions.seconds(case(density=0.5), "fastrl cuda", H100)
+    assert half == pytest.approx(linear.predicted(N // 2, H, V, chunk, 6))
+    frozen = predictions.seconds(case(trained=False), "", H100)
     assert frozen == pytest.approx(linear.predicted(N, H, V, chunk, 6, trained=False))
     assert frozen < found < 6 * N * H * V / 500e12
     slower = {**H100, f"{N} x {V} x {H} bf16 TFLOP/s": 350.0, "1 x 1 x 1 bf16 TFLOP/s": 700.0}
-    assert predictions.seconds(case, "fastrl cuda", slower) > 1.8 * found
+    assert predictions.seconds(case(), "fastrl cuda", slower) > 1.8 * found
 
 
 def test_a_measurement_apart_from_its_prediction_is_marked(bench):
@@ -165,7 +176,8 @@ def test_a_measurement_apart_from_its_prediction_is_marked(bench):
         {**row, "provider": "eager", "samples": [9 * took]},
     ]
     case = {"op": "token_stats", "work": "log-probability and entropy", "dtype": "bfloat16"}
-    case |= {"label": "a case", "shape": "8192 x 151936", "density": 1.0, "small": False}
+    case |= {"label": "a case", "shape": "8192 x 151936", "small": False}
+    case |= {"bytes_moved": 8192 * 151936 * 2}
     results = {
         "anchors": {"result": H100},
         "0": {"result": {**case, "providers": providers}},

@@ -16,9 +16,8 @@ KNOBS = ("lanes", "columns", "resident", "even", "chunk", "gae", "tokens", "prog
 
 
 @pytest.fixture
-def tuning(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("gpu_tuning")
+def tuning(bench):
+    return bench("gpu_tuning")
 
 
 def test_every_knob_is_here(tuning):
