@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "fastrl", "csrc")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "fastrl", "csrc", "tests")
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +56,8 @@ def test_installs_every_module_and_the_type_marker(without_extension):
     target = without_extension.target
     found = {path.relative_to(target) for path in target.rglob("fastrl/**/*") if path.is_file()}
     assert expected == {path for path in found if path.suffix != ".pyc"}
+    installed = {path.name for path in target.iterdir() if not path.name.endswith(".dist-info")}
+    assert installed - {"bin"} == {"fastrl"}  # and not the package `tests`
 
 
 def test_works_on_the_reference_backend(without_extension):

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -202,6 +203,31 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
 def test_all_is_sorted_and_complete():
     assert list(fastrl.__all__) == sorted(fastrl.__all__)
     assert all(hasattr(fastrl, name) for name in fastrl.__all__)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pytest -q -p no:cacheprovider --collect-only --doctest-modules tests/support tests/fuzz "
+        "tests/repo/test_layout.py",
+        "tests.fuzz --help",
+        "tests.gpu.run --help",
+    ],
+)
+def test_an_installed_package_named_tests_is_not_found_first(command, tmp_path):
+    """The wheel of verl brings one."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_files_are_short():
