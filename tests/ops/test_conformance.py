@@ -10,7 +10,6 @@ from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, CONVENTIONS
 from tests.support.trainer_formulas import Batch, group_norm, openrlhf, trl, verl
 
-TOO_LONG_TO_INTERPRET = True  # the options that the conventions pick are tested one by one
 B, T = 6, 7
 CLIP = {"clip_low": 0.05, "clip_high": 0.08}  # close enough that some sequences stay inside
 NARROW = (0.05, 0.08)

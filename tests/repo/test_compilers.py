@@ -27,7 +27,6 @@ def test_old_compilers_know_every_cpu_feature():
     assert asked <= KNOWN_FEATURES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_an_old_compiler_compiles_the_sources(compiler):
     if not shutil.which(compiler):

@@ -37,8 +37,6 @@ FOR_CPU = "import torch; torch.version.cuda = None; "
 FOR_CUDA = "import torch; torch.version.cuda = '13.0'; "
 WAYS = {"wheel": WHEEL, "editable": EDITABLE, "inplace": INPLACE}
 
-pytestmark = pytest.mark.slow
-
 
 def program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -155,7 +155,6 @@ def _give(run, monkeypatch, *, provider="fastrl cpu", failure="", lengths=""):
     monkeypatch.setattr(run, "_make", make)
 
 
-@pytest.mark.slow
 def test_a_killed_run_keeps_its_cases(tmp_path):
     command = [sys.executable, str(BENCH / "gpu.py"), "--smoke", "--out", str(tmp_path)]
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

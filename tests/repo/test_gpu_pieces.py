@@ -190,7 +190,6 @@ def test_without_a_file_the_tests_of_this_folder_run(tmp_path):
     assert [*read(tmp_path)] == ["tests/gpu/test_gpu_backends.py::test_there_are_kernels_to_test"]
 
 
-@pytest.mark.slow
 def test_the_documented_run_without_a_gpu(tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (line,) = re.findall(r"^python (-m tests\.gpu\.run --without-gpu .*)$", text, re.MULTILINE)
@@ -202,7 +201,6 @@ def test_the_documented_run_without_a_gpu(tmp_path):
     assert len(read(tmp_path)) >= 8
 
 
-@pytest.mark.slow
 def test_some_tests_of_a_gpu_on_tensors_of_the_cpu(tmp_path):
     """The files for a GPU can be run: fixtures, inputs, budgets, replays, the process around."""
     some = "(captures or captured or factor or change_no_bit or side_by_side) and triton and not 16"

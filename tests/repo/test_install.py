@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "fastrl", "csrc", "tests")
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def without_extension(tmp_path_factory):

@@ -18,8 +18,6 @@ SOME = (
     "repo/test_requirements.py",
 )
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):

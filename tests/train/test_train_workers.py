@@ -210,7 +210,6 @@ def alive(pids):
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_a_run_that_is_ended(small, slow, number):
     """The last function calls hang, and have no time limit."""
@@ -235,7 +234,6 @@ def test_no_worker_outlives_a_run_that_is_ended(small, slow, number):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 def test_an_interrupt_ends_the_step_with_its_workers(small, slow):
     """A Ctrl-C of a terminal reaches all processes of its group."""
     source = SLOW_REWARDS + (
