@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fastrl
 from fastrl import Objective
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
     pytest.mark.skipif(sys.platform != "linux", reason="the loopback device is named as on Linux"),
 ]
-WORLDS = (2, 3)
+WORLDS = (2, 3, "mesh")
 
 #: How many rows each rank has; the last may have none.
 SHARES = {2: [(7, 9), (16, 0)], 3: [(5, 2, 9), (10, 6, 0)]}
@@ -28,12 +29,15 @@ ROWS, T = 16, 6
 @pytest.fixture(scope="module", params=WORLDS)
 def ranks(request):
     """The results of every call by rank, from one start of the processes."""
+    if request.param == "mesh":  # a data rank is not the rank in the world
+        return on_ranks(4, every_call, (2, 2))[1::2]
     return on_ranks(request.param, every_call)
 
 
-def every_call():
+def every_call(mesh=None):
     calls = (advantages, refusals, whitened, sums, losses)
-    return {call.__name__: list(call(dist.group.WORLD)) for call in calls}
+    group = dist.group.WORLD if mesh is None else init_device_mesh("cpu", mesh).get_group(0)
+    return {call.__name__: list(call(group)) for call in calls}
 
 
 def of_rank(x, share, rank):

@@ -142,14 +142,14 @@ def test_numbers_by_hand(value, ret, old, clip, loss, cost, slope):
 
 
 def test_metrics_by_hand():
-    # errors 1 -1 0 against returns 0 2 4: var(R - V) / var(R) = (2/3) / (8/3)
+    # errors 2 0 1 against returns 0 2 4: var(R - V) / var(R) = (2/3) / (8/3)
     result = fastrl.value_loss(
-        torch.tensor([-1.0, 3.0, 4.0, math.nan]),
+        torch.tensor([-2.0, 2.0, 3.0, math.nan]),
         torch.tensor([0.0, 2.0, 4.0, math.nan]),
         torch.tensor([1, 1, 1, 0]),
     )
     came = {name: value.item() for name, value in result.metrics.items()}
-    expected = {"value_mean": 2, "return_mean": 2, "clip_fraction": 0, "explained_variance": 0.75}
+    expected = {"value_mean": 1, "return_mean": 2, "clip_fraction": 0, "explained_variance": 0.75}
     assert came == pytest.approx(expected)
     assert not any(value.requires_grad for value in result.metrics.values())
 

@@ -1,5 +1,7 @@
 """The loss and the log-probabilities of what was sampled, and what surrounds them."""
 
+import math
+
 import pytest
 import torch
 
@@ -135,6 +137,7 @@ def test_explained_variance():
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(torch.zeros(1, 3), returns, mask) == 0
     assert explained_variance(-returns, returns, mask) == -3
+    assert explained_variance(returns - 5, returns, mask) == 1  # a constant error is no variance
     assert explained_variance(returns, torch.ones(1, 3), mask) == 0
 
 
@@ -189,6 +192,16 @@ def test_a_minibatch_in_which_all_is_left_out_is_a_step_of_gradient_zero():
     assert torch.equal(weight, other)
 
 
+@pytest.mark.parametrize("gradient", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_changes_no_weight(gradient):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, gradient])
+    optimizer = torch.optim.AdamW([weight])
+    with pytest.raises(FloatingPointError, match="gradients of step 3 are not finite"):
+        apply(optimizer, GrpoConfig(), 2)
+    assert torch.equal(weight, torch.ones(2))
+
+
 class TestSampledGroups:
     TRAIN = [Prompt({"prompt": str(i)}, [i]) for i in range(20)]  # noqa: RUF012
 
@@ -221,6 +234,7 @@ class TestSampledGroups:
         first = self.round(sampled, 0, [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
         assert (len(first), sampled.missing) == (4, 2)
         second = self.round(sampled, 0, [1.0, 1.0, 0.0, 2.0])
+        assert second != first[:2]  # from another order
         third = self.round(sampled, 0, [3.0, 0.0])
         assert (len(second), len(third), sampled.missing) == (2, 1, 0)
         rollout, scored = sampled.batch()
@@ -236,12 +250,12 @@ class TestSampledGroups:
             prompts_per_step=4, group_size=2, dynamic_sampling=True, max_sampling_rounds=2
         )
         sampled = SampledGroups(config)
-        self.round(sampled, 1, [5.0] * 8)
+        self.round(sampled, 1, [7.0, 7.0] + [5.0] * 6)
         self.round(sampled, 1, [0.0, 1.0] + [7.0] * 6)
         assert sampled.missing == 0
         rollout, scored = sampled.batch()
-        assert scored.total.tolist() == [0, 1, 5, 5, 5, 5, 5, 5]
-        assert sampled.failures == 6  # of both rounds, also where no row is left of them
+        assert scored.total.tolist() == [0, 1, 7, 7, 5, 5, 5, 5]
+        assert sampled.failures == 8  # of both rounds, also where no row is left of them
         assert len(rollout.mask) == 8
         assert lengths(rollout, sampled.tokens) == {
             "tokens": 24,
