@@ -21,6 +21,7 @@ from fastrl.contract import (
 )
 from fastrl.objective import TokenLoss
 from fastrl.reference import objectives
+from fastrl.reference.inner_graph import inner_graph
 from fastrl.reference.sequences import Sequences, sequences_of
 
 
@@ -165,8 +166,7 @@ def _slope(
         outcome: tuple[Tensor, tuple[Tensor, _Terms]]
         outcome = torch.func.grad(total, has_aux=True)(logprobs)
         return outcome
-    # keeps the caller's hooks (activation checkpointing, offloading) away from this inner graph
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
+    with inner_graph():
         current = logprobs.detach().requires_grad_()
         loss, (sums, terms) = total(current)
         if not loss.requires_grad:
@@ -175,10 +175,6 @@ def _slope(
             )
         (slope,) = torch.autograd.grad(loss, current)
     return slope, (sums.detach(), _Terms(*(term.detach() for term in terms)))
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 def _terms(

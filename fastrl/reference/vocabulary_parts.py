@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.contract import RowArguments, RowStats
+from fastrl.reference.inner_graph import inner_graph
 from fastrl.reference.token_stats import shifted_logits, squashed
 
 
@@ -102,7 +103,7 @@ def part_gradient(
     another part), dL/dentropy and dL/dlogsumexp + dL/dlogprob of the other parts' tokens.
     """
     dtype = stats.log_sum.dtype
-    with torch.enable_grad():
+    with inner_graph():
         leaf = logits.detach().clone().requires_grad_()
         x = torch.where(active[..., None], leaf, 0.0).to(dtype)
         shifted, _ = shifted_logits(

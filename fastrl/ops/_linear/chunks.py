@@ -166,12 +166,13 @@ def write_chunk_gradient(
         write_part_gradient(logits[None], batch, whole, slopes, backend, narrow=narrow)
         return
     if backend == "reference":
-        with torch.enable_grad():
+        with reference.inner_graph():
             leaf = logits.detach().clone().requires_grad_()
             outputs = zip(reference_stats(leaf, rows)[:3], grads, strict=True)
             used = [(output, grad) for output, grad in outputs if grad is not None]
-        outputs_used, upstream = zip(*used, strict=True)
-        logits.copy_(torch.autograd.grad(outputs_used, leaf, upstream)[0])
+            outputs_used, upstream = zip(*used, strict=True)
+            (gradient,) = torch.autograd.grad(outputs_used, leaf, upstream)
+        logits.copy_(gradient)
         return
     operators(backend).token_stats_bwd_(
         logits[None],

@@ -88,12 +88,9 @@ class LinearWalk:
         self._size = max(1, min(size, count))
         number = sum(-(-rows // self._size) for rows in (order.trained, order.scored))
         self._stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
+        # a list: a generator would refer to self, and only the cyclic collector would free it
         self._buffers = itertools.cycle(
-            ChunkBuffer(
-                native.new_large(hidden, (self._size, self._stride), head.dtype),
-                hidden.new_empty((self._size, hidden.shape[1]), dtype=self._products.operand_dtype),
-            )
-            for _ in range(max(1, min(buffers, number)))
+            [self._new_buffer(hidden) for _ in range(max(1, min(buffers, number)))]
         )
         self._parameters = HeadGradients(head, self._products, tuple(needs[1:]))
         summed = needs[0] and call.parts.split() and call.parts.reduce_hidden_gradient
@@ -102,6 +99,13 @@ class LinearWalk:
             if needs[0]
             else hidden.new_empty(0),
             call.parts.process_group() if summed else None,
+        )
+
+    def _new_buffer(self, hidden: Tensor) -> ChunkBuffer:
+        dtype = self._products.operand_dtype
+        return ChunkBuffer(
+            native.new_large(hidden, (self._size, self._stride), self._head.dtype),
+            hidden.new_empty((self._size, hidden.shape[1]), dtype=dtype),
         )
 
     def trained(self) -> Iterator[slice]:
