@@ -1,5 +1,8 @@
 """verl on fastrl equals its formulas and, where it is installed, verl."""
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from fastrl import native
 from fastrl.integrations import verl as ours
 from fastrl.integrations.verl import policy_losses as verl_policy_losses
 from fastrl.integrations.verl.functions import calculate_sum_pi_squared_from_logits
+from tests.support import verl_formulas
 from tests.support.importable import importable
 from tests.support.verl_cases import (
     FIELDS,
@@ -47,7 +51,27 @@ def test_token_functions(theirs, shape):
         close(a[1], b[1])
 
 
-def test_log_probabilities_may_overwrite_the_logits():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_log_probabilities_overwrite_no_logits_that_others_have_saved(dtype):
+    leaf, labels = (3 * torch.randn(4, 11)).to(dtype), torch.arange(4)
+
+    def both(functions, x):
+        logits = x * 1
+        entropy = functions.entropy_from_logits(logits)
+        return entropy + functions.logprobs_from_logits(logits, labels)
+
+    (found, a, _), (expected, b, _) = (
+        value_and_gradient(lambda y, n=n: both(n, y), x)
+        for n, x in ((ours, leaf), (verl_formulas, leaf.double()))
+    )
+    close(found, expected)
+    near = 1e-2 if dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(a, b, rtol=near, atol=near)
+
+
+def test_log_probabilities_overwrite_the_logits_where_verl_does(monkeypatch):
+    flag = types.SimpleNamespace(FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=True)
+    monkeypatch.setitem(sys.modules, "verl.utils.torch_functional", flag)
     leaf = torch.randn(4, 11, requires_grad=True)
     logits = leaf * 1.0
     ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()

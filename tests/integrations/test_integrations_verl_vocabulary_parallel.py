@@ -29,6 +29,11 @@ def test_entropy_and_log_probabilities_of_a_copy_as_in_the_engine(place):
     on_ranks(2, ranks.as_in_the_engine, place)
 
 
+@pytest.mark.parametrize("place", PLACES, ids=["stand_in", "installed"])
+def test_entropy_and_log_probabilities_of_one_tensor(place):
+    on_ranks(2, ranks.of_one_tensor, place)
+
+
 def test_labels_outside_the_vocabulary():
     on_ranks(2, ranks.labels_outside)
 

@@ -1,6 +1,7 @@
 """What each of two tensor-parallel ranks computes with verl's functions on fastrl."""
 
 import importlib
+import itertools
 import sys
 import types
 
@@ -105,6 +106,36 @@ def as_in_the_engine(place):
         close(a, b[..., mine])
         # the backward has used the memory of the copy, as Megatron's forward does
         assert not torch.equal(copy, logits)
+
+
+def of_one_tensor(place):
+    """Entropy and log-probabilities of the same logits, either first, with gradients of either."""
+    vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(2, T)
+    mine = columns(V // 2)
+    functions = (
+        lambda x: vp.vocab_parallel_log_probs_from_logits(x, labels),
+        lambda x: vp.vocab_parallel_entropy(x),
+    )
+    with Replaced("verl", REPLACEMENTS):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            near = {} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+            for order, used in itertools.product(((0, 1), (1, 0)), ((0,), (1,), (0, 1))):
+                whole, part = logits_of(dtype)
+                logits = part * 1
+                found = {i: functions[i](logits) for i in order}
+                given = [upstream[i] for i in used]
+                wanted = of_logits(whole, labels)
+                (b,) = gradients([wanted[i] for i in used], given, (whole,))
+                results = [found[i].flatten() for i in used]
+                if dtype == torch.float32 and order == (1, 0) and used == (0, 1):
+                    # so it does in verl: the forward of Megatron's loss overwrites float32 logits
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        gradients(results, given, (part,))
+                    continue
+                (a,) = gradients(results, given, (part,))
+                close(a, b[..., mine], **near)
+                unchanged = torch.equal(logits, part)
+                assert unchanged == (dtype != torch.float32 or 0 not in used)
 
 
 def labels_outside():

@@ -160,7 +160,8 @@ _REPLACEMENTS = [
 
 #: How a function differs from verl's.
 _NOTES = {
-    "logprobs_from_logits": "fp32 also from 16-bit logits; `inplace_backward` as with flash-attn",
+    "logprobs_from_logits": "fp32 also from 16-bit logits; the gradient overwrites the "
+    "logits where verl's does: with flash-attn and `inplace_backward`",
     "entropy_from_logits": "fp32 also from 16-bit logits; logits of `-inf` contribute 0",
     "calculate_sum_pi_squared_from_logits": "fp32 also from 16-bit logits; without a gradient",
     "compute_gae_advantage_return": "masked tokens give 0",
@@ -181,7 +182,8 @@ _NOTES = {
     "entropies are fp32; an id of -100 gives 0, where verl raises an error",
     "linear_cross_entropy": "`use_fused_kernels=True`, `impl_backend` `triton` and Megatron; also "
     "on a CPU, and hidden sizes that 128 does not divide",
-    "vocab_parallel_log_probs_from_logits": "Megatron; the forward does not overwrite the logits; "
+    "vocab_parallel_log_probs_from_logits": "Megatron; the forward overwrites no logits, the backward "
+    "float32 ones, which Megatron's forward overwrites; "
     "an id of -100 gives 0, and others outside the vocabulary raise an error, where Megatron "
     "returns a value",
     "vocab_parallel_entropy": "Megatron; fp32 also from 16-bit logits",

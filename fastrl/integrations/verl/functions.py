@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,8 @@ _KL_ESTIMATORS = {
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Return log softmax(logits)[label], `[...]` from logits `[..., V]`, by `token_logprobs`.
 
-    `inplace_backward` lets the backward write the gradient over the logits, as verl does with
-    flash-attn; it is ignored if that would overwrite a leaf.
+    `inplace_backward` lets the backward write the gradient over the logits where verl does: if verl
+    has found flash-attn. It is ignored otherwise, and if that would overwrite a leaf.
 
     Example:
         >>> import torch
@@ -35,10 +37,13 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
         tensor([-1.3863])
     """
     flat = rows("logits", logits)
+    # True is the default: it does not say that nothing else has saved the logits
+    verl = sys.modules.get("verl.utils.torch_functional")
+    overwrites = inplace_backward and getattr(verl, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     return fastrl.token_logprobs(
         flat,
         labels.reshape(flat.shape[:-1]),
-        inplace_backward=inplace_backward and may_overwrite(flat),
+        inplace_backward=overwrites and may_overwrite(flat),
     ).reshape(logits.shape[:-1])
 
 

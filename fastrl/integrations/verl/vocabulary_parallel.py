@@ -1,8 +1,8 @@
 """verl's functions of logits whose vocabulary is split over Megatron's tensor-parallel ranks.
 
 `logits` are this rank's part `[..., V / ranks]`, token ids and results those of the whole
-vocabulary, the same on every rank. The group is the one of verl's Megatron. Only the
-backward of `vocab_parallel_log_probs_from_logits` may overwrite logits.
+vocabulary, the same on every rank. The group is the one of verl's Megatron. Only the backward of
+`vocab_parallel_log_probs_from_logits` overwrites logits, and only float32 ones.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import fastrl
@@ -24,14 +25,14 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
 
     A label of -100 gives 0. One outside the vocabulary is an error; Megatron returns a value.
 
-    The backward writes the gradient over the logits where that is safe: in Megatron's loss, which
-    verl uses, already the forward overwrites fp32 logits.
+    The backward writes the gradient over fp32 logits: the forward of Megatron's loss, which verl
+    uses, already overwrites those, so nothing else can need them. It copies the others.
     """
     part = rows("logits", logits)
     return fastrl.token_logprobs(
         part,
         labels.reshape(part.shape[:-1]),
-        inplace_backward=may_overwrite(part),
+        inplace_backward=part.dtype == torch.float32 and may_overwrite(part),
         vocab_group=_group(),
     ).reshape(logits.shape[:-1])
 
