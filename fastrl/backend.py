@@ -120,9 +120,7 @@ def resolve(
     Raises:
         ValueError: the backend is unknown, or it was named and cannot do the call.
     """
-    if backend != "auto":
-        one_of("backend", backend, BACKENDS)
-    chosen = _default if backend == "auto" else backend
+    chosen = _default if one_of("backend", backend, BACKENDS) == "auto" else backend
     if chosen == "auto":
         reason = None if partial else unsupported
         for name in _PREFERENCE.get(device.type, ()):

@@ -9,11 +9,18 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.masked import MaskedTensor
 
 from fastrl.tracing import is_traced
 
 #: floating-point dtypes with full arithmetic in torch (float8 only stores)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+#: With a larger number torch's operators on float32 tensors raise.
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> str:
@@ -28,7 +35,7 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> str:
 def number(
     name: str, value: object, *, low: float | None = None, high: float | None = None
 ) -> float:
-    """Return `value` as a float if it is a finite number with low <= value <= high.
+    """Return `value` as a float if it is a number with low <= value <= high, finite in float32.
 
     NumPy scalars are accepted. Symbolic numbers of a trace are returned unchanged.
     """
@@ -49,6 +56,8 @@ def number(
     # torch.compile(dynamic=True) traces floats, which math.isfinite does not accept
     if not (inside and -math.inf < result < math.inf):
         raise ValueError(f"{name} must be {expected}, got {result}")
+    if not -_LARGEST <= result <= _LARGEST:
+        raise ValueError(f"{name} must be finite in float32, got {result}")
     return result
 
 
@@ -82,13 +91,20 @@ def flag(name: str, value: object) -> bool:
 
 
 def tensor(name: str, value: object) -> Tensor:
-    """Return `value` if it is a tensor, but not a DTensor."""
+    """Return `value` if it is a dense tensor, but not a DTensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if is_sharded(value):
         raise TypeError(
             f"{name} must be a plain tensor, got a DTensor: pass its `to_local()` if its rows are "
             "distributed over ranks, else its `full_tensor()`"
+        )
+    strided = value.layout is torch.strided and not value.is_nested
+    if not strided or value.is_quantized or isinstance(value, MaskedTensor):
+        kind = "nested" if value.is_nested else value.dtype if value.is_quantized else value.layout
+        raise TypeError(
+            f"{name} must be a dense tensor, not sparse, nested, masked or quantized, got "
+            f"{type(value).__name__} ({kind})"
         )
     return value
 
@@ -112,7 +128,7 @@ def is_sharded(value: object) -> bool:
 def integer(name: str, value: object) -> Tensor:
     """Return `value` if it is a tensor of integers."""
     result = tensor(name, value)
-    if result.is_floating_point() or result.is_complex() or result.dtype == torch.bool:
+    if result.dtype not in INTEGERS:
         raise TypeError(f"{name} must be a tensor of integers, got {result.dtype}")
     return result
 
@@ -146,7 +162,7 @@ def per_token(name: str, value: object) -> Tensor:
 def unread_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
     """Check the dtype, shape and device of a mask, but not its values."""
     result = tensor(name, value)
-    if result.is_complex() or (result.is_floating_point() and result.dtype not in FLOATS):
+    if result.dtype not in (torch.bool, *INTEGERS, *FLOATS):
         raise TypeError(f"{name} must be bool, integer or float 0/1, got {result.dtype}")
     return same_shape(name, result, like, like_name)
 

@@ -20,16 +20,17 @@ def is_traced(value: Tensor) -> bool:
 
 
 def refuse_transforms(function: str) -> None:
-    """Raise inside `torch.func.grad`, `vmap`, `jvp` etc., for which the kernels have no rules.
+    """Raise inside `torch.func.grad`, `vmap`, `jvp` etc., which have no rules for our gradients.
 
     Raises:
         RuntimeError: called inside a transform.
     """
     if _transformed():
         raise RuntimeError(
-            f"{function} cannot be transformed by torch.func (grad, vmap, jvp, ...): its gradient "
-            "comes from a kernel; use backward() or torch.autograd.grad, and a batch instead of "
-            "vmap (token_logprobs and token_stats also have backend='reference')"
+            f"{function} cannot be transformed by torch.func (grad, vmap, jvp, ...), which has no "
+            "rule for a gradient that a function computes itself; use backward() or "
+            "torch.autograd.grad, and a batch instead of vmap (token_logprobs and token_stats also "
+            "have backend='reference')"
         )
 
 

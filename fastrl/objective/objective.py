@@ -161,7 +161,7 @@ class Objective:
     convention: Convention = "fastrl"
 
     def __post_init__(self) -> None:
-        if not callable(self.surrogate):
+        if isinstance(self.surrogate, type) or not callable(self.surrogate):
             one_of("surrogate", self.surrogate, SURROGATES)
         one_of("level", self.level, LEVELS)
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
@@ -357,7 +357,8 @@ def _log_ratio_clamp(clamp: object) -> float | tuple[float, float] | None:
         raise TypeError(f"log_ratio_clamp must be a number or a pair (low, high), got {clamp}")
     if not clamp[0] < 0 < clamp[1]:
         raise ValueError(f"log_ratio_clamp must be (low, high) with low < 0 < high, got {clamp}")
-    return float(clamp[0]), float(clamp[1])
+    low, high = (float(x) if x in (-inf, inf) else number("log_ratio_clamp", x) for x in clamp)
+    return low, high
 
 
 def as_objective(objective: object) -> Objective:
@@ -365,13 +366,12 @@ def as_objective(objective: object) -> Objective:
     if isinstance(objective, Objective):
         return objective
     if isinstance(objective, str):
-        named = _NAMED.get(objective)
-        return Objective.preset(cast("Preset", objective)) if named is None else named
-    if callable(objective):
+        return _NAMED[one_of("objective", objective, tuple(_NAMED))]
+    if callable(objective) and not isinstance(objective, type):
         return Objective(surrogate=objective)
     raise TypeError(
         "objective must be an Objective, a preset's name or a function, "
-        f"got {type(objective).__name__}"
+        f"got {objective if isinstance(objective, type) else type(objective).__name__}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import inf
+from numbers import Real
 from typing import Literal
 
 from fastrl.checks import number, one_of, positive
@@ -51,7 +52,7 @@ class RolloutCorrection:
         one_of("rollout_correction.kind", self.kind, ("truncate", "mask", "filter"))
         one_of("rollout_correction.level", self.level, ("token", "sequence", "geometric"))
         object.__setattr__(self, "low", number("rollout_correction.low", self.low, low=0.0))
-        if self.high != inf:
+        if not (isinstance(self.high, Real) and self.high == inf):
             object.__setattr__(self, "high", positive("rollout_correction.high", self.high))
         if self.high <= self.low:
             raise ValueError(

@@ -11,6 +11,7 @@ from fastrl import reference
 from fastrl.backend import Backend, torch_only
 from fastrl.checks import (
     FLOATS,
+    INTEGERS,
     as_mask,
     can_read,
     flag,
@@ -214,7 +215,7 @@ def _normalizer(normalizer: object, aggregation: str, like: Tensor) -> tuple[flo
             return 0.0, torch.full((1,), number, device=like.device, dtype=torch.float32)
         return number, None
     tensor("normalizer", normalizer)
-    if normalizer.is_complex() or normalizer.dtype == torch.bool:
+    if not (normalizer.is_floating_point() or normalizer.dtype in INTEGERS):
         raise TypeError(f"normalizer must be a number or a real tensor, got {normalizer.dtype}")
     if normalizer.numel() != 1:
         raise ValueError(

@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,6 +80,7 @@ POLICY_LOSS = [
     ({"objective": "gppo"}, ValueError, "objective must be one of ppo, grpo, ... got 'gppo'"),
     ({"objective": 3}, TypeError, "objective must be an Objective ... got int"),
     ({"objective": None}, TypeError, "objective must be an Objective ... got NoneType"),
+    ({"objective": int}, TypeError, "objective must be an Objective ... got <class 'int'>"),
     (
         {"objective": lambda *_: ones(2)},
         ValueError,
@@ -204,9 +206,18 @@ OBJECTIVE = [
         "sapo_temperature_neg must be",
     ),
     ({"entropy_coef": None}, TypeError, "entropy_coef must be a number, got NoneType"),
-    ({"clip_low": torch.tensor(0.2)}, TypeError, "clip_low must be a number, got Tensor"),
+    *(
+        ({name: value}, TypeError, f"{name} must be a number, got {type(value).__name__}")
+        for name in ("clip_low", "clip_high", "dual_clip", "kl_clamp", "log_ratio_clamp")
+        for value in (torch.tensor(0.2), ones(2), np.ones(2))
+    ),
+    *(
+        ({name: 1e39}, ValueError, f"{name} must be finite in float32, got 1e+39")
+        for name in ("clip_high", "dual_clip", "delta", "kl_clamp", "log_ratio_clamp", "kl_coef")
+    ),
     ({"surrogate": "ppo"}, ValueError, "surrogate must be one of ppo_clip, cispo, ... got 'ppo'"),
     ({"surrogate": None}, TypeError, "surrogate must be a string ... got NoneType"),
+    ({"surrogate": int}, TypeError, "surrogate must be a string, got type"),
     (
         {"level": "seq"},
         ValueError,
@@ -222,6 +233,7 @@ OBJECTIVE = [
         "log_ratio_clamp must ... low < 0 < high, got (1, 2)",
     ),
     ({"log_ratio_clamp": (-1, nan)}, ValueError, "log_ratio_clamp must be (low, high)"),
+    ({"log_ratio_clamp": (-1, 10**400)}, ValueError, "log_ratio_clamp must be finite, got an int"),
     ({"log_ratio_clamp": (-1,)}, TypeError, "log_ratio_clamp must be a number or a pair"),
     ({"log_ratio_clamp": (-1, "2")}, TypeError, "log_ratio_clamp must be a number or a pair"),
     # contradictions
@@ -299,6 +311,12 @@ ROLLOUT_CORRECTION = [
     ({"kind": "filter", "high": inf}, ValueError, "filter has no effect without a bound"),
     ({"low": 3.0}, ValueError, "rollout_correction.high must be above low = 3.0, got 2.0"),
     ({"high": "2"}, TypeError, "rollout_correction.high must be a number, got str"),
+    ({"high": 1e39}, ValueError, "rollout_correction.high must be finite in float32, got 1e+39"),
+    *(
+        ({name: value}, TypeError, f"rollout_correction.{name} must be a number, got {kind}")
+        for name in ("low", "high")
+        for value, kind in [(ones(2), "Tensor"), (meta, "Tensor"), (np.ones(2), "ndarray")]
+    ),
 ]
 
 
@@ -308,7 +326,9 @@ def test_rollout_correction(fields, error, message):
 
 
 def test_names_that_do_not_exist():
-    refuses(lambda: Objective.preset("ppo2"), ValueError, "must be one of ppo, grpo ... got 'ppo2'")
+    refuses(
+        lambda: Objective.preset("ppo2"), ValueError, "name must be one of ppo, grpo ... got 'ppo2'"
+    )
     refuses(lambda: Objective.preset("ppo", clip=0.2), TypeError, "clip")
     refuses(lambda: Objective("ppo_clip"), TypeError, "positional")
     refuses(lambda: loss(clip_high=0.2), TypeError, "clip_high")

@@ -175,7 +175,7 @@ CALLS = [
             f"{name} must lie in [1e-30, ... got {value}",
         )
         for name in ("temperature", "logit_scale", "logit_softcap")
-        for value in (1e-320, 1e300)
+        for value in (1e-320, 1e35)
     ),
     (
         lambda: fastrl.token_logprobs(logits, ids, logit_scale=1e10, logit_softcap=1e-25),

@@ -145,24 +145,6 @@ def linear_samples():
         yield "linear_policy_loss_fwd", (*chunked, *loss, *OBJECTIVE, needs, True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group_of_one():
-    """A process group for the operator that needs one."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def group_samples():
-    """Arguments for the operators that need a process group."""
-    group = torch.distributed.group.WORLD.group_name
-    yield "gather_parts", (torch.randn(5, 3), group, 1)
-    ids, active = torch.randint(9, (2, 5)), torch.rand(2, 5) < 0.5
-    given = (ids, active, torch.rand(2, 5), torch.rand(2))
-    yield "exchange_parts", (*given, 37, "options", group, 1)
-
-
 def samples():
     """Arguments for every operator: compact and permuted logits, with and without the options."""
     yield from vocabulary_samples()
@@ -178,7 +160,7 @@ def samples():
 @needs_extension
 def test_opcheck_of_every_operator():
     seen = set()
-    for name, arguments in (*samples(), *group_samples()):
+    for name, arguments in samples():
         torch.library.opcheck(getattr(torch.ops.fastrl, name).default, arguments)
         seen.add(name)
     absent = {*UNTRACED, *fastrl.library.ONLY_ON_GPUS}
@@ -191,7 +173,7 @@ def test_opcheck_of_every_operator():
 @needs_extension
 def test_operators_write_everything_they_allocate():
     """Deterministic mode fills fresh memory with NaN (integers with their maximum)."""
-    for name, arguments in (*samples(), *group_samples()):
+    for name, arguments in samples():
         if name.endswith("_"):
             continue
         operator = getattr(torch.ops.fastrl, name)

@@ -151,13 +151,25 @@ TRANSFORMS = {
 }
 
 
+@pytest.fixture
+def default(backend):
+    """Make a backend the default one."""
+    before = fastrl.get_backend()
+    fastrl.set_backend(backend)
+    yield backend
+    fastrl.set_backend(before)
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", FORMS)
-def test_transforms_of_torch_func_are_refused(name, transform):
-    """A vmap of kernels would silently lose the gradient, a jvp the tangent."""
+def test_transforms_of_torch_func_are_refused(name, transform, default):
+    """A vmap would silently lose the gradient, a jvp the tangent."""
+    if (name, default) == ("token_stats", "reference"):
+        pytest.skip("its gradient is made of torch's operators")
     width, call = FORMS[name]
     batch = batch_of(3)
-    with pytest.raises(RuntimeError, match="cannot be transformed by torch"):
+    message = "cannot be transformed .* no rule for a gradient that a function computes itself"
+    with pytest.raises(RuntimeError, match=message):
         TRANSFORMS[transform](lambda x: call(x, batch), first_of(width, 3))
 
 

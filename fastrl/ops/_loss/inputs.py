@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ def loss_inputs(
     return LossInputs(o, arguments, masks, backend)
 
 
-def _ready(value: object, dtype: torch.dtype) -> TypeGuard[Tensor]:
+def _ready(value: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a tensor needs neither a cast nor a copy; much cheaper than trying."""
     return (
         type(value) is Tensor
@@ -172,15 +172,10 @@ def _ready(value: object, dtype: torch.dtype) -> TypeGuard[Tensor]:
 
 def as_padded(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor per token as contiguous `[B, T]`; packed `[N]` becomes `[1, N]`."""
-    if (
-        _ready(value, dtype)
-        and value.dim() == 2
-        and value.shape == like.shape
-        and value.device == like.device
-    ):
-        return value
     result = same_shape(name, floating(name, value), like, "logprobs")
     result = result[None] if result.dim() == 1 else result
+    if _ready(result, dtype):
+        return result
     return saveable(result.to(dtype).contiguous())
 
 

@@ -1,0 +1,93 @@
+"""Tensors that are not dense, as every tensor argument of every public function."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+from test_bad_input import refuses
+
+import fastrl
+from fastrl import Objective, RolloutCorrection
+
+ones, zeros, two = torch.ones, torch.zeros, torch.tensor([0, 2, 6])
+FUNCTIONS = {name: getattr(fastrl, name) for name in fastrl.__all__}
+FUNCTIONS = {name: call for name, call in FUNCTIONS.items() if inspect.isfunction(call)}
+#: Six packed tokens in two sequences.
+TOKENS = {
+    "logits": zeros(6, 5),
+    "hidden": zeros(6, 4),
+    "weight": zeros(5, 4),
+    "bias": zeros(5),
+    "token_ids": zeros(6).long(),
+    "cu_seqlens": two,
+    "group_ids": two[:2],
+}
+METRICS = fastrl.policy_loss(zeros(1, 1), ones(1), ones(1, 1)).metrics
+#: What an argument needs beside it.
+NEEDS = {
+    "old_values": {"clip": 0.2},
+    "rollout_logprobs": {"objective": Objective(rollout_correction=RolloutCorrection())},
+    "group_ids": {"objective": Objective(aggregation="prompt-mean"), "aggregation": "prompt-mean"},
+    "metrics": {"metrics": METRICS},
+}
+KINDS = {
+    "Tensor (torch.sparse_coo)": torch.Tensor.to_sparse,
+    "Tensor (nested)": lambda x: torch.nested.nested_tensor([x]),
+    "Tensor (torch.quint8)": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.quint8),
+    "MaskedTensor": lambda x: torch.masked.masked_tensor(x, torch.ones_like(x).bool()),
+}
+ARGUMENTS = [
+    (name, argument)
+    for name, function in FUNCTIONS.items()
+    for argument, parameter in inspect.signature(function).parameters.items()
+    if re.search("Tensor|Parts|Normalizer|Lora", str(parameter.annotation))
+]
+assert len(ARGUMENTS) >= 90
+
+
+def given(name, argument):
+    """Arguments of the function with which `argument` is looked at."""
+    needed = NEEDS.get(argument, {})
+    if name == "group_advantages":
+        return {"rewards": ones(6), "group_ids": torch.arange(6)}
+    result = {}
+    for other, parameter in inspect.signature(FUNCTIONS[name]).parameters.items():
+        if other in needed:
+            result[other] = needed[other]
+        elif parameter.default is parameter.empty or other in (argument, "cu_seqlens"):
+            result[other] = TOKENS.get(other, ones(6))
+        if other == "aggregation" and other not in needed:
+            result[other] = "token-mean"
+    if "objective" in result and "aggregation" in result:
+        del result["objective"]
+    return result
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_a_tensor_that_is_not_dense(name, argument, kind):
+    arguments, named = given(name, argument), argument
+    if argument == "lora":
+        arguments[argument], named = (KINDS[kind](zeros(2, 4)), zeros(5, 2), 1.0), "lora[0]"
+    elif argument == "metrics":
+        changed = METRICS["policy_loss"][None] if "nested" in kind else METRICS["kl"]
+        arguments[argument], named = {**METRICS, "kl": KINDS[kind](changed)}, "metrics['kl']"
+    else:
+        arguments[argument] = KINDS[kind](arguments[argument])
+    message = f"{named} must be a dense tensor, ... got {kind}"
+    refuses(lambda: FUNCTIONS[name](**arguments), TypeError, message)
+
+
+def test_an_array_as_backend():
+    """A comparison of it with a name is an array."""
+    tried = 0
+    for name, function in FUNCTIONS.items():
+        if "backend" in inspect.signature(function).parameters:
+            arguments = {**given(name, "mask"), "backend": np.array(["auto", "cpu"])}
+            message = "backend must be a string, got ndarray"
+            refuses(lambda f=function, a=arguments: f(**a), TypeError, message)
+            tried += 1
+    assert tried >= 15
