@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.run import run_log
 from fastrl.train.run.chart import chart
+from fastrl.train.run.curves import draw
 from fastrl.train.run.report import write_report
 from fastrl.train.run.samples import Samples
 from tests.support.train_runs import LOOPS, run
@@ -186,6 +187,16 @@ def test_a_chart_places_values_in_its_frame_and_leaves_out_what_is_not_finite():
     constant = chart("t", ["a"], [{"step": 3, "a": 7.0}])
     assert constant.curves[0].marks == [(178.0, 84.0)]
     assert chart("t", ["b"], rows).curves == []
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [(1e308, -1e308), (1.7e308, 1.7e308), (3e38, -3e38)])
+def test_values_that_no_axis_can_span_cost_neither_report_nor_curves(values, page, tmp_path):
+    rows = [*ROWS, *({"step": 7 + i, "reward": value} for i, value in enumerate(values))]
+    text, _ = page(rows=rows)
+    assert "<figcaption>reward</figcaption>" in text
+    draw(rows, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_a_long_run_is_thinned_but_ends_where_it_ended():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from matplotlib.ticker import MaxNLocator
 
-from fastrl.train.run.curves import Row, label
+from fastrl.train.run.curves import Row, height, label
 
 _MOST_POINTS = 600  # per curve, about two per pixel; of more, every k-th
 _MOST_MARKS = 60
@@ -44,11 +44,9 @@ class Chart(NamedTuple):
 
 
 def chart(title: str, keys: Sequence[str], rows: Sequence[Row]) -> Chart:
-    """Draw ``keys`` of ``rows`` against the step; values that are not finite are left out."""
-    points = {
-        key: [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
-        for key in keys
-    }
+    """Draw ``keys`` of ``rows`` against the step, without values that have no `height`."""
+    placed = {key: [(row["step"], height(row, key)) for row in rows] for key in keys}
+    points = {key: [one for one in some if not math.isnan(one[1])] for key, some in placed.items()}
     every = [point for some in points.values() for point in some]
     if not every:
         return Chart(title, [], [], [])

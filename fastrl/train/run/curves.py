@@ -1,5 +1,6 @@
 """The metrics of a run over its steps: ``curves.png``, and what belongs in one panel."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ _LABELS = {
     **{f"{kind}_{phase}": phase for kind in ("seconds", "peak_gb") for phase in _PHASES},
 }
 _NOT_SHOWN = {"step", "seconds_start", "peak_gb_start"}
+_LARGEST = 3e38  # of float32; where numbers are much larger, no axis finds its ticks
 
 Row = Mapping[str, float]
 
@@ -94,6 +96,12 @@ def panels(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     return [(title, kept) for title, keys in of_title if (kept := [k for k in keys if k in known])]
 
 
+def height(row: Row, key: str) -> float:
+    """Where a quantity is drawn: NaN, which is nowhere, if it is missing or too large."""
+    value = row.get(key, math.nan)
+    return value if -_LARGEST <= value <= _LARGEST else math.nan
+
+
 def label(key: str) -> str:
     """The name of a quantity in the legend of its panel."""
     if key.startswith(HELD_OUT_PART):
@@ -103,7 +111,7 @@ def label(key: str) -> str:
 
 def _plot(axes: Any, title: str, keys: Sequence[str], rows: Sequence[Row]) -> None:
     for key in keys:
-        points = [(row["step"], row[key]) for row in rows if key in row]
+        points = [(row["step"], height(row, key)) for row in rows if key in row]
         axes.plot(
             *zip(*points, strict=True),
             label=label(key),

@@ -33,9 +33,16 @@ class RunSettings:
 
     def check_run(self) -> None:
         """Raise a `ValueError` if the name or the seed cannot be used."""
-        if self.name is not None and (
-            self.name in ("", ".", "..") or Path(self.name).name != self.name
-        ):
-            raise ValueError(f"name must be a plain directory name, got {self.name!r}")
+        if self.name is not None and not _names_a_directory(self.name):
+            raise ValueError(
+                "name must be a plain directory name of printable characters, at most 255 bytes, "
+                f"without a space at its ends, got {self.name[:80]!r} ({len(self.name)} characters)"
+            )
         if self.seed >= 2**31:
             raise ValueError(f"seed must be below 2**31, got {self.seed}")
+
+
+def _names_a_directory(name: str) -> bool:
+    if not name.isprintable() or name != name.strip() or name in ("", ".", ".."):
+        return False
+    return Path(name).name == name and len(name.encode()) <= 255
