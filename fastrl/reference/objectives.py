@@ -14,6 +14,7 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from fastrl.contract import Coefficients
 
@@ -91,7 +92,8 @@ def sapo(
     """`-4/tau sigmoid(tau (r - 1)) A`: a smooth gate instead of a clip."""
     tau = torch.full_like(log_ratio, c.sapo_temperature_neg)
     tau = tau.masked_fill(advantages > 0, c.sapo_temperature_pos)
-    gate = torch.sigmoid(tau * torch.expm1(log_ratio)) * (4 / tau)
+    # autograd takes g (1 - g) for the slope of a sigmoid g, and 1 + expm1 for that of expm1
+    gate = logsigmoid(tau * (log_ratio.exp() - 1)).exp() * (4 / tau)
     return -gate * advantages, torch.zeros_like(advantages, dtype=torch.int8)
 
 
@@ -127,6 +129,13 @@ SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
+def k3(x: Tensor) -> Tensor:
+    """`e^x - 1 - x`, with the derivative `expm1(x)`; plain autograd has `(expm1(x) + 1) - 1`."""
+    at, slope = x.detach(), torch.expm1(x.detach())
+    rest = x - at  # 0: k3(at + rest) = k3(at) + expm1(at) rest + e^at k3(rest)
+    return slope - at + slope * (x - at) + (slope + 1) * (torch.expm1(rest) - rest)
+
+
 def kl_estimate(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -141,7 +150,7 @@ def kl_estimate(
     elif estimator == "k2":
         kl = 0.5 * ref_minus_logprob.square()
     elif estimator == "k3":
-        kl = torch.expm1(ref_minus_logprob) - ref_minus_logprob
+        kl = k3(ref_minus_logprob)
     else:
         kl = ref_minus_logprob.abs()
     return kl if bound == inf else clamp(kl, -bound, bound)

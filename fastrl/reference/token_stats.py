@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 
 def squashed(logits: Tensor, logit_scale: float, logit_softcap: float | None) -> Tensor:
     """Return the logits under the softcap, if there is one; -inf remains -inf."""
     if logit_softcap is None:
         return logits
-    capped = logit_softcap * torch.tanh(logits * (logit_scale / logit_softcap))
+    x = logits * (logit_scale / logit_softcap)
+    # autograd has 1 - tanh^2 for the slope; the same as 2 sigmoid(2 x) - 1 keeps its digits
+    twin = 2 * logsigmoid(2 * x).exp()
+    capped = logit_softcap * (torch.tanh(x).detach() + (twin - twin.detach()))
     return torch.where(logits == float("-inf"), logits, capped)
 
 

@@ -83,14 +83,11 @@ def test_cpp_equals_the_reference_at_every_point(compiled, case):
     )
     expected = by_reference(surrogate, c, log_ratio, advantages, logprobs)
 
-    # 1 - sigmoid loses digits of 1, and what is left is multiplied by ratio and advantage
-    size = 1 + (log_ratio.clamp(max=4).exp() * advantages).abs()
-
     def points(i):
         return f"log ratio {log_ratio[i]!r}, advantage {advantages[i]}"
 
     for actual, wanted in zip((loss, slope, clip), expected, strict=True):
-        assert_same(actual, wanted.double(), points, size)
+        assert_same(actual, wanted.double(), points)
 
 
 @pytest.mark.parametrize("kl_clamp", [inf, 0.5])
@@ -121,6 +118,49 @@ def test_cpp_kl_equals_the_reference_at_every_point(compiled, estimator, gradien
         size = 1 + bounded * (1 + difference.clamp(-40, 40).abs().exp())
     for actual, wanted in ((kl, expected.detach()), (slope, expected_slope)):
         assert_same(actual, wanted, lambda i: f"{difference[i]!r}, {log_ratio[i]!r}", size)
+
+
+KL_ALONE = {"surrogate": "reinforce", "kl_coef": 1.0}
+SLOPES = {
+    "ppo_clip": {"clip_low": 1.0, "clip_high": 1e9},
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 1e9},
+    "sapo": {"surrogate": "sapo", "sapo_temperature_pos": 5.0, "sapo_temperature_neg": 0.1},
+    **{f"{k}, exact": {**KL_ALONE, "kl_estimator": k} for k in KL_ESTIMATORS},
+    "k3, bias-corrected": {**KL_ALONE, "kl_gradient": "bias-corrected"},
+}
+
+
+@pytest.mark.parametrize("case", SLOPES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_slope_in_float32_has_its_digits_wherever_it_is_small(backend, case, advantage):
+    options, kl = SLOPES[case], "kl_coef" in SLOPES[case]
+    sizes = torch.logspace(-6, 1.3, 200)
+    old = torch.full((1, 400), -2.0)
+    current = old + torch.cat([sizes, -sizes])
+
+    def slope(dtype, backend):
+        logprobs = current.clone().to(dtype).requires_grad_()
+        fastrl.policy_loss(
+            logprobs,
+            torch.full((1,), 0.0 if kl else advantage, dtype=dtype),
+            torch.ones(1, 400),
+            old_logprobs=old.to(dtype),
+            ref_logprobs=old.to(dtype) if kl else None,
+            objective=fastrl.Objective(aggregation="token-sum", **options),
+            backend=backend,
+        ).loss.backward()
+        return logprobs.grad.double()
+
+    came, wanted = slope(torch.float32, backend), slope(torch.float64, "reference")
+    # Ten roundings of the result, and in exponents those of the log-ratio d and of tau (e^d - 1).
+    d = (current - old).double().abs()
+    roundings = 10 + d
+    if case == "sapo":
+        roundings += 5 * (4 + d) * (current - old).double().exp()
+    smallest = 1e-36  # the range of float32
+    error = (came - wanted).abs() / (2**-24 * roundings * wanted.abs() + smallest)
+    worst = int(error.argmax())
+    assert error.max() <= 1, f"{came[0, worst]} is not {wanted[0, worst]}, d = {d[0, worst]}"
 
 
 def one_token(backend, log_ratio, advantage, logprob=0.0, **options):
