@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,8 +26,15 @@ BLOCKS = [
 ]
 #: Its scripts are for torchrun, and have a test file.
 MANY_DEVICES = "docs/many-devices.md"
+#: Code within sentences.
+INLINE = [
+    (path, "inline", " ".join(code.split()))
+    for path in (str(path.relative_to(ROOT)) for path in DOCUMENTS)
+    for code in re.findall(r"`([^`]+)`", FENCE.sub("", (ROOT / path).read_text()))
+]
 PYTHON = [block for block in BLOCKS if block[1] == "python" and block[0] != MANY_DEVICES]
 COMMANDS = [block for block in BLOCKS if block[1] == "bash"]
+COMMANDS += [block for block in INLINE if re.match("(fastrl|make|python|torchrun) ", block[2])]
 
 
 def name_of(block):
@@ -64,7 +72,7 @@ def test_example_runs(block, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", COMMANDS, ids=name_of)
 def test_commands_exist(block):
-    """Make targets, scripts and modules exist; the commands themselves may take hours."""
+    """Make targets, scripts and their options exist; the commands themselves may take hours."""
     makefile = (ROOT / "Makefile").read_text()
     for line in block[2].replace("\\\n", " ").splitlines():
         words = [word for word in shlex.split(line, comments=True) if "=" not in word]
@@ -74,7 +82,10 @@ def test_commands_exist(block):
             if before == "-m" and word.startswith("fastrl"):
                 assert importlib.util.find_spec(word), line
             if before.startswith("python") and word.endswith(".py"):
-                assert (ROOT / word).is_file(), line
+                source = (ROOT / word).read_text()
+                options = [option for option in words if option.startswith("--")]
+                missing = [option for option in options if f'"{option}"' not in source]
+                assert word == "setup.py" or not missing, line
 
 
 @pytest.mark.parametrize("block", COMMANDS, ids=name_of)
@@ -86,8 +97,28 @@ def test_options_of_training_commands_are_valid(block, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("{}")
     for line in block[2].replace("\\\n", " ").splitlines():
         command = re.search(r"fastrl(?: |\.train\.)(grpo|ppo|reward) (.*)", line)
-        if command and "--help" not in line:
+        if made := re.match(r'make train(?:-(ppo|reward))? ARGS="(.*)"', line):
+            parse(config_of(made[1] or "grpo"), shlex.split(made[2]))
+        elif command and "--help" not in line:
             parse(config_of(command[1]), shlex.split(command[2], comments=True))
+
+
+def test_the_training_page_names_what_exists():
+    """Options of the loops, values of options, methods of a run as a loop calls them."""
+    needed("transformers")
+    import fastrl.train.distributed.process_group
+    from fastrl.train.command_line import config_of
+
+    kinds = [config_of(loop) for loop in ("grpo", "ppo", "reward")]
+    known = {f"--{field.name}" for kind in kinds for field in fields(kind)}
+    loop = (ROOT / "fastrl" / "train" / "grpo.py").read_text()
+    texts = [code for path, _, code in INLINE if path == "docs/training.md"]
+    assert [code for code in texts if code.startswith("run.") and code not in loop] == []
+    words = {word for code in texts if code.startswith("--") for word in code.split()}
+    options = {"--" + word[2:].replace("-", "_") for word in words if word[:2] == "--"}
+    assert options - known == {"--config", "--help", "--plan"}
+    for name in re.findall(r"fastrl[.]train[.][\w.]+(?=\()", " ".join(texts)):
+        assert callable(eval(name, {"fastrl": fastrl})), name
 
 
 def test_settings_in_yaml_are_valid(tmp_path):

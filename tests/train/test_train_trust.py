@@ -15,6 +15,7 @@ from fastrl.train.command_line import parse
 from fastrl.train.config import GrpoConfig
 from fastrl.train.model.loading import load
 from fastrl.train.model_shape import model_shape
+from fastrl.train.rewards import make_rewards
 from fastrl.train.run import checkpoint
 from tests.support.train_runs import OWN, run
 
@@ -226,3 +227,15 @@ def test_a_file_does_not_switch_remote_code_on(tmp_path):
     with pytest.raises(ValueError, match="asks for trust_remote_code, which a person must"):
         parse(GrpoConfig, arguments)
     assert parse(GrpoConfig, [*arguments, "--trust_remote_code"]).trust_remote_code
+
+
+def test_a_reward_that_a_file_names_is_imported(tmp_path, monkeypatch, ran):
+    """As docs/training.md says."""
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).touch()\ndef score(p, c, r): return 1\n"
+    (tmp_path / "named_by_a_file.py").write_text(code)
+    (tmp_path / "a.yaml").write_text("reward: [named_by_a_file:score]")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse(GrpoConfig, ["--config", str(tmp_path / "a.yaml")])
+    assert not ran.exists()
+    make_rewards(config).close()
+    assert ran.exists()
