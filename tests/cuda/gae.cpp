@@ -14,13 +14,13 @@ constexpr int kThreads = 2 * kWarp;  // with warps of 8, chunks of 256 tokens
 
 FASTRL_SIZE_OF(GaeParams)
 
-// Scratch for the chunks is made here.
+// Scratch for the chunks is made here, only where there is more than one, as the operator does.
 extern "C" int gae(const GaeParams* given) {
   GaeParams p = *given;
   const int64_t chunks = (p.sequences.tokens + kThreads * kRun - 1) / (kThreads * kRun);
   std::vector<GaeMap> maps(chunks);
   std::vector<uint32_t> ticket_and_flags(chunks + 1);
-  p.maps = maps.data(), p.ticket_and_flags = ticket_and_flags.data();
+  if (chunks > 1) p.maps = maps.data(), p.ticket_and_flags = ticket_and_flags.data();
   return launch_gae<kThreads>(p, 0);
 }
 

@@ -14,13 +14,15 @@ FASTRL_SIZE_OF(GroupAdvantagesParams)
 
 constexpr int kThreads = 2 * kWarp, kThreadsAlone = 4 * kWarp;
 
-// By a single block up to so many rewards. Scratch is made here, and holds what was there before.
+// By a single block up to so many rewards. Scratch is made here, where the operator makes it, and
+// holds what was there before.
 int run_kernels(GroupAdvantagesParams p, int64_t single_block_to) {
   if (p.group_ids) p.num_entries = group_entries(p.count);
   const GroupEntry used{7, 7, 7, 7, 7, 7};
   std::vector<GroupEntry> entries(p.num_entries + 1, used);
   std::vector<uint32_t> entry_of(p.count, 7);
-  p.entries = entries.data(), p.entry_of = entry_of.data();
+  if (p.group_ids) p.entry_of = entry_of.data();
+  if (p.group_ids || p.kinds.scale == Scale::kBatch) p.entries = entries.data();
   return launch_group_advantages<kThreads, kThreadsAlone>(p, 0, single_block_to);
 }
 

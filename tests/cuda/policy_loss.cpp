@@ -24,7 +24,7 @@ extern "C" int policy_loss(const PolicyLossParams* given, int64_t per_block, int
   }
   std::vector<TokenSums> partial_sums(blocks);
   uint32_t arrived = 0;
-  p.partial_sums = partial_sums.data(), p.arrived = &arrived;
+  if (blocks > 1) p.partial_sums = partial_sums.data(), p.arrived = &arrived;
   const DeviceLimits hopper{9, 132, 228 << 10, 228 << 10, 50 << 20};
   return launch_policy_loss<2 * kWarp, 2 * kWarp>(p, blocks, hopper, 0);
 }

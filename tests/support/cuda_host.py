@@ -38,18 +38,24 @@ FLAGS = [
     '-DFASTRL_HOST_PRIMITIVES="host/primitives.h"',
 ]
 SANITIZERS = {
-    "address": ["-O0", "-fsanitize=address,undefined"],
-    "thread": ["-O1", "-fsanitize=thread"],
+    "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-fsanitize=thread", "-fno-sanitize-recover=all"],
 }
+SHARED = ["-shared", "-fPIC"]
 
 
 def compile_host(name, *flags):
-    """Compile tests/cuda/NAME.cpp unless that very source was compiled before; return the file."""
+    """Compile tests/cuda/NAME.cpp; return the file."""
+    source = SOURCES / f"{name}.cpp"
+    headers = [*SOURCES.rglob("*.h"), *(ROOT / "csrc").glob("*.h")]
+    headers += (ROOT / "csrc" / "cuda").rglob("*.*h")
+    return compiled(name, [COMPILER, *FLAGS, *flags, str(source)], [source, *headers])
+
+
+def compiled(name, command, sources):
+    """Run a compiler unless it has run so on the very same sources; return the file it made."""
     if not shutil.which(COMPILER):
         cannot_run(f"there is no C++ compiler '{COMPILER}'")
-    sources = [*SOURCES.rglob("*.[ch]*"), *(ROOT / "csrc").glob("*.h")]
-    sources += (ROOT / "csrc" / "cuda").rglob("*.*h")
-    command = [COMPILER, *FLAGS, *flags, str(SOURCES / f"{name}.cpp")]
     digest = hashlib.sha256(" ".join(command).encode())
     for source in sorted(sources):
         digest.update(source.read_bytes())
@@ -74,7 +80,13 @@ def cannot_run(reason):
 @functools.cache
 def library(name):
     """Return tests/cuda/NAME.cpp as a ctypes library."""
-    return ctypes.CDLL(str(compile_host(name, "-O1", "-shared", "-fPIC")))
+    return ctypes.CDLL(str(compile_host(name, *library_flags)))
+
+
+#: How `library` compiles, and who hears what each launch is given; sanitized.py changes both.
+library_flags = ["-O1", *SHARED]
+launched = None
+_ON_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def call(program, name, params, *others):
@@ -83,6 +95,9 @@ def call(program, name, params, *others):
     size_of = getattr(built, f"size_of_{struct}")
     size_of.restype = ctypes.c_int64
     assert size_of() == ctypes.sizeof(params), f"{struct} differs from the one in C++"
+    if launched is not None:
+        heard = _ON_LAUNCH(lambda at: launched(type(params).from_address(at)))
+        built.hear_launches(heard)
     status = getattr(built, name)(ctypes.byref(params), *others)
     assert status == 0, f"{name} returned {status}"
 
@@ -111,7 +126,7 @@ def watched(program, *tensors):
 
 def run_program(name, sanitizer=None, *arguments, warp=8):
     """Run the program's own checks, under a sanitizer if one is named; return the finished run."""
-    flags = SANITIZERS[sanitizer] + ["-fno-sanitize-recover=all"] if sanitizer else ["-O1"]
+    flags = SANITIZERS[sanitizer] if sanitizer else ["-O1"]
     program = compile_host(name, f"-DFASTRL_HOST_WARP={warp}", *flags)
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     command = [str(program), *arguments]

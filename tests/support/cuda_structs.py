@@ -1,9 +1,11 @@
 """The structs that the CUDA kernels take, for ctypes: field for field as in csrc.
 
 They hold addresses: the tensors must stay alive. `tests/cuda/host/program.h` tells their sizes.
+A struct names in `optional` which pointers may be null, or structs whose pointers may be.
 """
 
 import ctypes
+import functools
 
 import torch
 
@@ -24,10 +26,28 @@ def fields(kind, *names):
 class Struct(ctypes.Structure):
     """Takes tensors where it holds pointers; what is not given is 0."""
 
+    optional = ()
+
     def __init__(self, **values):
         super().__init__(
             **{n: address(x) if isinstance(x, torch.Tensor) else x for n, x in values.items()}
         )
+
+    @classmethod
+    def pointers(cls):
+        """Return the paths of all pointers, and whether each may be null."""
+        found = {}
+        for name, kind in cls._fields_:
+            optional = name in cls.optional
+            if kind is POINTER:
+                found[name] = optional
+            elif issubclass(kind, Struct):
+                found |= {f"{name}.{path}": o or optional for path, o in kind.pointers().items()}
+        return found
+
+    def given(self):
+        """Return which of the pointers are not null."""
+        return {p: bool(functools.reduce(getattr, p.split("."), self)) for p in self.pointers()}
 
 
 class Constant(Struct):
@@ -39,6 +59,7 @@ class Constant(Struct):
 
 
 class LossConstants(Struct):
+    optional = ("policy_weights", "old_logprobs", "ref_logprobs")
     _fields_ = [
         *fields(Constant, "advantages", "weights"),
         *fields(Constant, "kl_weights", "entropy_weights", "policy_weights"),
@@ -81,6 +102,7 @@ class Objective(Struct):
 
 
 class Sequences(Struct):
+    optional = ("cu_seqlens",)
     _fields_ = [*fields(POINTER, "cu_seqlens"), *fields(INT64, "tokens", "count", "row_length")]
 
     @classmethod
@@ -106,6 +128,7 @@ class Mask(Struct):
 
 
 class PolicyLossParams(Struct):
+    optional = ("entropy", "entropy_slope", "partial_sums", "arrived")
     _fields_ = [
         *fields(POINTER, "logprobs", "entropy", "mask"),
         *fields(LossConstants, "constants"),
@@ -133,6 +156,7 @@ class DeviceNumber(Struct):
 
 
 class SequenceWeightsParams(Struct):
+    optional = ("token_ids", "normalizer_tensor", "active", "words", "before_word")
     _fields_ = [
         *fields(Mask, "mask"),
         *fields(POINTER, "token_ids"),
@@ -150,6 +174,7 @@ class SequenceWeightsParams(Struct):
 
 
 class LogitsParams(Struct):
+    optional = ("mask", "temperatures")
     _fields_ = [
         *fields(INT, "type"),
         *fields(POINTER, "logits"),
@@ -199,6 +224,7 @@ class TokenStatsParams(Struct):
 
 
 class TokenStatsBackwardParams(Struct):
+    optional = ("grad_logprobs", "grad_entropy", "grad_logsumexp")
     _fields_ = [
         ("in", LogitsParams),
         ("out", GradientParams),
@@ -219,6 +245,7 @@ class LogitsPolicyLossParams(Struct):
 
 
 class GaeInputs(Struct):
+    optional = ("bootstrap_values", "mask", "terminated", "truncated")
     _fields_ = [
         *fields(POINTER, "rewards", "values", "bootstrap_values"),
         *fields(POINTER, "mask", "terminated", "truncated"),
@@ -227,6 +254,7 @@ class GaeInputs(Struct):
 
 
 class GaeParams(Struct):
+    optional = ("maps", "ticket_and_flags")
     _fields_ = [
         ("in", GaeInputs),
         *fields(Sequences, "sequences"),
@@ -238,6 +266,7 @@ class GaeParams(Struct):
 
 
 class GroupAdvantagesParams(Struct):
+    optional = ("group_ids", "entries", "entry_of")
     _fields_ = [
         *fields(POINTER, "rewards", "group_ids"),
         *fields(INT64, "count", "group_size"),

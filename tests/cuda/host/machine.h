@@ -44,6 +44,7 @@ inline void require(bool ok, const char* what) {
 }
 
 inline std::atomic<uint64_t> progress{0};
+inline void (*on_launch)(const void* params) = nullptr;
 
 // Sleeps while *at is `seen`. Not by std::atomic::wait: its internal state is shared by unrelated
 // barriers, which would order them and hide races from ThreadSanitizer.

@@ -274,6 +274,7 @@ inline void fence_bulk() {}
 template <typename Params>
 Status launch(void (*kernel)(Params), const LaunchShape& shape, const Params& params, Stream) {
   if (shape.blocks == 0) return kInvalid;
+  if (host::on_launch) host::on_launch(&params);
   host::run(shape, [&] { kernel(params); });
   return kSuccess;
 }

@@ -8,8 +8,15 @@
 #include <new>
 #include <vector>
 
+#include "machine.h"
+
 #define FASTRL_SIZE_OF(Struct) \
   extern "C" int64_t size_of_##Struct() { return static_cast<int64_t>(sizeof(Struct)); }
+
+// Lets Python see the struct of every launch, scratch included.
+extern "C" void hear_launches(void (*on_launch)(const void* params)) {
+  fastrl::cuda::host::on_launch = on_launch;
+}
 
 namespace fastrl::cuda::host {
 
