@@ -150,6 +150,13 @@ def test_metrics_have_fixed_names_and_order(backend):
     assert list(result.metrics) == METRICS.split()
 
 
+def test_logprobs_and_entropy_are_passed_on(backend):
+    inputs = policy_inputs(2, 3, torch.float32)
+    result, _, _ = run(backend, fastrl.Objective(entropy_coef=0.1), inputs, ("entropy",))
+    assert torch.equal(result.logprobs, inputs["logprobs"])
+    assert torch.equal(result.entropy, inputs["entropy"])
+
+
 def test_nothing_is_mutated(backend):
     inputs = policy_inputs(3, 5, torch.float32)
     before = {name: value.clone() for name, value in inputs.items()}

@@ -108,12 +108,13 @@ def test_a_masked_token_gets_zero_whatever_comes_from_upstream(backend, inputs):
     assert (logprobs.grad[~inputs["mask"]] == 0).all()
 
 
-def test_a_kept_graph_gives_the_same_gradient_again(backend, inputs, gradients):
+@pytest.mark.parametrize("factor", [1.0, -2.0])
+def test_a_kept_graph_gives_the_same_gradient_again(backend, inputs, gradients, factor):
     logprobs = inputs["logprobs"].clone().requires_grad_()
-    loss = loss_of(backend, inputs, logprobs, inputs["entropy"])
+    loss = loss_of(backend, inputs, logprobs, inputs["entropy"]) * factor
     for _ in range(3):
         (gradient,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
-        assert torch.equal(gradient, gradients[0])
+        assert torch.equal(gradient, factor * gradients[0])
 
 
 def test_two_losses_on_the_same_logprobs_add_up(backend, inputs, gradients):
