@@ -29,7 +29,7 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz install lint format types \
+.PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz mutants install lint format types \
         check bench bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-tune clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
@@ -43,6 +43,7 @@ help:
 	@echo "make test-interpreted    tests of the Triton kernels, in Triton's interpreter on the CPU"
 	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
 	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
+	@echo "make mutants      faults put in by hand that the tests near them do not see (ARGS='--only fastrl/train')"
 	@echo "make install      .venv with everything for development"
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all of CI"
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps the table)"
@@ -87,6 +88,10 @@ coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 # FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PY) -m tests.fuzz --cases $(CASES) --seed $(SEED) --backend $(BACKEND) $(ARGS)
+
+# in temporary copies of the working tree
+mutants: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
+	$(PY) -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 install: $(VENV)/.installed-dev $(BUILT)
 
