@@ -366,7 +366,8 @@ def as_objective(objective: object) -> Objective:
     if isinstance(objective, Objective):
         return objective
     if isinstance(objective, str):
-        return _NAMED[one_of("objective", objective, tuple(_NAMED))]
+        named = _NAMED.get(objective)
+        return Objective.preset(cast("Preset", objective)) if named is None else named
     if callable(objective) and not isinstance(objective, type):
         return Objective(surrogate=objective)
     raise TypeError(

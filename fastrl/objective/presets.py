@@ -98,7 +98,7 @@ ADVANTAGE_CONVENTIONS: dict[str, tuple[float, float, str]] = {
 
 def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
     """The fields of a loss in the convention of a trainer, with changes."""
-    one_of("name", name, tuple(PRESETS))
+    one_of("objective", name, tuple(PRESETS))
     presets = CONVENTIONS[one_of("convention", convention, tuple(CONVENTIONS))]
     if name not in presets:
         raise ValueError(

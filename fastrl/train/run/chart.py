@@ -45,8 +45,8 @@ class Chart(NamedTuple):
 
 def chart(title: str, keys: Sequence[str], rows: Sequence[Row]) -> Chart:
     """Draw ``keys`` of ``rows`` against the step, without values that have no `height`."""
-    placed = {key: [(row["step"], height(row, key)) for row in rows] for key in keys}
-    points = {key: [one for one in some if not math.isnan(one[1])] for key, some in placed.items()}
+    of_key = {key: [(row["step"], height(row, key)) for row in rows] for key in keys}
+    points = {key: [one for one in some if not math.isnan(one[1])] for key, some in of_key.items()}
     every = [point for some in points.values() for point in some]
     if not every:
         return Chart(title, [], [], [])
