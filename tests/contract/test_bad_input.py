@@ -326,9 +326,7 @@ def test_rollout_correction(fields, error, message):
 
 
 def test_names_that_do_not_exist():
-    refuses(
-        lambda: Objective.preset("ppo2"), ValueError, "must be one of ppo, grpo ... got 'ppo2'"
-    )
+    refuses(lambda: Objective.preset("ppo2"), ValueError, "must be one of ppo, grpo ... got 'ppo2'")
     refuses(lambda: Objective.preset("ppo", clip=0.2), TypeError, "clip")
     refuses(lambda: Objective("ppo_clip"), TypeError, "positional")
     refuses(lambda: loss(clip_high=0.2), TypeError, "clip_high")
