@@ -167,7 +167,7 @@ def test_statistics_agree_with_float64(backend, chunk, dtype):
     assert (stats.entropy - exact.entropy).abs().amax() <= 1e-5
     assert (stats.logsumexp - exact.logsumexp).abs().amax() <= 1e-5
     assert torch.equal(stats.is_top1, exact.is_top1)
-    upstream = torch.randn(3, B, T) * (torch.rand(B, T) > 0.5)
+    upstream = torch.randn(3, B, T) * (torch.rand(3, B, T) > 0.5)
     for some in (stats, exact):
         pairs = zip(upstream, some[:3], strict=True)
         sum((grad * stat).sum() for grad, stat in pairs).backward()

@@ -195,6 +195,18 @@ class Calls(TorchDispatchMode):
         return result
 
 
+def test_nan_at_a_token_without_slope_reaches_the_gradients(backend):
+    parameters, tokens, _ = batch(head={"bias": True, "lora": True})
+    tokens["mask"][1] = True  # whose advantage is 0
+    with torch.no_grad():
+        parameters["hidden"][1, 2] = math.nan
+    result = linear(parameters, fastrl.linear_policy_loss, **tokens, backend=backend)
+    result.loss.backward()
+    assert parameters["hidden"].grad.isnan().nonzero()[:, :2].unique(dim=0).tolist() == [[1, 2]]
+    for name in ("weight", "bias", "lora_a", "lora_b"):
+        assert parameters[name].grad.isnan().all(), name
+
+
 @pytest.mark.parametrize(
     "precision", ["bf16", "fp32 under bf16 autocast", "fp32 under fp16 autocast"]
 )
