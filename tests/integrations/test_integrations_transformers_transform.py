@@ -5,10 +5,15 @@ import copy
 import pytest
 import torch
 
-from tests.support.trl_runs import make_model, needed
+import fastrl
+from tests.support.trl_runs import VOCABULARY, make_model, needed
 
 transformers = needed("transformers")
-from fastrl.integrations.transformers import inside_forward, lm_head  # noqa: E402
+from fastrl.integrations.transformers import (  # noqa: E402
+    inside_forward,
+    last_hidden_states,
+    lm_head,
+)
 from fastrl.integrations.transformers.transform import prove  # noqa: E402
 
 
@@ -123,6 +128,82 @@ def test_a_head_that_is_not_called_is_refused():
     model.get_output_embeddings = lambda: other
     with pytest.raises(ValueError, match="does not call the two in turn"):
         lm_head(model)
+
+
+INKLING = {
+    "num_hidden_layers": 2,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 1,
+    "swa_head_dim": 8,
+    "d_rel": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "logits_mup_width_multiplier": 6.0,
+}
+MINICPM3 = {"dim_model_base": 5, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8}
+MINICPM3 |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "changes", "divisor", "size"),
+    [
+        ("InklingTextConfig", INKLING, 6, VOCABULARY),
+        ("InklingTextConfig", {**INKLING, "unpadded_vocab_size": 58}, 6, 58),
+        ("MiniCPM3Config", MINICPM3, 3.2, VOCABULARY),
+    ],
+)
+def test_hidden_states_that_are_divided_before_the_head(kind, changes, divisor, size, dtype):
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers without {kind}")
+    model = make_model(kind, **changes).to(dtype).eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    head, states = lm_head(model), last_hidden_states(model, input_ids=ids)
+    logits = states.double() @ head.weight.double().T * head.logit_scale
+    assert (head.logit_scale, logits.shape[-1]) == (pytest.approx(1 / divisor), size)
+    expected, near = model(input_ids=ids).logits.double(), 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(logits, expected, rtol=near, atol=near * expected.abs().max().item())
+
+
+def conditional_gemma3():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = make_model("Gemma3TextConfig", final_logit_softcapping=3.0).config
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def recurrent_gemma():
+    changes = {"logits_soft_cap": 3.0, "lru_width": 16, "attention_window_size": 8}
+    model = make_model("RecurrentGemmaConfig", num_hidden_layers=3, **changes)
+    model.lm_head.weight.data.mul_(20)  # its embeddings are too small for a cap to matter
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        recurrent_gemma,
+        conditional_gemma3,
+        lambda: make_model("InklingTextConfig", **INKLING),
+        lambda: make_model("InklingTextConfig", **INKLING, unpadded_vocab_size=58),
+    ],
+    ids=["RecurrentGemma", "Gemma3", "Inkling", "padded Inkling"],
+)
+def test_trls_head_ignores_what_some_models_do_to_their_logits(model):
+    fused = needed("trl.trainer.utils")
+    model, ids = model().eval(), torch.randint(3, 50, (2, 9))
+    expected = fastrl.token_logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+    states = last_hidden_states(model, input_ids=ids)[:, :-1]
+    found = fastrl.linear_token_logprobs(states, token_ids=ids[:, 1:], **lm_head(model).arguments())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    fused.add_fused_lm_head(model)  # if this is right one day, docs/replace-the-loss.md is not
+    theirs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    assert (theirs - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fastrl.integrations.transformers.linear import head_layers
-from fastrl.integrations.transformers.transform import transform_of
+from fastrl.integrations.transformers.transform import transform_of, vocabulary_of
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.ops.linear_token_stats import Lora
 
@@ -39,7 +39,8 @@ def lm_head(model: nn.Module) -> LmHead:
 
     Both are read from the model and its configuration. The first call for a model compares a few
     rows with its own logits, and so does a call after they have changed; if the model is sharded,
-    `inside_forward` does. A model on the meta device is not compared.
+    `inside_forward` does. A model on the meta device is not compared. Rows that only pad the head
+    (`unpadded_vocab_size`) are left out.
 
     LoRA on the head (PEFT) and a trainable copy of it (`modules_to_save`) are supported. The head
     is only read, never called, so its hooks do not fire.
@@ -68,5 +69,10 @@ def lm_head(model: nn.Module) -> LmHead:
         >>> tuple(head.weight.shape), head.logit_scale
         ((32, 8), 0.0625)
     """
-    layers = head_layers(causal_model(model).get_output_embeddings())  # type: ignore[operator]
-    return LmHead(*layers.parameters(), *transform_of(model))
+    causal = causal_model(model)
+    head = head_layers(causal.get_output_embeddings()).parameters()  # type: ignore[operator]
+    count, (weight, bias, lora) = vocabulary_of(causal), head
+    if count is not None and count < len(weight):
+        weight, bias = weight[:count], None if bias is None else bias[:count]
+        lora = None if lora is None else (lora[0], lora[1][:count], lora[2])
+    return LmHead(weight, bias, lora, *transform_of(model))

@@ -10,6 +10,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fastrl.integrations.transformers.wrappers import unwrapped_once
 from fastrl.ops.linear_token_stats import Lora
 
+#: The way on for a head that the linear functions cannot take.
+LOGITS = "`fastrl.logits_policy_loss` and `fastrl.token_logprobs` take the logits of any model"
+
 
 class HeadLayers(NamedTuple):
     """The layers of an LM head.
@@ -65,13 +68,13 @@ def _linear(layer: Any) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ValueError(
             f"the LM head must be an nn.Linear, got {type(layer).__name__}: fastrl would have to "
-            "know how it computes logits"
+            f"know how it computes logits; {LOGITS}"
         )
     weight = layer.weight
     if is_traceable_wrapper_subclass(weight) and not hasattr(weight, "full_tensor"):
         raise ValueError(
             f"the weight of the LM head must be a plain tensor, got {type(weight).__name__} "
-            "(quantised): fastrl would have to multiply in its format"
+            f"(quantised): fastrl would have to multiply in its format; {LOGITS}"
         )
     return layer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.integrations.transformers.hooks import runtime_hooks_only
-from fastrl.integrations.transformers.linear import head_layers
+from fastrl.integrations.transformers.linear import LOGITS, head_layers
 from fastrl.integrations.transformers.wrappers import backbone, decoder, forward_of, uncompiled
 
 #: Rows that are compared, and the largest of their logits, which a softcap of 30 halves.
@@ -25,9 +25,14 @@ class RandomRows:
         rounding: the largest relative rounding of the logits, 2^-7 in bfloat16.
     """
 
-    def __init__(self, causal: nn.Module, *, is_whole: bool) -> None:
-        """`is_whole` tells whether one rank alone can call the model."""
+    def __init__(self, causal: nn.Module, *, is_whole: bool, scales: set[float]) -> None:
+        """`is_whole` tells whether one rank alone can call the model.
+
+        `scales` are factors that the model may put on the hidden states before its head.
+        """
         self.rounding = 0.0
+        self._scales = scales
+        self._scale = 1.0  # the one that it does
         self._factor = 1.0
         self._causal = causal
         # OPT calls the decoder of its base model, not the base model
@@ -54,7 +59,7 @@ class RandomRows:
 
         def watched(hidden: Tensor) -> Tensor:
             if self._states is not None:
-                self._linear = self._product(self._states)
+                self._linear = self._product(self._states, hidden)
             return own_linear(hidden)
 
         with contextlib.ExitStack() as stack:
@@ -70,12 +75,12 @@ class RandomRows:
         if self._linear is None:
             raise ValueError(
                 f"{type(self._causal).__name__} must compute its logits with its LM head from the "
-                "last hidden states of its base_model, and does not call the two in turn"
+                "last hidden states of its base_model, and does not call the two in turn; " + LOGITS
             )
         self.rounding = max(torch.finfo(x.dtype).eps for x in (self._linear, logits))
         # a float64 model reads its scale and softcap as Python numbers, and fastrl as float32
         self.rounding = max(self.rounding, torch.finfo(torch.float32).eps)
-        return logits[0].double(), self._linear[0].double()
+        return logits[0].double(), self._linear[0].double() / self._scale
 
     def _random_states(self, part: nn.Module) -> Callable[..., Any]:
         """Return the forward of a module, with random last hidden states in what it returns."""
@@ -105,9 +110,15 @@ class RandomRows:
         dtype: torch.dtype = self._causal.dtype  # type: ignore[assignment]
         return Outputs(last_hidden_state=weight.new_empty(1, _ROWS, weight.shape[1], dtype=dtype))
 
-    def _product(self, states: Tensor) -> Tensor:
+    def _product(self, states: Tensor, given: Tensor) -> Tensor:
         weight, bias, _ = self._layers.parameters()
         weight, bias = _whole(weight), None if bias is None else _whole(bias)
+        self._scale = 1.0
+        if bias is None:
+            given = _whole(given)
+            scale = next((x for x in self._scales if _is_multiple(given, x, states)), None)
+            if scale is not None:  # `given` is rounded once more than the states
+                states, self._scale = given, scale
         states = states.to(weight.dtype)
         logits = nn.functional.linear(states, weight, bias)
         largest = logits if bias is None else nn.functional.linear(states, weight)
@@ -131,6 +142,16 @@ class RandomRows:
         ordinary = [i for i in range(min(text.vocab_size, 64)) if i not in special] or [0]
         tokens = itertools.islice(itertools.cycle(ordinary), _ROWS)
         return torch.tensor([list(tokens)], device=weight.device)
+
+
+def _is_multiple(given: Tensor, scale: float, states: Tensor) -> bool:
+    """Return whether a model has multiplied its hidden states by a factor before its head."""
+    rounding = max(torch.finfo(x.dtype).eps for x in (given, states))
+    given, expected = given.double(), scale * states.double()
+    return bool(((given - expected).abs() <= rounding * expected.abs()).all()) and scale not in (
+        0,
+        1,
+    )
 
 
 def _whole(parameter: Tensor) -> Tensor:

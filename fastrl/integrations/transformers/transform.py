@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastrl.integrations.transformers.linear import head_layers
+from fastrl.integrations.transformers.linear import LOGITS, head_layers
 from fastrl.integrations.transformers.random_rows import RandomRows
 from fastrl.integrations.transformers.wrappers import (
     causal_model,
@@ -31,6 +31,7 @@ _SCALES = (
     ("lm_head_multiplier", False),  # Falcon-H1
     ("logits_scaling", True),  # Granite, MiniCPM3
     ("logits_scaling", False),  # HyperCLOVA X
+    ("logits_mup_width_multiplier", True),  # Inkling divides the hidden states
 )
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
@@ -106,9 +107,11 @@ def prove(model: nn.Module) -> Transform:
     is_whole = _is_whole(causal)
     if is_whole:  # DDP and DeepSpeed would communicate
         model = next(part for part in wrappers(model) if unwrapped_once(part) is None)
-    rows = RandomRows(causal, is_whole=is_whole)
+    scales = {x.logit_scale for x in candidates}
+    rows = RandomRows(causal, is_whole=is_whole, scales=scales)
     with only_thread_in(causal):
         logits, linear = rows.logits(model)
+    linear = linear[:, : vocabulary_of(causal)]
     equal = [x for x in candidates if _distance(x(linear), logits, rows.rounding) <= 1]
     if not equal:
         _refuse(type(causal).__name__, candidates, linear, logits, rows.rounding)
@@ -146,7 +149,8 @@ def _refuse(
         f"the logits of {name} differ from softcap(scale (hidden W^T + bias)) by {min(errors):.3g} "
         f"where the largest is {logits.nan_to_num().abs().amax().item():.3g}, for every scale and "
         f"softcap that it names ({rounding:.2g} is the rounding); pass weight, scale and softcap "
-        "to the linear functions yourself"
+        "to the linear functions yourself, with the hidden states that its last linear layer is "
+        f"given. {LOGITS}"
     )
 
 
@@ -169,6 +173,15 @@ def _numbers(causal: nn.Module, name: str) -> list[float]:
     values = (causal.__dict__.get(name), getattr(config, name, None))
     numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
     return [float(x) for x in dict.fromkeys(numbers) if math.isfinite(x)]
+
+
+def vocabulary_of(causal: nn.Module) -> int | None:
+    """Return how many rows of the head give logits, where the configuration says that some do not.
+
+    Inkling's head is padded.
+    """
+    count = getattr(causal.config.get_text_config(), "unpadded_vocab_size", None)  # type: ignore[union-attr, operator]
+    return count if isinstance(count, int) else None
 
 
 def _is_capturing() -> bool:
