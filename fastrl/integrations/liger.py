@@ -145,7 +145,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ids, mask = selected_token_ids, attention_mask
         if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
             warnings.warn(
-                "ref_per_token_logps and ref_input are both given: ref_per_token_logps is used",
+                "ref_per_token_logps and ref_input are both given. Using ref_per_token_logps.",
                 stacklevel=4,  # nn.Module's frames are in between
             )
         reference = None

@@ -34,12 +34,14 @@ class Support:
         handling: a key of `MEANINGS`.
         note: the reason, or what to know about it; part of the error message if it is refused.
         applies: tells whether the option is set on a trainer, where the handling depends on it.
+        reason: says why, of a trainer where it is set.
     """
 
     option: str
     handling: Handling
     note: str = ""
     applies: Callable[[Any], bool] | None = None
+    reason: Callable[[Any], str] | None = None
 
     def __post_init__(self) -> None:
         if self.handling not in get_args(Handling):

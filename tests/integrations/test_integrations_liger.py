@@ -245,7 +245,7 @@ def test_a_reference_given_twice_gives_a_warning(theirs, beta):
     options = {"beta": beta, "compiled": False}
     found = []
     for kind in (ours.LigerFusedLinearGRPOLoss, theirs):
-        with pytest.warns(UserWarning, match="ref_per_token_logps") as caught:
+        with pytest.warns(UserWarning, match="Using ref_per_token_logps") as caught:
             found.append(outcome(kind(**options), data, ref_per_token_logps=data.ref, **given))
         assert len(caught) == 1
     for x, y in zip(*found, strict=True):

@@ -51,7 +51,7 @@ class Transcription:
         if o.importance_sampling_level == "sequence" and o.loss_type in NO_SEQUENCES:
             raise ValueError(f"{SEQUENCES} {o.loss_type}")
         if o.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
-            warnings.warn("ref_per_token_logps is preferred to ref_input", stacklevel=2)
+            warnings.warn("two references were given. Using ref_per_token_logps", stacklevel=2)
 
         def logprobs(hidden, weight, bias):
             logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())

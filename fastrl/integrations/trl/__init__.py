@@ -27,6 +27,7 @@ from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.transformers.hooks import has_own_hooks
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_scorer
+from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, REFUSED, why_not_fused
 from fastrl.integrations.trl.rules import SUPPORT as SUPPORT
 from fastrl.integrations.trl.saturation import (
@@ -94,7 +95,7 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "a
     linear_token_stats(one, one, one[0].long(), backend=backend)  # raises if it cannot run
     reason = why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE))
     if fused and reason is not None:
-        raise ValueError(f"fused must be None or False with {reason}")
+        raise ValueError(f"fused must be None or False: {reason}")
     if fused is False:
         reason = "fused is False"
     return Handle(trainer, reason, backend)
@@ -261,7 +262,8 @@ def _base(trainer: Any) -> type:
         if isinstance(trainer, base):
             return base
     raise TypeError(
-        f"trainer must be an instance of GRPOTrainer or RLOOTrainer, got {type(trainer).__name__}"
+        "trainer must be an instance of GRPOTrainer or RLOOTrainer, got "
+        f'{type(trainer).__name__}: {way_on(trainer)} (docs/replace-the-loss.md, "A custom loop")'
     )
 
 

@@ -47,14 +47,14 @@ def _entropy_coef(trainer: Any) -> float:
     return coefficient
 
 
-def _has_no_objective(trainer: Any) -> bool:
+def _why_no_objective(trainer: Any) -> str | None:
     if _has_another_loss_type(trainer):
-        return False
+        return None
     try:
         objective_of(trainer)
-    except ValueError:
-        return True
-    return False
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _has_another_loss_type(trainer: Any) -> bool:
@@ -99,13 +99,14 @@ REFUSED: tuple[Support, ...] = (
         option="tensor, context or sequence parallelism",
         handling="refused",
         note="the rows or the vocabulary of the head are spread over several devices; a loss over "
-        "such ranks would be needed",
+        "such ranks would be needed. FSDP2 and DDP are supported",
         applies=_more_than_data_parallel,
     ),
     Support(
         option="several devices in one process (`device_map`, `n_gpu > 1`)",
         handling="refused",
-        note="the backbone and the head must be on one device",
+        note="the backbone and the head must be on one device: start one process for each "
+        "(`accelerate launch`), with FSDP2 or DDP",
         applies=lambda t: _is_split(t) or getattr(t.args, "n_gpu", 1) > 1,
     ),
 )
@@ -116,6 +117,7 @@ OWN_LOSS = Support(
     handling="primitive",
     note="its own loss is computed",
     applies=_has_own_loss,
+    reason=lambda t: f"this {type(t).__name__} computes a loss of its own",
 )
 
 #: Asked at each call, as callbacks may change the options of a trainer.
@@ -125,13 +127,15 @@ PRIMITIVE: tuple[Support, ...] = (
         handling="primitive",
         note="TRL computes the loss",
         applies=_has_another_loss_type,
+        reason=lambda t: f"no Objective is loss_type={t.loss_type!r}, so TRL computes the loss",
     ),
     Support(
         option="a value that `Objective` does not allow: `delta` not above `1 + epsilon_high`, "
         "`epsilon > 1`, a negative `beta`, `top_entropy_quantile=0`",
         handling="primitive",
         note="TRL computes the loss",
-        applies=_has_no_objective,
+        applies=lambda t: _why_no_objective(t) is not None,
+        reason=lambda t: f"{_why_no_objective(t)}, so TRL computes the loss",
     ),
     Support(
         option="`top_entropy_quantile < 1` with an entropy bonus or on several ranks",
@@ -139,6 +143,10 @@ PRIMITIVE: tuple[Support, ...] = (
         note="TRL takes the quantile over all ranks, and the mean of the bonus over the tokens "
         "above it",
         applies=_needs_the_quantile,
+        reason=lambda t: (
+            f"top_entropy_quantile={t.top_entropy_quantile} with an entropy bonus or "
+            "on several ranks is a quantile over all ranks, so TRL computes the loss"
+        ),
     ),
 )
 
@@ -201,6 +209,11 @@ OTHERS: tuple[Support, ...] = (
         note="its model has no `fused_lm_head`",
     ),
     Support(
+        option="other trainers (`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `GKDTrainer`, ...)",
+        handling="refused",
+        note="the error names the function of fastrl that computes what their loss needs, if any",
+    ),
+    Support(
         option="`use_fastrl` a second time",
         handling="refused",
         note="undo the first one",
@@ -209,7 +222,8 @@ OTHERS: tuple[Support, ...] = (
         option="a head that is not an `nn.Linear` (quantised), or a model whose logits differ from "
         "those of `fastrl.integrations.transformers.lm_head`",
         handling="refused",
-        note="a few rows are compared before the first step",
+        note="a few rows are compared before the first step. `fastrl.logits_policy_loss` takes the "
+        "logits of any model",
     ),
     Support(
         option="hooks on the LM head (`register_forward_hook`, ...)",
@@ -228,5 +242,5 @@ SUPPORT: tuple[Support, ...] = (*FUSED, OWN_LOSS, *PRIMITIVE, *REFUSED, *OTHERS)
 
 def why_not_fused(trainer: Any, rules: tuple[Support, ...] = PRIMITIVE) -> str | None:
     """Return the first rule that leaves the loss to TRL, as a sentence, or None."""
-    found = (rule for rule in rules if rule.applies is not None and rule.applies(trainer))
-    return next((f"{rule.option}: {rule.note}" for rule in found), None)
+    found = (rule.reason for rule in rules if rule.applies is not None and rule.applies(trainer))
+    return next((reason(trainer) for reason in found if reason is not None), None)

@@ -182,10 +182,9 @@ _NOTES = {
     "entropies are fp32; an id of -100 gives 0, where verl raises an error",
     "linear_cross_entropy": "`use_fused_kernels=True`, `impl_backend` `triton` and Megatron; also "
     "on a CPU, and hidden sizes that 128 does not divide",
-    "vocab_parallel_log_probs_from_logits": "Megatron; the forward overwrites no logits, the backward "
-    "float32 ones, which Megatron's forward overwrites; "
-    "an id of -100 gives 0, and others outside the vocabulary raise an error, where Megatron "
-    "returns a value",
+    "vocab_parallel_log_probs_from_logits": "Megatron; the forward overwrites no logits, the "
+    "backward float32 ones, as Megatron's forward does; an id of -100 gives 0, and others outside "
+    "the vocabulary raise an error, where Megatron returns a value",
     "vocab_parallel_entropy": "Megatron; fp32 also from 16-bit logits",
     "vocab_parallel_sum_pi_squared": "Megatron; without a gradient",
 }
