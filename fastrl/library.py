@@ -106,14 +106,6 @@ _SCHEMAS = {
         f"({_LINEAR}, {_LOSS}, bool[] needs, bool metrics) -> "
         f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),
-    # The same tensor of every rank of a process group, [size, ...] in rank order.
-    "gather_parts": "(Tensor part, str group, int size) -> Tensor",
-    # What ranks that split a vocabulary must know of each other, [ranks, 3]: the size of the part,
-    # and digests of the options and of what is given per token (ids are -1 in inactive rows).
-    "exchange_parts": (
-        "(Tensor ids, Tensor active, Tensor? temperatures, Tensor? advantages, int size, "
-        "str options, str group, int ranks) -> Tensor"
-    ),
     # The instruction set of the CPU kernels: avx512, avx2 or plain.
     "cpu_capability": "() -> str",
     # Whether the CPU multiplies bfloat16 matrices on AMX tiles, which mixed_matmul_ needs.
@@ -251,16 +243,6 @@ def _(logprobs: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor
 @_fake("mixed_matmul_")
 def _(*_: object) -> None:
     return None
-
-
-@_fake("gather_parts")
-def _(part: Tensor, group: str, size: int) -> Tensor:
-    return part.new_empty((size, *part.shape))
-
-
-@_fake("exchange_parts")
-def _(ids: Tensor, *others: object) -> Tensor:
-    return ids.new_empty((cast("int", others[-1]), 3))
 
 
 @_fake("gae_fwd")

@@ -11,16 +11,24 @@ from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._linear.call import LinearCall
-from fastrl.ops._linear.inputs import ChunkOptions, LinearInputs, chunk_options, linear_inputs
+from fastrl.ops._linear.inputs import (
+    ChunkOptions,
+    LinearInputs,
+    checked_inputs,
+    chunk_options,
+    linear_inputs,
+)
 from fastrl.ops._linear.passes import linear_loss_pass
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
 from fastrl.ops._loss.term_weights import Normalizer
+from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops.linear_token_stats import Lora, stats_of_hidden
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.tracing import is_traced
 
 
+@ranks_agree
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -116,7 +124,7 @@ def linear_policy_loss(
         tensor([-0.2500,  0.2500,  0.2500, -0.2500])
     """
     chosen = as_objective(objective)
-    linear = linear_inputs(
+    checked = checked_inputs(
         hidden,
         weight,
         token_ids,
@@ -129,16 +137,12 @@ def linear_policy_loss(
         ignore_index,
         vocab_group,
         reduce_hidden_gradient,
-        *(chunk_tokens, compact, backend, metrics, chosen),
-        advantages=advantages,
     )
-    active = linear.rows.mask
-    assert active is not None
     unsupported = unsupported_reason(chosen)
-    options = chunk_options(chunk_tokens, compact, backend, linear, unsupported)
+    options = chunk_options(chunk_tokens, compact, backend, checked, unsupported)
     inputs = loss_inputs(
         token_ids,
-        active.reshape(token_ids.shape),
+        checked.active.reshape(token_ids.shape),
         advantages,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
@@ -149,10 +153,11 @@ def linear_policy_loss(
         group_size=group_size,
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
-        dtype=linear.head.dtype,
+        dtype=checked.head.dtype,
         backend="reference" if unsupported else options.backend,
     )
     flag("metrics", metrics)
+    linear = linear_inputs(checked, options.backend, vocab_group)
     # a trace would record the loop over chunks with the row order of this call
     unrolled = callable(chosen.surrogate) and is_traced(linear.hidden)
     if inputs.tokenwise() and not unrolled:

@@ -13,14 +13,22 @@ from fastrl.checks import one_of
 from fastrl.contract import RowArguments, RowStats
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
-from fastrl.ops._linear.inputs import ChunkOptions, LinearInputs, chunk_options, linear_inputs
-from fastrl.ops._vocabulary_parts.parts import VocabularyParts
-from fastrl.ops.token_stats import (
+from fastrl.ops._linear.inputs import (
+    ChunkOptions,
+    LinearInputs,
+    checked_inputs,
+    chunk_options,
+    linear_inputs,
+)
+from fastrl.ops._row_stats import (
     TokenStats,
     public_stats,
+    slopes_of,
     token_stats_result,
     without_gradient,
 )
+from fastrl.ops._vocabulary_parts.agreement import ranks_agree
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 Lora = tuple[Tensor, Tensor, float]
 
@@ -116,6 +124,7 @@ def linear_token_logprobs(
     return cast("Tensor", stats.logprobs)
 
 
+@ranks_agree
 def linear_token_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -174,7 +183,7 @@ def linear_token_stats(
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
         one_of("outputs", name, TokenStats._fields)
-    inputs = linear_inputs(
+    checked = checked_inputs(
         hidden,
         weight,
         token_ids,
@@ -187,9 +196,9 @@ def linear_token_stats(
         ignore_index,
         vocab_group,
         reduce_hidden_gradient,
-        *(chunk_tokens, compact, backend),
     )
-    options = chunk_options(chunk_tokens, compact, backend, inputs)
+    options = chunk_options(chunk_tokens, compact, backend, checked)
+    inputs = linear_inputs(checked, options.backend, vocab_group)
     stats = stats_of_hidden(inputs, options)
     return token_stats_result(stats, outputs, token_ids.shape)
 
@@ -248,7 +257,7 @@ class _LinearTokenStats(torch.autograd.Function):
             row_max,
             log_sum,
             entropy,
-            *grads[:3],
+            *slopes_of(grads),
             needs,
         )
         outputs = zip(grads_out, parameters, needs, strict=True)

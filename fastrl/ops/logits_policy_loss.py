@@ -19,12 +19,14 @@ from fastrl.ops._autograd.known_gradient import (
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
+from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
 from fastrl.tracing import refuse_transforms
 
 
+@ranks_agree
 def logits_policy_loss(
     logits: Tensor,
     token_ids: Tensor,
@@ -106,7 +108,7 @@ def logits_policy_loss(
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
     refuse_transforms("logits_policy_loss")
-    logits, group = split_logits(logits, vocab_group, "inplace", inplace)
+    logits, agreement = split_logits(logits, vocab_group, "inplace", inplace)
     padded, rows = as_rows(
         logits,
         token_ids,
@@ -115,7 +117,7 @@ def logits_policy_loss(
         logit_scale,
         logit_softcap,
         ignore_index,
-        vocabulary=None if group is None else 1,
+        vocabulary=None if agreement is None else 1,
     )
     chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
@@ -141,7 +143,7 @@ def logits_policy_loss(
     rows = rows._replace(mask=inputs.masks.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-    parts = parts_of_logits(padded, rows, group, backend, chosen, advantages=advantages)
+    parts = parts_of_logits(padded, rows, agreement, row_backend)
     if row_backend != "reference" and not parts.split() and _in_one_pass(logits, inputs):
         return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
     logprobs, entropy, *_ = stats_of_rows(

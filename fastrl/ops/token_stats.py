@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,34 +14,13 @@ from fastrl.checks import flag, one_of
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.ops._row_stats import TokenStats as TokenStats
+from fastrl.ops._row_stats import public_stats, slopes_of, token_stats_result, without_gradient
 from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
+from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits, stats_of_part
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.tracing import refuse_transforms
-
-
-class TokenStats(NamedTuple):
-    """Statistics of the distribution at each token; fields that were not requested are None.
-
-    Attributes:
-        logprobs: log p(token).
-        entropy: -sum p log p, in nats.
-        logsumexp: log sum exp z.
-        sum_sq_probs: sum p^2 (no gradient).
-        is_top1: bool, whether no logit is greater than the token's.
-
-    Example:
-        >>> import torch, fastrl
-        >>> stats = fastrl.token_stats(torch.zeros(1, 4), torch.tensor([2]))
-        >>> round(stats.entropy.item(), 4), stats.logsumexp
-        (1.3863, None)
-    """
-
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    logsumexp: Tensor | None
-    sum_sq_probs: Tensor | None
-    is_top1: Tensor | None
 
 
 def token_logprobs(
@@ -111,6 +90,7 @@ def token_logprobs(
     return cast("Tensor", stats.logprobs)
 
 
+@ranks_agree
 def token_stats(
     logits: Tensor,
     token_ids: Tensor,
@@ -162,7 +142,7 @@ def token_stats(
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
         one_of("outputs", name, TokenStats._fields)
-    logits, group = split_logits(logits, vocab_group, "inplace_backward", inplace_backward)
+    logits, agreement = split_logits(logits, vocab_group, "inplace_backward", inplace_backward)
     padded, rows = as_rows(
         logits,
         token_ids,
@@ -171,12 +151,14 @@ def token_stats(
         logit_scale,
         logit_softcap,
         ignore_index,
-        vocabulary=None if group is None else 1,  # a part without columns is refused on all ranks
+        vocabulary=None
+        if agreement is None
+        else 1,  # a part without columns is refused on all ranks
     )
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)
     chosen = resolve(backend, logits.device, logits.dtype)
-    parts = parts_of_logits(padded, rows, group, tuple(outputs), backend)
+    parts = parts_of_logits(padded, rows, agreement, chosen)
     stats = stats_of_rows(
         padded,
         rows,
@@ -187,26 +169,6 @@ def token_stats(
         inplace_backward=inplace_backward,
     )
     return token_stats_result(stats, outputs, token_ids.shape)
-
-
-def public_stats(stats: RowStats) -> tuple[Tensor, ...]:
-    """Return the statistics that are fields of `TokenStats`."""
-    return tuple(getattr(stats, name) for name in TokenStats._fields)
-
-
-def without_gradient(stats: RowStats) -> tuple[Tensor, ...]:
-    """Return those fields of `TokenStats` that are not differentiable."""
-    differentiable = ("logprobs", "entropy", "logsumexp")
-    names = (name for name in TokenStats._fields if name not in differentiable)
-    return tuple(getattr(stats, name) for name in names)
-
-
-def token_stats_result(
-    stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
-) -> TokenStats:
-    """Return the requested statistics, in the caller's shape."""
-    named = zip(TokenStats._fields, stats, strict=True)
-    return TokenStats(*(stat.reshape(shape) if name in outputs else None for name, stat in named))
 
 
 def stats_of_rows(
@@ -221,7 +183,7 @@ def stats_of_rows(
 ) -> tuple[Tensor, ...]:
     """Return the fields of `TokenStats`, `[B, T]` and differentiable."""
     if parts.split():
-        stats = stats_of_part(
+        return stats_of_part(
             with_unit_vocabulary_stride(logits),
             rows,
             parts,
@@ -230,7 +192,6 @@ def stats_of_rows(
             with_sum_sq_probs=with_sum_sq_probs,
             inplace_backward=inplace_backward,
         )
-        return public_stats(stats)
     if backend == "reference":
         active = active_rows(rows, logits.shape[-1])
         return reference.token_stats(
@@ -288,20 +249,11 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(
-        ctx: Any,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        grad_logsumexp: Tensor | None,
-        *_: None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, token_ids, mask, temperatures, *saved_stats = ctx.saved_tensors
         rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
-        grads = (
-            None if grad is None else grad.contiguous()
-            for grad in (grad_logprobs, grad_entropy, grad_logsumexp)
-        )
-        arguments = (logits, *rows, *saved_stats, *grads)
+        slopes = (None if slope is None else slope.contiguous() for slope in slopes_of(grads))
+        arguments = (logits, *rows, *saved_stats, *slopes)
         if ctx.inplace_backward and not torch.compiler.is_compiling():
             operators(ctx.backend).token_stats_bwd_(*arguments, False)
             # makes autograd raise if another node has saved the logits

@@ -1,10 +1,19 @@
 """A vocabulary that is split over gloo ranks gives what one process gives."""
 
+import functools
+
 import pytest
 import torch
 
 import fastrl
+from fastrl.ops import _row_stats
+from fastrl.ops._vocabulary_parts.described import described
 from tests.support.gloo_ranks import on_ranks
+from tests.support.vocabulary_rank_agreement import (
+    disagreements_on_ranks,
+    gradients_on_ranks,
+    other_settings_on_ranks,
+)
 from tests.support.vocabulary_rank_behavior import (
     collectives_on_ranks,
     compiled_on_ranks,
@@ -75,20 +84,77 @@ def test_a_group_of_one_has_the_whole_vocabulary(backend):
 def test_what_is_refused_is_refused_on_every_rank():
     first, second = on_ranks(2, refusals_on_ranks)
     assert first.keys() == second.keys()
-    differ = "ValueError: token_ids, mask, advantages and everything else per token must be the"
-    assert first["other ids"].startswith(differ)
-    for name in ("other masks", "ids in another order", "other temperatures", "other advantages"):
-        assert first[name].startswith(differ), name
-    options = "ValueError: all ranks of vocab_group must make the same call: options, dtypes and wh"
-    names = ("another softcap", "other chunks", "a gradient on one rank", "other losses")
-    assert all(texts[name].startswith(options) for name in names for texts in (first, second))
+    differ = "must be the same on every rank of vocab_group, which splits the vocabulary and not"
+    for name in ("ids", "masks", "temperatures", "advantages"):
+        assert differ in first[f"other {name}"], name
+    assert first["other advantages"].startswith("ValueError: token_ids, advantages, mask must be")
     empty = "ValueError: vocab_group: every rank needs at least one column of the vocabulary"
     assert first["an empty part"] == first["an empty part of logits"] == f"{empty}, got [0, 5]"
     outside = "ValueError: token_ids must lie in [0, 10) or be ignore_index, got 10 at (0, 3)"
     assert first["an id outside"] == first["an id outside, logits"] == outside
     assert first["no group"].startswith("TypeError: vocab_group must be a ProcessGroup or None, ")
     assert first["a bias of another part"].startswith("ValueError: bias must have shape (5,)")
-    assert len(first) == 15
+
+
+def test_ranks_that_disagree_about_an_argument_all_raise():
+    changed, refused, results = zip(*on_ranks(2, disagreements_on_ranks), strict=True)
+    for ranks in changed:
+        for place, ending in ranks.items():
+            assert isinstance(ending, str), place
+            assert "must be the same on every rank" in ending or "make the same call" in ending
+    for place, ending in refused[0].items():
+        assert ending == "ValueError: vocab_group: this call raised on its ranks [1]; see there"
+        assert refused[1][place].startswith(("TypeError", "ValueError")), place
+        assert "its ranks [1]" not in refused[1][place]
+    assert len(results[0]) == len(results[1]) == 6
+    assert all(map(torch.equal, *results))
+
+
+def test_ranks_that_disagree_about_a_setting_all_raise():
+    for texts in on_ranks(2, other_settings_on_ranks):
+        assert len(texts) == 4
+        assert all("ranks of vocab_group must make the same call" in text for text in texts)
+
+
+def test_functions_are_told_apart_by_what_they_do():
+    def make(factor, power=1):
+        return lambda new, old, ref, a: -(new - old).exp() * a * factor**power
+
+    alike = [make(2.0), make(2.0)]
+    others = [
+        make(3.0),
+        make(2.0, 2),
+        make(torch.ones(2)),
+        lambda new, old, ref, a: -(new - old).exp() * a,
+        lambda new, old, ref, a: -(new - old).log() * a,
+        lambda new, old, ref, a: -(new - old).exp() * a * 3,
+        lambda new, old, ref, a, by=3: -(new - old).exp() * a,
+        functools.partial(make, 2.0),
+        functools.partial(make, 3.0),
+        torch.exp,
+        torch.nn.Softplus(1.0),
+        torch.nn.Softplus(2.0),
+        torch.nn.Linear(1, 1),
+    ]
+    one, two, *texts = map(described, alike + others)
+    assert one == two
+    assert len({one, *texts}) == 1 + len(others)
+    assert not any("0x" in text for text in (one, *texts))
+
+
+@pytest.mark.parametrize("further", [(), ("sum_sq_probs",)])
+def test_a_statistic_has_a_gradient_in_every_form_or_in_none(backend, further):
+    """Of one that the kernels do not know yet it raises instead of being lost."""
+    if backend == "reference" and further:
+        pytest.skip("without a group its gradients are autograd's")
+    expected = [
+        name in (*_row_stats.DIFFERENTIABLE, *further) for name in fastrl.TokenStats._fields
+    ]
+    for rank in on_ranks(2, gradients_on_ranks, backend, further):
+        assert len(rank) == 4
+        for requires, ending in rank:
+            assert requires == expected
+            assert (ending == "done") == (not further), ending
 
 
 def test_a_rank_that_dies_ends_the_others():

@@ -13,8 +13,8 @@ from fastrl.contract import RowArguments
 from fastrl.ops._linear.head import LinearHead, as_head
 from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows, check_ids, counted_rows
-from fastrl.ops._vocabulary_parts.agreement import Agreed, vocabulary_parts
-from fastrl.ops._vocabulary_parts.parts import VocabularyParts, group_of
+from fastrl.ops._vocabulary_parts.agreement import agreement_of
+from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
 from fastrl.tracing import refuse_transforms
 
 
@@ -36,7 +36,16 @@ class ChunkOptions(NamedTuple):
     operand_dtype: torch.dtype | None
 
 
-def linear_inputs(
+class CheckedInputs(NamedTuple):
+    """Hidden states `[B, T, H]`, rows `[B, T]`, which of them are active, and the LM head."""
+
+    hidden: Tensor
+    rows: RowArguments
+    active: Tensor
+    head: LinearHead
+
+
+def checked_inputs(
     hidden: object,
     weight: object,
     token_ids: Tensor,
@@ -49,20 +58,15 @@ def linear_inputs(
     ignore_index: object,
     vocab_group: object,
     reduce_hidden_gradient: object,
-    *options: object,
-    advantages: object = None,
-) -> LinearInputs:
-    """Check the common arguments; return them as differentiable inputs of the operators.
-
-    `options` and `advantages` are only compared between the ranks of a split vocabulary.
-    """
+) -> CheckedInputs:
+    """Check the common arguments, but not that ids lie in the vocabulary."""
     refuse_transforms("a function of hidden states")
     states = floating("hidden", hidden)
     if states.dim() not in (2, 3) or states.shape[-1] == 0:
         raise ValueError(f"hidden must have shape [B, T, H] or [N, H], got {tuple(states.shape)}")
-    group = group_of("weight", weight, vocab_group, dim=0)
-    reduce = flag("reduce_hidden_gradient", reduce_hidden_gradient)
-    if not reduce and group is None:
+    agreement = agreement_of(vocab_group)
+    group = None if agreement is None else group_of("weight", weight, agreement.group, dim=0)
+    if not flag("reduce_hidden_gradient", reduce_hidden_gradient) and group is None:
         raise ValueError("reduce_hidden_gradient=False has no effect without vocab_group")
     head = as_head(states, weight, bias, lora, group)
     padded, rows = as_rows(
@@ -76,27 +80,31 @@ def linear_inputs(
         name="hidden",
         vocabulary=head.vocabulary if group is None else 1,
     )
-    active = counted_rows(rows)
-    tensors = (states, *head.parameters())
-    kinds = [None if x is None else (str(x.dtype), x.requires_grad) for x in tensors]
-    agreed = Agreed((*options, reduce, torch.is_grad_enabled(), kinds), advantages)
-    parts = vocabulary_parts(
-        group, head.vocabulary, rows, active, agreed, reduce_hidden_gradient=reduce
-    )
+    return CheckedInputs(padded, rows, counted_rows(rows), head)
+
+
+def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> LinearInputs:
+    """Return the differentiable inputs of the operators.
+
+    The ranks of a split vocabulary meet here, so everything else must have been checked.
+    """
+    hidden, rows, active, head = checked
+    agreement = agreement_of(vocab_group)
+    parts = WHOLE if agreement is None else agreement.parts(head.vocabulary, active, backend)
     check_ids(rows, active, sum(parts.sizes) if parts.split() else head.vocabulary)
     flat = rows._replace(
         token_ids=rows.token_ids.reshape(-1),
         mask=active.reshape(-1),
         temperatures=None if rows.temperatures is None else rows.temperatures.reshape(-1),
     )
-    return LinearInputs(padded.reshape(-1, padded.shape[-1]), flat, head, parts)
+    return LinearInputs(hidden.reshape(-1, hidden.shape[-1]), flat, head, parts)
 
 
 def chunk_options(
     chunk_tokens: object,
     compact: object,
     backend: str,
-    inputs: LinearInputs,
+    inputs: CheckedInputs,
     unsupported: str | None = None,
 ) -> ChunkOptions:
     """Check the options; choose the backend for the chunks and the dtype of its GEMMs.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastrl import reference
@@ -14,15 +14,10 @@ from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._process_groups import gathered
+from fastrl.ops._row_stats import public_stats, slopes_of, without_gradient
 from fastrl.ops._rows import active_rows, counted_rows
-from fastrl.ops._vocabulary_parts.agreement import Agreed, vocabulary_parts
-from fastrl.ops._vocabulary_parts.parts import (
-    WHOLE,
-    VocabularyParts,
-    group_named,
-    group_of,
-    local_part,
-)
+from fastrl.ops._vocabulary_parts.agreement import Agreement, agreement_of
+from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of, local_part
 from fastrl.ops._vocabulary_parts.statistics import (
     PartRows,
     combined,
@@ -35,8 +30,8 @@ from fastrl.tracing import refuse_transforms
 
 def split_logits(
     logits: object, vocab_group: object, inplace: str, requested: object
-) -> tuple[Any, dist.ProcessGroup | None]:
-    """Return this rank's part of the logits and the group over which the vocabulary is split.
+) -> tuple[Any, Agreement | None]:
+    """Return this rank's part of the logits, and the agreement if the vocabulary is split.
 
     `inplace` is the name of the option that lets the gradient overwrite the logits.
 
@@ -44,9 +39,11 @@ def split_logits(
         TypeError: a DTensor that is not split by its last dimension alone, over a mesh `tp`.
         ValueError: a DTensor that may be overwritten.
     """
-    group = group_of("logits", logits, vocab_group, dim=-1)
+    agreement = agreement_of(vocab_group)
+    if agreement is not None:
+        group_of("logits", logits, agreement.group, dim=-1)
     if is_sharded(logits):
-        if group is None:
+        if agreement is None:
             raise TypeError(
                 "logits must be a plain tensor, got a DTensor: pass its `to_local()`, with "
                 "vocab_group if the vocabulary is split (a mesh of the one dimension `tp` needs "
@@ -57,22 +54,16 @@ def split_logits(
                 f"{inplace}=True needs a plain tensor, got a DTensor: pass its `to_local()` and "
                 "vocab_group"
             )
-    return (logits, None) if group is None else (local_part(logits), group)
+    return (logits, None) if agreement is None else (local_part(logits), agreement)
 
 
 def parts_of_logits(
-    logits: Tensor,
-    rows: RowArguments,
-    group: dist.ProcessGroup | None,
-    *options: object,
-    advantages: object = None,
+    logits: Tensor, rows: RowArguments, agreement: Agreement | None, backend: str
 ) -> VocabularyParts:
-    """Exchange the sizes of the parts `[B, T, V]`; the ranks must agree on the others."""
-    if group is None:
+    """Exchange the sizes of the parts `[B, T, V]`, once everything has been checked."""
+    if agreement is None:
         return WHOLE
-    kind = (str(logits.dtype), logits.requires_grad, torch.is_grad_enabled())
-    agreed = Agreed((*options, kind), advantages)
-    return vocabulary_parts(group, logits.shape[-1], rows, counted_rows(rows), agreed)
+    return agreement.parts(logits.shape[-1], counted_rows(rows), backend)
 
 
 def stats_of_part(
@@ -84,18 +75,20 @@ def stats_of_part(
     with_entropy: bool,
     with_sum_sq_probs: bool,
     inplace_backward: bool,
-) -> RowStats:
-    """Return the statistics of the whole rows, `[B, T]` and differentiable.
+) -> tuple[Tensor, ...]:
+    """Return the fields of `TokenStats` of the whole rows, `[B, T]` and differentiable.
 
     The logits `[B, T, V]` have stride 1 in the vocabulary.
     """
     refuse_transforms("a function of a split vocabulary")
     active = active_rows(rows, sum(parts.sizes))
     part = PartRows.of(rows, active, parts)
-    outputs = _PartTokenStats.apply(  # type: ignore[no-untyped-call]
-        logits, part, parts, with_entropy, with_sum_sq_probs, inplace_backward, backend
+    return cast(
+        "tuple[Tensor, ...]",
+        _PartTokenStats.apply(  # type: ignore[no-untyped-call]
+            logits, part, parts, with_entropy, with_sum_sq_probs, inplace_backward, backend
+        ),
     )
-    return RowStats._make(outputs)
 
 
 class _PartTokenStats(torch.autograd.Function):
@@ -113,17 +106,16 @@ class _PartTokenStats(torch.autograd.Function):
         local = part_stats(
             logits, part, backend, with_entropy=with_entropy, with_sum_sq_probs=with_sum_sq_probs
         )
-        of_ranks = torch.ops.fastrl.gather_parts(local, parts.group, len(parts.sizes))
-        stats = combined(of_ranks, part)
+        stats = combined(gathered(local, parts.process_group()), part)
         rows = part.rows
         ctx.save_for_backward(
             logits, rows.token_ids, rows.mask, rows.temperatures, part.own, part.known, *stats
         )
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.inplace_backward, ctx.backend = inplace_backward, backend
-        ctx.mark_non_differentiable(stats.sum_sq_probs, stats.is_top1, stats.row_max, stats.log_sum)
+        ctx.mark_non_differentiable(*without_gradient(stats))
         ctx.set_materialize_grads(False)
-        return tuple(stats)
+        return public_stats(stats)
 
     @staticmethod
     @first_derivative_only
@@ -132,12 +124,12 @@ class _PartTokenStats(torch.autograd.Function):
         rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
         part, stats = PartRows(rows, own, known), RowStats._make(saved)
         if ctx.inplace_backward and not torch.compiler.is_compiling():
-            write_part_gradient(logits, part, stats, grads[:3], ctx.backend)
+            write_part_gradient(logits, part, stats, slopes_of(grads), ctx.backend)
             # makes autograd raise if another node has saved the logits
             torch.autograd.graph.increment_version(logits)
             gradient = logits.detach()
         else:
-            gradient = _part_gradient(logits, part, stats, grads[:3], ctx.backend)
+            gradient = _part_gradient(logits, part, stats, slopes_of(grads), ctx.backend)
         return (gradient, *([None] * 6))
 
 
@@ -145,7 +137,7 @@ def _part_gradient(
     logits: Tensor,
     part: PartRows,
     stats: RowStats,
-    grads: tuple[Tensor | None, ...],
+    grads: Sequence[Tensor | None],
     backend: str,
 ) -> Tensor:
     slopes = part.slopes(grads)
@@ -154,10 +146,3 @@ def _part_gradient(
         return reference.part_gradient(logits, ids, active, stats, slopes, part.rows)
     arguments = gradient_arguments(part, stats, slopes)
     return cast("Tensor", operators(backend).token_stats_bwd(logits, *arguments))
-
-
-def _gather_parts(part: Tensor, group: str, size: int) -> Tensor:
-    return gathered(part, group_named(group))
-
-
-torch.library.impl("fastrl::gather_parts", "CompositeExplicitAutograd", _gather_parts)

@@ -1,0 +1,63 @@
+"""Statistics of rows as the functions of logits and of hidden states return them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.contract import RowStats
+
+#: The fields of `TokenStats` with a gradient, in the order in which kernels take their slopes.
+DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp")
+
+
+class TokenStats(NamedTuple):
+    """Statistics of the distribution at each token; fields that were not requested are None.
+
+    Attributes:
+        logprobs: log p(token).
+        entropy: -sum p log p, in nats.
+        logsumexp: log sum exp z.
+        sum_sq_probs: sum p^2 (no gradient).
+        is_top1: bool, whether no logit is greater than the token's.
+
+    Example:
+        >>> import torch, fastrl
+        >>> stats = fastrl.token_stats(torch.zeros(1, 4), torch.tensor([2]))
+        >>> round(stats.entropy.item(), 4), stats.logsumexp
+        (1.3863, None)
+    """
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+    sum_sq_probs: Tensor | None
+    is_top1: Tensor | None
+
+
+def public_stats(stats: RowStats) -> tuple[Tensor, ...]:
+    """Return the statistics that are fields of `TokenStats`."""
+    return tuple(getattr(stats, name) for name in TokenStats._fields)
+
+
+def without_gradient(stats: RowStats) -> tuple[Tensor, ...]:
+    """Return those fields of `TokenStats` that are not differentiable."""
+    names = (name for name in TokenStats._fields if name not in DIFFERENTIABLE)
+    return tuple(getattr(stats, name) for name in names)
+
+
+def slopes_of(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the differentiable ones among the fields of `TokenStats`."""
+    named = zip(TokenStats._fields, grads, strict=True)
+    return tuple(grad for name, grad in named if name in DIFFERENTIABLE)
+
+
+def token_stats_result(
+    stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
+) -> TokenStats:
+    """Return the requested statistics, in the caller's shape."""
+    named = zip(TokenStats._fields, stats, strict=True)
+    return TokenStats(*(stat.reshape(shape) if name in outputs else None for name, stat in named))

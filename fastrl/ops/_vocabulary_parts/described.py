@@ -1,0 +1,63 @@
+"""Descriptions of arguments that are the same in every process, to be compared between ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from numbers import Number
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+_PLAIN = (str, float, int, type(None), bytes, slice, torch.dtype, Number)
+
+
+def described(value: Any, split: int | None = None, within: tuple[object, ...] = ()) -> str:
+    """Return what is the same in two processes with the same argument, without values of tensors.
+
+    `split` is a dimension in which tensors may differ; `within` are the objects around this one.
+    """
+    if isinstance(value, Tensor):
+        shape = [*value.shape]
+        if split is not None:
+            del shape[split]
+        gradient = ", requires_grad" if value.requires_grad else ""
+        return f"{value.device.type} {value.dtype} {shape}{gradient}"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if any(value is x for x in within):
+        return "..."
+    inner = functools.partial(described, split=split, within=(*within, value))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{inner(key)}: {inner(x)}' for key, x in value.items())}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(inner, value))})"
+    if isinstance(value, frozenset | set):
+        return inner(sorted(map(inner, value)))
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{getattr(named, '__module__', None)}.{named.__qualname__}"
+    made_of = _made_of(value)
+    return name if made_of is None else f"{name} #{crc32(inner(made_of).encode()):08x}"
+
+
+def _made_of(value: Any) -> object:
+    """Return what makes one function do something else than another of the same name."""
+    value = getattr(value, "_torchdynamo_orig_callable", value)
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, value.co_consts
+    if isinstance(value, FunctionType):
+        cells = [x.cell_contents for x in value.__closure__ or () if x != CellType()]
+        return value.__code__, value.__defaults__, value.__kwdefaults__, cells
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
+        return None
+    if isinstance(value, torch.nn.Module) and any(True for _ in value.parameters()):
+        return None  # a model holds more than what the function does, also its place in the run
+    return type(value).__call__ if callable(value) else None, getattr(value, "__dict__", None)
