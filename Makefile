@@ -30,7 +30,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz mutants install lint format types \
-        check bench bench-smoke targets gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-tune clean \
+        check bench bench-smoke targets gpu clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -49,9 +49,8 @@ help:
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps the table)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
-	@echo "make gpu          on a machine with a GPU, which installs nothing: gpu-build, gpu-test,"
-	@echo "                  gpu-sanitize, gpu-bench, which also run alone (OUT=folder of the results)"
-	@echo "make gpu-tune     times of other block sizes, chunks and launch shapes (not part of make gpu)"
+	@echo "make gpu-first gpu-second gpu-third    on a machine with a GPU, which installs nothing: nine minutes"
+	@echo "                  each, one archive in OUT; make gpu lists their steps, which also run alone"
 	@echo "make clean        remove what was built, and the stamps in .venv"
 
 # OpenMP's threads spin while they wait for one another. Beside other processes, whose cores they then
@@ -124,55 +123,17 @@ targets: $(VENV)/.installed-triton
 	$(PY) bench/targets.py $(ARGS)
 
 # On a machine with a GPU, which may have no network: GPU_PYTHON is used as it is. It needs a CUDA build
-# of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. Each piece ends within its time
-# and leaves what it has in OUT; each can run alone.
+# of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. tests/gpu/pieces.py lists the
+# pieces and their steps; gpu-% is any of them.
 GPU_PYTHON ?= $(PYTHON)
-OUT ?= build/gpu
-BACKENDS ?=
-TOOLS ?= memcheck racecheck synccheck
 RESUME ?=
-GPU_JOBS ?= 0
-GPU_TESTS ?= tests/gpu
-BUILD_SECONDS ?= 450
-TEST_SECONDS ?= 450
-SANITIZE_SECONDS ?= 420
-BENCH_SECONDS ?= 450
-GPU_RUN := env PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON)
+GPU_PIECE := env PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m tests.gpu.pieces
 
-gpu: gpu-build
-	@failed=0; \
-	for piece in gpu-test gpu-sanitize gpu-bench; do $(MAKE) $$piece || failed=1; done; \
-	exit $$failed
+gpu:
+	@$(GPU_PIECE) --help
 
-# without a GPU TORCH_CUDA_ARCH_LIST decides, as in setup.py
-gpu-build: SHELL := bash
-gpu-build:
-	@mkdir -p $(OUT)
-	@command -v "$${CUDA_HOME:+$$CUDA_HOME/bin/}nvcc" > /dev/null || { \
-	  echo "make gpu-build needs nvcc, which is neither in CUDA_HOME nor in PATH; make gpu-test" \
-	       "BACKENDS='triton reference' does without"; exit 1; }
-	@set -o pipefail; \
-	archs=$$($(GPU_PYTHON) -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())" 2> /dev/null); \
-	export TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$archs}" FASTRL_BUILD=cuda; \
-	echo "compiling for TORCH_CUDA_ARCH_LIST='$$TORCH_CUDA_ARCH_LIST' (log: $(OUT)/build.log)"; \
-	timeout $(BUILD_SECONDS) $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(OUT)/build.log || { \
-	  test $$? != 124 || echo "the extensions could not be compiled within $(BUILD_SECONDS) s"; exit 1; }
-	@$(GPU_RUN) -c "import sys; from fastrl import native; \
-	  sys.exit(native.cuda_missing or native.missing)"
-
-gpu-test:
-	$(GPU_RUN) -m tests.gpu.run --out $(OUT) --seconds $(TEST_SECONDS) --jobs $(GPU_JOBS) \
-	  --backends "$(BACKENDS)" $(if $(RESUME),--resume) $(GPU_TESTS) $(ARGS)
-
-gpu-sanitize:
-	$(GPU_RUN) -m tests.gpu.sanitize --out $(OUT) --seconds $(SANITIZE_SECONDS) \
-	  --tools "$(TOOLS)" --backends "$(BACKENDS)"
-
-gpu-bench:
-	$(GPU_RUN) bench/gpu.py --out $(OUT) --seconds $(BENCH_SECONDS) $(if $(RESUME),--resume) $(ARGS)
-
-gpu-tune:
-	$(GPU_RUN) bench/gpu_tuning.py --out $(OUT) --seconds $(BENCH_SECONDS) $(ARGS)
+gpu-%:
+	$(GPU_PIECE) $* $(if $(RESUME),--resume) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

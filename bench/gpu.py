@@ -1,6 +1,6 @@
-"""The benchmark matrix on a GPU, against eager torch and peers: `make gpu-bench`.
+"""The benchmark matrix on a GPU, against eager torch and peers.
 
-    python bench/gpu.py --out build/gpu --seconds 450
+    python bench/gpu.py --out build/gpu/bench --seconds 450
     python bench/gpu.py --smoke         # the same code on tiny shapes, on a CPU
 
 The protocol is in README.md. In addition: CUDA events surround each full public call, calls rotate
@@ -19,6 +19,7 @@ import argparse
 import datetime
 import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,18 +43,22 @@ def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its processes end, too
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(options.out or ("build/gpu" if not options.smoke else folder))
+        out = Path(options.out or ("build/gpu/bench" if not options.smoke else folder))
         out.mkdir(parents=True, exist_ok=True)
         return Run(options, out).main()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="folder of the results; default: build/gpu")
+    parser.add_argument("--out", help="folder of the results; default: build/gpu/bench")
     parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
-    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument(
+        "--only", default="", help="cases whose name has a match of this expression"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out what OUT has a result of")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="only torch's")
+    parser.add_argument(
+        "--no-peers", dest="peers", action="store_false", help="fastrl and eager torch"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args()
     if not options.smoke and not torch.cuda.is_available():
@@ -80,7 +85,7 @@ class Run:
         chosen = [
             str(number)
             for number, case in enumerate(cases)
-            if self.options.only in f"{case.label} {case.work}"
+            if re.search(self.options.only, f"{case.label} {case.work}")
         ]
         if not chosen:
             print(f"no case has {self.options.only!r} in its name")

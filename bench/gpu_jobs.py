@@ -1,6 +1,6 @@
 """The processes of bench/gpu.py that use the GPU: they make jobs and write each result at once.
 
-    python bench/gpu_jobs.py --out build/gpu --shapes gpu --until 12345.6 0 1 2 "graph 3 eager"
+    python bench/gpu_jobs.py --out OUT --shapes gpu --until 12345.6 0 1 2 "graph 3 eager"
 
 A process ends when a provider has cost it the GPU or a capture has failed; gpu.py starts another
 one for what is left. No job starts after `--until`, of the monotonic clock.
@@ -22,6 +22,7 @@ from gpu_timing import ContextLostError, Plan, anchors, capturable, measure, rep
 
 import fastrl
 
+PEERS = ("peer", "compile")
 LENGTHS = 50  # different lengths in a row, including compilation
 
 
@@ -87,7 +88,7 @@ class Jobs:
         item = self.items[int(job)]
         case = item.make()
         if not self.peers:
-            case = case._replace(providers=[p for p in case.providers if p.kind != "peer"])
+            case = case._replace(providers=[p for p in case.providers if p.kind not in PEERS])
 
         def trying(provider: str) -> None:
             self.journal.append(job=job, trying=provider)

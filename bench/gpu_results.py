@@ -1,6 +1,6 @@
-"""Keep what `make gpu-bench` found: bench/results/<gpu>-<date>.jsonl, .md and .png.
+"""Keep what bench/gpu.py found: bench/results/<gpu>-<date>.jsonl, .md and .png.
 
-    python bench/gpu_results.py --out build/gpu
+    python bench/gpu_results.py --out build/gpu/peers
 
 The plot has a panel for each kind of work, and in it the time of every provider relative to the
 fastest backend of fastrl, on a logarithmic axis: bars to the left of 1 are faster than fastrl.
@@ -29,12 +29,14 @@ ANOTHER = " in place", " autocast"  # of fastrl's kinds, measured beside the pla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="of make gpu-bench")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu/peers"), help="of gpu.py")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     entries = Journal(given.out).entries()
     if not entries:
-        parser.error(f"{given.out / NAME} has no results; `make gpu-bench OUT={given.out}` does")
+        parser.error(
+            f"{given.out / NAME} has no results; `python bench/gpu.py --out {given.out}` does"
+        )
     given.results.mkdir(parents=True, exist_ok=True)
     name = name_of(next(one["machine"] for one in entries if "machine" in one))
     stem = given.results / name

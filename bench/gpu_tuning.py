@@ -1,6 +1,6 @@
 """The time of a kernel for other values of the constants that it is launched with, on a GPU.
 
-    python bench/gpu_tuning.py [--knobs lanes chunk ...] [--out build/gpu] [--seconds 450]
+    python bench/gpu_tuning.py [--knobs lanes chunk ...] [--out build/gpu/tune] [--seconds 450]
     python bench/gpu_tuning.py --smoke         # the same code on tiny shapes, on a CPU
 
 Each value is tried in a process of its own, which sets it before anything is compiled and times the
@@ -8,7 +8,7 @@ cases of gpu_cases.py that depend on it, beside a copy or the bare GEMMs: the co
 free of what the machine does meanwhile. Small cases are the time of their kernels, replayed from a
 graph. A result that is not within its error is a row without a time. OUT/tuning.jsonl and
 OUT/tuning.md have what is known after every case. The constants of csrc/cuda are compiled in: edit,
-`make gpu-build`, and compare `make gpu-bench ARGS='--only ...'`.
+`make gpu-build`, and compare `python bench/gpu.py --only ...`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--knobs", nargs="+", choices=KNOBS, help="default: all of a GPU")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--out", type=Path, default=Path("build/gpu/tune"))
     parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--value", type=int, help="try this one, here")

@@ -7,7 +7,6 @@ be used skips its tests and fails test_gpu_backends.py.
 import pytest
 import torch
 
-from fastrl.backend import unavailable
 from tests.gpu.results import end_process
 
 GPU_BACKENDS = ("triton", "cuda", "reference")
@@ -67,6 +66,8 @@ def cuda_kernels(asked):
 def _usable(name, asked):
     if name not in asked:
         pytest.skip(f"backend {name} was left out")
+    from fastrl.backend import unavailable  # the tests of the runner have no fastrl
+
     reason = unavailable(name)
     if reason is not None:
         pytest.skip(f"backend {name} cannot be used: {reason}")

@@ -1,6 +1,6 @@
-"""Run the tests of this folder with a time limit: `make gpu-test`.
+"""Run the tests of this folder with a time limit.
 
-    python -m tests.gpu.run --out build/gpu --seconds 450
+    python -m tests.gpu.run --out build/gpu/tests --seconds 450
 
 With pytest-xdist several tests run side by side, without it one after the other. Tests that need
 most of the GPU's memory follow alone. Where a test takes the process with it (a crash, an error
@@ -31,7 +31,7 @@ def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that pytest is stopped, too
     if importlib.util.find_spec("pytest") is None:
-        print(f"make gpu-test needs pytest, which {sys.executable} does not have")
+        print(f"tests.gpu.run needs pytest, which {sys.executable} does not have")
         return 1
     if options.gpu and (reason := _no_gpu()):
         print(reason)
@@ -44,7 +44,7 @@ def main() -> int:
     lines, passed = summary(options.out)
     print("\n".join(lines))
     if not in_time:
-        print(f"cut after {options.seconds:.0f} s; RESUME=1 runs what is left")
+        print(f"cut after {options.seconds:.0f} s; --resume runs what is left")
     return 0 if passed and in_time else 1
 
 
@@ -54,7 +54,7 @@ def _folder(name: str) -> Path:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=_folder, default="build/gpu")
+    parser.add_argument("--out", type=_folder, default="build/gpu/tests")
     parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
     parser.add_argument("--test-seconds", type=float, default=120.0, help="limit of one test")
     parser.add_argument("--jobs", type=int, default=0, help="processes; default: cores, at most 8")
@@ -81,8 +81,9 @@ def _stage(options: argparse.Namespace, stage: str, deadline: float) -> bool:
     command += ["--confcutdir=tests/gpu", f"--backends={options.backends}"]
     command += ["-o", "testpaths=tests/gpu", *options.of_pytest]
     if stage == "not alone" and jobs > 1 and importlib.util.find_spec("xdist"):
-        # a replaced process costs seconds, and each may lose its GPU once per failing kernel
-        command += ["-n", str(jobs), "--max-worker-restart=100"]
+        # a replaced process costs seconds, and each may lose its GPU once per failing kernel; one
+        # test at a time, so that the first ones run first
+        command += ["-n", str(jobs), "--max-worker-restart=100", "--maxschedchunk=1"]
     resume = ["--resume"] if options.resume or stage == "alone" else []
     while True:
         code = _until(deadline, [*command, *resume])
@@ -100,7 +101,9 @@ def _stage(options: argparse.Namespace, stage: str, deadline: float) -> bool:
 
 def _until(deadline: float, command: list[str]) -> int | None:
     """Run a command; None if it had to be stopped at the deadline."""
-    running = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    # each process would start a thread per core, and a pool of compilers
+    few = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    running = subprocess.Popen(command, cwd=ROOT, env={**few, **os.environ}, start_new_session=True)
     try:
         return running.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """The CUDA kernels on a GPU: the calls of workloads.py exact, captured, on streams.
 
 The other files in this folder test every backend on a GPU; tests/triton/test_gpu_workloads.py runs
-the same calls on the CPU; sanitize.py under NVIDIA's compute-sanitizer.
+the same calls on the CPU; tests/cuda/launches.cpp runs under NVIDIA's compute-sanitizer.
 """
 
 import pytest

@@ -7,7 +7,6 @@ import torch
 
 import fastrl
 from fastrl import Objective
-from tests.gpu import linear_workloads
 
 KL = {"kl_coef": 0.1}
 OBJECTIVES = {
@@ -189,7 +188,7 @@ def of_tokens(B, T):
             yield Workload(f"group_advantages, {scale}, ids {ids}", make(B, T), run)
 
 
-def of_logits(B, T, V, dtype=torch.float32, objectives=BY_TOKEN):
+def of_logits(B, T, V, dtype=torch.float32):
     """All calls on logits."""
     what = f"V {V}, {str(dtype).removeprefix('torch.')}"
     for name, options in {
@@ -198,7 +197,7 @@ def of_logits(B, T, V, dtype=torch.float32, objectives=BY_TOKEN):
     }.items():
         inputs = _logits(B, T, V, dtype)
         yield Workload(f"token_stats{name}, {what}", inputs, _token_stats(**options))
-    for name in objectives:
+    for name in BY_TOKEN:
         inputs = _logits(B, T, V, dtype)
         run = _logits_policy_loss(OBJECTIVES[name], temperature=TEMPERATURE)
         yield Workload(f"logits_policy_loss, {name}, {what}", inputs, run)
@@ -240,31 +239,3 @@ def small():
     """A few calls of each kind."""
     torch.manual_seed(0)
     return [*of_tokens(3, 17), *of_logits(2, 3, 1001)]
-
-
-def sanitized():
-    """The calls for compute-sanitizer, which slows them down."""
-    works = small()
-    # rows of 16-bit elements at every alignment: of gradients where V is odd, of logits where V + 3
-    # is, which is their distance
-    for V in (1001, 1000):
-        works += of_logits(2, 3, V, torch.bfloat16, objectives=["grpo, KL and entropy"])
-    return [*works, _linear()]
-
-
-def _linear():
-    """Half the loss of a head in bfloat16 with an odd vocabulary, in two chunks."""
-    given = linear_workloads.linear_work(
-        linear_workloads.PRECISIONS["bf16"], (2, 5, 64, 1001), bias=True, chunks=2
-    )
-
-    def run(inputs, backend):
-        work = given._replace(
-            parameters={name: inputs[name] for name in given.parameters},
-            tokens={name: inputs[name] for name in given.tokens},
-        )
-        leaves = work.leaves()
-        result = linear_workloads.policy_loss(work, leaves, backend)
-        return (result.loss, *linear_workloads.gradients(0.5 * result.loss, leaves).values())
-
-    return Workload("linear_policy_loss, half of it", {**given.parameters, **given.tokens}, run)
