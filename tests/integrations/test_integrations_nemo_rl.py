@@ -85,7 +85,7 @@ def test_the_function_is_replaced_and_restored(package):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_gloo
 def test_a_head_on_two_ranks(dtype):
-    on_ranks(2, ranks.equal_to_one_process, dtype)
+    on_ranks(4, ranks.equal_to_one_process, dtype)
 
 
 @pytest.mark.skipif(importable(HOME) is None, reason="needs NeMo RL itself")

@@ -118,6 +118,9 @@ def test_adapters_on_the_head(options):
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=1e-3)
+    model.merge_adapter()
+    merged = through_the_head(model, input_ids) - through_the_logits(model, input_ids)
+    assert merged.abs().amax() <= 1e-4
 
 
 @pytest.mark.filterwarnings("ignore")

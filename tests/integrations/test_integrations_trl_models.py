@@ -120,7 +120,9 @@ def test_the_vllm_correction_applies_to_the_policy_term(shape, loss_type, tiny_p
     compare(trainer, batch(importance_sampling_ratio=ratio, sampling_per_token_logps=None))
 
 
-@pytest.mark.parametrize("options", [{"loss_type": "dapo"}, {"entropy_coef": 0.3}])
+@pytest.mark.parametrize(
+    "options", [{"loss_type": "dapo"}, {"loss_type": "bnpo"}, {"entropy_coef": 0.3}], ids=str
+)
 def test_tokens_written_by_tools(options, tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **options)
     tool_mask = torch.ones(4, 6, dtype=torch.long)

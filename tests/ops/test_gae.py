@@ -213,15 +213,6 @@ def test_packed_sequences_give_the_same_as_padded_ones(backend, bootstrap):
         assert same(part, packed(wanted, lengths), backend)
 
 
-def test_as_many_sequences_as_tokens_have_a_bootstrap_per_token(backend):
-    lengths, bootstrap = [2, 0, 1], torch.tensor([3.0, 5.0, 7.0])
-    zero = torch.zeros(3)
-    result = fastrl.gae(
-        zero, zero, bootstrap_values=bootstrap, cu_seqlens=cu_seqlens(lengths), backend=backend
-    )
-    assert result.advantages[1:].tolist() == [5.0, 7.0]
-
-
 def test_packed_tokens_without_bounds_are_one_sequence(backend):
     rewards, values = torch.randn(5), torch.randn(5)
     flat = fastrl.gae(rewards, values, bootstrap_values=torch.tensor([3.0]), backend=backend)

@@ -15,7 +15,7 @@ OBJECTIVES = {
     "grpo": Objective.preset("grpo", kl_coef=0.1),
     "dapo without kl": Objective.preset("dapo"),
     "entropy": Objective(entropy_coef=0.05),
-    "less entropy": Objective(entropy_coef=-0.05),
+    "less entropy": Objective(entropy_coef=-0.5),
     "cispo": Objective.preset("cispo", clip_high=0.1),
     "sapo": Objective.preset("sapo", kl_coef=0.1, kl_estimator="k1"),
     "gspo": Objective.preset("gspo", clip_low=0.2, clip_high=0.2, entropy_coef=0.02),

@@ -157,6 +157,15 @@ def test_logprobs_and_entropy_are_passed_on(backend):
     assert torch.equal(result.entropy, inputs["entropy"])
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_token_without_advantage_is_not_clipped(backend, preset):
+    inputs = policy_inputs(4, 5, torch.float32)
+    inputs["logprobs"] = inputs["old_logprobs"] + 3 * torch.randn(4, 5)
+    inputs["advantages"] = torch.zeros(4)
+    result, _, _ = run(backend, preset, inputs)
+    assert result.metrics["clip_fraction"] == 0
+
+
 def test_nothing_is_mutated(backend):
     inputs = policy_inputs(3, 5, torch.float32)
     before = {name: value.clone() for name, value in inputs.items()}

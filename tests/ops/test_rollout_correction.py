@@ -1,5 +1,6 @@
 """Importance weights against the rollout engine: by hand, detached, within bounds."""
 
+import itertools
 import math
 
 import pytest
@@ -122,8 +123,10 @@ def test_the_weight_multiplies_policy_and_kl_but_not_the_entropy(backend):
 def test_equal_engines_change_nothing(backend):
     inputs = policy_inputs(3, 5, torch.float32)
     inputs["rollout_logprobs"] = inputs["old_logprobs"]
-    for level in LEVELS:
-        o = Objective(rollout_correction=RolloutCorrection(level=level))
+    bounds = ((1.0, 2.0), (0.5, 1.0))  # a bound is within the bounds
+    for level, kind, (low, high) in itertools.product(LEVELS, KINDS, bounds):
+        correction = RolloutCorrection(kind=kind, level=level, low=low, high=high)
+        o = Objective(rollout_correction=correction)
         plain, gradient, _ = run(backend, Objective(), inputs)
         result, same, _ = run(backend, o, inputs, ("old_logprobs", "rollout_logprobs"))
         assert torch.equal(result.loss, plain.loss)

@@ -1,10 +1,12 @@
 """What each of two tensor-parallel ranks computes with NeMo RL's function on fastrl."""
 
+import functools
 import importlib
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fastrl.integrations.nemo_rl import from_parallel_hidden_states_to_logprobs as ours
 from tests.support.nemo_rl_formulas import from_parallel_hidden_states_to_logprobs as formula
@@ -15,6 +17,12 @@ H, V = 16, 22
 CASES = [(8, 3, 11, None), (8, 3, 11, 0.7), (6, 1, 3, None), (2, 2, 21, None)]
 
 
+@functools.cache
+def tensor_parallel():
+    """Two ranks of a mesh: where it has four, their places are not those in the world."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2)).get_group(0)
+
+
 def inputs(S, B, dtype):
     torch.manual_seed(0)
     hidden, head = torch.randn(S, B, H).to(dtype), torch.randn(V, H).to(dtype)
@@ -23,7 +31,7 @@ def inputs(S, B, dtype):
 
 def own(size, cut):
     """What this rank has of `size` rows or positions."""
-    return slice(0, cut) if dist.get_rank() == 0 else slice(cut, size)
+    return slice(0, cut) if dist.get_rank(tensor_parallel()) == 0 else slice(cut, size)
 
 
 def results(function, given, part, temperature, group=None):
@@ -43,7 +51,7 @@ def of_the_ranks(function, given, S, cut, temperature):
     hidden, head, ids = given
     part = own(V, cut)
     mine = (hidden[own(S, S // 2)], head[part], ids)
-    return results(function, mine, part, temperature, dist.group.WORLD)
+    return results(function, mine, part, temperature, tensor_parallel())
 
 
 def equal_to_one_process(dtype):
@@ -70,7 +78,7 @@ def without_gradients():
     hidden, head, ids = inputs(S, B, torch.float32)
     part = own(V, cut)
     mine = hidden[own(S, S // 2)].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    call = (mine, head[part], False, ids, part.start, part.stop, dist.group.WORLD)
+    call = (mine, head[part], False, ids, part.start, part.stop, tensor_parallel())
     assert not ours(*call, inference_only=True).requires_grad
     found = ours(*call)
     expected, d_hidden, _ = results(formula, (hidden, head, ids), slice(0, V), None)
@@ -83,10 +91,10 @@ def without_gradients():
 def refusals():
     """Every rank raises, also if the indices of only one are wrong."""
     hidden, head, ids = inputs(8, 3, torch.float32)
-    mine, part, group = hidden[own(8, 4)], own(V, 11), dist.group.WORLD
+    mine, part, group = hidden[own(8, 4)], own(V, 11), tensor_parallel()
     start, end = part.start, part.stop
     swapped = (11 - start, V + 11 - end)
-    for indices in ((start, end + dist.get_rank()), swapped, (0, V)):
+    for indices in ((start, end + dist.get_rank(tensor_parallel())), swapped, (0, V)):
         with pytest.raises(ValueError, match=r"in rank order, got .* for \[11, 11\] rows"):
             ours(mine, head[part], False, ids, *indices, group)
     with pytest.raises(ValueError, match=r"\[S / 2, B, H\] of each rank .* for \(8, 3, 16\)"):

@@ -185,6 +185,17 @@ def test_the_second_moment_decays(kind):
     torch.testing.assert_close(moment, torch.full((128,), 1e-3 * 0.999**200))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learning_rate_of_the_step_is_taken(kind):
+    parameters, optimizer, _ = make(kind)
+    before = [parameter.detach().clone() for parameter in parameters]
+    set_gradients(parameters, lambda _, p: torch.ones_like(p))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert all(map(torch.equal, parameters, before))
+
+
 def test_offloading_changes_no_update():
     (one, optimizer, config), (other, host, _) = make("float32"), make("offloaded")
     for i in range(5):

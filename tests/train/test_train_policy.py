@@ -1,6 +1,7 @@
 """The loss and the log-probabilities of what was sampled, and what surrounds them."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,7 +114,13 @@ def test_metrics_do_not_depend_on_micro_batches(model, rollout):
 
 
 def test_means_of_nothing_are_absent():
-    assert MetricMeans().read() == {"learned_tokens": 0.0}
+    means = MetricMeans()
+    assert means.read() == {"learned_tokens": 0.0}
+    repeated = SimpleNamespace(input_ids=torch.ones(1, 3), repeated=True)
+    means.add(
+        {"kl": torch.tensor(1.0), "active_tokens": torch.tensor(2.0)}, torch.ones(()), repeated
+    )
+    assert means.read() == {"learned_tokens": 0.0}
 
 
 def test_the_kl_of_the_sampler():
@@ -189,6 +196,7 @@ def test_a_minibatch_in_which_all_is_left_out_is_a_step_of_gradient_zero():
         weight.grad = other.grad.clone() if gradient else None
         for optimizer in optimizers:
             apply(optimizer, config, step)
+        assert weight.grad is None  # the next step begins with none
     assert torch.equal(weight, other)
 
 

@@ -51,6 +51,14 @@ class TestAdvantages:
         torch.testing.assert_close(advantages[MASK], expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(returns[MASK], plain + VALUES[MASK])
 
+    def test_mean_and_spread_are_of_the_tokens_that_count(self):
+        counted = MASK & torch.tensor([[True], [False]])  # the second was truncated
+        config = PpoConfig(advantage="value", gamma=0.5, truncated="mask")
+        advantages, _ = advantages_and_returns(REWARDS, VALUES, MASK, counted, config)
+        assert advantages[0].mean() == pytest.approx(0, abs=1e-6)
+        assert advantages[0].std() == pytest.approx(1, rel=1e-4)
+        assert advantages[1].tolist() == [0, 0, 0]
+
     def test_group_compares_the_rewards_of_a_prompt_before_the_penalty(self):
         """Two prompts: rewards 0 and 1, and equal ones, which the penalty does not tell apart."""
         config = PpoConfig(advantage="group", group_size=2)
