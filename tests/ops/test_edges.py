@@ -335,3 +335,19 @@ def test_scalings_at_their_bounds(backend):
             found.append([stats.logprobs.detach(), stats.entropy.detach(), leaf.grad])
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_slope_of_a_softcap_has_its_digits_next_to_the_cap(backend):
+    softcap, token_ids = 2.0, torch.zeros(1, 24, dtype=torch.int64)
+    logits = torch.zeros(1, 24, 5)
+    logits[0, :, 0] = torch.arange(24) - 12.0  # 1 - tanh^2 is down to 2e-5
+
+    def gradient(dtype, backend):
+        leaf = logits.to(dtype, copy=True).requires_grad_()
+        options = {"logit_softcap": softcap, "backend": backend}
+        fastrl.token_logprobs(leaf, token_ids, **options).sum().backward()
+        return leaf.grad.double()[..., 0]
+
+    came, wanted = gradient(torch.float32, backend), gradient(torch.float64, "reference")
+    # ten roundings, 12 of the exponent 2 x, and 1 - p, which is above 1 / 3
+    assert (came - wanted).abs().le(25 * 2**-24 * wanted.abs()).all(), came / wanted - 1
