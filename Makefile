@@ -30,7 +30,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz mutants install lint format types \
-        check bench bench-smoke targets gpu clean \
+        check bench bench-smoke targets gpu gpu-build clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -127,13 +127,16 @@ targets: $(VENV)/.installed-triton
 # pieces and their steps; gpu-% is any of them.
 GPU_PYTHON ?= $(PYTHON)
 RESUME ?=
-GPU_PIECE := env PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m tests.gpu.pieces
+GPU_RUN := env PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m
 
 gpu:
-	@$(GPU_PIECE) --help
+	@$(GPU_RUN) tests.gpu.pieces --help
+
+gpu-build:
+	$(GPU_RUN) tests.gpu.build 2>&1
 
 gpu-%:
-	$(GPU_PIECE) $* $(if $(RESUME),--resume) $(ARGS)
+	$(GPU_RUN) tests.gpu.pieces $* $(if $(RESUME),--resume) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

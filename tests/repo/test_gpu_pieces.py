@@ -44,6 +44,8 @@ def test_fails_and_loses():
     assert 1 == 2, "one is not two"
 """
 ALONE = "\n@pytest.mark.alone\ndef test_large(): pass\n"
+#: The import of all others takes longer than these tests.
+FEW_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 #: In the place of the real one, whose import takes seconds.
 TORCH = """
 print("torch of", __file__)
@@ -70,7 +72,7 @@ def torch_of(tmp_path):
     def write(has_gpu):
         (tmp_path / "torch.py").write_text(TORCH.replace("HAS_GPU", str(has_gpu)))
         given = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
-        return {**given, "PYTHONPATH": str(tmp_path)}
+        return {**given, **FEW_PLUGINS, "PYTHONPATH": str(tmp_path)}
 
     return write
 
@@ -80,6 +82,9 @@ def run(tmp_path, torch_of):
     """A function that runs a file of tests as the pieces do; it returns the process."""
 
     def start(text, *options, jobs=1, **variables):
+        if jobs > 1:
+            pytest.importorskip("xdist")
+            variables["PYTEST_PLUGINS"] = "xdist.plugin"
         file = tmp_path / "test_some.py"
         file.write_text(text)
         command = [sys.executable, "-m", "tests.gpu.run", "--without-gpu", "--out", str(tmp_path)]
@@ -98,8 +103,6 @@ def outcomes(folder):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_crash_a_hang_and_a_lost_gpu_take_no_other_test_with_them(run, tmp_path, jobs):
-    if jobs > 1:
-        pytest.importorskip("xdist")
     text = CRASH.join(["", TESTS]) + HANG + LOSES_THE_GPU + ALONE
     done = run(text, "--test-seconds", "2", jobs=jobs)
     said, _ = done.communicate(timeout=120)
@@ -175,10 +178,11 @@ def test_the_documented_run_without_a_gpu(tmp_path):
     """The files for a GPU can be run: fixtures, inputs, budgets, replays, the process around."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (line,) = re.findall(r"^python (-m tests\.gpu\.run --without-gpu .*)$", text, re.MULTILINE)
-    command = [sys.executable, *shlex.split(line), "--out", str(tmp_path)]
+    command = [sys.executable, *shlex.split(line), "--out", str(tmp_path), "--jobs", "1"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+        command, cwd=ROOT, env={**os.environ, **FEW_PLUGINS}, capture_output=True, text=True,
+        check=False, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert len(read(tmp_path)) >= 3
 
