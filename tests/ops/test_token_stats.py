@@ -216,12 +216,13 @@ def test_no_rows(backend, shape):
     assert logits.grad.shape == logits.shape
 
 
+@pytest.mark.parametrize("vocabulary", [501, 9001])  # one block of the CPU, and several
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("per_row", [False, True])
-def test_scale_softcap_temperature_in_this_order(backend, per_row, softcap, dtype):
-    logits = random_logits(2, 3, 501, dtype=dtype, std=20).requires_grad_()
-    token_ids = torch.randint(501, (2, 3))
+def test_scale_softcap_temperature_in_this_order(backend, per_row, softcap, dtype, vocabulary):
+    logits = random_logits(2, 3, vocabulary, dtype=dtype, std=20).requires_grad_()
+    token_ids = torch.randint(vocabulary, (2, 3))
     temperature = torch.tensor([[0.6, 1.0, 1.3], [2.0, 0.7, 1.1]]) if per_row else 0.6
     options = {"temperature": temperature, "logit_scale": 0.25, "logit_softcap": softcap}
     stats = fastrl.token_stats(logits, token_ids, backend=backend, **options)
