@@ -2,14 +2,12 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ from fastrl.train.command_line import main, parse
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.model.loading import load
 from fastrl.train.run import checkpoint, run_log
-from fastrl.train.run.checkpoint import latest, rng_state, set_rng_state
+from fastrl.train.run.checkpoint import latest
 from fastrl.train.run.run_directory import check_resumable, settings_of
 from fastrl.train.settings.options import choices
 from tests.support.train_runs import LOOPS, rows, run, start_process, wait_for, weights
@@ -383,17 +381,6 @@ def test_a_full_memory_ends_in_one_line(monkeypatch, capsys):
         main(GrpoConfig, exhausted)
     error = "error: CUDA out of memory; --resume continues from x\n"
     assert capsys.readouterr().err == error
-
-
-def test_every_random_state_is_restored():
-    def numbers():
-        return torch.rand(()).item(), random.random(), np.random.rand()  # noqa: NPY002
-
-    state = rng_state()
-    drawn = numbers()
-    assert numbers() != drawn
-    set_rng_state(state)
-    assert numbers() == drawn
 
 
 def test_an_old_checkpoint_half_deleted_is_not_taken_for_whole(small, monkeypatch):

@@ -11,12 +11,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from fastrl.train.run.checkpoint import latest
+from fastrl.train.run.checkpoint import latest, rng_state, set_rng_state
 from tests.support.pair_runs import pair_settings, run_pairs, scorer_weights
 from tests.support.train_runs import LOOPS, rows, run, train_alone, weights
 
@@ -127,3 +128,14 @@ def check_killed(train, weights_of, settings, path):
         assert torch.equal(moments[0][key]["exp_avg_sq"], moments[1][key]["exp_avg_sq"])
     left = {path.name for path in killer.directory.rglob("*") if path.name.startswith(".")}
     assert not left
+
+
+def test_every_random_state_is_restored():
+    def numbers():
+        return torch.rand(()).item(), random.random(), np.random.rand()  # noqa: NPY002
+
+    state = rng_state()
+    drawn = numbers()
+    assert numbers() != drawn
+    set_rng_state(state)
+    assert numbers() == drawn

@@ -18,7 +18,6 @@ from fastrl.train import grpo
 from fastrl.train.command_line import main, parse
 from fastrl.train.config import GrpoConfig
 from fastrl.train.data.prompts import encode
-from fastrl.train.gradients import normalizer
 from fastrl.train.model.loading import load
 from fastrl.train.policy import policy_loss
 from fastrl.train.rewards import RewardError, Rewards
@@ -108,30 +107,6 @@ def test_each_sample_gets_the_advantage_of_its_record(small, monkeypatch):
         assert len(group) == 4
         rewards = [sum(map(ord, completion)) * (i + 1) % 7 for completion, _ in group]
         assert [a for _, a in group] == pytest.approx([r - sum(rewards) / 4 for r in rewards])
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_an_update_is_over_the_counted_tokens_of_its_minibatch(small, loop, monkeypatch):
-    """And with several updates the first log-probabilities are those of before."""
-    module = sys.modules[LOOPS[loop][0].__module__]
-    masks, old = [], []
-
-    def spied(mask, aggregation):
-        masks.append(mask)
-        return normalizer(mask, aggregation)
-
-    def loss(*arguments, **options):
-        old.append(options["old_logprobs"])
-        return policy_loss(*arguments, **options)
-
-    monkeypatch.setattr(module, "normalizer", spied)
-    monkeypatch.setattr(module, "policy_loss", loss)
-    run(loop, small, name="a", steps=1, minibatches=2, truncated="mask")
-    assert len(masks) == 2
-    assert len({len(mask) for mask in masks}) == 1
-    assert sum(len(mask) for mask in masks) == {"grpo": 64, "ppo": 16}[loop]
-    assert any((~mask.any(1)).any() for mask in masks)
-    assert all(logprobs is not None for logprobs in old)
 
 
 def test_the_same_seed_gives_the_same_run(small):

@@ -13,7 +13,6 @@ import transformers
 from fastrl import Objective
 from fastrl.train.attention import Span, make_layout
 from fastrl.train.config import GrpoConfig
-from fastrl.train.distributed import ranks
 from fastrl.train.gradients import normalizer
 from fastrl.train.model.recomputation import save_memory
 from fastrl.train.packing import micro_batches
@@ -252,23 +251,6 @@ def test_a_shared_prompt_is_in_a_row_once():
         assert sum(batch.input_ids.shape[1] for batch in made) == total
 
 
-@pytest.mark.parametrize("count", [3, 4, 9])
-def test_ranks_pack_each_completion_once_and_keep_step(count):
-    rollout, rows = make_rollout(), torch.arange(8)
-    made = [
-        list(micro_batches(rollout, rows, rollout.mask, tokens=30, rank=rank, ranks=count))
-        for rank in range(count)
-    ]
-    counted = [batch for share in made for batch in share if not batch.repeated]
-    assert torch.equal(torch.cat([batch.rows for batch in counted]).sort().values, rows)
-    assert len({len(share) for share in made}) == 1
-    repeats = [[batch.repeated for batch in share] for share in made]
-    assert any(map(any, repeats))
-    assert all(of_rank == sorted(of_rank) for of_rank in repeats)  # the own ones come first
-    for share in made:
-        assert [batch.last for batch in share] == [False] * (len(share) - 1) + [True]
-
-
 def test_masked_completions_are_left_out():
     rollout = make_rollout()
     mask = rollout.mask.clone()
@@ -288,7 +270,7 @@ def test_a_layout_covers_each_token_once():
     assert (len(long.blocks), *long[1:]) == (2, None, None, None)  # nothing is copied
 
 
-def test_logprobs_of_some_rows(monkeypatch):
+def test_logprobs_of_some_rows():
     model, config = make_model()
     rollout = make_rollout()
     rows = torch.tensor([6, 2])
@@ -298,14 +280,6 @@ def test_logprobs_of_some_rows(monkeypatch):
     )
     torch.testing.assert_close(some[rows], every[rows])
     assert some[[0, 1, 3, 4, 5, 7]].abs().sum() == 0
-    # of two ranks one repeats the row of the other
-    monkeypatch.setattr(ranks, "count", lambda: 2)
-    monkeypatch.setattr(ranks, "add_up", lambda logprobs: logprobs)
-    summed = torch.zeros_like(every)
-    for rank in range(2):
-        monkeypatch.setattr(ranks, "index", lambda rank=rank: rank)
-        summed += rollout_logprobs(model, rollout, rows[:1], config)
-    torch.testing.assert_close(summed[6], every[6])
 
 
 class TestCheckPacking:

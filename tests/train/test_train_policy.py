@@ -1,6 +1,7 @@
 """The loss and the log-probabilities of what was sampled, and what surrounds them."""
 
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +14,18 @@ from fastrl import policy_loss as policy_loss_of_logprobs
 from fastrl.train.advantages import token_rewards
 from fastrl.train.config import GrpoConfig
 from fastrl.train.data.prompts import Prompt
+from fastrl.train.distributed import ranks
 from fastrl.train.gradients import apply, minibatches, normalizer
 from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
 from fastrl.train.model.loading import load
 from fastrl.train.model.recomputation import save_memory
+from fastrl.train.packing import micro_batches
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
 from fastrl.train.rewards import Scored
 from fastrl.train.rollout import Rollout, concatenate
 from fastrl.train.sampling import TokenCount
+from tests.support.train_runs import LOOPS, run
 
 LENGTHS = (6, 1, 4, 2, 6, 3)
 
@@ -198,6 +202,57 @@ def test_a_minibatch_in_which_all_is_left_out_is_a_step_of_gradient_zero():
             apply(optimizer, config, step)
         assert weight.grad is None  # the next step begins with none
     assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_ranks_pack_each_completion_once_and_keep_step(rollout, count):
+    rows = torch.arange(6)
+    made = [
+        list(micro_batches(rollout, rows, rollout.mask, tokens=10, rank=rank, ranks=count))
+        for rank in range(count)
+    ]
+    counted = [batch for share in made for batch in share if not batch.repeated]
+    assert torch.equal(torch.cat([batch.rows for batch in counted]).sort().values, rows)
+    assert len({len(share) for share in made}) == 1
+    repeats = [[batch.repeated for batch in share] for share in made]
+    assert any(map(any, repeats))
+    assert all(of_rank == sorted(of_rank) for of_rank in repeats)  # the own ones come first
+    for share in made:
+        assert [batch.last for batch in share] == [False] * (len(share) - 1) + [True]
+
+
+def test_a_row_that_one_of_two_ranks_repeats_counts_once(model, rollout, monkeypatch):
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    monkeypatch.setattr(ranks, "add_up", lambda logprobs: logprobs)
+    summed = torch.zeros_like(rollout.logprobs)
+    for rank in range(2):
+        monkeypatch.setattr(ranks, "index", lambda rank=rank: rank)
+        summed += rollout_logprobs(model, rollout, torch.tensor([2]), GrpoConfig())
+    torch.testing.assert_close(summed[2], rollout.logprobs[2])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_update_is_over_the_counted_tokens_of_its_minibatch(small, loop, monkeypatch):
+    """And with several updates the first log-probabilities are those of before."""
+    module = sys.modules[LOOPS[loop][0].__module__]
+    masks, old = [], []
+
+    def spied(mask, aggregation):
+        masks.append(mask)
+        return normalizer(mask, aggregation)
+
+    def loss(*arguments, **options):
+        old.append(options["old_logprobs"])
+        return policy_loss(*arguments, **options)
+
+    monkeypatch.setattr(module, "normalizer", spied)
+    monkeypatch.setattr(module, "policy_loss", loss)
+    run(loop, small, name="a", steps=1, minibatches=2, truncated="mask")
+    assert len(masks) == 2
+    assert len({len(mask) for mask in masks}) == 1
+    assert sum(len(mask) for mask in masks) == {"grpo": 64, "ppo": 16}[loop]
+    assert any((~mask.any(1)).any() for mask in masks)
+    assert all(logprobs is not None for logprobs in old)
 
 
 @pytest.mark.parametrize("gradient", [math.inf, -math.inf, math.nan])
