@@ -46,6 +46,7 @@ def why_not() -> str:
     """Return why what is there cannot be used on this machine, or ''."""
     if not driver().exists():
         return "there is no build of these sources"
+    driver().chmod(0o755)  # copies may lose it
     for command in ([sys.executable, "-c", EXTENSIONS], [str(driver()), "clusters"]):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -354,6 +354,7 @@ def test_what_loads_is_not_compiled_and_all_else_is(piece, tmp_path, monkeypatch
         assert build.main() == 0
         assert said in capfd.readouterr().out
         assert [*(tmp_path / "driver").iterdir()] == [build.driver()]
+        build.driver().chmod(0o644)
 
 
 @pytest.mark.parametrize("home", [True, False])
