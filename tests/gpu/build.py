@@ -37,7 +37,8 @@ def path_with_tools() -> str:
 def driver() -> Path:
     """Return the file of the driver; where it is, the extension was made of these sources, too."""
     digest = hashlib.sha256()
-    for path in (ROOT / "setup.py", SOURCE, *sorted((ROOT / "csrc").rglob("*.*"))):
+    sources = (SOURCE, SOURCE.with_name("launch_tensors.h"), *sorted((ROOT / "csrc").rglob("*.*")))
+    for path in (ROOT / "setup.py", *sources):
         digest.update(path.read_bytes())
     return DRIVERS / f"launches-{digest.hexdigest()[:16]}"
 
