@@ -154,6 +154,15 @@ def test_metrics_by_hand():
     assert not any(value.requires_grad for value in result.metrics.values())
 
 
+def test_a_broken_old_value_breaks_loss_and_gradient():
+    values = torch.tensor([0.0, 1.0], requires_grad=True)
+    old = torch.tensor([math.nan, 1.0])
+    loss = fastrl.value_loss(values, torch.ones(2), torch.ones(2), old_values=old, clip=0.2).loss
+    loss.backward()
+    assert loss.isnan()
+    assert values.grad.isnan().tolist() == [True, False]
+
+
 def test_explained_variance_of_constant_returns_is_zero():
     result = fastrl.value_loss(torch.randn(1, 4), torch.full((1, 4), 2.0), torch.ones(1, 4))
     assert result.metrics["explained_variance"].item() == 0
