@@ -4,6 +4,8 @@ Options of the objective are in test_objective_options.py, masks in test_policy_
 autograd in test_policy_loss_gradients.py.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -151,6 +153,17 @@ def test_masks_are_bool_integer_or_float(backend, dtype):
 def test_metrics_have_fixed_names_and_order(backend):
     result, _, _ = run(backend, "grpo", policy_inputs(2, 3, torch.float32))
     assert list(result.metrics) == METRICS.split()
+
+
+def test_the_extreme_ratios_may_be_at_any_token(backend):
+    old, advantages, mask = torch.zeros(1, 35), torch.ones(1), torch.ones(1, 35)
+    for at in range(35):
+        for shift, name in ((0.5, "ratio_max"), (-0.5, "ratio_min")):
+            logprobs = old.index_fill(1, torch.tensor([at]), shift)
+            result = fastrl.policy_loss(
+                logprobs, advantages, mask, old_logprobs=old, backend=backend
+            )
+            assert result.metrics[name].item() == pytest.approx(math.exp(shift)), (at, name)
 
 
 def test_logprobs_and_entropy_are_passed_on(backend):
