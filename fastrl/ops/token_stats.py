@@ -151,9 +151,8 @@ def token_stats(
         logit_scale,
         logit_softcap,
         ignore_index,
-        vocabulary=None
-        if agreement is None
-        else 1,  # a part without columns is refused on all ranks
+        # a part without columns is refused on all ranks
+        vocabulary=None if agreement is None else 1,
     )
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)

@@ -13,12 +13,25 @@ from torch import Tensor
 def inner_graph() -> Iterator[None]:
     """Record a graph that the caller's hooks on saved tensors (checkpointing, offloading) skip.
 
-    The saved tensors are detached: a saved output that had its node would keep itself alive, in a
-    cycle that nothing collects.
+    Saved tensors are detached: a saved output that had its node would keep itself alive, in a cycle
+    that nothing collects. Autograd leaves it to hooks to notice that they were overwritten.
+
+    Raises:
+        RuntimeError: a tensor that the gradient needs was modified in place.
     """
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _unchanged):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         yield
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def _pack(x: Tensor) -> tuple[Tensor, int]:
+    return x.detach(), 0 if x.is_inference() else x._version
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    if not x.is_inference() and x._version != version:
+        raise RuntimeError(
+            "a tensor that the gradient needs was modified by an inplace operation, of shape "
+            f"{tuple(x.shape)}: compute a new one instead"
+        )
     return x

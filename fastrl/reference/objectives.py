@@ -93,7 +93,9 @@ def sapo(
     tau = torch.full_like(log_ratio, c.sapo_temperature_neg)
     tau = tau.masked_fill(advantages > 0, c.sapo_temperature_pos)
     # autograd takes g (1 - g) for the slope of a sigmoid g, and 1 + expm1 for that of expm1
-    gate = logsigmoid(tau * (log_ratio.exp() - 1)).exp() * (4 / tau)
+    ratio = log_ratio.exp()
+    distance = torch.expm1(log_ratio).detach() + (ratio - ratio.detach())
+    gate = logsigmoid(tau * distance).exp() * (4 / tau)
     return -gate * advantages, torch.zeros_like(advantages, dtype=torch.int8)
 
 

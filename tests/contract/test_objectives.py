@@ -125,6 +125,11 @@ SLOPES = {
     "ppo_clip": {"clip_low": 1.0, "clip_high": 1e9},
     "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 1e9},
     "sapo": {"surrogate": "sapo", "sapo_temperature_pos": 5.0, "sapo_temperature_neg": 0.1},
+    "sapo, steep": {
+        "surrogate": "sapo",
+        "sapo_temperature_pos": 1e4,
+        "sapo_temperature_neg": 1e4,
+    },
     **{f"{k}, exact": {**KL_ALONE, "kl_estimator": k} for k in KL_ESTIMATORS},
     "k3, bias-corrected": {**KL_ALONE, "kl_gradient": "bias-corrected"},
 }
@@ -155,8 +160,10 @@ def test_a_slope_in_float32_has_its_digits_wherever_it_is_small(backend, case, a
     # Ten roundings of the result, and in exponents those of the log-ratio d and of tau (e^d - 1).
     d = (current - old).double().abs()
     roundings = 10 + d
-    if case == "sapo":
-        roundings += 5 * (4 + d) * (current - old).double().exp()
+    if "sapo" in case:
+        tau = options[f"sapo_temperature_{'pos' if advantage > 0 else 'neg'}"]
+        roundings += tau * (4 + d) * torch.expm1((current - old).double()).abs()
+        roundings += tau * d * (current - old).double().exp()
     smallest = 1e-36  # the range of float32
     error = (came - wanted).abs() / (2**-24 * roundings * wanted.abs() + smallest)
     worst = int(error.argmax())

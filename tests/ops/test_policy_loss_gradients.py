@@ -200,3 +200,17 @@ def test_gradcheck_of_the_reference(objective):
         return loss_of("reference", inputs, current, bonus, objective)
 
     assert torch.autograd.gradcheck(loss, variables)
+
+
+def test_an_objective_that_overwrites_what_its_gradient_needs_is_refused(backend):
+    def overwrites(logprobs, old, ref, advantages):
+        ratio = (logprobs - old).exp()
+        loss = ratio * advantages
+        ratio.mul_(2)
+        return loss
+
+    logprobs = torch.randn(2, 3, requires_grad=True)
+    arguments = (torch.ones(2), torch.ones(2, 3))
+    options = {"old_logprobs": torch.zeros(2, 3), "objective": Objective(surrogate=overwrites)}
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fastrl.policy_loss(logprobs, *arguments, **options)

@@ -206,6 +206,9 @@ def refusals_on_ranks():
     refused("an id outside", lambda: logprobs(ids=ids + 7))
     refused("an id outside, logits", lambda: fastrl.token_stats(
         torch.randn(4, 5), ids + 7, vocab_group=group))  # fmt: skip
+    on_meta = hidden.to("meta") if rank else hidden
+    refused("another device", lambda: fastrl.linear_token_logprobs(
+        on_meta, torch.randn(5, 8), ids, vocab_group=group))  # fmt: skip
     refused("no group", lambda: fastrl.token_logprobs(torch.randn(4, 5), ids, vocab_group="tp"))
     refused("a bias of another part", lambda: logprobs(bias=torch.zeros(6)))
     # masked rows may hold anything, also other things on other ranks
@@ -222,6 +225,10 @@ def refusals_on_ranks():
         torch.randn(2, 3, 5) + rank, ids[1:].expand(2, 3), per_sequence,
         torch.tensor([[1, 1, 0], [0, 0, 0]]), temperature=per_sequence[:, None] + 1,
         old_logprobs=torch.randn(2, 3) - rank, policy_weights=per_sequence, vocab_group=group,
+    )  # fmt: skip
+    fastrl.logits_policy_loss(
+        torch.randn(3, 5), ids[1:], per_sequence, torch.tensor([1, 1, 0]),
+        cu_seqlens=torch.tensor([0, 2, 3]), vocab_group=group,
     )  # fmt: skip
     return texts
 
@@ -245,7 +252,7 @@ def compiled_on_ranks():
     for function, graphs in ((from_hidden, 1), (from_logits, 2)):
         results = []
         torch._dynamo.utils.counters.clear()
-        for run in (function, torch.compile(function)):
+        for run in (function, torch.compile(function, backend="aot_eager")):
             x = leaves({"hidden": head["hidden"], "weight": head["weight"][own]})
             result = run(x)
             result.backward()

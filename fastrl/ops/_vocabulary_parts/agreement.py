@@ -124,12 +124,13 @@ class Agreement:
             return WHOLE
         text = self._text(given, backend, active.device.type)
         active = active.reshape(given["token_ids"].shape)
+        counted = _counted(active, given.get("cu_seqlens"))
         read = {
             name: [*_tensors(x)]
             for name, x in {**given, "mask": active}.items()
             if name not in _SPLIT and name not in _COMPUTED
         }
-        values = torch.cat([_integers(x, active) for each in read.values() for x in each])
+        values = torch.cat([_integers(x, active, counted) for each in read.values() for x in each])
         exchanged = self._exchanged(size, crc32(text.encode()), values).tolist()
         sizes, calls, digests = zip(*exchanged, strict=True)
         if _REFUSED in sizes:
@@ -172,9 +173,11 @@ class Agreement:
     def _exchanged(self, size: int, call: int, values: Tensor | None) -> Tensor:
         """Return what the ranks send, `[R, 3]`."""
         self._waits = False
-        # a rank that refuses may have been given tensors on two devices
-        devices = [x.device for x in self._given if x.device.type != "cpu"]
-        device = devices[0] if devices else torch.device("cpu")
+        # a rank that refuses may have been given tensors on other devices than those of the group
+        kinds = [device.type for device in self.group._device_types]
+        devices = [x.device for x in self._given if x.device.type in kinds]
+        devices.sort(key=lambda device: device.type == "cpu")
+        device = (*devices, torch.device(kinds[0]))[0]
         number = functools.partial(torch.full, (), dtype=torch.int64, device=device)
         digest = number(0) if values is None else _digest(values)
         return gathered(torch.stack([number(size), number(call), digest]), self.group)
@@ -193,14 +196,22 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _integers(values: Tensor, active: Tensor) -> Tensor:
+def _counted(active: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return which sequences have an active token."""
+    if cu_seqlens is None:
+        return active.any(-1) if active.dim() > 1 else active
+    before = torch.nn.functional.pad(active.long().cumsum(0), (1, 0))
+    return before[cu_seqlens[:-1].long()] < before[cu_seqlens[1:].long()]
+
+
+def _integers(values: Tensor, active: Tensor, counted: Tensor) -> Tensor:
     """Return the bits of values as `[N]`, of those that belong to no active token as of 0."""
     real = values.is_floating_point()
     values = values.detach().to(torch.float64 if real else torch.int64)
     if values.shape == active.shape:
         values = torch.where(active, values, 0)
-    elif real and values.shape in (active.shape[:1], (len(active), 1)):
-        values = torch.where(active.any(-1).reshape(values.shape), values, 0)
+    elif real and values.shape in (counted.shape, (len(counted), 1)):
+        values = torch.where(counted.reshape(values.shape), values, 0)
     return values.reshape(-1).view(torch.int64)
 
 
