@@ -119,9 +119,9 @@ def _token_gradient(x, stats, slopes, gain, squash, SPEC: tl.constexpr):
     g = slopes.logsumexp * p - slopes.logprob * expm1(held)
     if SPEC.entropy:
         g -= slopes.entropy * (held + stats.entropy) * p
-    if SPEC.softcap:
-        v = value(x, squash, SPEC)
-        g *= tl.fma(-v, v, -v)
+    if SPEC.softcap:  # -v (1 + v), which cancels next to the cap
+        decay = tl.exp2(-tl.abs(x * squash))
+        g *= decay / ((1.0 + decay) * (1.0 + decay))
     return tl.where(logprob == float("-inf"), 0.0, g)
 
 
