@@ -30,7 +30,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz mutants install lint format types \
-        check bench bench-smoke targets gpu gpu-build clean \
+        check bench bench-smoke targets gpu gpu-build gpu-first gpu-second gpu-third clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -50,7 +50,7 @@ help:
 	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
 	@echo "make gpu-first gpu-second gpu-third    on a machine with a GPU, which installs nothing: nine minutes"
-	@echo "                  each, one archive in OUT; make gpu lists their steps, which also run alone"
+	@echo "                  each, one archive in OUT; make gpu says how to run their steps alone"
 	@echo "make clean        remove what was built, and the stamps in .venv"
 
 # OpenMP's threads spin while they wait for one another. Beside other processes, whose cores they then
@@ -124,7 +124,7 @@ targets: $(VENV)/.installed-triton
 
 # On a machine with a GPU, which may have no network: GPU_PYTHON is used as it is. It needs a CUDA build
 # of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. tests/gpu/pieces.py lists the
-# pieces and their steps; gpu-% is any of them.
+# pieces and their steps, which `python -m tests.gpu.pieces STEP` runs alone.
 GPU_PYTHON ?= $(PYTHON)
 RESUME ?=
 GPU_RUN := env PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m
@@ -135,8 +135,8 @@ gpu:
 gpu-build:
 	$(GPU_RUN) tests.gpu.build 2>&1
 
-gpu-%:
-	$(GPU_RUN) tests.gpu.pieces $* $(if $(RESUME),--resume) $(ARGS)
+gpu-first gpu-second gpu-third:
+	$(GPU_RUN) tests.gpu.pieces $(@:gpu-%=%) $(if $(RESUME),--resume) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
