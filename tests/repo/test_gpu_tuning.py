@@ -81,7 +81,7 @@ def test_values_are_tried_on_a_cpu(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "tuning.jsonl").read_text().splitlines()]
     assert [(row["value"], row["default"]) for row in rows] == [(512, False), (192 * 2**20, True)]
     assert all(row["milliseconds"] > 0 and row["floor"] > 0 for row in rows)
-    assert done.stdout.count("fastest") == 1
+    assert done.stdout.count("fastest") in (1, 2)  # 2: the times are the same
 
 
 def test_a_value_without_time_is_told(tmp_path):
