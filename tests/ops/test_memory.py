@@ -67,8 +67,7 @@ def test_from_logits_beyond_logits_and_gradient_at_most_two_percent(dtype, entro
 def test_from_hidden_the_peak_is_flat_in_the_number_of_rows(dtype, objective):
     width, vocabulary, few, many = 64, 65536, 2048, 16384
     short = measured(FROM_HIDDEN, [few, width, vocabulary, dtype, objective])
-    # the least of two: how the allocator places its arenas differs from run to run
-    long = min(measured(FROM_HIDDEN, [many, width, vocabulary, dtype, objective]) for _ in range(2))
+    long = measured(FROM_HIDDEN, [many, width, vocabulary, dtype, objective])
     size = 4 if dtype == "float32" else 2
     explained = (many - few) * (width * size + 64)  # the gradient of hidden, per-token tensors
     assert long - short <= explained + 64 * MEGA, (short, long)
