@@ -28,7 +28,7 @@ CASES = {
     "fsdp2": ("fsdp2", PLAIN, {"gradient_accumulation_steps": 2}),
     "fsdp2 and torch.compile": ("fsdp2", PLAIN, {"uses": ("none", "fused"), "compiled": True}),
     "fsdp2 and a tied head": ("fsdp2", TIED, {"uses": ("none", "fused")}),
-    "fsdp2 and LoRA": ("fsdp2", PLAIN, {"uses": ("none", "fused"), "lora": True}),
+    "fsdp2 and LoRA": ("fsdp2", PLAIN, {"uses": ("none", "fused"), "lora": {}}),
     "fsdp2 on 4 ranks": ("fsdp2", PLAIN, {"uses": ("none", "fused"), "world": 4}),
 }
 
@@ -56,6 +56,18 @@ def test_five_steps_are_equal(name, tmp_path):
     model = save_model(tmp_path / "model", kind, **changes)
     wrapper = WRAPPERS[layout]
     check_equal(run_on_ranks(layout, model, tmp_path, **options), wrapper)
+
+
+def test_a_trainable_copy_of_the_head_has_the_mean_gradient_of_the_ranks(tmp_path):
+    """TRL's head reads the copy, which FSDP2 wraps apart, without a call: no rank hears another."""
+    model = save_model(tmp_path / "model", **PLAIN[1])
+    lora = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    options = {"lora": lora, "max_steps": 2}
+    found = run_on_ranks("fsdp2", model, tmp_path, uses=("none", "fused"), **options)
+    found["ddp"] = run_on_ranks("ddp", model, tmp_path, uses=("none",), **options)["none"]
+    theirs, ours, ddp = (found[use][0]["steps"][1]["grad_norm"] for use in ("none", "fused", "ddp"))
+    assert ours == pytest.approx(ddp, rel=1e-5)
+    assert theirs > 1.1 * ddp  # else docs/replace-the-loss.md is out of date
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

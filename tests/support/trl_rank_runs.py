@@ -31,8 +31,8 @@ def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), seconds=280,
         world: How many ranks.
         uses: Keys of `USES`.
         seconds: How long the ranks may take.
-        **options: Of `GRPOConfig`, or ``lora=True``, or ``compiled=True`` where fastrl is used, or
-            ``unknown_input=True`` for the batches of the last rank.
+        **options: Of `GRPOConfig`, or ``lora`` with options of `LoraConfig`, or ``compiled=True``
+            where fastrl is used, or ``unknown_input=True`` for the batches of the last rank.
     """
     command = [sys.executable, "-m", "tests.support.trl_rank_runs", layout, str(model)]
     command += [str(path / "out"), json.dumps(options), ",".join(uses)]
@@ -132,10 +132,10 @@ def _train(layout, model, out, options, fused):
     if options.pop("compiled", False) and fused is not None:
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     unknown_input = options.pop("unknown_input", False)
-    peft_config = None
-    if options.pop("lora", False):
-        lora = needed("peft").LoraConfig
-        peft_config = lora(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    lora, peft_config = options.pop("lora", None), None
+    if lora is not None:
+        lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **lora}
+        peft_config = needed("peft").LoraConfig(**lora)
     trainer = make_trainer(
         model,
         output_dir=f"{out}.directory",
