@@ -15,7 +15,7 @@ def is_traced(value: Tensor) -> bool:
         or isinstance(value, FakeTensor)
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         or get_proxy_mode() is not None
-        or _transformed()
+        or is_transformed()
     )
 
 
@@ -25,7 +25,7 @@ def refuse_transforms(function: str) -> None:
     Raises:
         RuntimeError: called inside a transform.
     """
-    if _transformed():
+    if is_transformed():
         raise RuntimeError(
             f"{function} cannot be transformed by torch.func (grad, vmap, jvp, ...), which has no "
             "rule for a gradient that a function computes itself; use backward() or "
@@ -34,11 +34,12 @@ def refuse_transforms(function: str) -> None:
         )
 
 
-def _transformed() -> bool:
+def is_transformed() -> bool:
+    """Return whether this runs inside a transform of `torch.func`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # torch.compile must evaluate this while tracing, inside the transforms of the traced code.
 # `torch.compiler.assume_constant_result` sets the same mark but imports torch._dynamo, which takes
 # a second.
-_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -33,6 +33,7 @@ from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 Lora = tuple[Tensor, Tensor, float]
 
 
+@ranks_agree
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,

@@ -23,6 +23,7 @@ from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.tracing import refuse_transforms
 
 
+@ranks_agree
 def token_logprobs(
     logits: Tensor,
     token_ids: Tensor,

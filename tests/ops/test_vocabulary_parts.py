@@ -10,6 +10,7 @@ from fastrl.ops import _row_stats
 from fastrl.ops._vocabulary_parts.described import described
 from tests.support.gloo_ranks import on_ranks
 from tests.support.vocabulary_rank_agreement import (
+    SAME,
     disagreements_on_ranks,
     gradients_on_ranks,
     other_settings_on_ranks,
@@ -18,6 +19,8 @@ from tests.support.vocabulary_rank_behavior import (
     collectives_on_ranks,
     compiled_on_ranks,
     dying_on_ranks,
+    likely_on_ranks,
+    other_rows_on_ranks,
     refusals_on_ranks,
     tensor_parallel_on_ranks,
     twice_on_ranks,
@@ -53,7 +56,9 @@ def test_one_collective_per_chunk(backend):
         assert rank["loss, partial"] == (forward, forward)
         assert rank["loss"] == ({**forward, "all_reduce": chunks},) * 2
         assert rank["logprobs, partial"] == (forward, forward)
-        assert rank["logprobs"] == (forward, {**forward, "all_reduce": in_backward})
+        rows = 1  # which ones have a gradient on any rank, once per backward
+        backward = {"all_gather": forward["all_gather"] + rows, "all_reduce": in_backward}
+        assert rank["logprobs"] == (forward, backward)
         assert rank["logits"] == ({"all_gather": sizes + 1},) * 2
         # the next chunk is projected before the ranks wait for each other
         assert order == "PS" + "PSW" * (chunks - 1) + "W"
@@ -87,7 +92,7 @@ def test_what_is_refused_is_refused_on_every_rank():
     differ = "must be the same on every rank of vocab_group, which splits the vocabulary and not"
     for name in ("ids", "masks", "temperatures", "advantages"):
         assert differ in first[f"other {name}"], name
-    assert first["other advantages"].startswith("ValueError: token_ids, advantages, mask must be")
+    assert first["other advantages"].startswith("ValueError: advantages must be the same on ever")
     empty = "ValueError: vocab_group: every rank needs at least one column of the vocabulary"
     assert first["an empty part"] == first["an empty part of logits"] == f"{empty}, got [0, 5]"
     outside = "ValueError: token_ids must lie in [0, 10) or be ignore_index, got 10 at (0, 3)"
@@ -101,19 +106,41 @@ def test_ranks_that_disagree_about_an_argument_all_raise():
     for ranks in changed:
         for place, ending in ranks.items():
             assert isinstance(ending, str), place
-            assert "must be the same on every rank" in ending or "make the same call" in ending
+            names, same, _ = ending.partition(" must be the same on every rank of vocab_group")
+            assert same, place
+            assert place.split(", ")[1] in names, (place, ending)
     for place, ending in refused[0].items():
         assert ending == "ValueError: vocab_group: this call raised on its ranks [1]; see there"
         assert refused[1][place].startswith(("TypeError", "ValueError")), place
         assert "its ranks [1]" not in refused[1][place]
-    assert len(results[0]) == len(results[1]) == 6
+    assert len(results[0]) == len(results[1]) == 6 * (1 + len(SAME))
     assert all(map(torch.equal, *results))
 
 
+def test_ranks_add_up_the_gradients_of_the_same_rows():
+    """Also where a loss of the caller is 0 at one row on the one rank, at another on the other."""
+    for whole, split in on_ranks(2, other_rows_on_ranks):
+        torch.testing.assert_close(split, whole)
+
+
+def test_a_likely_token_has_its_digits(backend):
+    z = torch.tensor([17.0, 0, -1, -2], dtype=torch.float64)
+    logprobs = z.log_softmax(0)
+    probs, entropy = logprobs.exp(), -(logprobs.exp() * logprobs).sum()
+    of_logprob = -probs + torch.tensor([1, 0, 0, 0])
+    of_entropy = -probs * (logprobs + entropy)
+    for rank, found in enumerate(on_ranks(2, likely_on_ranks, backend)):
+        own = slice(2 * rank, 2 * rank + 2)
+        expected = (logprobs[:1], of_logprob[own], entropy[None], of_entropy[own])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
+
+
 def test_ranks_that_disagree_about_a_setting_all_raise():
+    names = ("torch.is_grad_enabled()", "autocast", "backend", "the function")
     for texts in on_ranks(2, other_settings_on_ranks):
-        assert len(texts) == 4
-        assert all("ranks of vocab_group must make the same call" in text for text in texts)
+        for text, name in zip(texts, names, strict=True):
+            assert text.startswith(f"ValueError: {name} must be the same on every rank")
 
 
 def test_functions_are_told_apart_by_what_they_do():

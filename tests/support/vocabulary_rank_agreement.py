@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,7 +42,15 @@ CHANGES = {
     "token_ids": [({}, GIVEN["token_ids"].flip(0)), ({}, GIVEN["token_ids"].int())],
     "advantages": [({}, GIVEN["advantages"] * 2), ({}, GIVEN["advantages"].double())],
     "mask": [({}, 1 - GIVEN["mask"]), ({}, ONES)],
-    "cu_seqlens": [({}, torch.tensor([0, 1, 3, TOKENS])), ({}, torch.tensor([0, TOKENS]))],
+    "cu_seqlens": [
+        ({}, torch.tensor([0, 1, 3, TOKENS])),
+        ({}, torch.tensor([0, TOKENS])),
+        # as many entries as there are tokens, the difference at the one that is masked
+        (
+            {"cu_seqlens": torch.tensor([0, 1, 3, 4, 5, TOKENS])},
+            torch.tensor([0, 1, 2, 4, 5, TOKENS]),
+        ),
+    ],
     "bias": [({}, torch.zeros(COLUMNS))],
     "lora": [({}, LORA), ({"lora": LORA}, (*LORA[:2], 0.25))],
     "chunk_tokens": [({}, 2)],
@@ -52,9 +61,16 @@ CHANGES = {
     "logit_scale": [({}, 0.5)],
     "logit_softcap": [({}, 3.0)],
     "ignore_index": [({}, -1)],
-    "old_logprobs": [({}, -ONES), ({"old_logprobs": -ONES}, -ONES.double())],
-    "ref_logprobs": [({}, -ONES)],
-    "rollout_logprobs": [({**CORRECTED, "rollout_logprobs": -ONES}, -ONES.double())],
+    "old_logprobs": [
+        ({}, -ONES),
+        ({"old_logprobs": -ONES}, -ONES.double()),
+        ({"old_logprobs": -ONES}, -ONES - 1e-6),
+    ],
+    "ref_logprobs": [({}, -ONES), ({"ref_logprobs": -ONES}, -ONES - 1e-6)],
+    "rollout_logprobs": [
+        ({**CORRECTED, "rollout_logprobs": -ONES}, -ONES.double()),
+        ({**CORRECTED, "rollout_logprobs": -ONES}, -ONES - 1e-6),
+    ],
     "policy_weights": [({}, ONES), ({"policy_weights": ONES}, ONES * 2)],
     "objective": [
         ({}, "cispo"),
@@ -70,12 +86,29 @@ CHANGES = {
         ({**TWO_TERMS, "normalizer": {"policy": torch.tensor(2)}}, {"policy": torch.tensor(3)}),
     ],
     "group_size": [({**BY_PROMPT, "group_size": 3}, 1)],
-    "group_ids": [({**BY_PROMPT, "group_ids": torch.tensor([0, 0, 1])}, torch.tensor([0, 1, 1]))],
+    "group_ids": [({**BY_PROMPT, "group_ids": torch.tensor([0, 1, 1])}, torch.tensor([0, 1, 0]))],
     "inplace": [({}, True)],
     "inplace_backward": [({}, True)],
     "reduce_hidden_gradient": [({}, False)],
     "backend": [({}, "reference")],
 }
+
+#: What is the same another way: what every rank gives in addition, by parameter what rank 1 gives.
+SAME = [
+    ({}, {"temperature": 1, "logit_scale": np.float32(1), "ignore_index": np.int64(-100)}),
+    ({"logit_softcap": 3.0}, {"logit_softcap": 3, "mask": GIVEN["mask"] * 1}),
+    ({}, {"objective": Objective.preset("grpo"), "metrics": True, "backend": "cpu"}),
+    ({"normalizer": 3.0, "advantages": ONES * 0.0}, {"normalizer": 3, "advantages": ONES * -0.0}),
+    (
+        {**TWO_TERMS, "normalizer": {"policy": 2.0, "entropy": 3.0}},
+        {"normalizer": {"entropy": 3, "policy": 2}},
+    ),
+    # values that count for nothing: of a sequence without a token, and of a masked token
+    (
+        {**BY_PROMPT, "group_ids": torch.tensor([0, 1, 1])},
+        {"group_ids": torch.tensor([0, 2, 1]), "token_ids": torch.tensor([0, 1, 9, 3, 4, 5])},
+    ),
+]
 
 
 def split_functions():
@@ -88,11 +121,12 @@ def split_functions():
             yield function, parameters
 
 
-def outcome(function, parameters, changed):
-    """What a call of all ranks returns or raises."""
+def outcome(function, parameters, changed, *, transformed=False):
+    """What a call of all ranks returns or raises, or one inside a transform of torch.func."""
     given = {name: x for name, x in {**GIVEN, **changed}.items() if name in parameters}
+    call = functools.partial(function, **given, vocab_group=dist.group.WORLD)
     try:
-        return function(**given, vocab_group=dist.group.WORLD)
+        return torch.vmap(lambda _: call())(torch.zeros(1)) if transformed else call()
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -102,17 +136,23 @@ def disagreements_on_ranks():
 
     Between these, calls on which the ranks agree.
     """
-    changed, refused, agreed = {}, {}, []
+    changed, refused, agreed, other = {}, {}, [], dist.get_rank() == 1
     for function, parameters in split_functions():
         for name in parameters:
-            for case, (both, other) in enumerate(CHANGES[name]):
-                given = {**both, name: other} if dist.get_rank() else both
+            for case, (both, value) in enumerate(CHANGES[name]):
+                given = {**both, name: value} if other else both
                 place = f"{function.__name__}, {name}, {case}"
                 changed[place] = outcome(function, parameters, given)
-            nonsense = {name: object()} if dist.get_rank() else {}
+            nonsense = {name: object()} if other else {}
             refused[f"{function.__name__}, {name}"] = outcome(function, parameters, nonsense)
-        found = outcome(function, parameters, {})
-        agreed.append(found if isinstance(found, torch.Tensor) else found[0])
+        unknown = {"tempreature": 1.0} if other else {}
+        refused[f"{function.__name__}, tempreature"] = outcome(
+            function, [*parameters, *unknown], unknown
+        )
+        refused[f"{function.__name__}, vmap"] = outcome(function, parameters, {}, transformed=other)
+        for both, here in ({}, {}), *SAME:
+            found = outcome(function, parameters, {**both, **here} if other else both)
+            agreed.append(found if isinstance(found, torch.Tensor | str) else found[0])
     return changed, refused, agreed
 
 

@@ -219,18 +219,49 @@ def refusals_on_ranks():
         torch.tensor([1, 1, 1, 0]), objective=ours, cu_seqlens=torch.tensor([0, 4]),
         vocab_group=group,
     )  # fmt: skip
-    # as may sequences without a token, and what every rank computes may be rounded differently
+    # as may sequences without a token, and hidden states may be rounded differently
     per_sequence = torch.tensor([1.0, float("nan")] if rank else [1.0, 2.0])
     fastrl.logits_policy_loss(
         torch.randn(2, 3, 5) + rank, ids[1:].expand(2, 3), per_sequence,
         torch.tensor([[1, 1, 0], [0, 0, 0]]), temperature=per_sequence[:, None] + 1,
-        old_logprobs=torch.randn(2, 3) - rank, policy_weights=per_sequence, vocab_group=group,
+        old_logprobs=-torch.ones(2, 3), policy_weights=per_sequence, vocab_group=group,
     )  # fmt: skip
     fastrl.logits_policy_loss(
         torch.randn(3, 5), ids[1:], per_sequence, torch.tensor([1, 1, 0]),
         cu_seqlens=torch.tensor([0, 2, 3]), vocab_group=group,
     )  # fmt: skip
     return texts
+
+
+def other_rows_on_ranks():
+    """Gradients of hidden states where a loss leaves out one row on the one rank, another there."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    hidden, weight, ids = torch.randn(6, 8), torch.randn(10, 8), torch.arange(6)
+    part = weight[5 * rank : 5 * rank + 5]
+    found = []
+    for head, more in ((weight, {}), (part, {"vocab_group": group})):
+        states = hidden.clone().requires_grad_()
+        logprobs = fastrl.linear_token_logprobs(states, head, ids, **more)
+        slopes = torch.ones(6)
+        if more:
+            slopes[rank] = 0.0
+        (slopes @ logprobs).backward()
+        found.append(states.grad)
+    return [x[2:] for x in found]
+
+
+def likely_on_ranks(backend):
+    """A token that leads by 17 nats: its log-probability, entropy and their gradients."""
+    rank, token_ids = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
+    part = torch.tensor([[17.0, 0.0], [-1.0, -2.0]])[rank : rank + 1].requires_grad_()
+    more = {"outputs": ("logprobs", "entropy"), "backend": backend}
+    stats = fastrl.token_stats(part, token_ids, vocab_group=dist.group.WORLD, **more)
+    found = []
+    for stat in stats[:2]:
+        stat.sum().backward(retain_graph=True)
+        found += [stat.detach(), part.grad.flatten()]
+        part.grad = None
+    return found
 
 
 def compiled_on_ranks():

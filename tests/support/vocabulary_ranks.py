@@ -16,7 +16,12 @@ BOUNDS = torch.tensor([0, 10, 10, 31, ROWS])
 SCALINGS = {
     "plain": {},
     "scale, softcap, temperature": {"logit_scale": 0.5, "logit_softcap": 5.0, "temperature": 0.7},
-    "temperature per row": {"temperature": torch.linspace(0.5, 2, ROWS), "logit_scale": 1.3},
+    # 1 is also an id that tokens of other parts have when they count from their part
+    "temperature per row": {
+        "temperature": torch.linspace(0.5, 2, ROWS),
+        "logit_scale": 1.3,
+        "ignore_index": 1,
+    },
 }
 #: name -> (objective, options of the linear loss)
 LOSSES = {
@@ -63,6 +68,12 @@ def batch(V, dtype=torch.float32, banned=slice(0, 0)):
     return {name: x.to(dtype) for name, x in head.items()}, tokens
 
 
+def ids_of(tokens, options):
+    """The token ids with that of ``ignore_index`` where they are ignored."""
+    ids = tokens["token_ids"]
+    return torch.where(ids == -100, options.get("ignore_index", -100), ids)
+
+
 def near(found, expected, dtype, what):
     """A gradient: roundings of its dtype, and of float32 sums in another order.
 
@@ -101,7 +112,7 @@ def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), los
         options = SCALINGS[scaling]
         what = f"{backend}, {dtype}, {sizes}, {scaling}"
         whole, part = (x.clone().requires_grad_() for x in (logits, logits[:, own]))
-        ids, mask = tokens["token_ids"], tokens["mask"]
+        ids, mask = ids_of(tokens, options), tokens["mask"]
         expected, found = (
             fastrl.token_stats(x, ids, outputs=NAMES, mask=mask, backend=backend, **options, **more)
             for x, more in ((whole, {}), (part, {"vocab_group": group}))
@@ -137,10 +148,10 @@ def linear_on_ranks(sizes, backend, dtype, banned):
     V, own, results = sum(sizes), columns(sizes), []
     head, tokens = batch(V, dtype, banned=slice(*banned))
     parts = {**head, **{name: head[name][own] for name in ("weight", "bias", "lora_b")}}
-    ids, mask = tokens["token_ids"], tokens["mask"]
+    mask = tokens["mask"]
     old, upstream = torch.randn(ROWS) - 3, torch.randn(3, ROWS)
     for scaling, options in SCALINGS.items():
-        what = f"{backend}, {dtype}, {sizes}, {scaling}"
+        what, ids = f"{backend}, {dtype}, {sizes}, {scaling}", ids_of(tokens, options)
         outcomes = []
         for tensors, more in ((head, {}), (parts, {"vocab_group": dist.group.WORLD})):
             x = leaves(tensors)

@@ -29,6 +29,7 @@ from fastrl.ops._linear.chunks import (
 )
 from fastrl.ops._linear.walk import LinearWalk, Projected
 from fastrl.ops._loss.slopes import TokenSlopes
+from fastrl.ops._process_groups import gathered
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +77,9 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     may_flow = torch.zeros_like(active)
     for grad in grads:
         may_flow = may_flow if grad is None else may_flow | (grad != 0)
+    if call.parts.split() and call.parts.reduce_hidden_gradient and needs[0]:
+        # the ranks add up the gradients of the same rows, also where a loss differs by rounding
+        may_flow = gathered(may_flow.byte(), call.parts.process_group()).any(0)
     order = order_rows(active, may_flow, compact=call.compact)
     walk = LinearWalk(call, order._replace(scored=0), needs, exchanging=False)
     unused = row_max.new_empty(row_max.shape)
@@ -124,6 +128,7 @@ def linear_loss_pass(
     logprobs, entropy, *_ = walk.no_stats()
     one_kernel = call.on_gpu() and slopes.function is None and not call.parts.split()
     compacting = call.compact and call.hidden.device.type == "cpu" and not one_kernel
+    compacting &= not call.parts.split()  # the ranks add up the gradients of the same rows
     differentiable = any(needs)
     in_one_kernel = one_kernel and differentiable
     chunks = [
@@ -182,7 +187,6 @@ def _train(
         if not bool(has_gradient.all()):
             logits, kept = compact_rows(logits, has_gradient)
             states, rows = states[kept], take_rows(rows, kept)
-            part = None if part is None else part.taken(kept)
             stats = RowStats._make(stat[kept] for stat in stats)
             slope = slope[kept]
             entropy_slope = None if entropy_slope is None else entropy_slope[kept]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import ParamSpec, TypeVar, cast
 from zlib import crc32
 
@@ -13,19 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastrl.objective import as_objective
 from fastrl.ops._process_groups import checked_group, gathered
 from fastrl.ops._vocabulary_parts.described import described
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
-from fastrl.tracing import is_traced
+from fastrl.tracing import is_traced, is_transformed
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: The dimension in which an argument is split; its values are the rank's own.
 _SPLIT = {"logits": -1, "weight": 0, "bias": 0, "lora": 0}
-#: What ranks compute by themselves and may round differently; compared but for the values.
-_COMPUTED = ("hidden", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+#: What each rank computes and may round differently; its values are not compared.
+_COMPUTED = ("hidden",)
 _REFUSED = -1  # in place of the size of a part
+_MOST = 32  # arguments; what a rank sends is as long for every function
 
 
 def ranks_agree(function: Callable[P, R]) -> Callable[P, R]:
@@ -40,6 +43,8 @@ def ranks_agree(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if agreement_of(kwargs.get("vocab_group")) is not None:  # for the function that calls this
+            return function(*args, **kwargs)
         group = checked_group(kwargs.get("vocab_group"), "vocab_group")
         if group is None:
             given = kwargs[part] if part in kwargs else (*args, None, None)[place]
@@ -67,8 +72,8 @@ def _together(
     kwargs: Mapping[str, object],
 ) -> R:
     agreement = Agreement(group, function, args, kwargs)
-    agreement.refuse_traces()
     try:
+        agreement.refuse_traces()
         return function(*args, **{**kwargs, "vocab_group": agreement})
     except Exception:
         agreement.refuse()
@@ -97,6 +102,8 @@ class Agreement:
             torch.cuda.is_current_stream_capturing()
         )
         if captured or any(map(is_traced, self._given)):
+            # only inside torch.func the other ranks can be told
+            self._waits = self._waits and is_transformed() and not captured
             raise ValueError(
                 "vocab_group cannot be used in a trace, in torch.func or while a CUDA graph is "
                 "captured: the ranks exchange the sizes of their parts, for which the host waits"
@@ -105,12 +112,12 @@ class Agreement:
     def refuse(self) -> None:
         """Tell the other ranks that this one raises, unless they have met already."""
         if self._waits:
-            self._exchanged(_REFUSED, 0, None)
+            self._exchanged([_REFUSED])
 
     def parts(self, size: int, active: Tensor, backend: str) -> VocabularyParts:
         """Exchange the sizes of the parts; compare the arguments, and which backend computes.
 
-        Takes one collective of three integers, which the host waits for. `active` says which tokens
+        Takes one collective of 66 integers, which the host waits for. `active` says which tokens
         count; what is given for others is not compared.
 
         Raises:
@@ -122,65 +129,73 @@ class Agreement:
         reduce = bool(given.get("reduce_hidden_gradient", True))
         if not self._waits and size > 0:
             return WHOLE
-        text = self._text(given, backend, active.device.type)
+        given["backend"] = backend  # what computes is compared, not how it was chosen
+        if "objective" in given:
+            given["objective"] = as_objective(given["objective"])
+        texts = {name: described(x, _SPLIT.get(name)) for name, x in given.items()}
+        texts |= _settings(active.device.type)
+        read = {name: [*_tensors(x)] for name, x in given.items() if name not in _SPLIT}
         active = active.reshape(given["token_ids"].shape)
+        read = {**read, "mask": [active]}
+        read = {name: each for name, each in read.items() if each and name not in _COMPUTED}
+        digests = [crc32(x.encode()) for x in (self._function.__name__, *texts.values())]
         counted = _counted(active, given.get("cu_seqlens"))
-        read = {
-            name: [*_tensors(x)]
-            for name, x in {**given, "mask": active}.items()
-            if name not in _SPLIT and name not in _COMPUTED
-        }
-        values = torch.cat([_integers(x, active, counted) for each in read.values() for x in each])
-        exchanged = self._exchanged(size, crc32(text.encode()), values).tolist()
-        sizes, calls, digests = zip(*exchanged, strict=True)
-        if _REFUSED in sizes:
-            ranks = [rank for rank, size in enumerate(sizes) if size == _REFUSED]
-            raise ValueError(f"vocab_group: this call raised on its ranks {ranks}; see there")
-        if len(set(calls)) > 1:
-            raise ValueError(
-                "all ranks of vocab_group must make the same call, with the same options, shapes, "
-                f"dtypes and tensors that need a gradient; they differ, this rank has {text}"
-            )
-        if len(set(digests)) > 1:
-            raise ValueError(
-                f"{', '.join(name for name, each in read.items() if each)} must be the same on "
-                "every rank of vocab_group, which splits the vocabulary and not the tokens; "
-                "they differ"
-            )
+        ranks = self._exchanged([size, *digests], _digests(read, active, counted))
+        sizes = [row[0] for row in ranks]
+        _refuse_differences(ranks, self._function.__name__, texts, [*read])
         if 0 in sizes:
             raise ValueError(
-                "vocab_group: every rank needs at least one column of the vocabulary, "
-                f"got {[*sizes]}"
+                f"vocab_group: every rank needs at least one column of the vocabulary, got {sizes}"
             )
-        rank = dist.get_rank(self.group)
-        return VocabularyParts(self.group.group_name, rank, [*sizes], reduce)
+        return VocabularyParts(self.group.group_name, dist.get_rank(self.group), sizes, reduce)
 
-    def _text(self, given: Mapping[str, object], backend: str, device: str) -> str:
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        parameters = _signature(self._function).parameters
-        texts = {name: described(x, _SPLIT.get(name)) for name, x in given.items()}
-        changed = (
-            f"{name}={text}"
-            for name, text in texts.items()
-            if text != repr(parameters[name].default)
-        )
-        dtype = torch.get_autocast_dtype(device) if autocast else None
-        return (
-            f"{self._function.__name__}({', '.join(changed)}) on backend {backend}, "
-            f"grad enabled: {torch.is_grad_enabled()}, autocast: {dtype}"
-        )
-
-    def _exchanged(self, size: int, call: int, values: Tensor | None) -> Tensor:
-        """Return what the ranks send, `[R, 3]`."""
+    def _exchanged(self, numbers: Sequence[int], digests: Tensor | None = None) -> list[list[int]]:
+        """Return what each rank sends."""
         self._waits = False
         # a rank that refuses may have been given tensors on other devices than those of the group
         kinds = [device.type for device in self.group._device_types]
         devices = [x.device for x in self._given if x.device.type in kinds]
         devices.sort(key=lambda device: device.type == "cpu")
         device = (*devices, torch.device(kinds[0]))[0]
-        number = functools.partial(torch.full, (), dtype=torch.int64, device=device)
-        digest = number(0) if values is None else _digest(values)
-        return gathered(torch.stack([number(size), number(call), digest]), self.group)
+        assert len(numbers) <= 2 + _MOST
+        unused = [0] * (2 + _MOST - len(numbers))
+        sent = torch.tensor([*numbers, *unused], device=device)
+        values = sent.new_zeros(_MOST)
+        if digests is not None:
+            values[: len(digests)] = digests
+        ranks: list[list[int]] = gathered(torch.cat([sent, values]), self.group).tolist()
+        return ranks
+
+
+def _settings(device: str) -> dict[str, str]:
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return {
+        "torch.is_grad_enabled()": str(torch.is_grad_enabled()),
+        "autocast": str(torch.get_autocast_dtype(device) if autocast else None),
+    }
+
+
+def _refuse_differences(
+    ranks: Sequence[Sequence[int]], function: str, texts: Mapping[str, str], read: Sequence[str]
+) -> None:
+    refused = [rank for rank, (size, *_) in enumerate(ranks) if size == _REFUSED]
+    if refused:
+        raise ValueError(f"vocab_group: this call raised on its ranks {refused}; see there")
+    _, call, *differ = (len(set(column)) > 1 for column in zip(*ranks, strict=True))
+    same = "must be the same on every rank of vocab_group"
+    if call:
+        raise ValueError(f"the function {same}; this rank calls {function}")
+    if names := [*compress(texts, differ[:_MOST])]:
+        found = ", ".join(f"{name}: {texts[name]}" for name in names)
+        raise ValueError(
+            f"{', '.join(names)} {same} (of tensors the dtype, the shape and whether they need a "
+            f"gradient); this rank has {found}"
+        )
+    if names := [*compress(read, differ[_MOST:])]:
+        raise ValueError(
+            f"{', '.join(names)} {same}, which splits the vocabulary and not the tokens; "
+            "the values differ"
+        )
 
 
 @functools.cache
@@ -204,21 +219,27 @@ def _counted(active: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return before[cu_seqlens[:-1].long()] < before[cu_seqlens[1:].long()]
 
 
-def _integers(values: Tensor, active: Tensor, counted: Tensor) -> Tensor:
+def _digests(given: Mapping[str, Sequence[Tensor]], active: Tensor, counted: Tensor) -> Tensor:
+    """Return for each argument an integer that differs where values do, but for a coincidence."""
+    bits = [
+        torch.cat([_integers(x, name, active, counted) for x in each])
+        for name, each in given.items()
+    ]
+    places = torch.cat([torch.arange(1, len(x) + 1, device=active.device) for x in bits])
+    mixed = torch.cat(bits) + places * 0x1E3779B97F4A7C15  # the steps of splitmix64
+    for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return torch.stack([x.sum() for x in mixed.split([len(x) for x in bits])])
+
+
+def _integers(values: Tensor, name: str, active: Tensor, counted: Tensor) -> Tensor:
     """Return the bits of values as `[N]`, of those that belong to no active token as of 0."""
     real = values.is_floating_point()
     values = values.detach().to(torch.float64 if real else torch.int64)
+    if name == "cu_seqlens":  # may have as many entries as there are tokens
+        return values
     if values.shape == active.shape:
         values = torch.where(active, values, 0)
-    elif real and values.shape in (counted.shape, (len(counted), 1)):
+    elif values.shape in (counted.shape, (len(counted), 1)):
         values = torch.where(counted.reshape(values.shape), values, 0)
-    return values.reshape(-1).view(torch.int64)
-
-
-def _digest(bits: Tensor) -> Tensor:
-    """Return an integer that differs where values or places do, but for a coincidence."""
-    places = torch.arange(1, bits.shape[0] + 1, device=bits.device)
-    mixed = bits + places * 0x1E3779B97F4A7C15  # the steps of splitmix64
-    for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    return mixed.sum()
+    return (values + 0).reshape(-1).view(torch.int64)  # -0.0 is 0.0

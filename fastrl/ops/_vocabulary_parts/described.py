@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from enum import Enum
 from numbers import Number
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -13,13 +14,16 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-_PLAIN = (str, float, int, type(None), bytes, slice, torch.dtype, Number)
+_PLAIN = (str, type(None), bytes, bytearray, slice, range, Enum, torch.dtype, Number)
 
 
-def described(value: Any, split: int | None = None, within: tuple[object, ...] = ()) -> str:
+def described(
+    value: Any, split: int | None = None, known: dict[int, tuple[object, str]] | None = None
+) -> str:
     """Return what is the same in two processes with the same argument, without values of tensors.
 
-    `split` is a dimension in which tensors may differ; `within` are the objects around this one.
+    Numbers of the same value are the same, whatever their type. `split` is a dimension in which
+    tensors may differ; `known` has what was described before, by its id, and keeps it alive.
     """
     if isinstance(value, Tensor):
         shape = [*value.shape]
@@ -27,17 +31,27 @@ def described(value: Any, split: int | None = None, within: tuple[object, ...] =
             del shape[split]
         gradient = ", requires_grad" if value.requires_grad else ""
         return f"{value.device.type} {value.dtype} {shape}{gradient}"
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # of NumPy
+    if isinstance(value, int | float) and not isinstance(value, bool | Enum):
+        return str(float(value) if abs(value) < 2**53 else value)
     if isinstance(value, _PLAIN):
         return repr(value)
-    if any(value is x for x in within):
-        return "..."
-    inner = functools.partial(described, split=split, within=(*within, value))
+    known = {} if known is None else known
+    if id(value) not in known:
+        known[id(value)] = value, "..."  # within itself
+        inner = functools.partial(described, split=split, known=known)
+        known[id(value)] = value, _of_parts(value, inner)
+    return known[id(value)][1]
+
+
+def _of_parts(value: Any, inner: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{inner(key)}: {inner(x)}' for key, x in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{inner(key)}: {inner(x)}' for key, x in value.items()))}}}"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(inner, value))})"
     if isinstance(value, frozenset | set):
-        return inner(sorted(map(inner, value)))
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
     named = value if hasattr(value, "__qualname__") else type(value)
     name = f"{getattr(named, '__module__', None)}.{named.__qualname__}"
     made_of = _made_of(value)
@@ -60,4 +74,11 @@ def _made_of(value: Any) -> object:
         return None
     if isinstance(value, torch.nn.Module) and any(True for _ in value.parameters()):
         return None  # a model holds more than what the function does, also its place in the run
-    return type(value).__call__ if callable(value) else None, getattr(value, "__dict__", None)
+    return type(value).__call__ if callable(value) else None, _attributes(value)
+
+
+def _attributes(value: Any) -> dict[str, object]:
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for one in slots for name in ([one] if isinstance(one, str) else one)]
+    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}

@@ -94,8 +94,8 @@ def part_stats(
     return torch.stack(
         reference.PartStats(
             row_max=torch.where(empty, float("-inf"), stats.row_max),
-            log_sum=torch.where(empty, 0.0, stats.log_sum),
-            entropy=torch.where(empty, 0.0, stats.entropy),
+            log_sum=stats.log_sum,
+            entropy=stats.entropy,
             sum_sq_probs=torch.where(empty, 0.0, stats.sum_sq_probs),
             token_logit=torch.where(part.own & active, token_logit, 0.0),
         )
