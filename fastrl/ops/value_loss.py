@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal, NamedTuple
 
 import torch
@@ -114,7 +115,10 @@ def value_loss(
     )
     with torch.no_grad():
         mean_return = masked_mean(r, active)
-        spread = masked_mean((r - mean_return).square(), active)
+        # relative to one of them, since the rounded mean of equal returns may differ from them
+        largest = torch.cat([r.new_full((1,), -inf), torch.where(active, r, -inf).reshape(-1)])
+        apart = torch.where(active, r - largest.amax(), 0.0)
+        spread = masked_mean((apart - masked_mean(apart, active)).square(), active)
         error = r - v
         unexplained = masked_mean((error - masked_mean(error, active)).square(), active)
         explained = 1 - unexplained / torch.where(spread > 0, spread, 1.0)

@@ -28,21 +28,33 @@ def shifted_logits(
     """Return z - max z and max z for z = softcap(logit_scale * logits) / temperature.
 
     The maximum is subtracted before anything is rounded, so a common offset of the logits costs no
-    precision. A logit of -inf excludes its token: it remains -inf under a softcap and gets no
-    gradient. A temperature that is a tensor is per row. Where the logits are a part of the row,
-    `row_max` is the largest logit of the whole row.
+    precision, and with its gradient, so that of the likeliest token is a sum over the others. A
+    logit of -inf excludes its token: it remains -inf under a softcap and gets no gradient. A
+    temperature that is a tensor is per row. Where the logits are a part of the row, `row_max` is
+    the largest logit of the whole row, a constant.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature[..., None].to(logits.dtype)
     u = squashed(logits, logit_scale, logit_softcap)
     factor = 1.0 if logit_softcap is not None else logit_scale
     if row_max is None:
-        largest = u.detach().amax(-1, keepdim=True)
+        largest = u.gather(-1, u.argmax(-1, keepdim=True))
     else:
         largest = squashed(row_max, logit_scale, logit_softcap)[..., None]
     excluded = logits == float("-inf")
     shifted = torch.where(excluded, float("-inf"), (u - largest) * factor / temperature)
     return shifted, largest * factor / temperature
+
+
+def log_sum_exp(shifted: Tensor) -> Tensor:
+    """Return log sum exp t, `[..., 1]`, for the t of `shifted_logits`.
+
+    As log1p of all but the maximum it has its digits where one token has nearly all probability.
+    """
+    columns = torch.arange(shifted.shape[-1], device=shifted.device)
+    top = columns == shifted.argmax(-1, keepdim=True)
+    # expm1 is 0 at the maximum, NaN in a row with NaN, and -1 in one of nothing but -inf
+    return torch.where(top, shifted.expm1(), shifted.exp()).sum(-1, keepdim=True).log1p()
 
 
 def token_stats(
@@ -56,7 +68,7 @@ def token_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return logprobs, entropy, logsumexp, sum of squared probabilities, and is_top1.
 
-    With t = z - max z:  log p = t - log sum exp t,  H = -sum p log p.
+    With t = z - max z:  log p = t - log sum exp t,  H = log sum exp t - sum p t.
     Inactive rows have no effect, and all their outputs are 0. In an active row with an id outside
     the vocabulary the log-probability is NaN.
     """
@@ -67,14 +79,14 @@ def token_stats(
     known = (token_ids >= 0) & (token_ids < logits.shape[-1])
     token_ids = torch.where(active & known, token_ids, 0)[..., None]
     shifted, maximum = shifted_logits(x, temperature, logit_scale, logit_softcap)
-    log_sum = shifted.exp().sum(-1, keepdim=True).log()
+    log_sum = log_sum_exp(shifted)
     logprobs = shifted - log_sum
     probs = logprobs.exp()
     # 0 log 0 = 0: a token of probability 0 contributes neither to the entropy nor to its gradient
-    finite_logprobs = torch.where(probs == 0, 0.0, logprobs)
+    finite = torch.where(probs == 0, 0.0, shifted)
     stats = (
         torch.where(known, logprobs.gather(-1, token_ids)[..., 0], float("nan")),
-        -(probs * finite_logprobs).sum(-1),
+        log_sum[..., 0] - (probs * finite).sum(-1),
         (maximum + log_sum)[..., 0],
         probs.detach().square().sum(-1),
     )

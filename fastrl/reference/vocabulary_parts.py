@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl.contract import RowArguments, RowStats
 from fastrl.reference.inner_graph import inner_graph
-from fastrl.reference.token_stats import shifted_logits, squashed
+from fastrl.reference.token_stats import log_sum_exp, shifted_logits, squashed
 
 
 class PartStats(NamedTuple):
@@ -36,15 +36,13 @@ def part_stats(logits: Tensor, active: Tensor, own: Tensor, rows: RowArguments) 
         x, _temperature(rows, active), rows.logit_scale, rows.logit_softcap or None
     )
     row_max = x.amax(-1)
-    empty = row_max == float("-inf")
-    log_sum = torch.where(empty, 0.0, shifted.exp().sum(-1).log())
-    logprobs = shifted - log_sum[..., None]
-    probs = logprobs.exp()
+    log_sum = torch.where(row_max == float("-inf"), 0.0, log_sum_exp(shifted)[..., 0])
+    probs = (shifted - log_sum[..., None]).exp()
     token_logit = x.gather(-1, torch.where(own, rows.token_ids, 0)[..., None])[..., 0]
     return PartStats(
         row_max=row_max,
         log_sum=log_sum,
-        entropy=-(probs * torch.where(probs == 0, 0.0, logprobs)).sum(-1),
+        entropy=log_sum - (probs * torch.where(probs == 0, 0.0, shifted)).sum(-1),
         sum_sq_probs=probs.square().sum(-1),
         token_logit=torch.where(own & active, token_logit, 0.0),
     )
@@ -113,20 +111,21 @@ def part_gradient(
             rows.logit_softcap or None,
             stats.row_max,
         )
-        exponentials = shifted.exp()
-        finite = torch.where(exponentials == 0, 0.0, shifted)
-        share = exponentials.sum(-1) * (-stats.log_sum).exp()
-        mean = (exponentials * finite).sum(-1) * (-stats.log_sum).exp()
-        token = shifted.gather(-1, torch.where(active, token_ids, 0)[..., None])[..., 0]
-        of_logprob, of_entropy, of_logsumexp = (
-            torch.zeros_like(share) if slope is None else slope for slope in slopes
-        )
-        # dH = (1 + mean z over the whole row) dS / S - d(sum exp(t) t) / S
-        of_share = of_logsumexp - of_logprob
-        of_share = of_share + of_entropy * (1 + stats.log_sum - stats.entropy)
-        loss = torch.where(of_logprob == 0, 0.0, of_logprob * token)
-        loss = loss + of_share * share - of_entropy * mean
-        (gradient,) = torch.autograd.grad(torch.where(active, loss, 0.0).sum(), leaf)
+        with torch.no_grad():
+            logprobs = shifted - stats.log_sum[..., None]
+            probs = logprobs.exp()
+            finite = torch.where(probs == 0, 0.0, logprobs)
+            of_logprob, of_entropy, of_logsumexp = (
+                torch.zeros_like(probs[..., :1]) if slope is None else slope[..., None]
+                for slope in slopes
+            )
+            columns = torch.arange(probs.shape[-1], device=probs.device)
+            own = (columns == token_ids[..., None]) & (of_logprob != 0)
+            slope = torch.where(own, -logprobs.expm1(), -probs) * of_logprob
+            slope = slope + of_logsumexp * probs
+            slope = slope - of_entropy * probs * (finite + stats.entropy[..., None])
+            slope = torch.where(active[..., None], slope, 0.0)
+        (gradient,) = torch.autograd.grad(shifted, leaf, slope)
     return gradient
 
 

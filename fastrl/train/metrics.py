@@ -118,5 +118,5 @@ def lengths(rollout: Rollout, computed: list[TokenCount]) -> dict[str, float]:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Share of the returns' variance that the values explain; 0 if the returns are constant."""
     y, error = returns[mask], (returns - values)[mask]
-    variance = y.var(correction=0)
+    variance = (y - y[:1]).var(correction=0)  # the rounded mean of equal returns may differ
     return float(torch.where(variance > 0, 1 - error.var(correction=0) / variance, 0.0))

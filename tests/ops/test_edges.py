@@ -351,3 +351,20 @@ def test_the_slope_of_a_softcap_has_its_digits_next_to_the_cap(backend):
     came, wanted = gradient(torch.float32, backend), gradient(torch.float64, "reference")
     # ten roundings, 12 of the exponent 2 x, and 1 - p, which is above 1 / 3
     assert (came - wanted).abs().le(25 * 2**-24 * wanted.abs()).all(), came / wanted - 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])  # Triton has them up to 15 nats
+@pytest.mark.parametrize("lead", [12.0, 17.0])
+def test_a_likely_token_has_its_digits(backend, lead):
+    """1 - p, which float32 has not where p is nearly 1."""
+
+    def found(dtype, backend):
+        leaf = torch.tensor([[lead, 0.0, -1.0]], dtype=dtype, requires_grad=True)
+        more = {"outputs": ("logprobs", "entropy"), "backend": backend}
+        stats = fastrl.token_stats(leaf, torch.zeros(1, dtype=torch.int64), **more)[:2]
+        gradients = [torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in stats]
+        return torch.cat([*stats, *(x.flatten() for x in gradients)]).double()
+
+    wanted = found(torch.float64, "reference")
+    assert wanted[0].item() == pytest.approx(-math.log1p(math.exp(-lead) + math.exp(-lead - 1)))
+    torch.testing.assert_close(found(torch.float32, backend), wanted, rtol=1e-5, atol=0)
