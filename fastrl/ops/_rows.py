@@ -65,7 +65,7 @@ def as_rows(
         x, ids = x[None], ids[None]
         checked_mask = None if checked_mask is None else checked_mask[None]
         if isinstance(temperature, Tensor) and temperature.dim() == 1:
-            temperature = temperature[None]
+            temperature = floating("temperature", temperature)[None]
     rows = RowArguments(
         token_ids=saveable(ids.contiguous()),
         mask=None if checked_mask is None else saveable(checked_mask.contiguous()),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from fastrl.checks import floating, one_of
+from fastrl.checks import floating, on_device, one_of
 from fastrl.contract import METRICS
 from fastrl.ops._process_groups import checked_group, gathered, size_of
 
@@ -118,7 +118,11 @@ def reduce_metrics(
         tensor(5.)
     """
     one_of("policy_loss", policy_loss, ("sum", "mean", "rank-mean"))
-    table = torch.stack([_vector(item) for item in _sequence(metrics)])
+    vectors = [_vector(item) for item in _sequence(metrics)]
+    first, *others = vectors
+    for number, vector in enumerate(others, 1):
+        on_device(f"metrics[{number}]", vector, first, "the first")
+    table = torch.stack(vectors)
     dtype, table = table.dtype, table.double()
     columns = dict(zip(METRICS, table.unbind(1), strict=True))
     tokens = columns["active_tokens"][:, None]
@@ -175,6 +179,7 @@ def _vector(metrics: object) -> Tensor:
             raise ValueError(
                 f"metrics[{name!r}] must be a 0-d tensor, got shape {tuple(metrics[name].shape)}"
             )
+        on_device(f"metrics[{name!r}]", metrics[name], metrics[METRICS[0]], "the others")
     return torch.stack([metrics[name].detach() for name in METRICS])
 
 

@@ -27,7 +27,7 @@ def gae(
     tokens = rewards.shape[1]
     zero = rewards.new_zeros(())
     per_token = bootstrap_values is not None and bootstrap_values.dim() == 2
-    last_of = {} if cu_seqlens is None else _sequence_ends(cu_seqlens)
+    last_of = {} if cu_seqlens is None or cu_seqlens.is_meta else _sequence_ends(cu_seqlens)
 
     next_advantage = next_value = rewards.new_zeros(rewards.shape[0])
     # whether no active token of the sequence follows

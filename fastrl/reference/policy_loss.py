@@ -221,6 +221,8 @@ def _evaluate(
     function: TokenLoss, logprobs: Tensor, old: Tensor, ref: Tensor | None, advantages: Tensor
 ) -> Tensor:
     policy = function(logprobs, old, ref, advantages)
+    if isinstance(policy, Tensor) and (policy.is_nested or policy.layout is not torch.strided):
+        raise TypeError(f"objective must return a dense tensor, got {policy.layout}")
     if not isinstance(policy, Tensor) or policy.shape != logprobs.shape:
         given = tuple(policy.shape) if isinstance(policy, Tensor) else type(policy).__name__
         raise ValueError(

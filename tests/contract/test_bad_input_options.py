@@ -98,6 +98,11 @@ CALLS = [
         ValueError,
         "objective must return a loss that is differentiable in logprobs, got a constant",
     ),
+    (
+        lambda: loss(lambda logprobs, old, ref, advantages: logprobs.to_sparse()),
+        TypeError,
+        "objective must return a dense tensor, got torch.sparse_coo",
+    ),
     # groups without members
     (
         lambda: fastrl.group_advantages(zeros(0), group_size=-3),
@@ -120,6 +125,11 @@ CALLS = [
         lambda: metrics_of(kl=torch.tensor(1)),
         TypeError,
         "metrics['kl'] must be a floating-point tensor ... got torch.int64",
+    ),
+    (
+        lambda: metrics_of(kl=zeros((), device="meta")),
+        ValueError,
+        "metrics['kl'] must be on cpu like the others, got a tensor on meta",
     ),
     # integers beyond 64 bits
     (

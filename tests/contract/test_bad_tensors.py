@@ -36,6 +36,7 @@ KINDS = {
     "Tensor (torch.sparse_coo)": torch.Tensor.to_sparse,
     "Tensor (nested)": lambda x: torch.nested.nested_tensor([x]),
     "Tensor (torch.quint8)": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.quint8),
+    "Tensor (torch._mkldnn)": lambda x: x.float().to_mkldnn(),
     "MaskedTensor": lambda x: torch.masked.masked_tensor(x, torch.ones_like(x).bool()),
 }
 ARGUMENTS = [
@@ -73,7 +74,7 @@ def test_a_tensor_that_is_not_dense(name, argument, kind):
     if argument == "lora":
         arguments[argument], named = (KINDS[kind](zeros(2, 4)), zeros(5, 2), 1.0), "lora[0]"
     elif argument == "metrics":
-        changed = METRICS["policy_loss"][None] if "nested" in kind else METRICS["kl"]
+        changed = METRICS["kl"] if "sparse" in kind or "quint8" in kind else METRICS["kl"][None]
         arguments[argument], named = {**METRICS, "kl": KINDS[kind](changed)}, "metrics['kl']"
     else:
         arguments[argument] = KINDS[kind](arguments[argument])

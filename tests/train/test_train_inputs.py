@@ -187,6 +187,7 @@ def test_invalid_rewards(function, message):
         ("precision", "float8"),
         *(("name", name) for name in ("a/b", "", "..", " ", "a ", "a\nb", "\x1b[2J", "\x00")),
         *(("name", name) for name in ("a\u202eb", "\u200b", "\ud800", 300 * "a", 100 * "\u20ac")),
+        *(("out_dir", path) for path in ("", " ", "a\x00b", "runs\u202e")),
         ("reward", "just_a_name"),
         ("minibatches", 100_000),
         ("held_out_file", "only_this.jsonl"),

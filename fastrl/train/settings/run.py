@@ -32,11 +32,15 @@ class RunSettings:
     )
 
     def check_run(self) -> None:
-        """Raise a `ValueError` if the name or the seed cannot be used."""
+        """Raise a `ValueError` if the name, the directory or the seed cannot be used."""
         if self.name is not None and not _names_a_directory(self.name):
             raise ValueError(
                 "name must be a plain directory name of printable characters, at most 255 bytes, "
                 f"without a space at its ends, got {self.name[:80]!r} ({len(self.name)} characters)"
+            )
+        if not self.out_dir.isprintable() or not self.out_dir.strip():
+            raise ValueError(
+                f"out_dir must be a path of printable characters, got {self.out_dir[:80]!r}"
             )
         if self.seed >= 2**31:
             raise ValueError(f"seed must be below 2**31, got {self.seed}")
