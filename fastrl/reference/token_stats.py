@@ -28,10 +28,10 @@ def shifted_logits(
     """Return z - max z and max z for z = softcap(logit_scale * logits) / temperature.
 
     The maximum is subtracted before anything is rounded, so a common offset of the logits costs no
-    precision, and with its gradient, so that of the likeliest token is a sum over the others. A
-    logit of -inf excludes its token: it remains -inf under a softcap and gets no gradient. A
-    temperature that is a tensor is per row. Where the logits are a part of the row, `row_max` is
-    the largest logit of the whole row, a constant.
+    precision. Where it has more than half of the probability, it has a gradient: that of its logit
+    is then a sum over the other tokens, and not 1 - p. A logit of -inf excludes its token: it
+    remains -inf under a softcap and gets no gradient. A temperature that is a tensor is per row.
+    Where the logits are a part of the row, `row_max` is the largest logit of the whole row.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature[..., None].to(logits.dtype)
@@ -39,10 +39,14 @@ def shifted_logits(
     factor = 1.0 if logit_softcap is not None else logit_scale
     if row_max is None:
         largest = u.gather(-1, u.argmax(-1, keepdim=True))
+        others = ((u - largest) * factor / temperature).detach().exp().sum(-1, keepdim=True) - 1
+        largest = torch.where(others < 1, largest, largest.detach())
     else:
         largest = squashed(row_max, logit_scale, logit_softcap)[..., None]
-    excluded = logits == float("-inf")
-    shifted = torch.where(excluded, float("-inf"), (u - largest) * factor / temperature)
+    largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row of nothing but -inf
+    excluded = torch.where(logits == float("-inf"), float("-inf"), 0.0)
+    # an excluded token keeps the gradient of the maximum
+    shifted = (torch.where(excluded == 0, u, 0.0) - largest) * factor / temperature + excluded
     return shifted, largest * factor / temperature
 
 
