@@ -284,6 +284,8 @@ def test_missing_arguments_are_named():
         ours.compute_approx_kl(x, x, kl_estimator="abs")
     with pytest.raises(TypeError, match="pass kl_estimator by keyword"):
         ours.compute_approx_kl(x, x, "k3")
+    with pytest.raises(TypeError, match="pass enable_vllm_is_correction by keyword"):
+        ours.PolicyLoss(0.2, 0.2, None, True, "ppo", False)  # as in 0.11.0
 
 
 @pytest.mark.skipif(INSTALLED is None, reason="needs OpenRLHF's files")

@@ -77,8 +77,11 @@ def test_what_is_no_causal_language_model_is_refused_by_name():
         lm_head(torch.nn.Linear(2, 2))
     config = transformers.T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1)
     model = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(ValueError, match="got the encoder and decoder T5ForConditional"):
+    sentence = "got the encoder and decoder T5ForConditional.*`fastrl.logits_policy_loss`"
+    with pytest.raises(ValueError, match=sentence):
         lm_head(model)
+    with pytest.raises(ValueError, match=r"must have an LM head.* with `AutoModelForCausalLM`"):
+        lm_head(tiny("llama").model)
 
 
 def needed(package):

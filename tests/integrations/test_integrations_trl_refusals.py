@@ -7,7 +7,7 @@ import torch
 
 from tests.support.trl_runs import VOCABULARY, make_model, make_trainer, needed, save_model
 
-trl = needed("trl")
+transformers, trl = needed("transformers"), needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.rules import REFUSED  # noqa: E402
 
@@ -77,7 +77,8 @@ def test_a_subclass_with_scores_of_its_own_is_refused(trainer, monkeypatch):
             return None
 
     monkeypatch.setattr(trainer, "__class__", OtherTrainer)
-    with pytest.raises(ValueError, match=r"OtherTrainer overrides _get_per_token.*, which would"):
+    sentence = r"OtherTrainer overrides _get_per_token.* Call `fastrl.token_logprobs`"
+    with pytest.raises(ValueError, match=sentence):
         use_fastrl(trainer)
 
 
@@ -138,18 +139,25 @@ def of(name, base=object):
 @pytest.mark.parametrize(
     ("other", "way"),
     [
-        (None, "in a loop of your own, `fastrl.linear_policy_loss`"),
-        (of("NextYearsTrainer"), "in a loop of your own, `fastrl.linear_policy_loss`"),
-        (trl.GRPOTrainer, "got type: pass an instance"),
+        (None, "got NoneType: if its loss is a policy loss, `fastrl.linear_policy_loss`"),
+        (of("NextYearsTrainer"), "if it needs log-probabilities .*`fastrl.linear_token_logprobs`"),
+        (of("NextYearsTrainer", trl.DPOTrainer.__base__), "if its loss is a policy loss"),
+        (of("MyTrainer", transformers.Trainer), '"Hugging Face `Trainer`"'),
+        (trl.GRPOTrainer, "got the class GRPOTrainer: pass an instance$"),
+        (type("MyTrainer", (trl.RLOOTrainer,), {}), "got the class MyTrainer: pass an instance$"),
+        (trl.DPOTrainer, "got the class DPOTrainer: .*`fastrl.linear_token_logprobs`"),
         (of("MyTrainer", trl.DPOTrainer), "got MyTrainer: .*`fastrl.linear_token_logprobs`"),
         (of("GKDTrainer", trl.SFTTrainer), "compares whole distributions.*`fastrl.kl_divergence`"),
-        (of("RewardTrainer", trl.RewardTrainer), "one score for each sequence"),
+        (of("SSDTrainer"), "needs log-probabilities of given tokens"),
+        (of("IWOPDTrainer"), 'distillation_objective="iw_opd" .*objective="reinforce"'),
+        (of("SDPOTrainer"), 'distillation_mode="sampled_token" .*objective="reinforce"'),
+        (of("RewardTrainer", trl.RewardTrainer), "one score .* to save memory on$"),
         (of("AsyncGRPOTrainer"), "`fastrl.linear_policy_loss` computes such a loss"),
     ],
 )
 def test_other_trainers_are_refused_with_a_way_on(other, way):
-    sentence = "must be an instance of GRPOTrainer or RLOOTrainer, got"
-    with pytest.raises(TypeError, match=f"{sentence}.*{way.removeprefix('got ')}"):
+    sentence = "must be an instance of GRPOTrainer or RLOOTrainer, "
+    with pytest.raises(TypeError, match=f"{sentence}.*{way}"):
         use_fastrl(other)
 
 
@@ -179,7 +187,15 @@ def test_a_backend_that_cannot_run_here_is_refused(backend, sentence, trainer):
 UNFUSED = {
     "vespo": ({"loss_type": "vespo"}, "no Objective is loss_type='vespo', so TRL"),
     "a new loss": ({"loss_type": "next_year"}, "no Objective is loss_type='next_year', so TRL"),
-    "delta": ({"args.delta": 1.1}, r"delta must be above 1 \+ clip_high = 1.2, got 1.1, so TRL"),
+    "delta": (
+        {"args.delta": 1.1},
+        r"delta must be above 1 \+ epsilon_high = 1.2, got 1.1, so TRL",
+    ),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": -0.5},
+        r"epsilon_high - 1 must .*, got -1.5, so TRL",
+    ),
+    "beta": ({"beta": -0.1}, "beta must .*, got -0.1, so TRL"),
     "top entropy and a bonus": (
         {"top_entropy_quantile": 0.2, "_entropy_bonus_enabled": True},
         "top_entropy_quantile=0.2 with an entropy bonus or on several ranks",
@@ -205,7 +221,7 @@ def test_rloo_is_fused_where_an_objective_has_its_bounds(rloo, monkeypatch):
     monkeypatch.setattr(rloo, "epsilon_low", 1.5)
     with use_fastrl(rloo) as handle:
         assert not handle.fused
-        assert handle.reason.startswith("clip_low must")
+        assert handle.reason.startswith("epsilon must")
 
 
 def test_a_model_with_other_logits_is_refused(trainer, monkeypatch):

@@ -77,6 +77,11 @@ def test_log_probabilities_overwrite_the_logits_where_verl_does(monkeypatch):
     ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()
     if fastrl.get_backend() == "auto" and native.missing is None:
         close(logits.detach(), leaf.grad)  # the gradient has overwritten the logits
+    logits = leaf * 1.0
+    monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", "1")  # verl asks at each call
+    ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()
+    close(logits.detach(), leaf.detach())
+    monkeypatch.delenv("VERL_DISABLE_FLASH_ATTN_CE")
     logits = leaf.detach().clone().requires_grad_()  # a leaf keeps its values
     ours.logprobs_from_logits(logits, torch.arange(4)).sum().backward()
     close(logits.detach(), leaf.detach())

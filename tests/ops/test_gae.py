@@ -213,6 +213,18 @@ def test_packed_sequences_give_the_same_as_padded_ones(backend, bootstrap):
         assert same(part, packed(wanted, lengths), backend)
 
 
+@pytest.mark.parametrize("ends", [{}, {"truncated": torch.zeros(3, 9)}], ids=["trace", "value"])
+def test_a_nan_harms_no_other_sequence(backend, ends):
+    inputs = {"rewards": torch.randn(3, 9), "values": torch.randn(3, 9), **ends}
+    clean = fastrl.gae(**inputs, backend=backend)
+    inputs["rewards"][1, 6] = nan
+    broken = fastrl.gae(**inputs, backend=backend)
+    for part, wanted in zip(broken, clean, strict=True):
+        assert part[1, :7].isnan().all()
+        part[1, :7] = wanted[1, :7]
+        assert torch.equal(part, wanted)
+
+
 def test_packed_tokens_without_bounds_are_one_sequence(backend):
     rewards, values = torch.randn(5), torch.randn(5)
     flat = fastrl.gae(rewards, values, bootstrap_values=torch.tensor([3.0]), backend=backend)

@@ -194,6 +194,15 @@ def test_many_groups(backend):
     assert_within_budget(result.advantages, torch.stack([half, -half], 1), size=10)
 
 
+def test_many_ids_in_random_order(backend):
+    rewards, ids = torch.randn(4100), torch.randint(600, (4100,))  # Triton sorts above 4096
+    options = {"group_ids": ids, "baseline": "leave_one_out"}
+    came = fastrl.group_advantages(rewards, **options, backend=backend)
+    exact = fastrl.group_advantages(rewards.double(), **options, backend="reference")
+    for part, wanted in zip(came, exact, strict=True):
+        torch.testing.assert_close(part, wanted.to(part.dtype), rtol=1e-5, atol=1e-6)
+
+
 def test_large_offsets_do_not_cost_the_spread(backend):
     # E[x^2] - E[x]^2 would lose everything here
     for above in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 6]):  # the second mean has endless digits

@@ -200,6 +200,16 @@ class TestKlPenalty:
         # in the first step policy and reference are the same
         assert coefficients == pytest.approx([0.5, 0.4, 0.48])
 
+    def test_a_run_subtracts_the_kl_times_the_coefficient(self, small):
+        losses = []
+        for coefficient in (0.0, 1e-9, 1.0):
+            settings = {"kl_coef": coefficient, "value_coef": 0.0, "name": str(coefficient)}
+            out = run("ppo", small | QUICK, **settings)
+            losses.append(rows(out.directory)[2]["value_loss"])
+        # of values of 0 and the same tokens, since the first step has no KL
+        assert losses[1] == pytest.approx(losses[0])
+        assert losses[2] > 2 * losses[0]
+
 
 class TestEarlyStop:
     def test_it_leaves_out_updates_of_a_step_that_went_too_far(self, small):

@@ -100,12 +100,13 @@ def test_rows_of_gradient_and_logits_begin_apart(dtype):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("token_id", [0, 16_384])  # in block 0, which begins behind the head
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_row_split_over_programs_begins_anywhere(monkeypatch, dtype):
+def test_a_row_split_over_programs_begins_anywhere(monkeypatch, dtype, token_id):
     from fastrl.triton.vocabulary import rows
 
     V = 33_001  # two whole blocks and a tail, or one and a tail behind the head
-    ids = torch.tensor([[0, 16_384, V - 1]])
+    ids = torch.tensor([[token_id, 5, V - 1]])
     buffer = (torch.randn(3 + ROWS * V) * 3).to(dtype)
     whole, split = (buffer.clone()[3:].view(1, ROWS, V) for _ in range(2))
     expected = operators_on(whole, ids)

@@ -31,7 +31,7 @@ SUPPORT = [
         option="`PolicyLoss`: `ppo`, `gspo`, dual clip, `token_level_loss`, global counts, every "
         "`is_correction_*`",
         handling="replaced",
-        note="also the options of 0.11.0 (`enable_vllm_is_correction`, ...)",
+        note="also the options of 0.11.0 (`enable_vllm_is_correction`, ...), by keyword",
     ),
     Support(option="`ValueLoss`", handling="replaced"),
     Support(
@@ -85,6 +85,7 @@ class PolicyLoss(nn.Module):
 
     Raises:
         ValueError: an option is invalid, or two options conflict.
+        TypeError: options of 0.11.0 are not passed by keyword.
 
     Example:
         >>> import torch
@@ -116,6 +117,11 @@ class PolicyLoss(nn.Module):
             raise ValueError(f"policy_loss_type must be ppo or gspo, got {policy_loss_type!r}")
         self.policy_loss_type = policy_loss_type
         self.token_level_loss = token_level_loss and policy_loss_type == "ppo"
+        if isinstance(is_correction_level, bool):  # where 0.11.0 has another argument
+            raise TypeError(
+                "is_correction_level must be off, token or seq; pass enable_vllm_is_correction by "
+                "keyword"
+            )
         self.as_in_0_11_0 = enable_vllm_is_correction is not None
         if enable_vllm_is_correction is None:
             self.gate = RolloutGate(

@@ -7,11 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastrl.integrations.transformers.wrappers import unwrapped_once
+from fastrl.integrations.transformers.wrappers import LOGITS, unwrapped_once
 from fastrl.ops.linear_token_stats import Lora
-
-#: The way on for a head that the linear functions cannot take.
-LOGITS = "`fastrl.logits_policy_loss` and `fastrl.token_logprobs` take the logits of any model"
 
 
 class HeadLayers(NamedTuple):
@@ -64,6 +61,10 @@ def head_layers(head: Any) -> HeadLayers:
 
 
 def _linear(layer: Any) -> nn.Linear:
+    if layer is None:
+        raise ValueError(
+            "the model must have an LM head, got none: load it with `AutoModelForCausalLM`"
+        )
     # FSDP2 gives the layer a class of its own, whose forward is still nn.Linear's
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ValueError(

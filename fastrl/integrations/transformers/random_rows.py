@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.integrations.transformers.hooks import runtime_hooks_only
-from fastrl.integrations.transformers.linear import LOGITS, head_layers
-from fastrl.integrations.transformers.wrappers import backbone, decoder, forward_of, uncompiled
+from fastrl.integrations.transformers.linear import head_layers
+from fastrl.integrations.transformers.wrappers import (
+    LOGITS,
+    backbone,
+    decoder,
+    forward_of,
+    uncompiled,
+)
 
 #: Rows that are compared, and the largest of their logits, which a softcap of 30 halves.
 _ROWS, _LARGEST = 4, 50.0
@@ -71,16 +77,26 @@ class RandomRows:
                 *(forward_of(part, self._random_states(part)) for part in self._backbones),
             ):
                 stack.enter_context(context)
-            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+            try:
+                logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+            except (RuntimeError, IndexError) as error:
+                given_rows = self._states is not None and self._linear is None
+                if given_rows and not isinstance(error, torch.OutOfMemoryError):
+                    raise self._no_logits_of_rows() from error
+                raise
         if self._linear is None:
-            raise ValueError(
-                f"{type(self._causal).__name__} must compute its logits with its LM head from the "
-                "last hidden states of its base_model, and does not call the two in turn; " + LOGITS
-            )
+            raise self._no_logits_of_rows()
         self.rounding = max(torch.finfo(x.dtype).eps for x in (self._linear, logits))
         # a float64 model reads its scale and softcap as Python numbers, and fastrl as float32
         self.rounding = max(self.rounding, torch.finfo(torch.float32).eps)
         return logits[0].double(), self._linear[0].double() / self._scale
+
+    def _no_logits_of_rows(self) -> ValueError:
+        return ValueError(
+            f"{type(self._causal).__name__} must compute its logits with its LM head from the last "
+            "hidden states of its base_model, and calls the head on something else, or not at all; "
+            + LOGITS
+        )
 
     def _random_states(self, part: nn.Module) -> Callable[..., Any]:
         """Return the forward of a module, with random last hidden states in what it returns."""

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastrl.integrations.transformers.linear import LOGITS, head_layers
+from fastrl.integrations.transformers.linear import head_layers
 from fastrl.integrations.transformers.random_rows import RandomRows
 from fastrl.integrations.transformers.wrappers import (
+    LOGITS,
     causal_model,
     is_fsdp1,
     only_thread_in,

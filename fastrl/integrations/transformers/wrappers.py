@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import nn
 
+#: The way on for a model that the linear functions cannot take.
+LOGITS = "`fastrl.logits_policy_loss` and `fastrl.token_logprobs` take the logits of any model"
+
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +55,8 @@ def causal_model(model: nn.Module) -> nn.Module:
     if getattr(causal.config, "is_encoder_decoder", False):
         raise ValueError(
             f"model must be a causal language model, got the encoder and decoder "
-            f"{type(causal).__name__}: fastrl would have to be given the states of its decoder"
+            f"{type(causal).__name__}: fastrl would have to be given the states of its decoder; "
+            f"{LOGITS}"
         )
     return causal
 

@@ -263,8 +263,13 @@ def _base(trainer: Any) -> type:
             return base
     raise TypeError(
         "trainer must be an instance of GRPOTrainer or RLOOTrainer, got "
-        f'{type(trainer).__name__}: {way_on(trainer)} (docs/replace-the-loss.md, "A custom loop")'
+        f"{_described(trainer)}: {way_on(trainer)}"
     )
+
+
+def _described(trainer: Any) -> str:
+    is_class = isinstance(trainer, type)
+    return f"the class {trainer.__name__}" if is_class else type(trainer).__name__
 
 
 def _refuse_other_methods(trainer: Any, base: type) -> None:
@@ -276,8 +281,9 @@ def _refuse_other_methods(trainer: Any, base: type) -> None:
         raise ValueError(f"trainer.{_SCORES} is already replaced; undo that first")
     if getattr(type(trainer), _SCORES) is not getattr(base, _SCORES):
         raise ValueError(
-            f"{type(trainer).__name__} overrides {_SCORES}, which would not be called; "
-            f"use_fastrl replaces {base.__name__}'s"
+            f"{type(trainer).__name__} overrides {_SCORES}, which would not be called: use_fastrl "
+            f"replaces {base.__name__}'s. Call `fastrl.token_logprobs`, or without logits "
+            "`fastrl.linear_token_logprobs`, in yours instead"
         )
     if not hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head"):
         raise ValueError(

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+_WITHOUT_LOGITS = (
+    "without logits inside `fastrl.integrations.transformers.inside_forward` "
+    '(docs/replace-the-loss.md, "A custom loop")'
+)
 _OF_TOKENS = (
     "its loss needs log-probabilities of given tokens, which `fastrl.linear_token_logprobs` "
-    "computes without logits inside `fastrl.integrations.transformers.inside_forward`"
+    f"computes {_WITHOUT_LOGITS}"
 )
 _OF_DISTRIBUTIONS = (
     "its loss compares whole distributions, for which fastrl has no function; from sampled tokens "
-    "`fastrl.linear_token_logprobs` and `fastrl.kl_divergence` estimate the divergence"
+    "`fastrl.linear_token_logprobs` and `fastrl.kl_divergence` estimate the divergence "
+    f"{_WITHOUT_LOGITS}"
 )
 _OF_SCORES = "its loss is of one score for each sequence, without a vocabulary to save memory on"
-_OF_POLICIES = (
-    "`fastrl.linear_policy_loss` computes such a loss without logits inside "
-    "`fastrl.integrations.transformers.inside_forward`"
+_OF_POLICIES = f"`fastrl.linear_policy_loss` computes such a loss {_WITHOUT_LOGITS}"
+_OF_ITS_OWN = (
+    "if its loss is a policy loss, `fastrl.linear_policy_loss` computes it; if it needs "
+    "log-probabilities of given tokens, `fastrl.linear_token_logprobs` does; both "
+    f"{_WITHOUT_LOGITS}"
+)
+_OF_TRANSFORMERS = (
+    "its `compute_loss` can call `fastrl.logits_policy_loss` "
+    '(docs/replace-the-loss.md, "Hugging Face `Trainer`")'
 )
 
+
+def _of_sampled_tokens(option: str) -> str:
+    return (
+        f"with {option} its loss is a mean of -A log p over sampled tokens, which "
+        '`fastrl.linear_policy_loss(..., objective="reinforce")` computes from advantages A '
+        f"{_WITHOUT_LOGITS}; for options that compare whole distributions fastrl has no function"
+    )
+
+
+_SAMPLED = _of_sampled_tokens('distillation_mode="sampled_token"')
+_TOKENS = ("SFT", "SSD", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO")
+#: By the name of the class without `Trainer`.
 _WAYS = {
-    **dict.fromkeys(("SFT", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO"), _OF_TOKENS),
+    **dict.fromkeys(("GRPO", "RLOO"), "pass an instance"),  # reached by classes alone
+    **dict.fromkeys(_TOKENS, _OF_TOKENS),
     **dict.fromkeys(("Distillation", "AsyncDistillation", "GKD", "GOLD"), _OF_DISTRIBUTIONS),
-    **dict.fromkeys(("SDFT", "SDPO", "IWOPD"), _OF_DISTRIBUTIONS),
+    **dict.fromkeys(("SDFT", "SDPO"), _SAMPLED),
+    "IWOPD": _of_sampled_tokens('distillation_objective="iw_opd"'),
     "Reward": _OF_SCORES,
     "AsyncGRPO": _OF_POLICIES,
+    "_Base": _OF_ITS_OWN,  # another one of TRL's
+    "": _OF_TRANSFORMERS,
 }
 
 
 def way_on(trainer: object) -> str:
-    """Return which function of fastrl fits what a trainer computes."""
-    if isinstance(trainer, type):
-        return "pass an instance"
-    names = (kind.__name__.removesuffix("Trainer") for kind in type(trainer).__mro__)
-    return next(
-        (_WAYS[name] for name in names if name in _WAYS), f"in a loop of your own, {_OF_POLICIES}"
+    """Return which function of fastrl fits what a trainer, or its class, computes."""
+    kind = trainer if isinstance(trainer, type) else type(trainer)
+    names = (
+        base.__name__.removesuffix("Trainer")
+        for base in kind.__mro__
+        if base.__name__.endswith("Trainer")
     )
+    return next((_WAYS[name] for name in names if name in _WAYS), _OF_ITS_OWN)

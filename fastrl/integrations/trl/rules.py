@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastrl import Objective
@@ -53,7 +54,10 @@ def _why_no_objective(trainer: Any) -> str | None:
     try:
         objective_of(trainer)
     except ValueError as error:
-        return str(error)
+        cispo = not is_rloo(trainer) and trainer.loss_type == "cispo"
+        upper = "epsilon_high - 1" if cispo else "epsilon_high"
+        names = {"clip_low": "epsilon", "clip_high": upper, "kl_coef": "beta"}
+        return re.sub("|".join(names), lambda name: names[name[0]], str(error))
     return None
 
 
@@ -196,7 +200,9 @@ OTHERS: tuple[Support, ...] = (
         option="LoRA and other adapters, `modules_to_save`, `cast_lm_head_to_fp32`, mixed "
         "precision, evaluation, `use_liger_kernel`",
         handling="fused",
-        note="TRL itself refuses LoRA on the head, and no longer uses Liger's loss",
+        note="TRL itself refuses LoRA on the head, and no longer uses Liger's loss. Under FSDP2 "
+        "TRL's gradient of a trainable copy of the head is not the mean of the ranks; fastrl's is: "
+        "docs/replace-the-loss.md",
     ),
     Support(
         option="a `_get_per_token_logps_and_entropies` that is not TRL's",

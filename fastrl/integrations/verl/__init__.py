@@ -161,7 +161,8 @@ _REPLACEMENTS = [
 #: How a function differs from verl's.
 _NOTES = {
     "logprobs_from_logits": "fp32 also from 16-bit logits; the gradient overwrites the "
-    "logits where verl's does: with flash-attn and `inplace_backward`",
+    "logits where verl's does: with flash-attn, unless `VERL_DISABLE_FLASH_ATTN_CE=1`, and "
+    "`inplace_backward`",
     "entropy_from_logits": "fp32 also from 16-bit logits; logits of `-inf` contribute 0",
     "calculate_sum_pi_squared_from_logits": "fp32 also from 16-bit logits; without a gradient",
     "compute_gae_advantage_return": "masked tokens give 0",

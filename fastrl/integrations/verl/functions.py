@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -28,7 +29,8 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     """Return log softmax(logits)[label], `[...]` from logits `[..., V]`, by `token_logprobs`.
 
     `inplace_backward` lets the backward write the gradient over the logits where verl does: if verl
-    has found flash-attn. It is ignored otherwise, and if that would overwrite a leaf.
+    has found flash-attn, and VERL_DISABLE_FLASH_ATTN_CE is not 1. It is ignored otherwise, and if
+    that would overwrite a leaf.
 
     Example:
         >>> import torch
@@ -39,7 +41,11 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     flat = rows("logits", logits)
     # True is the default: it does not say that nothing else has saved the logits
     verl = sys.modules.get("verl.utils.torch_functional")
-    overwrites = inplace_backward and getattr(verl, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
+    overwrites = (
+        inplace_backward
+        and getattr(verl, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
+        and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE") != "1"  # verl, too, asks at each call
+    )
     return fastrl.token_logprobs(
         flat,
         labels.reshape(flat.shape[:-1]),
