@@ -145,10 +145,8 @@ def disagreements_on_ranks():
                 changed[place] = outcome(function, parameters, given)
             nonsense = {name: object()} if other else {}
             refused[f"{function.__name__}, {name}"] = outcome(function, parameters, nonsense)
-        unknown = {"tempreature": 1.0} if other else {}
-        refused[f"{function.__name__}, tempreature"] = outcome(
-            function, [*parameters, *unknown], unknown
-        )
+        unknown = {"heat": 1.0} if other else {}
+        refused[f"{function.__name__}, heat"] = outcome(function, [*parameters, *unknown], unknown)
         refused[f"{function.__name__}, vmap"] = outcome(function, parameters, {}, transformed=other)
         for both, here in ({}, {}), *SAME:
             found = outcome(function, parameters, {**both, **here} if other else both)
