@@ -368,3 +368,11 @@ def test_a_likely_token_has_its_digits(backend, lead):
     wanted = found(torch.float64, "reference")
     assert wanted[0].item() == pytest.approx(-math.log1p(math.exp(-lead) + math.exp(-lead - 1)))
     torch.testing.assert_close(found(torch.float32, backend), wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_first_of_many_equal_logits_has_its_digits(backend):
+    """As a sum over the other tokens, its gradient of -1 / 50 would be a small difference."""
+    leaf = torch.zeros(1, 50, requires_grad=True)
+    fastrl.token_logprobs(leaf, torch.ones(1, dtype=torch.int64), backend=backend).backward()
+    assert leaf.grad[0, 0].item() == pytest.approx(-0.02, rel=1e-6)
