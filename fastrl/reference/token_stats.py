@@ -28,10 +28,11 @@ def shifted_logits(
     """Return z - max z and max z for z = softcap(logit_scale * logits) / temperature.
 
     The maximum is subtracted before anything is rounded, so a common offset of the logits costs no
-    precision. Where it has more than half of the probability, it has a gradient: that of its logit
-    is then a sum over the other tokens, and not 1 - p. A logit of -inf excludes its token: it
-    remains -inf under a softcap and gets no gradient. A temperature that is a tensor is per row.
-    Where the logits are a part of the row, `row_max` is the largest logit of the whole row.
+    precision. It is differentiated, and not a constant, if its token has more than half of the
+    probability: 1 - p is then summed over the other tokens, without cancellation. A logit of -inf
+    excludes its token: it remains -inf under a softcap and gets no gradient. A temperature that is
+    a tensor is per row. Where the logits are a part of the row, `row_max` is the largest logit of
+    the whole row.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature[..., None].to(logits.dtype)
@@ -45,7 +46,7 @@ def shifted_logits(
         largest = squashed(row_max, logit_scale, logit_softcap)[..., None]
     largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row of nothing but -inf
     excluded = torch.where(logits == float("-inf"), float("-inf"), 0.0)
-    # an excluded token keeps the gradient of the maximum
+    # the maximum also has its gradient where the token itself is excluded
     shifted = (torch.where(excluded == 0, u, 0.0) - largest) * factor / temperature + excluded
     return shifted, largest * factor / temperature
 

@@ -69,7 +69,7 @@ def batch(V, dtype=torch.float32, banned=slice(0, 0)):
 
 
 def ids_of(tokens, options):
-    """The token ids with that of ``ignore_index`` where they are ignored."""
+    """The token ids, with the ``ignore_index`` of these options at ignored tokens."""
     ids = tokens["token_ids"]
     return torch.where(ids == -100, options.get("ignore_index", -100), ids)
 

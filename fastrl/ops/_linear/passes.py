@@ -127,8 +127,9 @@ def linear_loss_pass(
     slopes = slopes.taken(order.indices)
     logprobs, entropy, *_ = walk.no_stats()
     one_kernel = call.on_gpu() and slopes.function is None and not call.parts.split()
-    compacting = call.compact and call.hidden.device.type == "cpu" and not one_kernel
-    compacting &= not call.parts.split()  # the ranks add up the gradients of the same rows
+    # where the vocabulary is split, the ranks add up the gradients of the same rows
+    compacting = call.compact and call.hidden.device.type == "cpu"
+    compacting = compacting and not (one_kernel or call.parts.split())
     differentiable = any(needs)
     in_one_kernel = one_kernel and differentiable
     chunks = [

@@ -49,7 +49,7 @@ class PartRows(NamedTuple):
         assert self.rows.mask is not None
         return self.rows.mask
 
-    def taken(self, index: Tensor | slice) -> PartRows:
+    def taken(self, index: slice) -> PartRows:
         """Index rows `[N]`."""
         rows = self.rows
         local = rows._replace(
