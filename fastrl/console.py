@@ -15,8 +15,7 @@ from fastrl import doctor
 
 LOOPS = {
     "grpo": "train a policy on rewards, compared within groups of completions",
-    "ppo": "train a policy on rewards, with a value head",
-    "reward": "train a reward model on pairs of completions",
+    "ppo": "train a policy on rewards, with a value model",
 }
 _HELP = f"""\
 usage: fastrl COMMAND [OPTIONS]
@@ -32,8 +31,8 @@ options:
   --version    print the version
 
 examples:
-  fastrl grpo --name first --steps 200
-  fastrl ppo --config run.yaml --seed 1
+  fastrl grpo --out runs/first --steps 200
+  fastrl ppo --seed 1
   fastrl doctor
 """
 
@@ -65,14 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _train(loop: str, arguments: list[str]) -> None:
     try:
-        from fastrl.train import command_line
+        from fastrl.train import command_line, config
     except ModuleNotFoundError as error:  # its message says how to install the extra
         _fail(str(error))
 
-    def train(config: Any) -> Any:
-        return importlib.import_module(f"fastrl.train.{loop}").train(config)
+    def train(settings: Any) -> Any:
+        return importlib.import_module(f"fastrl.train.{loop}").train(settings)
 
-    command_line.main(command_line.config_of(loop), train, arguments, program=f"fastrl {loop}")
+    kind: Any = {"grpo": config.GrpoConfig, "ppo": config.PpoConfig}[loop]
+    command_line.main(kind, train, arguments, f"fastrl {loop}")
 
 
 def _fail(message: str) -> None:

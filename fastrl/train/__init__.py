@@ -3,21 +3,15 @@
 Both read top to bottom. They need the ``train`` extra, which the rest of fastrl does not.
 """
 
+import signal
+import sys
 from importlib.util import find_spec
 
-for _package in (
-    "transformers",
-    "matplotlib",
-    "tqdm",
-    "filelock",
-    "tyro",
-    "yaml",
-    "jinja2",
-    "pebble",
-    "regex",
-):
+for _package in ("transformers", "tokenizers", "tqdm", "filelock", "tyro", "matplotlib", "jinja2"):
     if find_spec(_package) is None:
         raise ModuleNotFoundError(
             f"fastrl.train needs {_package}; install it with: pip install 'fastrl-kernels[train]'",
             name=_package,
         )
+if sys.argv[:1] == ["-m"]:  # python -m fastrl.train.LOOP is importing: Ctrl-C ends it at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

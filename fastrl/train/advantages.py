@@ -1,10 +1,14 @@
-"""Four estimates of the advantage, each an answer to a weakness of the one before."""
+"""PPO's rewards per token and four estimates of the advantage, each an answer to the one before."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl import discounted_returns, gae, group_advantages, whiten
 from fastrl.train.config import PpoConfig
+
+_KL_HORIZON = 10000  # completions
 
 
 def compared(rewards: Tensor, config: PpoConfig) -> Tensor:
@@ -59,3 +63,34 @@ def advantages_and_returns(
         return whiten(advantages, counted), returns
     returns = discounted_returns(rewards, mask, gamma=config.gamma)
     return returns, returns
+
+
+class KlPenalty:
+    """The coefficient of the KL penalty, which with ``kl_target`` follows the measured KL.
+
+    After N completions with the mean KL per token d it is multiplied by
+    1 + clip(d / kl_target - 1, -0.2, 0.2) min(N, 10000) / 10000
+    (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, in the form of TRL and
+    verl).
+
+    Attributes:
+        coefficient: The present one.
+    """
+
+    def __init__(self, config: PpoConfig) -> None:
+        self.coefficient = config.kl_coef
+        self._target = config.kl_target
+
+    def update(self, kl: float, completions: int) -> None:
+        """Adapt the coefficient to the mean KL of a step."""
+        if self._target is not None:
+            error = min(max(kl / self._target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * min(completions, _KL_HORIZON) / _KL_HORIZON
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficient."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.coefficient = float(state_dict["coefficient"])

@@ -1,33 +1,35 @@
-"""The settings of a run: one dataclass per loop, each field validated before any work.
+"""The settings: one dataclass per loop, whose fields are the options of the command line."""
 
-Each field has its help text, and the command line is generated from the dataclass.
-"""
+import math
+from dataclasses import asdict, dataclass, fields
+from types import UnionType
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
-import json
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, cast
+from fastrl import Objective
 
-from fastrl.objective import Objective
-from fastrl.objective.presets import Preset
-from fastrl.train.settings.data import DataSettings
-from fastrl.train.settings.learning import LearningSettings, Schedule
-from fastrl.train.settings.memory import MemorySettings
-from fastrl.train.settings.model import ModelSettings
-from fastrl.train.settings.options import check_options, fill_defaults, option
-from fastrl.train.settings.pairs import PairSettings
-from fastrl.train.settings.ranks import RankSettings
-from fastrl.train.settings.rewards import RewardSettings, reward_names
-from fastrl.train.settings.run import RunSettings
-from fastrl.train.settings.sampling import SamplingSettings
-from fastrl.train.settings.tracking import TrackingSettings
-from fastrl.train.settings.warm_start import WarmStartSettings
+#: What may differ when a run is resumed: it changes no result, or not that of the steps done.
+FREE = {
+    *("out", "resume", "plan", "device", "track", "steps", "eval_every", "save_every"),
+    *("save_minutes", "tokens_per_micro_batch", "tokens_per_generation", "gradient_checkpointing"),
+    *("offload_checkpoints", "mlp_tile", "loss", "attention", "reward_timeout", "reward_failed"),
+}
+_ABOVE_0 = {
+    *("temperature", "learning_rate", "max_grad_norm", "reward_timeout", "gamma", "kl_target"),
+    *("stop_kl", "plan", "save_minutes"),
+}
+_AT_LEAST = {
+    **dict.fromkeys(("seed", "warmup_steps", "warm_start_steps", "clip_low", "clip_high"), 0),
+    **dict.fromkeys(("kl_coef", "entropy_coef", "lam"), 0),
+    **dict.fromkeys(("steps", "epochs", "minibatches", "prompts_per_step", "group_size"), 1),
+    **dict.fromkeys(("sampling_rounds", "max_prompt_tokens", "max_new_tokens", "mlp_tile"), 1),
+    **dict.fromkeys(("tokens_per_generation", "tokens_per_micro_batch", "lora_rank"), 1),
+    **dict.fromkeys(("eval_every", "save_every"), 1),
+}
 
 
-@dataclass
-class LoopConfig(
-    TrackingSettings, RankSettings, MemorySettings, LearningSettings, ModelSettings, RunSettings
-):
-    """The settings that all loops share.
+@dataclass(kw_only=True)
+class RunConfig:
+    """What both loops share.
 
     Raises:
         ValueError: A field has an invalid value; the message begins with its name.
@@ -35,137 +37,254 @@ class LoopConfig(
 
     loop: ClassVar[str]
 
+    model: str | None = None
+    """A causal LM in safetensors, as a directory or hub name; by default a small new model."""
+    prompts: tuple[str, ...] = ("arithmetic",)
+    """An embedded task, arithmetic or long_addition; two files (.jsonl or .parquet), for training and
+    held out; or a data set of the hub or a directory, and perhaps its configuration."""
+    splits: tuple[str, str] = ("train", "test")
+    """Splits of the data set for training and held out, such as train[:95%%] and train[95%%:]."""
+    columns: tuple[str, str] = ("prompt", "answer")
+    """The columns of files and data sets that become prompt and answer of the records."""
+    chat_template: bool = False
+    """Make prompts that are text messages of the user; prompts that are messages always are."""
+    max_prompt_tokens: int = 512
+    """A longer prompt is an error, never truncated."""
+
+    sampler: str = "transformers"
+    """transformers, vllm, or module:function, a rollout of your own: docs/training.md."""
+    prompts_per_step: int = 64
+    """Prompts per step."""
+    group_size: int = 1
+    """Completions per prompt."""
+    max_new_tokens: int = 4
+    """Longest completion, including its end token."""
+    temperature: float = 1.0
+    """Temperature of the sampling and of the loss."""
+    stop: tuple[str, ...] = ()
+    """What ends a completion besides the model's end tokens: tokens such as <|im_end|>, or texts."""
+    truncated: Literal["count", "mask"] = "count"
+    """mask: completions without an end before max_new_tokens have no loss."""
+    tokens_per_generation: int = 65536
+    """Most tokens of sequences that are generated together, which bounds the cache."""
+    rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
+    """Importance weights between sampler and trainer, truncated or masked above 2; auto: truncate
+    where their log-probabilities can differ (bfloat16, another sampler)."""
+
+    reward: tuple[str, ...] = ("exact_match",)
+    """Reward functions, summed: exact_match, math_verify, overlong, model:PATH (a reward model), or
+    module:function; a weight as in overlong=0.5, with 0 it is only logged."""
+    reward_timeout: float | None = None
+    """Seconds that a module:function may take for a completion, in a process of its own."""
+    reward_failed: float | None = None
+    """Reward of a completion on which a function fails, instead of ending the run."""
+
+    steps: int = 100
+    """Rounds of sampling and learning."""
+    epochs: int = 1
+    """Passes over the samples of a step."""
+    minibatches: int = 4
+    """Optimizer steps per pass."""
+    learning_rate: float = 2e-4
+    """Learning rate of AdamW, after the warm-up."""
+    warmup_steps: int = 5
+    """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """The learning rate after the warm-up; linear and cosine fall to a tenth at the last step."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    clip_low: float | None = None
+    """Lower clip range of the ratio; by default the objective's."""
+    clip_high: float | None = None
+    """Upper clip range of the ratio; by default the objective's."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the initial model."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    warm_start_steps: int | None = None
+    """Supervised steps on the demonstrations of an embedded task first; by default only for the small
+    new model."""
+
+    tokens_per_micro_batch: int = 16384
+    """Most tokens per forward and backward; a longer sequence is a micro-batch of its own."""
+    attention: Literal["by_sequence", "flash_attention_2", "flex_attention", "sdpa", "eager"] = (
+        "by_sequence"
+    )
+    """by_sequence: sdpa on each sequence of a packed row; others: transformers' own, which recognize
+    packed rows by their positions."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer, and recompute the layer."""
+    offload_checkpoints: bool = False
+    """Move the inputs that gradient_checkpointing keeps to pinned host memory."""
+    mlp_tile: int | None = None
+    """Run and recompute the MLPs in tiles of this many tokens, and recompute the norms."""
+    loss: Literal["linear", "logits"] = "linear"
+    """linear: from hidden states and the LM head, never storing the logits; logits: from the model's
+    logits, for heads that linear does not support."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: forward and backward under autocast."""
+    weights: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Dtype of the stored weights; nf4: 4 bits below a LoRA adapter (QLoRA, needs bitsandbytes)."""
+    rounding: Literal["master", "stochastic"] = "master"
+    """How bfloat16 weights take small updates: through float32 copies, or by stochastic rounding, which
+    needs torchao."""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_offloaded"] = "adamw"
+    """adamw_8bit: 8-bit moments, needs torchao; adamw_offloaded: moments and float32 copies of the
+    weights in host memory."""
+    lora_rank: int | None = None
+    """Train a LoRA adapter of this rank, scaled by 2, instead of the weights; needs peft."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get an adapter; all-linear is all but the head."""
+    freeze_head: bool = False
+    """Do not train the embeddings and the LM head."""
+
+    out: str | None = None
+    """Directory of the run; by default runs/LOOP-N, with the next free number."""
+    resume: bool = False
+    """Continue the run in OUT, by default the last in runs, from its last checkpoint."""
+    seed: int = 0
+    """Random seed, also of the embedded tasks."""
+    eval_every: int = 5
+    """Steps between evaluations on the held-out prompts; every second one shows samples."""
+    save_every: int = 50
+    """Steps between checkpoints, of which the last two are kept."""
+    save_minutes: float | None = None
+    """Also save once this long has passed since the last checkpoint."""
+    device: str = "auto"
+    """auto, cpu, cuda, ...: auto uses a GPU if there is one."""
+    track: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Trackers that get the metrics, each by its own package and environment variables."""
+    plan: float | None = None
+    """Print the predicted peak memory, and how to fit this many GiB, instead of training."""
+
     def __post_init__(self) -> None:
-        """Check every field against its type, its choices and its bounds."""
-        fill_defaults(self)
-        check_options(self)
-        self.check_run()
-        self.check_learning()
-        self.check_tracking()
-        self.check_weights()
+        """Check types and bounds, then what depends on more than one field."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # from a file
+                setattr(self, field.name, value := tuple(value))
+            _check_type(field.name, value, field.type)
+            if value is None:
+                continue
+            if field.name in _ABOVE_0 and not value > 0:
+                raise ValueError(f"{field.name} must be above 0, got {value}")
+            if value < _AT_LEAST.get(field.name, value):
+                raise ValueError(
+                    f"{field.name} must be at least {_AT_LEAST[field.name]}, got {value}"
+                )
+        if self.seed >= 2**31:
+            raise ValueError(f"seed must be below 2**31, got {self.seed}")
+        if self.out is not None and not (self.out.strip() and self.out.isprintable()):
+            raise ValueError(f"out must be a path of printable characters, got {self.out[:80]!r}")
+        if not 1 <= len(self.prompts) <= 2:
+            raise ValueError(
+                f"prompts must be a task, two files, or a data set, got {self.prompts}"
+            )
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        half_trained = self.weights == "bfloat16" and self.lora_rank is None
+        if self.rounding == "stochastic" and not half_trained:
+            raise ValueError(
+                'rounding must be "master" unless bfloat16 weights are trained: others need no '
+                f"rounding, got weights={self.weights}, lora_rank={self.lora_rank}"
+            )
+        if self.rounding == "stochastic" and self.optimizer == "adamw_offloaded":
+            raise ValueError(
+                'rounding must be "master" with optimizer=adamw_offloaded, which keeps float32 copies'
+            )
+        if self.weights == "nf4" and self.lora_rank is None:
+            raise ValueError("lora_rank must be given with weights=nf4: 4-bit weights are frozen")
+        if self.offload_checkpoints and not self.gradient_checkpointing:
+            raise ValueError("offload_checkpoints must be off without gradient_checkpointing")
+        if self.lora_rank is None and self.lora_targets != ("all-linear",):
+            raise ValueError("lora_targets must be used with lora_rank, got lora_rank None")
+        if not self.lora_targets or (
+            "all-linear" in self.lora_targets and len(self.lora_targets) > 1
+        ):
+            raise ValueError(
+                f"lora_targets must be all-linear or names of layers, got {self.lora_targets}"
+            )
+
+    def policy_objective(self) -> Objective:
+        """The policy loss; `GrpoConfig` and `PpoConfig` define it."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as JSON holds them, without those that only say how to start."""
+        settings = {k: v for k, v in asdict(self).items() if k not in ("resume", "plan")}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
 
 
-@dataclass
-class RunConfig(SamplingSettings, WarmStartSettings, RewardSettings, DataSettings, LoopConfig):
-    """The settings of the loops in which a policy learns from rewards."""
-
-    def __post_init__(self) -> None:
-        """Check conditions on more than one field."""
-        if isinstance(self.reward, (str, list, tuple)):
-            self.reward = reward_names(self.reward)
-        super().__post_init__()
-        self.check_data()
-        self.check_rewards()
-
-
-@dataclass
+@dataclass(kw_only=True)
 class GrpoConfig(RunConfig):
-    """Group relative policy optimization and its variants: `fastrl.train.grpo`."""
+    """Group relative policy optimization and its variants."""
 
     loop: ClassVar[str] = "grpo"
 
-    prompts_per_step: int = option(64, "Prompts per step.", least=1, by_task={"long_addition": 32})
-    group_size: int = option(8, "Completions per prompt, compared with one another.", least=2)
-    objective: str = option(
-        "grpo", "A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."
-    )
-    clip_low: float | None = option(None, "Lower clip range; by default the preset's.", least=0)
-    clip_high: float | None = option(None, "Upper clip range; by default the preset's.", least=0)
-    kl_coef: float = option(0.0, "Weight of the KL to the initial model.", least=0)
-    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", least=0)
-    baseline: Literal["mean", "leave_one_out", "none"] = option(
-        "mean", "Subtracted from each reward."
-    )
-    scale: Literal["group", "batch", "none"] | None = option(
-        None, "The standard deviation to divide by: none for dr_grpo, else by default the group's."
-    )
-    share_prompts: bool = option(
-        False, "Compute the prompt of a group once in each micro-batch.", result=False
-    )
-    dynamic_sampling: bool = option(
-        False,
-        "Replace groups whose rewards are all equal by groups of further prompts (DAPO), in at "
-        "most max_sampling_rounds rounds.",
-    )
-    max_sampling_rounds: int = option(
-        10, "Rounds of sampling per step with dynamic_sampling.", least=1
-    )
+    group_size: int = 8
+    """Completions per prompt, compared with one another."""
+    objective: str = "grpo"
+    """A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."""
+    advantage: Literal["group", "batch", "unscaled", "leave_one_out"] = "group"
+    """The reward minus the group's mean, over the deviation of the group or of the batch, or unscaled
+    (dr_grpo); leave_one_out: minus the mean of the others (RLOO)."""
+    sampling_rounds: int = 1
+    """Rounds of sampling in which groups of equal rewards are replaced by groups of further prompts;
+    above 1 this is DAPO's dynamic sampling."""
 
     def __post_init__(self) -> None:
-        """Check conditions on more than one field."""
+        """Check what depends on more than one field."""
         super().__post_init__()
+        if self.group_size < 2:
+            raise ValueError(f"group_size must be at least 2, got {self.group_size}")
         if self.minibatches > self.prompts_per_step:
             raise ValueError(
                 f"minibatches must be at most prompts_per_step, {self.prompts_per_step}, since "
                 f"each has whole groups; got {self.minibatches}"
             )
-        if self.scale is None:
-            self.scale = "none" if self.objective == "dr_grpo" else "group"
         self.policy_objective()
 
     def policy_objective(self) -> Objective:
-        """The loss: the preset with the given fields."""
-        changes: dict[str, Any] = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
-        changes |= {
-            name: value
-            for name in ("clip_low", "clip_high")
-            if (value := getattr(self, name)) is not None
-        }
-        objective = Objective.preset(cast("Preset", self.objective), **changes)
-        if objective.aggregation == "seq-mean-token-sum-norm":  # the same length for every batch
-            objective = replace(objective, length_norm=float(self.max_new_tokens))
-        return objective
+        """The preset with the given fields."""
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
+        preset: Any = self.objective
+        if Objective.preset(preset).aggregation == "seq-mean-token-sum-norm":
+            changes["length_norm"] = float(self.max_new_tokens)  # the same for every batch
+        return Objective.preset(
+            preset, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef, **changes
+        )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PpoConfig(RunConfig):
-    """Proximal policy optimization: `fastrl.train.ppo`."""
+    """Proximal policy optimization."""
 
     loop: ClassVar[str] = "ppo"
 
-    prompts_per_step: int = option(
-        512, "Prompts per step.", least=1, by_task={"long_addition": 256}
-    )
-    group_size: int = option(
-        1, "Completions per prompt; for advantage=group, which compares them, at least 2.", least=1
-    )
-    advantage: Literal["reward", "value", "gae", "group"] = option(
-        "gae",
-        "reward: what follows; value: that minus the value model; gae: generalized advantage "
-        "estimates; group: compared with the completions of the prompt, without a value model.",
-    )
-    gamma: float = option(1.0, "Discount per token.", above=0)
-    lam: float = option(0.95, "Decay of the generalized advantage estimates.", least=0)
-    clip: float = option(0.2, "Clip range of the policy's ratio.", above=0)
-    value_model: Literal["shared", "separate"] = option(
-        "shared",
-        "shared: a head on the policy's last hidden states; separate: a backbone of its own, which "
-        "begins as a copy of the policy's.",
-    )
-    value_loss: Literal["mse", "huber"] = option("mse", "Loss of the values.")
-    value_clip: float | None = option(0.2, "Clip range of the values; null for none.", above=0)
-    value_coef: float = option(0.5, "Weight of the value loss.", least=0)
-    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", least=0)
-    kl_coef: float = option(
-        0.01, "Weight of the KL penalty, to the initial model, in the reward.", least=0
-    )
-    kl_target: float | None = option(
-        None, "Adapt kl_coef so that the KL per token approaches this.", above=0
-    )
-    kl_horizon: int = option(
-        10000,
-        "Completions over which a KL of 1.2 kl_target or more raises kl_coef by 20 %.",
-        least=1,
-    )
-    stop_kl: float | None = option(
-        None,
-        "Leave out the rest of a step's updates once the KL per token of a minibatch to the "
-        "sampling policy exceeds this.",
-        above=0,
-    )
+    prompts_per_step: int = 512
+    """Prompts per step."""
+    kl_coef: float = 0.01
+    """Weight of the KL penalty, to the initial model, in the reward."""
+    advantage: Literal["reward", "value", "gae", "group"] = "gae"
+    """reward: what follows; value: that minus the value model; gae: generalized advantage estimates;
+    group: compared with the completions of the prompt, without a value model."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 0.95
+    """Decay of the generalized advantage estimates."""
+    value_model: Literal["shared", "separate"] = "shared"
+    """shared: a head on the policy's last hidden states; separate: a backbone of its own, which begins
+    as a copy of the policy's."""
+    kl_target: float | None = None
+    """Adapt kl_coef so that the KL per token approaches this."""
+    stop_kl: float | None = None
+    """Leave out the rest of a step's updates once the KL per token of a minibatch to the sampling
+    policy exceeds this."""
 
     def __post_init__(self) -> None:
-        """Check conditions on more than one field."""
+        """Check what depends on more than one field."""
         super().__post_init__()
         completions = self.prompts_per_step * self.group_size
         if self.minibatches > completions:
@@ -178,78 +297,48 @@ class PpoConfig(RunConfig):
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
         if self.advantage == "group" and self.group_size == 1:
             raise ValueError("group_size must be at least 2 with advantage=group, got 1")
-        if self.value_model == "separate":
-            if not self.has_values:
-                raise ValueError(
-                    f"value_model must be shared with advantage={self.advantage}, which has none"
-                )
-            if self.lora_rank is not None:
-                raise ValueError(
-                    "value_model must be shared with lora_rank: a copy of the backbone takes the "
-                    "memory that the adapter saves"
-                )
-        if self.kl_target is not None:
-            if self.kl_coef == 0:
-                raise ValueError("kl_coef must be above 0 with kl_target, which multiplies it")
-            if self.kl_horizon < completions:
-                raise ValueError(
-                    f"kl_horizon must be at least the completions of a step, {completions}, got "
-                    f"{self.kl_horizon}"
-                )
+        if self.value_model == "separate" and not self.has_values:
+            raise ValueError(
+                f"value_model must be shared with advantage={self.advantage}, which has none"
+            )
+        if self.value_model == "separate" and self.lora_rank is not None:
+            raise ValueError(
+                "value_model must be shared with lora_rank: a copy of the backbone takes the memory "
+                "that the adapter saves"
+            )
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_coef must be above 0 with kl_target, which multiplies it")
+        self.policy_objective()
 
     @property
     def has_values(self) -> bool:
         """Whether a value model is trained."""
         return self.advantage in ("value", "gae")
 
+    def policy_objective(self) -> Objective:
+        """The clipped loss of PPO; its KL is in the rewards."""
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
+        return Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes)
 
-@dataclass
-class RewardModelConfig(WarmStartSettings, PairSettings, LoopConfig):
-    """A reward model on preference pairs: `fastrl.train.reward`."""
 
-    loop: ClassVar[str] = "reward"
-
-    steps: int = option(600, "Steps of learning from pairs.", least=1, result=False)
-    minibatches: int = option(1, "Optimizer steps per pass over the pairs of a step.", least=1)
-    learning_rate: float = option(
-        1e-3,
-        "Learning rate of AdamW, after the warm-up; 1e-5 is usual for a pretrained model.",
-        above=0,
-    )
-    warmup_steps: int = option(20, "Steps over which the learning rate rises from 0.", least=0)
-    schedule: Schedule = option(
-        "linear", "The learning rate after the warm-up, by a schedule of transformers."
-    )
-    eval_every: int = option(
-        50, "Steps between evaluations on the held-out pairs.", least=1, result=False
-    )
-    save_every: int = option(200, "Steps between checkpoints.", least=1, result=False)
-    attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = option(
-        "sdpa", "Implementation of transformers.", result=False
-    )
-    model: str | None = option(
-        None,
-        "A sequence classification model of one label, or a causal LM, which gets a new head; a "
-        "directory or hub name; by default, a small new model.",
-    )
-
-    def __post_init__(self) -> None:
-        """Check conditions on more than one field."""
-        super().__post_init__()
-        self.check_pairs()
-        if self.warm_start_steps and self.model is not None:
-            raise ValueError(
-                f"warm_start_steps must be 0 or null with a model, got {self.warm_start_steps}: "
-                "only a new one learns the chosen completions first"
-            )
-        if self.minibatches > self.pairs_per_step:
-            raise ValueError(
-                f"minibatches must be at most pairs_per_step, {self.pairs_per_step}, got "
-                f"{self.minibatches}"
-            )
-        for name, default in (("loss", "linear"), ("freeze_head", False), ("lora_rank", None)):
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} must be {json.dumps(default)} for a reward model, got "
-                    f"{json.dumps(getattr(self, name))}"
-                )
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Raise a `ValueError` if ``value`` is not of the type ``kind`` of a field."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
+    elif get_origin(kind) is tuple:
+        items = get_args(kind)
+        fixed = None if items[-1] is ... else len(items)
+        if not isinstance(value, tuple) or fixed not in (None, len(value)):
+            raise ValueError(f"{name} must be {fixed or 'a list of'} values, got {value!r}")
+        for item in value:
+            _check_type(f"each of {name}", item, items[0])
+    else:
+        allowed = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        number = float in allowed and isinstance(value, int) and not isinstance(value, bool)
+        if not number and type(value) not in allowed:
+            expected = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")

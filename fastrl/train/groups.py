@@ -4,19 +4,18 @@ from typing import NamedTuple
 
 import torch
 
+from fastrl.train import rewards, rollout
 from fastrl.train.config import GrpoConfig
-from fastrl.train.data.prompts import Prompt, deal
-from fastrl.train.rewards.weighted import Scored
-from fastrl.train.rewards.weighted import concatenate as concatenate_scored
-from fastrl.train.rollout import Rollout, concatenate
-from fastrl.train.sampling import TokenCount
+from fastrl.train.prompts import Prompt, deal
+from fastrl.train.rewards import Scored
+from fastrl.train.rollout import Rollout
 
 
 class SampledGroups:
-    """Collects ``prompts_per_step`` groups, with ``dynamic_sampling`` over several rounds.
+    """Collects ``prompts_per_step`` groups in at most ``sampling_rounds`` rounds.
 
-    Without it one round is enough. With it (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a
-    group whose rewards are all equal is kept only if no round brings one to replace it.
+    With several rounds (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a group whose rewards
+    are all equal is kept only if no round brings one to replace it.
     """
 
     def __init__(self, config: GrpoConfig) -> None:
@@ -25,17 +24,13 @@ class SampledGroups:
         self._spare: list[_Round] = []
         self.rounds = 0
         self.failures = 0  # completions of all rounds on which a reward function failed
-        self.tokens: list[TokenCount] = []
 
     @property
     def missing(self) -> int:
         """How many groups with information are missing; 0 after the last round."""
-        config = self._config
-        last = config.max_sampling_rounds if config.dynamic_sampling else 1
-        if self.rounds >= last:
+        if self.rounds >= self._config.sampling_rounds:
             return 0
-        kept = sum(part.groups for part in self._kept)
-        return max(0, config.prompts_per_step - kept)
+        return max(0, self._config.prompts_per_step - sum(part.groups for part in self._kept))
 
     def prompts(self, train: list[Prompt], step: int) -> list[Prompt]:
         """The prompts of the next round: as many as are missing, from another order each round."""
@@ -43,30 +38,29 @@ class SampledGroups:
         count = self._config.prompts_per_step
         return deal(train, count=count, step=step, seed=order)[: self.missing]
 
-    def add(self, rollout: Rollout, scored: Scored, tokens: TokenCount) -> None:
+    def add(self, sampled: Rollout, scored: Scored) -> None:
         """Add the completions of a round, a group in consecutive rows, and their rewards."""
         self.rounds += 1
         self.failures += int(scored.failed.sum())
-        self.tokens.append(tokens)
         size = self._config.group_size
         groups = scored.total.view(-1, size)
-        kept = (groups != groups[:, :1]).any(1) | (not self._config.dynamic_sampling)
+        kept = (groups != groups[:, :1]).any(1) | (self._config.sampling_rounds == 1)
         of_group = torch.arange(len(scored.total)).view(-1, size)
         for chosen, where in ((kept, self._kept), (~kept, self._spare)):
             rows = of_group[chosen].flatten()
             if len(rows):
-                where.append(_Round(rollout.rows(rows), scored.rows(rows), len(rows) // size))
+                where.append(_Round(sampled.rows(rows), scored.rows(rows), len(rows) // size))
 
     def batch(self) -> tuple[Rollout, Scored]:
         """The completions of the groups, and their rewards."""
         count = self._config.prompts_per_step * self._config.group_size
         parts = [*self._kept, *self._spare]
-        rollout = concatenate([part.rollout for part in parts])
-        scored = concatenate_scored([part.scored for part in parts])
-        return rollout.rows(torch.arange(count)), scored.rows(torch.arange(count))
+        sampled = rollout.concatenate([part.sampled for part in parts])
+        scored = rewards.concatenate([part.scored for part in parts])
+        return sampled.rows(torch.arange(count)), scored.rows(torch.arange(count))
 
 
 class _Round(NamedTuple):
-    rollout: Rollout
+    sampled: Rollout
     scored: Scored
     groups: int

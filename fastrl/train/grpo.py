@@ -3,23 +3,33 @@
 A step samples a group of completions for each prompt, rewards them, and raises the probability of
 completions that did better than their group, with `fastrl.linear_policy_loss` on the hidden states.
 By default a small new model learns to add and subtract; ``--help`` lists the options.
+
+A reader needs, in the order of a step: `sampling.Sampler`, `rewards.Rewards`, `packing`, `policy`,
+`optimizers` and `run`.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from fastrl import group_advantages
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
-from fastrl.train.distributed.scoring import in_shares
-from fastrl.train.gradients import minibatches, normalizer
 from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
 from fastrl.train.optimizers import make_optimizer
+from fastrl.train.packing import minibatches, normalizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.run.run_log import Summary
-from fastrl.train.run.start import prepare
-from fastrl.train.run.training_run import training_run
+from fastrl.train.run import prepare, training_run
+from fastrl.train.run_log import Summary
 from fastrl.train.sampling import rollout_correction
+
+#: Arguments of `fastrl.group_advantages`, by ``--advantage``.
+ADVANTAGES: dict[str, dict[str, Any]] = {
+    "group": {"baseline": "mean", "scale": "group"},
+    "batch": {"baseline": "mean", "scale": "batch"},
+    "unscaled": {"baseline": "mean", "scale": "none"},
+    "leave_one_out": {"baseline": "leave_one_out", "scale": "none"},
+}
 
 
 def train(config: GrpoConfig) -> Summary:
@@ -38,37 +48,31 @@ def train(config: GrpoConfig) -> Summary:
 
     The message of an error in a step tells where ``--resume`` continues.
     """
-    job = prepare(config, "grpo")
-    model = job.model
+    setup = prepare(config)
+    model, size = setup.model, config.group_size
     correction = rollout_correction(config)
     objective = replace(config.policy_objective(), rollout_correction=correction)
     optimizer = make_optimizer(model.parameters(), config)
 
-    with job.rewards, training_run(job, config, {"optimizer": optimizer}) as run:
+    with training_run(setup, {"optimizer": optimizer}) as run:
         for step in run.steps():
             # Sample a group of completions for each prompt, and reward them.
             sampled = SampledGroups(config)
             while sampled.missing:
-                prompts = sampled.prompts(job.train, step)
+                prompts = sampled.prompts(setup.train, step)
                 with run.phase("generate"):
-                    part, completions = job.sampler.sample(prompts, config.group_size)
-                records = [p.record for p in prompts for _ in range(config.group_size)]
+                    part, completions = setup.sampler.sample(prompts, size)
+                asked = [prompt for prompt in prompts for _ in range(size)]
                 with run.phase("score"):
-                    columns = (records, completions, part.lengths)
-                    scored = in_shares(job.rewards.score, *columns, group_size=config.group_size)
-                run.show(records, completions, scored)
-                sampled.add(part, scored, job.sampler.tokens)
+                    scored = setup.rewards.score(asked, completions, part.lengths)
+                run.show(asked, completions, scored)
+                sampled.add(part, scored)
             rollout, scored = sampled.batch()
             rewards = scored.total.to(model.device)
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
             # unless the KL or the entropy asks for one, and does not enter the model.
-            groups = group_advantages(
-                rewards,
-                group_size=config.group_size,
-                baseline=config.baseline,
-                scale=config.scale or "group",
-            )
+            groups = group_advantages(rewards, group_size=size, **ADVANTAGES[config.advantage])
             mask = rollout.counted(config.truncated)
             has_loss = mask.any(1)
             if config.kl_coef == 0 and config.entropy_coef == 0:
@@ -81,12 +85,12 @@ def train(config: GrpoConfig) -> Summary:
                 old = None if on_policy else rollout_logprobs(model, rollout, learned, config)
                 ref = None
                 if run.reference is not None:
-                    ref = run.reference.logprobs(rollout, learned, config)
+                    ref = run.reference.logprobs(rollout, learned)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
             metrics = MetricMeans()
             with run.phase("learn"):
-                for minibatch in minibatches(len(rewards), config, config.group_size):
+                for minibatch in minibatches(len(rewards), config, group_size=size):
                     denominator = normalizer(mask[minibatch], objective.aggregation)
                     for batch in batches(rollout, minibatch[has_loss[minibatch]], mask, config):
                         before = None if old is None else batch.take(old)
@@ -102,19 +106,19 @@ def train(config: GrpoConfig) -> Summary:
                             objective=objective,
                             normalizer=denominator,
                         )
-                        run.backward(policy.loss, batch)
+                        policy.loss.backward()
                         sampled_for = policy.logprobs if before is None else before
                         metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
                     norm = run.apply(optimizer)
 
             run.finish_step(
                 {
-                    **job.rewards.means(scored, failures=sampled.failures),
+                    **setup.rewards.means(scored, failures=sampled.failures),
                     "reward_std": float(rewards.std(correction=0)),
                     "informative": float(groups.informative.float().mean()),
                     "sampling_rounds": sampled.rounds,
                     **metrics.read(),
-                    **lengths(rollout, sampled.tokens),
+                    **lengths(rollout, setup.sampler.engine.computed()),
                     "left_out": 1 - len(learned) / len(rewards),
                     "grad_norm": norm,
                 }

@@ -1,13 +1,11 @@
 """The metrics of the losses, collected over micro-batches on the device, read once per step."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl import kl_divergence
-from fastrl.train.distributed import ranks
 from fastrl.train.packing import PackedBatch
 from fastrl.train.rollout import Rollout
 from fastrl.train.sampling import TokenCount
@@ -28,10 +26,7 @@ _MEANS = (
 
 
 class MetricMeans:
-    """Means of a loss's metrics over tokens, the largest ratio, and the tokens learned from.
-
-    They are those of all ranks.
-    """
+    """Means of a loss's metrics over tokens, the largest ratio, and the tokens learned from."""
 
     def __init__(self) -> None:
         self._tokens: list[Tensor] = []
@@ -47,53 +42,30 @@ class MetricMeans:
         """Mean KL over the tokens of this minibatch to the policy that sampled; 0 without any."""
         seen, tokens = self._seen[self._minibatch :], self._tokens[self._minibatch :]
         total = sum(metrics["kl_old"] * count for metrics, count in zip(seen, tokens, strict=True))
-        parts = ranks.together(lambda: (float(total), float(sum(tokens))))
-        total, count = (sum(each) for each in zip(*parts, strict=True))
-        return total / count if count else 0.0
+        count = float(sum(tokens))
+        return float(total) / count if count else 0.0
 
     def add(self, metrics: Mapping[str, Tensor], kl_sampler: Tensor, batch: PackedBatch) -> None:
         """Add a micro-batch: the loss's metrics, and the KL to the policy of the sampler."""
-        if batch.repeated:
-            return
         kept = {name: value.detach() for name, value in metrics.items()}
         self._seen.append({**kept, "kl_sampler": kl_sampler})
         self._tokens.append(metrics["active_tokens"].detach().double())
         self._learned += batch.input_ids.shape[1]
 
     def read(self) -> dict[str, float]:
-        """The means over all tokens so far; empty if there are none."""
-        parts = ranks.together(self._stacked)
-        learned = {"learned_tokens": float(sum(part.learned for part in parts))}
-        parts = [part for part in parts if len(part.tokens)]
-        if not parts:
+        """The means over all tokens so far; without any only ``learned_tokens``."""
+        learned = {"learned_tokens": float(self._learned)}
+        if not self._seen:
             return learned
-        tokens = torch.cat([part.tokens for part in parts])
+        tokens = torch.stack(self._tokens)
         share = tokens / tokens.sum().clamp(min=1)
         values = {
-            name: torch.cat([part.values[name] for part in parts]) for name in parts[0].values
-        }
-        means = {
-            name: float((values[name].double() * share).sum()) for name in _MEANS if name in values
-        }
-        return {**means, "ratio_max": float(values["ratio_max"].max()), **learned}
-
-    def _stacked(self) -> "_Stacked":
-        """What this rank has seen; on the CPU if it is sent to others."""
-        if not self._seen:
-            return _Stacked(torch.zeros(0), {}, self._learned)
-        device = self._tokens[0].device if ranks.count() == 1 else torch.device("cpu")
-        values = {
-            name: torch.stack([seen[name] for seen in self._seen]).to(device)
+            name: torch.stack([seen[name] for seen in self._seen]).double()
             for name in (*_MEANS, "ratio_max")
             if name in self._seen[0]
         }
-        return _Stacked(torch.stack(self._tokens).to(device), values, self._learned)
-
-
-class _Stacked(NamedTuple):
-    tokens: Tensor  # [B], of each micro-batch
-    values: dict[str, Tensor]  # [B]
-    learned: int
+        means = {name: float((values[name] * share).sum()) for name in _MEANS if name in values}
+        return {**means, "ratio_max": float(values["ratio_max"].max()), **learned}
 
 
 def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
@@ -101,7 +73,7 @@ def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
     return kl_divergence(of_sampler, logprobs.detach(), estimator="k3").mean()
 
 
-def lengths(rollout: Rollout, computed: list[TokenCount]) -> dict[str, float]:
+def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
     """Tokens, mean length and share of truncated completions; tokens that the sampler computed.
 
     ``real_tokens`` are those of prompts and completions, ``padded_tokens`` are these and padding.
@@ -110,8 +82,8 @@ def lengths(rollout: Rollout, computed: list[TokenCount]) -> dict[str, float]:
         "tokens": float(rollout.mask.sum()),
         "length": float(rollout.mask.sum(1).double().mean()),
         "truncated": float(rollout.truncated.double().mean()),
-        "real_tokens": float(sum(count.real for count in computed)),
-        "padded_tokens": float(sum(count.padded for count in computed)),
+        "real_tokens": float(computed.real),
+        "padded_tokens": float(computed.padded),
     }
 
 

@@ -1,20 +1,19 @@
-"""The optimizer that the settings name: AdamW, in which precision and in which memory."""
+"""The optimizer that the settings name: AdamW, in which precision and memory; its rate and step."""
 
-from collections.abc import Iterable
-from types import ModuleType
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.train import extras
-from fastrl.train.config import LoopConfig
-from fastrl.train.master_weights import MakeOptimizer, MasterWeights
-from fastrl.train.schedules import learning_rate
+from fastrl.train.config import RunConfig
+
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 def make_optimizer(
-    parameters: Iterable[Tensor], config: LoopConfig, **options: Any
+    parameters: Iterable[Tensor], config: RunConfig, **options: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of those parameters that require gradients.
 
@@ -23,65 +22,168 @@ def make_optimizer(
 
     Args:
         parameters: What to train: weights, adapters, a value head.
-        config: Names optimizer, rounding, learning rate and weight decay.
+        config: Names optimizer, rounding and learning rate.
         options: Arguments of AdamW that replace those of ``config``: lr, betas, weight_decay.
 
     Raises:
-        ValueError: Nothing is trained; torchao is missing; the device has nothing to offload from;
-            the schedule has no such options.
+        ValueError: Nothing is trained; torchao is missing; the device has nothing to offload from.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ValueError("freeze_head, lora_targets: no parameter is left to train")
-    for step in (0, config.steps - 1):  # options that the schedule does not have fail here
-        learning_rate(config, step)
-    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **options}
+    options = {"lr": config.learning_rate, "weight_decay": 0.0, **options}
+    device = trained[0].device.type
     if config.optimizer == "adamw_offloaded":
-        if trained[0].device.type == "cpu":
+        # torchao's CPUOffloadOptimizer copies gradients to the host before they can be clipped
+        if device == "cpu":
             raise ValueError(
                 'optimizer must not be "adamw_offloaded" on the device cpu, whose memory is the '
                 "host's already"
             )
-        return offloaded(trained, options)
-    make = _adamw(config, options)
+        return MasterWeights(
+            trained,
+            lambda copies: torch.optim.AdamW(copies, fused=True, **options),
+            device=torch.device("cpu"),
+            options=options,
+        )
+    make = _adamw(config, options, device)
     if config.rounding == "master" and any(p.dtype != torch.float32 for p in trained):
         return MasterWeights(trained, make, device=None, options=options)
     return make(trained)
 
 
-def offloaded(parameters: list[Tensor], options: dict[str, Any]) -> MasterWeights:
-    """AdamW whose moments, float32 copies of the weights and updates are in host memory.
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The learning rate of the step after ``step`` whole ones; no step has a rate of 0.
 
-    torchao's ``CPUOffloadOptimizer`` copies gradients to the host as the backward yields them,
-    before they can be clipped, and copies the weights before the warm start.
+    It is a function of step and settings alone: a run that is resumed for more steps continues with
+    the rate that a longer run has there.
+    """
+    warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    after = max(0, step - config.warmup_steps)
+    progress = min(1.0, after / max(1, config.steps - 1 - config.warmup_steps))
+    falling = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }[config.schedule]
+    return config.learning_rate * warm * (0.1 + 0.9 * falling)
+
+
+def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> float:
+    """Clip the gradients, step the optimizer at the learning rate of ``step``, clear the gradients.
+
+    Returns:
+        The norm of the gradients before clipping.
+
+    Raises:
+        FloatingPointError: That norm is not finite; the weights are unchanged.
+    """
+    rate = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is None:  # every completion was left out: a gradient of 0, not no step
+            parameter.grad = torch.zeros_like(parameter)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+    if not norm.isfinite():
+        raise FloatingPointError(f"the gradients of step {step + 1} are not finite")
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm)
+
+
+def _adamw(config: RunConfig, options: dict[str, Any], device: str) -> MakeOptimizer:
+    """What makes the optimizer of parameters on their device."""
+    if config.optimizer == "adamw_8bit" or config.rounding == "stochastic":
+        try:
+            from fastrl.train import low_bit_adamw
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "optimizer=adamw_8bit and rounding=stochastic need torchao: pip install "
+                "'fastrl-kernels[lowbit]'"
+            ) from error
+        eight_bit = config.optimizer == "adamw_8bit"
+        kind: Any = low_bit_adamw.EightBitAdamW if eight_bit else low_bit_adamw.StochasticAdamW
+        stochastic = config.rounding == "stochastic"
+        return lambda parameters: kind(parameters, bf16_stochastic_round=stochastic, **options)
+    # on a GPU the default holds temporary copies of all moments
+    fused = device == "cuda" or None
+    return lambda parameters: torch.optim.AdamW(parameters, fused=fused, **options)
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Steps float32 copies of the weights, and rounds each of them to its weight.
+
+    A weight that is float32 and in the right place is its own copy. The copies are made by the
+    first step, not before: a warm start may change the weights in between. There is an optimizer
+    for each weight, so that only one gradient at a time exists in float32.
+
+    Args:
+        parameters: The weights, in any dtype. Their gradients stay in place, where the norm is
+            taken.
+        make: Makes the optimizer of a list of copies.
+        device: Where the copies and the optimizer's state are; None for the weight's device.
+        options: The defaults of the groups: learning rate and weight decay.
     """
 
-    def make(copies: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(copies, fused=True, **options)
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        make: MakeOptimizer,
+        *,
+        device: torch.device | None,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(parameters, options)
+        self._make, self._device = make, device
+        self._copies: list[tuple[Tensor, torch.optim.Optimizer]] | None = None
 
-    return MasterWeights(parameters, make, device=torch.device("cpu"), options=options)
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every weight that has a gradient."""
+        for group, weight, master, optimizer in self._each():
+            if weight.grad is None:
+                continue
+            master.grad = weight.grad.to(master)
+            optimizer.param_groups[0]["lr"] = group["lr"]
+            optimizer.step()
+            master.grad = None
+            weight.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the copies, None for a weight that is its own, and their optimizers' states."""
+        each = list(self._each())
+        return {
+            "masters": [None if _is_same(w, master) else master for _, w, master, _ in each],
+            "optimizers": [optimizer.state_dict() for *_, optimizer in each],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the weights are restored separately."""
+        states = zip(state_dict["masters"], state_dict["optimizers"], strict=True)
+        for (_, _, master, optimizer), (saved, state) in zip(self._each(), states, strict=True):
+            if saved is not None:
+                master.copy_(saved)
+            optimizer.load_state_dict(state)
+
+    def _each(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, torch.optim.Optimizer]]:
+        """Yield group, weight, copy and the copy's optimizer."""
+        weights = [(group, weight) for group in self.param_groups for weight in group["params"]]
+        if self._copies is None:
+            masters = [self._master(weight) for _, weight in weights]
+            self._copies = [(master, self._make([master])) for master in masters]
+        for (group, weight), (master, optimizer) in zip(weights, self._copies, strict=True):
+            yield group, weight, master, optimizer
+
+    def _master(self, weight: Tensor) -> Tensor:
+        device = self._device or weight.device
+        master = weight.detach().to(device, torch.float32)
+        if device.type == "cpu" and weight.device.type == "cuda":
+            return master.pin_memory()  # copied up and down in each step
+        return master
 
 
-def _adamw(config: LoopConfig, options: dict[str, Any]) -> MakeOptimizer:
-    """What makes the optimizer of parameters on their device."""
-    stochastic = {"bf16_stochastic_round": config.rounding == "stochastic"}
-    if config.optimizer == "adamw_8bit":
-        eight_bit = _torchao("optimizer=adamw_8bit").EightBitAdamW
-        return lambda parameters: eight_bit(parameters, **options, **stochastic)
-    if config.rounding == "stochastic":
-        rounded = _torchao("rounding=stochastic").StochasticAdamW
-        return lambda parameters: rounded(parameters, **options, **stochastic)
-    return lambda parameters: torch.optim.AdamW(
-        # on a GPU the default holds temporary copies of all moments
-        parameters,
-        fused=parameters[0].device.type == "cuda" or None,
-        **options,
-    )
-
-
-def _torchao(setting: str) -> ModuleType:
-    """The module `low_bit_adamw`."""
-    extras.require("torchao", extra="lowbit", setting=setting)
-    from fastrl.train import low_bit_adamw
-
-    return low_bit_adamw
+def _is_same(weight: Tensor, master: Tensor) -> bool:
+    return weight.device == master.device and weight.data_ptr() == master.data_ptr()

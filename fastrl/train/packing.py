@@ -1,12 +1,15 @@
-"""Micro-batches by tokens: sequences packed into rows without padding."""
+"""Minibatches, and micro-batches by tokens: sequences packed into rows without padding."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from fastrl.train.attention import Layout, Span, make_layout
+from fastrl.train.config import RunConfig
 from fastrl.train.rollout import Rollout
 
 
@@ -24,8 +27,6 @@ class PackedBatch(NamedTuple):
     cu_seqlens: Tensor  # [S + 1], int32: where the scored tokens of each completion begin
     rows: Tensor  # [S], the completions in the rollout
     mask: Tensor  # bool [S, T], which of their tokens are scored
-    repeated: bool = False  # a rank computes it only to keep step with the others: counts for 0
-    last: bool = True  # no other follows in its iterator, on any rank
 
     def take(self, values: Tensor) -> Tensor:
         """Values ``[n]`` at the scored tokens, of values ``[N, T]`` of the rollout."""
@@ -38,6 +39,23 @@ class PackedBatch(NamedTuple):
         into[self.rows] = part
 
 
+def minibatches(samples: int, config: RunConfig, group_size: int = 1) -> Iterator[Tensor]:
+    """Row indices for each optimizer step: every group once per epoch, shuffled."""
+    rows = torch.arange(samples).view(-1, group_size)
+    for _ in range(config.epochs):
+        for groups in torch.randperm(len(rows)).tensor_split(config.minibatches):
+            yield rows[groups].flatten()
+
+
+def normalizer(mask: Tensor, aggregation: str) -> Tensor:
+    """The loss's denominator over an optimizer step: its tokens, or its non-empty sequences.
+
+    With it, the gradients of the micro-batches add up to the gradient of the whole minibatch.
+    """
+    counted = mask if aggregation == "token-mean" else mask.any(1)
+    return counted.sum().clamp(min=1)
+
+
 class _Unit(NamedTuple):
     """Completions that share their prompt, or one completion with its prompt."""
 
@@ -47,46 +65,30 @@ class _Unit(NamedTuple):
 
 
 def micro_batches(
-    rollout: Rollout,
-    rows: Tensor,
-    mask: Tensor,
-    *,
-    tokens: int,
-    share_prompts: bool = False,
-    rank: int = 0,
-    ranks: int = 1,
+    rollout: Rollout, rows: Tensor, mask: Tensor, *, tokens: int, share_prompts: bool = False
 ) -> Iterator[PackedBatch]:
     """Pack completions into as few rows of at most ``tokens`` tokens as first fit finds.
-
-    With several ranks each packs its own share, and all yield the same number of micro-batches:
-    those who have fewer repeat one.
 
     Args:
         rollout: The completions.
         rows: Indices of those to pack.
-        mask: Bool ``[N, T]``, which tokens are scored: the first tokens of a completion. A
-            completion without any is left out.
+        mask: Bool ``[N, T]``, which tokens are scored. What follows the last of them in a completion
+            is left out, and a completion without any.
         tokens: Tokens per row. A longer sequence has a row of its own.
         share_prompts: Whether completions of one prompt in one row share its tokens.
-        rank: Whose share to pack.
-        ranks: How many shares there are, of about the same number of tokens.
     """
-    lengths = mask.sum(1).tolist()
+    ends = torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0)
+    lengths = ends.amax(1).tolist()
     prompt_of = rollout.prompt_of.tolist()
-    sequences = {row: lengths[row] for row in rows.tolist() if lengths[row]}
     units: list[_Unit] = []
-    for row, length in sequences.items():
-        prompt = len(rollout.prompts[prompt_of[row]])
-        units.append(_Unit(prompt_of[row], [row], prompt + length - 1))
+    for row in rows.tolist():
+        if lengths[row]:
+            prompt = len(rollout.prompts[prompt_of[row]])
+            units.append(_Unit(prompt_of[row], [row], prompt + lengths[row] - 1))
     if share_prompts:
         units = list(_shared(units, rollout, tokens))
-    shares = [_first_fit(share, tokens) for share in _balanced(units, ranks)]
-    own, most = shares[rank], max(map(len, shares))
-    smallest = min((packed for share in shares for packed in share), key=_tokens, default=[])
-    for i in range(most):
-        packed = own[i] if i < len(own) else smallest
-        batch = _pack(rollout, packed, mask, lengths)
-        yield batch._replace(repeated=i >= len(own), last=i == most - 1)
+    for packed in _first_fit(units, tokens):
+        yield _pack(rollout, packed, mask, lengths)
 
 
 def _shared(units: list[_Unit], rollout: Rollout, tokens: int) -> Iterator[_Unit]:
@@ -108,20 +110,6 @@ def _shared(units: list[_Unit], rollout: Rollout, tokens: int) -> Iterator[_Unit
                 joined = _Unit(prompt, joined.rows + part.rows, total)
         if joined is not None:
             yield joined
-
-
-def _balanced(units: list[_Unit], shares: int) -> list[list[_Unit]]:
-    """The units in shares, the largest first, each in the share with the fewest tokens so far."""
-    if shares == 1:
-        return [units]
-    parts: list[list[_Unit]] = [[] for _ in range(shares)]
-    for unit in sorted(units, key=lambda unit: -unit.tokens):
-        min(parts, key=_tokens).append(unit)
-    return parts
-
-
-def _tokens(units: list[_Unit]) -> int:
-    return sum(unit.tokens for unit in units)
 
 
 def _first_fit(units: list[_Unit], tokens: int) -> list[list[_Unit]]:
@@ -161,29 +149,29 @@ class _Row:
 def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]) -> PackedBatch:
     device = mask.device
     row = _Row()
-    predictors: list[Tensor] = []
+    places: list[Tensor] = []  # of the tokens that predict those of each completion
     for unit in units:
         prompt = torch.tensor(rollout.prompts[unit.prompt], device=device)
         own = [rollout.token_ids[sample, : lengths[sample] - 1] for sample in unit.rows]
         if len(own) == 1:
             start = row.append(torch.cat([prompt, own[0]]), 0)
-            predictors.append(torch.arange(start + len(prompt) - 1, row.length))
+            places.append(torch.arange(start + len(prompt) - 1, row.length))
             continue
         start = row.append(prompt, 0)
         end = row.length
         for ids in own:
             after = row.append(ids, len(prompt), (start, end))
-            predictors += [torch.tensor([end - 1]), torch.arange(after, row.length)]
+            places.append(torch.cat([torch.tensor([end - 1]), torch.arange(after, row.length)]))
     samples = torch.tensor([sample for unit in units for sample in unit.rows], device=device)
     scored = mask[samples]
-    counts = torch.tensor([0] + [lengths[sample] for unit in units for sample in unit.rows])
+    of_row = pad_sequence(places, batch_first=True).to(device)
     return PackedBatch(
         input_ids=torch.cat(row.ids)[None],
         position_ids=torch.cat(row.positions).to(device)[None],
         layout=make_layout(row.spans, device),
-        predictors=torch.cat(predictors).to(device),
+        predictors=of_row[scored[:, : of_row.shape[1]]],
         token_ids=rollout.token_ids[samples][scored],
-        cu_seqlens=counts.cumsum(0).to(device=device, dtype=torch.int32),
+        cu_seqlens=pad(scored.sum(1).cumsum(0), (1, 0)).to(torch.int32),
         rows=samples,
         mask=scored,
     )

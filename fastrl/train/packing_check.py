@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from fastrl.train.attention import BY_SEQUENCE
-from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.config import RunConfig
 from fastrl.train.policy import rollout_logprobs
 from fastrl.train.rollout import Rollout
 
 
 @torch.no_grad()
-def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
+def check_packing(model: Any, config: RunConfig) -> None:
     """Raise a `ValueError` if the log-probabilities of a sequence depend on what is packed with it.
 
     Three short sequences, two of which share a prompt, are run in one row. Other tokens in the
@@ -25,33 +25,30 @@ def check_packing(model: Any, config: GrpoConfig | PpoConfig) -> None:
             f"chunks of {model.config.attention_chunk_size} tokens"
         )
     config = replace(config, temperature=1.0)
-    half = "bfloat16" in (config.precision, config.weights)
+    half = (config.precision, config.weights) != ("float32", "float32")
     rollout, changed = _sequences(model)
-    shares = isinstance(config, GrpoConfig) and config.share_prompts
     if config.tokens_per_micro_batch > 1:
         packed = replace(config, tokens_per_micro_batch=1024)
         one, other = (_logprobs(model, r, packed) for r in (rollout, changed))
         leak = (one - other)[1:].abs().max()
         if not leak <= (1e-3 if half else 1e-5):
             raise ValueError(
-                f"{'share_prompts must be off' if shares else 'tokens_per_micro_batch must be 1'} "
-                f"for this model: with attention {config.attention}, sequences in one row affect "
-                f"each other (log-probabilities differ by {leak:.2g})"
+                f"tokens_per_micro_batch must be 1 for this model: with attention "
+                f"{config.attention}, sequences in one row affect each other (log-probabilities "
+                f"differ by {leak:.2g})"
             )
     else:
         one = _logprobs(model, rollout, config)
     alone = _own_logprobs(model, rollout, config)
     if not torch.allclose(one, alone, rtol=0, atol=0.25 if half else 1e-3):
         raise ValueError(
-            f"attention must not be {config.attention} for this model"
-            f"{', or share_prompts must be off' if shares else ''}: log-probabilities differ from "
-            f"those of the model's own attention by {(one - alone).abs().max():.2g}"
+            f"attention must not be {config.attention} for this model: log-probabilities differ "
+            f"from those of the model's own attention by {(one - alone).abs().max():.2g}"
         )
 
 
-def _logprobs(model: Any, rollout: Rollout, config: GrpoConfig | PpoConfig) -> torch.Tensor:
-    """Of all three sequences, on each rank: what is checked is that they are in one row."""
-    return rollout_logprobs(model, rollout, torch.arange(3), config, shared=False)
+def _logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
+    return rollout_logprobs(model, rollout, torch.arange(3), config)
 
 
 def _sequences(model: Any) -> tuple[Rollout, Rollout]:
@@ -74,7 +71,7 @@ def _sequences(model: Any) -> tuple[Rollout, Rollout]:
     return first, first._replace(token_ids=changed)
 
 
-def _own_logprobs(model: Any, rollout: Rollout, config: GrpoConfig | PpoConfig) -> torch.Tensor:
+def _own_logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
     """Log-probabilities of each sequence alone, with an attention of transformers."""
     own = replace(config, tokens_per_micro_batch=1)
     if config.attention == BY_SEQUENCE:

@@ -6,10 +6,12 @@ and supports every head.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from fastrl import (
     Objective,
@@ -21,11 +23,8 @@ from fastrl import (
 )
 from fastrl.integrations.transformers import LmHead, backbone, lm_head
 from fastrl.train.attention import BY_SEQUENCE
-from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
-from fastrl.train.distributed import ranks
-from fastrl.train.distributed.sharding import inside, reshard
-from fastrl.train.gradients import autocast
-from fastrl.train.model.recomputation import offloaded
+from fastrl.train.config import PpoConfig, RunConfig
+from fastrl.train.loading import autocast
 from fastrl.train.packing import PackedBatch, micro_batches
 from fastrl.train.rollout import Rollout
 
@@ -38,6 +37,14 @@ class PolicyOutputs(NamedTuple):
     head: LmHead | None
 
 
+def offloaded(config: RunConfig) -> AbstractContextManager[Any]:
+    """Where the model's forward moves what autograd keeps to pinned host memory, if it does.
+
+    With gradient checkpointing that is the input of each layer.
+    """
+    return save_on_cpu(pin_memory=True) if config.offload_checkpoints else nullcontext()
+
+
 def check_head(model: Any, config: RunConfig) -> None:
     """Raise a `ValueError` if ``loss="linear"`` does not support the model's LM head."""
     if config.loss == "linear":
@@ -48,33 +55,20 @@ def check_head(model: Any, config: RunConfig) -> None:
 
 
 def batches(
-    rollout: Rollout,
-    rows: Tensor,
-    mask: Tensor,
-    config: GrpoConfig | PpoConfig,
-    *,
-    shared: bool = True,
+    rollout: Rollout, rows: Tensor, mask: Tensor, config: RunConfig
 ) -> Iterator[PackedBatch]:
     """The micro-batches of some completions; ``mask`` ``[N, T]`` are the tokens to score.
 
-    With several ranks, those of this rank's share; all of them on each rank if not ``shared``.
+    Completions of a prompt in one row share its tokens wherever the attention allows it.
     """
-    return micro_batches(
-        rollout,
-        rows,
-        mask,
-        tokens=config.tokens_per_micro_batch,
-        share_prompts=_shares(config),
-        rank=ranks.index() if shared else 0,
-        ranks=ranks.count() if shared else 1,
-    )
+    tokens, shares = config.tokens_per_micro_batch, config.attention == BY_SEQUENCE
+    return micro_batches(rollout, rows, mask, tokens=tokens, share_prompts=shares)
 
 
 def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyOutputs:
     """Run the model over a packed row, in the precision of the configuration."""
     if config.loss == "linear":
-        states = inside(model, lambda: hidden_states(backbone(model), batch, config))
-        return PolicyOutputs(states, None, lm_head(model))
+        return PolicyOutputs(hidden_states(backbone(model), batch, config), None, lm_head(model))
     with_states = isinstance(config, PpoConfig) and config.has_values
     with autocast(config, model.device), offloaded(config):
         out = model(
@@ -152,29 +146,13 @@ def policy_loss(
 
 
 @torch.no_grad()
-def rollout_logprobs(
-    model: Any,
-    rollout: Rollout,
-    rows: Tensor,
-    config: GrpoConfig | PpoConfig,
-    *,
-    shared: bool = True,
-) -> Tensor:
-    """Log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere; by micro-batches.
-
-    The ranks share the work; if not ``shared``, each does all of it.
-    """
+def rollout_logprobs(model: Any, rollout: Rollout, rows: Tensor, config: RunConfig) -> Tensor:
+    """Log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere; by micro-batches."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    for batch in batches(rollout, rows, rollout.mask, config, shared=shared):
+    for batch in batches(rollout, rows, rollout.mask, config):
         outputs = policy_outputs(model, batch, config)
-        if not batch.repeated:
-            batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
-    reshard(model)
-    return ranks.add_up(logprobs) if shared else logprobs
-
-
-def _shares(config: GrpoConfig | PpoConfig) -> bool:
-    return isinstance(config, GrpoConfig) and config.share_prompts
+        batch.put(policy_logprobs(outputs, batch, config), into=logprobs)
+    return logprobs
 
 
 def _states_and_head(outputs: PolicyOutputs) -> tuple[Tensor, LmHead]:

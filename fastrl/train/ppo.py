@@ -6,25 +6,26 @@ rewards into advantages, and learns from them with a clipped policy loss and a c
 within groups. By default a small new model learns to add and subtract; ``--help`` lists options.
 """
 
+from dataclasses import replace
+
 import torch
 
-from fastrl import Objective, kl_divergence, masked_mean, value_loss
-from fastrl.train.advantages import advantages_and_returns, compared, token_rewards
+from fastrl import kl_divergence, masked_mean, value_loss
+from fastrl.train.advantages import KlPenalty, advantages_and_returns, compared, token_rewards
+from fastrl.train.checkpoint import Stateful
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
-from fastrl.train.data.prompts import deal
-from fastrl.train.distributed.scoring import in_shares
-from fastrl.train.gradients import minibatches, normalizer
-from fastrl.train.kl_penalty import KlPenalty
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
-from fastrl.train.model.value_model import ValueModel, rollout_values_and_logprobs
 from fastrl.train.optimizers import make_optimizer
+from fastrl.train.packing import minibatches, normalizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
-from fastrl.train.run.checkpoint import Stateful
-from fastrl.train.run.run_log import Summary
-from fastrl.train.run.start import prepare
-from fastrl.train.run.training_run import training_run
+from fastrl.train.prompts import deal
+from fastrl.train.run import prepare, training_run
+from fastrl.train.run_log import Summary
 from fastrl.train.sampling import rollout_correction
+from fastrl.train.value_model import ValueModel, rollout_values_and_logprobs
+
+VALUE_COEF, VALUE_CLIP = 0.5, 0.2
 
 
 def train(config: PpoConfig) -> Summary:
@@ -43,16 +44,10 @@ def train(config: PpoConfig) -> Summary:
 
     The message of an error in a step tells where ``--resume`` continues.
     """
-    job = prepare(config, "ppo")
-    model = job.model
+    setup = prepare(config)
+    model, size = setup.model, config.group_size
     correction = rollout_correction(config)
-    objective = Objective.preset(
-        "ppo",
-        clip_low=config.clip,
-        clip_high=config.clip,
-        entropy_coef=config.entropy_coef,
-        rollout_correction=correction,
-    )
+    objective = replace(config.policy_objective(), rollout_correction=correction)
     critic = ValueModel(model, config) if config.has_values else None
     trained = [*model.parameters(), *(critic.parameters() if critic else ())]
     optimizer = make_optimizer(trained, config)
@@ -67,18 +62,18 @@ def train(config: PpoConfig) -> Summary:
         if critic is not None:
             critic.follow(model)
 
-    with job.rewards, training_run(job, config, parts, warm_started=follow) as run:
+    with training_run(setup, parts, warm_started=follow) as run:
         for step in run.steps():
             # Sample completions for each prompt, and reward them.
-            prompts = deal(job.train, count=config.prompts_per_step, step=step, seed=config.seed)
+            count, seed = config.prompts_per_step, config.seed
+            prompts = deal(setup.train, count=count, step=step, seed=seed)
             with run.phase("generate"):
-                rollout, completions = job.sampler.sample(prompts, config.group_size)
-            records = [prompt.record for prompt in prompts for _ in range(config.group_size)]
+                rollout, completions = setup.sampler.sample(prompts, size)
+            asked = [prompt for prompt in prompts for _ in range(size)]
             with run.phase("score"):
-                columns = (records, completions, rollout.lengths)
-                scored = in_shares(job.rewards.score, *columns, group_size=config.group_size)
+                scored = setup.rewards.score(asked, completions, rollout.lengths)
             rewards = scored.total.to(model.device)
-            run.show(records, completions, scored)
+            run.show(asked, completions, scored)
 
             # Values and log-probabilities of the policy that sampled, and of the reference.
             everything = torch.arange(len(rewards))
@@ -90,7 +85,7 @@ def train(config: PpoConfig) -> Summary:
                     values, old = rollout_values_and_logprobs(model, critic, rollout, config)
                 ref = old
                 if run.reference is not None:
-                    ref = run.reference.logprobs(rollout, everything, config)
+                    ref = run.reference.logprobs(rollout, everything)
 
             # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
             mask, counted = rollout.mask, rollout.counted(config.truncated)
@@ -125,15 +120,14 @@ def train(config: PpoConfig) -> Summary:
                                 critic(outputs, batch, config),
                                 batch.take(returns),
                                 torch.ones_like(batch.token_ids, dtype=torch.bool),
-                                old_values=batch.take(values) if config.value_clip else None,
-                                clip=config.value_clip,
-                                loss=config.value_loss,
+                                old_values=batch.take(values),
+                                clip=VALUE_CLIP,
                                 normalizer=denominator,
                             )
-                            loss = loss + config.value_coef * error.loss
+                            loss = loss + VALUE_COEF * error.loss
                             seen["value_loss"] = error.loss * denominator / len(batch.token_ids)
                             seen["value_clip_fraction"] = error.metrics["clip_fraction"]
-                        run.backward(loss, batch)
+                        loss.backward()
                         metrics.add(seen, sampler_kl(before, of_sampler), batch)
                     if config.stop_kl is not None and metrics.minibatch_kl() > config.stop_kl:
                         optimizer.zero_grad()
@@ -141,12 +135,12 @@ def train(config: PpoConfig) -> Summary:
                     norm, updates = run.apply(optimizer), updates + 1
 
             row = {
-                **job.rewards.means(scored),
+                **setup.rewards.means(scored),
                 "reward_std": float(rewards.std(correction=0)),
                 **metrics.read(),
                 "kl": float(masked_mean(kl_divergence(old, ref), mask)),
                 "kl_coef": penalty.coefficient,
-                **lengths(rollout, [job.sampler.tokens]),
+                **lengths(rollout, setup.sampler.engine.computed()),
                 "grad_norm": norm,
                 "updates": updates,
             }

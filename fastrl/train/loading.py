@@ -1,0 +1,174 @@
+"""The model and its tokenizer: any causal LM from `transformers`, or a small new one."""
+
+import string
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from fastrl.train.checkpoint import verify
+from fastrl.train.config import RunConfig
+
+logging.disable_progress_bar()  # the loops have their own
+
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is a GPU if there is one.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device must be available, got {name!r}: {reason}") from error
+
+
+def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """The precision of forward and backward."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
+
+
+def load(path: str | None, device: torch.device, weights: str = "float32") -> tuple[Any, Any]:
+    """The model, in evaluation mode, and its tokenizer; weights come from safetensors files alone.
+
+    Args:
+        path: A directory or hub name; None for the small new model.
+        device: The device of the model.
+        weights: The dtype of its weights, or ``"nf4"``.
+
+    Raises:
+        ValueError: There is no such model, it is damaged, or its tokenizer has no end token; or it
+            cannot be loaded without running its code or unpickling its weights.
+    """
+    dtype = torch.float32 if weights == "nf4" else getattr(torch, weights)
+    if path is None:
+        tokenizer: Any = character_tokenizer()
+        model: Any = small_model(tokenizer)
+        for parameter in model.parameters():  # not the buffers, some of which must be float32
+            parameter.data = parameter.data.to(dtype)
+    else:
+        try:
+            verify(Path(path), as_model=True)
+            pretrained_config(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise ValueError(
+                f"model must be a causal LM with its tokenizer, got {path!r}: {reason(error, path)}"
+            ) from error
+    ends = model.generation_config.eos_token_id
+    if ends is None or ends == []:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        raise ValueError(f"model must have an end token, got none in {path!r}")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    # A model's own sampling defaults would change the distribution of the samples.
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+    )
+    if (name := not_finite(model)) is not None:
+        raise ValueError(f"model must have finite weights, got a NaN or infinity in {name!r}")
+    return model.to(device).eval(), tokenizer
+
+
+def pretrained_config(path: str) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        ValueError: It is an adapter; or code must run that comes with the model, or that it names: an
+            attention kernel of the hub.
+        OSError: There is no such model.
+    """
+    if find_adapter_config_file(path) is not None:
+        raise ValueError("it is an adapter: merge it into its base with peft's merge_and_unload")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    named = [str(getattr(part, "_attn_implementation", None)) for part in parts]
+    if any("/" in name for name in named):
+        raise ValueError(f"trust_remote_code: it names a kernel, {named}")
+    return config
+
+
+def reason(error: Exception, path: str) -> str:
+    """Why the model at ``path`` cannot be loaded, with what can be done about it."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return "it brings or names code, which the loops do not run"
+    if isinstance(error, OSError) and "model.safetensors" in text:
+        return (
+            "it has no model.safetensors, and pickled weights are not loaded, since they can run "
+            "code; store it with save_pretrained where you trust it"
+        )
+    return text if Path(path).exists() else f"there is no such directory, and on the hub: {text}"
+
+
+def not_finite(model: Any) -> str | None:
+    """The name of the first tensor with a value that is not finite."""
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        if not weight.is_floating_point() or weight.itemsize == 1 or weight.numel() == 0:
+            continue  # quantized weights have no NaN, or no minimum
+        if not all(end.isfinite() for end in weight.aminmax()):
+            return str(name)
+    return None
+
+
+def context_of(model: Any) -> int | None:
+    """The tokens of the longest sequence of a model, if it has a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with a token per printable ASCII character, a padding and an end token."""
+    tokens = ["<pad>", "<eos>", *CHARACTERS]
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A new Llama of half a million parameters, initialized from torch's generator."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)

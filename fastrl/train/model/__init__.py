@@ -1,1 +1,0 @@
-"""The models of a run: loaded, adapted, recomputed, kept."""

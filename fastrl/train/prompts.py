@@ -1,0 +1,205 @@
+"""Prompts: read, tokenized, and dealt to the steps in an order that depends only on seed and step."""
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fastrl.train import arithmetic, long_addition
+from fastrl.train.config import RunConfig
+
+Record = dict[str, Any]
+Item = TypeVar("Item")
+
+#: The embedded tasks.
+TASKS = {"arithmetic": arithmetic.split, "long_addition": long_addition.split}
+_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# What `datasets` reads as plain tables. Other readers decode media, or run what they find.
+_TABLES = ("parquet", "json", "csv", "arrow")
+
+
+class Prompt(NamedTuple):
+    """A record and its tokenized prompt."""
+
+    record: Record
+    token_ids: list[int]
+
+    @property
+    def text(self) -> str:
+        """The prompt as text; of a conversation, the last message."""
+        prompt = self.record["prompt"]
+        return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+
+
+def read_records(config: RunConfig) -> tuple[list[Record], list[Record]]:
+    """The records for training and the held-out ones.
+
+    Raises:
+        ValueError: They cannot be read, or a row is invalid; the message names where.
+    """
+    first, *rest = config.prompts
+    if first in TASKS and not rest:
+        return TASKS[first](config.seed)
+    if Path(first).suffix in _FILES:
+        if not rest or Path(first).resolve() == Path(rest[0]).resolve():
+            raise ValueError(f"prompts must be two different files, got {config.prompts}")
+        train, held_out = (_records(_of_file(path), path, config) for path in config.prompts)
+        return train, held_out
+    train, held_out = (
+        _records(rows, f"{first} split {split!r}", config)
+        for rows, split in zip(_of_dataset(config), config.splits, strict=True)
+    )
+    return train, held_out
+
+
+def digest(records: list[Record]) -> str:
+    """A sum of all records, to tell whether they changed."""
+    text = json.dumps(records, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Prompt]:
+    """Tokenize the prompts; conversations go through the chat template.
+
+    Raises:
+        ValueError: A prompt is longer than ``max_prompt_tokens`` or cannot be tokenized, or there is
+            no chat template.
+    """
+    prompts = []
+    for record in records:
+        prompt = record["prompt"]
+        chat = config.chat_template or not isinstance(prompt, str)
+        if chat and tokenizer.chat_template is None:
+            raise ValueError("chat_template: the tokenizer has none")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            text = (
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                if chat
+                else prompt
+            )
+            token_ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        except Exception as error:  # templates are programs, and tokenizers raise nothing narrower
+            raise ValueError(
+                f"prompts: {str(prompt)[:80]!r} cannot be tokenized: {type(error).__name__}: {error}"
+            ) from error
+        if not 0 < len(token_ids) <= config.max_prompt_tokens:
+            raise ValueError(
+                f"max_prompt_tokens must cover every prompt, got {len(token_ids)} tokens in "
+                f"{text[:80]!r}"
+            )
+        prompts.append(Prompt(record, token_ids))
+    return prompts
+
+
+def count_shared(train: list[Prompt], held_out: list[Prompt]) -> int:
+    """How many of the held-out prompts are also training prompts."""
+    trained = {hash(tuple(prompt.token_ids)) for prompt in train}  # far less than the tuples
+    return sum(hash(tuple(prompt.token_ids)) in trained for prompt in held_out)
+
+
+def deal(prompts: list[Item], *, count: int, step: int, seed: int) -> list[Item]:
+    """The ``count`` prompts of a step: every prompt once in random order, then in another order.
+
+    There is no state between calls, so a resumed run continues with the same prompts.
+    """
+    n = len(prompts)
+    orders: dict[int, list[int]] = {}
+    chosen = []
+    for position in range(step * count, (step + 1) * count):
+        epoch, place = divmod(position, n)
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            orders[epoch] = torch.randperm(n, generator=generator).tolist()
+        chosen.append(prompts[orders[epoch][place]])
+    return chosen
+
+
+def _of_file(path: str) -> Iterable[Record]:
+    datasets = _datasets()
+    if not Path(path).is_file():
+        raise ValueError(f"prompts: there is no file {path}")
+    reader = _FILES.get(Path(path).suffix)
+    if reader is None:
+        raise ValueError(f"prompts must be .jsonl or .parquet files, got {path}")
+    try:
+        return list(
+            datasets.load_dataset(
+                reader, data_files=glob.escape(path), split="train", streaming=True
+            )
+        )
+    except Exception as error:  # of a library that reads what others wrote
+        raise ValueError(f"prompts: {path} cannot be read: {_reason(error)}") from error
+
+
+def _of_dataset(config: RunConfig) -> Iterable[Iterable[Record]]:
+    name = config.prompts[0]
+    datasets = _datasets()
+    try:
+        builder = datasets.load_dataset_builder(*config.prompts)
+        kind = type(builder).__mro__[1].__module__.split(".")  # below a class made for the data set
+        if kind[:2] != ["datasets", "packaged_modules"] or kind[2] not in _TABLES:
+            raise ValueError(f"it must consist of {', '.join(_TABLES)} files, got {kind[-1]}")
+        builder.download_and_prepare()
+        return [builder.as_dataset(split=split) for split in config.splits]
+    except Exception as error:
+        where = "" if Path(name).exists() else "there is no such task or directory; on the hub: "
+        raise ValueError(f"prompts: {name!r} cannot be read: {where}{_reason(error)}") from error
+
+
+def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Record]:
+    records = []
+    for number, row in enumerate(rows, 1):
+        record = dict(row)
+        for name, column in zip(("prompt", "answer"), config.columns, strict=True):
+            if column != name and column not in record:
+                raise ValueError(f"columns: {where} has no {column!r}, only {', '.join(row)}")
+            if column in record:
+                record[name] = record.pop(column)
+        if not _is_prompt(record.get("prompt")):
+            raise ValueError(
+                f'{where} row {number}: "prompt" must be text, or messages with role and content of '
+                f"which the last is not the assistant's, got {record.get('prompt')!r}"
+            )
+        records.append(record)
+    if not records:
+        raise ValueError(f"prompts: {where} holds none")
+    return records
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in prompt
+        )
+        and prompt[-1]["role"] != "assistant"
+    )
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "prompts: files and data sets need datasets: pip install 'fastrl-kernels[data]'"
+        ) from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause, in one line: libraries wrap it in messages without content."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,163 @@
+"""``report.html``: a run on one page that needs no network and runs no script; ``curves.png``.
+
+Whatever a model, a data set or a setting says is text on the page: Jinja2 escapes it, what no
+browser prints is written as its escape, and the page's policy forbids scripts and requests.
+"""
+
+import base64
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+import transformers
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fastrl.train.config import RunConfig
+from fastrl.train.run_log import Row, printable, replace_file
+
+_PHASES = ("generate", "score", "logprobs", "learn", "evaluate")
+_PANELS = {
+    "reward": ("reward", "held_out_reward"),
+    "reward deviation": ("reward_std",),
+    "reward parts": (),  # the keys that begin with reward/
+    "KL": ("kl", "kl_old", "kl_sampler"),
+    "entropy": ("entropy",),
+    "completion length": ("length",),
+    "clip fraction": ("clip_fraction",),
+    "value": ("explained_variance", "value_loss"),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("learning_rate",),
+    "seconds per phase": tuple(f"seconds_{phase}" for phase in _PHASES),
+    "peak memory per phase, GB": tuple(f"peak_gb_{phase}" for phase in _PHASES),
+    "tokens per second": ("tokens_per_second",),
+    "tokens in the model": ("real_tokens", "padded_tokens", "learned_tokens"),
+    "share of completions": ("truncated", "left_out", "informative"),
+}
+_LONGEST = 20_000  # characters of a text on the page
+_LARGEST = 3e38  # of float32; where numbers are much larger, no axis finds its ticks
+
+
+def write_report(
+    directory: Path, config: RunConfig, rows: Sequence[Row], samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write both files atomically.
+
+    Args:
+        directory: The run's.
+        config: Its settings.
+        rows: Its log.
+        samples: Its samples.
+
+    Raises:
+        OSError: A file could not be written; previous ones are unchanged.
+    """
+    curves = directory / "curves.png"
+    draw(rows, curves)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+    )
+    page = environment.get_template("report.html").render(
+        title=f"{directory.name} · {config.loop}",
+        facts=_facts(config, rows),
+        curves=base64.b64encode(curves.read_bytes()).decode(),
+        samples=sorted(samples, key=lambda sample: -sample["step"]),
+        phases=_phases(rows),
+        settings=_settings(config),
+    )
+    replace_file(directory / "report.html", page)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Plot the quantities in ``rows`` against the step, a panel for those that belong together."""
+    known = dict.fromkeys(key for row in rows for key in row)
+    parts = tuple(key for key in known if "reward/" in key)
+    of_panel = {
+        title: [key for key in (parts if title == "reward parts" else keys) if key in known]
+        for title, keys in _PANELS.items()
+    }
+    panels = {title: keys for title, keys in of_panel.items() if keys}
+    columns = max(1, -(-len(panels) // 3))
+    partial = path.with_name(f".{path.name}.partial")
+    with rc_context({"text.parse_math": False}):  # a name with $ is no formula
+        figure = Figure(figsize=(4.2 * columns, 9), layout="constrained")
+        FigureCanvasAgg(figure)
+        for place, (title, keys) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(3, columns, place)
+            for key in keys:
+                points = [(row["step"], row[key]) for row in rows if key in row]
+                shown = [(x, y) for x, y in points if -_LARGEST <= y <= _LARGEST]
+                axes.plot(*zip(*shown, strict=True), marker="o", markersize=2) if shown else None
+                axes.lines[-1].set_label(printable(key)) if shown else None
+            axes.set(title=title, xlabel="step")
+            axes.grid(alpha=0.3)
+            if len(axes.lines) > 1:
+                axes.legend(fontsize="small")
+        figure.savefig(partial, dpi=100, format="png")
+    os.replace(partial, path)
+
+
+def _visible(value: Any) -> Any:
+    """A text without characters that are not shown, and not longer than a page bears."""
+    if not isinstance(value, str) or hasattr(value, "__html__") or len(value) > 100 * _LONGEST:
+        return value
+    more = len(value) - _LONGEST
+    note = f" ... {more:,} more characters" if more > 0 else ""
+    return printable(value[:_LONGEST], keep="\n\t") + note
+
+
+def _facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
+    measured = [row for row in rows if "held_out_reward" in row]
+    facts = {
+        "Model": config.model or "small new model",
+        "Steps": f"{int(rows[-1]['step']) if rows else 0} of {config.steps}",
+        "Minutes": f"{sum(seconds for _, seconds, _ in _measured(rows)) / 60:.1f}",
+    }
+    if measured:
+        facts["Held-out reward before"] = f"{measured[0]['held_out_reward']:.3f}"
+        last = measured[-1]
+        facts["Held-out reward after"] = f"{last['held_out_reward']:.3f} (step {last['step']:.0f})"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return {**facts, "Versions": f"Python {platform.python_version()}, {versions}"}
+
+
+def _measured(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """Name, seconds and largest peak of memory, in GB, of each phase; the longest first."""
+    names = dict.fromkeys(
+        k.removeprefix("seconds_") for row in rows for k in row if "seconds_" in k
+    )
+    phases = [
+        (
+            name,
+            sum(row.get(f"seconds_{name}", 0.0) for row in rows),
+            max(row.get(f"peak_gb_{name}", 0.0) for row in rows),
+        )
+        for name in names
+    ]
+    return sorted(phases, key=lambda phase: -phase[1])
+
+
+def _phases(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
+    phases = _measured(rows)
+    total = sum(seconds for _, seconds, _ in phases) or 1.0
+    return [
+        (name, f"{seconds:,.1f}", f"{seconds / total:.1%}", f"{peak:.2f}")
+        for name, seconds, peak in phases
+    ]
+
+
+def _settings(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Name, value and default of each setting, those that were changed first."""
+    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    now = {f.name: getattr(config, f.name) for f in fields(config)}
+    order = sorted(now, key=lambda name: now[name] == defaults[name])
+    return [(name, str(now[name]), str(defaults[name])) for name in order]

@@ -1,0 +1,126 @@
+"""A reward model: a sequence classification model of `transformers` with one label.
+
+TRL's ``RewardTrainer`` trains them; `docs/train_reward_model.py` does on the arithmetic task.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from fastrl.train.checkpoint import fingerprint, verify
+from fastrl.train.config import RunConfig
+from fastrl.train.loading import context_of, not_finite, pretrained_config, reason
+from fastrl.train.prompts import Record
+
+_TOKENS = 16384  # that are scored together, padding included
+
+
+class RewardModel:
+    """The reward function that scores prompt and completion with a reward model.
+
+    The model reads the text of both, in its own tokens, and the end token; conversations, and with
+    ``chat_template`` every prompt, through its own chat template, which writes the end. It computes
+    in the dtype of its files, without gradients. The head of a decoder reads the last token that is
+    not padding, so its padding token must not be the end token.
+
+    Args:
+        path: A directory or hub name, in safetensors.
+        device: Where it computes.
+        config: The settings of the run.
+
+    Raises:
+        ValueError: There is no such model; it is damaged, has several labels or lacks trained
+            weights; its tokenizer has no end token or padding.
+    """
+
+    def __init__(self, path: str, device: torch.device, config: RunConfig) -> None:
+        try:
+            verify(Path(path), as_model=True)
+            pretrained_config(path)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype="auto", use_safetensors=True, output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise ValueError(
+                "reward: model: must name a sequence classification model in safetensors with its "
+                f"tokenizer, got {path!r}: {reason(error, path)}"
+            ) from error
+        self._chat, end = config.chat_template, self._tokenizer.eos_token_id
+        self._padding = model.config.get_text_config().pad_token_id
+        wrong = None
+        if missing := sorted(loaded["missing_keys"]):
+            wrong = f"trained weights, but lacks {missing[0]}"
+        elif model.config.num_labels != 1:
+            wrong = f"one label, the reward, got {model.config.num_labels}"
+        elif end is None or self._padding in (None, end):
+            wrong = f"a padding token other than its end token, got {self._padding} and {end}"
+        elif (name := not_finite(model)) is not None:
+            wrong = f"finite weights, got a NaN or infinity in {name}"
+        elif self._chat and self._tokenizer.chat_template is None:
+            wrong = "a chat template"
+        if wrong is not None:
+            raise ValueError(f"reward: the model {path!r} must have {wrong}")
+        self._model = model.to(device).requires_grad_(False).eval()
+
+    def fingerprint(self) -> str:
+        """A sum of the weights."""
+        return fingerprint(self._model.named_parameters())
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: list[str], completions: list[str], records: list[Record]
+    ) -> list[float]:
+        """The score of each prompt with its completion.
+
+        Raises:
+            ValueError: A sequence is longer than the model's context.
+        """
+        sequences = [
+            self._encode(record["prompt"], text)
+            for record, text in zip(records, completions, strict=True)
+        ]
+        context = context_of(self._model)
+        longest = max(map(len, sequences), default=0)
+        if context is not None and longest > context:
+            raise ValueError(f"must get at most {context} tokens, got {longest}")
+        scores = [0.0] * len(sequences)
+        for rows in _by_length(sequences):
+            batch = [torch.tensor(sequences[row]) for row in rows]
+            ids = torch.nn.utils.rnn.pad_sequence(batch, True, self._padding)
+            mask = torch.arange(ids.shape[1]) < torch.tensor([[len(one)] for one in batch])
+            out = self._model(
+                input_ids=ids.to(self._model.device),
+                attention_mask=mask.long().to(self._model.device),
+                use_cache=False,
+            )
+            for row, score in zip(rows, out.logits[:, 0].tolist(), strict=True):
+                scores[row] = score
+        return scores
+
+    def _encode(self, prompt: Any, completion: str) -> list[int]:
+        """Special tokens that are spelled out in a completion are text: it cannot end that way."""
+        if self._chat or not isinstance(prompt, str):
+            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = [*asked, {"role": "assistant", "content": completion}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        own = self._tokenizer(completion, add_special_tokens=False, split_special_tokens=True)
+        return [
+            *self._tokenizer(prompt)["input_ids"],
+            *own["input_ids"],
+            self._tokenizer.eos_token_id,
+        ]
+
+
+def _by_length(sequences: list[list[int]]) -> list[list[int]]:
+    """The rows of sequences of similar lengths that, padded to the longest, fit `_TOKENS`."""
+    batches: list[list[int]] = []
+    for row in sorted(range(len(sequences)), key=lambda row: len(sequences[row])):
+        if not batches or (len(batches[-1]) + 1) * len(sequences[row]) > _TOKENS:
+            batches.append([])
+        batches[-1].append(row)
+    return batches

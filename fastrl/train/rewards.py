@@ -1,0 +1,344 @@
+"""Rewards: a weighted sum of functions of the completions, ready ones and the user's own."""
+
+import copy
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.train.config import RunConfig
+from fastrl.train.prompts import Prompt, Record
+from fastrl.train.reward_model import RewardModel
+from fastrl.train.sampling import import_function
+
+_PROBED = 8  # records on which the functions are tried before a run
+
+#: Takes the texts of N prompts and completions and their records; returns N numbers.
+RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float]]
+
+
+class RewardError(ValueError):
+    """A reward function raised, or returned invalid rewards."""
+
+
+class Failure(NamedTuple):
+    """Why a function has no reward for a completion."""
+
+    reason: str  # what follows the function's name in a sentence
+    trace: str = ""
+
+
+class Completions(NamedTuple):
+    """N completions and what functions judge them by."""
+
+    prompts: list[str]
+    texts: list[str]
+    records: list[Record]
+    lengths: list[int]  # tokens
+
+
+#: A function as it is called here: for each completion its reward, or why it has none.
+Judge = Callable[[Completions], list[float | Failure]]
+
+
+class Scored(NamedTuple):
+    """The rewards of N completions, on the CPU."""
+
+    total: Tensor  # float32 [N], the weighted sum
+    parts: dict[str, Tensor]  # float32 [N] by the name of the function
+    failed: Tensor  # bool [N], whether a function failed and ``reward_failed`` took its place
+
+    def rows(self, index: Tensor) -> "Scored":
+        """The completions at ``index``."""
+        parts = {name: part[index] for name, part in self.parts.items()}
+        return Scored(self.total[index], parts, self.failed[index])
+
+
+def concatenate(scored: Sequence[Scored]) -> Scored:
+    """The rewards of several lots of completions as one."""
+    return Scored(
+        torch.cat([each.total for each in scored]),
+        {name: torch.cat([each.parts[name] for each in scored]) for name in scored[0].parts},
+        torch.cat([each.failed for each in scored]),
+    )
+
+
+class Rewards:
+    """The functions that ``config.reward`` names, with their weights.
+
+    Args:
+        config: The settings of the run.
+        device: Where a reward model computes.
+
+    Raises:
+        ValueError: A function does not exist, or a weight is not finite.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self.model: RewardModel | None = None
+        self._failed = config.reward_failed
+        self._judges: dict[str, Judge] = {}
+        self._weights: dict[str, float] = {}
+        for text in config.reward:
+            path, weight = _weighted(text)
+            name = "reward_model" if path.startswith("model:") else path.rpartition(":")[2]
+            name = path if name in self._judges else name
+            if name in self._judges:
+                raise ValueError(f"reward must name different functions, got {path!r} twice")
+            self._judges[name] = self._judge(path, config, device)
+            self._weights[name] = weight
+        if not any(self._weights.values()):
+            raise ValueError(f"reward must have a weight other than 0, got {config.reward}")
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], lengths: Sequence[int]
+    ) -> Scored:
+        """Reward completions.
+
+        Args:
+            prompts: The prompt of each completion.
+            completions: The completions, without special tokens.
+            lengths: Their numbers of tokens, with the end token.
+
+        Raises:
+            RewardError: A function raised, returned a wrong number of rewards or one that is not
+                finite, or took too long, and there is no ``reward_failed``.
+        """
+        texts, records = [prompt.text for prompt in prompts], [prompt.record for prompt in prompts]
+        given = Completions(texts, list(completions), records, list(lengths))
+        failed = torch.zeros(len(prompts), dtype=torch.bool)
+        total = torch.zeros(len(prompts), dtype=torch.float64)
+        parts: dict[str, Tensor] = {}
+        for name in self._judges:
+            part, failures = self._outcomes(name, given)
+            failed[list(failures)] = True
+            total += self._weights[name] * part
+            parts[name] = part.float()
+        if not total.float().isfinite().all():
+            raise RewardError("reward: the weighted sum must be finite in float32")
+        return Scored(total.float(), parts, failed)
+
+    def means(
+        self, scored: Scored, *, failures: int | None = None, prefix: str = "reward"
+    ) -> dict[str, float]:
+        """The means of rewards, as the log names them.
+
+        Args:
+            scored: The rewards.
+            failures: The number of failures to log, if they are not only those of ``scored``.
+            prefix: The name of the total; those of the parts are ``PREFIX/NAME``.
+        """
+        row = {prefix: float(scored.total.double().mean())}
+        if len(scored.parts) > 1:
+            for name, part in scored.parts.items():
+                row[f"{prefix}/{name}"] = float(part.double().mean())
+        if self._failed is not None:
+            row[f"{prefix}_failures"] = float(scored.failed.sum() if failures is None else failures)
+        return row
+
+    def probe(self, prompts: list[Prompt]) -> None:
+        """Try the functions on empty completions of a few prompts.
+
+        Raises:
+            RewardError: A function fails: without ``reward_failed`` on one completion, else on all.
+        """
+        few = prompts[:: -(-len(prompts) // _PROBED)]
+        texts, records = [prompt.text for prompt in few], [prompt.record for prompt in few]
+        for name in self._judges:
+            given = Completions(texts, [""] * len(few), records, [1] * len(few))
+            failures = self._outcomes(name, given)[1]
+            if len(failures) == len(few):
+                raise self._error(name, failures[0], given, 0)
+
+    def _judge(self, path: str, config: RunConfig, device: torch.device) -> Judge:
+        if path == "exact_match":
+            return partial(_in_this_process, exact_match)
+        if path == "math_verify":
+            _import_math_verify()
+            return partial(_in_this_process, math_equality)
+        if path == "overlong":
+            longest = config.max_new_tokens
+            return lambda given: list(overlong(given.lengths, longest))
+        if path.startswith("model:"):
+            if self.model is not None:
+                raise ValueError("reward must name one reward model at most")
+            self.model = RewardModel(path.removeprefix("model:"), device, config)
+            return partial(_in_this_process, self.model)
+        function = import_function(path, "reward")
+        if config.reward_timeout is None:
+            return partial(_in_this_process, function)
+        return partial(_in_workers, path, config.reward_timeout)
+
+    def _outcomes(self, name: str, given: Completions) -> tuple[Tensor, dict[int, Failure]]:
+        """The rewards of a function, float64 [N], and why it failed on some."""
+        rewards = torch.empty(len(given.texts), dtype=torch.float64)
+        failures: dict[int, Failure] = {}
+        for i, outcome in enumerate(self._judges[name](given)):
+            if isinstance(outcome, Failure):
+                failures[i] = outcome
+                if self._failed is None:
+                    raise self._error(name, outcome, given, i)
+            rewards[i] = self._failed if isinstance(outcome, Failure) else outcome  # type: ignore[assignment]
+        return rewards, failures
+
+    def _error(self, name: str, failure: Failure, given: Completions, i: int) -> RewardError:
+        where = f"for {_quoted(given.prompts[i])} -> {_quoted(given.texts[i])}"
+        error: Any = RewardError(f"reward {name}: {failure.reason}, {where}")
+        error.__notes__ = [failure.trace] if failure.trace else []
+        return error  # type: ignore[no-any-return]
+
+
+def exact_match(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
+    """1 if the completion equals the record's ``"answer"`` up to surrounding space, else 0.
+
+    Raises:
+        ValueError: A record has no text as its answer.
+    """
+    for record in records:
+        if not isinstance(record.get("answer"), str):
+            raise ValueError(f'"answer" must be text, got {record.get("answer")!r}')  # noqa: TRY004
+    return [
+        float(completion.strip() == record["answer"].strip())
+        for completion, record in zip(completions, records, strict=True)
+    ]
+
+
+def math_equality(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
+    """1 if math-verify finds the completion's answer equal to the record's ``"answer"``, else 0.
+
+    What follows the last ``####`` of a text is its answer, as in GSM8K.
+
+    Raises:
+        ValueError: A record's answer has no number or formula.
+    """
+    parse, verify = _import_math_verify()
+
+    def answer(text: Any) -> Any:
+        return parse(str(text).rpartition("####")[2])
+
+    golds = [answer(record.get("answer")) for record in records]
+    for gold, record in zip(golds, records, strict=True):
+        if not gold:
+            raise ValueError(
+                f'"answer" must hold a number or formula, got {record.get("answer")!r}'
+            )
+    return [
+        float(verify(gold, answer(text))) for gold, text in zip(golds, completions, strict=True)
+    ]
+
+
+def overlong(lengths: Sequence[int], max_new_tokens: int) -> list[float]:
+    """The soft overlong punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+
+    0 for completions of up to four fifths of ``max_new_tokens``, then falling linearly to -1.
+    """
+    buffer = max(1, max_new_tokens // 5)
+    start = max_new_tokens - buffer
+    return [max(-1.0, min(0.0, (start - length) / buffer)) for length in lengths]
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """A function and its weight, of ``NAME=WEIGHT`` or ``NAME``."""
+    name, _, number = text.rpartition("=")
+    try:
+        weight = float(number) if name else 1.0
+    except ValueError:  # a path with an equals sign
+        name, weight = text, 1.0
+    if not abs(weight) < float("inf"):
+        raise ValueError(f"reward must have finite weights, got {text!r}")
+    return name or text, weight
+
+
+def _in_this_process(function: RewardFunction, given: Completions) -> list[float | Failure]:
+    """Call a function with all completions at once; if it raises, with each alone."""
+    try:
+        return _checked(function, given.prompts, given.texts, given.records)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+        if len(given.texts) == 1:
+            return [_failure(error)]
+    rows = zip(given.prompts, given.texts, given.records, given.lengths, strict=True)
+    alone = [_in_this_process(function, Completions([p], [t], [r], [n])) for p, t, r, n in rows]
+    if any(isinstance(one, Failure) for (one,) in alone):
+        return [one for (one,) in alone]
+    return _checked(function, given.prompts, given.texts, given.records)  # raises again, or passes
+
+
+def _in_workers(path: str, seconds: float, given: Completions) -> list[float | Failure]:
+    """Call ``"module:function"`` with one completion at a time, in processes that can be killed."""
+    from pebble import ProcessExpired, ProcessPool
+
+    outcomes: list[float | Failure] = []
+    rows = zip(given.prompts, given.texts, given.records, strict=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPool(os.cpu_count() or 1, context=context) as pool:
+        futures = [pool.schedule(_call, (path, *row), timeout=seconds) for row in rows]
+        for future in futures:
+            try:
+                outcomes.append(future.result())
+            except TimeoutError:
+                outcomes.append(Failure(f"took longer than {seconds:g} s"))
+            except ProcessExpired as error:
+                outcomes.append(Failure(f"ended its process, with exit code {error.exitcode}"))
+            except Exception as error:
+                outcomes.append(_failure(error))
+    return outcomes
+
+
+def _call(path: str, prompt: str, text: str, record: Record) -> float | Failure:
+    """In a worker: the reward of a completion."""
+    torch.set_num_threads(1)
+    return _in_this_process(
+        import_function(path, "reward"), Completions([prompt], [text], [record], [0])
+    )[0]
+
+
+def _checked(function: RewardFunction, *columns: Any) -> list[float | Failure]:
+    """Call a function on copies, since what it changes must not reach another, and check numbers."""
+    prompts, texts, records = columns
+    returned = function(list(prompts), list(texts), copy.deepcopy(records))
+    if isinstance(returned, (str, bytes, Mapping)):
+        raise RewardError(f"must return a sequence of numbers, got {type(returned).__name__}")
+    values = list(returned)
+    if len(values) != len(texts):
+        raise RewardError(f"must return {len(texts)} numbers, got {len(values)}")
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> float | Failure:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return Failure(f"must return numbers, got {value!r}")
+    if not torch.tensor(number, dtype=torch.float64).float().isfinite():
+        return Failure(f"must return numbers that are finite in float32, got {number}")
+    return number
+
+
+def _failure(error: BaseException) -> Failure:
+    if isinstance(error, RewardError):
+        return Failure(str(error))
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" in {frame.filename} line {frame.lineno}" for frame in last)
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return Failure(f"raised {type(error).__name__}: {error}{place}", trace)
+
+
+def _import_math_verify() -> tuple[Any, Any]:
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "reward: math_verify needs math-verify: pip install 'fastrl-kernels[math]'"
+        ) from error
+    return parse, verify
+
+
+def _quoted(text: str, longest: int = 300) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= longest else f"{shown[:longest]}... ({len(text)} characters)"

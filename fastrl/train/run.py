@@ -1,0 +1,389 @@
+"""The frame of a run: load or resume, log, save; a checkpoint is left however it ends."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from fastrl.integrations.transformers import backbone
+from fastrl.train import checkpoint, optimizers
+from fastrl.train.checkpoint import unchanged_generators
+from fastrl.train.config import RunConfig
+from fastrl.train.loading import context_of, find_device, load, not_finite
+from fastrl.train.packing_check import check_packing
+from fastrl.train.phases import Phases
+from fastrl.train.policy import check_head, rollout_logprobs
+from fastrl.train.prompts import Prompt, count_shared, digest, encode, read_records
+from fastrl.train.recomputation import save_memory
+from fastrl.train.reference import Reference
+from fastrl.train.rewards import Rewards, Scored
+from fastrl.train.rollout import Completion, rollout_of
+from fastrl.train.run_log import Row, RunLog, Summary
+from fastrl.train.sampling import Sampler
+from fastrl.train.warm_start import check_warm_start, frozen_head, warm_start, warm_start_steps
+
+#: The directory of the model that the run began with, as the reference or below an adapter.
+INITIAL = "initial"
+
+
+class Setup(NamedTuple):
+    """What a loop works on: model, prompts, rewards and the log of the run."""
+
+    config: RunConfig
+    log: RunLog
+    model: Any
+    tokenizer: Any
+    train: list[Prompt]
+    held_out: list[Prompt]
+    rewards: Rewards
+    sampler: Sampler
+    resumed_from: Path | None
+
+
+def prepare(config: RunConfig) -> Setup:
+    """Check and load everything that ``config`` names; lock the directory of the run.
+
+    Raises:
+        ValueError: Anything that would stop the run later: a missing file, a prompt that is too
+            long, a reward that does not exist or returns a wrong type, damaged weights, prompts
+            that changed since the run began, another process in the same directory.
+    """
+    log = RunLog(config)
+    with ExitStack() as unless_prepared:
+        unless_prepared.callback(log.close)
+        resumed_from = log.checkpoint_to_resume()
+        device = find_device(config.device)
+        records = read_records(config)
+        checkpoint.seed_all(config.seed)
+        model, tokenizer = _load_policy(config, device, log, resumed_from)
+        check_head(model, config)
+        train, held_out = (encode(some, tokenizer, config) for some in records)
+        if shared := count_shared(train, held_out):
+            log.say(
+                f"{shared} of {len(held_out)} held-out prompts are also training prompts; their "
+                "reward does not measure generalization"
+            )
+        _check_length(model, train + held_out, config.max_new_tokens)
+        if resumed_from is None:
+            check_warm_start(train, tokenizer, config)
+        rewards = Rewards(config, device)
+        for prompts in (train, held_out):
+            rewards.probe(prompts)  # a broken function fails here
+        log.begun_with(
+            prompts=digest(records[0]),
+            held_out=digest(records[1]),
+            reward_model=None if rewards.model is None else rewards.model.fingerprint(),
+        )
+        save_memory(model, config)
+        check_packing(model, config)
+        optimizers.make_optimizer(model.parameters(), config)  # one that is missing fails here
+        sampler = Sampler(model, tokenizer, config)
+        unless_prepared.pop_all()
+    return Setup(config, log, model, tokenizer, train, held_out, rewards, sampler, resumed_from)
+
+
+@contextmanager
+def training_run(
+    setup: Setup,
+    parts: Mapping[str, checkpoint.Stateful],
+    *,
+    warm_started: Callable[[], None] = lambda: None,
+) -> Iterator["TrainingRun"]:
+    """Start or resume a run, and leave a checkpoint and curves behind however it ends.
+
+    If an error or an interrupt ends it before the first optimizer step of a step, a checkpoint of
+    the steps before is saved; if an error does later, none, since the weights belong to no step; nor
+    after numbers that are not finite. The message of an error tells where ``--resume`` continues.
+
+    Args:
+        setup: What `prepare` returned.
+        parts: What a checkpoint holds besides the model: the optimizer, a value head.
+        warm_started: Called when a new run has its first weights, before they are saved.
+    """
+    log = setup.log
+    with closing(log), _Interrupt() as interrupt:
+        run = TrainingRun(setup, parts, interrupt)
+        with log.discarded_if_it_fails(), run.phase("start"):
+            run.start(warm_started)
+        # a forward is a token in the sampling, a micro-batch elsewhere
+        hook = backbone(setup.model).register_forward_pre_hook(run.poll)
+        failed = True
+        try:
+            log.follow(run.step)
+            run.measure_what_is_missing()
+            yield run
+            run.save()
+            failed = False
+        except _Interrupted:
+            setup.model.zero_grad()
+            run.save()
+            failed = False
+        except Exception as error:
+            run.rescue(error)
+            raise
+        finally:
+            hook.remove()
+            log.finish(failed=failed)
+
+
+class TrainingRun:
+    """The state of a run.
+
+    Attributes:
+        step: How many steps are done.
+        reference: The initial policy, for the KL; None if its coefficient is 0.
+        phase: Measures the phases of a step, ``with run.phase("generate")``.
+    """
+
+    def __init__(
+        self, setup: Setup, parts: Mapping[str, checkpoint.Stateful], interrupt: "_Interrupt"
+    ) -> None:
+        self.step = 0
+        self.reference: Reference | None = None
+        self.phase = Phases(setup.model.device)
+        self._setup, self._config, self._log = setup, setup.config, setup.log
+        self._parts, self._interrupt = parts, interrupt
+        self._rng = checkpoint.rng_state()  # at the beginning of the next step
+        self._whole = True  # the weights are those after `step` steps, and can be saved
+        self._started = self._saved = time.perf_counter()
+
+    def start(self, warm_started: Callable[[], None]) -> None:
+        """Restore the checkpoint to resume from, or make and save the first one."""
+        setup, config, log = self._setup, self._config, self._log
+        resumed, initial = setup.resumed_from, log.directory / INITIAL
+        if resumed is not None:
+            self.step = checkpoint.restore(resumed, self._parts)
+            log.begin(self.step)
+        else:
+            log.begin(-1)
+            losses = warm_start(setup.model, setup.tokenizer, setup.train, config)
+            with log.stage("warm start", warm_start_steps(config)) as show:
+                for i, loss in enumerate(losses, 1):
+                    if self._interrupt.requested:
+                        raise KeyboardInterrupt
+                    show(i, {"loss": loss})
+            if config.lora_rank is not None and _begins_changed(config):
+                checkpoint.store(initial, self._write_initial)
+        self._rng = checkpoint.rng_state()
+        if config.kl_coef > 0:
+            self.reference = Reference(setup.model, config, initial, resumed=resumed is not None)
+        if resumed is None:
+            warm_started()
+            self.save()
+
+    def _write_initial(self, directory: Path) -> None:
+        self._setup.model.save_base(directory)
+        self._setup.tokenizer.save_pretrained(directory)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of steps done so far, until there are enough or the user interrupts.
+
+        Each step must change the weights by `apply` alone, and end with `finish_step`.
+        """
+        while self.step < self._config.steps and not self._interrupt.requested:
+            self._started = time.perf_counter()
+            yield self.step
+
+    def poll(self, *_: Any) -> None:
+        """Raise if the user wants to stop and the steps done so far can be saved."""
+        if self._interrupt.requested and self._whole:
+            raise _Interrupted
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> float:
+        """`optimizers.apply` in this step; from here to `finish_step` nothing can be saved."""
+        whole, self._whole = self._whole, False
+        try:
+            return optimizers.apply(optimizer, self._config, self.step)
+        except FloatingPointError:
+            self._whole = whole
+            raise
+
+    def show(self, prompts: Sequence[Prompt], completions: Sequence[str], scored: Scored) -> None:
+        """Let some completions of this step be shown, if samples of it are due."""
+        parts = scored.parts if len(scored.parts) > 1 else {}
+        self._log.collect(self.step + 1, prompts, completions, {"reward": scored.total, **parts})
+
+    def finish_step(self, row: Row) -> None:
+        """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
+
+        The speed is the ``tokens`` of the row over the time of the whole step.
+        """
+        config = self._config
+        row["learning_rate"] = optimizers.learning_rate(config, self.step)
+        if self.reference is None:
+            row.pop("kl", None)  # it would be 0: there is no reference
+        self.step, self._rng, self._whole = self.step + 1, checkpoint.rng_state(), True
+        row = {"step": self.step, **row, **self.phase.read()}
+        row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
+        try:
+            if self._is_evaluated(self.step):
+                row |= self._evaluate()
+        finally:
+            self._log.write(row)
+        minutes = (time.perf_counter() - self._saved) / 60
+        late = config.save_minutes is not None and minutes >= config.save_minutes
+        if self.step % config.save_every == 0 or late:
+            self.save()
+            self._log.report()
+
+    def measure_what_is_missing(self) -> None:
+        """Evaluate before the first step, or what an interrupt prevented before this resumption."""
+        start, rows = self.phase.read(), self._log.rows
+        if not rows:
+            self._log.write({"step": self.step, **self._evaluate(), **start})
+        elif self._is_evaluated(self.step) and "held_out_reward" not in rows[-1]:
+            self._log.rewrite(rows[-1] | self._evaluate())
+
+    def save(self) -> None:
+        """Save a checkpoint after the steps done so far.
+
+        Raises:
+            CheckpointError: It could not be written.
+            FloatingPointError: A weight or logit is not finite; it would replace a better one.
+        """
+        model = self._setup.model
+        if (wrong := self._not_finite()) is not None:
+            self._whole = False
+            raise FloatingPointError(f"after step {self.step}, {wrong} not finite")
+        checkpoint.save(
+            self._log.checkpoints,
+            step=self.step,
+            model=model,
+            tokenizer=self._setup.tokenizer,
+            parts=self._parts,
+            rng=self._rng,
+        )
+        self._saved = time.perf_counter()
+
+    def rescue(self, error: Exception) -> None:
+        """Save a checkpoint if there is a whole step to save; add to ``error`` what resumes."""
+        note = ""
+        if self._whole and not isinstance(error, (checkpoint.CheckpointError, FloatingPointError)):
+            try:
+                self.save()
+            except Exception as second:  # it must not hide the first
+                note = f"; {second}"
+        try:
+            last = checkpoint.latest(self._log.checkpoints)
+            note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
+        except OSError as second:
+            note += f"; {second}"
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (error.args[0] + note,)
+        else:
+            self._log.say(note.removeprefix("; "))
+
+    def summary(self) -> Summary:
+        """Return how the run ended."""
+        stopped = self._interrupt.requested and self.step < self._config.steps
+        return self._log.summary(self.step, interrupted=stopped)
+
+    def _not_finite(self) -> str | None:
+        """What of the model is not finite: a weight, or its outputs on a prompt."""
+        setup = self._setup
+        if (name := not_finite(setup.model)) is not None:
+            return f"the weight {name!r} is"
+        ids = torch.tensor(setup.train[0].token_ids)
+        repeated = Completion(ids, torch.zeros(len(ids)), ended=True)
+        rollout = rollout_of(setup.train[:1], [repeated], setup.model.device)
+        logprobs = rollout_logprobs(setup.model, rollout, torch.tensor([0]), self._config)
+        return None if logprobs.isfinite().all() else "the logits are"
+
+    def _is_evaluated(self, step: int) -> bool:
+        return step % self._config.eval_every == 0 or step == self._config.steps
+
+    def _evaluate(self) -> Row:
+        """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
+        setup = self._setup
+        with self.phase("evaluate"), unchanged_generators():
+            sampled, completions = setup.sampler.greedy(setup.held_out)
+            scored = setup.rewards.score(setup.held_out, completions, sampled.lengths)
+        setup.sampler.engine.computed()
+        return {**setup.rewards.means(scored, prefix="held_out_reward"), **self.phase.read()}
+
+
+class _Interrupted(BaseException):
+    """The user wants to stop, and the steps done so far can be saved."""
+
+
+class _Interrupt:
+    """A context in which the first SIGINT or SIGTERM only sets ``requested``; a second one ends.
+
+    Outside the main thread, where Python allows no signal handlers, this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Interrupt":
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        except ValueError:  # not the main thread
+            self._previous.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self.__exit__()
+
+
+def _load_policy(
+    config: RunConfig, device: torch.device, log: RunLog, resumed_from: Path | None
+) -> tuple[Any, Any]:
+    """The model, new or of a checkpoint, and its tokenizer; with ``lora_rank`` adapted."""
+    if resumed_from is not None:
+        with checkpoint.reading(resumed_from):
+            checkpoint.verify(resumed_from)
+    if config.lora_rank is None:
+        if resumed_from is None:
+            model, tokenizer = load(config.model, device, config.weights)
+        else:
+            with checkpoint.reading(resumed_from):
+                model, tokenizer = load(str(resumed_from), device, config.weights)
+        for parameter in frozen_head(model, config):
+            parameter.requires_grad_(False)
+        return model, tokenizer
+    try:
+        from fastrl.train.adapters import attach
+    except ModuleNotFoundError as error:
+        raise ValueError("lora_rank needs peft: pip install 'fastrl-kernels[lora]'") from error
+    initial = log.directory / INITIAL
+    base = str(initial) if _begins_changed(config) else str(config.model)
+    source = base if resumed_from is not None else config.model
+    model, tokenizer = load(source, device, config.weights)
+    if not _begins_changed(config):
+        log.begun_with(base=checkpoint.fingerprint(model.named_parameters()))
+    adapted = attach(model, config, str(Path(base).resolve()) if Path(base).is_dir() else base)
+    if resumed_from is not None:
+        with checkpoint.reading(resumed_from):
+            adapted.load_weights(resumed_from)
+    return adapted, tokenizer
+
+
+def _begins_changed(config: RunConfig) -> bool:
+    """Whether the run begins with other weights than those that ``config.model`` names."""
+    return config.model is None or warm_start_steps(config) > 0
+
+
+def _check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
+    """Raise a `ValueError` if the longest prompt and completion exceed the model's context."""
+    context = context_of(model)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    length = len(longest.token_ids)
+    if context is not None and length + max_new_tokens > context:
+        raise ValueError(
+            f"max_new_tokens must be at most {context - length} for this model, with a context of "
+            f"{context} tokens and a longest prompt of {length} ({longest.text[:80]!r}); got "
+            f"{max_new_tokens}"
+        )

@@ -1,1 +1,0 @@
-"""The frame of a run: its directory, log, checkpoints, start and end."""

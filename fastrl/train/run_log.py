@@ -1,0 +1,417 @@
+"""What a run writes besides checkpoints, in its locked directory: settings, metrics, samples, progress."""
+
+import json
+import os
+import random
+import shlex
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from fastrl.train.checkpoint import latest
+from fastrl.train.config import FREE, RunConfig
+from fastrl.train.prompts import Prompt
+from fastrl.train.trackers import Trackers
+
+Row = dict[str, float]
+
+SETTINGS = "config.json"
+_BEGUN_WITH = "began-with.json"
+_LOCK = ".lock"
+_SHOWN = {  # on the bar, by importance
+    "reward": "reward",
+    "held_out_reward": "held_out",
+    "loss": "loss",
+    "kl": "kl",
+    "kl_old": "kl_old",
+    "entropy": "entropy",
+    "clip_fraction": "clip",
+    "learning_rate": "lr",
+    "tokens_per_second": "tok/s",
+}
+_REPORT_SECONDS = 60.0  # at least, between two reports
+
+
+class Summary(NamedTuple):
+    """How a run ended."""
+
+    directory: Path
+    step: int
+    held_out: tuple[float, float]  # before the first step, and the last that was measured
+    interrupted: bool
+
+    def __str__(self) -> str:
+        """The final lines of output."""
+        before, after = self.held_out
+        lines = [
+            f"held-out reward, greedy: {before:.3f} before, {after:.3f} after {self.step} steps"
+        ]
+        if self.interrupted:
+            resume = shlex.join(["--resume", "--out", str(self.directory)])
+            lines = [f"stopped after step {self.step}; continue with {resume}"]
+        return printable("\n".join([*lines, f"report: {self.directory / 'report.html'}"]), "\n")
+
+
+class RunLog:
+    """The files of one run, whose directory is locked until `close`.
+
+    Args:
+        config: The settings of the run, which name the directory.
+
+    Attributes:
+        rows: The rows of the log.
+        samples: Completions that were shown, of the first step that has any and of the last ones.
+
+    Raises:
+        ValueError: The directory contains a run and ``config.resume`` is off; or it is on and there
+            is no run, or its settings differ; or another process uses the directory.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.directory = config, _directory(config)
+        self.checkpoints = self.directory / "checkpoints"
+        self.rows: list[Row] = []
+        self.samples: list[dict[str, Any]] = []
+        self._collected: list[dict[str, Any]] = []
+        self._begun: dict[str, Any] = {}
+        self._bar: _Progress | None = None
+        self._reported = time.monotonic()
+        self._trackers: Trackers | None = None
+        if config.resume:
+            self._check_settings()
+        self._new = not self.directory.exists()
+        self._lock = FileLock(self.directory / _LOCK, thread_local=False)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+        except Timeout as error:
+            raise ValueError(f"out: {self.directory} is in use by another run") from error
+        except OSError as error:
+            raise ValueError(f"out: {self.directory} cannot be written: {error}") from error
+        if not config.resume and ((self.directory / SETTINGS).exists() or latest(self.checkpoints)):
+            self.close()
+            raise ValueError(
+                f"out: {self.directory} already contains a run; resume it with --resume, or choose "
+                "another directory"
+            )
+
+    def checkpoint_to_resume(self) -> Path | None:
+        """The last checkpoint of a run that is resumed; None if the run is to begin anew.
+
+        Raises:
+            ValueError: The run has a log, but no checkpoint.
+            OSError: The checkpoints cannot be listed.
+        """
+        if not self.config.resume:
+            return None
+        last = latest(self.checkpoints)
+        if last is None:
+            if self._read("metrics.jsonl"):  # the first checkpoint is older than the first row
+                raise ValueError(f"resume: {self.directory} has metrics, but no checkpoint")
+            self.say(f"{self.checkpoints} holds no checkpoint; the run begins anew")
+        elif (path := self.directory / _BEGUN_WITH).exists():
+            self._begun = json.loads(path.read_text())
+        return last
+
+    def begun_with(self, **sums: str | None) -> None:
+        """Note what the run began with; raise a `ValueError` if it began with something else."""
+        for name, value in sums.items():
+            if self._begun.setdefault(name, value) != value:
+                raise ValueError(
+                    f"resume: the run began with another {name.replace('_', ' ')}: its data or weights "
+                    "have changed; restore them, or begin a new run"
+                )
+
+    def begin(self, step: int) -> None:
+        """Write the settings, and remove rows and samples after ``step``; -1 if the run is new."""
+        self._begun.setdefault("id", uuid.uuid4().hex[:12])
+        self.rows = self._keep("metrics.jsonl", step)
+        for sample in self._keep("samples.jsonl", step):
+            self._remember(sample)
+        for name, values in ((SETTINGS, self.config.to_json()), (_BEGUN_WITH, self._begun)):
+            replace_file(self.directory / name, json.dumps(values, indent=2) + "\n")
+        self._trackers = Trackers(self.config, self.directory, self._begun["id"], self.say)
+
+    @contextmanager
+    def discarded_if_it_fails(self) -> Iterator[None]:
+        """Remove what the run wrote if something ends it before its first checkpoint."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if self.rows or latest(self.checkpoints):
+                    raise
+            for name in (SETTINGS, _BEGUN_WITH, "metrics.jsonl", "samples.jsonl"):
+                (self.directory / name).unlink(missing_ok=True)
+            for name in ("checkpoints", "initial", "tensorboard"):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+            raise
+
+    @contextmanager
+    def stage(self, name: str, steps: int) -> Iterator[Callable[[int, Row], None]]:
+        """Show a bar for ``steps`` steps before the first one; yields what advances it."""
+        self._bar = _Progress(name, steps)
+        try:
+            yield self._bar.show
+        finally:
+            self._bar.close()
+
+    def follow(self, step: int) -> None:
+        """Show the bar of the run, of which ``step`` steps are done."""
+        self._bar = _Progress(printable(self.directory.name), self.config.steps, done=step)
+
+    def write(self, row: Row) -> None:
+        """Append a row, and what was collected for samples; advance the bar.
+
+        Raises:
+            OSError: They could not be written.
+        """
+        self.rows.append(row)
+        self._append("metrics.jsonl", [row])
+        if self._trackers is not None:
+            self._trackers.write(row)
+        if self._bar is not None:
+            self._bar.show(int(row["step"]), row)
+        collected, self._collected = self._collected, []
+        chosen = _chosen(collected, f"{self.config.seed} {row['step']}")
+        for sample in chosen:
+            self._remember(sample)
+            self.say(_line(sample))
+        if chosen:
+            self._append("samples.jsonl", chosen)
+
+    def rewrite(self, row: Row) -> None:
+        """Replace the last row."""
+        self.rows[-1] = row
+        replace_file(self.directory / "metrics.jsonl", _lines(self.rows))
+
+    def collect(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        rewards: Mapping[str, Any],
+    ) -> None:
+        """Collect completions of ``step``, if it shows samples: every second evaluation does.
+
+        Args:
+            step: The step, counted from 1.
+            prompts: N prompts.
+            completions: N texts.
+            rewards: ``"reward"``, ``[N]``, and further ones by the name of their part.
+        """
+        if step % (2 * self.config.eval_every):
+            return
+        values = {name: part.tolist() for name, part in rewards.items()}
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            parts = {name: numbers[i] for name, numbers in values.items()}
+            sample = {"step": step, "prompt": prompt.text, "completion": completion}
+            self._collected.append({**sample, "reward": parts.pop("reward"), "parts": parts})
+
+    def say(self, line: str) -> None:
+        """Print a line without breaking the bar; what is not printed by a terminal is escaped."""
+        tqdm.write(printable(line, keep="\n"))
+
+    def report(self, *, always: bool = False) -> None:
+        """Write ``report.html`` and ``curves.png``, if the last ones are a minute old."""
+        if not always and time.monotonic() - self._reported < _REPORT_SECONDS:
+            return
+        from fastrl.train.report import write_report  # matplotlib takes a while
+
+        try:
+            write_report(self.directory, self.config, self.rows, self.samples)
+        except Exception as error:  # a plot must not end a run
+            self.say(f"no report could be written: {type(error).__name__}: {error}")
+        self._reported = time.monotonic()
+
+    def finish(self, *, failed: bool) -> None:
+        """Close the bar, write the report, and complete the trackers."""
+        if self._bar is not None:
+            self._bar.close()
+        self.report(always=True)
+        if self._trackers is not None:
+            self._trackers.close(failed=failed)
+
+    def close(self) -> None:
+        """Let other processes use the directory, and remove it if it is new and empty."""
+        if self._lock.is_locked:
+            (self.directory / _LOCK).unlink(missing_ok=True)  # before another process can hold it
+            self._lock.release()
+            if self._new:
+                with suppress(OSError):  # not empty
+                    self.directory.rmdir()
+
+    def summary(self, step: int, *, interrupted: bool) -> Summary:
+        """How the run ended, from its log."""
+        measured = [row["held_out_reward"] for row in self.rows if "held_out_reward" in row]
+        return Summary(self.directory, step, (measured[0], measured[-1]), interrupted)
+
+    def _check_settings(self) -> None:
+        before, now = read_settings(self.directory), self.config.to_json()
+        if before.keys() != now.keys():
+            names = ", ".join(sorted(before.keys() ^ now.keys()))
+            raise ValueError(f"resume: the run has other settings than this version: {names}")
+        for name in now.keys() - FREE:
+            if now[name] != before[name]:
+                raise ValueError(
+                    f"{name} must remain {before[name]!r} when a run is resumed, got {now[name]!r}"
+                )
+
+    def _remember(self, sample: dict[str, Any]) -> None:
+        self.samples.append(sample)
+        first = [one for one in self.samples if one["step"] == self.samples[0]["step"]]
+        self.samples = first + self.samples[len(first) :][-30:]
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        path = self.directory / name
+        try:
+            with path.open("a") as file:
+                file.write(_lines(rows))
+        except OSError as error:
+            raise OSError(f"{path} could not be written: {error.strerror}") from error
+
+    def _keep(self, name: str, step: int) -> list[dict[str, Any]]:
+        """Remove the rows after ``step``, and return the others."""
+        kept = [row for row in self._read(name) if row["step"] <= step]
+        if kept or (self.directory / name).exists():
+            replace_file(self.directory / name, _lines(kept))
+        return kept
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a file, if it exists; a line that an interruption cut is dropped."""
+        path = self.directory / name
+        rows = []
+        *lines, _ = path.read_text().split("\n") if path.exists() else [""]
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                row["step"] + 0
+                rows.append(row)
+            except (ValueError, TypeError, KeyError):
+                self.say(f"{path} line {number} is damaged; the run continues without it")
+        return rows
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """The settings of the run in a directory.
+
+    Raises:
+        ValueError: There are none, or they cannot be read.
+    """
+    try:
+        settings = json.loads((directory / SETTINGS).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"resume: {directory} contains no run") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"resume: {directory / SETTINGS} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"resume: {directory / SETTINGS} must hold an object")  # noqa: TRY004
+    return settings
+
+
+def last_run(loop: str) -> Path:
+    """The unnamed run of a loop with the highest number; ``runs/LOOP-1`` if there is none."""
+    return Path("runs", f"{loop}-{max([1, *_numbers(loop, SETTINGS)])}")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with every character that no terminal prints as Python's escape of it.
+
+    Escaped are control characters, overrides of the writing direction and other invisible marks, and
+    lone surrogates; not those in ``keep``.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def _directory(config: RunConfig) -> Path:
+    if config.out is not None:
+        return Path(config.out)
+    if config.resume:
+        return last_run(config.loop)
+    taken = [*_numbers(config.loop, SETTINGS), *_numbers(config.loop, _LOCK)]
+    return Path("runs", f"{config.loop}-{max([0, *taken]) + 1}")
+
+
+def _numbers(loop: str, mark: str) -> list[int]:
+    """The numbers of the directories ``runs/LOOP-N`` that hold a file ``mark``."""
+    names = [path.parent.name for path in Path("runs").glob(f"{loop}-*/{mark}")]
+    numbers = [name.removeprefix(f"{loop}-") for name in names]
+    return [int(number) for number in numbers if number.isdecimal()]
+
+
+class _Progress:
+    """A bar on a terminal; elsewhere a line for each twentieth of the way, or every five minutes."""
+
+    def __init__(self, name: str, total: int, done: int = 0) -> None:
+        self._name, self._total, self._printed = name, total, time.monotonic()
+        self._bar = tqdm(
+            desc=name,
+            total=total,
+            initial=done,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:8}| {elapsed}<{remaining} {postfix}",
+        )
+
+    def show(self, done: int, row: Row) -> None:
+        shown = " ".join(f"{name}={row[key]:.3g}" for key, name in _SHOWN.items() if key in row)
+        due = done % max(1, -(-self._total // 20)) == 0 or done == self._total
+        if not self._bar.disable:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif due or time.monotonic() - self._printed > 300:
+            sys.stderr.write(f"{self._name} {done}/{self._total} {shown}\n")
+            sys.stderr.flush()
+            self._printed = time.monotonic()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _chosen(collected: list[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
+    """The best and the worst of some samples, and a random one, which depends on the seed alone."""
+    order = sorted(collected, key=lambda sample: -sample["reward"])
+    ends = [*zip(("best", "worst"), (order[:1] + order[1:][-1:]), strict=False)]
+    others = [("random", random.Random(seed).choice(order[1:-1]))] if len(order) > 2 else []
+    return [{**sample, "chosen": why} for why, sample in (*ends, *others)]
+
+
+def _line(sample: Mapping[str, Any]) -> str:
+    """A sample in a line for the screen."""
+    parts = "".join(f" {name} {value:.3g}" for name, value in sample["parts"].items())
+    asked, answer = (
+        text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
+        for text, most in ((repr(sample["prompt"]), 60), (repr(sample["completion"]), 160))
+    )
+    head = f"step {sample['step']} {sample['chosen']} {sample['reward']:.3g}{parts}"
+    return f"{head}: {asked} -> {answer}"
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically.
+
+    Raises:
+        OSError: It could not be written; a previous one is unchanged.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OSError(f"{path} could not be written: {error.strerror}") from error

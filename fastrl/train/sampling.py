@@ -1,0 +1,328 @@
+"""Sampling completions: `generate` of `transformers`, vLLM, or a rollout of the user's own."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from fastrl import RolloutCorrection
+from fastrl.train.attention import BY_SEQUENCE
+from fastrl.train.config import RunConfig
+from fastrl.train.endings import Endings
+from fastrl.train.loading import autocast
+from fastrl.train.prompts import Prompt
+from fastrl.train.rollout import Completion, Rollout, rollout_of
+
+_AT_ONCE = 2**24  # scores, which bounds the memory of their probabilities
+
+#: Completes token ids.
+Complete = Callable[[list[list[int]]], list[Completion]]
+#: A rollout: prompts, completions per prompt, what completes token ids, the tokenizer.
+RolloutFunction = Callable[[list[Prompt], int, Complete, Any], list[Completion]]
+
+
+class TokenCount(NamedTuple):
+    """Tokens of prompts and completions that an engine computed."""
+
+    real: int
+    padded: int  # real ones and padding
+
+
+class Engine(Protocol):
+    """What samples from softmax(logits / temperature), and from nothing else."""
+
+    def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
+        """Complete each prompt, or with its most likely tokens, which uses no random numbers.
+
+        Equal states of torch's generator on the CPU give equal samples.
+
+        Raises:
+            RuntimeError: The engine failed.
+        """
+
+    def computed(self) -> TokenCount:
+        """What was computed since the last call."""
+
+
+class Sampler:
+    """Samples the completions of prompts by the engine or the function that the settings name.
+
+    Args:
+        model: A causal LM of `fastrl.train.loading`, or one that PEFT wraps.
+        tokenizer: The model's.
+        config: The settings of the run.
+
+    Raises:
+        ValueError: A setting does not fit the model, its tokenizer or the engine, or the engine is
+            not installed.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._rollout: RolloutFunction = _each_once
+        self.engine: Engine
+        if config.sampler == "vllm":
+            from fastrl.train.vllm_sampler import VllmEngine
+
+            self.engine = VllmEngine(model, tokenizer, config)
+            return
+        self.engine = TransformersEngine(model, tokenizer, config)
+        if config.sampler != "transformers":
+            self._rollout = import_function(config.sampler, "sampler")
+
+    def sample(self, prompts: list[Prompt], group_size: int) -> tuple[Rollout, list[str]]:
+        """Sample ``group_size`` completions of each prompt.
+
+        Returns:
+            The rollout and the completions as strings; those of a prompt are consecutive.
+
+        Raises:
+            FloatingPointError: The logits are not finite.
+            RuntimeError: The engine failed.
+        """
+        return self._complete(prompts, group_size, greedy=False)
+
+    def greedy(self, prompts: list[Prompt]) -> tuple[Rollout, list[str]]:
+        """Complete each prompt with the most likely tokens; uses no random numbers."""
+        return self._complete(prompts, 1, greedy=True)
+
+    def _complete(
+        self, prompts: list[Prompt], group_size: int, *, greedy: bool
+    ) -> tuple[Rollout, list[str]]:
+        def complete(token_ids: list[list[int]]) -> list[Completion]:
+            return self.engine.complete(token_ids, greedy=greedy)
+
+        completions = list(self._rollout(prompts, group_size, complete, self._tokenizer))
+        if len(completions) != len(prompts) * group_size:
+            raise ValueError(
+                f"sampler: must return {group_size} completions for each of {len(prompts)} prompts, "
+                f"got {len(completions)}"
+            )
+        texts = [
+            self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
+            for one in completions
+        ]
+        return rollout_of(prompts, completions, self._model.device), texts
+
+
+class TransformersEngine:
+    """`generate`, for every model and device, in micro-batches that bound its cache.
+
+    The samples do not depend on the split into micro-batches, up to rounding of the logits: each
+    completion has its own random numbers, which are drawn before.
+
+    Attributes:
+        poll: Called before each token; what it raises ends the sampling.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
+        self.poll: Callable[[], None] = lambda: None
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._endings = Endings(model, tokenizer, config)
+        self._tokens = TokenCount(0, 0)
+
+    def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
+        """See `Engine.complete`."""
+        shape = (len(prompts), self._config.max_new_tokens)
+        uniforms = None if greedy else torch.rand(shape, dtype=torch.float64)
+        completed: dict[int, Completion] = {}
+        with _generation_mode(self._model, self._config):
+            for rows in self._micro_batches(prompts):
+                some = [prompts[row] for row in rows]
+                drawn = None if uniforms is None else uniforms[rows].to(self._model.device)
+                completions = self._generate(some, drawn)
+                completed |= dict(zip(rows, completions, strict=True))
+                new = [len(completion.token_ids) for completion in completions]
+                real, padded = self._tokens
+                real += sum(map(len, some)) + sum(new)
+                padded += len(rows) * (max(map(len, some)) + max(new))
+                self._tokens = TokenCount(real, padded)
+        return [completed[row] for row in range(len(prompts))]
+
+    def computed(self) -> TokenCount:
+        """See `Engine.computed`."""
+        tokens, self._tokens = self._tokens, TokenCount(0, 0)
+        return tokens
+
+    def _micro_batches(self, prompts: list[list[int]]) -> Iterator[list[int]]:
+        """The rows of prompts of similar lengths that fit ``tokens_per_generation``."""
+        limit, new = self._config.tokens_per_generation, self._config.max_new_tokens
+        rows: list[int] = []
+        for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
+            if rows and (len(rows) + 1) * (len(prompts[row]) + new) > limit:
+                yield rows
+                rows = []
+            rows.append(row)
+        if rows:
+            yield rows
+
+    def _generate(self, prompts: list[list[int]], uniforms: Tensor | None) -> list[Completion]:
+        """Complete the prompts of a micro-batch, padded on the left."""
+        longest, pad = max(map(len, prompts)), self._tokenizer.pad_token_id
+        input_ids = [[pad] * (longest - len(ids)) + ids for ids in prompts]
+        attention_mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        choice = _TokenChoice(self._config.temperature, uniforms)
+        out = self._model.generate(
+            input_ids=torch.tensor(input_ids, device=self._model.device),
+            attention_mask=torch.tensor(attention_mask, device=self._model.device),
+            generation_config=GenerationConfig(
+                max_new_tokens=self._config.max_new_tokens,
+                eos_token_id=self._endings.token_ids,
+                pad_token_id=pad,
+                do_sample=False,
+                use_cache=True,
+            ),
+            logits_processor=LogitsProcessorList([choice]),
+            stopping_criteria=StoppingCriteriaList(
+                [_CompletionEnds(self._endings, longest, self.poll)]
+            ),
+        )
+        token_ids = out[:, longest:].cpu()
+        steps = token_ids.shape[1]
+        chosen = torch.stack(choice.token_ids[:steps], 1).cpu()
+        logprobs = torch.stack(choice.logprobs[:steps], 1).cpu()
+        completions = []
+        for row in range(len(prompts)):
+            length, ended = self._endings.length(token_ids[row])
+            if not torch.equal(token_ids[row, :length], chosen[row, :length]):
+                raise RuntimeError("generate did not take the tokens that were chosen for it")
+            completions.append(
+                Completion(token_ids[row, :length].clone(), logprobs[row, :length].clone(), ended)
+            )
+        return completions
+
+
+def rollout_correction(config: RunConfig) -> RolloutCorrection | None:
+    """The importance weights of tokens whose sampler is not exactly the trainer's policy.
+
+    ``"auto"`` is ``"truncate"`` where the sampler's log-probabilities can differ from the
+    trainer's: in bfloat16, whose rounding depends on the shapes, and with another sampler.
+    """
+    kind = config.rollout_correction
+    if kind == "auto":
+        half = (config.precision, config.weights) != ("float32", "float32")
+        kind = "truncate" if half or config.sampler != "transformers" else "none"
+    if kind == "none":
+        return None
+    return RolloutCorrection(kind=kind, level="token", high=2.0)
+
+
+def import_function(path: str, option: str) -> Any:
+    """The function ``module:function``.
+
+    Raises:
+        ValueError: The module cannot be imported, or has no such function; names the option.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{option} must be a known name or module:function, got {path!r}")
+    try:
+        function = getattr(importlib.import_module(module_name), name, None)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(
+            f"{option}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"{option}: {module_name} has no function {name!r}")  # noqa: TRY004
+    return function
+
+
+def choose(scores: Tensor, temperature: float, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draw a token from softmax(scores / temperature) for each row, by the inverse of its CDF.
+
+    Args:
+        scores: Logits, float32 [N, V].
+        temperature: Positive.
+        uniforms: Numbers in [0, 1), float64 [N]; None chooses the most likely tokens.
+
+    Returns:
+        Token ids [N] and their log-probabilities, float32 [N]: NaN if the row has no distribution,
+        because a logit is NaN or infinite or all are -inf. Otherwise the token has a positive
+        probability.
+    """
+    logprobs = (scores.float() / temperature).log_softmax(-1)
+    token_ids = logprobs.argmax(-1, keepdim=True)
+    if uniforms is not None:
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        target = uniforms[:, None] * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, target, right=True)
+        drawn = drawn.clamp(max=scores.shape[-1] - 1)
+        # A parallel sum need not be monotonic to the last bit, so check what it found.
+        possible = logprobs.gather(-1, drawn).exp() > 0
+        token_ids = torch.where(possible, drawn, token_ids)
+    return token_ids.squeeze(-1), logprobs.gather(-1, token_ids).squeeze(-1)
+
+
+class _TokenChoice(LogitsProcessor):
+    """Chooses the tokens of ``generate(do_sample=False)``, and records their log-probabilities.
+
+    It is the last processor: `transformers` adds its own before, and those for sampling not at all.
+    """
+
+    def __init__(self, temperature: float, uniforms: Tensor | None) -> None:
+        self.token_ids: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+        self._temperature, self._uniforms = temperature, uniforms
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Choose a token for each row of ``scores`` [N, V], and forbid all others in place."""
+        parts = []
+        step = len(self.token_ids)
+        for rows in torch.arange(len(scores)).split(max(1, _AT_ONCE // scores.shape[-1])):
+            span = slice(int(rows[0]), int(rows[-1]) + 1)
+            uniforms = None if self._uniforms is None else self._uniforms[span, step]
+            parts.append(choose(scores[span], self._temperature, uniforms))
+        token_ids, logprobs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        self.token_ids.append(token_ids)
+        self.logprobs.append(logprobs)
+        return scores.fill_(-torch.inf).scatter_(1, token_ids[:, None], 0.0)
+
+
+class _CompletionEnds(StoppingCriteria):
+    """Looks for the end of a completion behind its prompt, never across both."""
+
+    def __init__(self, endings: Endings, prompt_length: int, poll: Callable[[], None]) -> None:
+        self._endings, self._prompt_length, self._poll = endings, prompt_length, poll
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self._poll()
+        return self._endings.reached(input_ids[:, self._prompt_length :])
+
+
+@contextmanager
+def _generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
+    """No gradients, ``eval``, the run's precision, and an attention that supports padding.
+
+    In ``eval``, gradient checkpointing does not disable the cache. Everything is put back after.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    attention = model.config._attn_implementation
+    switched = config.attention == BY_SEQUENCE and attention != "sdpa"
+    try:
+        model.eval()
+        if switched:
+            model.set_attn_implementation("sdpa")
+        with torch.no_grad(), autocast(config, model.device):
+            yield
+    finally:
+        if switched:
+            model.set_attn_implementation(attention)
+        for module, training in modes:
+            module.training = training
+
+
+def _each_once(
+    prompts: list[Prompt], group_size: int, complete: Complete, tokenizer: Any
+) -> list[Completion]:
+    """Every prompt as it is, ``group_size`` times."""
+    return complete([prompt.token_ids for prompt in prompts for _ in range(group_size)])
