@@ -40,8 +40,8 @@ class RunConfig:
     model: str | None = None
     """A causal LM in safetensors, as a directory or hub name; by default a small new model."""
     prompts: tuple[str, ...] = ("arithmetic",)
-    """An embedded task, arithmetic or long_addition; two files (.jsonl or .parquet), for training and
-    held out; or a data set of the hub or a directory, and perhaps its configuration."""
+    """An embedded task, arithmetic or long_addition; two files (.jsonl or .parquet), for training
+    and held out; or a data set of the hub or a directory, and perhaps its configuration."""
     splits: tuple[str, str] = ("train", "test")
     """Splits of the data set for training and held out, such as train[:95%%] and train[95%%:]."""
     columns: tuple[str, str] = ("prompt", "answer")
@@ -62,7 +62,7 @@ class RunConfig:
     temperature: float = 1.0
     """Temperature of the sampling and of the loss."""
     stop: tuple[str, ...] = ()
-    """What ends a completion besides the model's end tokens: tokens such as <|im_end|>, or texts."""
+    """What ends a completion besides the model's end tokens: tokens (<|im_end|>), or texts."""
     truncated: Literal["count", "mask"] = "count"
     """mask: completions without an end before max_new_tokens have no loss."""
     tokens_per_generation: int = 65536
@@ -102,16 +102,16 @@ class RunConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     warm_start_steps: int | None = None
-    """Supervised steps on the demonstrations of an embedded task first; by default only for the small
-    new model."""
+    """Supervised steps on the demonstrations of an embedded task first; by default only for the
+    small new model."""
 
     tokens_per_micro_batch: int = 16384
     """Most tokens per forward and backward; a longer sequence is a micro-batch of its own."""
     attention: Literal["by_sequence", "flash_attention_2", "flex_attention", "sdpa", "eager"] = (
         "by_sequence"
     )
-    """by_sequence: sdpa on each sequence of a packed row; others: transformers' own, which recognize
-    packed rows by their positions."""
+    """by_sequence: sdpa on each sequence of a packed row; others: transformers' own, which
+    recognize packed rows by their positions."""
     gradient_checkpointing: bool = False
     """Keep only the input of each layer, and recompute the layer."""
     offload_checkpoints: bool = False
@@ -119,15 +119,16 @@ class RunConfig:
     mlp_tile: int | None = None
     """Run and recompute the MLPs in tiles of this many tokens, and recompute the norms."""
     loss: Literal["linear", "logits"] = "linear"
-    """linear: from hidden states and the LM head, never storing the logits; logits: from the model's
-    logits, for heads that linear does not support."""
+    """linear: from hidden states and the LM head, never storing the logits; logits: from the
+    model's logits, for heads that linear does not support."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: forward and backward under autocast."""
     weights: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Dtype of the stored weights; nf4: 4 bits below a LoRA adapter (QLoRA, needs bitsandbytes)."""
+    """Dtype of the weights; nf4: linear layers in 4 bits below an adapter (QLoRA), all else as
+    precision says; needs bitsandbytes."""
     rounding: Literal["master", "stochastic"] = "master"
-    """How bfloat16 weights take small updates: through float32 copies, or by stochastic rounding, which
-    needs torchao."""
+    """How bfloat16 weights take small updates: through float32 copies, or by stochastic rounding,
+    which needs torchao."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_offloaded"] = "adamw"
     """adamw_8bit: 8-bit moments, needs torchao; adamw_offloaded: moments and float32 copies of the
     weights in host memory."""
@@ -191,10 +192,20 @@ class RunConfig:
             )
         if self.rounding == "stochastic" and self.optimizer == "adamw_offloaded":
             raise ValueError(
-                'rounding must be "master" with optimizer=adamw_offloaded, which keeps float32 copies'
+                'rounding must be "master" with optimizer=adamw_offloaded: it keeps float32 copies'
             )
-        if self.weights == "nf4" and self.lora_rank is None:
-            raise ValueError("lora_rank must be given with weights=nf4: 4-bit weights are frozen")
+        if self.weights == "nf4" and (
+            self.lora_rank is None or self.model is None or self.warm_start_steps
+        ):
+            raise ValueError(
+                "weights must be float32 or bfloat16 without lora_rank, without a model and with "
+                "warm_start_steps, got nf4: weights of 4 bits cannot be trained"
+            )
+        if self.weights == "nf4" and self.sampler == "vllm":
+            raise ValueError(
+                "sampler must not be vllm with weights=nf4: it is handed weights, into which an "
+                "adapter cannot be merged in 4 bits"
+            )
         if self.offload_checkpoints and not self.gradient_checkpointing:
             raise ValueError("offload_checkpoints must be off without gradient_checkpointing")
         if self.lora_rank is None and self.lora_targets != ("all-linear",):
@@ -206,9 +217,10 @@ class RunConfig:
                 f"lora_targets must be all-linear or names of layers, got {self.lora_targets}"
             )
 
-    def policy_objective(self) -> Objective:
-        """The policy loss; `GrpoConfig` and `PpoConfig` define it."""
-        raise NotImplementedError
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights that are not quantized."""
+        return self.precision if self.weights == "nf4" else self.weights
 
     def to_json(self) -> dict[str, Any]:
         """The settings as JSON holds them, without those that only say how to start."""
@@ -227,11 +239,11 @@ class GrpoConfig(RunConfig):
     objective: str = "grpo"
     """A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."""
     advantage: Literal["group", "batch", "unscaled", "leave_one_out"] = "group"
-    """The reward minus the group's mean, over the deviation of the group or of the batch, or unscaled
-    (dr_grpo); leave_one_out: minus the mean of the others (RLOO)."""
+    """The reward minus the group's mean, over the deviation of the group or of the batch, or
+    unscaled (dr_grpo); leave_one_out: minus the mean of the others (RLOO)."""
     sampling_rounds: int = 1
-    """Rounds of sampling in which groups of equal rewards are replaced by groups of further prompts;
-    above 1 this is DAPO's dynamic sampling."""
+    """Rounds of sampling in which groups of equal rewards are replaced by groups of further
+    prompts; above 1 this is DAPO's dynamic sampling."""
 
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
@@ -268,15 +280,15 @@ class PpoConfig(RunConfig):
     kl_coef: float = 0.01
     """Weight of the KL penalty, to the initial model, in the reward."""
     advantage: Literal["reward", "value", "gae", "group"] = "gae"
-    """reward: what follows; value: that minus the value model; gae: generalized advantage estimates;
-    group: compared with the completions of the prompt, without a value model."""
+    """reward: what follows; value: that minus the value model; gae: generalized advantage
+    estimates; group: compared with the completions of the prompt, without a value model."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 0.95
     """Decay of the generalized advantage estimates."""
     value_model: Literal["shared", "separate"] = "shared"
-    """shared: a head on the policy's last hidden states; separate: a backbone of its own, which begins
-    as a copy of the policy's."""
+    """shared: a head on the policy's last hidden states; separate: a backbone of its own, which
+    begins as a copy of the policy's."""
     kl_target: float | None = None
     """Adapt kl_coef so that the KL per token approaches this."""
     stop_kl: float | None = None
@@ -303,8 +315,8 @@ class PpoConfig(RunConfig):
             )
         if self.value_model == "separate" and self.lora_rank is not None:
             raise ValueError(
-                "value_model must be shared with lora_rank: a copy of the backbone takes the memory "
-                "that the adapter saves"
+                "value_model must be shared with lora_rank: a copy of the backbone takes the "
+                "memory that the adapter saves"
             )
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_coef must be above 0 with kl_target, which multiplies it")

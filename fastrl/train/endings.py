@@ -18,8 +18,8 @@ class Endings:
         token_ids: The end tokens, sorted.
 
     Raises:
-        ValueError: A text can never appear, the model has no end token, or it has generation settings
-            that would change the distribution of the samples.
+        ValueError: A text can never appear, the model has no end token, or it has generation
+            settings that would change the distribution of the samples.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:

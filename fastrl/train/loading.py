@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -51,29 +52,35 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
-def load(path: str | None, device: torch.device, weights: str = "float32") -> tuple[Any, Any]:
+def load(
+    path: str | None, device: torch.device, dtype: str = "float32", *, nf4: bool = False
+) -> tuple[Any, Any]:
     """The model, in evaluation mode, and its tokenizer; weights come from safetensors files alone.
 
     Args:
         path: A directory or hub name; None for the small new model.
         device: The device of the model.
-        weights: The dtype of its weights, or ``"nf4"``.
+        dtype: The dtype of its weights.
+        nf4: Whether its linear layers, except the head, are quantized to 4 bits.
 
     Raises:
         ValueError: There is no such model, it is damaged, or its tokenizer has no end token; or it
             cannot be loaded without running its code or unpickling its weights.
     """
-    dtype = torch.float32 if weights == "nf4" else getattr(torch, weights)
     if path is None:
         tokenizer: Any = character_tokenizer()
         model: Any = small_model(tokenizer)
         for parameter in model.parameters():  # not the buffers, some of which must be float32
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     else:
         try:
             verify(Path(path), as_model=True)
             pretrained_config(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+            quantized = _four_bits(device, getattr(torch, dtype)) if nf4 else {}
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), use_safetensors=True, **quantized
+            )
+            _check_quantized(model, nf4=nf4)
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ValueError(
@@ -99,8 +106,8 @@ def pretrained_config(path: str) -> Any:
     """The configuration of a model.
 
     Raises:
-        ValueError: It is an adapter; or code must run that comes with the model, or that it names: an
-            attention kernel of the hub.
+        ValueError: It is an adapter; or code must run that comes with the model, or that it names:
+            an attention kernel of the hub.
         OSError: There is no such model.
     """
     if find_adapter_config_file(path) is not None:
@@ -130,6 +137,8 @@ def not_finite(model: Any) -> str | None:
     """The name of the first tensor with a value that is not finite."""
     for name, parameter in model.named_parameters():
         weight = parameter.detach()
+        if (scales := getattr(parameter, "quant_state", None)) is not None:  # of nf4
+            weight = scales.absmax if scales.offset is None else scales.offset
         if not weight.is_floating_point() or weight.itemsize == 1 or weight.numel() == 0:
             continue  # quantized weights have no NaN, or no minimum
         if not all(end.isfinite() for end in weight.aminmax()):
@@ -140,6 +149,43 @@ def not_finite(model: Any) -> str | None:
 def context_of(model: Any) -> int | None:
     """The tokens of the longest sequence of a model, if it has a limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _four_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that quantize to NF4 and compute in ``dtype`` (QLoRA)."""
+    try:
+        from bitsandbytes.nn import LinearNF4
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "weights=nf4 needs bitsandbytes: pip install 'fastrl-kernels[qlora]'"
+        ) from error
+    try:
+        LinearNF4(64, 64).to(device)(torch.ones(1, 64, device=device))
+    except Exception as error:  # the type depends on the device
+        cause = str(error).partition("\n")[0]
+        raise ValueError(f"weights must not be nf4 on {device}: bitsandbytes: {cause}") from error
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def _check_quantized(model: Any, *, nf4: bool) -> None:
+    """Check that 4-bit layers are there if and only if asked for, and make them fit for training."""
+    if not nf4:
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise ValueError("it is quantized; only --weights nf4 quantizes, from whole weights")
+        return
+    layers = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    if not any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
+        raise ValueError("weights must not be nf4: the model has no linear layers but its head")
+    for layer in layers:
+        # on a CPU with AVX512-BF16, a pass in eval would repack the weight for good, for a product
+        # in bfloat16 that has no gradient
+        layer.support_avx512bf16_for_cpu = False
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:

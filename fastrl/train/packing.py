@@ -72,8 +72,8 @@ def micro_batches(
     Args:
         rollout: The completions.
         rows: Indices of those to pack.
-        mask: Bool ``[N, T]``, which tokens are scored. What follows the last of them in a completion
-            is left out, and a completion without any.
+        mask: Bool ``[N, T]``, which tokens are scored. What follows the last of them in a
+            completion is left out, and a completion without any.
         tokens: Tokens per row. A longer sequence has a row of its own.
         share_prompts: Whether completions of one prompt in one row share its tokens.
     """

@@ -1,4 +1,4 @@
-"""Prompts: read, tokenized, and dealt to the steps in an order that depends only on seed and step."""
+"""Prompts: read, tokenized, and dealt to the steps in an order of seed and step alone."""
 
 import glob
 import hashlib
@@ -66,8 +66,8 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
     """Tokenize the prompts; conversations go through the chat template.
 
     Raises:
-        ValueError: A prompt is longer than ``max_prompt_tokens`` or cannot be tokenized, or there is
-            no chat template.
+        ValueError: A prompt is longer than ``max_prompt_tokens`` or cannot be tokenized, or there
+            is no chat template.
     """
     prompts = []
     for record in records:
@@ -85,7 +85,7 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
             token_ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
         except Exception as error:  # templates are programs, and tokenizers raise nothing narrower
             raise ValueError(
-                f"prompts: {str(prompt)[:80]!r} cannot be tokenized: {type(error).__name__}: {error}"
+                f"prompts: {str(prompt)[:80]!r} cannot be tokenized: {_reason(error)}"
             ) from error
         if not 0 < len(token_ids) <= config.max_prompt_tokens:
             raise ValueError(
@@ -141,14 +141,18 @@ def _of_dataset(config: RunConfig) -> Iterable[Iterable[Record]]:
     datasets = _datasets()
     try:
         builder = datasets.load_dataset_builder(*config.prompts)
-        kind = type(builder).__mro__[1].__module__.split(".")  # below a class made for the data set
-        if kind[:2] != ["datasets", "packaged_modules"] or kind[2] not in _TABLES:
-            raise ValueError(f"it must consist of {', '.join(_TABLES)} files, got {kind[-1]}")
+        _check_tables(builder)
         builder.download_and_prepare()
         return [builder.as_dataset(split=split) for split in config.splits]
     except Exception as error:
         where = "" if Path(name).exists() else "there is no such task or directory; on the hub: "
         raise ValueError(f"prompts: {name!r} cannot be read: {where}{_reason(error)}") from error
+
+
+def _check_tables(builder: Any) -> None:
+    kind = type(builder).__mro__[1].__module__.split(".")  # below a class made for the data set
+    if kind[:2] != ["datasets", "packaged_modules"] or kind[2] not in _TABLES:
+        raise ValueError(f"it must consist of {', '.join(_TABLES)} files, got {kind[-1]}")
 
 
 def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Record]:
@@ -162,8 +166,8 @@ def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Reco
                 record[name] = record.pop(column)
         if not _is_prompt(record.get("prompt")):
             raise ValueError(
-                f'{where} row {number}: "prompt" must be text, or messages with role and content of '
-                f"which the last is not the assistant's, got {record.get('prompt')!r}"
+                f'{where} row {number}: "prompt" must be text, or messages with role and content, '
+                f"the last not the assistant's, got {record.get('prompt')!r}"
             )
         records.append(record)
     if not records:

@@ -132,16 +132,14 @@ def _facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
 
 def _measured(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
     """Name, seconds and largest peak of memory, in GB, of each phase; the longest first."""
-    names = dict.fromkeys(
-        k.removeprefix("seconds_") for row in rows for k in row if "seconds_" in k
-    )
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds_"))
     phases = [
         (
             name,
             sum(row.get(f"seconds_{name}", 0.0) for row in rows),
             max(row.get(f"peak_gb_{name}", 0.0) for row in rows),
         )
-        for name in names
+        for name in (key.removeprefix("seconds_") for key in keys)
     ]
     return sorted(phases, key=lambda phase: -phase[1])
 

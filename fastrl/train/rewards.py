@@ -1,5 +1,6 @@
 """Rewards: a weighted sum of functions of the completions, ready ones and the user's own."""
 
+import concurrent.futures
 import copy
 import multiprocessing
 import os
@@ -279,14 +280,13 @@ def _in_workers(path: str, seconds: float, given: Completions) -> list[float | F
     with ProcessPool(os.cpu_count() or 1, context=context) as pool:
         futures = [pool.schedule(_call, (path, *row), timeout=seconds) for row in rows]
         for future in futures:
-            try:
-                outcomes.append(future.result())
-            except TimeoutError:
+            error = future.exception()
+            if isinstance(error, concurrent.futures.TimeoutError):
                 outcomes.append(Failure(f"took longer than {seconds:g} s"))
-            except ProcessExpired as error:
+            elif isinstance(error, ProcessExpired):
                 outcomes.append(Failure(f"ended its process, with exit code {error.exitcode}"))
-            except Exception as error:
-                outcomes.append(_failure(error))
+            else:
+                outcomes.append(future.result() if error is None else _failure(error))
     return outcomes
 
 
@@ -299,7 +299,7 @@ def _call(path: str, prompt: str, text: str, record: Record) -> float | Failure:
 
 
 def _checked(function: RewardFunction, *columns: Any) -> list[float | Failure]:
-    """Call a function on copies, since what it changes must not reach another, and check numbers."""
+    """Call a function, on copies since what it changes must not reach another, and check it."""
     prompts, texts, records = columns
     returned = function(list(prompts), list(texts), copy.deepcopy(records))
     if isinstance(returned, (str, bytes, Mapping)):

@@ -54,7 +54,7 @@ def rollout_of(
     """The completions as tensors on ``device``; those of a prompt are consecutive.
 
     Raises:
-        ValueError: A completion has no tokens, or other numbers of log-probabilities or of the mask.
+        ValueError: A completion has no tokens, or not a log-probability and a mask for each.
         FloatingPointError: A token was sampled from logits that are not finite.
     """
     masks = []

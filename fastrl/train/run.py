@@ -15,9 +15,8 @@ from fastrl.train import checkpoint, optimizers
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import context_of, find_device, load, not_finite
-from fastrl.train.packing_check import check_packing
 from fastrl.train.phases import Phases
-from fastrl.train.policy import check_head, rollout_logprobs
+from fastrl.train.policy import check_head, check_packing, rollout_logprobs
 from fastrl.train.prompts import Prompt, count_shared, digest, encode, read_records
 from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
@@ -97,8 +96,9 @@ def training_run(
     """Start or resume a run, and leave a checkpoint and curves behind however it ends.
 
     If an error or an interrupt ends it before the first optimizer step of a step, a checkpoint of
-    the steps before is saved; if an error does later, none, since the weights belong to no step; nor
-    after numbers that are not finite. The message of an error tells where ``--resume`` continues.
+    the steps before is saved; if an error does later, none, since the weights belong to no step;
+    nor after numbers that are not finite. The message of an error tells where ``--resume``
+    continues.
 
     Args:
         setup: What `prepare` returned.
@@ -108,7 +108,7 @@ def training_run(
     log = setup.log
     with closing(log), _Interrupt() as interrupt:
         run = TrainingRun(setup, parts, interrupt)
-        with log.discarded_if_it_fails(), run.phase("start"):
+        with run.phase("start"):
             run.start(warm_started)
         # a forward is a token in the sampling, a micro-batch elsewhere
         hook = backbone(setup.model).register_forward_pre_hook(run.poll)
@@ -158,9 +158,7 @@ class TrainingRun:
         resumed, initial = setup.resumed_from, log.directory / INITIAL
         if resumed is not None:
             self.step = checkpoint.restore(resumed, self._parts)
-            log.begin(self.step)
         else:
-            log.begin(-1)
             losses = warm_start(setup.model, setup.tokenizer, setup.train, config)
             with log.stage("warm start", warm_start_steps(config)) as show:
                 for i, loss in enumerate(losses, 1):
@@ -172,6 +170,7 @@ class TrainingRun:
         self._rng = checkpoint.rng_state()
         if config.kl_coef > 0:
             self.reference = Reference(setup.model, config, initial, resumed=resumed is not None)
+        log.begin(self.step if resumed is not None else -1)
         if resumed is None:
             warm_started()
             self.save()
@@ -347,10 +346,10 @@ def _load_policy(
             checkpoint.verify(resumed_from)
     if config.lora_rank is None:
         if resumed_from is None:
-            model, tokenizer = load(config.model, device, config.weights)
+            model, tokenizer = load(config.model, device, config.dtype)
         else:
             with checkpoint.reading(resumed_from):
-                model, tokenizer = load(str(resumed_from), device, config.weights)
+                model, tokenizer = load(str(resumed_from), device, config.dtype)
         for parameter in frozen_head(model, config):
             parameter.requires_grad_(False)
         return model, tokenizer
@@ -361,7 +360,7 @@ def _load_policy(
     initial = log.directory / INITIAL
     base = str(initial) if _begins_changed(config) else str(config.model)
     source = base if resumed_from is not None else config.model
-    model, tokenizer = load(source, device, config.weights)
+    model, tokenizer = load(source, device, config.dtype, nf4=config.weights == "nf4")
     if not _begins_changed(config):
         log.begun_with(base=checkpoint.fingerprint(model.named_parameters()))
     adapted = attach(model, config, str(Path(base).resolve()) if Path(base).is_dir() else base)

@@ -1,10 +1,9 @@
-"""What a run writes besides checkpoints, in its locked directory: settings, metrics, samples, progress."""
+"""What a run writes besides checkpoints, in its locked directory, and shows."""
 
 import json
 import os
 import random
 import shlex
-import shutil
 import sys
 import time
 import uuid
@@ -52,7 +51,7 @@ class Summary(NamedTuple):
         """The final lines of output."""
         before, after = self.held_out
         lines = [
-            f"held-out reward, greedy: {before:.3f} before, {after:.3f} after {self.step} steps"
+            f"held-out reward, greedy: {before:.3f} before, {after:.3f} after step {self.step}"
         ]
         if self.interrupted:
             resume = shlex.join(["--resume", "--out", str(self.directory)])
@@ -87,7 +86,6 @@ class RunLog:
         self._trackers: Trackers | None = None
         if config.resume:
             self._check_settings()
-        self._new = not self.directory.exists()
         self._lock = FileLock(self.directory / _LOCK, thread_local=False)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -126,8 +124,8 @@ class RunLog:
         for name, value in sums.items():
             if self._begun.setdefault(name, value) != value:
                 raise ValueError(
-                    f"resume: the run began with another {name.replace('_', ' ')}: its data or weights "
-                    "have changed; restore them, or begin a new run"
+                    f"resume: {name} has changed since the run began; restore it, or begin a new "
+                    "run: data and weights must remain the same"
                 )
 
     def begin(self, step: int) -> None:
@@ -139,21 +137,6 @@ class RunLog:
         for name, values in ((SETTINGS, self.config.to_json()), (_BEGUN_WITH, self._begun)):
             replace_file(self.directory / name, json.dumps(values, indent=2) + "\n")
         self._trackers = Trackers(self.config, self.directory, self._begun["id"], self.say)
-
-    @contextmanager
-    def discarded_if_it_fails(self) -> Iterator[None]:
-        """Remove what the run wrote if something ends it before its first checkpoint."""
-        try:
-            yield
-        except BaseException:
-            with suppress(OSError):
-                if self.rows or latest(self.checkpoints):
-                    raise
-            for name in (SETTINGS, _BEGUN_WITH, "metrics.jsonl", "samples.jsonl"):
-                (self.directory / name).unlink(missing_ok=True)
-            for name in ("checkpoints", "initial", "tensorboard"):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-            raise
 
     @contextmanager
     def stage(self, name: str, steps: int) -> Iterator[Callable[[int, Row], None]]:
@@ -245,9 +228,8 @@ class RunLog:
         if self._lock.is_locked:
             (self.directory / _LOCK).unlink(missing_ok=True)  # before another process can hold it
             self._lock.release()
-            if self._new:
-                with suppress(OSError):  # not empty
-                    self.directory.rmdir()
+            with suppress(OSError):  # not empty
+                self.directory.rmdir()
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, from its log."""
@@ -291,12 +273,10 @@ class RunLog:
         rows = []
         *lines, _ = path.read_text().split("\n") if path.exists() else [""]
         for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                row["step"] + 0
-                rows.append(row)
-            except (ValueError, TypeError, KeyError):
+            if (row := _row(line)) is None:
                 self.say(f"{path} line {number} is damaged; the run continues without it")
+            else:
+                rows.append(row)
         return rows
 
 
@@ -325,8 +305,8 @@ def last_run(loop: str) -> Path:
 def printable(text: str, keep: str = "") -> str:
     """The text with every character that no terminal prints as Python's escape of it.
 
-    Escaped are control characters, overrides of the writing direction and other invisible marks, and
-    lone surrogates; not those in ``keep``.
+    Escaped are control characters, overrides of the writing direction and other invisible marks,
+    and lone surrogates; not those in ``keep``.
     """
     if text.isprintable():
         return text
@@ -350,7 +330,7 @@ def _numbers(loop: str, mark: str) -> list[int]:
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a line for each twentieth of the way, or every five minutes."""
+    """A bar on a terminal; elsewhere a line per twentieth of the way, or every five minutes."""
 
     def __init__(self, name: str, total: int, done: int = 0) -> None:
         self._name, self._total, self._printed = name, total, time.monotonic()
@@ -395,6 +375,15 @@ def _line(sample: Mapping[str, Any]) -> str:
     )
     head = f"step {sample['step']} {sample['chosen']} {sample['reward']:.3g}{parts}"
     return f"{head}: {asked} -> {answer}"
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """The row in a line; None if it is damaged."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:

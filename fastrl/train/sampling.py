@@ -105,8 +105,8 @@ class Sampler:
         completions = list(self._rollout(prompts, group_size, complete, self._tokenizer))
         if len(completions) != len(prompts) * group_size:
             raise ValueError(
-                f"sampler: must return {group_size} completions for each of {len(prompts)} prompts, "
-                f"got {len(completions)}"
+                f"sampler must return {group_size} completions for each of {len(prompts)} "
+                f"prompts, got {len(completions)}"
             )
         texts = [
             self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
@@ -120,13 +120,9 @@ class TransformersEngine:
 
     The samples do not depend on the split into micro-batches, up to rounding of the logits: each
     completion has its own random numbers, which are drawn before.
-
-    Attributes:
-        poll: Called before each token; what it raises ends the sampling.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
-        self.poll: Callable[[], None] = lambda: None
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self._endings = Endings(model, tokenizer, config)
         self._tokens = TokenCount(0, 0)
@@ -183,9 +179,7 @@ class TransformersEngine:
                 use_cache=True,
             ),
             logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList(
-                [_CompletionEnds(self._endings, longest, self.poll)]
-            ),
+            stopping_criteria=StoppingCriteriaList([_CompletionEnds(self._endings, longest)]),
         )
         token_ids = out[:, longest:].cpu()
         steps = token_ids.shape[1]
@@ -291,11 +285,10 @@ class _TokenChoice(LogitsProcessor):
 class _CompletionEnds(StoppingCriteria):
     """Looks for the end of a completion behind its prompt, never across both."""
 
-    def __init__(self, endings: Endings, prompt_length: int, poll: Callable[[], None]) -> None:
-        self._endings, self._prompt_length, self._poll = endings, prompt_length, poll
+    def __init__(self, endings: Endings, prompt_length: int) -> None:
+        self._endings, self._prompt_length = endings, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self._poll()
         return self._endings.reached(input_ids[:, self._prompt_length :])
 
 

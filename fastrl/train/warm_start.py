@@ -28,7 +28,7 @@ def warm_start_steps(config: RunConfig) -> int:
 
 
 def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -> None:
-    """Raise a `ValueError` if there are no demonstrations, or the longest is too long to be sampled."""
+    """Raise a `ValueError` if there are no demonstrations, or one is too long to be sampled."""
     if not warm_start_steps(config):
         return
     if config.prompts[0] not in TASKS:

@@ -2,20 +2,13 @@
 
 import torch
 
+from fastrl.train.adapters import attach
 from fastrl.train.config import GrpoConfig
-from fastrl.train.data.prompts import encode
-from fastrl.train.model.adapters import attach
-from fastrl.train.model.loading import load
-from fastrl.train.warm_start import answered
+from fastrl.train.loading import load
+from fastrl.train.prompts import encode
+from fastrl.train.warm_start import demonstrated
 
 LORA = {"lora_rank": 4}
-DORA = {**LORA, "dora": True}
-KINDS = {
-    "lora": LORA,
-    "dora": DORA,
-    "lora_of_head": {**LORA, "lora_targets": ["q_proj", "lm_head"]},
-}
-BF16 = {"weights": "bfloat16"}
 RECORDS = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(6)]
 
 
@@ -37,11 +30,13 @@ def move_adapter(model):
 
 def adapted(base, **settings):
     """A model with an adapter, its tokenizer and configuration."""
-    model, tokenizer = load(str(base), "cpu")
-    config = GrpoConfig(model=str(base), **settings)
+    config = GrpoConfig(model=str(base), **{**LORA, **settings})
+    model, tokenizer = load(
+        str(base), torch.device("cpu"), config.dtype, nf4=config.weights == "nf4"
+    )
     return attach(model, config, str(base)), tokenizer, config
 
 
 def rollout_of(tokenizer):
-    prompts = encode(RECORDS, tokenizer, chat_template=False, max_tokens=32)
-    return answered(tokenizer, prompts, [r["answer"] for r in RECORDS], "cpu")
+    prompts = encode(RECORDS, tokenizer, GrpoConfig())
+    return demonstrated(tokenizer, prompts, [record["answer"] for record in RECORDS], "cpu")

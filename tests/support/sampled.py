@@ -8,9 +8,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from fastrl.train.config import GrpoConfig
-from fastrl.train.data.prompts import encode
-from fastrl.train.model.loading import character_tokenizer
-from fastrl.train.sampling import make_sampler
+from fastrl.train.loading import character_tokenizer
+from fastrl.train.prompts import encode
+from fastrl.train.sampling import Sampler
 
 TEXTS = ("7 + 5 =", "nine minus three =", "1")
 TINY = {
@@ -54,13 +54,12 @@ def tiny(kind="llama"):
 
 def prompts_of(tokenizer, texts=TEXTS):
     records = [{"prompt": text} for text in texts]
-    return encode(records, tokenizer, chat_template=False, max_tokens=64)
+    return encode(records, tokenizer, GrpoConfig())
 
 
 def sample(model, tokenizer, group_size=4, texts=TEXTS, **options):
     config = GrpoConfig(**{"max_new_tokens": 6, **options})
-    sampler = make_sampler(model, tokenizer, config)
-    return sampler.sample(prompts_of(tokenizer, texts), group_size)
+    return Sampler(model, tokenizer, config).sample(prompts_of(tokenizer, texts), group_size)
 
 
 def model_logprobs(model, rollout, temperature=1.0):

@@ -1,23 +1,18 @@
 """Short runs of the training loops, and what they leave in their directory."""
 
-import fcntl
 import json
 import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from fastrl.train import grpo, ppo
+from fastrl.train.checkpoint import latest
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.model.loading import load
-from fastrl.train.run.checkpoint import latest
+from fastrl.train.loading import load
 
 LOOPS = {"grpo": (grpo.train, GrpoConfig), "ppo": (ppo.train, PpoConfig)}
 OWN = {"grpo": {"group_size": 4}, "ppo": {}}
@@ -28,26 +23,22 @@ import signal
 calls = 0
 def digits(prompts, completions, records):
     return [sum(c in '0123456789' for c in text) / 2 for text in completions]
-def fails_later(prompts, completions, records):
-    global calls
-    calls += 1
-    return [float('nan') if calls > 5 else 0.5] * len(prompts)
 def by_record(prompts, completions, records):
     assert prompts == [record['prompt'] for record in records]
     answers = [int(record['answer']) for record in records]
     return [sum(map(ord, text)) * n % 7 for text, n in zip(completions, answers)]
+def constant(prompts, completions, records):
+    return [0.5] * len(prompts)
+def fails_later(prompts, completions, records):
+    global calls
+    calls += 1
+    return [float('nan') if calls > 5 else 0.5] * len(prompts)
 def interrupts(prompts, completions, records):
     global calls
     calls += 1
     if calls == 7:
         signal.raise_signal(signal.SIGINT)
     return [0.5] * len(prompts)
-def constant(prompts, completions, records):
-    return [0.5] * len(prompts)
-def far(prompts, completions, records):
-    return [4.0] * len(prompts)
-def short(prompts, completions, records):
-    return [1.0]
 """
 
 
@@ -58,11 +49,9 @@ def small_settings(directory):
     (directory / "held_out.jsonl").write_text("".join(lines[6:]))
     (directory / "small_rewards.py").write_text(REWARDS)
     return {
-        "out_dir": str(directory / "runs"),
-        "train_file": str(directory / "train.jsonl"),
-        "held_out_file": str(directory / "held_out.jsonl"),
-        "reward": "small_rewards:digits",
-        "warm_start_steps": 0,
+        "out": str(directory / "run"),
+        "prompts": (str(directory / "train.jsonl"), str(directory / "held_out.jsonl")),
+        "reward": ("small_rewards:digits",),
         "prompts_per_step": 16,
         "max_new_tokens": 2,
         "steps": 3,
@@ -74,51 +63,35 @@ def run(loop, settings, **changes):
     return train(kind(**{**OWN[loop], **settings, **changes}))
 
 
-def start_process(directory, settings, *arguments, loop="grpo", limit="", launcher=()):
+def arguments_of(settings):
+    """The settings as a command line."""
+    arguments = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            arguments.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            arguments += [f"--{name}", *map(str, values)]
+    return arguments
+
+
+def start_process(directory, settings, *, loop="grpo", limit="", program=()):
     """Train in a process of its own, after the shell command ``limit``; stderr goes to a file.
 
-    ``launcher`` are arguments of Python before those of the loop.
+    ``program`` are the arguments of Python, by default those that run the loop.
     """
-    (directory / "settings.json").write_text(json.dumps({**OWN[loop], **settings}))
-    command = [sys.executable, *launcher, "-m", f"fastrl.train.{loop}", "--config", "settings.json"]
-    root = Path(__file__).parents[2]
+    command = [sys.executable, *(program or ("-m", f"fastrl.train.{loop}"))]
     # a shell that starts the tests in the background lets them, and this run, ignore SIGINT
     shell = ["env", "--default-signal=INT", "sh", "-c", f'{limit or ":"}; exec "$@"', "sh"]
+    root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [*shell, *command, *arguments],
+        [*shell, *command, *arguments_of({**OWN[loop], **settings})],
         cwd=directory,
-        env={"PYTHONPATH": f"{directory}:{root}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "PYTHONPATH": f"{directory}:{root}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=(directory / "stderr.txt").open("w"),
         text=True,
     )
-
-
-def on_terminal(directory, settings, *, columns=80, piped=False, **environment):
-    """Run GRPO on a terminal on which nobody answers, all of it or ``piped`` without its output.
-
-    Returns:
-        The exit status, what the terminal was sent, and the output if that is piped.
-    """
-    (directory / "settings.json").write_text(json.dumps(settings))
-    terminal, of_child = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    place = {"PYTHONPATH": f"{directory}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastrl.train.grpo", "--config", "settings.json"],
-        cwd=directory,
-        env={**place, "OMP_NUM_THREADS": "1", **environment},
-        stdin=of_child,
-        stdout=subprocess.PIPE if piped else of_child,
-        stderr=of_child,
-    )
-    os.close(of_child)
-    shown = b""
-    with suppress(OSError):  # the other end is closed
-        while part := os.read(terminal, 65536):
-            shown += part
-    out = process.stdout.read().decode() if piped else ""
-    return process.wait(timeout=60), shown, out
 
 
 def train_alone(train, settings, path):
@@ -146,5 +119,5 @@ def rows(directory):
 
 def weights(directory):
     """The weights of the latest checkpoint."""
-    model, _ = load(str(latest(Path(directory) / "checkpoints")), "cpu")
+    model, _ = load(str(latest(Path(directory) / "checkpoints")), torch.device("cpu"))
     return model.state_dict()

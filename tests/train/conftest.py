@@ -10,6 +10,7 @@ def small(tmp_path, monkeypatch):
     from tests.support.train_runs import small_settings
 
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     yield small_settings(tmp_path)
     sys.modules.pop("small_rewards", None)
 
@@ -19,10 +20,10 @@ def base(tmp_path):
     """The directory of a model."""
     import torch
 
-    from fastrl.train.model.loading import load
+    from fastrl.train.loading import load
 
     torch.manual_seed(1)
-    model, tokenizer = load(None, "cpu")
+    model, tokenizer = load(None, torch.device("cpu"))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
