@@ -8,6 +8,8 @@ and one that was interrupted is continued.
 """
 
 import argparse
+import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,8 +18,6 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fastrl.train.run.json_lines import read_rows
-
 ROOT = Path(__file__).parents[1]
 ESTIMATES = {
     "reward": ("plain reward", []),
@@ -25,7 +25,11 @@ ESTIMATES = {
     "gae": ("GAE", []),
     "group": ("group", ["--group_size", "8", "--prompts_per_step", "32"]),
 }
-TASK = ["--task", "long_addition", "--prompts_per_step", "256", "--sample_every", "0"]
+TASK = shlex.split(
+    "--prompts long_addition --reward fastrl.train.long_addition:right_sum --prompts_per_step 256 "
+    "--minibatches 1 --max_new_tokens 192 --temperature 0.6 --learning_rate 1e-4 "
+    "--schedule constant"
+)
 
 
 def main():
@@ -58,8 +62,8 @@ def rewards(name, seed, arguments):
 def train(run, seed, steps, options):
     """Train in the directory ``run``, unless that is done already; returns it."""
     if steps not in _logged(run):
-        command = [sys.executable, "-m", "fastrl.train.ppo", "--out_dir", str(run.parent)]
-        command += ["--name", run.name, "--steps", str(steps), "--seed", str(seed)]
+        command = [sys.executable, "-m", "fastrl.train.ppo", "--out", str(run)]
+        command += ["--steps", str(steps), "--seed", str(seed)]
         command += [*TASK, *options]
         command += ["--resume"] if (run / "config.json").exists() else []
         subprocess.run(command, check=True, cwd=ROOT)
@@ -67,7 +71,8 @@ def train(run, seed, steps, options):
 
 
 def _logged(run):
-    rows = read_rows(run / "metrics.jsonl")
+    path = run / "metrics.jsonl"
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     return {row["step"]: row["held_out_reward"] for row in rows if "held_out_reward" in row}
 
 

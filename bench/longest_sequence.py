@@ -183,13 +183,13 @@ def _attempt(case: Case) -> dict[str, float]:
 
 def _step(model: Any, config: Any, tokens: int, device: str) -> dict[str, float]:
     from fastrl import Objective
-    from fastrl.train.gradients import apply, normalizer
-    from fastrl.train.model import adapters
-    from fastrl.train.model.recomputation import save_memory
-    from fastrl.train.optimizers import make_optimizer
+    from fastrl.train import adapters
+    from fastrl.train.optimizers import apply, make_optimizer
+    from fastrl.train.packing import normalizer
+    from fastrl.train.phases import Phases
     from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
+    from fastrl.train.recomputation import save_memory
     from fastrl.train.rollout import Rollout
-    from fastrl.train.run.phases import Phases
 
     if config.lora_rank:
         model = adapters.attach(model, config, "random weights")

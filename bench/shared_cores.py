@@ -54,7 +54,7 @@ def _tokens_per_second(spin: str, busy: int, steps: int) -> float:
         env["GOMP_SPINCOUNT"] = spin
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fastrl.train.grpo", "--steps", str(steps)]
-        command += ["--warm_start_steps", "30", "--name", "run", "--out_dir", folder]
+        command += ["--warm_start_steps", "30", "--out", f"{folder}/run"]
         beside = [subprocess.Popen(BUSY) for _ in range(busy)]
         try:
             subprocess.run(command, env=env, check=True, capture_output=True)

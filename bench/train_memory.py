@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "off": WHOLE,  # everything off, one micro-batch
     "checkpointing": {**WHOLE, "gradient_checkpointing": True},
     "tiles": {**WHOLE, **SAVING},
-    "on": {**SAVING, "tokens_per_micro_batch": 4096, "share_prompts": True},
+    "on": {**SAVING, "tokens_per_micro_batch": 4096},
 }
 RAGGED = [1024] + 15 * [128]  # 2,944 tokens; padded they were 16,384
 
@@ -62,7 +62,7 @@ def main() -> None:
     print(
         "MB (1e6 bytes) beyond weights and optimizer. off: one micro-batch, nothing recomputed; "
         "checkpointing: with gradient_checkpointing; tiles: and mlp_tile 1024; on: and "
-        f"tokens_per_micro_batch 4096 and share_prompts. torch {torch.__version__}\n"
+        f"tokens_per_micro_batch 4096. torch {torch.__version__}\n"
     )
     for model in given.model:
         layers, vocabulary = MODELS[model]
@@ -140,8 +140,7 @@ def _config(case: Case, **changes: Any) -> Any:
 
     if case.loop == "grpo":
         return GrpoConfig(**case.settings, **changes)
-    own = {name: value for name, value in case.settings.items() if name != "share_prompts"}
-    return PpoConfig(**own, **changes)
+    return PpoConfig(**case.settings, **changes)
 
 
 def _run(case: Case) -> str:
@@ -186,10 +185,11 @@ def _step(case: Case) -> Any:
     import transformers
 
     from fastrl import Objective, value_loss
-    from fastrl.train.gradients import apply, normalizer
-    from fastrl.train.model.recomputation import save_memory
-    from fastrl.train.model.value_model import ValueModel
+    from fastrl.train.optimizers import apply
+    from fastrl.train.packing import normalizer
     from fastrl.train.policy import batches, policy_loss, policy_outputs
+    from fastrl.train.recomputation import save_memory
+    from fastrl.train.value_model import ValueModel
 
     sizes = transformers.Qwen3Config(**_sizes(case))
     model = transformers.AutoModelForCausalLM.from_config(sizes)

@@ -39,7 +39,7 @@ def trl_step(
         lora_rank: of adapters, which are all that is trained; 0 trains the weights.
     """
     from fastrl.integrations.trl import use_fastrl
-    from fastrl.train.run.phases import Phases
+    from fastrl.train.phases import Phases
 
     phase = Phases(torch.device(device))
     with tempfile.TemporaryDirectory() as folder:

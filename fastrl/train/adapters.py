@@ -36,11 +36,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
         self.get_base_model().save_pretrained(directory, state_dict=self.base_weights())
 
     def load_weights(self, directory: Path) -> None:
-        """Load the adapter's weights.
-
-        Raises:
-            ValueError: They belong to another model or adapter.
-        """
+        """Load the adapter's weights."""
         result = self.load_adapter(
             str(directory), _NAME, torch_device=str(self.device), is_trainable=True
         )
@@ -62,16 +58,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
 
 
 def attach(model: Any, config: RunConfig, base: str) -> AdaptedModel:
-    """The model with a new adapter that changes nothing yet.
-
-    Args:
-        model: A causal LM; its weights are frozen.
-        config: Rank and layers of the adapter.
-        base: Where the model can be loaded from, for whoever loads the adapter.
-
-    Raises:
-        ValueError: A layer to adapt does not exist or cannot be adapted.
-    """
+    """The model with a new adapter that changes nothing yet."""
     everything = config.lora_targets == ("all-linear",)
     names = [name for name, _ in model.named_modules()]
     for target in () if everything else config.lora_targets:

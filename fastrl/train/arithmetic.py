@@ -59,9 +59,6 @@ def split(seed: int, held_out: int = 256) -> tuple[list[Record], list[Record]]:
     Args:
         seed: Determines which prompts are held out and the order of both lists.
         held_out: How many are held out.
-
-    Returns:
-        Two lists of records that share no prompt.
     """
     records: list[Record] = [
         {

@@ -97,18 +97,6 @@ def attend_by_sequence(
 ) -> tuple[Tensor, None]:
     """Attention ``[1, L, heads, D]`` of a packed row, as `transformers` calls it.
 
-    Args:
-        module: The attention layer; unused.
-        query: ``[1, heads, L, D]``.
-        key: ``[1, key heads, L, D]``.
-        value: ``[1, key heads, L, D]``.
-        attention_mask: None: the layout takes its place.
-        sequences: The layout of the row.
-        scaling: Factor on the scores; by default 1 / sqrt(D).
-        dropout: Must be 0.
-        sliding_window: How many tokens a token attends to, itself included.
-        **options: What else the layer passes on.
-
     Raises:
         ValueError: The layer needs something that this function does not compute.
     """

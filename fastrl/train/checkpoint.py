@@ -90,17 +90,6 @@ def save(
     """Write ``directory/step-NNNNNN`` atomically, unless it is there.
 
     All but the last checkpoint are deleted before, so that a disk needs room for two.
-
-    Args:
-        directory: The run's directory of checkpoints.
-        step: How many steps are done.
-        model: Saved with ``save_pretrained``, as is the tokenizer.
-        tokenizer: The model's.
-        parts: Everything else with a ``state_dict``: the optimizer, a value head.
-        rng: What `rng_state` returned before the next step.
-
-    Raises:
-        CheckpointError: A file could not be written. The last checkpoint is untouched.
     """
     final = directory / f"step-{step:06d}"
     if final.exists():
@@ -130,9 +119,6 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
 
     Returns:
         How many steps were done.
-
-    Raises:
-        ValueError: The checkpoint is damaged.
     """
     with reading(checkpoint):
         state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
@@ -143,22 +129,14 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
 
 
 def latest(directory: Path) -> Path | None:
-    """The latest checkpoint, or None.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
+    """The latest checkpoint, or None."""
     found = _all(directory)
     return found[-1] if found else None
 
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Turn any error while a checkpoint is read into one that names it.
-
-    Raises:
-        ValueError: The checkpoint cannot be read.
-    """
+    """Turn any error while a checkpoint is read into one that names it."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -192,16 +170,7 @@ def store(directory: Path, write: Callable[[Path], Any]) -> None:
 
 
 def verify(directory: Path, *, as_model: bool = False) -> None:
-    """Compare the files of a directory with their sums.
-
-    Args:
-        directory: A checkpoint, or any other directory that `store` wrote.
-        as_model: Whether only a model is needed. A directory without sums then passes, and the
-            state of the run may be missing.
-
-    Raises:
-        ValueError: A file is damaged or missing.
-    """
+    """Compare the files of a directory with their sums."""
     recorded = directory / CHECKSUMS
     if as_model and not recorded.exists():
         return
@@ -217,20 +186,20 @@ def verify(directory: Path, *, as_model: bool = False) -> None:
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """A sum of names, shapes and bits of weights, the same on every device.
-
-    The bits are added up by row and by column, so that it also tells rows or columns that changed
-    places.
-    """
+    """The SHA-256 sum of names, shapes and bits of weights."""
     digest = hashlib.sha256()
-    for name, weight in sorted(weights, key=lambda item: item[0]):
-        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
-        bits = weight.detach().contiguous().view(kind)
-        bits = bits.reshape(-1, max(1, bits.shape[-1] if bits.ndim else 1))
+    for name, weight in weights:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
-        for dim in (0, 1):
-            digest.update(bits.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+        bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(memoryview(bits.numpy()))
     return digest.hexdigest()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _sum(path: Path) -> str:

@@ -10,7 +10,8 @@ import torch
 import tyro
 
 from fastrl.train.config import RunConfig
-from fastrl.train.run_log import last_run, printable, read_settings
+from fastrl.train.report import printable
+from fastrl.train.run_log import last_run, read_settings
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -19,11 +20,6 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None, program: s
     """Make a config from the command line.
 
     With ``--resume`` the settings of the run in OUT are the defaults.
-
-    Args:
-        kind: The dataclass to fill; its fields are the options.
-        arguments: The arguments; by default ``sys.argv``.
-        program: How the person called it, for the help.
 
     Raises:
         ValueError: A value is invalid, or there is no run to resume.
@@ -57,12 +53,6 @@ def main(
 
     With ``--plan`` it prints the predicted memory instead. The exit status is 2 after bad input,
     numbers that are not finite, a full disk or a full memory, and 130 after an interrupt.
-
-    Args:
-        kind: The settings of the loop.
-        train: The loop; it returns a `fastrl.train.run.Summary`.
-        arguments: The arguments; by default ``sys.argv``.
-        program: How the person called it, for the help.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/train/__init__.py
     try:

@@ -14,9 +14,6 @@ _NO_TOKEN = 2**62  # above every vocabulary, so that no stop string matches it
 class Endings:
     """The end tokens of the model, and those tokens and texts that ``stop`` names.
 
-    Attributes:
-        token_ids: The end tokens, sorted.
-
     Raises:
         ValueError: A text can never appear, the model has no end token, or it has generation
             settings that would change the distribution of the samples.

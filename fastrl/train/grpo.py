@@ -35,12 +35,6 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
 def train(config: GrpoConfig) -> Summary:
     """Train a model with GRPO, or with the variant that ``config.objective`` names.
 
-    Args:
-        config: Model, prompts, reward and settings.
-
-    Returns:
-        Where the run is stored and the held-out reward before and after.
-
     Raises:
         ValueError: An input is invalid, or a reward function fails later.
         FloatingPointError: The logits, gradients or weights of a step are not finite.

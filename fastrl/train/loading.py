@@ -57,12 +57,6 @@ def load(
 ) -> tuple[Any, Any]:
     """The model, in evaluation mode, and its tokenizer; weights come from safetensors files alone.
 
-    Args:
-        path: A directory or hub name; None for the small new model.
-        device: The device of the model.
-        dtype: The dtype of its weights.
-        nf4: Whether its linear layers, except the head, are quantized to 4 bits.
-
     Raises:
         ValueError: There is no such model, it is damaged, or its tokenizer has no end token; or it
             cannot be loaded without running its code or unpickling its weights.
@@ -174,7 +168,7 @@ def _four_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_quantized(model: Any, *, nf4: bool) -> None:
-    """Check that 4-bit layers are there if and only if asked for, and make them fit for training."""
+    """Check that 4-bit layers are there if and only if asked for; make them fit for training."""
     if not nf4:
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError("it is quantized; only --weights nf4 quantizes, from whole weights")

@@ -30,14 +30,7 @@ FORGOTTEN = 0.6  # of the carries in the demonstrations
 
 
 def completion(a: int, b: int, *, forgotten: float, generator: random.Random) -> str:
-    """The steps and the sum of two numbers of ``DIGITS`` digits.
-
-    Args:
-        a: The first number.
-        b: The second.
-        forgotten: The probability with which each carry is taken for 0.
-        generator: Decides it.
-    """
+    """The steps and the sum of two numbers of ``DIGITS`` digits."""
     lines, total, carry = [], "", 0
     for column in range(DIGITS):
         x, y = (number // 10**column % 10 for number in (a, b))
@@ -56,11 +49,6 @@ def _without(number: int, digits: int) -> str:
 
 def split(seed: int, held_out: int = 256, train: int = 4096) -> tuple[list[Record], list[Record]]:
     """The records for training and the held-out records.
-
-    Args:
-        seed: Determines the numbers and which carries the demonstrations forget.
-        held_out: How many records are held out.
-        train: How many are for training.
 
     Returns:
         Two lists of records. No two numbers are added twice, not even in the other order.

@@ -20,11 +20,6 @@ def make_optimizer(
     bfloat16 parameters take updates smaller than their precision as ``config.rounding`` says; the
     others (an adapter, a value head) are stepped as they are.
 
-    Args:
-        parameters: What to train: weights, adapters, a value head.
-        config: Names optimizer, rounding and learning rate.
-        options: Arguments of AdamW that replace those of ``config``: lr, betas, weight_decay.
-
     Raises:
         ValueError: Nothing is trained; torchao is missing; the device has nothing to offload from.
     """
@@ -118,13 +113,6 @@ class MasterWeights(torch.optim.Optimizer):
     A weight that is float32 and in the right place is its own copy. The copies are made by the
     first step, not before: a warm start may change the weights in between. There is an optimizer
     for each weight, so that only one gradient at a time exists in float32.
-
-    Args:
-        parameters: The weights, in any dtype. Their gradients stay in place, where the norm is
-            taken.
-        make: Makes the optimizer of a list of copies.
-        device: Where the copies and the optimizer's state are; None for the weight's device.
-        options: The defaults of the groups: learning rate and weight decay.
     """
 
     def __init__(

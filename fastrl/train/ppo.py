@@ -31,12 +31,6 @@ VALUE_COEF, VALUE_CLIP = 0.5, 0.2
 def train(config: PpoConfig) -> Summary:
     """Train a model with PPO, and a value model with it if the advantages need one.
 
-    Args:
-        config: Model, prompts, reward and settings.
-
-    Returns:
-        Where the run is stored and the held-out reward before and after.
-
     Raises:
         ValueError: An input is invalid, or a reward function fails later.
         FloatingPointError: The logits, gradients or weights of a step are not finite.

@@ -18,8 +18,6 @@ Item = TypeVar("Item")
 #: The embedded tasks.
 TASKS = {"arithmetic": arithmetic.split, "long_addition": long_addition.split}
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# What `datasets` reads as plain tables. Other readers decode media, or run what they find.
-_TABLES = ("parquet", "json", "csv", "arrow")
 
 
 class Prompt(NamedTuple):
@@ -137,22 +135,12 @@ def _of_file(path: str) -> Iterable[Record]:
 
 
 def _of_dataset(config: RunConfig) -> Iterable[Iterable[Record]]:
-    name = config.prompts[0]
-    datasets = _datasets()
+    name, datasets = config.prompts[0], _datasets()
     try:
-        builder = datasets.load_dataset_builder(*config.prompts)
-        _check_tables(builder)
-        builder.download_and_prepare()
-        return [builder.as_dataset(split=split) for split in config.splits]
-    except Exception as error:
+        return [datasets.load_dataset(*config.prompts, split=split) for split in config.splits]
+    except Exception as error:  # of a library that reads what others wrote
         where = "" if Path(name).exists() else "there is no such task or directory; on the hub: "
         raise ValueError(f"prompts: {name!r} cannot be read: {where}{_reason(error)}") from error
-
-
-def _check_tables(builder: Any) -> None:
-    kind = type(builder).__mro__[1].__module__.split(".")  # below a class made for the data set
-    if kind[:2] != ["datasets", "packaged_modules"] or kind[2] not in _TABLES:
-        raise ValueError(f"it must consist of {', '.join(_TABLES)} files, got {kind[-1]}")
 
 
 def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Record]:
@@ -176,19 +164,11 @@ def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Reco
 
 
 def _is_prompt(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return bool(prompt)
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in prompt
-        )
-        and prompt[-1]["role"] != "assistant"
-    )
+    if isinstance(prompt, str) or not isinstance(prompt, list):
+        return bool(prompt) and isinstance(prompt, str)
+    said = [message for message in prompt if isinstance(message, dict)]
+    texts = [isinstance(m.get(k), str) for m in said for k in ("role", "content")]
+    return len(said) == len(prompt) > 0 and all(texts) and said[-1]["role"] != "assistant"
 
 
 def _datasets() -> Any:

@@ -16,12 +16,6 @@ from fastrl.train.rollout import Rollout
 class Reference:
     """The initial policy: a frozen copy, or the model without its adapter.
 
-    Args:
-        model: The model that is trained.
-        config: With ``lora_rank``, the model has an adapter, and nothing is copied or stored.
-        stored: The directory that keeps the copy for when the run is resumed.
-        resumed: Whether the copy is loaded from there.
-
     Raises:
         ValueError: The stored copy is missing or damaged.
     """

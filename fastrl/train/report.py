@@ -12,15 +12,13 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 import transformers
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from fastrl.train.checkpoint import replace_file
 from fastrl.train.config import RunConfig
-from fastrl.train.run_log import Row, printable, replace_file
+
+Row = dict[str, float]
 
 _PHASES = ("generate", "score", "logprobs", "learn", "evaluate")
 _PANELS = {
@@ -47,17 +45,9 @@ _LARGEST = 3e38  # of float32; where numbers are much larger, no axis finds its 
 def write_report(
     directory: Path, config: RunConfig, rows: Sequence[Row], samples: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write both files atomically.
+    """Write both files atomically."""
+    import jinja2
 
-    Args:
-        directory: The run's.
-        config: Its settings.
-        rows: Its log.
-        samples: Its samples.
-
-    Raises:
-        OSError: A file could not be written; previous ones are unchanged.
-    """
     curves = directory / "curves.png"
     draw(rows, curves)
     environment = jinja2.Environment(
@@ -79,6 +69,10 @@ def write_report(
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Plot the quantities in ``rows`` against the step, a panel for those that belong together."""
+    from matplotlib import rc_context  # takes half a second
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     known = dict.fromkeys(key for row in rows for key in row)
     parts = tuple(key for key in known if "reward/" in key)
     of_panel = {
@@ -106,9 +100,20 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     os.replace(partial, path)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """The text with every character that no terminal prints as Python's escape of it.
+
+    Escaped are control characters, overrides of the writing direction and other invisible marks,
+    and lone surrogates; not those in ``keep``.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
 def _visible(value: Any) -> Any:
     """A text without characters that are not shown, and not longer than a page bears."""
-    if not isinstance(value, str) or hasattr(value, "__html__") or len(value) > 100 * _LONGEST:
+    if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     more = len(value) - _LONGEST
     note = f" ... {more:,} more characters" if more > 0 else ""

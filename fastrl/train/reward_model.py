@@ -26,11 +26,6 @@ class RewardModel:
     in the dtype of its files, without gradients. The head of a decoder reads the last token that is
     not padding, so its padding token must not be the end token.
 
-    Args:
-        path: A directory or hub name, in safetensors.
-        device: Where it computes.
-        config: The settings of the run.
-
     Raises:
         ValueError: There is no such model; it is damaged, has several labels or lacks trained
             weights; its tokenizer has no end token or padding.

@@ -72,10 +72,6 @@ def concatenate(scored: Sequence[Scored]) -> Scored:
 class Rewards:
     """The functions that ``config.reward`` names, with their weights.
 
-    Args:
-        config: The settings of the run.
-        device: Where a reward model computes.
-
     Raises:
         ValueError: A function does not exist, or a weight is not finite.
     """
@@ -101,11 +97,6 @@ class Rewards:
     ) -> Scored:
         """Reward completions.
 
-        Args:
-            prompts: The prompt of each completion.
-            completions: The completions, without special tokens.
-            lengths: Their numbers of tokens, with the end token.
-
         Raises:
             RewardError: A function raised, returned a wrong number of rewards or one that is not
                 finite, or took too long, and there is no ``reward_failed``.
@@ -127,13 +118,7 @@ class Rewards:
     def means(
         self, scored: Scored, *, failures: int | None = None, prefix: str = "reward"
     ) -> dict[str, float]:
-        """The means of rewards, as the log names them.
-
-        Args:
-            scored: The rewards.
-            failures: The number of failures to log, if they are not only those of ``scored``.
-            prefix: The name of the total; those of the parts are ``PREFIX/NAME``.
-        """
+        """The means of rewards, as the log names them."""
         row = {prefix: float(scored.total.double().mean())}
         if len(scored.parts) > 1:
             for name, part in scored.parts.items():

@@ -115,15 +115,16 @@ def training_run(
         failed = True
         try:
             log.follow(run.step)
-            run.measure_what_is_missing()
             yield run
             run.save()
             failed = False
         except _Interrupted:
+            hook.remove()  # a checkpoint's weights are tried on a prompt
             setup.model.zero_grad()
             run.save()
             failed = False
         except Exception as error:
+            hook.remove()
             run.rescue(error)
             raise
         finally:
@@ -132,13 +133,7 @@ def training_run(
 
 
 class TrainingRun:
-    """The state of a run.
-
-    Attributes:
-        step: How many steps are done.
-        reference: The initial policy, for the KL; None if its coefficient is 0.
-        phase: Measures the phases of a step, ``with run.phase("generate")``.
-    """
+    """The state of a run."""
 
     def __init__(
         self, setup: Setup, parts: Mapping[str, checkpoint.Stateful], interrupt: "_Interrupt"
@@ -166,7 +161,7 @@ class TrainingRun:
                         raise KeyboardInterrupt
                     show(i, {"loss": loss})
             if config.lora_rank is not None and _begins_changed(config):
-                checkpoint.store(initial, self._write_initial)
+                checkpoint.store(initial, lambda path: _save_base(setup, path))
         self._rng = checkpoint.rng_state()
         if config.kl_coef > 0:
             self.reference = Reference(setup.model, config, initial, resumed=resumed is not None)
@@ -175,15 +170,12 @@ class TrainingRun:
             warm_started()
             self.save()
 
-    def _write_initial(self, directory: Path) -> None:
-        self._setup.model.save_base(directory)
-        self._setup.tokenizer.save_pretrained(directory)
-
     def steps(self) -> Iterator[int]:
         """Yield the number of steps done so far, until there are enough or the user interrupts.
 
         Each step must change the weights by `apply` alone, and end with `finish_step`.
         """
+        self._measure_what_is_missing()
         while self.step < self._config.steps and not self._interrupt.requested:
             self._started = time.perf_counter()
             yield self.step
@@ -230,7 +222,7 @@ class TrainingRun:
             self.save()
             self._log.report()
 
-    def measure_what_is_missing(self) -> None:
+    def _measure_what_is_missing(self) -> None:
         """Evaluate before the first step, or what an interrupt prevented before this resumption."""
         start, rows = self.phase.read(), self._log.rows
         if not rows:
@@ -368,6 +360,11 @@ def _load_policy(
         with checkpoint.reading(resumed_from):
             adapted.load_weights(resumed_from)
     return adapted, tokenizer
+
+
+def _save_base(setup: Setup, directory: Path) -> None:
+    setup.model.save_base(directory)
+    setup.tokenizer.save_pretrained(directory)
 
 
 def _begins_changed(config: RunConfig) -> bool:

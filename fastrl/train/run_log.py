@@ -1,7 +1,7 @@
 """What a run writes besides checkpoints, in its locked directory, and shows."""
 
 import json
-import os
+import math
 import random
 import shlex
 import sys
@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from fastrl.train.checkpoint import latest
+from fastrl.train.checkpoint import latest, replace_file
 from fastrl.train.config import FREE, RunConfig
 from fastrl.train.prompts import Prompt
+from fastrl.train.report import Row, printable, write_report
 from fastrl.train.trackers import Trackers
-
-Row = dict[str, float]
 
 SETTINGS = "config.json"
 _BEGUN_WITH = "began-with.json"
@@ -60,19 +59,7 @@ class Summary(NamedTuple):
 
 
 class RunLog:
-    """The files of one run, whose directory is locked until `close`.
-
-    Args:
-        config: The settings of the run, which name the directory.
-
-    Attributes:
-        rows: The rows of the log.
-        samples: Completions that were shown, of the first step that has any and of the last ones.
-
-    Raises:
-        ValueError: The directory contains a run and ``config.resume`` is off; or it is on and there
-            is no run, or its settings differ; or another process uses the directory.
-    """
+    """The files of one run, whose directory is locked until `close`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.directory = config, _directory(config)
@@ -102,12 +89,7 @@ class RunLog:
             )
 
     def checkpoint_to_resume(self) -> Path | None:
-        """The last checkpoint of a run that is resumed; None if the run is to begin anew.
-
-        Raises:
-            ValueError: The run has a log, but no checkpoint.
-            OSError: The checkpoints cannot be listed.
-        """
+        """The last checkpoint of a run that is resumed; None if the run is to begin anew."""
         if not self.config.resume:
             return None
         last = latest(self.checkpoints)
@@ -152,11 +134,7 @@ class RunLog:
         self._bar = _Progress(printable(self.directory.name), self.config.steps, done=step)
 
     def write(self, row: Row) -> None:
-        """Append a row, and what was collected for samples; advance the bar.
-
-        Raises:
-            OSError: They could not be written.
-        """
+        """Append a row, and what was collected for samples; advance the bar."""
         self.rows.append(row)
         self._append("metrics.jsonl", [row])
         if self._trackers is not None:
@@ -183,14 +161,7 @@ class RunLog:
         completions: Sequence[str],
         rewards: Mapping[str, Any],
     ) -> None:
-        """Collect completions of ``step``, if it shows samples: every second evaluation does.
-
-        Args:
-            step: The step, counted from 1.
-            prompts: N prompts.
-            completions: N texts.
-            rewards: ``"reward"``, ``[N]``, and further ones by the name of their part.
-        """
+        """Collect completions of ``step``, if it shows samples: every second evaluation does."""
         if step % (2 * self.config.eval_every):
             return
         values = {name: part.tolist() for name, part in rewards.items()}
@@ -207,8 +178,6 @@ class RunLog:
         """Write ``report.html`` and ``curves.png``, if the last ones are a minute old."""
         if not always and time.monotonic() - self._reported < _REPORT_SECONDS:
             return
-        from fastrl.train.report import write_report  # matplotlib takes a while
-
         try:
             write_report(self.directory, self.config, self.rows, self.samples)
         except Exception as error:  # a plot must not end a run
@@ -234,7 +203,8 @@ class RunLog:
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """How the run ended, from its log."""
         measured = [row["held_out_reward"] for row in self.rows if "held_out_reward" in row]
-        return Summary(self.directory, step, (measured[0], measured[-1]), interrupted)
+        before, after = (measured[0], measured[-1]) if measured else (math.nan, math.nan)
+        return Summary(self.directory, step, (before, after), interrupted)
 
     def _check_settings(self) -> None:
         before, now = read_settings(self.directory), self.config.to_json()
@@ -248,9 +218,7 @@ class RunLog:
                 )
 
     def _remember(self, sample: dict[str, Any]) -> None:
-        self.samples.append(sample)
-        first = [one for one in self.samples if one["step"] == self.samples[0]["step"]]
-        self.samples = first + self.samples[len(first) :][-30:]
+        self.samples = [*self.samples, sample][-30:]
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         path = self.directory / name
@@ -281,11 +249,7 @@ class RunLog:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """The settings of the run in a directory.
-
-    Raises:
-        ValueError: There are none, or they cannot be read.
-    """
+    """The settings of the run in a directory."""
     try:
         settings = json.loads((directory / SETTINGS).read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -300,17 +264,6 @@ def read_settings(directory: Path) -> dict[str, Any]:
 def last_run(loop: str) -> Path:
     """The unnamed run of a loop with the highest number; ``runs/LOOP-1`` if there is none."""
     return Path("runs", f"{loop}-{max([1, *_numbers(loop, SETTINGS)])}")
-
-
-def printable(text: str, keep: str = "") -> str:
-    """The text with every character that no terminal prints as Python's escape of it.
-
-    Escaped are control characters, overrides of the writing direction and other invisible marks,
-    and lone surrogates; not those in ``keep``.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def _directory(config: RunConfig) -> Path:
@@ -388,19 +341,3 @@ def _row(line: str) -> dict[str, Any] | None:
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        OSError: It could not be written; a previous one is unchanged.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise OSError(f"{path} could not be written: {error.strerror}") from error

@@ -57,11 +57,6 @@ class Engine(Protocol):
 class Sampler:
     """Samples the completions of prompts by the engine or the function that the settings name.
 
-    Args:
-        model: A causal LM of `fastrl.train.loading`, or one that PEFT wraps.
-        tokenizer: The model's.
-        config: The settings of the run.
-
     Raises:
         ValueError: A setting does not fit the model, its tokenizer or the engine, or the engine is
             not installed.

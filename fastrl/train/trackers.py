@@ -15,12 +15,6 @@ class Trackers:
     """The trackers that ``config.track`` names; they begin with the first row that is written.
 
     A tracker must never stop a run: one that fails is named once and left out from then on.
-
-    Args:
-        config: The settings of the run, which are also sent.
-        directory: The run's.
-        identity: What names the run for good, so that a resumed one continues it.
-        say: Prints a line.
     """
 
     def __init__(

@@ -24,10 +24,6 @@ class ValueModel(nn.Module):
 
     With ``value_model="shared"`` these are the policy's. With ``"separate"`` a backbone of its own
     computes them, a copy of the policy's that is trained by the value loss alone.
-
-    Args:
-        model: The policy.
-        config: Names the kind.
     """
 
     def __init__(self, model: Any, config: PpoConfig) -> None:

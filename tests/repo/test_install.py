@@ -50,7 +50,7 @@ def without_extension(tmp_path_factory):
 
 def test_installs_every_module_and_the_type_marker(without_extension):
     expected = {path.relative_to(ROOT) for path in (ROOT / "fastrl").rglob("*.py")}
-    expected |= {Path("fastrl/py.typed"), Path("fastrl/train/run/report.html")}
+    expected |= {Path("fastrl/py.typed"), Path("fastrl/train/report.html")}
     target = without_extension.target
     found = {path.relative_to(target) for path in target.rglob("fastrl/**/*") if path.is_file()}
     assert expected == {path for path in found if path.suffix != ".pyc"}

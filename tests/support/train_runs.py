@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
-from fastrl.train import grpo, ppo
+from fastrl.train import grpo, ppo, report
 from fastrl.train.checkpoint import latest
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.loading import load
@@ -99,6 +100,7 @@ def train_alone(train, settings, path):
     sys.path.insert(0, path)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     torch.set_num_threads(1)
+    report.write_report = lambda *_: None  # most of the time of a short run
     train(settings)
 
 
@@ -115,6 +117,24 @@ def rows(directory):
     """The logged rows, without what a clock measured."""
     logged = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in logged]
+
+
+def equal(one, other):
+    """Whether two nested values, with tensors in them, are equal to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def saved(directory):
+    """All that the latest checkpoint holds: weights or adapter, optimizer, generators, ..."""
+    last = latest(Path(directory) / "checkpoints")
+    (tensors,) = last.glob("*.safetensors")
+    return load_file(tensors), torch.load(last / "state.pt", weights_only=True)
 
 
 def weights(directory):

@@ -16,6 +16,12 @@ def small(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def unreported(monkeypatch):
+    """No report is written, which takes most of the time of a short run."""
+    monkeypatch.setattr("fastrl.train.report.write_report", lambda *_: None)
+
+
+@pytest.fixture
 def base(tmp_path):
     """The directory of a model."""
     import torch

@@ -1,0 +1,149 @@
+"""Small models of five architectures; a step's loss by packed rows, and by plain formulas."""
+
+import copy
+
+import torch
+import transformers
+
+from fastrl.train.config import GrpoConfig
+from fastrl.train.packing import normalizer
+from fastrl.train.policy import batches, policy_loss, policy_outputs
+from fastrl.train.recomputation import save_memory
+from fastrl.train.rollout import Rollout
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+GEMMA3 = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 4096}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SMALL),
+    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=16),
+    "gemma3": transformers.Gemma3TextConfig(**SMALL, head_dim=16, **GEMMA3),
+    "mistral": transformers.MistralConfig(**SMALL, sliding_window=7),
+    "gpt2": transformers.GPT2Config(**GPT2, **DROPOUT, bos_token_id=1, eos_token_id=1),
+}
+LENGTHS = (1, 9, 30, 2, 17, 5, 41, 8)
+PROMPTS = (13, 4, 22)
+
+
+def make_model(kind="qwen3", **changes):
+    """A model whose policy is far from uniform, set up for training, and the settings."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    own = {"loss": "logits"} if kind == "gpt2" else {}
+    config = GrpoConfig(**{"tokens_per_micro_batch": 100_000, **own, **changes})
+    save_memory(model, config)
+    return model, config
+
+
+def make_rollout(lengths=LENGTHS, prompts=PROMPTS, *, holes=False):
+    """Completions of some prompts in turn; holes are tokens that a tool wrote."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor(lengths)
+    shape = (len(lengths), int(lengths.max()))
+    ids = torch.randint(61, shape, generator=generator)
+    mask = torch.arange(shape[1]) < lengths[:, None]
+    return Rollout(
+        prompts=[torch.randint(61, (n,), generator=generator).tolist() for n in prompts],
+        prompt_of=torch.arange(len(lengths)) % len(prompts),
+        token_ids=ids,
+        mask=mask & (ids % 3 != 0) if holes else mask,
+        logprobs=-3 + torch.randn(shape, generator=generator),
+        truncated=lengths > 20,
+    )
+
+
+def learn(model, config, rollout, objective, advantages, rows=None, **logprobs):
+    """Log-probabilities ``[N, T]`` and gradients of the loss, from micro-batches."""
+    model.zero_grad()
+    found = torch.zeros(rollout.mask.shape)
+    rows = torch.arange(len(found)) if rows is None else rows
+    for batch in batches(rollout, rows, rollout.mask, config):
+        result = policy_loss(
+            policy_outputs(model, batch, config),
+            batch,
+            config,
+            advantages[batch.rows],
+            **{name: batch.take(values) for name, values in logprobs.items()},
+            objective=objective,
+            normalizer=normalizer(rollout.mask, objective.aggregation),
+        )
+        result.loss.backward()
+        batch.put(result.logprobs, into=found)
+    return [found, *(p.grad.clone() for p in model.parameters())]
+
+
+def plain(model):
+    """The same model, as transformers makes it."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def padded(model, rollout, temperature=1.0):
+    """Log-probabilities, entropies and states of tokens, float64, from padded sequences."""
+    longest = max(map(len, rollout.prompts))
+    prompts = [rollout.prompts[i] for i in rollout.prompt_of.tolist()]
+    left = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    real = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    attention = torch.cat([real, torch.ones_like(rollout.token_ids)], 1)
+    out = model(
+        input_ids=torch.cat([left, rollout.token_ids], 1),
+        attention_mask=attention,
+        position_ids=(attention.cumsum(1) - 1).clamp(min=0),
+        use_cache=False,
+        output_hidden_states=True,
+    )
+    before = slice(longest - 1, -1)
+    logp = (out.logits[:, before].double() / temperature).log_softmax(-1)
+    logprobs = logp.gather(-1, rollout.token_ids[..., None])[..., 0]
+    return logprobs, -(logp.exp() * logp).sum(-1), out.hidden_states[-1][:, before]
+
+
+def token_losses(logprobs, entropy, advantages, old, ref, objective, weights=1.0):
+    """The clipped loss of each token, with the KL to ``ref`` (k3) and the entropy."""
+    ratio = (logprobs - old).exp()
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    surrogate = -torch.minimum(ratio * advantages, clipped * advantages)
+    kl = (ref - logprobs).exp() - 1 - (ref - logprobs)
+    return weights * (surrogate + objective.kl_coef * kl) - objective.entropy_coef * entropy
+
+
+def mean(losses, mask, aggregation="seq-mean-token-mean", length=None):
+    """Of tokens, of sequences' means, or of their sums over a length; empty ones do not count."""
+    kept = torch.where(mask, losses, 0.0)
+    if aggregation == "token-mean":
+        return kept.sum() / mask.sum()
+    per = mask.sum(1).clamp(min=1) if length is None else length
+    return (kept.sum(1) / per).sum() / mask.any(1).sum()
+
+
+def expected(model, rollout, objective, advantages, old, ref):
+    """What `learn` must find, by autograd of the formulas on a plain model."""
+    model = plain(model)
+    logprobs, entropy, _ = padded(model, rollout)
+    losses = token_losses(logprobs, entropy, advantages[:, None], old, ref, objective)
+    mean(losses, rollout.mask, objective.aggregation).backward()
+    kept = torch.where(rollout.mask, logprobs.detach(), 0.0)
+    return [kept.float(), *(p.grad for p in model.parameters())]
+
+
+def assert_equal(one, other, tolerance=1e-5):
+    """Compare log-probabilities and gradients, relative to the largest gradient above 1."""
+    scale = max(float(grad.abs().max()) for grad in one[1:])
+    assert scale > 1e-3
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, scale))

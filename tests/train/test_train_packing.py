@@ -1,0 +1,201 @@
+"""Micro-batches by tokens: any packing gives the gradients of each sequence by itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import fastrl
+from fastrl import Objective
+from fastrl.train import attention
+from fastrl.train.attention import Span, make_layout
+from fastrl.train.config import GrpoConfig
+from fastrl.train.packing import micro_batches, minibatches, normalizer
+from fastrl.train.policy import check_packing, rollout_logprobs
+from tests.support.packed import (
+    CONFIGS,
+    LENGTHS,
+    PROMPTS,
+    assert_equal,
+    expected,
+    learn,
+    make_model,
+    make_rollout,
+)
+
+OBJECTIVE = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.01, clip_high=9.0)
+ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.5, 0.7, -0.2, 1.1])
+EVERY = torch.arange(8)
+
+
+def learned(model, config, rollout):
+    old = rollout.logprobs
+    advantages, of_old = ADVANTAGES[: len(old)], {"old_logprobs": old, "ref_logprobs": old + 0.5}
+    return learn(model, config, rollout, OBJECTIVE, advantages, **of_old)
+
+
+def by_formulas(model, rollout):
+    old = rollout.logprobs
+    return expected(model, rollout, OBJECTIVE, ADVANTAGES[: len(old)], old, old + 0.5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("holes", [False, True])
+def test_every_grouping_gives_the_gradients_of_padded_sequences(kind, holes):
+    """By sequence, completions of a prompt in one row share it; transformers' attention does not."""
+    model, config = make_model(kind)
+    rollout = make_rollout(holes=holes)
+    truth = by_formulas(model, rollout)
+    for tokens in (1, 40, 77, 1000):
+        assert_equal(truth, learned(model, replace(config, tokens_per_micro_batch=tokens), rollout))
+    model.set_attn_implementation("sdpa")
+    cut = replace(config, tokens_per_micro_batch=77, attention="sdpa")
+    assert_equal(truth, learned(model, cut, rollout))
+
+
+def test_long_sequences_are_attended_to_in_parts():
+    model, config = make_model("gemma3")
+    rollout = make_rollout((500, 600, 3), (700, 600))
+    rollout.prompt_of[:] = torch.tensor([0, 1, 1])  # one alone, and two that share a prompt
+    assert_equal(by_formulas(model, rollout), learned(model, config, rollout))
+
+
+def test_a_layout_covers_each_token_once():
+    spans = [Span(0, 5), Span(5, 6), Span(6, 1200), Span(1200, 1210, (6, 1200)), Span(1210, 1290)]
+    layout = make_layout(spans, torch.device("cpu"))
+    assert layout.queries[layout.order].tolist() == list(range(1290))
+    assert sum(block.spans * block.keys for block in layout.blocks) == len(layout.keys)
+    assert len(layout.keys) < 1290 + 1194 + 64  # a prefix, and little padding
+    long = make_layout([Span(0, 1500), Span(1500, 2600)], torch.device("cpu"))
+    assert (len(long.blocks), *long[1:]) == (2, None, None, None)  # nothing is copied
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_rows_hold_each_token_once_and_fit_the_budget(holes):
+    rollout = make_rollout(holes=holes)
+    made = list(micro_batches(rollout, EVERY, rollout.mask, tokens=60))
+    ends = [max(row.nonzero()[:, 0].tolist(), default=-1) + 1 for row in rollout.mask]
+    sizes = [len(rollout.prompts[i % 3]) + end - 1 for i, end in enumerate(ends) if end]
+    assert sum(batch.input_ids.shape[1] for batch in made) == sum(sizes)
+    assert max(batch.input_ids.shape[1] for batch in made) <= max(60, *sizes)
+    assert len(made) <= 2 + sum(sizes) // 60
+    values = torch.randn(rollout.mask.shape)
+    copied = torch.zeros_like(values)
+    for batch in made:
+        assert torch.equal(batch.token_ids, batch.take(rollout.token_ids))
+        scored = rollout.mask[batch.rows].sum(1)
+        assert batch.cu_seqlens.tolist() == [0, *scored.cumsum(0).tolist()]
+        batch.put(batch.take(values), into=copied)
+    assert torch.equal(copied, values * rollout.mask)
+
+
+def test_a_shared_prompt_is_in_a_row_once():
+    rollout = make_rollout()
+    total = sum(PROMPTS) + sum(n - 1 for n in LENGTHS)
+    for tokens, rows in ((total, 1), (total - 1, 2)):
+        made = list(micro_batches(rollout, EVERY, rollout.mask, tokens=tokens, share_prompts=True))
+        assert [len(made), sum(b.input_ids.shape[1] for b in made)] == [rows, total]
+    for tokens in (30, 50):  # a prompt that is too long for one row with all its completions
+        made = micro_batches(rollout, EVERY, rollout.mask, tokens=tokens, share_prompts=True)
+        assert all(b.input_ids.shape[1] <= tokens or len(b.rows) == 1 for b in made)
+
+
+def test_completions_and_ends_that_are_masked_are_left_out():
+    rollout = make_rollout()
+    mask = rollout.mask.clone()
+    mask[[1, 4]] = False
+    mask[2, 3:] = False
+    made = list(micro_batches(rollout, EVERY, mask, tokens=9999))
+    assert sorted(made[0].rows.tolist()) == [0, 2, 3, 5, 6, 7]
+    lengths = {**dict(enumerate(LENGTHS)), 2: 3}
+    size = sum(PROMPTS[row % 3] + lengths[row] - 1 for row in (0, 2, 3, 5, 6, 7))
+    assert made[0].input_ids.shape == (1, size)
+
+
+def test_logprobs_of_some_rows():
+    model, config = make_model()
+    rollout = make_rollout(holes=True)
+    config = replace(config, tokens_per_micro_batch=50)
+    some = rollout_logprobs(model, rollout, torch.tensor([6, 2]), config)
+    every = rollout_logprobs(model, rollout, EVERY, config)
+    torch.testing.assert_close(some[[2, 6]], every[[2, 6]])
+    assert some[[0, 1, 3, 4, 5, 7]].abs().sum() == 0
+    torch.testing.assert_close(every, by_formulas(model, rollout)[0], rtol=0, atol=1e-5)
+
+
+def test_minibatches_are_of_whole_groups():
+    config = GrpoConfig(prompts_per_step=7, group_size=3, minibatches=2, epochs=2)
+    torch.manual_seed(0)
+    made = list(minibatches(21, config, 3))
+    assert [len(rows) for rows in made] == [12, 9, 12, 9]
+    for epoch in (made[:2], made[2:]):
+        rows = torch.cat(epoch)
+        assert sorted(rows.tolist()) == list(range(21))
+        assert torch.equal(rows.view(-1, 3), rows[::3, None] + torch.arange(3))
+    assert not torch.equal(torch.cat(made[:2]), torch.cat(made[2:]))  # another order
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "sapo"])
+def test_the_normalizer_makes_gradients_of_micro_batches_add_up(preset):
+    """Any split gives the gradient of the whole batch, also with empty sequences."""
+    lengths = torch.tensor([5, 1, 0, 7, 2, 0, 3, 7])
+    mask = torch.arange(7) < lengths[:, None]
+    old, advantages = torch.randn(8, 7), ADVANTAGES
+    objective = GrpoConfig(objective=preset, max_new_tokens=7).policy_objective()
+
+    def gradient(size, denominator):
+        logprobs = (old + 0.1).requires_grad_()
+        for rows in EVERY.split(size):
+            fastrl.policy_loss(
+                logprobs[rows],
+                advantages[rows],
+                mask[rows],
+                old_logprobs=old[rows],
+                objective=objective,
+                normalizer=denominator,
+            ).loss.backward()
+        return logprobs.grad
+
+    whole = gradient(8, None)
+    assert whole.abs().sum() > 0
+    for size in (1, 3, 8):
+        split = gradient(size, normalizer(mask, objective.aggregation))
+        torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-7)
+
+
+class TestCheckPacking:
+    @pytest.mark.parametrize("kind", CONFIGS)
+    def test_a_model_that_packs_passes(self, kind):
+        model, config = make_model(kind)
+        check_packing(model, config)
+        assert model.config._attn_implementation == "by_sequence"  # as before
+
+    @pytest.mark.parametrize(
+        "changes", [{}, {"attention": "eager"}, {"attention": "eager", "precision": "bfloat16"}]
+    )
+    def test_a_recurrent_model_is_refused_unless_sequences_are_alone(self, changes):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+        config = GrpoConfig(loss="logits", **changes)
+        with pytest.raises(ValueError, match="tokens_per_micro_batch must be 1 for this model"):
+            check_packing(model, config)
+        check_packing(model, replace(config, tokens_per_micro_batch=1))
+
+    def test_attention_in_chunks_is_refused(self):
+        model, config = make_model("llama")
+        model.config.attention_chunk_size = 8
+        with pytest.raises(ValueError, match="attention must be sdpa or eager for this model"):
+            check_packing(model, config)
+
+    def test_another_attention_than_the_models_own_is_refused(self, monkeypatch):
+        model, config = make_model("mistral")
+        right = attention._attend
+        monkeypatch.setattr(attention, "_attend", lambda q, k, v, *_: right(q, k, v, 2.0, None))
+        with pytest.raises(ValueError, match="attention must not be by_sequence for this model"):
+            check_packing(model, config)
+        assert model.config._attn_implementation == "by_sequence"

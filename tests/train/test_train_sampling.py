@@ -1,0 +1,308 @@
+"""Sampling: the distribution, its independence of micro-batches, ends, hooks, the correction."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fastrl.train.attention import BY_SEQUENCE
+from fastrl.train.config import GrpoConfig
+from fastrl.train.endings import Endings
+from fastrl.train.rollout import concatenate
+from fastrl.train.sampling import Completion, Sampler, choose, rollout_correction
+from tests.support.sampled import (
+    KINDS,
+    PIECES,
+    TEXTS,
+    model_logprobs,
+    pieces_model,
+    pieces_tokenizer,
+    prompts_of,
+    sample,
+    tiny,
+)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny()
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_a_token_is_where_the_cumulative_probability_passes_the_number():
+    scores = torch.tensor([0.1, 0.0, 0.4, 0.5]).log().expand(6, -1)
+    drawn = choose(scores, 1.0, numbers(0.0, 0.0999, 0.1001, 0.4999, 0.5001, 1 - 2**-53))
+    assert drawn[0].tolist() == [0, 0, 2, 2, 3, 3]
+    torch.testing.assert_close(drawn[1].exp(), torch.tensor([0.1, 0.1, 0.4, 0.4, 0.5, 0.5]))
+    vocabulary = 2**18 + 1  # whose tail sums in float32 would lose
+    for token in (0, 1, 2**17 + 3, vocabulary - 1):
+        number = numbers((token + 0.5) / vocabulary)
+        assert choose(torch.zeros(1, vocabulary), 1.0, number)[0].item() == token
+
+
+@pytest.mark.parametrize("temperature", [0.05, 3.0])
+def test_a_token_of_probability_0_is_never_chosen(monkeypatch, temperature):
+    """Neither at the ends of the interval, nor where a parallel sum is not monotonic."""
+    torch.manual_seed(0)
+    scores = 30 * torch.randn(400, 97)
+    scores[:, ::3] = scores[:, -5:] = -torch.inf
+    for number in (0.0, 5e-324, 1 - 2**-53):
+        token_ids, logprobs = choose(scores, temperature, numbers(number).expand(400))
+        assert logprobs.isfinite().all()
+        assert (token_ids % 3 != 0).all()
+        assert token_ids.max() < 92
+    monkeypatch.setattr(torch, "searchsorted", lambda *_, **__: torch.full((400, 1), 97))
+    assert choose(scores, temperature, numbers(0.5).expand(400))[1].isfinite().all()
+
+
+def exceeded_by_chance(n, variance, largest, log_bound):
+    """What the mean of n draws exceeds with probability exp(-log_bound), or less: Bernstein."""
+    part = log_bound * largest / 3 / n
+    return part + (part**2 + 2 * log_bound * variance / n) ** 0.5
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_samples_follow_the_probabilities_at_the_temperature(llama, temperature):
+    """Frequencies and mean log-probability, within bounds that chance breaks 1 in 1e6 times."""
+    model, tokenizer = llama
+    torch.manual_seed(0)
+    n, first = 700, []
+    rollout, _ = sample(model, tokenizer, n, max_new_tokens=1, temperature=temperature)
+    for k, prompt in enumerate(rollout.prompts):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0, -1]
+        each = (logits.double() / temperature).log_softmax(-1)
+        p, bound = each.exp(), math.log(2 * len(TEXTS) * (len(each) + 1) / 1e-6)
+        drawn = rollout.token_ids[k * n : (k + 1) * n, 0]
+        first.append(torch.bincount(drawn, minlength=len(p)) / n)
+        assert ((first[k] - p).abs() <= exceeded_by_chance(n, p * (1 - p), 1, bound)).all()
+        far = each - p @ each
+        spread = exceeded_by_chance(n, p @ far**2, far.abs().max(), bound)
+        assert far[drawn].mean().abs() <= spread
+    assert (first[0] - first[1]).abs().max() > 0.02  # the prompts have different answers
+    rollout, _ = sample(model, tokenizer, 300, max_new_tokens=2, temperature=5.0)
+    both = rollout.token_ids[rollout.mask.all(1)]
+    assert (both[:, 0] == both[:, 1]).float().mean() < 0.1  # drawn with different numbers
+    assert len(both.unique(dim=0)) > 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_equal_those_of_the_model(kind):
+    model, tokenizer = tiny(kind)
+    for temperature in (0.6, 1.0):
+        torch.manual_seed(5)
+        rollout, _ = sample(model, tokenizer, max_new_tokens=12, temperature=temperature)
+        expected = model_logprobs(model, rollout, temperature)
+        assert rollout.mask.sum() > 60
+        torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-5)
+
+
+def test_samples_depend_on_the_seed_and_not_on_the_split_into_micro_batches(llama, monkeypatch):
+    model, tokenizer = llama
+    seen, generate, outcomes = [], model.generate, []
+    monkeypatch.setattr(model, "generate", lambda **o: seen.append(o["input_ids"]) or generate(**o))
+    for budget, batches in ((1, 12), (30, 7), (70, 4), (65536, 1)):
+        seen.clear()
+        torch.manual_seed(4)
+        config = GrpoConfig(max_new_tokens=6, tokens_per_generation=budget)
+        sampler = Sampler(model, tokenizer, config)
+        rollout, texts = sampler.sample(prompts_of(tokenizer), 4)
+        tokens = sampler.engine.computed()
+        assert sampler.engine.computed() == (0, 0)
+        outcomes.append((rollout, texts, torch.rand(1).item(), tokens.real))
+        assert len(seen) == batches
+        assert all(len(ids) * (ids.shape[1] + 6) <= budget or len(ids) == 1 for ids in seen)
+        assert tokens.real == 4 * sum(map(len, rollout.prompts)) + int(rollout.mask.sum())
+        assert tokens.padded - tokens.real >= {1: 50}.get(batches, 0)
+    for other, *rest in outcomes[1:]:
+        assert rest == [*outcomes[0][1:]]
+        assert torch.equal(other.token_ids, rollout.token_ids)
+        torch.testing.assert_close(other.logprobs, rollout.logprobs, rtol=0, atol=1e-5)
+    torch.manual_seed(5)
+    assert sample(model, tokenizer)[1] != texts
+
+
+def test_greedy_takes_the_likeliest_tokens_and_no_random_numbers(llama):
+    model, tokenizer = llama
+    state = torch.get_rng_state()
+    sampler = Sampler(model, tokenizer, GrpoConfig(max_new_tokens=6, temperature=0.3))
+    rollout, _ = sampler.greedy(prompts_of(tokenizer))
+    assert torch.equal(state, torch.get_rng_state())
+    for prompt, ids, mask in zip(rollout.prompts, rollout.token_ids, rollout.mask, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids[mask].tolist()])).logits[0]
+        assert torch.equal(logits[len(prompt) - 1 : -1].argmax(-1), ids[mask])
+
+
+def test_completions_end_at_any_end_token_and_are_padded(llama):
+    model, tokenizer = llama
+    ends = torch.tensor([1, *tokenizer.convert_tokens_to_ids(list("abcdef"))])
+    model.generation_config.eos_token_id = ends[:3].tolist()
+    torch.manual_seed(0)
+    rollout, texts = sample(model, tokenizer, 64, temperature=3.0, stop=("c", "d", "e", "f"))
+    model.generation_config.eos_token_id = 1
+    ended = (torch.isin(rollout.token_ids, ends) & rollout.mask).int()
+    lengths = torch.where(ended.any(1), ended.argmax(1) + 1, 6)
+    assert rollout.lengths == lengths.tolist()
+    assert torch.equal(rollout.truncated, ~ended.any(1))
+    assert len(rollout.token_ids[ended > 0].unique()) >= 4
+    assert 0 < rollout.truncated.sum() < 192
+    assert (rollout.token_ids[~rollout.mask] == tokenizer.pad_token_id).all()
+    assert texts == tokenizer.batch_decode(rollout.token_ids, skip_special_tokens=True)
+    assert rollout.prompt_of.tolist() == [k for k in range(3) for _ in range(64)]
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+def test_a_stop_text_ends_each_completion_where_it_is_completed(pad):
+    tokenizer = pieces_tokenizer(PIECES, pad_token=pad)
+    model = pieces_model(tokenizer, tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    rollout, _ = sample(model, tokenizer, 200, ("a", "b st"), max_new_tokens=8, stop=("stop", "xx"))
+    stopped = set()
+    for row, n in enumerate(rollout.lengths):
+        pieces = tokenizer.convert_ids_to_tokens(rollout.token_ids[row, :n].tolist())
+        written, before = "".join(pieces), "".join(pieces[:-1])
+        assert "stop" not in before
+        assert "xx" not in before
+        by_text = "stop" in written or "xx" in written
+        stopped |= {n} if by_text else set()
+        assert rollout.truncated[row] == (not by_text and pieces[-1] != "<eos>")
+        assert n == 8 or not rollout.truncated[row]
+    assert len(stopped) > 3
+    torch.testing.assert_close(rollout.logprobs, model_logprobs(model, rollout), rtol=0, atol=1e-5)
+    endings = Endings(model, tokenizer, GrpoConfig(stop=("stop",)))
+    op, st = (tokenizer.get_vocab()[piece] for piece in ("op", "st"))
+    assert endings.length(torch.tensor([op, st, op, op])) == (3, True)
+    rollout, _ = sample(model, tokenizer, 200, ("st",), max_new_tokens=2, stop=("stop",))
+    assert (rollout.mask[rollout.token_ids[:, 0] == op].sum(1) == 2).all()  # not with the prompt
+
+
+def test_what_cannot_end_a_completion_or_changes_the_samples_is_refused(llama):
+    for stop, message in (("", "must not name an empty text"), ("é", "no token can complete 'é'")):
+        with pytest.raises(ValueError, match=f"stop.* {message}"):
+            Sampler(*llama, GrpoConfig(stop=(stop,)))
+    model, tokenizer = tiny()
+    model.generation_config.repetition_penalty = 1.2
+    with pytest.raises(ValueError, match=r"no generation settings .*repetition_penalty"):
+        Sampler(model, tokenizer, GrpoConfig())
+
+
+def test_the_model_is_left_as_it_was_also_by_an_error(caplog):
+    """It is sampled with a cache and in the precision of the run, whatever its training needs."""
+    model, tokenizer = tiny()
+    model.set_attn_implementation(BY_SEQUENCE)
+    model.train().model.layers[1].eval()
+    model.gradient_checkpointing_enable()
+    modes, seen = [module.training for module in model.modules()], []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda _, x, y: seen.append(y))
+    rollout, _ = sample(model, tokenizer, precision="bfloat16", temperature=0.01)
+    assert {y.dtype for y in seen} == {torch.bfloat16}
+    assert {y.shape[1] for y in seen[1:]} == {1}
+    assert rollout.logprobs.dtype == torch.float32
+    assert not caplog.records
+    hook.remove()
+    model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sample(model, tokenizer)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == BY_SEQUENCE
+
+
+@pytest.mark.parametrize("wrong", ["nan", "inf"])
+def test_logits_that_are_not_finite_are_an_error(wrong):
+    model, tokenizer = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[9] = float(wrong)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        sample(model, tokenizer)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        Sampler(model, tokenizer, GrpoConfig()).greedy(prompts_of(tokenizer))
+
+
+def sample_by(function, llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(rollout=function))
+    return sample(*llama, 2, sampler="own:rollout", max_new_tokens=1)
+
+
+def test_a_hook_may_write_between_what_the_policy_samples(llama, monkeypatch):
+    def with_tool(prompts, group_size, complete, tokenizer):
+        asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+        tool, nan = tokenizer("42", return_tensors="pt")["input_ids"][0], torch.full((2,), math.nan)
+        begun = [(ids, *one[:2]) for ids, one in zip(asked, complete(asked), strict=True)]
+        more = complete([[*ids, *one.tolist(), *tool.tolist()] for ids, one, _ in begun])
+        for (_, one, logprob), two in zip(begun, more, strict=True):
+            logprobs = torch.cat([logprob, nan, two.logprobs])
+            mask = torch.tensor([True, False, False, True])
+            yield Completion(torch.cat([one, tool, two.token_ids]), logprobs, two.ended, mask)
+
+    rollout, texts = sample_by(with_tool, llama, monkeypatch)
+    assert rollout.mask.tolist() == [[True, False, False, True]] * 6
+    assert all("42" in text for text in texts)
+    expected = model_logprobs(llama[0], rollout._replace(mask=torch.ones(6, 4, dtype=bool)))
+    torch.testing.assert_close(rollout.logprobs, expected * rollout.mask, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda many: many[1:], "must return 2 completions for each of 3 prompts, got 5"),
+        (lambda many: [*many[1:], many[0]._replace(logprobs=torch.zeros(3))], "3 log-probabilit"),
+        (lambda many: [*many[1:], many[0]._replace(sampled=torch.ones(2) > 0)], "a mask of 2 with"),
+        (lambda many: [*many[1:], many[0]._replace(sampled=torch.ones(1) < 0)], "with 0 true"),
+        (lambda many: [*many[1:], Completion(*torch.zeros(2, 0), True)], "got 0 tokens"),
+    ],
+)
+def test_what_a_hook_returns_wrongly_is_named(llama, monkeypatch, change, message):
+    def wrong(prompts, group_size, complete, tokenizer):
+        return change(complete([prompt.token_ids for prompt in prompts for _ in "ab"]))
+
+    with pytest.raises(ValueError, match=f"^sampler.*{message}"):
+        sample_by(wrong, llama, monkeypatch)
+
+
+@pytest.mark.parametrize("path", ["nothing", "no_such_module:f", "math:pi"])
+def test_a_hook_that_does_not_exist_is_named(llama, path):
+    with pytest.raises(ValueError, match=r"^sampler.* (got 'nothing'|ModuleNotFound.*|'pi')$"):
+        Sampler(*llama, GrpoConfig(sampler=path))
+
+
+def test_rollouts_are_joined_and_truncated_completions_left_out(llama):
+    torch.manual_seed(0)
+    some = [sample(*llama, 8, temperature=2.0, max_new_tokens=n)[0] for n in (2, 6)]
+    joined = concatenate(some)
+    for half, rows in zip(some, torch.arange(48).split(24), strict=True):
+        part, width = joined.rows(rows), half.mask.shape[1]
+        assert not part.mask[:, width:].any()
+        assert all(map(torch.equal, [t[:, :width] for t in part[2:5]], half[2:5]))
+        assert [part.prompts[k] for k in part.prompt_of] == [
+            half.prompts[k] for k in half.prompt_of
+        ]
+    assert 0 < joined.truncated.sum() < 48
+    assert torch.equal(joined.counted("mask").any(1), ~joined.truncated)
+    assert torch.equal(joined.counted("count"), joined.mask)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ((), None),
+        (("precision", "bfloat16"), "truncate"),
+        (("weights", "bfloat16"), "truncate"),
+        (("sampler", "vllm"), "truncate"),
+        (("rollout_correction", "mask"), "mask"),
+        (("precision", "bfloat16", "rollout_correction", "none"), None),
+    ],
+)
+def test_the_correction_is_on_where_sampler_and_trainer_can_differ(changes, kind):
+    correction = rollout_correction(
+        GrpoConfig(**dict(zip(changes[::2], changes[1::2], strict=True)))
+    )
+    found = correction and (correction.kind, correction.level, correction.high)
+    assert found == (kind and (kind, "token", 2.0))
