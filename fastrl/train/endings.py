@@ -31,8 +31,8 @@ class Endings:
         self._ends = torch.tensor(self.token_ids)
         # One criterion per text: each fails by itself if no token can complete it. A text that is a
         # token may be written by others, too.
-        texts = [text for text in config.stop if text not in tokenizer.all_special_tokens]
-        self._strings = [_stop_string(text, tokenizer) for text in texts]
+        self.texts = [text for text in config.stop if text not in tokenizer.all_special_tokens]
+        self._strings = [_stop_string(text, tokenizer) for text in self.texts]
         self._span = max([1, *(criterion.maximum_token_len for criterion in self._strings)])
 
     def reached(self, token_ids: Tensor) -> Tensor:

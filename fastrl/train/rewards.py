@@ -251,7 +251,10 @@ def _in_this_process(function: RewardFunction, given: Completions) -> list[float
     alone = [_in_this_process(function, Completions([p], [t], [r], [n])) for p, t, r, n in rows]
     if any(isinstance(one, Failure) for (one,) in alone):
         return [one for (one,) in alone]
-    return _checked(function, given.prompts, given.texts, given.records)  # raises again, or passes
+    try:  # it fails only on several, or passes now
+        return _checked(function, given.prompts, given.texts, given.records)
+    except (Exception, SystemExit) as error:
+        return [_failure(error)] * len(given.texts)
 
 
 def _in_workers(path: str, seconds: float, given: Completions) -> list[float | Failure]:

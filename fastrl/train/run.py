@@ -20,9 +20,10 @@ from fastrl.train.policy import check_head, check_packing, rollout_logprobs
 from fastrl.train.prompts import Prompt, count_shared, digest, encode, read_records
 from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
+from fastrl.train.report import Row
 from fastrl.train.rewards import Rewards, Scored
 from fastrl.train.rollout import Completion, rollout_of
-from fastrl.train.run_log import Row, RunLog, Summary
+from fastrl.train.run_log import RunLog, Summary
 from fastrl.train.sampling import Sampler
 from fastrl.train.warm_start import check_warm_start, frozen_head, warm_start, warm_start_steps
 

@@ -127,7 +127,7 @@ class TransformersEngine:
         shape = (len(prompts), self._config.max_new_tokens)
         uniforms = None if greedy else torch.rand(shape, dtype=torch.float64)
         completed: dict[int, Completion] = {}
-        with _generation_mode(self._model, self._config):
+        with generation_mode(self._model, self._config):
             for rows in self._micro_batches(prompts):
                 some = [prompts[row] for row in rows]
                 drawn = None if uniforms is None else uniforms[rows].to(self._model.device)
@@ -288,7 +288,7 @@ class _CompletionEnds(StoppingCriteria):
 
 
 @contextmanager
-def _generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
+def generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
     """No gradients, ``eval``, the run's precision, and an attention that supports padding.
 
     In ``eval``, gradient checkpointing does not disable the cache. Everything is put back after.

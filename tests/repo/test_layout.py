@@ -88,8 +88,8 @@ def imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} line {node.lineno}: a relative import"
-            if node.module == "fastrl":
-                yield from (f"fastrl.{alias.name}" for alias in node.names)
+            if node.module in ("fastrl", "fastrl.train"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module
 
@@ -135,6 +135,22 @@ def test_import_loads_no_extra():
     command = [sys.executable, "-c", code]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert not set(loaded.stdout.split()) & set(EXTRAS)
+
+
+def test_the_training_loops_import_from_above():
+    """From files that docs/architecture.md lists above their own: the direction of the data."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    block = text.partition("## The training loops")[2].split("```")[1]
+    lines = [re.split(r"\s{2,}", line)[0] for line in block.splitlines()[1:] if line]
+    order = [name for line in lines for name in line.split(", ")]
+    files = [path for path in MODULES if part(path) == "train" and path.stem != "__init__"]
+    assert sorted(order) == sorted(path.stem for path in files)
+    back = []
+    for path in files:
+        above = order[: order.index(path.stem)]
+        names = [name.split(".") for name in imported(path) if name.startswith("fastrl.train.")]
+        back += [f"{path.stem}: {name[2]}" for name in names if name[2] not in above]
+    assert back == ["sampling: vllm_sampler"]  # on demand
 
 
 def registered_ops():

@@ -47,7 +47,7 @@ def test_there_are_examples():
 
 def test_every_block_is_of_a_kind_that_is_tested():
     """Python runs unchanged; a diff runs with the names that it takes for granted."""
-    kinds = {"python", "bash", "diff", "mermaid", "yaml", "text"}
+    kinds = {"python", "bash", "diff", "mermaid", "text"}
     assert {language for _, language, _ in BLOCKS} == kinds
     changes = {path for path, language, _ in BLOCKS if language == "diff"}
     assert changes == {"README.md", "docs/replace-the-loss.md"}  # the latter has a test file
@@ -92,46 +92,33 @@ def test_commands_exist(block):
 @pytest.mark.parametrize("block", COMMANDS, ids=name_of)
 def test_options_of_training_commands_are_valid(block, tmp_path, monkeypatch):
     needed("transformers")
-    from fastrl.train.command_line import config_of, parse
+    from fastrl.train.command_line import parse
+    from fastrl.train.config import GrpoConfig, PpoConfig
 
+    kinds = {None: GrpoConfig, "grpo": GrpoConfig, "ppo": PpoConfig}
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("{}")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.json").write_text("{}")
     for line in block[2].replace("\\\n", " ").splitlines():
-        command = re.search(r"fastrl(?: |\.train\.)(grpo|ppo|reward) (.*)", line)
-        if made := re.match(r'make train(?:-(ppo|reward))? ARGS="(.*)"', line):
-            parse(config_of(made[1] or "grpo"), shlex.split(made[2]))
+        command = re.search(r"fastrl(?: |\.train\.)(grpo|ppo) (.*)", line)
+        if made := re.match(r'make train(?:-(ppo))? ARGS="(.*)"', line):
+            parse(kinds[made[1]], shlex.split(made[2]))
         elif command and "--help" not in line:
-            parse(config_of(command[1]), shlex.split(command[2], comments=True))
+            parse(kinds[command[1]], shlex.split(command[2], comments=True))
 
 
 def test_the_training_page_names_what_exists():
-    """Options of the loops, values of options, methods of a run as a loop calls them."""
+    """Options of the loops, functions that are called."""
     needed("transformers")
-    import fastrl.train.distributed.process_group
-    from fastrl.train.command_line import config_of
+    from fastrl.train.config import GrpoConfig, PpoConfig
 
-    kinds = [config_of(loop) for loop in ("grpo", "ppo", "reward")]
-    known = {f"--{field.name}" for kind in kinds for field in fields(kind)}
-    loop = (ROOT / "fastrl" / "train" / "grpo.py").read_text()
+    known = {f"--{field.name}" for kind in (GrpoConfig, PpoConfig) for field in fields(kind)}
     texts = [code for path, _, code in INLINE if path == "docs/training.md"]
-    assert [code for code in texts if code.startswith("run.") and code not in loop] == []
     words = {word for code in texts if code.startswith("--") for word in code.split()}
     options = {"--" + word[2:].replace("-", "_") for word in words if word[:2] == "--"}
-    assert options - known == {"--config", "--help", "--plan"}
+    assert options - known <= {"--help"}
     for name in re.findall(r"fastrl[.]train[.][\w.]+(?=\()", " ".join(texts)):
         assert callable(eval(name, {"fastrl": fastrl})), name
-
-
-def test_settings_in_yaml_are_valid(tmp_path):
-    needed("transformers")
-    from fastrl.train.command_line import parse
-    from fastrl.train.config import GrpoConfig
-
-    blocks = [code for _, language, code in BLOCKS if language == "yaml"]
-    assert blocks
-    for code in blocks:
-        (tmp_path / "run.yaml").write_text(code)
-        parse(GrpoConfig, ["--config", str(tmp_path / "run.yaml")])
 
 
 def test_the_diff_in_the_readme():

@@ -142,8 +142,9 @@ def expected(model, rollout, objective, advantages, old, ref):
 
 
 def assert_equal(one, other, tolerance=1e-5):
-    """Compare log-probabilities and gradients, relative to the largest gradient above 1."""
+    """Compare log-probabilities, and gradients relative to the largest of them."""
     scale = max(float(grad.abs().max()) for grad in one[1:])
     assert scale > 1e-3
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, scale))
+    torch.testing.assert_close(one[0], other[0], rtol=0, atol=5 * tolerance)
+    for a, b in zip(one[1:], other[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * scale)

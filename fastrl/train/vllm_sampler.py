@@ -1,0 +1,191 @@
+"""vLLM in this process: `make test-vllm` runs it on a CPU; it has not run on a GPU."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import kl_divergence, token_logprobs
+from fastrl.train.checkpoint import unchanged_generators
+from fastrl.train.config import RunConfig
+from fastrl.train.endings import Endings
+from fastrl.train.rollout import Completion
+from fastrl.train.sampling import TokenCount, generation_mode
+
+_CHECKED = 8, 64  # completions, and tokens of each, whose log-probabilities are compared
+# The most mean KL (k3) to the model. Rounding caused at most 2e-12 and 5e-4 on a CPU; an engine
+# that kept its first, random weights had from 0.03 to 0.7.
+_MOST_KL = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+class VllmEngine:
+    """The fastest engine. On a GPU it sleeps while the model learns, and its weights are dropped.
+
+    Each call hands over the model's weights, and compares log-probabilities of what was sampled
+    with the model's. The engine's cache holds ``tokens_per_generation`` tokens.
+
+    Raises:
+        ValueError: vLLM is missing or for another device, or a setting does not fit.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the weights would be copied
+        try:
+            from vllm.platforms import current_platform
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "sampler=vllm needs vLLM: pip install 'fastrl-kernels[vllm]'"
+            ) from error
+        if config.temperature < 0.01:  # vLLM raises lower ones to it, or takes the likeliest token
+            raise ValueError(f"temperature must be at least 0.01 in vLLM, got {config.temperature}")
+        needed = current_platform.device_type
+        if model.device.type != needed:
+            raise ValueError(f"this vLLM needs a model on {needed}, got {model.device}")
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self._endings = Endings(model, tokenizer, config)
+        half = "bfloat16" in (config.precision, config.weights)
+        self._dtype = torch.bfloat16 if half else torch.float32
+        self._can_sleep, self._tokens = needed != "cpu", 0
+        with unchanged_generators():
+            self._llm = self._start()
+            self._call("sleep", level=2)
+
+    def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
+        """See `Engine.complete`; raises a `RuntimeError` if the engine has other weights."""
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(  # its defaults change nothing about the distribution
+                temperature=0.0 if greedy else self._config.temperature,
+                seed=None if greedy else int(torch.randint(2**31, (1,))),
+                max_tokens=self._config.max_new_tokens,
+                stop=list(self._endings.texts),
+                stop_token_ids=self._endings.token_ids,
+                ignore_eos=True,  # the end tokens above are all that there are
+                detokenize=bool(self._endings.texts),
+                logprobs=0,  # of the sampled token alone
+            )
+            for _ in prompts
+        ]
+        with unchanged_generators():
+            outputs = self._outputs(prompts, parameters)
+        completions = [_completion(output.outputs[0]) for output in outputs]
+        self._check(prompts, completions, 1.0 if greedy else self._config.temperature)
+        self._tokens += sum(map(len, prompts)) + sum(len(one.token_ids) for one in completions)
+        return completions
+
+    def computed(self) -> TokenCount:
+        """See `Engine.computed`."""
+        tokens, self._tokens = self._tokens, 0
+        return TokenCount(tokens, tokens)
+
+    def _start(self) -> Any:
+        """The engine with the architecture of the model, and random weights at first."""
+        from vllm import LLM
+
+        config, model, architecture = self._config, self._model, self._model.config
+        plain = model.get_base_model() if hasattr(model, "peft_config") else model
+        longest = config.max_prompt_tokens + config.max_new_tokens
+        longest = min(longest, getattr(architecture, "max_position_embeddings", None) or longest)
+        cache = max(config.tokens_per_generation, longest + 256)  # two blocks more
+        with tempfile.TemporaryDirectory() as directory:
+            architecture.save_pretrained(directory)
+            self._tokenizer.save_pretrained(directory)
+            return LLM(
+                model=directory,
+                hf_overrides={"architectures": [type(plain).__name__]},  # a new model names none
+                load_format="dummy",
+                generation_config="vllm",  # its own defaults, none of the model's
+                dtype=self._dtype,
+                max_model_len=longest,
+                kv_cache_memory_bytes=cache * _cache_bytes(architecture, self._dtype.itemsize),
+                gpu_memory_utilization=0.3,  # must be free at the start; the cache is as above
+                enable_sleep_mode=self._can_sleep,
+                enforce_eager=not self._can_sleep,  # compiling for a CPU takes 15 seconds
+                logprobs_mode="processed_logprobs",  # at the temperature
+            )
+
+    def _outputs(self, prompts: list[list[int]], parameters: list[Any]) -> list[Any]:
+        """Wake the engine, hand over the weights, generate, and put it back to sleep."""
+        try:
+            torch.cuda.empty_cache()  # vLLM does not share the memory of torch's allocator
+            self._call("wake_up", tags=["weights"])
+            # Unlike the `load_weights` of the engine's model, it packs the weights for a CPU again.
+            self._llm.collective_rpc("reload_weights", args=(_plain_weights(self._model),))
+            self._llm.apply_model(_pack_head)
+            self._call("wake_up", tags=["kv_cache"])
+            self._llm.reset_prefix_cache()
+            requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+            return list(self._llm.generate(requests, parameters, use_tqdm=False))
+        finally:
+            self._call("sleep", level=2)
+
+    def _call(self, method: str, **options: Any) -> None:
+        if self._can_sleep:
+            getattr(self._llm, method)(**options)
+
+    def _check(self, prompts: list[list[int]], done: list[Completion], temperature: float) -> None:
+        """Raise a `RuntimeError` if the engine's log-probabilities are not the model's."""
+        kls, device, most = [], self._model.device, _MOST_KL[self._dtype]
+        with generation_mode(self._model, self._config):
+            for row in range(0, len(done), -(-len(done) // _CHECKED[0])):
+                ids = done[row].token_ids[: _CHECKED[1]].to(device)
+                inputs = torch.cat([torch.tensor(prompts[row], device=device), ids[:-1]])
+                logits = self._model(inputs[None], use_cache=False, logits_to_keep=len(ids)).logits
+                own = token_logprobs(logits[0], token_ids=ids, temperature=temperature)
+                kls.append(kl_divergence(done[row].logprobs[: len(ids)], own.cpu()))
+        kl = float(torch.cat(kls).mean())
+        if kl > most:  # a NaN is the model's, and told later
+            raise RuntimeError(
+                f"vLLM does not sample with the model's weights: the mean KL to the model in "
+                f'{self._dtype} must be at most {most}, got {kl:.2g}; use sampler "transformers"'
+            )
+
+
+def _cache_bytes(architecture: Any, element: int) -> int:
+    """Keys and values of all layers per token; more than needed where some have a window."""
+    text = architecture.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * width * element)
+
+
+@torch.no_grad()
+def _plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of a checkpoint, one after another; an adapter is merged.
+
+    The bits of a frozen weight are restored: merging and unmerging would round it in every step.
+    """
+    if not hasattr(model, "peft_config"):
+        yield from ((name, weight.detach()) for name, weight in model.named_parameters())
+        return
+    for name, weight in model.get_base_model().named_parameters():
+        if name.endswith(".base_layer.weight"):
+            layer = model.get_base_model().get_submodule(name.removesuffix(".base_layer.weight"))
+            before = weight.detach().clone()
+            layer.merge()
+            merged = weight.detach().clone()
+            layer.unmerge()
+            weight.copy_(before)
+            yield name.replace(".base_layer.", "."), merged
+        elif model.base_model.prefix not in name:
+            yield name.replace(".base_layer.", "."), weight.detach()
+
+
+def _pack_head(engine_model: Any) -> None:
+    """Pack the head for a CPU again: a tied one is not among the weights. A GPU needs none."""
+    head: Any = getattr(engine_model, "lm_head", None)
+    if hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _completion(output: Any) -> Completion:
+    """A completion of vLLM; a `RuntimeError` if it was cut for another reason than its length."""
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM did not finish a completion: {output.finish_reason}")
+    ids = list(output.token_ids)
+    logprobs = [each[token].logprob for each, token in zip(output.logprobs, ids, strict=True)]
+    return Completion(torch.tensor(ids), torch.tensor(logprobs), output.finish_reason == "stop")

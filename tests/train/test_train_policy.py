@@ -1,0 +1,302 @@
+"""The gradients of a step are those of formulas on plain models; its parts, by hand."""
+
+import copy
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fastrl.integrations.transformers import backbone
+from fastrl.train import optimizers
+from fastrl.train.advantages import KlPenalty, advantages_and_returns, compared, token_rewards
+from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.groups import SampledGroups
+from fastrl.train.metrics import MetricMeans, explained_variance, lengths
+from fastrl.train.prompts import Prompt
+from fastrl.train.rewards import Scored
+from fastrl.train.rollout import Completion, concatenate, rollout_of
+from fastrl.train.run import TrainingRun
+from fastrl.train.sampling import Sampler, TokenCount
+from fastrl.train.value_model import ValueModel
+from tests.support.packed import assert_equal, make_model, mean, padded, plain, token_losses
+from tests.support.train_runs import LOOPS, rows, run
+
+STEPS = {"steps": 2, "max_new_tokens": 5, "learning_rate": 3e-3, "warmup_steps": 0}
+STEPS |= {"eval_every": 9, "tokens_per_micro_batch": 60, "clip_low": 0.02, "group_size": 4}
+STEPS |= {
+    "schedule": "constant",
+    "prompts_per_step": 6,
+    "stop": tuple("abcdefghijklmnopqrstuvwxyz"),
+}  # of 97 tokens
+CASES = [
+    ("grpo", {"objective": "dapo", "truncated": "mask", "rollout_correction": "truncate"}),
+    ("grpo", {"kl_coef": 0.3, "epochs": 2, "minibatches": 1, "temperature": 0.7, "loss": "logits"}),
+    ("grpo", {"objective": "dr_grpo", "advantage": "unscaled", "minibatches": 1}),
+    ("ppo", {"kl_coef": 0.3, "gamma": 0.9, "lam": 0.7, "truncated": "mask", "entropy_coef": 0.1}),
+    ("ppo", {"value_model": "separate", "advantage": "value", "rollout_correction": "truncate"}),
+    ("ppo", {"advantage": "group", "temperature": 0.7, "loss": "logits", "epochs": 2}),
+]
+
+
+def watch(monkeypatch, loop):
+    """Record what a run learns from, and the models and gradients of its updates."""
+    module = sys.modules[LOOPS[loop][0].__module__]
+    seen = SimpleNamespace(rollouts=[], rewards=[], minibatches=[], updates=[], critic=None)
+    right = SimpleNamespace(**vars(module), sample=Sampler.sample, apply=optimizers.apply)
+
+    def critic(*arguments):
+        seen.critic = ValueModel(*arguments)
+        return seen.critic
+
+    def minibatches(*arguments, **options):
+        for minibatch in right.minibatches(*arguments, **options):
+            seen.minibatches.append(minibatch)
+            yield minibatch
+
+    def sample(self, *arguments):
+        rollout, texts = right.sample(self, *arguments)
+        seen.model = self._model
+        mask = rollout.mask.clone()
+        mask[::2, 1] &= rollout.mask[::2].sum(1) < 3  # the others' second token is of a tool
+        noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1))
+        logprobs = (rollout.logprobs + 0.7 * noise).where(mask, 0.0)  # not quite the policy's
+        seen.rollouts.append(rollout._replace(mask=mask, logprobs=logprobs))
+        return seen.rollouts[-1], texts
+
+    def apply(optimizer, config, step):
+        trained = [*seen.model.parameters(), *(seen.critic.parameters() if seen.critic else ())]
+        gradients = [torch.zeros(1), *(p.grad.clone() for p in trained)]
+        seen.updates.append((step, plain(seen.model), copy.deepcopy(seen.critic), gradients))
+        return right.apply(optimizer, config, step)
+
+    if loop == "ppo":
+        monkeypatch.setattr(module, "ValueModel", critic)
+    monkeypatch.setattr(module, "minibatches", minibatches)
+    monkeypatch.setattr(Sampler, "sample", sample)
+    monkeypatch.setattr(optimizers, "apply", apply)
+    monkeypatch.setattr(TrainingRun, "show", lambda *a: seen.rewards.append(a[3].total))
+    return seen
+
+
+def outputs(model, critic, rollout, config):
+    """Log-probabilities, entropies, values and what was trained for them, of plain sequences."""
+    model, critic = copy.deepcopy(model), copy.deepcopy(critic)
+    logprobs, entropy, states = padded(model, rollout, config.temperature)
+    trained = [*model.parameters()]
+    if critic is None:
+        return logprobs, entropy, torch.zeros_like(logprobs), trained
+    trained += [*critic.inner.parameters(), *critic.outer.parameters()]
+    if critic.backbone is not None:
+        own = copy.deepcopy(model)
+        backbone(own).load_state_dict(critic.backbone.state_dict())
+        states = padded(own, rollout)[2]
+        trained += backbone(own).parameters()
+    return logprobs, entropy, critic.outer(torch.relu(critic.inner(states)))[..., 0], trained
+
+
+def estimates(config, rewards, kl, values, mask, counted):
+    """PPO's advantages and returns, token by token."""
+    advantages, lam = torch.zeros_like(values), config.lam if config.advantage == "gae" else 1.0
+    for row, tokens in enumerate(mask):
+        advantage, after, reward = 0.0, 0.0, rewards[row]
+        for t in reversed(tokens.nonzero()[:, 0].tolist()):
+            reward, value = reward - config.kl_coef * kl[row, t], values[row, t]
+            advantage = reward + config.gamma * (after + lam * advantage) - value
+            advantages[row, t], after, reward = advantage, value, 0.0
+    some, returns = advantages[counted], advantages + values
+    return (advantages - some.mean()) / some.std() if config.has_values else advantages, returns
+
+
+def expected(config, seen, i):
+    """Gradients of update ``i`` by autograd; ratio, sampler KL and entropy of its tokens."""
+    step, model, critic, _ = seen.updates[i]
+    rollout, rewards, chosen = seen.rollouts[step], seen.rewards[step], seen.minibatches[i]
+    first = next(update for update in seen.updates if update[0] == step)
+    objective, mask = config.policy_objective(), rollout.mask
+    counted = mask & ~rollout.truncated[:, None] if config.truncated == "mask" else mask
+    with torch.no_grad():
+        old, _, old_values, _ = outputs(*first[1:3], rollout, config)
+        ref = outputs(*seen.updates[0][1:3], rollout, config)[0]
+    logprobs, entropy, values, trained = outputs(model, critic, rollout, config)
+    to_sampler = old - rollout.logprobs
+    corrected = config.rollout_correction == "truncate"
+    weights = to_sampler.exp().clamp(max=2.0) if corrected else 1.0
+    groups = rewards.view(-1, 4)
+    centered = groups - groups.mean(1, keepdim=True)
+    scaled = centered / (groups.std(1, keepdim=True) + 1e-4)
+    learned, error = counted, torch.zeros_like(values)
+    if config.loop == "grpo":
+        advantages = (centered if config.advantage == "unscaled" else scaled).reshape(-1, 1)
+        if not config.kl_coef:
+            learned = counted & (advantages != 0)
+    else:
+        rewards = scaled.flatten() if config.advantage == "group" else rewards
+        advantages, returns = estimates(config, rewards, old - ref, old_values, mask, counted)
+        if critic is not None:
+            near = old_values + (values - old_values).clamp(-0.2, 0.2)
+            error = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
+    losses = token_losses(logprobs, entropy, advantages, old, ref, objective, weights)
+    every = (losses + 0.5 * error)[chosen], counted[chosen]
+    mean(*every, objective.aggregation, objective.length_norm).backward()
+    of_tokens = torch.stack([(logprobs - old).exp(), to_sampler.exp() - 1 - to_sampler, entropy])
+    tokens = of_tokens.detach()[:, chosen][:, learned[chosen]]
+    return [torch.zeros(1), *(p.grad for p in trained)], tokens
+
+
+@pytest.mark.parametrize(("loop", "changes"), CASES, ids=str)
+def test_gradients_of_a_run_are_those_of_formulas(small, monkeypatch, loop, changes):
+    seen = watch(monkeypatch, loop)
+    settings = {"minibatches": 2, **STEPS, **changes}
+    logged = rows(run(loop, small, **settings).directory)[-1]
+    config = LOOPS[loop][1](**{**small, **settings})
+    assert len(seen.updates) == 2 * config.epochs * config.minibatches
+    of_last = []
+    for i, (step, *_, gradients) in enumerate(seen.updates):
+        truth, tokens = expected(config, seen, i)
+        assert_equal(truth, gradients, 2e-5)
+        of_last += [tokens] if step == 1 else []
+    ratio, kl, entropy = torch.cat(of_last, 1)
+    assert logged["clip_fraction"] > 0 or config.epochs * config.minibatches == 1
+    assert 0 < logged["truncated"] < 1
+    measured = [logged[name] for name in ("ratio_mean", "ratio_max", "kl_sampler", "entropy")]
+    exact = [ratio.mean(), ratio.max(), kl.mean(), entropy.mean()]
+    assert measured == pytest.approx([float(value) for value in exact], rel=1e-4)
+
+
+def test_the_advantage_reward_is_the_discounted_return_and_nothing_else():
+    rewards, config = torch.tensor([0.5, 9.0]), PpoConfig(advantage="reward", gamma=0.5)
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()
+    assert torch.equal(compared(rewards, config), rewards)
+    per_token = token_rewards(rewards, torch.full((2, 3), 0.25), mask)
+    assert per_token.tolist() == [[-0.25, 0, 0.25], [-0.25, 8.75, 0]]
+    advantages, returns = advantages_and_returns(per_token, None, mask, mask, config)
+    assert advantages.tolist() == returns.tolist() == [[-0.125, 0, 0.25], [4.125, 8.75, 0]]
+
+
+@pytest.mark.parametrize(
+    ("kl", "completions", "factor"),
+    [(0.02, 5000, 1), (0.021, 5000, 1.025), (1.0, 5000, 1.1), (0.0, 20000, 0.8)],
+)
+def test_the_coefficient_of_the_penalty_moves_towards_its_target(kl, completions, factor):
+    for target, moved in ((0.02, factor), (None, 1)):
+        penalty = KlPenalty(PpoConfig(kl_coef=0.1, kl_target=target))
+        penalty.update(kl, completions)
+        assert penalty.coefficient == pytest.approx(0.1 * moved)
+    again = KlPenalty(PpoConfig(kl_coef=0.3))
+    again.load_state_dict(penalty.state_dict())
+    assert again.coefficient == penalty.coefficient
+
+
+class TestMetrics:
+    def test_the_kl_of_a_minibatch_is_weighted_by_tokens(self):
+        metrics = MetricMeans()
+        assert metrics.read() == {"learned_tokens": 0.0}
+        batch = SimpleNamespace(input_ids=torch.zeros(1, 3))
+        for kl, tokens in ((5.0, 1), (0.3, 1), (0.1, 3)):
+            if kl == 0.3:
+                metrics.begin_minibatch()
+            seen = {"kl_old": torch.tensor(kl), "active_tokens": torch.tensor(float(tokens))}
+            metrics.add({**seen, "ratio_max": torch.tensor(kl)}, torch.tensor(0.0), batch)
+        assert metrics.minibatch_kl() == pytest.approx(0.15)
+        metrics.begin_minibatch()
+        assert metrics.minibatch_kl() == 0
+        means = {"kl_old": 5.6 / 5, "kl_sampler": 0, "ratio_max": 5, "learned_tokens": 9}
+        assert metrics.read() == pytest.approx(means)
+
+    def test_explained_variance(self):
+        returns, mask = torch.tensor([[0.0, 1.0, 9.0]]), torch.tensor([[True, True, False]])
+        assert explained_variance(returns, returns, mask) == 1
+        assert explained_variance(-returns, returns, mask) == -3
+        assert explained_variance(returns - 5, returns, mask) == 1  # a constant is no variance
+        assert explained_variance(returns, torch.ones(1, 3) * 0.1, mask) == 0
+
+
+class TestSampledGroups:
+    TRAIN = tuple(Prompt({"prompt": str(i)}, [i]) for i in range(20))
+
+    def round(self, sampled, rewards):
+        prompts = sampled.prompts(list(self.TRAIN), 0)
+        one = Completion(torch.ones(3).long(), torch.zeros(3), ended=False)
+        total = torch.tensor(rewards[: 2 * len(prompts)])
+        scored = Scored(total, {"double": 2 * total}, total == 7)
+        sampled.add(rollout_of(prompts, [one] * len(total), torch.device("cpu")), scored)
+        return [prompt.token_ids[0] for prompt in prompts]
+
+    def test_one_round_keeps_everything(self):
+        sampled = SampledGroups(GrpoConfig(prompts_per_step=4, group_size=2, minibatches=1))
+        self.round(sampled, [0.0] * 8)
+        assert sampled.missing == 0
+        assert torch.equal(sampled.batch()[1].total, torch.zeros(8))
+
+    def test_groups_without_information_are_replaced_until_the_last_round(self):
+        config = GrpoConfig(prompts_per_step=4, group_size=2, sampling_rounds=3)
+        sampled = SampledGroups(config)
+        first = self.round(sampled, [0.0, 1.0, 7.0, 7.0, 0.0, 0.0, 1.0, 0.0])
+        assert (len(first), sampled.missing) == (4, 2)
+        second = self.round(sampled, [1.0, 1.0, 7.0, 2.0])
+        assert second != first[:2]  # from another order
+        third = self.round(sampled, [3.0, 3.0])
+        assert (len(second), len(third), sampled.missing) == (2, 1, 0)
+        rollout, scored = sampled.batch()
+        assert scored.total.tolist() == [0, 1, 1, 0, 7, 2, 7, 7]
+        assert torch.equal(scored.parts["double"], 2 * scored.total)
+        kept = [rollout.prompts[i][0] for i in rollout.prompt_of.tolist()]
+        assert kept[::2] == [first[0], first[3], second[1], first[1]]
+        assert sampled.failures == 3  # of all rounds
+        computed = {"real_tokens": 8, "padded_tokens": 9}
+        exact = {"tokens": 24, "length": 3, "truncated": 1, **computed}
+        assert lengths(rollout, TokenCount(8, 9)) == exact
+
+
+class TestRollout:
+    CPU = torch.device("cpu")
+    ONE = Completion(
+        torch.tensor([4, 5, 6]),
+        torch.tensor([-1.0, math.nan, -3.0]),
+        ended=True,
+        sampled=torch.tensor([True, False, True]),
+    )
+    OTHER = Completion(torch.tensor([4, 5]), torch.tensor([-1.0, -1.0]), ended=False)
+
+    def test_what_a_tool_wrote_is_not_counted(self):
+        prompts = [Prompt({}, [1, 2]), Prompt({}, [3])]
+        made = rollout_of(prompts, [self.ONE, self.OTHER], self.CPU)
+        assert made.mask.tolist() == [[True, False, True], [True, True, False]]
+        assert made.logprobs.tolist() == [[-1, 0, -3], [-1, -1, 0]]
+        assert made.lengths == [2, 2]
+        assert torch.equal(made.counted("count"), made.mask)
+        assert made.counted("mask").any(1).tolist() == [True, False]
+        short = rollout_of(prompts[1:], [self.OTHER], self.CPU)
+        joined = concatenate([short, made.rows(torch.tensor([1, 0]))])
+        assert joined.prompts == [[3], [1, 2], [3]]
+        assert joined.prompt_of.tolist() == [0, 2, 1]
+        assert joined.token_ids.tolist() == [[4, 5, 0], [4, 5, 0], [4, 5, 6]]
+        assert joined.logprobs.tolist() == [[-1, -1, 0], [-1, -1, 0], [-1, 0, -3]]
+        assert joined.mask.sum(1).tolist() == [2, 2, 2]
+        assert joined.truncated.tolist() == [True, True, False]
+
+    def test_a_completion_without_its_numbers_is_refused(self):
+        for wrong in (
+            {"sampled": torch.tensor([False, False, False])},
+            {"sampled": torch.tensor([True, True])},
+            {"logprobs": torch.zeros(2)},
+        ):
+            with pytest.raises(ValueError, match="a mask for each, got"):
+                rollout_of([Prompt({}, [1])], [self.ONE._replace(**wrong)], self.CPU)
+        with pytest.raises(FloatingPointError, match="the logits are not finite"):
+            rollout_of([Prompt({}, [1])], [self.ONE._replace(sampled=None)], self.CPU)
+
+
+def test_a_separate_value_model_begins_with_the_weights_of_the_policy():
+    model, _ = make_model()
+    critic = ValueModel(model, PpoConfig(value_model="separate"))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1.0)  # as a warm start would
+    critic.follow(model)
+    own, followed = critic.backbone.state_dict(), backbone(model).state_dict()
+    assert all(torch.equal(own[name], followed[name]) for name in followed)
+    assert not {id(p) for p in critic.parameters()} & {id(p) for p in model.parameters()}

@@ -1,0 +1,292 @@
+"""Runs from end to end: they learn, are resumed to the bit, and log what they did."""
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fastrl.train import grpo, loading
+from fastrl.train.optimizers import learning_rate
+from fastrl.train.policy import policy_loss
+from fastrl.train.run_log import RunLog
+from tests.support.train_runs import LOOPS, equal, rows, run, saved, weights
+
+pytestmark = pytest.mark.usefixtures("unreported")
+
+PLAIN = {"grpo": {"kl_coef": 0.0}, "ppo": {"kl_coef": 0.01}}
+HALF = {"weights": "bfloat16", "precision": "bfloat16"}
+
+SAMPLERS = """
+import torch
+from fastrl.train.rollout import Completion
+def two_turns(prompts, group_size, complete, tokenizer):
+    asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+    tool = tokenizer("=5")["input_ids"]
+    answers = complete(asked)
+    begun = [ids + one.token_ids.tolist() + tool for ids, one in zip(asked, answers)]
+    return [
+        Completion(
+            torch.cat([one.token_ids, torch.tensor(tool), two.token_ids]),
+            torch.cat([one.logprobs, torch.full((2,), torch.nan), two.logprobs]),
+            two.ended,
+            torch.tensor([True] * len(one.token_ids) + [False] * 2 + [True] * len(two.token_ids)),
+        )
+        for one, two in zip(answers, complete(begun))
+    ]
+def one_each(prompts, group_size, complete, tokenizer):
+    return complete([prompt.token_ids for prompt in prompts])
+def unsampled(prompts, group_size, complete, tokenizer):
+    return [
+        one._replace(sampled=torch.zeros(len(one.token_ids), dtype=torch.bool))
+        for one in complete([p.token_ids for p in prompts for _ in range(group_size)])
+    ]
+seen = []
+def remembers(prompts, completions, records):
+    seen.extend(completions)
+    return [sum(c in "0123456789" for c in text) / 2 for text in completions]
+"""
+
+
+@pytest.fixture
+def samplers(small, tmp_path, monkeypatch):
+    """A module of rollout functions and a reward that remembers what it has seen."""
+    (tmp_path / "samplers.py").write_text(SAMPLERS)
+    import samplers
+
+    yield samplers
+    monkeypatch.delitem(__import__("sys").modules, "samplers")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_reward_rises(small, loop):
+    many = {"grpo": {"group_size": 4}, "ppo": {"prompts_per_step": 64, "kl_coef": 0.001}}[loop]
+    summary = run(loop, small, steps=15, learning_rate=3e-3, warmup_steps=0, **many)
+    logged = rows(summary.directory)
+    assert logged[1]["reward"] < 0.3
+    assert logged[-1]["reward"] > 0.7
+    assert summary.held_out[1] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("loop", "own"),
+    [
+        ("grpo", {}),
+        ("grpo", {"kl_coef": 0.05, "schedule": "cosine"}),
+        ("grpo", {"kl_coef": 0.05, "lora_rank": 2}),
+        ("grpo", {"kl_coef": 0.05, **HALF}),
+        ("grpo", {"sampling_rounds": 3, "reward": ("small_rewards:by_record",)}),
+        ("grpo", {"optimizer": "adamw_8bit"}),
+        ("ppo", {}),
+        ("ppo", {"value_model": "separate", "kl_target": 1e-4}),
+        ("ppo", {"value_model": "separate", **HALF}),
+        ("ppo", {"lora_rank": 2, "weights": "bfloat16"}),
+    ],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(small, tmp_path, loop, own):
+    if own.get("optimizer") == "adamw_8bit":
+        pytest.importorskip("torchao")
+    small |= {"steps": 4, "save_every": 2, "eval_every": 3, "learning_rate": 1e-3, **own}
+    whole = run(loop, small).directory
+    again = shutil.copytree(whole, tmp_path / "again")
+    shutil.rmtree(again / "checkpoints" / "step-000004")
+    with (again / "metrics.jsonl").open("a") as file:  # as if it was killed while it wrote
+        file.write('{"step": 5, "rew')
+    small["out"] = str(again)
+    assert run(loop, small, resume=True).step == 4
+    assert rows(again) == rows(whole)
+    assert [row["step"] for row in rows(again)] == [0, 1, 2, 3, 4]
+    assert equal(saved(again), saved(whole))
+    if own.get("kl_target"):
+        assert len({row["kl_coef"] for row in rows(again)[1:]}) == 4
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_is_resumed_for_more_steps(small, tmp_path, loop):
+    small |= {"steps": 2, "save_every": 100, "eval_every": 100, "warmup_steps": 1, **PLAIN[loop]}
+    long = small | {"steps": 4, "out": str(tmp_path / "long")}
+    for schedule in ("constant", "linear"):
+        own = {"schedule": schedule}
+        part = run(loop, small, out=str(tmp_path / schedule), **own).directory
+        run(loop, small, out=str(part), steps=4, resume=True, **own)
+        config = LOOPS[loop][1](**long, **own)
+        rates = [row["learning_rate"] for row in rows(part)[3:]]
+        assert rates == [learning_rate(config, step) for step in (2, 3)]
+    assert rates[0] > rates[1]
+    whole = run(loop, long, schedule="constant").directory
+    logged = rows(tmp_path / "constant")
+    del logged[2]["held_out_reward"]  # measured because the first part ended there
+    assert logged == rows(whole)
+    assert equal(saved(tmp_path / "constant"), saved(whole))
+
+
+def test_a_run_is_resumed_with_other_settings_of_memory(small, tmp_path):
+    small |= {"kl_coef": 0.05, "steps": 1, "out": str(tmp_path / "a")}
+    run("grpo", small)
+    other = {"tokens_per_micro_batch": 40, "gradient_checkpointing": True, "mlp_tile": 16}
+    parts = run("grpo", small, steps=2, resume=True, loss="logits", **other).directory
+    whole = run("grpo", small, steps=2, out=str(tmp_path / "whole")).directory
+    one, two = weights(parts), weights(whole)
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [kind for _, kind in LOOPS.values()])
+def test_settings_that_change_no_result_may_change_and_no_others(tmp_path, kind):
+    free = {"device", "track", "steps", "eval_every", "save_every", "save_minutes", "loss", "out"}
+    free |= {"tokens_per_micro_batch", "tokens_per_generation", "gradient_checkpointing"}
+    free |= {"offload_checkpoints", "mlp_tile", "attention", "reward_timeout", "reward_failed"}
+    config = kind(out=str(tmp_path), resume=True)
+    names = {f.name for f in fields(kind)} - {"resume", "plan"}
+    assert names >= free | {"seed", "learning_rate", "model", "prompts", "precision", "optimizer"}
+    for name in names:
+        (tmp_path / "config.json").write_text(json.dumps(config.to_json() | {name: "before"}))
+        if name in free:
+            RunLog(config).close()
+        else:
+            expected = f"^{name} must remain 'before' when a run is resumed, got"
+            with pytest.raises(ValueError, match=expected):
+                RunLog(config)
+    for settings in ({}, config.to_json() | {"of_tomorrow": 1}):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match="other settings than this version: .*"):
+            RunLog(config)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(small, tmp_path):
+    first, second, other = (
+        run("grpo", small, steps=2, out=str(tmp_path / str(i)), seed=seed).directory
+        for i, seed in enumerate((0, 0, 1))
+    )
+    assert rows(first) == rows(second)
+    assert equal(saved(first), saved(second))
+    assert rows(first) != rows(other)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_logged(small, loop):
+    rewards = ("small_rewards:by_record=0", "small_rewards:digits=2")
+    summary = run(loop, small, reward=rewards, steps=3, eval_every=2)
+    logged = [json.loads(line) for line in (summary.directory / "metrics.jsonl").open()]
+    assert [row["step"] for row in logged] == [0, 1, 2, 3]
+    assert ["held_out_reward" in row for row in logged] == [True, False, True, True]
+    assert summary.held_out == (logged[0]["held_out_reward"], logged[3]["held_out_reward"])
+    expected = {"reward", "reward_std", "kl_old", "entropy", "clip_fraction", "ratio_max", "length"}
+    expected |= {"truncated", "grad_norm", "learning_rate", "tokens", "tokens_per_second"}
+    expected |= {"learned_tokens", "real_tokens", "padded_tokens", "kl_sampler", "seconds_learn"}
+    expected |= {
+        "grpo": {"informative", "sampling_rounds", "left_out"},
+        "ppo": {"kl", "kl_coef", "value_loss", "explained_variance", "updates"},
+    }[loop]
+    for row in logged[1:]:
+        assert expected <= row.keys()
+        assert row["reward"] == pytest.approx(2 * row["reward/digits"])
+        assert row["reward/by_record"] > 0  # logged, not counted
+        assert row["tokens"] == pytest.approx(row["length"] * 16 * (4 if loop == "grpo" else 1))
+    assert "kl" not in logged[1] or loop == "ppo"  # it would be 0 without a reference
+    settings = json.loads((summary.directory / "config.json").read_text())
+    assert settings["reward"] == list(rewards)
+    assert {"resume", "plan"}.isdisjoint(settings)
+
+
+def test_each_sample_gets_the_advantage_of_its_record(small, monkeypatch):
+    _, tokenizer = loading.load(None, torch.device("cpu"))
+    seen = []
+
+    def spied(outputs, batch, config, advantages, **options):
+        starts = (batch.position_ids[0] == 0).nonzero()[:, 0].tolist()
+        lasts = batch.token_ids[batch.cu_seqlens[1:] - 1].tolist()  # predicted, not in the row
+        row = batch.input_ids[0].tolist()
+        for begin, end, last, advantage in zip(
+            starts, [*starts[1:], len(row)], lasts, advantages.tolist(), strict=True
+        ):
+            text = tokenizer.decode([*row[begin:end], last], skip_special_tokens=True)
+            seen.append((text, advantage))
+        return policy_loss(outputs, batch, config, advantages, **options)
+
+    monkeypatch.setattr(grpo, "policy_loss", spied)
+    small |= {"reward": ("small_rewards:by_record",), "prompts_per_step": 6, "steps": 1}
+    # With a KL, completions without advantage are in the loss as well.
+    run("grpo", small, tokens_per_micro_batch=40, advantage="unscaled", kl_coef=0.01)
+    assert len(seen) == 6 * 4
+    for i in range(6):
+        prompt = f"{i} + 1 ="
+        group = [(text.removeprefix(prompt), a) for text, a in seen if text.startswith(prompt)]
+        assert len(group) == 4
+        rewards = [sum(map(ord, completion)) * (i + 1) % 7 for completion, _ in group]
+        assert [a for _, a in group] == pytest.approx([r - sum(rewards) / 4 for r in rewards])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_rollout_of_two_turns_learns_only_from_what_was_sampled(small, samplers, loop):
+    own = {"sampler": "samplers:two_turns", "reward": ("samplers:remembers",), "epochs": 1}
+    directory = run(loop, small, steps=1, minibatches=1, **own).directory
+    row = rows(directory)[-1]
+    completions = 16 * (4 if loop == "grpo" else 1)
+    texts = samplers.seen[-completions - 4 : -4]  # the last 4 are the held-out ones
+    assert all("=5" in text for text in texts)
+    assert 2 * completions < row["tokens"] <= 4 * completions  # two turns of one or two tokens
+    # in the trainer, which reads the tool's tokens too, each token has the sampler's probability
+    assert row["kl_sampler"] < 1e-9
+    assert row["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert row["entropy"] > 4
+    assert weights(directory)["lm_head.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_each", "^sampler must return 4 completions for each of 16 prompts, got 16; --resume"),
+        ("unsampled", "^sampler: a completion must have at least one sampled token, .* 0 true"),
+        ("gone", "^sampler: samplers has no function 'gone'"),
+    ],
+)
+def test_a_rollout_of_ones_own_that_is_wrong_is_named(small, samplers, name, message):
+    with pytest.raises(ValueError, match=message):
+        run("grpo", small, sampler=f"samplers:{name}")
+
+
+def test_groups_without_information_are_sampled_again(small, tmp_path):
+    small |= {"reward": ("small_rewards:by_record",), "steps": 2, "prompts_per_step": 4}
+    logged = rows(run("grpo", small, sampling_rounds=10).directory)
+    assert all(row["informative"] == 1 and row["left_out"] < 0.5 for row in logged[1:])
+    small |= {"reward": ("small_rewards:constant",), "out": str(tmp_path / "constant")}
+    last = rows(run("grpo", small, sampling_rounds=3, steps=1).directory)[-1]
+    assert (last["sampling_rounds"], last["informative"], last["left_out"]) == (3, 0, 1)
+
+
+@pytest.mark.parametrize(("stop_kl", "updates"), [(1e-9, 1), (1e9, 4)])
+def test_ppo_leaves_out_the_updates_after_too_large_a_kl(small, stop_kl, updates):
+    small |= {"steps": 2, "epochs": 2, "minibatches": 2, "learning_rate": 1e-3}
+    logged = rows(run("ppo", small, stop_kl=stop_kl).directory)
+    assert [row["updates"] for row in logged[1:]] == [updates, updates]
+
+
+def test_the_kl_coefficient_follows_the_measured_kl(small):
+    small |= {"steps": 4, "learning_rate": 3e-3, "warmup_steps": 0}
+    logged = rows(run("ppo", small, kl_coef=0.1, kl_target=0.01).directory)[1:]
+    coefficient = 0.1
+    for row in logged:
+        assert row["kl_coef"] == pytest.approx(coefficient)
+        error = min(max(row["kl"] / 0.01 - 1, -0.2), 0.2)
+        coefficient *= 1 + error * 16 / 10_000
+    assert logged[1]["kl_coef"] < 0.1 < logged[-1]["kl_coef"]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_model_is_trained_from_where_it_was_saved(small, base, loop):
+    before, _ = loading.load(str(base), torch.device("cpu"))
+    moved = weights(run(loop, small, model=str(base), steps=1).directory)
+    steps = [float((moved[k] - v).abs().max()) for k, v in before.state_dict().items()]
+    assert 0 < max(steps) < 0.01
+
+
+def test_held_out_prompts_that_are_also_for_training_are_counted(small, capsys):
+    train, held_out = map(Path, small["prompts"])
+    with held_out.open("a") as file:
+        file.writelines(train.read_text().splitlines(keepends=True)[:2])
+    run("grpo", small, steps=1)
+    assert "2 of 6 held-out prompts are also training prompts;" in capsys.readouterr().out
