@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, fields
 from types import UnionType
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from fastrl import Objective
 
@@ -208,13 +208,13 @@ class RunConfig:
             )
         if self.offload_checkpoints and not self.gradient_checkpointing:
             raise ValueError("offload_checkpoints must be off without gradient_checkpointing")
-        if self.lora_rank is None and self.lora_targets != ("all-linear",):
-            raise ValueError("lora_targets must be used with lora_rank, got lora_rank None")
-        if not self.lora_targets or (
-            "all-linear" in self.lora_targets and len(self.lora_targets) > 1
+        targets, everything = self.lora_targets, ("all-linear",)
+        if targets != everything and (
+            self.lora_rank is None or not targets or everything[0] in targets
         ):
             raise ValueError(
-                f"lora_targets must be all-linear or names of layers, got {self.lora_targets}"
+                "lora_targets must be all-linear, or with lora_rank names of layers, got "
+                f"{targets}, lora_rank={self.lora_rank}"
             )
 
     @property
@@ -238,9 +238,9 @@ class GrpoConfig(RunConfig):
     """Completions per prompt, compared with one another."""
     objective: str = "grpo"
     """A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."""
-    advantage: Literal["group", "batch", "unscaled", "leave_one_out"] = "group"
-    """The reward minus the group's mean, over the deviation of the group or of the batch, or
-    unscaled (dr_grpo); leave_one_out: minus the mean of the others (RLOO)."""
+    advantage: Literal["group", "batch", "unscaled", "leave_one_out"] | None = None
+    """The reward minus the group's mean, over the deviation of the group (the default) or of the
+    batch, or unscaled (the default of dr_grpo); leave_one_out: minus the others' mean (RLOO)."""
     sampling_rounds: int = 1
     """Rounds of sampling in which groups of equal rewards are replaced by groups of further
     prompts; above 1 this is DAPO's dynamic sampling."""
@@ -248,6 +248,8 @@ class GrpoConfig(RunConfig):
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
         super().__post_init__()
+        if self.advantage is None:
+            self.advantage = "unscaled" if self.objective == "dr_grpo" else "group"
         if self.group_size < 2:
             raise ValueError(f"group_size must be at least 2, got {self.group_size}")
         if self.minibatches > self.prompts_per_step:
@@ -309,14 +311,10 @@ class PpoConfig(RunConfig):
                 raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
         if self.advantage == "group" and self.group_size == 1:
             raise ValueError("group_size must be at least 2 with advantage=group, got 1")
-        if self.value_model == "separate" and not self.has_values:
+        if self.value_model == "separate" and (not self.has_values or self.lora_rank is not None):
             raise ValueError(
-                f"value_model must be shared with advantage={self.advantage}, which has none"
-            )
-        if self.value_model == "separate" and self.lora_rank is not None:
-            raise ValueError(
-                "value_model must be shared with lora_rank: a copy of the backbone takes the "
-                "memory that the adapter saves"
+                "value_model must be shared with lora_rank, since a copy of the backbone takes the "
+                f"memory that the adapter saves, and without values; got {self.advantage}"
             )
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_coef must be above 0 with kl_target, which multiplies it")
@@ -336,7 +334,10 @@ class PpoConfig(RunConfig):
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
     """Raise a `ValueError` if ``value`` is not of the type ``kind`` of a field."""
-    if get_origin(kind) is Literal:
+    if get_origin(kind) in (Union, UnionType):  # or None
+        if value is not None:
+            _check_type(name, value, get_args(kind)[0])
+    elif get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
     elif get_origin(kind) is tuple:
@@ -347,10 +348,8 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         for item in value:
             _check_type(f"each of {name}", item, items[0])
     else:
-        allowed = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-        number = float in allowed and isinstance(value, int) and not isinstance(value, bool)
-        if not number and type(value) not in allowed:
-            expected = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
-            raise ValueError(f"{name} must be {expected}, got {value!r}")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if type(value) is not kind and not (kind is float and whole):
+            raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")

@@ -66,7 +66,9 @@ def train(config: GrpoConfig) -> Summary:
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
             # unless the KL or the entropy asks for one, and does not enter the model.
-            groups = group_advantages(rewards, group_size=size, **ADVANTAGES[config.advantage])
+            groups = group_advantages(
+                rewards, group_size=size, **ADVANTAGES[config.advantage or "group"]
+            )
             mask = rollout.counted(config.truncated)
             has_loss = mask.any(1)
             if config.kl_coef == 0 and config.entropy_coef == 0:

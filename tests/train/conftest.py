@@ -18,7 +18,7 @@ def small(tmp_path, monkeypatch):
 @pytest.fixture
 def unreported(monkeypatch):
     """No report is written, which takes most of the time of a short run."""
-    monkeypatch.setattr("fastrl.train.report.write_report", lambda *_: None)
+    monkeypatch.setattr("fastrl.train.run_log.write_report", lambda *_: None)
 
 
 @pytest.fixture

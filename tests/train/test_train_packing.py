@@ -9,58 +9,38 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastrl import Objective
 from fastrl.train import attention
 from fastrl.train.attention import Span, make_layout
 from fastrl.train.config import GrpoConfig
 from fastrl.train.packing import micro_batches, minibatches
 from fastrl.train.policy import check_packing, rollout_logprobs
-from tests.support.packed import (
-    CONFIGS,
-    LENGTHS,
-    PROMPTS,
-    assert_equal,
-    expected,
-    learn,
-    make_model,
-    make_rollout,
-)
+from tests.support import packed
+from tests.support.packed import CONFIGS, LENGTHS, PROMPTS, make_model, make_rollout
 
-OBJECTIVE = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.01, clip_high=9.0)
-ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.5, 0.7, -0.2, 1.1])
 EVERY = torch.arange(8)
-
-
-def learned(model, config, rollout):
-    old = rollout.logprobs
-    advantages, of_old = ADVANTAGES[: len(old)], {"old_logprobs": old, "ref_logprobs": old + 0.5}
-    return learn(model, config, rollout, OBJECTIVE, advantages, **of_old)
-
-
-def by_formulas(model, rollout):
-    old = rollout.logprobs
-    return expected(model, rollout, OBJECTIVE, ADVANTAGES[: len(old)], old, old + 0.5)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("holes", [False, True])
 def test_every_grouping_gives_the_gradients_of_padded_sequences(kind, holes):
-    """By sequence, completions of a prompt share it in a row; in sdpa of transformers they do not."""
+    """By sequence, completions of a prompt in one row share it; by transformers' sdpa, none do."""
     model, config = make_model(kind)
     rollout = make_rollout(holes=holes)
-    truth = by_formulas(model, rollout)
+    truth = packed.expected(model, rollout)
     for tokens in (1, 40, 77, 1000):
-        assert_equal(truth, learned(model, replace(config, tokens_per_micro_batch=tokens), rollout))
+        packed.assert_equal(
+            truth, packed.learn(model, replace(config, tokens_per_micro_batch=tokens), rollout)
+        )
     model.set_attn_implementation("sdpa")
     cut = replace(config, tokens_per_micro_batch=77, attention="sdpa")
-    assert_equal(truth, learned(model, cut, rollout))
+    packed.assert_equal(truth, packed.learn(model, cut, rollout))
 
 
 def test_long_sequences_are_attended_to_in_parts():
     model, config = make_model("gemma3")
     rollout = make_rollout((500, 600, 3), (700, 600))
     rollout.prompt_of[:] = torch.tensor([0, 1, 1])  # one alone, and two that share a prompt
-    assert_equal(by_formulas(model, rollout), learned(model, config, rollout))
+    packed.assert_equal(packed.expected(model, rollout), packed.learn(model, config, rollout))
 
 
 def test_a_layout_covers_each_token_once():
@@ -114,7 +94,7 @@ def test_logprobs_of_some_rows():
     every = rollout_logprobs(model, rollout, EVERY, config)
     torch.testing.assert_close(some[[2, 6]], every[[2, 6]])
     assert some[[0, 1, 3, 4, 5, 7]].abs().sum() == 0
-    torch.testing.assert_close(every, by_formulas(model, rollout)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(every, packed.expected(model, rollout)[0], rtol=0, atol=1e-5)
 
 
 def test_minibatches_are_of_whole_groups():

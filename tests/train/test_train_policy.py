@@ -68,7 +68,7 @@ def watch(monkeypatch, loop):
         return seen.rollouts[-1], texts
 
     def apply(optimizer, config, step):
-        trained = [*seen.model.parameters(), *(seen.critic.parameters() if seen.critic else ())]
+        trained = optimizer.param_groups[0]["params"]
         gradients = [torch.zeros(1), *(p.grad.clone() for p in trained)]
         seen.updates.append((step, plain(seen.model), copy.deepcopy(seen.critic), gradients))
         return right.apply(optimizer, config, step)
@@ -177,118 +177,94 @@ def test_the_advantage_reward_is_the_discounted_return_and_nothing_else():
     assert advantages.tolist() == returns.tolist() == [[-0.125, 0, 0.25], [4.125, 8.75, 0]]
 
 
-@pytest.mark.parametrize(
-    ("kl", "completions", "factor"),
-    [(0.02, 5000, 1), (0.021, 5000, 1.025), (1.0, 5000, 1.1), (0.0, 20000, 0.8)],
-)
-def test_the_coefficient_of_the_penalty_moves_towards_its_target(kl, completions, factor):
-    for target, moved in ((0.02, factor), (None, 1)):
-        penalty = KlPenalty(PpoConfig(kl_coef=0.1, kl_target=target))
-        penalty.update(kl, completions)
-        assert penalty.coefficient == pytest.approx(0.1 * moved)
-    again = KlPenalty(PpoConfig(kl_coef=0.3))
-    again.load_state_dict(penalty.state_dict())
-    assert again.coefficient == penalty.coefficient
+def test_the_coefficient_of_the_penalty_moves_towards_its_target():
+    cases = ((0.02, 5000, 1), (0.021, 5000, 1.025), (1.0, 5000, 1.1), (0.0, 20000, 0.8))
+    for kl, completions, factor in cases:
+        for target, moved in ((0.02, factor), (None, 1)):
+            penalty = KlPenalty(PpoConfig(kl_coef=0.1, kl_target=target))
+            penalty.update(kl, completions)
+            assert penalty.coefficient == pytest.approx(0.1 * moved)
+            again = KlPenalty(PpoConfig(kl_coef=0.3))
+            again.load_state_dict(penalty.state_dict())
+            assert again.coefficient == penalty.coefficient
 
 
-class TestMetrics:
-    def test_the_kl_of_a_minibatch_is_weighted_by_tokens(self):
-        metrics = MetricMeans()
-        assert metrics.read() == {"learned_tokens": 0.0}
-        batch = SimpleNamespace(input_ids=torch.zeros(1, 3))
-        for kl, tokens in ((5.0, 1), (0.3, 1), (0.1, 3)):
-            if kl == 0.3:
-                metrics.begin_minibatch()
-            seen = {"kl_old": torch.tensor(kl), "active_tokens": torch.tensor(float(tokens))}
-            metrics.add({**seen, "ratio_max": torch.tensor(kl)}, torch.tensor(0.0), batch)
-        assert metrics.minibatch_kl() == pytest.approx(0.15)
-        metrics.begin_minibatch()
-        assert metrics.minibatch_kl() == 0
-        means = {"kl_old": 5.6 / 5, "kl_sampler": 0, "ratio_max": 5, "learned_tokens": 9}
-        assert metrics.read() == pytest.approx(means)
-
-    def test_explained_variance(self):
-        returns, mask = torch.tensor([[0.0, 1.0, 9.0]]), torch.tensor([[True, True, False]])
-        assert explained_variance(returns, returns, mask) == 1
-        assert explained_variance(-returns, returns, mask) == -3
-        assert explained_variance(returns - 5, returns, mask) == 1  # a constant is no variance
-        assert explained_variance(returns, torch.ones(1, 3) * 0.1, mask) == 0
+def test_the_kl_of_a_minibatch_is_weighted_by_tokens():
+    metrics = MetricMeans()
+    assert metrics.read() == {"learned_tokens": 0.0}
+    batch = SimpleNamespace(input_ids=torch.zeros(1, 3))
+    for kl, tokens in ((5.0, 1), (0.3, 1), (0.1, 3)):
+        if kl == 0.3:
+            metrics.begin_minibatch()
+        seen = {"kl_old": torch.tensor(kl), "active_tokens": torch.tensor(float(tokens))}
+        metrics.add({**seen, "ratio_max": torch.tensor(kl)}, torch.tensor(0.0), batch)
+    assert metrics.minibatch_kl() == pytest.approx(0.15)
+    metrics.begin_minibatch()
+    assert metrics.minibatch_kl() == 0
+    means = {"kl_old": 5.6 / 5, "kl_sampler": 0, "ratio_max": 5, "learned_tokens": 9}
+    assert metrics.read() == pytest.approx(means)
 
 
-class TestSampledGroups:
-    TRAIN = tuple(Prompt({"prompt": str(i)}, [i]) for i in range(20))
+def test_explained_variance():
+    returns, mask = torch.tensor([[0.0, 1.0, 9.0]]), torch.tensor([[True, True, False]])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(-returns, returns, mask) == -3
+    assert explained_variance(returns - 5, returns, mask) == 1  # a constant is no variance
+    assert explained_variance(returns, torch.ones(1, 3) * 0.1, mask) == 0
 
-    def round(self, sampled, rewards):
-        prompts = sampled.prompts(list(self.TRAIN), 0)
-        one = Completion(torch.ones(3).long(), torch.zeros(3), ended=False)
-        total = torch.tensor(rewards[: 2 * len(prompts)])
+
+def test_groups_without_information_are_replaced_until_the_last_round():
+    train = [Prompt({"prompt": str(i)}, [i]) for i in range(20)]
+    one = Completion(torch.ones(3).long(), torch.zeros(3), ended=False)
+    sampled = SampledGroups(GrpoConfig(prompts_per_step=4, group_size=2, sampling_rounds=3))
+    asked = []
+    for rewards in ([0, 1, 7, 7, 0, 0, 1, 0], [1, 1, 7, 2], [3, 3]):
+        prompts, total = sampled.prompts(train, 0), torch.tensor(rewards)
+        asked.append([prompt.token_ids[0] for prompt in prompts])
+        assert len(prompts) == len(rewards) // 2 == sampled.missing
         scored = Scored(total, {"double": 2 * total}, total == 7)
         sampled.add(rollout_of(prompts, [one] * len(total), torch.device("cpu")), scored)
-        return [prompt.token_ids[0] for prompt in prompts]
-
-    def test_one_round_keeps_everything(self):
-        sampled = SampledGroups(GrpoConfig(prompts_per_step=4, group_size=2, minibatches=1))
-        self.round(sampled, [0.0] * 8)
-        assert sampled.missing == 0
-        assert torch.equal(sampled.batch()[1].total, torch.zeros(8))
-
-    def test_groups_without_information_are_replaced_until_the_last_round(self):
-        config = GrpoConfig(prompts_per_step=4, group_size=2, sampling_rounds=3)
-        sampled = SampledGroups(config)
-        first = self.round(sampled, [0.0, 1.0, 7.0, 7.0, 0.0, 0.0, 1.0, 0.0])
-        assert (len(first), sampled.missing) == (4, 2)
-        second = self.round(sampled, [1.0, 1.0, 7.0, 2.0])
-        assert second != first[:2]  # from another order
-        third = self.round(sampled, [3.0, 3.0])
-        assert (len(second), len(third), sampled.missing) == (2, 1, 0)
-        rollout, scored = sampled.batch()
-        assert scored.total.tolist() == [0, 1, 1, 0, 7, 2, 7, 7]
-        assert torch.equal(scored.parts["double"], 2 * scored.total)
-        kept = [rollout.prompts[i][0] for i in rollout.prompt_of.tolist()]
-        assert kept[::2] == [first[0], first[3], second[1], first[1]]
-        assert sampled.failures == 3  # of all rounds
-        computed = {"real_tokens": 8, "padded_tokens": 9}
-        exact = {"tokens": 24, "length": 3, "truncated": 1, **computed}
-        assert lengths(rollout, TokenCount(8, 9)) == exact
+    assert sampled.missing == 0
+    assert asked[1] != asked[0][:2]  # from another order
+    rollout, scored = sampled.batch()
+    assert scored.total.tolist() == [0, 1, 1, 0, 7, 2, 7, 7]
+    assert torch.equal(scored.parts["double"], 2 * scored.total)
+    kept = [rollout.prompts[i][0] for i in rollout.prompt_of.tolist()]
+    assert kept[::2] == [asked[0][0], asked[0][3], asked[1][1], asked[0][1]]
+    assert sampled.failures == 3  # of all rounds
+    computed = {"real_tokens": 8, "padded_tokens": 9}
+    exact = {"tokens": 24, "length": 3, "truncated": 1, **computed}
+    assert lengths(rollout, TokenCount(8, 9)) == exact
 
 
 class TestRollout:
-    CPU = torch.device("cpu")
-    ONE = Completion(
-        torch.tensor([4, 5, 6]),
-        torch.tensor([-1.0, math.nan, -3.0]),
-        ended=True,
-        sampled=torch.tensor([True, False, True]),
-    )
+    CPU, PROMPTS = torch.device("cpu"), (Prompt({}, [1, 2]), Prompt({}, [3]))
+    HOLE, BROKEN = torch.tensor([True, False, True]), torch.tensor([-1.0, math.nan, -3.0])
+    ONE = Completion(torch.tensor([4, 5, 6]), BROKEN, ended=True, sampled=HOLE)
     OTHER = Completion(torch.tensor([4, 5]), torch.tensor([-1.0, -1.0]), ended=False)
 
     def test_what_a_tool_wrote_is_not_counted(self):
-        prompts = [Prompt({}, [1, 2]), Prompt({}, [3])]
-        made = rollout_of(prompts, [self.ONE, self.OTHER], self.CPU)
-        assert made.mask.tolist() == [[True, False, True], [True, True, False]]
-        assert made.logprobs.tolist() == [[-1, 0, -3], [-1, -1, 0]]
+        made = rollout_of([*self.PROMPTS], [self.ONE, self.OTHER], self.CPU)
         assert made.lengths == [2, 2]
         assert torch.equal(made.counted("count"), made.mask)
         assert made.counted("mask").any(1).tolist() == [True, False]
-        short = rollout_of(prompts[1:], [self.OTHER], self.CPU)
+        short = rollout_of([self.PROMPTS[1]], [self.OTHER], self.CPU)
         joined = concatenate([short, made.rows(torch.tensor([1, 0]))])
         assert joined.prompts == [[3], [1, 2], [3]]
         assert joined.prompt_of.tolist() == [0, 2, 1]
         assert joined.token_ids.tolist() == [[4, 5, 0], [4, 5, 0], [4, 5, 6]]
+        assert joined.mask.int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 1]]
         assert joined.logprobs.tolist() == [[-1, -1, 0], [-1, -1, 0], [-1, 0, -3]]
-        assert joined.mask.sum(1).tolist() == [2, 2, 2]
         assert joined.truncated.tolist() == [True, True, False]
 
     def test_a_completion_without_its_numbers_is_refused(self):
-        for wrong in (
-            {"sampled": torch.tensor([False, False, False])},
-            {"sampled": torch.tensor([True, True])},
-            {"logprobs": torch.zeros(2)},
-        ):
+        masks = torch.zeros(3).bool(), torch.ones(2).bool()
+        wrongs = *({"sampled": mask} for mask in masks), {"logprobs": torch.zeros(2)}
+        for wrong in wrongs:
             with pytest.raises(ValueError, match="a mask for each, got"):
-                rollout_of([Prompt({}, [1])], [self.ONE._replace(**wrong)], self.CPU)
+                rollout_of([self.PROMPTS[0]], [self.ONE._replace(**wrong)], self.CPU)
         with pytest.raises(FloatingPointError, match="the logits are not finite"):
-            rollout_of([Prompt({}, [1])], [self.ONE._replace(sampled=None)], self.CPU)
+            rollout_of([self.PROMPTS[0]], [self.ONE._replace(sampled=None)], self.CPU)
 
 
 def test_a_separate_value_model_begins_with_the_weights_of_the_policy():

@@ -122,7 +122,7 @@ def judge(prompts, completions, records):
 """
 
 
-@pytest.mark.parametrize("limit", [None, 3.0])
+@pytest.mark.parametrize("limit", [None, 2.0])
 def test_a_failure_is_of_its_completion_alone(tmp_path, monkeypatch, limit):
     """Here and in workers, where what hangs or ends its process is a failure, too."""
     path = tmp_path / "faulty_rewards.py"
@@ -135,7 +135,7 @@ def test_a_failure_is_of_its_completion_alone(tmp_path, monkeypatch, limit):
     }
     if limit is not None:
         reasons["die"] = "ended its process, with exit code 4"
-        reasons["hang"] = "took longer than 3 s"
+        reasons["hang"] = "took longer than 2 s"
     completions = ["process", *reasons, ""]
     records = [{"prompt": f"prompt {i}", "answer": "2"} for i in range(len(completions))]
     settings = {"reward_timeout": limit, "records": records}
