@@ -29,6 +29,8 @@ from fastrl.train.config import RunConfig
 
 logging.disable_progress_bar()  # the loops have their own
 
+#: What reading a model of others raises; ImportError: it is quantized by a package.
+LOADING_ERRORS = (OSError, ImportError, ValueError, KeyError, RuntimeError, SafetensorError)
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -72,11 +74,15 @@ def load(
             pretrained_config(path)
             quantized = _four_bits(device, getattr(torch, dtype)) if nf4 else {}
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), use_safetensors=True, **quantized
+                path,
+                dtype=getattr(torch, dtype),
+                use_safetensors=True,
+                trust_remote_code=False,
+                **quantized,
             )
             _check_quantized(model, nf4=nf4)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        except LOADING_ERRORS as error:
             raise ValueError(
                 f"model must be a causal LM with its tokenizer, got {path!r}: {reason(error, path)}"
             ) from error

@@ -39,10 +39,9 @@ def model_shape(config: GrpoConfig | PpoConfig) -> Shape:
         of_model = model.config
     else:
         try:
-            trusted = {"trust_remote_code": config.trust_remote_code}
-            of_model = pretrained_config(config.model, **trusted)
+            of_model = pretrained_config(config.model)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(of_model, **trusted)
+                model = AutoModelForCausalLM.from_config(of_model, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 f"model must be a causal LM with a configuration, got {config.model!r}: "

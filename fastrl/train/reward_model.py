@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastrl.train.checkpoint import fingerprint, verify
 from fastrl.train.config import RunConfig
-from fastrl.train.loading import context_of, not_finite, pretrained_config, reason
+from fastrl.train.loading import (
+    LOADING_ERRORS,
+    context_of,
+    not_finite,
+    pretrained_config,
+    reason,
+)
 from fastrl.train.prompts import Record
 
 _TOKENS = 16384  # that are scored together, padding included
@@ -35,11 +40,15 @@ class RewardModel:
         try:
             verify(Path(path), as_model=True)
             pretrained_config(path)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype="auto", use_safetensors=True, output_loading_info=True
+                path,
+                dtype="auto",
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except LOADING_ERRORS as error:
             raise ValueError(
                 "reward: model: must name a sequence classification model in safetensors with its "
                 f"tokenizer, got {path!r}: {reason(error, path)}"

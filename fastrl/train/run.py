@@ -276,15 +276,17 @@ class TrainingRun:
         return self._log.summary(self.step, interrupted=stopped)
 
     def _not_finite(self) -> str | None:
-        """What of the model is not finite: a weight, or its outputs on a prompt."""
+        """What of the model is not finite: a weight, or its outputs on tokens of all kinds."""
         setup = self._setup
         if (name := not_finite(setup.model)) is not None:
             return f"the weight {name!r} is"
-        ids = torch.tensor(setup.train[0].token_ids)
-        repeated = Completion(ids, torch.zeros(len(ids)), ended=True)
-        rollout = rollout_of(setup.train[:1], [repeated], setup.model.device)
+        vocabulary = len(setup.model.get_input_embeddings().weight)
+        count = min(64, vocabulary, context_of(setup.model) or 64)
+        ids = torch.linspace(0, vocabulary - 1, count).long()  # some were in no step: no updates
+        asked, answer = Prompt({}, ids[: count // 2].tolist()), ids[count // 2 :]
+        rollout = rollout_of([asked], [Completion(answer, answer * 0.0, True)], setup.model.device)
         logprobs = rollout_logprobs(setup.model, rollout, torch.tensor([0]), self._config)
-        return None if logprobs.isfinite().all() else "the logits are"
+        return None if (logprobs < torch.inf).all() else "the logits are"  # NaN is not either
 
     def _is_evaluated(self, step: int) -> bool:
         return step % self._config.eval_every == 0 or step == self._config.steps

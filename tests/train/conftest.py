@@ -1,6 +1,8 @@
 """The settings of a run of seconds; a model on disk."""
 
+import multiprocessing
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +35,13 @@ def base(tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture
+def forkserver(monkeypatch):
+    """Processes are forked from one that has imported everything, but computed nothing."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.train_runs"])
+    return context

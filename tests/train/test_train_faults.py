@@ -1,10 +1,11 @@
 """What goes wrong in a run is named, loses nothing, and can be continued from."""
 
-import json
 import resource
 import shutil
 import signal
 import sys
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastrl.train import checkpoint, loading, optimizers, run_log
+from fastrl.train import checkpoint, optimizers, run_log
 from fastrl.train.checkpoint import latest
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
@@ -40,16 +41,20 @@ def names(directory):
 @pytest.fixture
 def signals(monkeypatch):
     """Raise a signal in the n-th forward of a phase, counted over the process's whole run."""
-    phase, planned, counts = [], {}, {}
+    phase, planned, counts = ["before"], {}, Counter()
     enter = Phases.__call__
 
+    @contextmanager
     def remembered(self, name):
         phase.append(name)
-        counts.setdefault(name, 0)
-        return enter(self, name)
+        try:
+            with enter(self, name):
+                yield
+        finally:
+            phase.pop()
 
     def count(module, arguments):
-        if isinstance(module, transformers.LlamaModel) and planned:
+        if isinstance(module, transformers.LlamaModel):
             counts[phase[-1]] += 1
             if number := planned.pop((phase[-1], counts[phase[-1]]), None):
                 signal.raise_signal(number)
@@ -213,7 +218,8 @@ def test_an_error_between_steps_leaves_a_checkpoint_and_shows_where_it_came_from
     sys.modules["small_rewards"].calls = -100
     assert run("grpo", small, resume=True).step == 3
     with pytest.raises(SystemExit, match="2"):
-        main(GrpoConfig, lambda _: run("ppo", small, reward=("small_rewards:breaks_always",)), [])
+        small |= {"out": "b", "reward": ("small_rewards:breaks_always",)}
+        main(GrpoConfig, lambda _: run("ppo", small), [])
     *trace, error = capsys.readouterr().err.splitlines()
     place = f"{tmp_path}/small_rewards.py"
     assert f'  File "{place}", line ' in "\n".join(trace)
@@ -228,7 +234,9 @@ def test_a_reward_for_what_a_function_fails_on(small, tmp_path, forkserver, time
     small |= {"prompts_per_step": 2, "minibatches": 1}
     logged = rows(run("grpo", small, reward_failed=-1.0).directory)
     assert 0 <= logged[1]["reward_failures"] <= 8
-    with pytest.raises(ValueError, match=r"breaks: raised ZeroDivisionError: .*py line \d+, for '3"):
+    with pytest.raises(
+        ValueError, match=r"breaks: raised ZeroDivisionError: .*py line \d+, for '3"
+    ):
         run("grpo", small, out=str(tmp_path / "b"))
 
 

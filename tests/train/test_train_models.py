@@ -1,7 +1,6 @@
 """Models: what is loaded and what is refused; adapters; the reference; 4-bit weights."""
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ pytest.importorskip("peft")
 
 import transformers
 
-import fastrl.train
 from fastrl.train.adapters import attach
 from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import load, not_finite
@@ -69,18 +67,17 @@ def spoil(base, file, change):
     ("file", "change", "message"),
     [
         ("model.safetensors", "pickled", r"no model\.safetensors, and pickled weights are not"),
-        ("model.safetensors", "cut", "model must be a causal LM with its tokenizer, got"),
+        ("model.safetensors", "cut", "a causal LM with its tokenizer, got .*model': "),
         ("model.safetensors", "nan", r"finite weights, got a NaN or infinity in 'model\.norm"),
         ("model.safetensors", "-inf", r"finite weights, got a NaN or infinity in 'model\.norm"),
         ("config.json", {"model_type": "own", "auto_map": CLASSES}, "brings or names code"),
         ("config.json", {"_attn_implementation": "someone/kernel"}, "brings or names code"),
         (
             "tokenizer_config.json",
-            {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}},
+            {"tokenizer_class": "No", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}},
             "brings or names code",
         ),
         ("adapter_config.json", "adapter", "it is an adapter: merge it"),
-        ("config.json", {"quantization_config": {"quant_method": "fp8"}}, "it is quantized"),
         ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
         ("nothing", None, "there is no such directory, and on the hub: "),
     ],
@@ -126,7 +123,7 @@ TARGETS = {
 def test_an_adapter_is_attached_saved_and_restored(base, tmp_path, targets, weights):
     settings = {"lora_targets": targets, "weights": weights}
     plain, tokenizer = load(str(base), CPU, weights)
-    model, _, config = adapted(base, **settings)
+    model, *_ = adapted(base, **settings)
     torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-5)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
@@ -144,7 +141,7 @@ def test_an_adapter_is_attached_saved_and_restored(base, tmp_path, targets, weig
     assert torch.equal(logits(again), moved)
     assert sum(p.requires_grad for p in again.parameters()) == len(trained)
     other, *_ = adapted(base, lora_targets=("v_proj",))
-    with pytest.raises(ValueError, match="the adapter in .* does not fit the model"):
+    with pytest.raises(ValueError, match=r"the adapter in .* does not fit the model"):
         other.load_weights(tmp_path / "adapter")
 
 
@@ -180,6 +177,7 @@ def test_the_warm_start_trains_the_weights_below_the_adapter(base):
 def test_the_reference_is_the_initial_policy(base, tmp_path, weights):
     """Copied, stored and read again, or the model without its adapter."""
     model, tokenizer, config = adapted(base, weights=weights, gradient_checkpointing=True)
+    save_memory(model, config)
     own, whole = load(str(base), CPU, weights)[0], replace(config, lora_rank=None)
     save_memory(own, whole)
     rollout = rollout_of(tokenizer)
@@ -212,8 +210,6 @@ def gradients(model, config, rollout):
 
 
 class TestQLora:
-    NF4 = {**LORA, "weights": "nf4"}
-
     @pytest.fixture(autouse=True)
     def installed(self):
         pytest.importorskip("bitsandbytes")
@@ -228,8 +224,7 @@ class TestQLora:
             model = attach(model.dequantize() if dequantized else model, config, str(base))
             save_memory(move_adapter(model), config)
             rollout = rollout_of(tokenizer)
-            with torch.no_grad():
-                model.eval()(rollout.token_ids)
+            rollout_logprobs(model.eval(), rollout, EVERY, config)
             grads.append(gradients(model, config, rollout))
         assert all(grad.abs().sum() > 0 for grad in grads[0].values())
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
@@ -245,7 +240,13 @@ class TestQLora:
 
     @pytest.mark.parametrize(("loop", "precision"), [("grpo", "float32"), ("ppo", "bfloat16")])
     def test_a_resumed_run_equals_an_uninterrupted_one(self, small, base, loop, precision):
-        small |= {**self.NF4, "model": str(base), "kl_coef": 0.1, "precision": precision}
+        small |= {
+            **LORA,
+            "weights": "nf4",
+            "model": str(base),
+            "kl_coef": 0.1,
+            "precision": precision,
+        }
         whole = run(loop, small, steps=2, out="whole").directory
         run(loop, small, steps=1, out="parts")
         parts = run(loop, small, steps=2, out="parts", resume=True).directory

@@ -1,0 +1,204 @@
+"""The vLLM engine itself, on a CPU: `make test-vllm` runs this in an environment of its own."""
+
+import gc
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+import transformers
+
+from fastrl.train.config import GrpoConfig
+from fastrl.train.endings import Endings
+from fastrl.train.loading import load
+from fastrl.train.prompts import encode
+from fastrl.train.sampling import Sampler
+
+TEXTS = ("7 + 5 =", "1", "the quick brown fox")
+
+
+def config_of(**options):
+    return GrpoConfig(
+        **{"sampler": "vllm", "max_new_tokens": 12, "max_prompt_tokens": 40, **options}
+    )
+
+
+def started(model, tokenizer, **options):
+    """The sampler. An engine that is collected ends the process groups of a later one, too."""
+    gc.collect()
+    return Sampler(model, tokenizer, config_of(**options))
+
+
+def prompts_of(tokenizer):
+    records = [{"prompt": text} for text in TEXTS]
+    return encode(records, tokenizer, config_of())
+
+
+def of(kind, dtype=torch.float32):
+    """A model whose distributions are neither flat nor certain, and its tokenizer."""
+    torch.manual_seed(3)
+    model, tokenizer = load(None, torch.device("cpu"))
+    if kind == "qwen3":  # its head is its embedding
+        config = transformers.Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=512,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            tie_word_embeddings=True,
+        )
+        of_llama, model = model, transformers.Qwen3ForCausalLM(config)
+        model.generation_config = of_llama.generation_config
+    change(model, 0.1)
+    return model.to(dtype).eval(), tokenizer
+
+
+@torch.no_grad()
+def change(model, size):
+    for parameter in model.parameters():
+        parameter.add_(size * torch.randn_like(parameter))
+
+
+@torch.no_grad()
+def difference(model, rollout, temperature=1.0):
+    """The largest difference of the rollout's log-probabilities to the model's own."""
+    largest = 0.0
+    for row, k in enumerate(rollout.prompt_of.tolist()):
+        n, prompt = int(rollout.mask[row].sum()), rollout.prompts[k]
+        ids = rollout.token_ids[row, :n]
+        logits = model(torch.tensor([prompt + ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+        own = (logits.float() / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        largest = max(largest, float((own - rollout.logprobs[row, :n]).abs().max()))
+    return largest
+
+
+@pytest.fixture
+def stale(monkeypatch):
+    """Makes an engine keep the weights that it has, and nothing says so."""
+
+    def kept(sampler):
+        monkeypatch.setattr(
+            sampler.engine._llm, "collective_rpc", lambda method, args: list(args[0])
+        )
+        monkeypatch.setattr(sampler.engine._llm, "apply_model", lambda function: None)
+
+    return kept
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def small(request):
+    """An engine for several tests, which must be before those that start their own."""
+    model, tokenizer = of(request.param)
+    return model, tokenizer, started(model, tokenizer, temperature=0.7)
+
+
+def test_the_engine_follows_the_weights(small):
+    model, tokenizer, sampler = small
+    prompts = prompts_of(tokenizer)
+    for _ in range(3):
+        rollout, _ = sampler.sample(prompts, 4)
+        assert difference(model, rollout, 0.7) < 2e-5
+        change(model, 0.01)
+        assert difference(model, rollout, 0.7) > 1e-2
+
+
+def test_equal_states_give_equal_samples(small):
+    _, tokenizer, sampler = small
+    rollouts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        rollouts.append(sampler.sample(prompts_of(tokenizer), 4)[0].token_ids)
+    assert torch.equal(rollouts[0], rollouts[1])
+    assert not torch.equal(rollouts[0], rollouts[2])
+    assert len({tuple(row) for row in rollouts[0].tolist()}) > len(TEXTS)  # within groups, too
+
+
+def test_greedy_is_that_of_transformers(small):
+    model, tokenizer, sampler = small
+    state = torch.get_rng_state()
+    got = sampler.greedy(prompts_of(tokenizer))
+    assert torch.equal(state, torch.get_rng_state())
+    plain = Sampler(model, tokenizer, config_of(sampler="transformers", temperature=0.7))
+    assert got[1] == plain.greedy(prompts_of(tokenizer))[1]
+
+
+def test_an_engine_without_the_new_weights_stops_the_run(small, stale):
+    model, tokenizer, sampler = small
+    sampler.sample(prompts_of(tokenizer), 4)
+    stale(sampler)
+    sampler.sample(prompts_of(tokenizer), 4)  # the same weights
+    change(model, 0.003)
+    with pytest.raises(RuntimeError, match="does not sample with the model's weights"):
+        sampler.sample(prompts_of(tokenizer), 4)
+    with pytest.raises(RuntimeError, match="does not sample with the model's weights"):
+        sampler.greedy(prompts_of(tokenizer))
+
+
+def test_a_tied_head_must_be_packed_again(small, monkeypatch):
+    model, tokenizer, sampler = small
+    change(model, 0.003)
+    monkeypatch.setattr("fastrl.train.vllm_sampler._pack_head", lambda model: None)
+    if not model.config.tie_word_embeddings:
+        sampler.sample(prompts_of(tokenizer), 4)
+        return
+    with pytest.raises(RuntimeError, match="does not sample with the model's weights"):
+        sampler.sample(prompts_of(tokenizer), 4)
+    monkeypatch.undo()
+    sampler.sample(prompts_of(tokenizer), 4)
+
+
+def test_bfloat16_and_its_stale_engine(stale):
+    model, tokenizer = of("qwen3", torch.bfloat16)
+    options = {"weights": "bfloat16", "precision": "bfloat16", "tokens_per_generation": 1}
+    sampler = started(model, tokenizer, **options)
+    for _ in range(2):
+        rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
+        assert difference(model, rollout) < 0.3
+        change(model, 0.05)
+    stale(sampler)
+    with pytest.raises(RuntimeError, match=r"bfloat16 .* at most 0\.02, got"):
+        sampler.sample(prompts_of(tokenizer), 4)
+
+
+def test_adapters_are_merged():
+    peft = pytest.importorskip("peft")
+    model, tokenizer = of("llama")
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    wrapped = peft.get_peft_model(model, lora).eval()
+    sampler = started(wrapped, tokenizer)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in wrapped.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
+        assert difference(wrapped, rollout) < 2e-5
+        with wrapped.disable_adapter():
+            assert difference(wrapped, rollout) > 0.1
+
+
+def test_completions_end_where_they_must():
+    model, tokenizer = of("llama")
+    options = {"max_new_tokens": 40, "stop": ("q", "z", "ab", "7X")}
+    sampler = started(model, tokenizer, **options)
+    rollout, texts = sampler.sample(prompts_of(tokenizer), 40)
+    endings = Endings(model, tokenizer, config_of(**options))
+    reasons = set()
+    rows = zip(rollout.token_ids, rollout.mask, rollout.truncated, texts, strict=True)
+    for ids, mask, truncated, text in rows:
+        ids = ids[mask]
+        assert endings.length(ids) == (len(ids), not truncated)
+        assert len(ids) == 40 or not truncated
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        reasons.add("length" if truncated else tokenizer.convert_ids_to_tokens(int(ids[-1])))
+    assert {"<eos>", "q", "z", "length"} <= reasons
+    with torch.no_grad():  # last, since NaN stays in the cache of the engine
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="not finite while sampling"):
+        sampler.sample(prompts_of(tokenizer), 2)
