@@ -141,7 +141,7 @@ def _attempt(case: Case) -> dict[str, float]:
     import transformers
 
     from fastrl.train.config import GrpoConfig
-    from fastrl.train.model_shape import model_shape
+    from fastrl.train.model_shape import Shape
     from fastrl.train.plan import plan
 
     if case.settings.startswith("trl"):  # what is missing is told before weights are made
@@ -167,12 +167,12 @@ def _attempt(case: Case) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         sizes.save_pretrained(folder)
         config = GrpoConfig(model=folder, **settings)
-        shape, device = model_shape(config), "cpu" if case.smoke else "gpu"
+        shape, device = Shape(config), "cpu" if case.smoke else "gpu"
     found = plan(config, shape, tokens=case.tokens, total=case.tokens, device=device)
     place = "cpu" if case.smoke else "cuda"
     with torch.device(place):
         model = transformers.AutoModelForCausalLM.from_config(
-            sizes, dtype=getattr(torch, config.weights)
+            sizes, dtype=getattr(torch, config.dtype)
         )
     if case.settings.startswith("trl"):
         fused = case.settings == "trl-fastrl"

@@ -2,13 +2,15 @@
 
     python bench/train_memory.py [--model a b] [--tokens 4096 16384 32768] [--loop grpo ppo trl]
         [--settings off checkpointing tiles on]
+    python bench/train_memory.py --configurations [NAME ...]
 
-Each number is from a separate process on the CPU, in float32: a Qwen3 of random weights makes a
+Each number is from a separate process on the CPU, in float32: a model of random weights makes a
 step on a short batch, so that the optimizer has its state, resets the kernel's high-water mark of
 resident memory, and makes a step on the measured batch: forward, loss and backward of every
 micro-batch, then clipping and AdamW. Gradients count. The process returns freed blocks to the
 kernel at once (MALLOC_MMAP_THRESHOLD_), or the mark would contain what glibc keeps for later.
 In brackets: what `python -m fastrl.train.grpo --plan` predicts, from the settings alone.
+`--configurations` compares both for other settings and models, one line each; by default all.
 
 The row "trl" is `GRPOTrainer.compute_loss` with its backward, with TRL's default settings (among
 them gradient checkpointing) in float32.
@@ -17,6 +19,7 @@ them gradient checkpointing) in float32.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -33,7 +36,26 @@ ROOT = Path(__file__).parent.parent
 WIDTH = 256
 PROMPT = 64  # tokens
 GROUP = 8  # completions of a prompt, if there are as many
-MODELS = {"a": (4, 151936), "b": (8, 8000)}  # layers, vocabulary
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class, its sizes
+    "a": ("Qwen3", {"num_hidden_layers": 4, "vocab_size": 151936}),
+    "b": ("Qwen3", {"num_hidden_layers": 8, "vocab_size": 8000}),
+    "qwen3": ("Qwen3", {}),
+    "untied": ("Qwen3", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 256, "tie_word_embeddings": False}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "vocab_size": 64000,
+            "intermediate_size": 4 * WIDTH,
+            "num_key_value_heads": 1,
+            "head_dim": 128,
+            "num_hidden_layers": 6,
+            "sliding_window": 256,
+        },
+    ),
+}
 WHOLE = {"tokens_per_micro_batch": 2**30}
 SAVING = {"gradient_checkpointing": True, "mlp_tile": 1024}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -43,6 +65,43 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "on": {**SAVING, "tokens_per_micro_batch": 4096},
 }
 RAGGED = [1024] + 15 * [128]  # 2,944 tokens; padded they were 16,384
+EIGHT = 8 * [512]
+LORA = {"lora_rank": 8}
+HALF = {"weights": "bfloat16", "precision": "bfloat16"}
+CHECKPOINTS = {"gradient_checkpointing": True}
+#: model, loop, lengths, settings
+CONFIGURATIONS: dict[str, tuple[str, str, list[int], dict[str, Any]]] = {
+    "lora": ("qwen3", "grpo", EIGHT, LORA),
+    "lora-q-v": ("qwen3", "grpo", EIGHT, {**LORA, "lora_targets": ["q_proj", "v_proj"]}),
+    "8-bit": ("qwen3", "grpo", [512, 512], {"optimizer": "adamw_8bit"}),
+    "lora-bfloat16": ("qwen3", "grpo", EIGHT, {**LORA, **HALF, **CHECKPOINTS}),
+    "few-rows": ("qwen3", "grpo", [256], LORA),
+    "small-vocabulary": ("b", "grpo", [512, 512], CHECKPOINTS),
+    "checkpointing": ("qwen3", "grpo", EIGHT, CHECKPOINTS),
+    "tiles": ("qwen3", "grpo", EIGHT, {**CHECKPOINTS, "mlp_tile": 512}),
+    "master": ("qwen3", "grpo", EIGHT, HALF),
+    "stochastic": ("qwen3", "grpo", [512, 512], {**HALF, "rounding": "stochastic"}),
+    "autocast": ("qwen3", "grpo", EIGHT, {"precision": "bfloat16"}),
+    "logits": ("qwen3", "grpo", [512, 512], {"loss": "logits"}),
+    "kl": ("qwen3", "grpo", EIGHT, {"kl_coef": 0.1, "tokens_per_micro_batch": 1024}),
+    "freeze-head": ("qwen3", "grpo", EIGHT, {"freeze_head": True}),
+    "ppo": ("qwen3", "ppo", EIGHT, {}),
+    "ppo-logits": ("llama", "ppo", [512, 512], {"loss": "logits"}),
+    "llama": ("llama", "grpo", EIGHT, {}),
+    "gemma3": ("gemma3", "grpo", [1024, 1024], {}),
+    "untied": ("untied", "grpo", EIGHT, {"tokens_per_micro_batch": 2048}),
+    "llama-lora-q-v": (
+        "llama",
+        "grpo",
+        EIGHT,
+        {**LORA, **HALF, **CHECKPOINTS, "lora_targets": ["q_proj", "v_proj"]},
+    ),
+    "llama-autocast": ("llama", "grpo", EIGHT, {"precision": "bfloat16", **CHECKPOINTS}),
+    "ragged": ("llama", "grpo", [900, 700, 640, 512, 400, 300, 200, 100], {}),
+    "qwen2": ("qwen2", "ppo", EIGHT, {"freeze_head": True}),
+    "mistral": ("mistral", "grpo", [2048, 2048], {"tokens_per_micro_batch": 2048}),
+    "gemma3-lora": ("gemma3", "grpo", [2048], {**LORA, **HALF, **CHECKPOINTS, "mlp_tile": 512}),
+}
 
 
 class Case(NamedTuple):
@@ -59,13 +118,24 @@ def main() -> None:
     if given.case:
         print(json.dumps(_measure(Case(*json.loads(given.case)))))
         return
+    if given.configurations is not None:
+        print(
+            "| configuration | measured, MB | predicted, MB | ratio |\n| --- | ---: | ---: | ---: |"
+        )
+        for name in given.configurations or CONFIGURATIONS:
+            case = Case(*CONFIGURATIONS[name])
+            measured, predicted = _run(case), _predicted(case) / 1e6
+            ratio = "" if measured.startswith("not") else f"{predicted / float(measured):.2f}"
+            print(f"| {name} | {measured} | {predicted:.1f} | {ratio} |", flush=True)
+        return
     print(
         "MB (1e6 bytes) beyond weights and optimizer. off: one micro-batch, nothing recomputed; "
         "checkpointing: with gradient_checkpointing; tiles: and mlp_tile 1024; on: and "
         f"tokens_per_micro_batch 4096. torch {torch.__version__}\n"
     )
     for model in given.model:
-        layers, vocabulary = MODELS[model]
+        _, sizes = MODELS[model]
+        layers, vocabulary = sizes["num_hidden_layers"], sizes["vocab_size"]
         print(f"{layers} layers, H = {WIDTH}, V = {vocabulary:,}:\n")
         print("| loop | sequences | settings |", *(f"{n:,} tokens |" for n in given.tokens))
         print("| --- | --- | --- |", *("---: |" for _ in given.tokens))
@@ -90,11 +160,12 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--model", nargs="+", choices=("a", "b"), default=["a", "b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768])
     loops = ["grpo", "ppo", "trl"]
     parser.add_argument("--loop", nargs="+", choices=loops, default=loops)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--configurations", nargs="*", choices=CONFIGURATIONS, metavar="NAME")
     parser.add_argument("--case", help="measure this one, here: JSON")
     return parser.parse_args()
 
@@ -117,19 +188,18 @@ def _cell(case: Case) -> str:
 
 
 def _predicted(case: Case) -> float:
-    import transformers
-
-    from fastrl.train.model_shape import model_shape
+    from fastrl.train.model_shape import Shape
     from fastrl.train.plan import plan
 
     with tempfile.TemporaryDirectory() as folder:
-        transformers.Qwen3Config(**_sizes(case)).save_pretrained(folder)
+        _model_config(case).save_pretrained(folder)
         config = _config(case, model=folder)
         found = plan(
             config,
-            model_shape(config),
+            Shape(config),
             tokens=max(case.lengths),
-            total=sum(case.lengths),
+            total=sum(case.lengths) - PROMPT * (len(case.lengths) - -(-len(case.lengths) // GROUP)),
+            completion=max(case.lengths) - PROMPT,
             device="cpu",
         )
     return found.learning - found.weights - found.optimizer
@@ -140,6 +210,7 @@ def _config(case: Case, **changes: Any) -> Any:
 
     if case.loop == "grpo":
         return GrpoConfig(**case.settings, **changes)
+    changes |= {"kl_coef": 0.0}  # no reference
     return PpoConfig(**case.settings, **changes)
 
 
@@ -152,7 +223,7 @@ def _run(case: Case) -> str:
     )
     if child.returncode:
         return "not run: " + (child.stderr.strip().splitlines() or ["no message"])[-1][:120]
-    return f"{json.loads(child.stdout.splitlines()[-1]) / 1e6:,.0f}"
+    return f"{json.loads(child.stdout.splitlines()[-1]) / 1e6:.0f}"
 
 
 def _measure(case: Case) -> int:
@@ -165,18 +236,24 @@ def _measure(case: Case) -> int:
     return _peak() - before
 
 
+def _model_config(case: Case) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{MODELS[case.model][0]}Config")(**_sizes(case))
+
+
 def _sizes(case: Case) -> dict[str, Any]:
-    layers, vocabulary = MODELS[case.model]
     return {
-        "vocab_size": vocabulary,
+        "vocab_size": 32000,
         "hidden_size": WIDTH,
         "intermediate_size": 3 * WIDTH,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
         "max_position_embeddings": 2**16,
         "tie_word_embeddings": True,
+        **MODELS[case.model][1],
     }
 
 
@@ -185,26 +262,38 @@ def _step(case: Case) -> Any:
     import transformers
 
     from fastrl import Objective, value_loss
-    from fastrl.train.optimizers import apply
+    from fastrl.train import adapters
+    from fastrl.train.optimizers import apply, make_optimizer
     from fastrl.train.packing import normalizer
-    from fastrl.train.policy import batches, policy_loss, policy_outputs
+    from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
     from fastrl.train.recomputation import save_memory
     from fastrl.train.value_model import ValueModel
 
-    sizes = transformers.Qwen3Config(**_sizes(case))
-    model = transformers.AutoModelForCausalLM.from_config(sizes)
-    config, objective = _config(case), Objective.preset(case.loop)
+    config = _config(case)
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        _model_config(case), dtype=getattr(torch, config.weights)
+    )
+    if config.freeze_head:
+        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+            end.requires_grad_(False)
+    if config.lora_rank:
+        model = adapters.attach(model, config, "random weights")
+    objective = config.policy_objective() if case.loop == "grpo" else Objective.preset("ppo")
     critic = ValueModel(model, config) if case.loop == "ppo" else None
     parameters = [*model.parameters(), *(critic.parameters() if critic else ())]
     save_memory(model, config)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    reference = copy.deepcopy(model).requires_grad_(False) if config.kl_coef > 0 else None
+    optimizer = make_optimizer(parameters, config)
 
     def step(lengths: list[int]) -> None:
-        rollout = _rollout(lengths, MODELS[case.model][1])
+        rollout = _rollout(lengths, model.config.vocab_size)
         mask, values = rollout.mask, torch.randn(rollout.mask.shape)
         advantages = torch.randn(mask.shape if case.loop == "ppo" else len(mask))
         denominator = normalizer(mask, objective.aggregation)
-        for batch in batches(rollout, torch.arange(len(mask)), mask, config):
+        rows, ref = torch.arange(len(mask)), None
+        if reference is not None:
+            ref = rollout_logprobs(reference, rollout, rows, config)
+        for batch in batches(rollout, rows, mask, config):
             outputs = policy_outputs(model, batch, config)
             loss = policy_loss(
                 outputs,
@@ -212,6 +301,7 @@ def _step(case: Case) -> Any:
                 config,
                 batch.take(advantages) if critic else advantages[batch.rows],
                 old_logprobs=batch.take(rollout.logprobs),
+                ref_logprobs=None if ref is None else batch.take(ref),
                 objective=objective,
                 normalizer=denominator,
             ).loss
@@ -227,6 +317,8 @@ def _step(case: Case) -> Any:
                         normalizer=denominator,
                     ).loss
                 )
+            if critic is None:  # as in the loops: that of ppo keeps the outputs
+                del outputs
             loss.backward()
         apply(optimizer, config, 0)
 
@@ -271,7 +363,7 @@ def _trl_step(case: Case) -> Any:
     (checkpointed or model.gradient_checkpointing_enable)()
 
     def step(lengths: list[int]) -> None:
-        ids = torch.randint(4, MODELS[case.model][1], (len(lengths), max(lengths)))
+        ids = torch.randint(4, trainer.model.config.vocab_size, (len(lengths), max(lengths)))
         shape = (len(lengths), max(lengths) - PROMPT)
         batch = {
             "prompt_ids": ids[:, :PROMPT],

@@ -92,14 +92,14 @@ def _adamw(config: RunConfig, options: dict[str, Any], device: str) -> MakeOptim
     """What makes the optimizer of parameters on their device."""
     if config.optimizer == "adamw_8bit" or config.rounding == "stochastic":
         try:
-            from fastrl.train import low_bit_adamw
+            from fastrl.integrations import torchao
         except ModuleNotFoundError as error:
             raise ValueError(
                 "optimizer=adamw_8bit and rounding=stochastic need torchao: pip install "
                 "'fastrl-kernels[lowbit]'"
             ) from error
         eight_bit = config.optimizer == "adamw_8bit"
-        kind: Any = low_bit_adamw.EightBitAdamW if eight_bit else low_bit_adamw.StochasticAdamW
+        kind: Any = torchao.EightBitAdamW if eight_bit else torchao.StochasticAdamW
         stochastic = config.rounding == "stochastic"
         return lambda parameters: kind(parameters, bf16_stochastic_round=stochastic, **options)
     # on a GPU the default holds temporary copies of all moments

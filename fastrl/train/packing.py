@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from fastrl.train.attention import Layout, Span, make_layout
+from fastrl.integrations.transformers.by_sequence import Layout, Span, make_layout
 from fastrl.train.config import RunConfig
 from fastrl.train.rollout import Rollout
 

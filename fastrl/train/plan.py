@@ -1,55 +1,42 @@
 """The peak memory of a run, predicted from its settings and the model's configuration.
 
-``python -m fastrl.train.grpo --plan --model NAME ...`` prints it part by part without loading any
-weights; ``--plan 24`` also says what to switch on for the run to fit 24 GiB. The formula is stated
-in `docs/long-sequences.md`; ``python bench/train_memory.py`` compares it with measurements.
+``python -m fastrl.train.grpo --plan 24 --model NAME ...`` prints it part by part without loading
+any weights, and says what to switch on for the run to fit 24 GiB. The formula is stated in
+`docs/long-sequences.md`; ``python bench/train_memory.py`` compares it with measurements.
 """
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from fastrl.train.config import GrpoConfig, LoopConfig, PpoConfig
-from fastrl.train.model_shape import Shape, model_shape
+from fastrl.train.config import PpoConfig, RunConfig
+from fastrl.train.model_shape import Shape, activations
 
 GIB = 2**30
-#: Bytes of logits in a chunk of the linear loss, with what belongs to it: `fastrl.ops._linear`.
-_CHUNK = {"cpu": 192 * 2**20, "gpu": 508 * 2**20}
+#: Bytes of a chunk of the linear loss, and of a block of converted weights: `fastrl.ops._linear`.
+_CPU_CHUNK, _GPU_CHUNK, _BLOCK = 192 * 2**20, 508 * 2**20, 16 * 2**20
+#: Bytes per weight: 4 bits, and an 8-bit scale of 64 weights, of which 256 share a float32.
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Bytes per part. The peak is in the generation, in the loss, or in the backward of a layer."""
+class Plan(NamedTuple):
+    """Bytes per part. The peak is in the generation, or somewhere in a minibatch."""
 
     weights: float
     gradients: float
     optimizer: float
-    kept: float  # activations that the forward keeps: all, or the input of each layer
-    layer: float  # the layer that is recomputed, and gradients on their way through it
-    states: float  # the last hidden states and their gradient
-    loss: float  # a chunk of logits, or all of them and their gradient
-    head: float  # the gradient of the head, which the loss computes
-    update: float  # what the optimizer computes with of the largest weight
-    cache: float  # keys and values of the sequences that are generated together
-    host: float  # what is in host memory instead
-    several: bool  # whether there are gradients of earlier micro-batches
+    activations: float  # that the forward keeps: all, or the input of each layer
+    layer_activations: float  # what the forward or the backward of a layer takes beyond them
+    loss_workspace: float  # a chunk of logits, or all and their gradient; the states' gradient
+    head_gradient: float  # the gradient of the head, which the loss computes
+    weight_update: float  # what the optimizer computes with, of one weight after another
+    generation_cache: float  # keys and values of the sequences that are generated together
+    host_memory: float  # what is in host memory instead
+    learning: float  # the peak of a minibatch
 
     @property
     def generation(self) -> float:
-        """The peak of the generation: no gradients are left from the step before."""
-        return self.weights + self.optimizer + self.cache
-
-    @property
-    def learning(self) -> float:
-        """The peak of a minibatch: in the loss, the backward of a layer, or the update."""
-        in_loss = self.states + self.loss + self.head + (self.gradients if self.several else 0)
-        in_layer = self.gradients + self.layer + (self.head if self.several else 0)
-        in_update = self.gradients + self.update
-        return (
-            self.weights
-            + self.optimizer
-            + max(self.kept + in_loss, self.kept + in_layer, in_update)
-        )
+        """The peak of the generation, before there are gradients."""
+        return self.weights + self.optimizer + self.generation_cache
 
     @property
     def peak(self) -> float:
@@ -58,12 +45,13 @@ class Plan:
 
 
 def plan(
-    config: GrpoConfig | PpoConfig,
+    config: RunConfig,
     model: Shape,
     *,
     tokens: int,
     device: str,
     total: int | None = None,
+    completion: int | None = None,
 ) -> Plan:
     """Predict the memory of a run whose longest sequence has ``tokens`` tokens.
 
@@ -73,178 +61,117 @@ def plan(
         tokens: The longest prompt and completion.
         device: ``"cpu"`` or ``"gpu"``.
         total: The tokens of all sequences of a minibatch; by default all are the longest.
+        completion: The longest completion, whose tokens enter the loss; by default all do.
     """
-    sequences = config.prompts_per_step * getattr(config, "group_size", 1)
-    if total is None:
-        total = -(-sequences // config.minibatches) * tokens
+    sequences = config.prompts_per_step * config.group_size
+    total = total or -(-sequences // config.minibatches) * tokens
     row = min(max(config.tokens_per_micro_batch, tokens), total)
-    wide = 4 if config.weights == "float32" else 2
-    weights = float(model.weights * wide + 4 * model.adapter)
+    scored = min(row, -(-total // tokens) * (completion or tokens))
+    wide, element = model.wide, model.element
+    # the value head of PPO: two layers, in float32, on the hidden states
+    values = (model.hidden + 2) * model.hidden + 1 if getattr(config, "has_values", False) else 0
+
+    weights = float(wide * model.weights + 4 * (model.adapter + values))
+    if config.weights == "nf4":
+        weights -= (wide - _NF4) * sum(model.matrices)
     if config.kl_coef > 0 and not model.adapter:  # the reference
-        weights += model.weights * wide
-    if _autocasts(config):  # copies of all weights of the layers
-        weights += 2 * (model.weights - model.embeddings)
-    optimizer, host = _optimizer_bytes(config, model)
-    kept, layer = _activation_bytes(config, model, row)
-    head_trained = not model.adapter and not config.freeze_head
-    head = model.vocabulary * model.hidden
-    if head_trained:  # the gradient of the embeddings comes after all layers
-        layer = max(layer, head * wide - kept)
-    if config.offload_checkpoints:
-        host += kept
-        kept = 2 * kept / model.layers  # the one in use and the one on its way
-    return Plan(
-        weights=weights,
-        gradients=float(model.trained * (4 if model.adapter else wide)),
-        optimizer=optimizer,
-        kept=kept,
-        layer=layer,
-        states=float(row * _states_width(config, model)),
-        loss=_loss_bytes(config, model, row, device),
-        head=4.0 * head if head_trained else 0.0,
-        update=_update_bytes(config, model, head if head_trained else 0, device),
-        cache=_cache_bytes(config, model, sequences, tokens),
-        host=host,
-        several=row < total,
+        weights += wide * model.weights
+    gradients = float((4 if model.adapter else wide) * model.trained + 4 * values)
+    optimizer, update = _optimizer_bytes(config, model, values, device)
+
+    settings = (config.precision, config.gradient_checkpointing, config.mlp_tile)
+    of = activations(model, settings, tokens, row)
+    states = of.states + (values > 0) * scored * model.hidden * (12 - element)
+    layer = of.backward + (2 * max(model.matrices) if config.weights == "nf4" else 0)
+    # of checkpoints that are moved to the host, the one in use and the one on its way remain
+    kept = states + (2 * of.kept / model.layers if config.offload_checkpoints else of.kept)
+
+    head = model.vocabulary * model.hidden * (not model.adapter and not config.freeze_head)
+    logits = scored * model.vocabulary * element
+    if config.loss == "logits":  # ppo holds on to them in the backward, which copies the gradient
+        loss = float((2 + isinstance(config, PpoConfig)) * logits)
+        of_head = max(0, head * wide - logits)  # the logits are freed first
+    else:  # the gradient is accumulated in float32 and then rounded
+        loss, of_head = _chunk_bytes(config, model, scored, device), head * (4 if wide == 4 else 6)
+    loss += scored * model.hidden * element
+    several = row < total
+    earlier = gradients if several else 0.0  # those of earlier micro-batches
+    moments = (
+        earlier + kept + max(of.forward, loss + of_head),
+        max(earlier, head * wide) + kept + layer,  # the last layer
+        gradients + of.kept / model.layers + layer,  # the first one
+        gradients + (head * wide if model.tied or several else 0),  # the embeddings
+        gradients + update,
     )
+    host = of.kept if config.offload_checkpoints else 0.0
+    if config.optimizer == "adamw_offloaded":
+        optimizer, host = 0.0, host + optimizer
+    cache = _cache_bytes(config, model, sequences, tokens)
+    learning = weights + optimizer + max(moments)
+    parts = (weights, gradients, optimizer, kept, max(layer, of.forward), loss, of_head, update)
+    return Plan(*map(float, (*parts, cache, host, learning)))
 
 
-def layer_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> int:
-    """What autograd keeps of a layer, per token, without gradient checkpointing.
-
-    The inputs of the norms, in float32, and what they normalized, if their weights are trained; the
-    inputs of the linear layers; the queries, keys and values that enter the attention, and what
-    leaves it; of the MLP the gate, its activation and up. With ``mlp_tile`` of norms the input
-    alone, and of the MLP one tile of `inner_bytes` in all.
-    """
-    element = _element(config)
-    of_norms = 2 * _norm_bytes(config, model, _stream(config)) * model.hidden
-    if model.normed_heads:
-        of_norms += _norm_bytes(config, model, element) * (model.queries + model.keys)
-    attended = (2 * model.queries + 2 * model.keys) * element
-    size, shared = _linear_inputs(config, model)
-    inputs = size * ((1 if shared else 3) * model.hidden + model.queries)
-    if config.mlp_tile is not None:
-        return of_norms + attended + inputs + model.hidden * element
-    return of_norms + attended + inputs + inner_bytes(config, model)
+def _chunk_bytes(config: RunConfig, model: Shape, scored: int, device: str) -> float:
+    """A chunk of logits in float32, its hidden states, and weights as they are multiplied."""
+    vocabulary, hidden = model.vocabulary, model.hidden
+    if device == "gpu":
+        copy = 2.0 * vocabulary * hidden if model.autocasts else 0.0
+        return copy + min(_GPU_CHUNK, scored * (4 * vocabulary + 10 * hidden))
+    most = max(16, min(_CPU_CHUNK // (4 * vocabulary), 4096))
+    rows = -(-scored // -(-scored // most))  # chunks are of about the same size
+    block = min(_BLOCK, 4 * vocabulary * hidden) if config.dtype != "float32" else 0
+    return float(rows * (4 * vocabulary + 8 * hidden) + block)
 
 
-def inner_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> int:
-    """Of these the MLP's: gate, its activation and up, and the inputs of its linear layers."""
-    size, shared = _linear_inputs(config, model)
-    inputs = size * ((1 if shared else 2) * model.hidden + model.inner)
-    return 3 * model.inner * _element(config) + inputs
-
-
-def _norm_bytes(config: GrpoConfig | PpoConfig, model: Shape, width: int) -> int:
-    """Per element: the input in float32 and what was normalized, or only the input as it is."""
-    if config.mlp_tile is not None:
-        return width
-    normalized = max(width, _element(config)) if not model.adapter else 0
-    return 4 + normalized
-
-
-def _linear_inputs(config: GrpoConfig | PpoConfig, model: Shape) -> tuple[int, bool]:
-    """Bytes per element of the inputs of linear layers, and whether layers share one copy.
-
-    Autocast copies the input for each layer. So does an adapter, which is float32, on bfloat16
-    weights, while those, which are not trained, do not need theirs.
-    """
-    own = bool(model.adapter) and config.weights == "bfloat16"
-    size = 4 if own and config.precision == "float32" else _element(config)
-    return size, not (_autocasts(config) or own)
-
-
-def _activation_bytes(
-    config: GrpoConfig | PpoConfig, model: Shape, row: int
+def _optimizer_bytes(
+    config: RunConfig, model: Shape, values: int, device: str
 ) -> tuple[float, float]:
-    """What the forward keeps of all layers, and what the backward of one layer adds."""
-    of_layer, inner = layer_bytes(config, model), inner_bytes(config, model)
-    stream, element = _stream(config) * model.hidden, _element(config)
-    tile = row if config.mlp_tile is None else min(config.mlp_tile, row)
-    recomputed = 0 if config.mlp_tile is None else tile * inner
-    attention = row * (2 * model.queries + 2 * model.keys) * element
-    mlp = tile * 2 * model.inner * element
-    on_their_way = 2 * row * stream  # gradients of the layer's input and output
-    if not config.gradient_checkpointing:
-        kept = float(model.layers * row * of_layer)
-        return kept, float(recomputed + on_their_way + max(attention, mlp))
-    if config.mlp_tile is not None or _stream(config) == 4:
-        of_layer -= stream  # the input of the first norm is the one that is kept
-    # the backward frees the second norm and the MLP before it comes to the attention
-    norm = _norm_bytes(config, model, _stream(config)) * model.hidden
-    second = norm + (inner if config.mlp_tile is None else model.hidden * element)
-    in_mlp, in_attention = row * of_layer + recomputed + mlp, row * (of_layer - second) + attention
-    return float(model.layers * row * stream), float(on_their_way + max(in_mlp, in_attention))
+    """The optimizer's state, and what it allocates to update the largest weight."""
+    eight_bit, stochastic = config.optimizer == "adamw_8bit", config.rounding == "stochastic"
+    half = config.weights == "bfloat16" and not model.adapter
+    masters = 4.0 if half and not stochastic else 0.0
+    moments = 2 * (1 + 4 / 256) if eight_bit else 8.0
+    state = moments * (model.trained + values) + masters * model.trained
+    if config.optimizer == "adamw_offloaded":
+        state += (4 - masters) * model.trained + 4 * values
+        copies = 0
+    elif device == "gpu":  # fused, or compiled by torchao
+        copies = 16 if eight_bit or stochastic else 0
+    elif eight_bit:  # torchao searches for the codes in int64
+        copies = 57 if stochastic else 53
+    else:
+        copies = 41 if stochastic else 8
+    return state, (copies + masters) * model.largest
 
 
-def _states_width(config: GrpoConfig | PpoConfig, model: Shape) -> int:
-    """Bytes per token of the last norm, of the states at the scored tokens and their gradient."""
-    return (_norm_bytes(config, model, _stream(config)) + 2 * _element(config)) * model.hidden
-
-
-def _loss_bytes(config: GrpoConfig | PpoConfig, model: Shape, row: int, device: str) -> float:
-    """A chunk of logits and the head's copy for tensor cores; or all logits and their gradient."""
-    if config.loss == "logits":
-        return 2.0 * row * model.vocabulary * _element(config)
-    copy = 2.0 * model.vocabulary * model.hidden if device == "gpu" and _autocasts(config) else 0.0
-    return copy + min(_CHUNK[device], row * model.vocabulary * 4)
-
-
-def _update_bytes(config: GrpoConfig | PpoConfig, model: Shape, head: int, device: str) -> float:
-    """The float32 gradient, moments and so on of the largest weight, one weight at a time."""
-    largest = 0 if model.adapter else max(head, model.hidden * model.inner)
-    masters = config.weights == "bfloat16" and config.rounding == "master"
-    torchao = config.optimizer == "adamw_8bit" or config.rounding == "stochastic"
-    fused = device == "gpu" or config.optimizer == "adamw_offloaded"
-    copies = 4 if torchao else 0 if fused else 2
-    return 4.0 * largest * (copies + masters)
-
-
-def _cache_bytes(
-    config: GrpoConfig | PpoConfig, model: Shape, sequences: int, tokens: int
-) -> float:
-    """Keys and values of the sequences that are generated together, and a step's logits."""
+def _cache_bytes(config: RunConfig, model: Shape, sequences: int, tokens: int) -> float:
+    """Keys and values, a step's logits, and autocast's copies of the weights."""
     together = max(1, min(sequences, config.tokens_per_generation // tokens))
     # under autocast the norms of the keys and the rotation make the keys float32
-    of_keys = 4 if _autocasts(config) else _element(config)
-    pairs = model.layers * model.keys * (of_keys + _element(config))
+    of_keys = 4 if model.autocasts else model.element
+    pairs = model.layers * model.keys * (of_keys + model.element)
     step = model.vocabulary * (4 + 4 + 8)  # logits, probabilities, cumulative sums
-    return float(together * (tokens * pairs + step))
-
-
-def _autocasts(config: GrpoConfig | PpoConfig) -> bool:
-    return config.precision == "bfloat16" and config.weights == "float32"
-
-
-def _element(config: GrpoConfig | PpoConfig) -> int:
-    """Bytes of an element of what the linear layers compute."""
-    return 2 if "bfloat16" in (config.precision, config.weights) else 4
-
-
-def _stream(config: GrpoConfig | PpoConfig) -> int:
-    """Bytes of an element of the stream between the layers."""
-    return 2 if config.weights == "bfloat16" else 4
-
-
-def _optimizer_bytes(config: GrpoConfig | PpoConfig, model: Shape) -> tuple[float, float]:
-    """The optimizer's bytes on the device and on the host."""
-    trained = model.trained
-    half = config.weights == "bfloat16" and not model.adapter
-    states = (2 * (1 + 4 / 256) if config.optimizer == "adamw_8bit" else 8.0) * trained
-    if config.optimizer == "adamw_offloaded":
-        return 0.0, states + 4 * trained
-    masters = 4.0 * trained if half and config.rounding == "master" else 0.0
-    return states + masters, 0.0
+    copies = 2 * (model.weights - model.embeddings) if model.autocasts else 0
+    return float(together * (tokens * pairs + step) + copies)
 
 
 def to_fit(
-    config: GrpoConfig | PpoConfig, model: Shape, *, tokens: int, device: str, limit: float
+    config: RunConfig, model: Shape, *, tokens: int, device: str, limit: float
 ) -> tuple[dict[str, Any], Plan]:
     """Switches, from the cheapest on, with which the run fits ``limit`` bytes; all if it cannot."""
     changes: dict[str, Any] = {}
     best = plan(config, model, tokens=tokens, device=device)
-    for name, value in _switches(config, tokens, device):
+    switches: list[tuple[str, Any]] = [
+        ("tokens_per_micro_batch", tokens),
+        ("tokens_per_generation", 8 * tokens),
+        ("loss", "linear"),
+        ("gradient_checkpointing", True),
+        ("mlp_tile", 2048),
+        *([("offload_checkpoints", True)] if device == "gpu" else []),
+        ("tokens_per_generation", tokens),
+    ]
+    for name, value in switches:
         if best.peak <= limit:
             break
         tried = plan(replace(config, **{name: value}), model, tokens=tokens, device=device)
@@ -254,29 +181,12 @@ def to_fit(
     return changes, best
 
 
-def _switches(config: GrpoConfig | PpoConfig, tokens: int, device: str) -> list[tuple[str, Any]]:
-    """Settings that save memory without changing results, in order of their cost in time."""
-    switches: list[tuple[str, Any]] = [
-        ("tokens_per_micro_batch", tokens),
-        ("tokens_per_generation", 8 * tokens),
-        ("loss", "linear"),
-        ("gradient_checkpointing", True),
-        ("mlp_tile", 2048),
-        ("tokens_per_generation", tokens),
-    ]
-    return switches + ([("offload_checkpoints", True)] if device == "gpu" else [])
-
-
-def report(config: LoopConfig, limit: float) -> str:
-    """The plan as text: each part, both peaks, and what to switch on to fit ``limit`` GiB.
+def report(config: RunConfig) -> str:
+    """The plan as text: each part, the peaks, and what to switch on to fit ``config.plan`` GiB.
 
     Raises:
-        ValueError: The loop, or the model, is not of a kind that can be planned.
+        ValueError: The model or a setting is not of a kind that can be planned.
     """
-    if not isinstance(config, (GrpoConfig, PpoConfig)):
-        raise ValueError(  # noqa: TRY004
-            f"plan: only the memory of grpo and ppo can be predicted, not of {config.loop}"
-        )
     if config.attention in ("sdpa", "eager"):
         raise ValueError(
             "plan: attention must be by_sequence, flash_attention_2 or flex_attention, since "
@@ -284,45 +194,21 @@ def report(config: LoopConfig, limit: float) -> str:
         )
     if isinstance(config, PpoConfig) and config.value_model == "separate":
         raise ValueError("plan: value_model must be shared, since a separate one is not counted")
-    model = model_shape(config)
-    tokens = config.max_prompt_tokens + config.max_new_tokens
-    device = "cpu" if config.device == "cpu" else "gpu"
-    found = plan(config, model, tokens=tokens, device=device)
-    if not limit > 0:
-        raise ValueError(f"plan must be above 0 GiB, got {limit:g}")
+    model, device = Shape(config), "cpu" if config.device == "cpu" else "gpu"
+    tokens, limit = config.max_prompt_tokens + config.max_new_tokens, config.plan or 0.0
     lines = [
         f"{model.weights / 1e9:.2f} billion weights, {model.trained / 1e6:.1f} million trained; "
         f"sequences of {tokens} tokens",
-        *_table(found),
+        *_table(plan(config, model, tokens=tokens, device=device)),
     ]
-    if limit == math.inf:
-        return "\n".join(lines)
-    if found.peak <= limit * GIB:
-        return "\n".join([*lines, f"fits {limit:g} GiB"])
     changes, best = to_fit(config, model, tokens=tokens, device=device, limit=limit * GIB)
-    switches = " ".join(
-        f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()
-    )
-    verdict = "fits" if best.peak <= limit * GIB else "does not fit"
-    if not changes:
-        return "\n".join([*lines, f"{verdict} {limit:g} GiB, with everything on"])
-    return "\n".join([*lines, f"{verdict} {limit:g} GiB with {switches}:", *_table(best)])
+    verdict = f"{'fits' if best.peak <= limit * GIB else 'does not fit'} {limit:g} GiB"
+    if changes:
+        switches = (f"--{n}" if v is True else f"--{n} {v}" for n, v in changes.items())
+        return "\n".join([*lines, f"{verdict} with {' '.join(switches)}:", *_table(best)])
+    return "\n".join([*lines, verdict])
 
 
 def _table(found: Plan) -> list[str]:
-    rows = {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        "activations kept": found.kept,
-        "activations of a layer": found.layer,
-        "last hidden states": found.states,
-        "loss workspace": found.loss,
-        "gradient of the head": found.head,
-        "update of a weight": found.update,
-        "cache of generation": found.cache,
-        "in host memory": found.host,
-        "peak of generation": found.generation,
-        "peak of learning": found.learning,
-    }
-    return [f"{name:24}{size / GIB:10.2f} GiB" for name, size in rows.items()]
+    rows = {**found._asdict(), "generation": found.generation, "peak": found.peak}
+    return [f"{name.replace('_', ' '):24}{size / GIB:10.2f} GiB" for name, size in rows.items()]

@@ -23,7 +23,7 @@ from fastrl import (
     token_logprobs,
 )
 from fastrl.integrations.transformers import LmHead, backbone, lm_head
-from fastrl.train.attention import BY_SEQUENCE
+from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import PpoConfig, RunConfig
 from fastrl.train.loading import autocast
 from fastrl.train.packing import PackedBatch, micro_batches

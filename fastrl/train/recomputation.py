@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastrl.train.attention import BY_SEQUENCE, Span, make_layout
+from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE, Span, make_layout
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import autocast
 
@@ -35,10 +35,8 @@ def save_memory(model: Any, config: RunConfig) -> None:
             f"attention {config.attention!r} is not available for this model: {error}"
         ) from error
     if config.gradient_checkpointing:
-        # transformers 5 has renamed the method
-        enable = getattr(model, "activation_checkpointing_enable", None)
         try:
-            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+            checkpoint_layers(model)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"gradient_checkpointing is not supported by this model: {error}"
@@ -54,6 +52,12 @@ def save_memory(model: Any, config: RunConfig) -> None:
         raise ValueError(
             "gradient_checkpointing has no effect on this model: no layer is recomputed"
         )
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Let autograd keep the inputs of the layers alone, and recompute the layers."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # of transformers 5
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def without_dropout(model: Any) -> None:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from fastrl import RolloutCorrection
-from fastrl.train.attention import BY_SEQUENCE
+from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
 from fastrl.train.loading import autocast

@@ -2,13 +2,12 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastrl import kl_divergence, token_logprobs
+from fastrl.integrations.vllm import hand_over_weights
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
@@ -113,9 +112,7 @@ class VllmEngine:
         try:
             torch.cuda.empty_cache()  # vLLM does not share the memory of torch's allocator
             self._call("wake_up", tags=["weights"])
-            # Unlike the `load_weights` of the engine's model, it packs the weights for a CPU again.
-            self._llm.collective_rpc("reload_weights", args=(_plain_weights(self._model),))
-            self._llm.apply_model(_pack_head)
+            hand_over_weights(self._llm, self._model)
             self._call("wake_up", tags=["kv_cache"])
             self._llm.reset_prefix_cache()
             requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -151,35 +148,6 @@ def _cache_bytes(architecture: Any, element: int) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * width * element)
-
-
-@torch.no_grad()
-def _plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of a checkpoint, one after another; an adapter is merged.
-
-    The bits of a frozen weight are restored: merging and unmerging would round it in every step.
-    """
-    if not hasattr(model, "peft_config"):
-        yield from ((name, weight.detach()) for name, weight in model.named_parameters())
-        return
-    for name, weight in model.get_base_model().named_parameters():
-        if name.endswith(".base_layer.weight"):
-            layer = model.get_base_model().get_submodule(name.removesuffix(".base_layer.weight"))
-            before = weight.detach().clone()
-            layer.merge()
-            merged = weight.detach().clone()
-            layer.unmerge()
-            weight.copy_(before)
-            yield name.replace(".base_layer.", "."), merged
-        elif model.base_model.prefix not in name:
-            yield name.replace(".base_layer.", "."), weight.detach()
-
-
-def _pack_head(engine_model: Any) -> None:
-    """Pack the head for a CPU again: a tied one is not among the weights. A GPU needs none."""
-    head: Any = getattr(engine_model, "lm_head", None)
-    if hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
 
 
 def _completion(output: Any) -> Completion:

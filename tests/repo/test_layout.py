@@ -38,7 +38,7 @@ ALLOWED = {
     "ops": ({"ops", "reference", *CORE}, {"torch"}),
     "integrations": (
         {"", "ops", "integrations", "backend", "contract", "objective"},
-        {"torch", "transformers", "trl"},
+        {"torch", "transformers", "trl", "torchao"},
     ),
     "train": (
         {"", "ops", "integrations", "train", *CORE},
@@ -55,7 +55,6 @@ ALLOWED = {
             "bitsandbytes",
             "datasets",
             "peft",
-            "torchao",
             "vllm",
             "safetensors",
             "tyro",

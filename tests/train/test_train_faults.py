@@ -87,7 +87,6 @@ def test_a_run_stopped_anywhere_in_a_step_is_resumed_to_the_bit(small, tmp_path,
         summary = run(loop, small, steps=4, resume=i > 0)
         assert (summary.step, summary.interrupted) == (step, True), (phase, forward)
         assert latest(summary.directory / "checkpoints").name == f"step-00000{step}"
-        assert rows(summary.directory)[-1:] == [] or rows(summary.directory)[-1]["step"] == step
     summary = run(loop, small, steps=4, resume=True)
     assert not summary.interrupted
     assert rows(summary.directory) == rows(whole)

@@ -177,8 +177,8 @@ def test_what_cannot_be_optimized_is_refused(monkeypatch):
         make_optimizer([frozen], GrpoConfig())
     with pytest.raises(ValueError, match='optimizer must not be "adamw_offloaded" on the device'):
         make_optimizer([trained], GrpoConfig(optimizer="adamw_offloaded"))
-    monkeypatch.setitem(sys.modules, "fastrl.train.low_bit_adamw", None)
-    monkeypatch.delattr(fastrl.train, "low_bit_adamw", raising=False)
+    monkeypatch.setitem(sys.modules, "fastrl.integrations.torchao", None)
+    monkeypatch.delattr(fastrl.integrations, "torchao", raising=False)
     for settings in (EIGHT_BIT, STOCHASTIC):
         with pytest.raises(ValueError, match=r"need torchao: .*fastrl-kernels\[lowbit\]"):
             make_optimizer([trained], GrpoConfig(**settings))

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from fastrl.integrations.transformers.by_sequence import Span, make_layout
 from fastrl.train import attention
-from fastrl.train.attention import Span, make_layout
 from fastrl.train.config import GrpoConfig
 from fastrl.train.packing import micro_batches, minibatches
 from fastrl.train.policy import check_packing, rollout_logprobs

@@ -143,7 +143,7 @@ def test_an_engine_without_the_new_weights_stops_the_run(small, stale):
 def test_a_tied_head_must_be_packed_again(small, monkeypatch):
     model, tokenizer, sampler = small
     change(model, 0.003)
-    monkeypatch.setattr("fastrl.train.vllm_sampler._pack_head", lambda model: None)
+    monkeypatch.setattr("fastrl.integrations.vllm._pack_head", lambda model: None)
     if not model.config.tie_word_embeddings:
         sampler.sample(prompts_of(tokenizer), 4)
         return

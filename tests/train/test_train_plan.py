@@ -1,0 +1,154 @@
+"""`--plan`: the predicted memory of a run, from its settings and the model's configuration."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from fastrl.integrations.transformers import last_hidden_states
+from fastrl.integrations.transformers.by_sequence import Span, make_layout
+from fastrl.train import adapters, grpo
+from fastrl.train.command_line import main
+from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.model_shape import Shape, activations
+from fastrl.train.plan import GIB, plan, report, to_fit
+from fastrl.train.recomputation import save_memory
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "head_dim": 24}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+KINDS = {"qwen3": "Qwen3Config", "gemma3": "Gemma3TextConfig"}
+HALF = {"weights": "bfloat16", "precision": "bfloat16"}
+LARGE = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
+LARGE |= {"num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+def save(path, kind="qwen3", **changes):
+    getattr(transformers, KINDS[kind])(**{**SIZES, **changes}).save_pretrained(path)
+    return str(path)
+
+
+def saved_bytes(config, layers, tokens):
+    """What autograd keeps in a forward: the different storages of the saved activations."""
+    sizes = transformers.AutoConfig.from_pretrained(config.model)
+    sizes.num_hidden_layers = layers
+    if hasattr(sizes, "layer_types"):
+        sizes.layer_types = sizes.layer_types[:1] * layers
+    dtype = getattr(torch, config.weights)
+    model = transformers.AutoModelForCausalLM.from_config(sizes, dtype=dtype)
+    if config.lora_rank:
+        model = adapters.attach(model, config, "base")
+    save_memory(model, config)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # so that its address is not used again
+        return tensor
+
+    spans = [Span(0, tokens // 2), Span(tokens // 2, tokens)]
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bfloat16"),
+    ):
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        layout = make_layout(spans, torch.device("cpu"))
+        last_hidden_states(model, input_ids=ids, sequences=layout)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+SETTINGS = [
+    {},
+    {"precision": "bfloat16"},
+    {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj"]},
+    {"lora_rank": 2, **HALF},
+    {"mlp_tile": 512, "gradient_checkpointing": True},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_bytes_of_a_layer_are_what_autograd_keeps(tmp_path, kind, settings):
+    config = GrpoConfig(model=save(tmp_path, kind), **settings)
+    tokens = 2400
+    measured = saved_bytes(config, 3, tokens) - saved_bytes(config, 2, tokens)
+    run = config.precision, config.gradient_checkpointing, config.mlp_tile
+    found = activations(Shape(config), run, tokens // 2, tokens)
+    assert found.kept / 2 == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted(tmp_path, tied):
+    config = GrpoConfig(model=save(tmp_path, tie_word_embeddings=tied), lora_rank=4)
+    real = transformers.AutoModelForCausalLM.from_config(Shape(config)._of_model)
+    weights = sum(p.numel() for p in real.parameters())
+    adapted = adapters.attach(real, config, "base")
+    shape, full = Shape(config), Shape(replace(config, lora_rank=None))
+    assert shape.weights == full.weights == full.trained == weights
+    assert shape.embeddings == (1 if tied else 2) * 97 * 64
+    assert shape.adapter == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert Shape(replace(full._config, freeze_head=True)).trained == weights - full.embeddings
+
+
+# by bench/train_memory.py --configurations: MB, sequences, their tokens, settings
+MEASURED = {
+    "lora-q-v": (448, 8, 512, {"lora_rank": 8, "lora_targets": ["q_proj", "v_proj"]}),
+    "8-bit": (484, 2, 512, {"optimizer": "adamw_8bit"}),
+    "few-rows": (48, 1, 256, {"lora_rank": 8}),
+    "stochastic": (370, 2, 512, {**HALF, "rounding": "stochastic"}),
+    "logits": (338, 2, 512, {"loss": "logits"}),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_prediction_is_within_a_tenth_of_what_was_measured(tmp_path, name):
+    measured, sequences, tokens, settings = MEASURED[name]
+    sizes = {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+    path = save(tmp_path, **sizes, num_hidden_layers=4, tie_word_embeddings=True)
+    config, row = GrpoConfig(model=path, **settings), {"tokens": tokens, "completion": tokens - 64}
+    found = plan(config, Shape(config), **row, total=sequences * tokens, device="cpu")
+    beyond = found.learning - found.weights - found.optimizer
+    assert beyond / 1e6 == pytest.approx(measured, rel=0.1)
+
+
+def test_what_to_switch_on(tmp_path):
+    config = GrpoConfig(model=save(tmp_path, **LARGE), lora_rank=16, **HALF, loss="logits")
+    shape = Shape(config)
+    run = {"tokens": 32768, "device": "gpu"}
+    changes, best = to_fit(config, shape, **run, limit=12 * GIB)
+    assert best == plan(replace(config, **changes), shape, **run)
+    assert best.peak <= 12 * GIB
+    assert best.host_memory == 12 * 32768 * 4096 * 2  # the input of each layer
+    assert {"gradient_checkpointing", "offload_checkpoints", "loss"} <= changes.keys()
+    assert to_fit(config, shape, **run, limit=10_000 * GIB)[0] == {}
+
+
+def test_the_command_line_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["grpo", "--plan", "0.001", "--model", save(tmp_path / "model")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="0"):
+        main(GrpoConfig, grpo.train)
+    assert "does not fit 0.001 GiB with" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert report(PpoConfig(device="cpu", plan=4.0)).endswith("fits 4 GiB")
+
+
+def test_what_cannot_be_planned_is_named(tmp_path):
+    experts = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+    experts.save_pretrained(tmp_path / "moe")
+    model = save(tmp_path / "model")
+    for settings, message in (
+        ({"model": str(tmp_path / "nothing")}, "model must be a causal LM with a config"),
+        ({"model": str(tmp_path / "moe")}, "attention and an MLP, got qwen3_moe with exp"),
+        ({"attention": "eager"}, "plan: attention must be by_sequence"),
+        ({"lora_rank": 2, "lora_targets": ["proj"]}, "lora_targets must be names of layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report(GrpoConfig(**{"model": model, "plan": 1.0, **settings}))
