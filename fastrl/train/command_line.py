@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -40,7 +41,13 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None, program: s
     if not config.resume:
         return config
     directory = last_run(kind.loop) if config.out is None else Path(config.out)
-    return read(kind(**read_settings(directory) | {"out": str(directory)}))
+    settings = read_settings(directory)
+    if unknown := settings.keys() - {field.name for field in fields(kind)}:
+        raise ValueError(
+            f"resume: {directory} is a run of another loop or version: {kind.loop} has no "
+            f"{min(unknown)}"
+        )
+    return read(kind(**settings | {"out": str(directory)}))
 
 
 def main(

@@ -16,7 +16,7 @@ from fastrl.train.prompts import TASKS, Prompt, deal
 from fastrl.train.rollout import Completion, Rollout, rollout_of
 
 #: Steps for the small new model, and demonstrations per step, by the embedded task.
-_OF_TASK = {"arithmetic": (700, 128), "long_addition": (1600, 16)}
+_OF_TASK = {"arithmetic": (350, 128), "long_addition": (1600, 16)}
 _RATE = 3e-3
 
 
