@@ -44,7 +44,7 @@ def main(out, seed, answer_steps, steps):
         trainer.train()
         trainer.save_model()
         model = LlamaForSequenceClassification.from_pretrained(layers, num_labels=1)
-    options |= {"learning_rate": 1e-3, "per_device_train_batch_size": 64}
+    options |= {"learning_rate": 5e-4, "per_device_train_batch_size": 64}
     config = RewardConfig(out, max_steps=steps, **options)
     trainer = RewardTrainer(model, config, train_dataset=train, processing_class=tokenizer)
     trainer.train()
@@ -55,6 +55,6 @@ def main(out, seed, answer_steps, steps):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="runs/judge")
-    for name, default in {"seed": 0, "answer_steps": 600, "steps": 600}.items():
+    for name, default in {"seed": 0, "answer_steps": 450, "steps": 800}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     main(**vars(parser.parse_args()))

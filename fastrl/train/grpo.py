@@ -4,8 +4,9 @@ A step samples a group of completions for each prompt, rewards them, and raises 
 completions that did better than their group, with `fastrl.linear_policy_loss` on the hidden states.
 By default a small new model learns to add and subtract; ``--help`` lists the options.
 
-A reader needs, in the order of a step: `sampling.Sampler`, `rewards.Rewards`, `packing`, `policy`,
-`optimizers` and `run`.
+A reader needs, in the order of a step: `sampling`, `rewards`, `packing`, `policy` (which calls the
+fused loss; the KL to `run.reference` is in it, by ``Objective.kl_coef``), `optimizers` and `run`.
+`plan` says where the memory peaks.
 """
 
 from dataclasses import replace
@@ -69,10 +70,11 @@ def train(config: GrpoConfig) -> Summary:
             groups = group_advantages(
                 rewards, group_size=size, **ADVANTAGES[config.advantage or "group"]
             )
-            mask = rollout.counted(config.truncated)
-            has_loss = mask.any(1)
+            counted = rollout.counted(config.truncated)
+            has_loss = counted.any(1)
             if config.kl_coef == 0 and config.entropy_coef == 0:
                 has_loss &= groups.advantages != 0
+            has_loss = has_loss.cpu()
             learned = has_loss.nonzero()[:, 0]
 
             # On policy the ratio is 1 by definition and needs no old log-probabilities.
@@ -87,12 +89,15 @@ def train(config: GrpoConfig) -> Summary:
             metrics = MetricMeans()
             with run.phase("learn"):
                 for minibatch in minibatches(len(rewards), config, group_size=size):
-                    denominator = normalizer(mask[minibatch], objective.aggregation)
-                    for batch in batches(rollout, minibatch[has_loss[minibatch]], mask, config):
+                    # It counts completions that are left out, too: of their loss only the gradient
+                    # is 0, not their share in the mean.
+                    denominator = normalizer(counted[minibatch], objective.aggregation)
+                    rows = minibatch[has_loss[minibatch]]
+                    for batch in batches(rollout, rows, counted, config):
                         before = None if old is None else batch.take(old)
                         of_sampler = batch.take(rollout.logprobs)
                         policy = policy_loss(
-                            policy_outputs(model, batch, config),
+                            policy_outputs(model, batch, config),  # a name would keep them longer
                             batch,
                             config,
                             groups.advantages[batch.rows],

@@ -96,10 +96,11 @@ def training_run(
 ) -> Iterator["TrainingRun"]:
     """Start or resume a run, and leave a checkpoint and curves behind however it ends.
 
-    If an error or an interrupt ends it before the first optimizer step of a step, a checkpoint of
-    the steps before is saved; if an error does later, none, since the weights belong to no step;
-    nor after numbers that are not finite. The message of an error tells where ``--resume``
-    continues.
+    - An interrupt before the first optimizer step of a step ends it at the next token or
+      micro-batch, and the steps before are saved. After it, the step is finished first.
+    - An error before the first optimizer step leaves a checkpoint of the steps before. After it
+      none can be saved, since the weights belong to no step, nor after numbers that are not finite.
+      The message tells where ``--resume`` continues.
 
     Args:
         setup: What `prepare` returned.
@@ -120,12 +121,10 @@ def training_run(
             run.save()
             failed = False
         except _Interrupted:
-            hook.remove()  # a checkpoint's weights are tried on a prompt
             setup.model.zero_grad()
             run.save()
             failed = False
         except Exception as error:
-            hook.remove()
             run.rescue(error)
             raise
         finally:
@@ -145,7 +144,7 @@ class TrainingRun:
         self._setup, self._config, self._log = setup, setup.config, setup.log
         self._parts, self._interrupt = parts, interrupt
         self._rng = checkpoint.rng_state()  # at the beginning of the next step
-        self._whole = True  # the weights are those after `step` steps, and can be saved
+        self._between_steps = True  # the weights are those after `step` steps, and can be saved
         self._started = self._saved = time.perf_counter()
 
     def start(self, warm_started: Callable[[], None]) -> None:
@@ -183,16 +182,16 @@ class TrainingRun:
 
     def poll(self, *_: Any) -> None:
         """Raise if the user wants to stop and the steps done so far can be saved."""
-        if self._interrupt.requested and self._whole:
+        if self._interrupt.requested and self._between_steps:
             raise _Interrupted
 
     def apply(self, optimizer: torch.optim.Optimizer) -> float:
         """`optimizers.apply` in this step; from here to `finish_step` nothing can be saved."""
-        whole, self._whole = self._whole, False
+        whole, self._between_steps = self._between_steps, False
         try:
             return optimizers.apply(optimizer, self._config, self.step)
         except FloatingPointError:
-            self._whole = whole
+            self._between_steps = whole
             raise
 
     def show(self, prompts: Sequence[Prompt], completions: Sequence[str], scored: Scored) -> None:
@@ -209,7 +208,7 @@ class TrainingRun:
         row["learning_rate"] = optimizers.learning_rate(config, self.step)
         if self.reference is None:
             row.pop("kl", None)  # it would be 0: there is no reference
-        self.step, self._rng, self._whole = self.step + 1, checkpoint.rng_state(), True
+        self.step, self._rng, self._between_steps = self.step + 1, checkpoint.rng_state(), True
         row = {"step": self.step, **row, **self.phase.read()}
         row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
         try:
@@ -239,8 +238,8 @@ class TrainingRun:
             FloatingPointError: A weight or logit is not finite; it would replace a better one.
         """
         model = self._setup.model
+        self._between_steps = False  # an interrupt waits
         if (wrong := self._not_finite()) is not None:
-            self._whole = False
             raise FloatingPointError(f"after step {self.step}, {wrong} not finite")
         checkpoint.save(
             self._log.checkpoints,
@@ -250,12 +249,14 @@ class TrainingRun:
             parts=self._parts,
             rng=self._rng,
         )
-        self._saved = time.perf_counter()
+        self._saved, self._between_steps = time.perf_counter(), True
 
     def rescue(self, error: Exception) -> None:
         """Save a checkpoint if there is a whole step to save; add to ``error`` what resumes."""
         note = ""
-        if self._whole and not isinstance(error, (checkpoint.CheckpointError, FloatingPointError)):
+        if self._between_steps and not isinstance(
+            error, (checkpoint.CheckpointError, FloatingPointError)
+        ):
             try:
                 self.save()
             except Exception as second:  # it must not hide the first
@@ -329,7 +330,7 @@ class _Interrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        self.__exit__()
+        self.__exit__()  # a second signal has its usual effect
 
 
 def _load_policy(

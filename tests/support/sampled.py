@@ -52,6 +52,18 @@ def tiny(kind="llama"):
     return model, tokenizer
 
 
+def tiny_reward_model(directory):
+    """A reward model with random weights, which is saved; it has a chat template."""
+    torch.manual_seed(3)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **TINY)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    for part in (model, tokenizer):
+        part.save_pretrained(directory)
+    return model
+
+
 def prompts_of(tokenizer, texts=TEXTS):
     records = [{"prompt": text} for text in texts]
     return encode(records, tokenizer, GrpoConfig())

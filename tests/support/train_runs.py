@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +22,12 @@ OWN = {"grpo": {"group_size": 4}, "ppo": {}}
 MEASURED = ("tokens_per_second", "seconds_", "peak_gb_")  # differ from run to run
 
 REWARDS = """
+import random
 import signal
+import numpy
 calls = 0
+def noise(prompts, completions, records):
+    return [random.random() + numpy.random.rand() for _ in prompts]
 def digits(prompts, completions, records):
     return [sum(c in '0123456789' for c in text) / 2 for text in completions]
 def by_record(prompts, completions, records):
@@ -102,6 +108,48 @@ def train_alone(train, settings, path):
     torch.set_num_threads(1)
     run_log.write_report = lambda *_: None  # most of the time of a short run
     train(settings)
+
+
+class Process:
+    """A run in processes of its own, which are killed in a checkpoint's write or not."""
+
+    def __init__(self, processes, loop, settings):
+        self.processes, self.loop, self.settings = processes, loop, settings
+        self.directory, self.chance = Path(settings["out"]), random.Random(5)
+
+    def start(self):
+        train = partial(run, self.loop, resume=(self.directory / "config.json").exists())
+        arguments = (train, self.settings, str(self.directory.parent))
+        process = self.processes.Process(target=train_alone, args=arguments)
+        process.start()
+        return process
+
+    def finish(self):
+        process = self.start()
+        process.join(120)
+        assert process.exitcode == 0
+
+    def writing(self):
+        return any((self.directory / "checkpoints").glob(".step-*.partial"))
+
+    def logged(self):
+        metrics = self.directory / "metrics.jsonl"
+        return metrics.read_text().count("\n") - 1 if metrics.exists() else -1
+
+    def kill(self, step, *, in_write, while_alive=lambda: None):
+        """Kill a run once it has logged ``step``; whether a checkpoint was being written."""
+        process = self.start()
+        deadline = time.monotonic() + 120
+        reached = self.writing if in_write else self.directory.exists
+        while self.logged() < step or not reached():
+            assert process.is_alive(), "the run ended by itself"
+            assert time.monotonic() < deadline
+        time.sleep(self.chance.uniform(0, 0.03 if in_write else 0.2))
+        while_alive()
+        process.kill()
+        process.join()
+        assert process.exitcode < 0, "the run ended by itself"
+        return self.writing()
 
 
 def wait_for(process, condition, seconds=60):

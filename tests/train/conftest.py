@@ -43,5 +43,5 @@ def forkserver(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.train_runs"])
+    context.set_forkserver_preload(["tests.support.train_runs", "datasets", "pandas"])
     return context

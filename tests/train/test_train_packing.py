@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from fastrl.integrations.transformers import by_sequence
 from fastrl.integrations.transformers.by_sequence import Span, make_layout
-from fastrl.train import attention
 from fastrl.train.config import GrpoConfig
 from fastrl.train.packing import micro_batches, minibatches
 from fastrl.train.policy import check_packing, rollout_logprobs
@@ -28,9 +28,8 @@ def test_every_grouping_gives_the_gradients_of_padded_sequences(kind, holes):
     rollout = make_rollout(holes=holes)
     truth = packed.expected(model, rollout)
     for tokens in (1, 40, 77, 1000):
-        packed.assert_equal(
-            truth, packed.learn(model, replace(config, tokens_per_micro_batch=tokens), rollout)
-        )
+        cut = replace(config, tokens_per_micro_batch=tokens)
+        packed.assert_equal(truth, packed.learn(model, cut, rollout))
     model.set_attn_implementation("sdpa")
     cut = replace(config, tokens_per_micro_batch=77, attention="sdpa")
     packed.assert_equal(truth, packed.learn(model, cut, rollout))
@@ -136,8 +135,8 @@ class TestCheckPacking:
 
     def test_another_attention_than_the_models_own_is_refused(self, monkeypatch):
         model, config = make_model("mistral")
-        right = attention._attend
-        monkeypatch.setattr(attention, "_attend", lambda q, k, v, *_: right(q, k, v, 2.0, None))
+        right = by_sequence._attend
+        monkeypatch.setattr(by_sequence, "_attend", lambda q, k, v, *_: right(q, k, v, 2.0, None))
         with pytest.raises(ValueError, match="attention must not be by_sequence for this model"):
             check_packing(model, config)
         assert model.config._attn_implementation == "by_sequence"

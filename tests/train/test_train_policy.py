@@ -35,7 +35,8 @@ CASES = [
     ("grpo", {"objective": "dr_grpo", "advantage": "unscaled", "minibatches": 1}),
     ("ppo", {"kl_coef": 0.3, "gamma": 0.9, "lam": 0.7, "truncated": "mask", "entropy_coef": 0.1}),
     ("ppo", {"value_model": "separate", "advantage": "value", "rollout_correction": "truncate"}),
-    ("ppo", {"advantage": "group", "temperature": 0.7, "loss": "logits", "epochs": 2}),
+    ("ppo", {"advantage": "group", "temperature": 0.7, "epochs": 2}),
+    ("ppo", {"loss": "logits", "steps": 1}),
 ]
 
 
@@ -150,12 +151,12 @@ def test_gradients_of_a_run_are_those_of_formulas(small, monkeypatch, loop, chan
     settings = {"minibatches": 2, **STEPS, **changes}
     logged = rows(run(loop, small, **settings).directory)[-1]
     config = LOOPS[loop][1](**{**small, **settings})
-    assert len(seen.updates) == 2 * config.epochs * config.minibatches
+    assert len(seen.updates) == config.steps * config.epochs * config.minibatches
     of_last = []
     for i, (step, *_, gradients) in enumerate(seen.updates):
         truth, tokens = expected(config, seen, i)
         assert_equal(truth, gradients, 2e-5)
-        of_last += [tokens] if step == 1 else []
+        of_last += [tokens] if step == config.steps - 1 else []
     ratio, kl, entropy = torch.cat(of_last, 1)
     assert logged["clip_fraction"] > 0 or config.epochs * config.minibatches == 1
     assert 0 < logged["truncated"] < 1
