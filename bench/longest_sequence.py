@@ -187,7 +187,7 @@ def _step(model: Any, config: Any, tokens: int, device: str) -> dict[str, float]
     from fastrl.train.optimizers import apply, make_optimizer
     from fastrl.train.packing import normalizer
     from fastrl.train.phases import Phases
-    from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
+    from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
     from fastrl.train.recomputation import save_memory
     from fastrl.train.rollout import Rollout
 
@@ -209,7 +209,7 @@ def _step(model: Any, config: Any, tokens: int, device: str) -> dict[str, float]
         )
         rows, advantages = torch.zeros(1, dtype=torch.long), torch.ones(1, device=device)
         with phase("logprobs"):
-            old = rollout_logprobs(model, rollout, rows, config)
+            old = completion_logprobs(model, rollout, rows, config)
         for batch in batches(rollout, rows, rollout.mask, config):
             with phase("learn"):
                 policy_loss(

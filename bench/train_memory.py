@@ -265,7 +265,7 @@ def _step(case: Case) -> Any:
     from fastrl.train import adapters
     from fastrl.train.optimizers import apply, make_optimizer
     from fastrl.train.packing import normalizer
-    from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
+    from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
     from fastrl.train.recomputation import save_memory
     from fastrl.train.value_model import ValueModel
 
@@ -292,7 +292,7 @@ def _step(case: Case) -> Any:
         denominator = normalizer(mask, objective.aggregation)
         rows, ref = torch.arange(len(mask)), None
         if reference is not None:
-            ref = rollout_logprobs(reference, rollout, rows, config)
+            ref = completion_logprobs(reference, rollout, rows, config)
         for batch in batches(rollout, rows, mask, config):
             outputs = policy_outputs(model, batch, config)
             loss = policy_loss(

@@ -3,8 +3,6 @@
 Both read top to bottom. They need the ``train`` extra, which the rest of fastrl does not.
 """
 
-import signal
-import sys
 from importlib.util import find_spec
 
 for _package in ("transformers", "tokenizers", "tqdm", "filelock", "tyro", "matplotlib", "jinja2"):
@@ -13,5 +11,3 @@ for _package in ("transformers", "tokenizers", "tqdm", "filelock", "tyro", "matp
             f"fastrl.train needs {_package}; install it with: pip install 'fastrl-kernels[train]'",
             name=_package,
         )
-if sys.argv[:1] == ["-m"]:  # python -m fastrl.train.LOOP is importing: Ctrl-C ends it at once
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

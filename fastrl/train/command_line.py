@@ -61,7 +61,7 @@ def main(
     With ``--plan`` it prints the predicted memory instead. The exit status is 2 after bad input,
     numbers that are not finite, a full disk or a full memory, and 130 after an interrupt.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/train/__init__.py
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/interrupt.py
     try:
         config = parse(kind, arguments, program)
         if config.plan is not None:

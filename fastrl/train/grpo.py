@@ -19,7 +19,7 @@ from fastrl.train.groups import SampledGroups
 from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing import minibatches, normalizer
-from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
+from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
 from fastrl.train.run import prepare, training_run
 from fastrl.train.run_log import Summary
 from fastrl.train.sampling import rollout_correction
@@ -80,7 +80,7 @@ def train(config: GrpoConfig) -> Summary:
             # On policy the ratio is 1 by definition and needs no old log-probabilities.
             on_policy = config.epochs == 1 and config.minibatches == 1
             with run.phase("logprobs"):
-                old = None if on_policy else rollout_logprobs(model, rollout, learned, config)
+                old = None if on_policy else completion_logprobs(model, rollout, learned, config)
                 ref = None
                 if run.reference is not None:
                     ref = run.reference.logprobs(rollout, learned)

@@ -147,7 +147,7 @@ def policy_loss(
 
 
 @torch.no_grad()
-def rollout_logprobs(model: Any, rollout: Rollout, rows: Tensor, config: RunConfig) -> Tensor:
+def completion_logprobs(model: Any, rollout: Rollout, rows: Tensor, config: RunConfig) -> Tensor:
     """Log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere; by micro-batches."""
     logprobs = torch.zeros_like(rollout.logprobs)
     for batch in batches(rollout, rows, rollout.mask, config):
@@ -199,7 +199,7 @@ def check_packing(model: Any, config: RunConfig) -> None:
 
 
 def _logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
-    return rollout_logprobs(model, rollout, torch.arange(3), config)
+    return completion_logprobs(model, rollout, torch.arange(3), config)
 
 
 def _sequences(model: Any) -> tuple[Rollout, Rollout]:

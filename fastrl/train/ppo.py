@@ -18,7 +18,7 @@ from fastrl.train.config import PpoConfig
 from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing import minibatches, normalizer
-from fastrl.train.policy import batches, policy_loss, policy_outputs, rollout_logprobs
+from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
 from fastrl.train.prompts import deal
 from fastrl.train.run import prepare, training_run
 from fastrl.train.run_log import Summary
@@ -74,7 +74,7 @@ def train(config: PpoConfig) -> Summary:
             values = None
             with run.phase("logprobs"):
                 if critic is None:
-                    old = rollout_logprobs(model, rollout, everything, config)
+                    old = completion_logprobs(model, rollout, everything, config)
                 else:
                     values, old = rollout_values_and_logprobs(model, critic, rollout, config)
                 ref = old

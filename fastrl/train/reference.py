@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl.train.checkpoint import store, unchanged_generators, verify
 from fastrl.train.config import RunConfig
-from fastrl.train.policy import rollout_logprobs
+from fastrl.train.policy import completion_logprobs
 from fastrl.train.rollout import Rollout
 
 
@@ -39,8 +39,8 @@ class Reference:
             raise ValueError(f"resume: {stored} cannot be read: {error}") from error
 
     def logprobs(self, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Log-probabilities ``[N, T]`` of the completions ``rows``, as `rollout_logprobs`."""
+        """Log-probabilities ``[N, T]`` of the completions ``rows``, as `completion_logprobs`."""
         if self._frozen is not None:
-            return rollout_logprobs(self._frozen, rollout, rows, self._config)
+            return completion_logprobs(self._frozen, rollout, rows, self._config)
         with self._adapted.disable_adapter():
-            return rollout_logprobs(self._adapted, rollout, rows, self._config)
+            return completion_logprobs(self._adapted, rollout, rows, self._config)

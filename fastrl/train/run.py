@@ -16,7 +16,7 @@ from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import context_of, find_device, load, not_finite
 from fastrl.train.phases import Phases
-from fastrl.train.policy import check_head, check_packing, rollout_logprobs
+from fastrl.train.policy import check_head, check_packing, completion_logprobs
 from fastrl.train.prompts import Prompt, count_shared, digest, encode, read_records
 from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
@@ -117,11 +117,10 @@ def training_run(
         failed = True
         try:
             log.follow(run.step)
-            yield run
-            run.save()
-            failed = False
-        except _Interrupted:
-            setup.model.zero_grad()
+            try:
+                yield run
+            except _Interrupted:
+                setup.model.zero_grad()
             run.save()
             failed = False
         except Exception as error:
@@ -286,7 +285,7 @@ class TrainingRun:
         ids = torch.linspace(0, vocabulary - 1, count).long()  # some were in no step: no updates
         asked, answer = Prompt({}, ids[: count // 2].tolist()), ids[count // 2 :]
         rollout = rollout_of([asked], [Completion(answer, answer * 0.0, True)], setup.model.device)
-        logprobs = rollout_logprobs(setup.model, rollout, torch.tensor([0]), self._config)
+        logprobs = completion_logprobs(setup.model, rollout, torch.tensor([0]), self._config)
         return None if (logprobs < torch.inf).all() else "the logits are"  # NaN is not either
 
     def _is_evaluated(self, step: int) -> bool:

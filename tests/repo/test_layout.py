@@ -24,6 +24,7 @@ CORE = {
     "backend",
     "checks",
     "contract",
+    "interrupt",
     "library",
     "native",
     "objective",

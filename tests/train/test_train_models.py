@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fastrl.train.adapters import attach
 from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import load, not_finite
-from fastrl.train.policy import batches, policy_logprobs, policy_outputs, rollout_logprobs
+from fastrl.train.policy import batches, completion_logprobs, policy_logprobs, policy_outputs
 from fastrl.train.prompts import encode
 from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
@@ -139,7 +139,7 @@ def test_the_reference_is_the_initial_policy(base, tmp_path, weights):
     save_memory(own, whole)
     save_memory(model, config)
     rollout, stored = rollout_of(tokenizer), tmp_path / "a"
-    expected = rollout_logprobs(own, rollout, EVERY, whole)
+    expected = completion_logprobs(own, rollout, EVERY, whole)
     references = [Reference(own, whole, stored, resumed=False)]
     references.append(Reference(model, config, tmp_path, resumed=False))
     moved, state = [move_adapter(own), move_adapter(model)], torch.get_rng_state()
@@ -149,7 +149,7 @@ def test_the_reference_is_the_initial_policy(base, tmp_path, weights):
         found = reference.logprobs(rollout, EVERY)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for one in moved:
-        now = rollout_logprobs(one, rollout, EVERY, whole)
+        now = completion_logprobs(one, rollout, EVERY, whole)
         assert not torch.allclose(now, expected, atol=0.01)
     change(stored / "config.json", vocab_size=98)
     with pytest.raises(ValueError, match=r"^resume: .* is damaged: config\.json"):
@@ -168,7 +168,7 @@ class TestQLora:
             model = attach(model.dequantize() if dequantized else model, config, str(base))
             save_memory(move_adapter(model), config)
             rollout = rollout_of(tokenizer)
-            rollout_logprobs(model.eval(), rollout, EVERY, config)
+            completion_logprobs(model.eval(), rollout, EVERY, config)
             (batch,) = batches(rollout, EVERY, rollout.mask, config)
             outputs = policy_outputs(model, batch, config)
             policy_logprobs(outputs, batch, config).sum().backward()

@@ -13,7 +13,7 @@ from fastrl.integrations.transformers import by_sequence
 from fastrl.integrations.transformers.by_sequence import Span, make_layout
 from fastrl.train.config import GrpoConfig
 from fastrl.train.packing import micro_batches, minibatches
-from fastrl.train.policy import check_packing, rollout_logprobs
+from fastrl.train.policy import check_packing, completion_logprobs
 from tests.support import packed
 from tests.support.packed import CONFIGS, LENGTHS, PROMPTS, make_model, make_rollout
 
@@ -89,8 +89,8 @@ def test_logprobs_of_some_rows():
     model, config = make_model()
     rollout = make_rollout(holes=True)
     config = replace(config, tokens_per_micro_batch=50)
-    some = rollout_logprobs(model, rollout, torch.tensor([6, 2]), config)
-    every = rollout_logprobs(model, rollout, EVERY, config)
+    some = completion_logprobs(model, rollout, torch.tensor([6, 2]), config)
+    every = completion_logprobs(model, rollout, EVERY, config)
     torch.testing.assert_close(some[[2, 6]], every[[2, 6]])
     assert some[[0, 1, 3, 4, 5, 7]].abs().sum() == 0
     torch.testing.assert_close(every, packed.expected(model, rollout)[0], rtol=0, atol=1e-5)
