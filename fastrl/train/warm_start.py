@@ -1,6 +1,5 @@
 """A few supervised steps, so that a new model gets its first rewards."""
 
-import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,8 +14,8 @@ from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.prompts import TASKS, Prompt, deal
 from fastrl.train.rollout import Completion, Rollout, rollout_of
 
-#: Steps for the small new model, and demonstrations per step, by the embedded task.
-_OF_TASK = {"arithmetic": (350, 128), "long_addition": (1600, 16)}
+#: Steps for the small new model, and prompts per step, by the embedded task.
+_OF_TASK = {"arithmetic": (350, 64), "long_addition": (1600, 8)}
 _RATE = 3e-3
 
 
@@ -47,7 +46,7 @@ def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -
 def warm_start(
     model: Any, tokenizer: Any, prompts: list[Prompt], config: RunConfig
 ) -> Iterator[float]:
-    """Train on random demonstrations for the training prompts; yields the loss of each step.
+    """Train on the demonstrations of training prompts; yields the loss of each step.
 
     With ``lora_rank`` it is the weights below the adapter that learn.
     """
@@ -65,10 +64,10 @@ def warm_start(
             for group in optimizer.param_groups:
                 group["lr"] = _RATE * min((step + 1) / 20, 1 - step / steps)
             drawn = deal(prompts, count=count, step=step, seed=config.seed)
-            texts = [random.choice(prompt.record["demonstrations"]) for prompt in drawn]
+            texts = [text for prompt in drawn for text in prompt.record["demonstrations"]]
             target = demonstrated(tokenizer, drawn, texts, model.device)
             total, loss = target.mask.sum(), 0.0
-            for batch in batches(target, torch.arange(count), target.mask, plain):
+            for batch in batches(target, torch.arange(len(texts)), target.mask, plain):
                 logprobs = policy_logprobs(policy_outputs(model, batch, plain), batch, plain)
                 part = -logprobs.sum() / total
                 part.backward()

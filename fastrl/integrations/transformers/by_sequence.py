@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
     spans: int  # S
     queries: int  # T
-    keys: int  # P + T: a prefix that the spans share comes first
+    keys: int  # P + T: the prefixes of the spans, of one length, come first
 
 
 class Layout(NamedTuple):
@@ -58,16 +58,15 @@ def make_layout(spans: Iterable[Span], device: torch.device) -> Layout:
     queries: list[int] = []
     keys: list[int] = []
     place: dict[int, int] = {}
-    for group in _groups(sorted(spans, key=_by_prefix_and_length)):
+    for group in _groups(sorted(spans, key=_by_lengths)):
         longest = max(span.end - span.start for span in group)
-        prefix = range(*group[0].prefix)
-        blocks.append(Block(len(group), longest, len(prefix) + longest))
+        blocks.append(Block(len(group), longest, _prefix(group[0]) + longest))
         for span in group:
             # a shorter span repeats its last token
             padded = [min(i, span.end - 1) for i in range(span.start, span.start + longest)]
             place |= {span.start + i: len(queries) + i for i in range(span.end - span.start)}
             queries += padded
-            keys += [*prefix, *padded]
+            keys += [*range(*span.prefix), *padded]
     row = list(range(len(place)))
     order = [place[token] for token in row]
 
@@ -189,7 +188,7 @@ def _by_span(heads: Tensor, spans: int) -> Tensor:
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
-    """Neighbours of one prefix and of similar lengths, or one long span."""
+    """Neighbours of similar lengths whose prefixes have one length, or one long span."""
     group: list[Span] = []
     for span in spans:
         if group and not _fits(group, span):
@@ -203,10 +202,16 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 def _fits(group: list[Span], span: Span) -> bool:
     first = group[0]  # the longest
     longest, length = first.end - first.start, span.end - span.start
-    total = (len(group) + 1) * (longest + first.prefix[1] - first.prefix[0])
+    total = (len(group) + 1) * (longest + _prefix(first))
     similar = longest - length <= max(16, longest // 8)
-    return first.prefix == span.prefix and longest < _LONG and similar and total <= _TOGETHER
+    equal = _prefix(first) == _prefix(span)
+    return equal and longest < _LONG and similar and total <= _TOGETHER
 
 
-def _by_prefix_and_length(span: Span) -> tuple[tuple[int, int], int, int]:
-    return span.prefix, span.start - span.end, span.start
+def _prefix(span: Span) -> int:
+    """Tokens of the prefix."""
+    return span.prefix[1] - span.prefix[0]
+
+
+def _by_lengths(span: Span) -> tuple[int, int, int]:
+    return _prefix(span), span.start - span.end, span.start
