@@ -6,6 +6,7 @@ Only torch is imported until a subcommand needs more, and a loop only after its 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +68,8 @@ def _train(loop: str, arguments: list[str]) -> None:
         from fastrl.train import command_line, config
     except ModuleNotFoundError as error:  # its message says how to install the extra
         _fail(str(error))
+
+    sys.path.insert(0, os.getcwd())  # as python -m does: rewards may be there
 
     def train(settings: Any) -> Any:
         return importlib.import_module(f"fastrl.train.{loop}").train(settings)

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 
-_program = sys.orig_argv[1:3]
-if (_program[:1] == ["-m"] and _program[-1].startswith("fastrl.train.")) or os.path.basename(
-    sys.argv[0]
-) == "fastrl":
+_options = sys.orig_argv[1:]
+_module = _options[_options.index("-m") + 1] if "-m" in _options[:-1] else ""
+_command = os.path.basename(sys.argv[0])
+if _module == "fastrl" or _module.startswith("fastrl.train.") or _command == "fastrl":
     signal.signal(signal.SIGINT, signal.SIG_DFL)

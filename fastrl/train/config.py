@@ -43,7 +43,7 @@ class RunConfig:
     """An embedded task, arithmetic or long_addition; two files (.jsonl or .parquet), for training
     and held out; or a data set of the hub or a directory, and perhaps its configuration."""
     splits: tuple[str, str] = ("train", "test")
-    """Splits of the data set for training and held out, such as train[:95%%] and train[95%%:]."""
+    """Splits of the data set for training and held out, such as train[:95%] and train[95%:]."""
     columns: tuple[str, str] = ("prompt", "answer")
     """The columns of files and data sets that become prompt and answer of the records."""
     chat_template: bool = False
@@ -198,8 +198,8 @@ class RunConfig:
             self.lora_rank is None or self.model is None or self.warm_start_steps
         ):
             raise ValueError(
-                "weights must be float32 or bfloat16 without lora_rank, without a model and with "
-                "warm_start_steps, got nf4: weights of 4 bits cannot be trained"
+                "weights=nf4 must be used with lora_rank, with a model and without "
+                "warm_start_steps, since weights of 4 bits cannot be trained"
             )
         if self.weights == "nf4" and self.sampler == "vllm":
             raise ValueError(

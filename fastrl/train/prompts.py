@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 #: The embedded tasks.
 TASKS = {"arithmetic": arithmetic.split, "long_addition": long_addition.split}
-_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_FILES = (".jsonl", ".parquet")
 
 
 class Prompt(NamedTuple):
@@ -56,7 +56,7 @@ def read_records(config: RunConfig) -> tuple[list[Record], list[Record]]:
 
 def digest(records: list[Record]) -> str:
     """A sum of all records, to tell whether they changed."""
-    text = json.dumps(records, sort_keys=True, default=repr)
+    text = json.dumps(records, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -118,18 +118,16 @@ def deal(prompts: list[Item], *, count: int, step: int, seed: int) -> list[Item]
 
 
 def _of_file(path: str) -> Iterable[Record]:
-    datasets = _datasets()
     if not Path(path).is_file():
         raise ValueError(f"prompts: there is no file {path}")
-    reader = _FILES.get(Path(path).suffix)
-    if reader is None:
+    if Path(path).suffix not in _FILES:
         raise ValueError(f"prompts must be .jsonl or .parquet files, got {path}")
     try:
-        return list(
-            datasets.load_dataset(
-                reader, data_files=glob.escape(path), split="train", streaming=True
-            )
-        )
+        if Path(path).suffix == ".jsonl":  # not by `datasets`, which turns text into dates
+            lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+            return [json.loads(line) for line in lines if line.strip()]
+        files = {"data_files": glob.escape(path), "split": "train", "streaming": True}
+        return list(_datasets().load_dataset("parquet", **files))
     except Exception as error:  # of a library that reads what others wrote
         raise ValueError(f"prompts: {path} cannot be read: {_reason(error)}") from error
 
@@ -146,12 +144,12 @@ def _of_dataset(config: RunConfig) -> Iterable[Iterable[Record]]:
 def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Record]:
     records = []
     for number, row in enumerate(rows, 1):
-        record = dict(row)
-        for name, column in zip(("prompt", "answer"), config.columns, strict=True):
-            if column != name and column not in record:
-                raise ValueError(f"columns: {where} has no {column!r}, only {', '.join(row)}")
-            if column in record:
-                record[name] = record.pop(column)
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} row {number}: must be an object, got {row!r}")  # noqa: TRY004
+        of = {c: n for n, c in zip(("prompt", "answer"), config.columns, strict=True)}
+        if missing := [column for column, name in of.items() if column not in (name, *row)]:
+            raise ValueError(f"columns: {where} has no {missing[0]!r}, only {', '.join(row)}")
+        record = {of.get(column, column): value for column, value in row.items()}
         if not _is_prompt(record.get("prompt")):
             raise ValueError(
                 f'{where} row {number}: "prompt" must be text, or messages with role and content, '
@@ -174,9 +172,9 @@ def _is_prompt(prompt: Any) -> bool:
 def _datasets() -> Any:
     try:
         import datasets
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ValueError(
-            "prompts: files and data sets need datasets: pip install 'fastrl-kernels[data]'"
+            "prompts: Parquet and data sets need datasets: pip install 'fastrl-kernels[data]'"
         ) from error
     datasets.disable_progress_bars()
     return datasets

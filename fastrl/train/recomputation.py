@@ -112,7 +112,7 @@ def _in_tiles(
 
     A token has one row, or with ``width`` as many as fill that width: its heads.
     """
-    rows = tokens * (1 if width is None else width // states.shape[-1])
+    rows = max(1, tokens * (states.shape[-1] if width is None else width) // states.shape[-1])
     if states[..., 0].numel() <= rows:
         return forward(states)
     tiles = states.flatten(0, -2).split(rows)

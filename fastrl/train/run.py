@@ -265,7 +265,11 @@ class TrainingRun:
             note += f"; --resume continues from {last}" if last else "; there is no checkpoint"
         except OSError as second:
             note += f"; {second}"
-        if len(error.args) == 1 and isinstance(error.args[0], str):
+        if (
+            len(error.args) == 1
+            and isinstance(error.args[0], str)
+            and not isinstance(error, KeyError)
+        ):
             error.args = (error.args[0] + note,)
         else:
             self._log.say(note.removeprefix("; "))

@@ -98,7 +98,7 @@ class RunLog:
                 raise ValueError(f"resume: {self.directory} has metrics, but no checkpoint")
             self.say(f"{self.checkpoints} holds no checkpoint; the run begins anew")
         elif (path := self.directory / _BEGUN_WITH).exists():
-            self._begun = json.loads(path.read_text())
+            self._begun = _read_object(path)
         return last
 
     def begun_with(self, **sums: str | None) -> None:
@@ -238,7 +238,7 @@ class RunLog:
         """The rows of a file, if it exists; a line that an interruption cut is dropped."""
         path = self.directory / name
         rows = []
-        *lines, _ = path.read_text().split("\n") if path.exists() else [""]
+        *lines, _ = path.read_text(errors="replace").split("\n") if path.exists() else [""]
         for number, line in enumerate(lines, 1):
             if (row := _row(line)) is None:
                 self.say(f"{path} line {number} is damaged; the run continues without it")
@@ -248,16 +248,17 @@ class RunLog:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """The settings of the run in a directory."""
+    """The settings of the run in a directory; a `ValueError` if there are none."""
+    if not (directory / SETTINGS).exists():
+        raise ValueError(f"resume: {directory} contains no run")
+    return _read_object(directory / SETTINGS)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads((directory / SETTINGS).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"resume: {directory} contains no run") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"resume: {directory / SETTINGS} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"resume: {directory / SETTINGS} must hold an object")  # noqa: TRY004
-    return settings
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"resume: {path} cannot be read: {error}") from error
 
 
 def last_run(loop: str) -> Path:
@@ -335,7 +336,8 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    numbers = isinstance(row, dict) and isinstance(row.get("held_out_reward", 0.0), (int, float))
+    return row if numbers and isinstance(row.get("step"), int) else None
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Sampling completions: `generate` of `transformers`, vLLM, or a rollout of the user's own."""
 
 import importlib
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,7 @@ from fastrl import RolloutCorrection
 from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
-from fastrl.train.loading import autocast
+from fastrl.train.loading import autocast, context_of
 from fastrl.train.prompts import Prompt
 from fastrl.train.rollout import Completion, Rollout, rollout_of
 
@@ -64,7 +65,7 @@ class Sampler:
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._rollout: RolloutFunction = _each_once
+        self._own: RolloutFunction | None = None  # what takes the place of a completion each
         self.engine: Engine
         if config.sampler == "vllm":
             from fastrl.train.vllm_sampler import VllmEngine
@@ -73,7 +74,7 @@ class Sampler:
             return
         self.engine = TransformersEngine(model, tokenizer, config)
         if config.sampler != "transformers":
-            self._rollout = import_function(config.sampler, "sampler")
+            self._own = import_function(config.sampler, "sampler")
 
     def sample(self, prompts: list[Prompt], group_size: int) -> tuple[Rollout, list[str]]:
         """Sample ``group_size`` completions of each prompt.
@@ -97,17 +98,52 @@ class Sampler:
         def complete(token_ids: list[list[int]]) -> list[Completion]:
             return self.engine.complete(token_ids, greedy=greedy)
 
-        completions = list(self._rollout(prompts, group_size, complete, self._tokenizer))
+        if self._own is None:
+            asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+            completions = complete(asked)
+        else:
+            try:
+                completions = list(self._own(prompts, group_size, complete, self._tokenizer))
+            except (FloatingPointError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # a user's function may raise anything
+                failure: Any = ValueError(f"sampler: raised {type(error).__name__}: {error}")
+                failure.__notes__ = ["".join(traceback.format_exception(error)).rstrip()]
+                raise failure from error
         if len(completions) != len(prompts) * group_size:
             raise ValueError(
                 f"sampler must return {group_size} completions for each of {len(prompts)} "
                 f"prompts, got {len(completions)}"
             )
+        if self._own is not None:
+            asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+            completions = [self._checked(*each) for each in zip(completions, asked, strict=True)]
         texts = [
             self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
             for one in completions
         ]
         return rollout_of(prompts, completions, self._model.device), texts
+
+    def _checked(self, one: Any, prompt: list[int]) -> Completion:
+        """What a function of the user's returned, as tensors of the right types."""
+        try:
+            ids, logprobs = torch.as_tensor(one.token_ids), torch.as_tensor(one.logprobs).float()
+            sampled = None if one.sampled is None else torch.as_tensor(one.sampled).bool()
+            ids, ended = ids.long(), bool(one.ended)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"sampler must return completions of tensors: {error}") from error
+        vocabulary = len(self._model.get_input_embeddings().weight)
+        context = context_of(self._model) or len(prompt) + len(ids)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(f"sampler must return ids from 0 to {vocabulary - 1}, got {ids}")
+        if (logprobs > 1e-3).any():
+            raise ValueError(f"sampler must return log-probabilities up to 0, got {logprobs}")
+        if len(prompt) + len(ids) > context:
+            raise ValueError(
+                f"sampler must return at most {context - len(prompt)} tokens for a prompt of "
+                f"{len(prompt)}, since the model's context is {context}, got {len(ids)}"
+            )
+        return Completion(ids, logprobs, ended, sampled)
 
 
 class TransformersEngine:
@@ -307,10 +343,3 @@ def generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
             model.set_attn_implementation(attention)
         for module, training in modes:
             module.training = training
-
-
-def _each_once(
-    prompts: list[Prompt], group_size: int, complete: Complete, tokenizer: Any
-) -> list[Completion]:
-    """Every prompt as it is, ``group_size`` times."""
-    return complete([prompt.token_ids for prompt in prompts for _ in range(group_size)])
