@@ -40,7 +40,7 @@ grpo ppo: {"seed": 2**31} -> seed must be below 2\*\*31, got 2147483648
 grpo ppo: {"out": "a\x1b[2J"} -> out must be a path of printable .*, got 'a\\x1b\[2J'
 grpo ppo: {"prompts": ()} -> prompts must be a task, two files, or a data set, got \(\)
 grpo ppo: {"rounding": "stochastic"} -> rounding must be .* got weights=float32, lora_rank=None
-grpo ppo: {"weights": "nf4"} -> weights must be float32 or bfloat16 without lora_rank, .* got nf4
+grpo ppo: {"weights": "nf4"} -> weights=nf4 must be used with lora_rank, with a model
 grpo ppo: {"offload_checkpoints": True} -> offload_checkpoints must be off without
 grpo: {"objective": "gropo"} -> .*objective.*gropo
 grpo: {"group_size": 1} -> group_size must be at least 2, got 1
