@@ -15,7 +15,7 @@ from fastrl.train.prompts import TASKS, Prompt, deal
 from fastrl.train.rollout import Completion, Rollout, rollout_of
 
 #: Steps for the small new model, and prompts per step, by the embedded task.
-_OF_TASK = {"arithmetic": (700, 40), "long_addition": (1600, 8)}
+_OF_TASK = {"arithmetic": (700, 64), "long_addition": (1600, 8)}
 _RATE = 3e-3
 
 
