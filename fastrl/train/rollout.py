@@ -67,20 +67,21 @@ def rollout_of(
                 f"and a mask for each, got {len(one.token_ids)} tokens, {len(one.logprobs)} "
                 f"log-probabilities, a mask of {len(sampled)} with {int(sampled.sum())} true"
             )
-        if not one.logprobs[sampled].isfinite().all():
-            raise FloatingPointError(
-                "the logits are not finite while sampling: the model's weights are damaged, or too "
-                "large for its precision"
-            )
         masks.append(sampled)
     mask = pad_sequence(masks, batch_first=True)
     logprobs = pad_sequence([one.logprobs.float() for one in completions], batch_first=True)
+    logprobs = logprobs.where(mask, 0.0)
+    if not logprobs.isfinite().all():
+        raise FloatingPointError(
+            "the logits are not finite while sampling: the model's weights are damaged, or too "
+            "large for its precision"
+        )
     return Rollout(
         prompts=[prompt.token_ids for prompt in prompts],
         prompt_of=torch.arange(len(prompts)).repeat_interleave(len(completions) // len(prompts)),
         token_ids=pad_sequence([one.token_ids for one in completions], batch_first=True).to(device),
         mask=mask.to(device),
-        logprobs=logprobs.where(mask, 0.0).to(device),
+        logprobs=logprobs.to(device),
         truncated=torch.tensor([not one.ended for one in completions], device=device),
     )
 
