@@ -317,7 +317,7 @@ def _step(case: Case) -> Any:
                         normalizer=denominator,
                     ).loss
                 )
-            if critic is None:  # as in the loops: that of ppo keeps the outputs
+            if critic is None:  # grpo.py does not hold on to the outputs, ppo.py does
                 del outputs
             loss.backward()
         apply(optimizer, config, 0)

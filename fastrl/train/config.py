@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from fastrl import Objective
 
-#: What may differ when a run is resumed: it changes no result, or not that of the steps done.
+#: Settings that may change on --resume: they do not alter what the finished steps computed.
 FREE = {
     *("out", "resume", "plan", "device", "track", "steps", "eval_every", "save_every"),
     *("save_minutes", "tokens_per_micro_batch", "tokens_per_generation", "gradient_checkpointing"),

@@ -213,7 +213,7 @@ def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=512,
-        initializer_range=0.05,  # with the usual 0.02 so narrow a model learns far slower
+        initializer_range=0.05,  # with 0.02 it learned less in as many steps
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

@@ -101,8 +101,8 @@ class Activations(NamedTuple):
 
     kept: float  # what the forward keeps of the layers
     states: float  # and of what follows them: the last norm, the last hidden states
-    forward: float  # how far the peak of the forward is above what it keeps
-    backward: float  # how far that of the backward is
+    forward: float  # peak of the forward, beyond what it keeps
+    backward: float  # peak of the backward, beyond what the forward keeps
 
 
 Settings = tuple[str, bool, int | None]  # precision, gradient_checkpointing, mlp_tile

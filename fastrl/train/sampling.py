@@ -98,8 +98,8 @@ class Sampler:
         def complete(token_ids: list[list[int]]) -> list[Completion]:
             return self.engine.complete(token_ids, greedy=greedy)
 
+        asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
         if self._own is None:
-            asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
             completions = complete(asked)
         else:
             try:
@@ -116,7 +116,6 @@ class Sampler:
                 f"prompts, got {len(completions)}"
             )
         if self._own is not None:
-            asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
             completions = [self._checked(*each) for each in zip(completions, asked, strict=True)]
         texts = [
             self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)

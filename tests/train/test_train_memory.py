@@ -20,7 +20,7 @@ CHECKPOINTED = {"gradient_checkpointing": True}
 
 
 def saving():
-    """The settings to try with each architecture; that of GPT-2 has no plain MLP."""
+    """The settings for each architecture. GPT-2 is not tiled: its MLP has no linear layers."""
     for kind in CONFIGS:
         yield kind, {**CHECKPOINTED, "tokens_per_micro_batch": 77}
         if kind != "gpt2":
