@@ -14,17 +14,11 @@ from fastrl.triton.runtime.registration import INTERPRETED
 # EPYC. MKL reads this when it first computes.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-#: Larger vocabularies and these tests take too long in the interpreter.
+#: What the fixture `backend` tests. The kernels of GPUs have a process each, which runs the files
+#: marked `kernels`: interpreted Triton (TRITON_INTERPRET=1), CUDA on the host (FASTRL_TESTED=cuda).
+TESTED = ["triton"] if INTERPRETED else os.environ.get("FASTRL_TESTED", "reference cpu").split()
+#: Larger vocabularies take too long in Triton's interpreter.
 MOST_INTERPRETED = 2_000
-LONG_INTERPRETED = (
-    "test_a_long_batch_is_as_exact_as_a_short_one",
-    "test_any_shape_layout_and_mask",
-    "test_many_groups",
-    "test_many_short_sequences",
-    "test_micro_batches_with_one_normalizer_add_up",
-    "test_two_runs_are_bit_equal",  # the interpreter has only one order
-    "test_values_at_masked_tokens_change_no_bit",
-)
 
 settings.register_profile(
     "fastrl",
@@ -56,16 +50,27 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["triton"] if INTERPRETED else ["reference", "cpu"])
-def backend(request):
-    """The backend under test; outside of CI, the compiled one may be missing.
+@pytest.fixture(scope="session")
+def cuda_on_host():
+    """The CUDA operators, built for the host and registered for CPU tensors."""
+    from tests.support.cuda_on_host import register
 
-    Triton is interpreted on the CPU in a separate process (`make test-interpreted`), since it reads
-    TRITON_INTERPRET at import.
-    """
+    operators = register()
+    yield
+    operators._destroy()
+
+
+@pytest.fixture(params=TESTED)
+def backend(request, monkeypatch):
+    """The backend under test; outside of CI, the compiled one may be missing."""
     need_extension(request.param)
     if request.param == "triton":
         interpret_small_blocks()
+    elif request.param == "cuda":
+        from tests.support.cuda_on_host import allow_on_a_cpu
+
+        request.getfixturevalue("cuda_on_host")
+        allow_on_a_cpu(monkeypatch.setitem, monkeypatch.setattr)
     return request.param
 
 
@@ -90,11 +95,24 @@ def need_extension(backend):
         pytest.skip(native.missing)
 
 
-def pytest_collection_modifyitems(items):
-    """Mark the tests of `make test-interpreted`: those of any backend that do not take too long."""
-    for item in items:
-        given = item.callspec.params if hasattr(item, "callspec") else {}
+def pytest_collection_modifyitems(config, items):
+    left_out = [item for item in items if not belongs_here(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def belongs_here(item):
+    """Whether a test tests what this process is for."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    backend = given.get("backend")
+    if any(backend in mark.args for mark in item.iter_markers("not_on")):
+        return False
+    if item.get_closest_marker("interpreted") or "triton" in TESTED:
         too_large = given.get("vocabulary", 0) > MOST_INTERPRETED
-        too_long = getattr(item, "originalname", "") in LONG_INTERPRETED
-        if given.get("backend") == "triton" and not (too_large or too_long):
-            item.add_marker("interpreted")
+        return INTERPRETED and not too_large and is_of_kernels(item, backend)
+    return TESTED != ["cuda"] or is_of_kernels(item, backend)
+
+
+def is_of_kernels(item, backend):
+    marked = item.get_closest_marker("kernels") is not None and backend in TESTED
+    return marked or item.get_closest_marker("interpreted") is not None
