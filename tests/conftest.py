@@ -19,6 +19,8 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 TESTED = ["triton"] if INTERPRETED else os.environ.get("FASTRL_TESTED", "reference cpu").split()
 #: Larger vocabularies take too long in Triton's interpreter.
 MOST_INTERPRETED = 2_000
+#: Seconds of a test of `make test`.
+LONGEST = 20
 
 settings.register_profile(
     "fastrl",
@@ -35,6 +37,17 @@ def pytest_configure(config):
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:  # processes side by side share the cores
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """In CI, fail what makes `make test` slow."""
+    report = yield
+    slow = item.get_closest_marker("slow") or "triton" in TESTED or "cuda" in TESTED
+    if os.environ.get("CI") and not slow and report.passed and call.duration > LONGEST:
+        report.outcome = "failed"
+        report.longrepr = f"{call.when} took {call.duration:.0f} s: make it faster or mark it slow"
+    return report
 
 
 @pytest.fixture(autouse=True)
