@@ -1,4 +1,4 @@
-"""Tensors that are not dense, as every tensor argument of every public function."""
+"""Tensors that are not dense or spread over ranks, as every tensor argument of every function."""
 
 import inspect
 import re
@@ -6,7 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from test_bad_input import refuses
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
@@ -32,7 +34,14 @@ NEEDS = {
     "group_ids": {"objective": Objective(aggregation="prompt-mean"), "aggregation": "prompt-mean"},
     "metrics": {"metrics": METRICS},
 }
+
+
+def on_one_rank(x):
+    return DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
+
+
 KINDS = {
+    "a DTensor": on_one_rank,
     "Tensor (torch.sparse_coo)": torch.Tensor.to_sparse,
     "Tensor (nested)": lambda x: torch.nested.nested_tensor([x]),
     "Tensor (torch.quint8)": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.quint8),
@@ -46,6 +55,8 @@ ARGUMENTS = [
     if re.search("Tensor|Parts|Normalizer|Lora", str(parameter.annotation))
 ]
 assert len(ARGUMENTS) >= 90
+HEAD = ("weight", "bias", "lora")  # may be DTensors, whole or split
+CASES = [(*row, k) for row in ARGUMENTS for k in KINDS if k != "a DTensor" or row[1] not in HEAD]
 
 
 def given(name, argument):
@@ -66,19 +77,30 @@ def given(name, argument):
     return result
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+@pytest.mark.parametrize(("name", "argument", "kind"), CASES)
 def test_a_tensor_that_is_not_dense(name, argument, kind):
     arguments, named = given(name, argument), argument
     if argument == "lora":
         arguments[argument], named = (KINDS[kind](zeros(2, 4)), zeros(5, 2), 1.0), "lora[0]"
     elif argument == "metrics":
-        changed = METRICS["kl"] if "sparse" in kind or "quint8" in kind else METRICS["kl"][None]
+        changed = (
+            METRICS["kl"]
+            if "sparse" in kind or "quint8" in kind or "DTensor" in kind
+            else METRICS["kl"][None]
+        )
         arguments[argument], named = {**METRICS, "kl": KINDS[kind](changed)}, "metrics['kl']"
     else:
         arguments[argument] = KINDS[kind](arguments[argument])
-    message = f"{named} must be a dense tensor, ... got {kind}"
+    wanted = "plain" if kind == "a DTensor" else "dense"
+    message = f"{named} must be a {wanted} tensor, ... got {kind}"
     refuses(lambda: FUNCTIONS[name](**arguments), TypeError, message)
 
 

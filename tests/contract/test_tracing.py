@@ -3,9 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastrl
@@ -208,58 +206,3 @@ def test_transforms_of_plain_torch_functions(name, transform):
     batch = batch_of(3)
     found = TRANSFORMS[transform](lambda x: PLAIN[name](x, batch), first_of(None, 3))
     assert all(part.isfinite().all() for part in (found if type(found) is tuple else (found,)))
-
-
-@pytest.fixture
-def mesh():
-    if not dist.is_gloo_available():
-        pytest.skip("torch without gloo")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_a_dtensor_is_refused_by_name(mesh):
-    batch = batch_of(3)
-    calls = {
-        **FORMS,
-        "gae": (None, lambda x, b: fastrl.gae(x, b["old"])),
-        "group_advantages": (None, lambda x, b: fastrl.group_advantages(x)),
-    }
-    for width, call in calls.values():
-        spread = DTensor.from_local(first_of(width, 3), mesh, [Replicate()])
-        with pytest.raises(TypeError, match=r"must be a plain tensor, got a DTensor: .*to_local"):
-            call(spread, batch)
-
-
-def test_every_other_tensor_is_refused_by_name_too(mesh):
-    def spread(x):
-        return DTensor.from_local(x, mesh, [Replicate()])
-
-    tokens, ids, mask = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
-    calls = {
-        "mask": lambda x: fastrl.policy_loss(tokens, tokens, x(mask)),
-        "advantages": lambda x: fastrl.policy_loss(tokens, x(tokens), mask),
-        "old_logprobs": lambda x: fastrl.policy_loss(tokens, tokens, mask, old_logprobs=x(tokens)),
-        "policy_weights": lambda x: fastrl.policy_loss(
-            tokens, tokens, mask, policy_weights=x(tokens)
-        ),
-        "entropy": lambda x: fastrl.policy_loss(tokens, tokens, mask, entropy=x(tokens)),
-        "normalizer": lambda x: fastrl.policy_loss(
-            tokens, tokens, mask, normalizer=x(torch.ones(()))
-        ),
-        "token_ids": lambda x: fastrl.token_logprobs(torch.zeros(2, 3, 4), x(ids)),
-        "temperature": lambda x: fastrl.token_logprobs(
-            torch.zeros(2, 3, 4), ids, temperature=x(torch.ones(2))
-        ),
-        "cu_seqlens": lambda x: fastrl.policy_loss(
-            tokens[0], tokens[0], mask[0], cu_seqlens=x(torch.tensor([0, 3]))
-        ),
-        "group_ids": lambda x: fastrl.group_advantages(tokens, group_ids=x(ids)),
-        "values": lambda x: fastrl.gae(tokens, x(tokens)),
-        "ref_logprobs": lambda x: fastrl.kl_divergence(tokens, x(tokens)),
-        "x": lambda x: fastrl.whiten(x(tokens), mask),
-    }
-    for name, call in calls.items():
-        with pytest.raises(TypeError, match=f"^{name} must be a plain tensor, got a DTensor"):
-            call(spread)
