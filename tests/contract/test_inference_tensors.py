@@ -7,118 +7,89 @@ import fastrl
 from fastrl import Objective
 
 with torch.inference_mode():
-    MASK = torch.tensor([[1, 1, 0], [0, 1, 1]])
     GIVEN = {
+        "mask": torch.tensor([[1, 1, 0], [0, 1, 1]]),
+        "valid": torch.tensor([[True, True, False], [False, True, True]]),
         "ids": torch.randint(11, (2, 3)),
         "advantages": torch.tensor([1.0, -0.5]),
         "old": torch.full((2, 3), -2.0),
         "weight": torch.randn(11, 4),
         "hidden": torch.randn(2, 3, 4),
         "bias": torch.randn(11),
-        "a": torch.randn(2, 4),
-        "b": torch.randn(11, 2),
+        "lora": (torch.randn(2, 4), torch.randn(11, 2), 0.5),
         "temperature": torch.rand(2, 3) + 0.5,
         "values": torch.randn(2, 3),
-        "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
+        "values6": torch.randn(6),
+        "mask6": torch.tensor([1, 1, 0, 0, 1, 1]),
+        "bounds": torch.tensor([0, 2, 6], dtype=torch.int32),
     }
-
 BOTH = Objective(kl_coef=0.1, entropy_coef=0.1)
-
-
-def linear_options(given, mask):
-    lora = (given["a"], given["b"], 0.5)
-    return {"bias": given["bias"], "lora": lora, "temperature": given["temperature"]}
-
-
-#: the shape of the trained tensor, and the call
+HEAD = {"bias": "bias", "lora": "lora", "temperature": "temperature"}
+#: A function, the shape of the trained tensor x, and the arguments by their names in GIVEN.
 CALLS = {
-    "value_loss": (
-        (2, 3),
-        lambda x, g, m, _: fastrl.value_loss(x, g["values"], m, old_values=g["old"], clip=0.2).loss,
-    ),
+    "value_loss": (fastrl.value_loss, (2, 3), "x values valid", {"old_values": "old", "clip": 0.2}),
     "value_loss, packed": (
+        fastrl.value_loss,
         (6,),
-        lambda x, g, m, _: (
-            fastrl.value_loss(
-                x,
-                g["values"].view(-1),
-                m.view(-1),
-                aggregation="seq-mean-token-mean",
-                cu_seqlens=g["cu_seqlens"],
-            ).loss
-        ),
+        "x values6 mask6",
+        {"aggregation": "seq-mean-token-mean", "cu_seqlens": "bounds"},
     ),
-    "masked_mean": ((2, 3), lambda x, g, m, _: fastrl.masked_mean(x, m)),
-    "kl_divergence": ((2, 3), lambda x, g, m, _: fastrl.kl_divergence(x, g["old"]).sum()),
+    "masked_mean": (fastrl.masked_mean, (2, 3), "x mask", {}),
+    "kl_divergence": (fastrl.kl_divergence, (2, 3), "x old", {}),
     "policy_loss": (
+        fastrl.policy_loss,
         (2, 3),
-        lambda x, g, m, backend: (
-            fastrl.policy_loss(
-                x,
-                g["advantages"],
-                m,
-                old_logprobs=g["old"],
-                ref_logprobs=g["old"],
-                entropy=g["values"],
-                objective=BOTH,
-                backend=backend,
-            ).loss
-        ),
+        "x advantages mask",
+        {"old_logprobs": "old", "ref_logprobs": "old", "entropy": "values", "objective": BOTH},
     ),
     "frozen head, scored": (
+        fastrl.linear_token_logprobs,
         (2, 3, 4),
-        lambda x, g, m, backend: fastrl.linear_token_logprobs(
-            x, g["weight"], g["ids"], mask=m, **linear_options(g, m), backend=backend
-        ).sum(),
+        "x weight ids",
+        {"mask": "mask", **HEAD},
     ),
     "frozen head, loss": (
+        fastrl.linear_policy_loss,
         (2, 3, 4),
-        lambda x, g, m, backend: (
-            fastrl.linear_policy_loss(
-                x,
-                g["weight"],
-                g["ids"],
-                g["advantages"],
-                m,
-                ref_logprobs=g["old"],
-                objective=BOTH,
-                **linear_options(g, m),
-                backend=backend,
-            ).loss
-        ),
+        "x weight ids advantages valid",
+        {"ref_logprobs": "old", "objective": BOTH, **HEAD},
     ),
     "frozen backbone, scored": (
+        fastrl.linear_token_logprobs,
         (11, 4),
-        lambda x, g, m, backend: fastrl.linear_token_logprobs(
-            g["hidden"], x, g["ids"], mask=m, backend=backend
-        ).sum(),
+        "hidden x ids",
+        {"mask": "valid"},
     ),
     "frozen backbone, loss": (
+        fastrl.linear_policy_loss,
         (11, 4),
-        lambda x, g, m, backend: (
-            fastrl.linear_policy_loss(
-                g["hidden"], x, g["ids"], g["advantages"], m, objective="gspo", backend=backend
-            ).loss
-        ),
+        "hidden x ids advantages mask",
+        {"objective": "gspo"},
     ),
 }
+PLAIN = (fastrl.value_loss, fastrl.masked_mean, fastrl.kl_divergence)  # no backends
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64])
 @pytest.mark.parametrize("name", CALLS)
-def test_they_are_constants_like_any_others(backend, name, mask_dtype):
-    shape, call = CALLS[name]
+def test_they_are_constants_like_any_others(backend, name):
+    function, shape, names, options = CALLS[name]
     x = torch.randn(shape)
-    with torch.inference_mode():
-        mask = MASK.to(mask_dtype)
-    assert mask.is_inference()
-    plain = {key: value.clone() for key, value in GIVEN.items()}
+    cloned = {key: value if type(value) is tuple else value.clone() for key, value in GIVEN.items()}
+    cloned["lora"] = (*(part.clone() for part in GIVEN["lora"][:2]), 0.5)
     outcomes = []
-    for given, valid in ((GIVEN, mask), (plain, mask.clone())):
+    for given in (GIVEN, cloned):
         leaf = x.clone().requires_grad_()
-        result = call(leaf, given, valid, backend)
-        result.backward()
-        outcomes.append((result.detach(), leaf.grad))
+        arguments = [{**given, "x": leaf}[key] for key in names.split()]
+        named = {
+            key: given.get(value, value) if type(value) is str else value
+            for key, value in options.items()
+        }
+        result = function(
+            *arguments, **named, **({} if function in PLAIN else {"backend": backend})
+        )
+        total = getattr(result, "loss", result).sum()
+        total.backward()
+        outcomes.append((total.detach(), leaf.grad))
     for found, wanted in zip(*outcomes, strict=True):
         assert torch.equal(found, wanted)
 
@@ -140,13 +111,11 @@ def test_an_upstream_gradient(backend, compact):
     hidden = torch.randn(3, 4, requires_grad=True)
     weight, ids = torch.randn(11, 4), torch.tensor([1, 2, 3])
     grads = []
-    for make in (torch.ones, lambda size: torch.inference_mode()(torch.ones)(size)):
-        upstream = make(3)
+    for make in (torch.ones, torch.inference_mode()(torch.ones)):
         logprobs = fastrl.linear_token_logprobs(
             hidden, weight, ids, compact=compact, backend=backend
         )
-        grads.append(torch.autograd.grad(logprobs, hidden, upstream)[0])
-    assert upstream.is_inference()
+        grads.append(torch.autograd.grad(logprobs, hidden, make(3))[0])
     assert torch.equal(*grads)
 
 
@@ -154,8 +123,7 @@ def test_a_frozen_head_is_kept_and_not_copied():
     with torch.inference_mode():
         weight = torch.randn(11, 4)
     hidden = torch.randn(3, 4, requires_grad=True)
-    logprobs = fastrl.linear_token_logprobs(hidden, weight, torch.tensor([1, 2, 3]))
-    node = logprobs.grad_fn
+    node = fastrl.linear_token_logprobs(hidden, weight, torch.tensor([1, 2, 3])).grad_fn
     while not hasattr(node, "inference_tensors"):
         node = node.next_functions[0][0]
     (kept,) = (x for x in node.inference_tensors if x is not None)
