@@ -8,7 +8,7 @@ import torch
 import fastrl
 from fastrl import Objective
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 ONE = torch.ones(1, 1)
 

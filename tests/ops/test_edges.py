@@ -10,6 +10,8 @@ import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS
 
+pytestmark = pytest.mark.kernels
+
 ONE, PAIR = torch.ones(1), torch.ones(1, 2)
 PRESETS = ["dapo", "gspo", "gmpo", "cispo", "sapo", "reinforce"]
 

@@ -14,7 +14,7 @@ import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 INF = math.inf
 MASK = torch.ones(1, 3)

@@ -10,7 +10,7 @@ import fastrl
 from fastrl import Objective
 from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS, SURROGATES
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 DISTANCES = (-200.0, -80.0, -20.0, -0.25, 0.0, 0.25, 20.0, 80.0, 200.0)
 ADVANTAGES = (-2.0, 0.0, 2.0)

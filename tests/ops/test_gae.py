@@ -24,7 +24,7 @@ from tests.support.inputs import (
     shapes,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 nan = math.nan
 

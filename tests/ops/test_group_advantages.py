@@ -12,7 +12,7 @@ import fastrl
 from tests.support.closeness import assert_within_budget
 from tests.support.inputs import FLOAT_DTYPES, dtypes, seeds
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 BASELINES = ("mean", "leave_one_out", "none")
 SCALES = ("group", "batch", "none")

@@ -5,6 +5,8 @@ import torch
 
 import fastrl
 
+pytestmark = [pytest.mark.kernels, pytest.mark.not_on("triton")]
+
 V = 300
 
 

@@ -11,6 +11,8 @@ import fastrl
 from fastrl import Objective, RolloutCorrection
 from tests.support.inputs import backend_for
 
+pytestmark = pytest.mark.kernels
+
 B, T = 3, 4
 KL = Objective(kl_coef=0.1, entropy_coef=0.02)
 OBJECTIVES = {

@@ -10,7 +10,11 @@ from fastrl import Objective, RolloutCorrection
 from tests.support.inputs import LENGTHS, policy_inputs
 from tests.support.policy_loss_cases import assert_exact, needed, pack, run
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.not_on("triton"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 CORRECTIONS = [
     RolloutCorrection(kind=kind, level=level, low=0.7, high=1.3)

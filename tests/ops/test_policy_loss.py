@@ -29,7 +29,7 @@ from tests.support.inputs import (
 )
 from tests.support.policy_loss_cases import assert_exact, pack, run
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 DTYPES = (torch.float64, *FLOAT_DTYPES)
 METRICS = (

@@ -20,7 +20,11 @@ from tests.support.inputs import (
 )
 from tests.support.policy_loss_cases import needed, pack, run
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.not_on("triton"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 EVERYTHING = {
     "kl_coef": 0.1,

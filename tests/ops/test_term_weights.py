@@ -10,7 +10,11 @@ from fastrl import Objective, RolloutCorrection
 from tests.support.inputs import POISONS, policy_inputs
 from tests.support.policy_loss_cases import assert_exact, needed, pack, run
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.not_on("triton"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 EVERYTHING = Objective(
     kl_coef=0.2,

@@ -8,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastrl
 
+pytestmark = pytest.mark.kernels
+
 VOCABULARIES = (1, 2, 129, 32001, 50257, 151936)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1")
