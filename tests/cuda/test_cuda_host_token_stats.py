@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.ops.closeness import assert_within_budget
 from tests.support import cuda_vocabulary as kernels
-from tests.support.closeness import assert_within_budget
 from tests.support.cuda_rows import CASES, assert_gradient, exact, gradient, make_rows
 
 

@@ -8,7 +8,7 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, CONVENTIONS
-from tests.support.trainer_formulas import Batch, group_norm, openrlhf, trl, verl
+from tests.ops.trainer_formulas import Batch, group_norm, openrlhf, trl, verl
 
 B, T = 6, 7
 CLIP = {"clip_low": 0.05, "clip_high": 0.08}  # close enough that some sequences stay inside

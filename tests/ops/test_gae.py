@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import (
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import (
     FLOAT_DTYPES,
     MASKS,
     cu_seqlens,

@@ -6,7 +6,7 @@ import torch
 import fastrl
 from fastrl import Objective
 from fastrl.contract import AGGREGATIONS
-from tests.support.inputs import MASKS, cu_seqlens, make_mask, packed
+from tests.ops.inputs import MASKS, cu_seqlens, make_mask, packed
 
 COUNTED = [name for name in AGGREGATIONS if name != "token-sum"]
 ones = torch.ones

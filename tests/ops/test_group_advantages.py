@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import FLOAT_DTYPES, dtypes, seeds
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import FLOAT_DTYPES, dtypes, seeds
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 

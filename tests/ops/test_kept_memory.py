@@ -8,7 +8,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from tests.support.inputs import backend_for
+from tests.ops.inputs import backend_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 B, T = 20, 500

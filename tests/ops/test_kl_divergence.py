@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import FLOAT_DTYPES, make_logprobs
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import FLOAT_DTYPES, make_logprobs
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 differences = st.floats(-90, 90, width=32)

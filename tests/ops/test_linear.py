@@ -7,7 +7,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection, native
-from tests.support.inputs import backend_for
+from tests.ops.inputs import backend_for
 
 B, T, H, V, R = 4, 25, 24, 311, 3
 CHUNKS = (1, 7, 64, None)

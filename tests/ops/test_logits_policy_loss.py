@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from tests.support.inputs import backend_for
+from tests.ops.inputs import backend_for
 
 pytestmark = pytest.mark.kernels
 

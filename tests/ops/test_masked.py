@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 
 import fastrl
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import (
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import (
     FLOAT_DTYPES,
     MASKS,
     POISONS,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import fastrl
 from fastrl import Objective
 from fastrl.library import METRICS
-from tests.support.inputs import policy_inputs
-from tests.support.policy_loss_cases import run
+from tests.ops.inputs import policy_inputs
+from tests.ops.policy_loss_cases import run
 
 OBJECTIVE = Objective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.1)
 USE = ("old_logprobs", "ref_logprobs", "entropy")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fastrl import Objective, RolloutCorrection
-from tests.support.inputs import LENGTHS, policy_inputs
-from tests.support.policy_loss_cases import assert_exact, needed, pack, run
+from tests.ops.inputs import LENGTHS, policy_inputs
+from tests.ops.policy_loss_cases import assert_exact, needed, pack, run
 
 pytestmark = [
     pytest.mark.kernels,

@@ -8,7 +8,7 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import PRESETS
-from tests.support.inputs import cu_seqlens
+from tests.ops.inputs import cu_seqlens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -12,8 +12,8 @@ from hypothesis import given
 
 import fastrl
 from fastrl.objective.presets import PRESETS
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import (
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import (
     FLOAT_DTYPES,
     LENGTHS,
     MASKS,
@@ -27,7 +27,7 @@ from tests.support.inputs import (
     policy_inputs,
     seeds,
 )
-from tests.support.policy_loss_cases import assert_exact, pack, run
+from tests.ops.policy_loss_cases import assert_exact, pack, run
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 import fastrl
 from fastrl import Objective
 from fastrl.objective.presets import PRESETS
-from tests.support.inputs import make_logprobs, policy_inputs
-from tests.support.policy_loss_cases import needed, run
+from tests.ops.inputs import make_logprobs, policy_inputs
+from tests.ops.policy_loss_cases import needed, run
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -10,7 +10,7 @@ import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.contract import AGGREGATIONS
 from fastrl.objective.presets import PRESETS
-from tests.support.inputs import (
+from tests.ops.inputs import (
     POISONS,
     cu_seqlens,
     filled_shapes,
@@ -18,7 +18,7 @@ from tests.support.inputs import (
     policy_inputs,
     seeds,
 )
-from tests.support.policy_loss_cases import needed, pack, run
+from tests.ops.policy_loss_cases import needed, pack, run
 
 pytestmark = [
     pytest.mark.kernels,

@@ -8,8 +8,8 @@ import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from tests.support.inputs import cu_seqlens, packed, policy_inputs
-from tests.support.policy_loss_cases import assert_exact, run
+from tests.ops.inputs import cu_seqlens, packed, policy_inputs
+from tests.ops.policy_loss_cases import assert_exact, run
 
 KINDS = ("truncate", "mask")
 LEVELS = ("token", "sequence", "geometric")

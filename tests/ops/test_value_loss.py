@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import fastrl
 from fastrl.contract import AGGREGATIONS
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import (
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import (
     FLOAT_DTYPES,
     MASKS,
     POISONS,

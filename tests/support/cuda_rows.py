@@ -3,8 +3,8 @@
 import torch
 
 from fastrl import TokenStats, reference
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import make_logits
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import make_logits
 
 # (vocabulary, elements beside each row): rows of one split and of many, aligned and not
 _SHAPES = ((1, 0), (37, 2), (1000, 0), (1003, 1), (5001, 0))

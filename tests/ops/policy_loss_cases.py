@@ -3,8 +3,8 @@
 import torch
 
 import fastrl
-from tests.support.closeness import assert_within_budget
-from tests.support.inputs import cu_seqlens, packed
+from tests.ops.closeness import assert_within_budget
+from tests.ops.inputs import cu_seqlens, packed
 from tests.support.policy_loss_truth import exact_policy_loss
 
 PER_TOKEN = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy", "mask")
