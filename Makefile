@@ -138,20 +138,20 @@ targets: $(VENV)/.installed-triton
 	$(PY) bench/targets.py $(ARGS)
 
 # On a machine with a GPU, which may have no network: GPU_PYTHON is used as it is. It needs a CUDA build
-# of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. tests/gpu/pieces.py lists the
-# pieces and their steps, which `python -m tests.gpu.pieces STEP` runs alone.
+# of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. tests/gpu/device/pieces.py lists the
+# pieces and their steps, which `python -m tests.gpu.device.pieces STEP` runs alone.
 GPU_PYTHON ?= $(PYTHON)
 RESUME ?=
 GPU_RUN := env PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m
 
 gpu:
-	@$(GPU_RUN) tests.gpu.pieces --help
+	@$(GPU_RUN) tests.gpu.device.pieces --help
 
 gpu-build:
-	$(GPU_RUN) tests.gpu.build 2>&1
+	$(GPU_RUN) tests.gpu.device.build 2>&1
 
 gpu-first gpu-second gpu-third:
-	$(GPU_RUN) tests.gpu.pieces $(@:gpu-%=%) $(if $(RESUME),--resume) $(ARGS)
+	$(GPU_RUN) tests.gpu.device.pieces $(@:gpu-%=%) $(if $(RESUME),--resume) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastrl/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

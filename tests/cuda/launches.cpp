@@ -5,7 +5,7 @@
 //   launches large TIMES   three that the benchmarks lead with, 8,192 rows; their mean time
 //   launches clusters      the largest clusters that the device grants the one-pass kernel
 //
-// tests/gpu/build.py links it with the kernels as they were compiled for the extension.
+// tests/gpu/device/build.py links it with the kernels as they were compiled for the extension.
 #include "launch_tensors.h"
 
 namespace fastrl::cuda {

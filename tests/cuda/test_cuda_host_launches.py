@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.gpu.build import ROOT, SOURCE, path_with_tools
+from tests.gpu.device.build import ROOT, SOURCE, path_with_tools
 from tests.support.cuda_host import assert_program_passes
 
 NVCC = shutil.which("nvcc", path=path_with_tools())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu import linear_workloads as workloads
+from tests.gpu.device import linear_workloads as workloads
 from tests.support.cuda_on_host import backend, registered  # noqa: F401
 from tests.triton.test_triton_linear import *  # noqa: F403
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import build, pieces
-from tests.gpu.results import NAME, read, summary
+from tests.gpu.device import build, pieces
+from tests.gpu.device.results import NAME, read, summary
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
 import os, time
 import pytest, torch
-from tests.gpu.conftest import fixed_seed
+from tests.gpu.device.conftest import fixed_seed
 
 @pytest.mark.parametrize("i", range(3))
 def test_good(i): pass
@@ -87,7 +87,14 @@ def run(tmp_path, torch_of):
             variables["PYTEST_PLUGINS"] = "xdist.plugin"
         file = tmp_path / "test_some.py"
         file.write_text(text)
-        command = [sys.executable, "-m", "tests.gpu.run", "--without-gpu", "--out", str(tmp_path)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.device.run",
+            "--without-gpu",
+            "--out",
+            str(tmp_path),
+        ]
         command += ["--jobs", str(jobs), *options, str(file)]
         return subprocess.Popen(
             command, cwd=ROOT, env={**torch_of(has_gpu=True), **variables}, text=True,
@@ -243,11 +250,11 @@ def packed(tmp_path):
 
 
 EXPECTED = {
-    "first": ["python -m tests.gpu.build", "nvidia-smi", "python -m fastrl doctor", "nvcc",
-              "launches clusters", "launches large", "python -m tests.gpu.run"],
-    "second": ["python -m tests.gpu.build", "ncu --clock-control none", "ncu --import",
+    "first": ["python -m tests.gpu.device.build", "nvidia-smi", "python -m fastrl doctor", "nvcc",
+              "launches clusters", "launches large", "python -m tests.gpu.device.run"],
+    "second": ["python -m tests.gpu.device.build", "ncu --clock-control none", "ncu --import",
                "python bench/gpu.py", "python bench/gpu.py"],
-    "third": ["python -m tests.gpu.build", "python -m tests.gpu.run", "python bench/gpu.py",
+    "third": ["python -m tests.gpu.device.build", "python -m tests.gpu.device.run", "python bench/gpu.py",
               *(f"compute-sanitizer --tool {tool}" for tool in
                 ("memcheck", "synccheck", "racecheck")), "python bench/gpu_tuning.py"],
 }  # fmt: skip

@@ -227,7 +227,7 @@ def test_all_is_sorted_and_complete():
         "pytest -q -p no:cacheprovider --collect-only --doctest-modules tests/support tests/fuzz "
         "tests/repo/test_layout.py",
         "tests.fuzz --help",
-        "tests.gpu.run --help",
+        "tests.gpu.device.run --help",
     ],
 )
 def test_an_installed_package_named_tests_is_not_found_first(command, tmp_path):

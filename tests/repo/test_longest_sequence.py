@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.trl_runs import needed
+from tests.integrations.packages import needed
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fastrl
 from tests.support.gloo_ranks import on_ranks
-from tests.support.trl_runs import needed
+from tests.integrations.packages import needed
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "many-devices.md").read_text()
@@ -25,7 +25,7 @@ SCRIPTS = {
 #: How a test starts the page's script for TRL: as it is, but FSDP2 on a CPU.
 STARTED = """
 import sys
-from tests.support.trl_rank_runs import choose_cpu
+from tests.integrations.huggingface.rank_runs import choose_cpu
 
 choose_cpu(sys.argv[1])
 """

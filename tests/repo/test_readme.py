@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastrl
-from tests.support.trl_runs import needed
+from tests.integrations.packages import needed
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fastrl
-from tests.support.trl_runs import VOCABULARY, make_model, make_trainer, needed, save_model
+from tests.integrations.huggingface.runs import VOCABULARY, make_model, make_trainer, save_model
+from tests.integrations.packages import needed
 
 transformers = needed("transformers")
 from fastrl.integrations.transformers import (  # noqa: E402

@@ -9,7 +9,7 @@ from test_replace_the_loss import blocks
 
 from fastrl.integrations import liger, nemo_rl, openrlhf, torchrl, verl
 from tests.support import nemo_rl_formulas, verl_formulas
-from tests.support.importable import importable, without_modules
+from tests.integrations.packages import importable, without_modules
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 import torch.distributed
 
 import fastrl
-from tests.gpu.graph_workloads import CALLS, WAYS
-from tests.gpu.linear_workloads import (
+from tests.gpu.device.graph_workloads import CALLS, WAYS
+from tests.gpu.device.linear_workloads import (
     HEADS,
     OBJECTIVE,
     PRECISIONS,
@@ -17,9 +17,9 @@ from tests.gpu.linear_workloads import (
     linear_work,
     run_compiled,
 )
-from tests.gpu.sharded_head import assert_sharded_equals_whole
-from tests.gpu.split_head import assert_parts_equal_whole
-from tests.gpu.workloads import assert_equals_the_reference, of_logits, of_tokens
+from tests.gpu.device.sharded_head import assert_sharded_equals_whole
+from tests.gpu.device.split_head import assert_parts_equal_whole
+from tests.gpu.device.workloads import assert_equals_the_reference, of_logits, of_tokens
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

@@ -1,0 +1,367 @@
+"""Calls of the linear forms on any device, with float64 results and derived error budgets.
+
+What a call is compared with: float64, on the operands as the GEMMs multiply them. On a GPU autocast
+casts hidden states and weight to its dtype; on a CPU it has no effect.
+
+Budgets. eps = 2^-23 is float32's, u = 2^-8 the relative error of rounding to bfloat16.
+
+- Products of 16-bit operands are exact and summed in float32, so a logit is off by at most
+  d = eps sqrt(H) |h| |w|, with the norms of the two vectors: roundings of H partial sums, each no
+  larger than |h| |w|, that add up like random signs.
+- A log-probability, the difference of a logit and a log-sum-exp, is off by 2 d, and by what the
+  row kernels are allowed: 1e-5, and 2e-7 of its size. An entropy H by 2 d H + 1e-5 (1 + H).
+- dL/dlogits = s (onehot - p) - e p (log p + H), with s = dL/dlogprob, e = dL/dentropy. Its error
+  in float32 is k = 3 (2 d + 1e-5) of the sum of the terms' sizes: p, s and H each have one such
+  error. With 16-bit operands it is then rounded to bfloat16, u of its size.
+- A gradient is a GEMM of dL/dlogits and an operand x: it is off by the product of the absolute
+  values, |error of dL/dlogits| |x|, by eps sqrt(terms) |dL/dlogits| |x| for its sums, by
+  u |dL/dlogits| |x| where float16 operands are multiplied as bfloat16 (or LoRA's hidden A^T), and
+  by one rounding of the result to its dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl import Objective
+
+OBJECTIVE = Objective.preset("grpo", kl_coef=0.05, entropy_coef=0.01)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EPS, U = 2.0**-23, 2.0**-8
+LORA_SCALE = 2.0
+
+
+class Precision(NamedTuple):
+    """Dtypes of hidden states and weight, and of autocast."""
+
+    hidden: torch.dtype
+    weight: torch.dtype
+    autocast: torch.dtype | None = None
+
+    def operand(self, device: torch.device) -> torch.dtype:
+        """Return the dtype in which the GEMMs multiply."""
+        if self.autocast is not None and device.type == "cuda":
+            return self.autocast
+        return self.hidden if self.hidden == self.weight else FP32
+
+
+PRECISIONS = {
+    "bf16": Precision(BF16, BF16),
+    "fp16": Precision(FP16, FP16),
+    "fp32": Precision(FP32, FP32),
+    "bf16 states, fp32 weights": Precision(BF16, FP32),
+    "fp32 under bf16": Precision(FP32, FP32, BF16),
+    "fp32 weights under bf16": Precision(BF16, FP32, BF16),
+    "fp32 under fp16": Precision(FP32, FP32, FP16),
+    "fp32 weights under fp16": Precision(FP16, FP32, FP16),
+}
+
+
+class LinearWork(NamedTuple):
+    """One call: parameters that are leaves, what comes with the tokens, and options."""
+
+    name: str
+    precision: Precision
+    parameters: dict[str, Tensor]  # hidden, weight, and bias, lora_a, lora_b if there are any
+    tokens: dict[str, Tensor]
+    options: dict[str, object]
+    frozen: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters["hidden"].device
+
+    def on(self, device: str) -> LinearWork:
+        """Return the same call on a device."""
+
+        def moved(tensors):
+            return {name: x.to(device) for name, x in tensors.items()}
+
+        return self._replace(parameters=moved(self.parameters), tokens=moved(self.tokens))
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return new leaves with the same values and strides."""
+        return {
+            name: x.detach().requires_grad_(not self.frozen or name == "hidden")
+            for name, x in self.parameters.items()
+        }
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        dtype = self.precision.autocast
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype)
+
+
+def linear_work(
+    precision: Precision,
+    shape: tuple[int, int, int, int],
+    *,
+    bias: bool = False,
+    lora: bool = False,
+    transposed: bool = False,
+    frozen: bool = False,
+    chunks: int = 0,
+    **options: object,
+) -> LinearWork:
+    """Return a call on random values; NaN in the hidden states of masked rows."""
+    B, T, H, V = shape
+    parameters = {
+        "hidden": torch.randn(B, T, H).to(precision.hidden),
+        "weight": (torch.randn(V, H) * (3 / H**0.5)).to(precision.weight),
+    }
+    if transposed:
+        parameters["weight"] = parameters["weight"].t().contiguous().t()
+    if bias:
+        parameters["bias"] = torch.randn(V).to(BF16).to(precision.weight)
+    if lora:  # values that bfloat16 holds, so that a cast of them changes nothing
+        parameters["lora_a"] = (torch.randn(3, H) / H**0.5).to(BF16).to(precision.weight)
+        parameters["lora_b"] = torch.randn(V, 3).to(BF16).to(precision.weight)
+    mask = torch.rand(B, T) < 0.8
+    mask[0, 0] = True
+    ids = torch.randint(V, (B, T))
+    tokens = {"token_ids": ids, "advantages": torch.randn(B), "mask": mask}
+    work = LinearWork("", precision, parameters, tokens, options, frozen)
+    logprobs = _logits(work, FP32, masked=False).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    # no ratio near a clip, where the slope would depend on the last bit
+    steps = torch.tensor([-0.5, -0.1, 0.1, 0.4])[torch.randint(4, (B, T))]
+    tokens["old_logprobs"] = (logprobs - steps).float()
+    tokens["ref_logprobs"] = (logprobs + 0.2 * torch.randn(B, T)).float()
+    parameters["hidden"][~mask] = torch.nan
+    if chunks:
+        options["chunk_tokens"] = max(1, int(mask.sum()) // chunks)
+    return work
+
+
+def policy_loss(work: LinearWork, leaves: dict[str, Tensor], backend: str, **options: object):
+    """Call `linear_policy_loss`."""
+    with work.autocast():
+        return loss_of(leaves, work.tokens, {**work.options, **options}, backend)
+
+
+def loss_of(
+    leaves: dict[str, Tensor], tokens: dict[str, Tensor], options: dict[str, object], backend: str
+):
+    """Call `linear_policy_loss`, in a form that torch.compile takes."""
+    given = dict(tokens)
+    return fastrl.linear_policy_loss(
+        *_operands(leaves), given.pop("token_ids"), given.pop("advantages"), given.pop("mask"),
+        **_head(leaves), **given, objective=OBJECTIVE, backend=backend, **options,
+    )  # fmt: skip
+
+
+def token_stats(work: LinearWork, leaves: dict[str, Tensor], backend: str, **options: object):
+    """Call `linear_token_stats`."""
+    with work.autocast():
+        return fastrl.linear_token_stats(
+            *_operands(leaves), work.tokens["token_ids"], mask=work.tokens["mask"],
+            **_head(leaves), backend=backend, **{**work.options, **options},
+        )  # fmt: skip
+
+
+def _operands(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return leaves["hidden"], leaves["weight"]
+
+
+def _head(leaves: dict[str, Tensor]) -> dict[str, object]:
+    lora = (leaves["lora_a"], leaves["lora_b"], LORA_SCALE) if "lora_a" in leaves else None
+    return {"bias": leaves.get("bias"), "lora": lora}
+
+
+def gradients(scalar: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of all leaves that need one."""
+    needed = {name: x for name, x in leaves.items() if x.requires_grad}
+    found = torch.autograd.grad(scalar, list(needed.values()))
+    return dict(zip(needed, found, strict=True))
+
+
+def _logits(work: LinearWork, operand: torch.dtype, *, masked: bool = True) -> Tensor:
+    """Return the logits `[B, T, V]` in float64 on operands of a dtype; 0 at masked rows."""
+    p = {name: x.double() for name, x in work.parameters.items()}
+    hidden, weight = (work.parameters[name].to(operand).double() for name in ("hidden", "weight"))
+    if masked:
+        hidden = hidden.masked_fill(~work.tokens["mask"][..., None], 0.0)
+    logits = hidden @ weight.t()
+    if "lora_a" in p:
+        logits = logits + LORA_SCALE * (hidden @ p["lora_a"].t()) @ p["lora_b"].t()
+    return logits + p["bias"] if "bias" in p else logits
+
+
+class Exact:
+    """A call in float64, and how far off its float32 computation may be."""
+
+    def __init__(self, work: LinearWork, device: torch.device | None = None) -> None:
+        """`device`: compute as this one would; by default, as the device of the tensors does."""
+        self.work = work
+        operand = work.precision.operand(device or work.device)
+        self.narrow, self.of_float16 = operand.itemsize == 2, operand == FP16
+        self.mask = work.tokens["mask"].reshape(-1)
+        self.gain = 1.0 / float(work.options.get("temperature", 1.0))  # type: ignore[arg-type]
+        logits = _logits(work, operand).flatten(0, 1) * self.gain
+        self.logp = logits.log_softmax(-1)
+        self.p = self.logp.exp()
+        self.ids = work.tokens["token_ids"].reshape(-1, 1)
+        zero = torch.zeros((), dtype=torch.float64, device=work.device)
+        self.logprobs = torch.where(self.mask, self.logp.gather(-1, self.ids)[:, 0], zero)
+        entropy = -(self.p * self.logp).sum(-1)
+        self.entropy = torch.where(self.mask, entropy, zero)
+        hidden, weight = (work.parameters[n].to(operand).double() for n in ("hidden", "weight"))
+        self.hidden = hidden.flatten(0, 1).masked_fill(~self.mask[:, None], 0.0)
+        self.weight = weight
+        length = self.weight.norm(dim=-1).max()
+        if "lora_a" in work.parameters:
+            a, b = (work.parameters[name].double() for name in ("lora_a", "lora_b"))
+            length = length + LORA_SCALE * a.norm() * b.norm(dim=-1).max()
+        if "bias" in work.parameters:  # one more term of the sum
+            length = length + work.parameters["bias"].double().abs().max()
+        self.d = self.gain * EPS * weight.shape[1] ** 0.5 * self.hidden.norm(dim=-1) * length
+        self.logprob_budget = 2 * self.d + 1e-5 + 2e-7 * self.logprobs.abs()
+        self.entropy_budget = 2 * self.d * self.entropy + 1e-5 * (1 + self.entropy)
+
+    def gradients(self, s: Tensor, e: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return gradient and budget of each leaf, for dL/dlogprobs and dL/dentropy `[N]`."""
+        parameters, scale = self.work.parameters, LORA_SCALE
+        s, e = s[:, None] * self.gain, e[:, None] * self.gain
+        taken = torch.zeros_like(self.p).scatter_(-1, self.ids, 1.0)
+        entropy = self.entropy[:, None]
+        g = s * (taken - self.p) - e * self.p * (self.logp + entropy)
+        terms = s.abs() * (taken + self.p) + e.abs() * self.p * (self.logp.abs() + entropy + 1)
+        off = 3 * (2 * self.d[:, None] + 1e-5) * terms
+        off = off + U * self.narrow * (g.abs() + off)
+        operand = U * self.of_float16
+
+        def product(left, left_off, right, right_off, terms):
+            sums = left.abs().t() @ right.abs()
+            budget = left_off.t() @ right.abs() + left.abs().t() @ right_off
+            return left.t() @ right, budget + (EPS * terms**0.5 + operand) * sums
+
+        N, V = g.shape
+        H = self.hidden.shape[1]
+        zero_h, zero_w = torch.zeros_like(self.hidden), torch.zeros_like(self.weight)
+        found = {
+            "weight": product(g, off, self.hidden, zero_h, N),
+            "hidden": product(g.t(), off.t(), self.weight, zero_w, V),
+        }
+        if "bias" in parameters:
+            found["bias"] = (g.sum(0), (off + EPS * N**0.5 * g.abs()).sum(0))
+        if "lora_a" in parameters:
+            a, b = (parameters[name].double() for name in ("lora_a", "lora_b"))
+            low, low_off = product(self.hidden.t(), zero_h.t(), a.t(), torch.zeros_like(a.t()), H)
+            low_off = low_off + U * self.narrow * low.abs()
+            found["lora_b"] = product(g, off, scale * low, scale * low_off, N)
+            back, back_off = product(g.t(), off.t(), scale * b, torch.zeros_like(b), V)
+            found["lora_a"] = product(back, back_off, self.hidden, zero_h, N)
+            more = product(back.t(), back_off.t(), a, torch.zeros_like(a), a.shape[0])
+            found["hidden"] = tuple(map(torch.add, found["hidden"], more))
+        return {
+            name: (value.view_as(parameters[name]), budget.view_as(parameters[name]))
+            for name, (value, budget) in found.items()
+        }
+
+    def loss(self) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor]:
+        """Return loss, its budget, metrics, and its slopes along logprobs and entropy `[N]`."""
+        shape = self.work.tokens["mask"].shape
+        logprobs, entropy = (
+            x.view(shape).detach().requires_grad_() for x in (self.logprobs, self.entropy)
+        )
+        tokens = {
+            name: x.double() if x.is_floating_point() else x
+            for name, x in self.work.tokens.items()
+            if name != "token_ids"
+        }
+        result = fastrl.policy_loss(
+            logprobs, **tokens, entropy=entropy, objective=OBJECTIVE, backend="reference"
+        )
+        slopes = torch.autograd.grad(result.loss, (logprobs, entropy))
+        s, e = (slope.flatten() for slope in slopes)
+        budget = (s.abs() * self.logprob_budget + e.abs() * self.entropy_budget).sum()
+        return result.loss.detach(), budget + 2e-6, result.metrics, s, e
+
+
+def excess(found: Tensor, exact: Tensor, budget: Tensor) -> float:
+    """Return the largest error as a multiple of the budget and a rounding to the dtype."""
+    dtype = torch.finfo(found.dtype)
+    allowed = budget + dtype.eps / 2 * (exact.abs() + budget) + dtype.tiny * dtype.eps
+    over = (found.detach().double() - exact).abs() / allowed
+    return float(over.nan_to_num(torch.inf).max())
+
+
+def assert_within(name: str, found: Tensor, exact: Tensor, budget: Tensor) -> None:
+    """Compare with a budget."""
+    times = excess(found, exact, budget)
+    assert times <= 1, f"{name}: {times:.3g} times its budget"
+
+
+def assert_policy_loss(work: LinearWork, backend: str) -> None:
+    """Compare loss, metrics, outputs and gradients of `linear_policy_loss` with float64."""
+    leaves = work.leaves()
+    result = policy_loss(work, leaves, backend)
+    assert_result(work, result, gradients(result.loss, leaves))
+
+
+def assert_result(work: LinearWork, result, grads: dict[str, Tensor]) -> None:
+    """Compare a result of `linear_policy_loss` and the gradients of its loss with float64."""
+    exact = Exact(work)
+    loss, budget, metrics, s, e = exact.loss()
+    assert_within("loss", result.loss, loss, budget)
+    active = exact.mask
+    for name in ("logprobs", "entropy"):
+        of_rows = getattr(exact, f"{name.removesuffix('s')}_budget")
+        found = getattr(result, name).flatten()
+        assert_within(name, found[active], getattr(exact, name)[active], of_rows[active])
+    slack = 8 * float(exact.logprob_budget.max())  # k3 and ratios have slopes of a few
+    for name, value in result.metrics.items():
+        assert abs(value - metrics[name]) <= slack * (1 + abs(metrics[name])), name
+    _assert_gradients(work, grads, exact.gradients(s, e))
+
+
+def assert_token_stats(work: LinearWork, backend: str) -> None:
+    """Compare the outputs and gradients of `linear_token_stats` with float64."""
+    exact, leaves = Exact(work), work.leaves()
+    stats = token_stats(work, leaves, backend)
+    s, e = (torch.randn(exact.mask.shape).to(work.device).double() for _ in range(2))
+    s, e = s * exact.mask, e * exact.mask * 0.1
+    for name in ("logprobs", "entropy"):
+        of_rows = getattr(exact, f"{name.removesuffix('s')}_budget")
+        assert_within(name, getattr(stats, name).flatten(), getattr(exact, name), of_rows)
+    shape = work.tokens["mask"].shape
+    total = (stats.logprobs * s.float().view(shape)).sum()
+    total = total + (stats.entropy * e.float().view(shape)).sum()
+    _assert_gradients(work, gradients(total, leaves), exact.gradients(s, e))
+
+
+def run_compiled(works: Iterable[LinearWork], kernels: str, **options: object) -> None:
+    """Make the same compiled call on several inputs and compare each with float64."""
+    loss = torch.compile(loss_of, **options)
+    for work in works:
+        leaves = work.leaves()
+        if options.get("mode") == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        with work.autocast():
+            result = loss(leaves, work.tokens, work.options, kernels)
+        assert_result(work, result, gradients(result.loss, leaves))
+
+
+def _assert_gradients(work, found, wanted) -> None:
+    assert set(found) == ({"hidden"} if work.frozen else set(work.parameters))
+    for name, gradient in found.items():
+        assert gradient.dtype == work.parameters[name].dtype, name
+        assert_within(f"gradient of {name}", gradient, *wanted[name])
+    assert (found["hidden"][~work.tokens["mask"]] == 0).all()
+
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "lora": {"bias": True, "lora": True},
+    "transposed": {"transposed": True},
+    "frozen": {"frozen": True},
+    "temperature": {"temperature": 0.7},
+    "three chunks": {"chunks": 3},
+}

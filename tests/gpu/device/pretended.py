@@ -1,0 +1,79 @@
+"""A pytest plugin that runs the tests of this folder without a GPU: `-p tests.gpu.device.pretended`.
+
+CPU tensors and the CPU backend take the place of the GPU's, and a graph is the call that it holds,
+made again at each replay. It shows that a test runs and that its inputs and budgets are right; it
+says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class Pretended(TorchFunctionMode):
+    """Put everything that belongs on a GPU on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda:
+            return args[0]
+        given = {name: _on_cpu(x) for name, x in (kwargs or {}).items()}
+        return func(*map(_on_cpu, args), **given)
+
+
+def _on_cpu(x):
+    is_gpu = (isinstance(x, str) and x == "cuda") or (
+        isinstance(x, torch.device) and x.type == "cuda"
+    )
+    return torch.device("cpu") if is_gpu else x
+
+
+class Stream:
+    """A stream on which everything is done at once."""
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def pretended_gpu(monkeypatch, request):
+    plugins = request.config.pluginmanager.get_plugins()
+    (conftest,) = (one for one in plugins if hasattr(one, "GPU_BACKENDS"))
+    monkeypatch.setattr(conftest, "_usable", lambda name, asked: "cpu")
+    monkeypatch.setattr(conftest, "_captured", _captured)
+    for name in ("synchronize", "empty_cache", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    with Pretended():
+        yield
+
+
+def _captured(call):
+    answer = call()
+
+    def replay():
+        for one, new in zip(_tensors(answer), _tensors(call()), strict=True):
+            one.detach().copy_(new.detach())
+
+    return answer, replay
+
+
+def _tensors(answer):
+    if isinstance(answer, torch.Tensor):
+        return [answer]
+    if isinstance(answer, Mapping):
+        answer = list(answer.values())
+    parts = answer if isinstance(answer, tuple | list) else ()
+    return [x for part in parts for x in _tensors(part)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    torch.cuda.is_available = lambda: True

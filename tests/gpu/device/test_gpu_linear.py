@@ -1,0 +1,190 @@
+"""The linear forms on a GPU: budgets of linear_workloads.py, compiled, captured, without a sync."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastrl
+from tests.gpu.device.linear_workloads import (
+    FP32,
+    HEADS,
+    OBJECTIVE,
+    PRECISIONS,
+    Precision,
+    assert_policy_loss,
+    assert_result,
+    assert_token_stats,
+    gradients,
+    linear_work,
+    policy_loss,
+    run_compiled,
+    token_stats,
+)
+from tests.gpu.device.sharded_head import assert_sharded_equals_whole
+from tests.gpu.device.split_head import assert_parts_equal_whole
+
+CUDA = "cuda"
+SHAPE = (4, 50, 128, 4096)
+
+
+def work_of(precision="bf16", shape=SHAPE, **options):
+    return linear_work(PRECISIONS[precision], shape, **options).on(CUDA)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_loss_and_statistics_equal_float64(kernels, precision, head):
+    for compact in (True, False):
+        work = work_of(precision, compact=compact, **HEADS[head])
+        assert_policy_loss(work, kernels)
+        assert_token_stats(work, kernels)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 128, 4096), (2, 33, 64, 50257), (1, 300, 1000, 129)], ids=str
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_shapes(kernels, precision, shape):
+    for options in ({}, {"chunks": 3, "compact": False}):
+        work = work_of(precision, shape, **options)
+        assert_policy_loss(work, kernels)
+        assert_token_stats(work, kernels)
+
+
+def test_the_reference_backend():
+    for precision in PRECISIONS:
+        work = work_of(precision, (2, 9, 64, 311), bias=True)
+        # it converts operands to float32, with and without autocast
+        as_given = work._replace(precision=Precision(FP32, FP32))
+        widened = {name: x.float() for name, x in work.parameters.items()}
+        assert_policy_loss(as_given._replace(parameters=widened), "reference")
+
+
+def test_float32_products_follow_the_switch_of_torch(kernels):
+    work = work_of("fp32", (1, 64, 1024, 4096))
+    found = []
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            found.append(token_stats(work, work.leaves(), kernels).logprobs)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no TF32")
+    assert not torch.equal(*found)
+    assert (found[0] - found[1]).abs().max() <= 0.05
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32 under bf16"])
+def test_the_loss_is_that_of_explicit_logits(kernels, precision, compact):
+    """The same logits, in float32, through `logits_policy_loss`: loss and metrics agree."""
+    work = work_of(precision, compact=compact)
+    found = policy_loss(work, work.leaves(), kernels)
+    operand = work.precision.operand(work.device)
+    hidden, weight = (work.parameters[name].to(operand).float() for name in ("hidden", "weight"))
+    tokens = dict(work.tokens)
+    hidden = hidden.masked_fill(~tokens["mask"][..., None], 0.0)
+    wanted = fastrl.logits_policy_loss(
+        hidden @ weight.t(), tokens.pop("token_ids"), **tokens, objective=OBJECTIVE, backend=kernels
+    )
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-4, atol=1e-5)
+    for name, value in wanted.metrics.items():
+        torch.testing.assert_close(found.metrics[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32 under bf16"])
+def test_values_in_masked_rows_change_no_bit(kernels, precision, compact):
+    work = work_of(precision, compact=compact, chunks=3)
+    outcomes = []
+    for value in (torch.nan, 0.0, torch.inf):
+        parameters = dict(work.parameters, hidden=work.parameters["hidden"].clone())
+        parameters["hidden"][~work.tokens["mask"]] = value
+        one = work._replace(parameters=parameters)
+        leaves = one.leaves()
+        result = policy_loss(one, leaves, kernels)
+        outcomes.append([result.loss, *gradients(result.loss, leaves).values()])
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_two_runs_are_bit_equal(kernels, precision):
+    work = work_of(precision, lora=True, bias=True, chunks=3)
+    runs = []
+    for _ in range(3):
+        leaves = work.leaves()
+        result, stats = (call(work, leaves, kernels) for call in (policy_loss, token_stats))
+        total = stats.logprobs.sum() + stats.entropy.sum()
+        runs.append(
+            [result.loss, *gradients(result.loss, leaves).values(), stats.logprobs, stats.entropy]
+        )
+        runs[-1] += gradients(total, leaves).values()
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+def forward_and_backward(work, backend):
+    def call():
+        leaves = work.leaves()
+        result = policy_loss(work, leaves, backend)
+        stats = token_stats(work, leaves, backend)
+        return (
+            result.loss,
+            *gradients(result.loss, leaves).values(),
+            *gradients(stats.logprobs.sum() + stats.entropy.sum(), leaves).values(),
+        )
+
+    return call
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nothing_waits_for_the_gpu(kernels, precision, request):
+    call = forward_and_backward(work_of(precision, compact=False, bias=True, chunks=3), kernels)
+    call()  # compilation may synchronize
+    request.getfixturevalue("no_sync")
+    call()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp32 under bf16"])
+def test_a_cuda_graph_captures_it(kernels, precision, captured):
+    """Captured once, replayed on other hidden states, which are compared with float64."""
+    work = work_of(precision, compact=False, chunks=3)
+    leaves = work.leaves()
+
+    def call():
+        result = policy_loss(work, leaves, kernels)
+        return result, gradients(result.loss, leaves)
+
+    (result, grads), replay = captured(call)
+    for _ in range(2):
+        with torch.no_grad():
+            leaves["hidden"].mul_(0.999)  # moves no ratio across a clip
+        replay()
+        torch.cuda.synchronize()
+        moved = work._replace(parameters={name: x.detach() for name, x in leaves.items()})
+        assert_result(moved, result, grads)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32 under bf16"])
+def test_compiled(kernels, precision, mode, compact):
+    """While a graph is captured all rows are processed, since nobody may wait for the GPU."""
+    works = [work_of(precision, compact=compact, chunk_tokens=64) for _ in range(4)]
+    torch._dynamo.reset()
+    run_compiled(works, kernels, mode=mode)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_a_head_that_fsdp2_shards(kernels):
+    collectives = "nccl" if dist.is_nccl_available() else "gloo"
+    assert_sharded_equals_whole(CUDA, collectives, kernels)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+def test_a_head_that_two_ranks_split(kernels):
+    device = torch.empty(0, device=CUDA).device.type  # as the other processes know it
+    assert_parts_equal_whole(device, kernels)

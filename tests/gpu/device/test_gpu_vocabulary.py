@@ -1,0 +1,208 @@
+"""Statistics and losses from logits on a GPU: exact, large, without a sync, captured."""
+
+import random
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import Objective
+
+CUDA = "cuda"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OBJECTIVE = Objective(kl_coef=0.05, entropy_coef=0.01)
+
+
+def logits_and_ids(B, T, V, dtype=torch.bfloat16, std=3.0):
+    logits = torch.randn(B, T, V, device=CUDA).mul_(std)
+    ids = torch.randint(V, (B, T), device=CUDA)
+    logits.scatter_add_(-1, ids[..., None], torch.full_like(logits[..., :1], 6.0))
+    return logits.to(dtype), ids
+
+
+def stats_and_gradient(logits, ids, backend, **options):
+    leaf = logits.detach().requires_grad_()
+    fields = fastrl.TokenStats._fields
+    stats = fastrl.token_stats(leaf, ids, outputs=fields, backend=backend, **options)
+    total = (stats.logprobs + 0.3 * stats.entropy - 0.1 * stats.logsumexp).sum()
+    return [*(x.detach() for x in stats), *torch.autograd.grad(total, leaf)]
+
+
+def loss_inputs(ids, logprobs):
+    B, T = ids.shape
+    return {
+        "advantages": torch.randn(B, device=CUDA),
+        "mask": torch.rand(B, T, device=CUDA) < 0.8,
+        "old_logprobs": logprobs + 0.2 * torch.randn(B, T, device=CUDA),
+        "ref_logprobs": logprobs + 0.2 * torch.randn(B, T, device=CUDA),
+    }
+
+
+def loss_and_gradient(logits, ids, inputs, backend, **options):
+    leaf = logits.detach().requires_grad_()
+    result = fastrl.logits_policy_loss(
+        leaf * 1 if options.get("inplace") else leaf, ids, **inputs, backend=backend, **options
+    )
+    return result.loss.detach(), *torch.autograd.grad(result.loss, leaf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("vocabulary", [1, 2, 129, 1000, 32001, 50257, 129280, 151936])
+def test_statistics_and_gradient_are_exact(backend, vocabulary, softcap, dtype):
+    logits, ids = logits_and_ids(2, 33, vocabulary, dtype)
+    if vocabulary > 1:
+        logits[0, 0, vocabulary // 2] = -torch.inf
+        ids[0, 0] = 0
+    options = {
+        "temperature": torch.rand(2, 33, device=CUDA) + 0.5,
+        "mask": torch.rand(2, 33, device=CUDA) < 0.8,
+        "logit_softcap": softcap,
+    }
+    logits[~options["mask"]] = torch.nan
+    found = stats_and_gradient(logits, ids, backend, **options)
+    exact = stats_and_gradient(logits.double(), ids, "reference", **options)
+    for name, one, wanted in zip(("logprobs", "entropy", "logsumexp"), found, exact, strict=False):
+        error = (one.double() - wanted).abs().nan_to_num()
+        assert error.max() <= 1e-5 + 2e-7 * wanted.abs().nan_to_num(posinf=0).max(), name
+    finfo = torch.finfo(dtype)
+    budget = finfo.eps * exact[-1].abs() + (1e-5 if softcap else 4e-6) + finfo.tiny
+    assert ((found[-1].double() - exact[-1]).abs() <= budget).all()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "cispo", "sapo", "reinforce", "gspo"])
+def test_the_policy_loss_is_exact(backend, preset, dtype, inplace):
+    logits, ids = logits_and_ids(4, 50, 50257, dtype)
+    old = fastrl.token_logprobs(logits.double(), ids, backend="reference").float()
+    inputs = loss_inputs(ids, old)
+    objective = Objective.preset(preset, kl_coef=0.05, entropy_coef=0.01)
+    options = {"objective": objective, "normalizer": 4.0}
+    found = loss_and_gradient(logits, ids, inputs, backend, inplace=inplace, **options)
+    double = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    exact = loss_and_gradient(logits.double(), ids, double, "reference", **options)
+    assert abs(found[0].double() - exact[0]) <= 1e-5 * max(1, abs(exact[0]))
+    budget = torch.finfo(dtype).eps * exact[1].abs() + 1e-5 * exact[1].abs().max()
+    assert ((found[1].double() - exact[1]).abs() <= budget).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_other_rows(kernels, dtype):
+    """With many rows each gets a program, few rows are split over programs; the bits agree."""
+    logits, ids = logits_and_ids(1, 700, 151936, dtype)
+    together = stats_and_gradient(logits, ids, kernels)
+    for size in (1, 5, 60):
+        alone = stats_and_gradient(logits[:, :size], ids[:, :size], kernels)
+        for many, few in zip(together, alone, strict=True):
+            assert torch.equal(many[:, :size], few)
+    shifted = torch.empty(logits.numel() + 1, dtype=dtype, device=CUDA)[1:].view_as(logits)
+    for aligned, odd in zip(
+        together, stats_and_gradient(shifted.copy_(logits), ids, kernels), strict=True
+    ):
+        assert torch.equal(aligned, odd)
+
+
+def test_two_runs_are_bit_equal(kernels):
+    logits, ids = logits_and_ids(4, 200, 128256)
+    inputs = loss_inputs(ids, fastrl.token_logprobs(logits, ids, backend=kernels))
+    runs = [
+        loss_and_gradient(logits, ids, inputs, kernels, objective=OBJECTIVE, inplace=inplace)
+        for inplace in (False, False, True)
+    ]
+    for run in runs[1:]:
+        for one, other in zip(runs[0], run, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_common_offset_changes_nothing(kernels):
+    logits, ids = logits_and_ids(2, 100, 151936, torch.float32)
+    logits = (logits * 256).round() / 256  # exact beside 1e4
+    plain = stats_and_gradient(logits, ids, kernels, temperature=0.7)
+    moved = stats_and_gradient(logits + 1e4, ids, kernels, temperature=0.7)
+    for one, other in zip(plain[:2] + plain[-1:], moved[:2] + moved[-1:], strict=True):
+        assert (one - other).abs().max() <= 1e-5
+
+
+def test_more_than_two_to_the_31_elements(kernels, memory):
+    rows, vocabulary, dtype = 16_400, 131_072, torch.bfloat16
+    memory(5 * rows * vocabulary * dtype.itemsize)
+    logits = torch.empty(1, rows, vocabulary, dtype=dtype, device=CUDA).normal_()
+    assert logits.numel() > 2**31
+    ids = torch.randint(vocabulary, (1, rows), device=CUDA)
+    found = stats_and_gradient(logits, ids, kernels)
+    alone = stats_and_gradient(logits[:, -8:].clone(), ids[:, -8:], kernels)
+    for one, last in zip(found, alone, strict=True):
+        assert torch.equal(one[:, -8:], last)
+
+
+@pytest.mark.parametrize("shape", [(1, 131_072), (70_000, 2)], ids=str)
+def test_more_rows_than_a_limited_grid_axis_holds(kernels, shape):
+    logits, ids = logits_and_ids(*shape, 64, torch.float32)
+    found = fastrl.token_logprobs(logits, ids, backend=kernels)
+    exact = logits.double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    assert (found - exact).abs().max() <= 1e-5
+
+
+def calls(backend):
+    logits, ids = logits_and_ids(4, 33, 32000)
+    leaf = logits.requires_grad_()
+    inputs = loss_inputs(ids, torch.full(ids.shape, -2.0, device=CUDA))
+
+    def stats():
+        found = fastrl.token_stats(leaf, ids, backend=backend)
+        return torch.autograd.grad((found.logprobs + found.entropy).sum(), leaf)[0]
+
+    def one_pass():
+        loss = fastrl.logits_policy_loss(leaf, ids, **inputs, objective=OBJECTIVE, backend=backend)
+        return torch.autograd.grad(loss.loss, leaf)[0]
+
+    def in_place():
+        loss = fastrl.logits_policy_loss(
+            leaf * 1, ids, **inputs, objective=OBJECTIVE, inplace=True, backend=backend
+        )
+        return torch.autograd.grad(loss.loss, leaf)[0]
+
+    return {"stats": stats, "one pass": one_pass, "in place": in_place}
+
+
+NAMES = ("stats", "one pass", "in place")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_waits_for_the_gpu(kernels, name, request):
+    call = calls(kernels)[name]
+    call()  # compilation may synchronize
+    request.getfixturevalue("no_sync")
+    call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cuda_graph_captures_it(kernels, name, captured):
+    call = calls(kernels)[name]
+    expected = call()
+    answer, replay = captured(call)
+    answer.zero_()
+    replay()
+    torch.cuda.synchronize()
+    assert torch.equal(answer, expected)
+
+
+def test_fifty_lengths_compile_nothing_new(compilations, asked):
+    if "triton" not in asked or fastrl.backend.unavailable("triton"):
+        pytest.skip("needs the backend triton")
+
+    def run(length):
+        logits, ids = logits_and_ids(2, length, 32000)
+        inputs = loss_inputs(ids, torch.full(ids.shape, -2.0, device=CUDA))
+        options = {"temperature": random.uniform(0.5, 2.0), "objective": OBJECTIVE}
+        loss_and_gradient(logits, ids, inputs, "triton", **options)
+        stats_and_gradient(logits, ids, "triton", temperature=options["temperature"])
+
+    # rows that take a program each, and rows that are split; counts of tokens divisible by 16, by 2
+    for length in (304, 301, 8, 3, 1):
+        run(length)
+    compilations.clear()
+    for length in random.Random(0).sample(range(2, 700), 50):
+        run(length)
+    assert compilations == []
