@@ -7,7 +7,7 @@ be used skips its tests and fails test_gpu_backends.py.
 import pytest
 import torch
 
-from tests.gpu.device.results import end_process
+from tests.gpu.device.outcomes import end_process
 
 GPU_BACKENDS = ("triton", "cuda", "reference")
 

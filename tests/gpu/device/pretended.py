@@ -1,4 +1,4 @@
-"""A pytest plugin that runs the tests of this folder without a GPU: `-p tests.gpu.device.pretended`.
+"""The tests of this folder without a GPU: `pytest -p tests.gpu.device.pretended`.
 
 CPU tensors and the CPU backend take the place of the GPU's, and a graph is the call that it holds,
 made again at each replay. It shows that a test runs and that its inputs and budgets are right; it

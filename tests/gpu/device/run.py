@@ -18,9 +18,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
-from tests.gpu.device.results import LOST, NAME, append, read, summary
+from tests.gpu.device.outcomes import LOST, NAME, append, read
 
 ROOT = Path(__file__).parents[3]
 #: Of pytest: all passed, some failed, none were collected.
@@ -28,54 +29,31 @@ ENDED = (0, 1, 5)
 
 
 def main() -> int:
-    options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that pytest is stopped, too
-    if importlib.util.find_spec("pytest") is None:
-        print(f"tests.gpu.device.run needs pytest, which {sys.executable} does not have")
-        return 1
-    if options.gpu and (reason := _no_gpu()):
-        print(reason)
-        return 1
-    options.out.mkdir(parents=True, exist_ok=True)
-    if not options.resume:
-        (options.out / NAME).unlink(missing_ok=True)
-    deadline = time.monotonic() + options.seconds
-    in_time = all(_stage(options, stage, deadline) for stage in ("not alone", "alone"))
-    lines, passed = summary(options.out)
-    print("\n".join(lines))
-    if not in_time:
-        print(f"cut after {options.seconds:.0f} s; --resume runs what is left")
-    return 0 if passed and in_time else 1
-
-
-def _folder(name: str) -> Path:
-    return Path(name).resolve()
-
-
-def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=_folder, default="build/gpu/tests")
+    parser.add_argument("--out", type=lambda name: Path(name).resolve(), default="build/gpu/tests")
     parser.add_argument("--seconds", type=float, default=450.0, help="limit of the whole run")
     parser.add_argument("--test-seconds", type=float, default=120.0, help="limit of one test")
     parser.add_argument("--jobs", type=int, default=0, help="processes; default: cores, at most 8")
     parser.add_argument("--backends", default="", help="default: all; a missing one is a failure")
     parser.add_argument("--resume", action="store_true", help="leave out what has an outcome")
-    parser.add_argument("--without-gpu", dest="gpu", action="store_false", help="to test this file")
     # no positional argument, which would part an option of pytest from its value
     options, options.of_pytest = parser.parse_known_args()
-    return options
-
-
-def _no_gpu() -> str:
-    import torch
-
-    return "" if torch.cuda.is_available() else "there is no GPU that torch can use"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that pytest is stopped, too
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.resume:
+        (options.out / NAME).unlink(missing_ok=True)
+    deadline = time.monotonic() + options.seconds
+    in_time = all(_stage(options, stage, deadline) for stage in ("not alone", "alone"))
+    passed = _summary(options.out)
+    if not in_time:
+        print(f"cut after {options.seconds:.0f} s; --resume runs what is left")
+    return 0 if passed and in_time else 1
 
 
 def _stage(options: argparse.Namespace, stage: str, deadline: float) -> bool:
     """Run the tests of a stage, in as many processes as it takes; return whether time sufficed."""
     jobs = options.jobs or min(8, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.device.results", "-q", "-m", stage]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.device.outcomes", "-q", "-m", stage]
     # one argument: pytest would look for its rootdir above a separate one that is a folder
     command += [f"--results={options.out}", f"--test-seconds={options.test_seconds}"]
     command += ["--confcutdir=tests/gpu/device", f"--backends={options.backends}"]
@@ -84,10 +62,9 @@ def _stage(options: argparse.Namespace, stage: str, deadline: float) -> bool:
         # a replaced process costs seconds, and each may lose its GPU once per failing kernel; one
         # test at a time, so that the first ones run first
         command += ["-n", str(jobs), "--max-worker-restart=100", "--maxschedchunk=1"]
-    resume = ["--resume"] if options.resume or stage == "alone" else []
     while True:
-        code = _until(deadline, [*command, *resume])
-        died = [one.test for one in read(options.out).values() if one.outcome == "cut"]
+        code = _until(deadline, command)
+        died = [test for test, (outcome, _) in read(options.out).items() if outcome == "cut"]
         if code is None:
             return False
         for test in died:
@@ -96,7 +73,6 @@ def _stage(options: argparse.Namespace, stage: str, deadline: float) -> bool:
             if code not in ENDED:
                 append(options.out, test="pytest", outcome="failed", why=f"exit status {code}")
             return True
-        resume = ["--resume"]
 
 
 def _until(deadline: float, command: list[str]) -> int | None:
@@ -112,6 +88,19 @@ def _until(deadline: float, command: list[str]) -> int | None:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
             running.wait()
+
+
+def _summary(folder: Path) -> bool:
+    """Print what happened; return whether every test passed or said why it cannot run."""
+    found = read(folder)
+    for why, count in Counter(why for kind, why in found.values() if kind == "skipped").items():
+        print(f"{count} skipped: {why}")
+    for test, (kind, why) in found.items():
+        if kind in ("failed", "cut"):
+            print(f"{kind}: {test}: {why}")
+    counts = Counter(kind for kind, _ in found.values())
+    print(", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped", "cut")))
+    return bool(counts["passed"]) and not counts["failed"] and not counts["cut"]
 
 
 if __name__ == "__main__":
