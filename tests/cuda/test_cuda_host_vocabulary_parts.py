@@ -2,8 +2,8 @@
 
 import torch
 
+from tests.ops.gloo_ranks import on_ranks
 from tests.support.cuda_host import library
-from tests.support.gloo_ranks import on_ranks
 from tests.support.vocabulary_ranks_gpu import gpu_on_ranks
 
 

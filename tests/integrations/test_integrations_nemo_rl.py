@@ -10,9 +10,9 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.integrations import nemo_rl
+from tests.ops.gloo_ranks import on_ranks
 from tests.support import nemo_rl_formulas
 from tests.support import nemo_rl_ranks as ranks
-from tests.support.gloo_ranks import on_ranks
 from tests.support.importable import importable, without_modules
 
 HOME = "nemo_rl.distributed.model_utils"

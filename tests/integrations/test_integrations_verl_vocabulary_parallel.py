@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed
 
+from tests.ops.gloo_ranks import on_ranks
 from tests.support import verl_vocabulary_ranks as ranks
-from tests.support.gloo_ranks import on_ranks
 from tests.support.importable import importable
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import torch
 from fastrl.ops._linear import products
 from fastrl.ops._linear.products import ConvertedProducts, choose_products
 from fastrl.ops._linear.tensor_cores import TensorCoreProducts, gemm_dtype, multiply_bfloat16
-from tests.support.tensor_cores import tensor_cores  # noqa: F401
+from tests.ops.tensor_cores import tensor_cores  # noqa: F401
 
 ROWS, WIDTH, VOCABULARY = 5, 8, 37
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

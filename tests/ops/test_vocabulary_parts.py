@@ -8,7 +8,8 @@ import torch
 import fastrl
 from fastrl.ops import _row_stats
 from fastrl.ops._vocabulary_parts.described import described
-from tests.support.gloo_ranks import on_ranks
+from tests.ops.gloo_ranks import on_ranks
+from tests.ops.vocabulary_ranks import linear_on_ranks, logits_on_ranks
 from tests.support.vocabulary_rank_agreement import (
     SAME,
     disagreements_on_ranks,
@@ -25,7 +26,6 @@ from tests.support.vocabulary_rank_behavior import (
     tensor_parallel_on_ranks,
     twice_on_ranks,
 )
-from tests.support.vocabulary_ranks import linear_on_ranks, logits_on_ranks
 
 #: sizes of the parts -> banned columns: none, all of a part, parts of two
 SPLITS = {

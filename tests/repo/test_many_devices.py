@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import fastrl
-from tests.support.gloo_ranks import on_ranks
 from tests.integrations.packages import needed
+from tests.ops.gloo_ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "many-devices.md").read_text()
@@ -25,7 +25,7 @@ SCRIPTS = {
 #: How a test starts the page's script for TRL: as it is, but FSDP2 on a CPU.
 STARTED = """
 import sys
-from tests.integrations.huggingface.rank_runs import choose_cpu
+from tests.integrations.trl.ranks import choose_cpu
 
 choose_cpu(sys.argv[1])
 """

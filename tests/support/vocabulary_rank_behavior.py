@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fastrl
 from fastrl import Objective
 from fastrl.ops._linear import walk
-from tests.support.vocabulary_ranks import ROWS, batch, columns, leaves, near
+from tests.ops.vocabulary_ranks import ROWS, batch, columns, leaves, near
 
 
 class Collectives:

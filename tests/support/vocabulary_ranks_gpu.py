@@ -5,8 +5,8 @@ import operator
 import torch.distributed as dist
 
 import fastrl
-from tests.support.tensor_cores import multiply_as_on_a_gpu
-from tests.support.vocabulary_ranks import columns
+from tests.ops.tensor_cores import multiply_as_on_a_gpu
+from tests.ops.vocabulary_ranks import columns
 from tests.triton import test_triton_linear as alone
 
 SPLIT = (150, 161)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fastrl.triton.runtime.registration import INTERPRETED
+from tests.ops.gloo_ranks import on_ranks
 from tests.ops.test_vocabulary_parts import DTYPES, SPLITS
-from tests.support.gloo_ranks import on_ranks
-from tests.support.vocabulary_ranks import logits_on_ranks
+from tests.ops.vocabulary_ranks import logits_on_ranks
 from tests.support.vocabulary_ranks_gpu import gpu_on_ranks
 
 pytestmark = [
