@@ -57,12 +57,6 @@ def kernels(request, asked):
     return _usable(request.param, asked)
 
 
-@pytest.fixture
-def cuda_kernels(asked):
-    """The backend of the compiled CUDA kernels."""
-    return _usable("cuda", asked)
-
-
 def _usable(name, asked):
     if name not in asked:
         pytest.skip(f"backend {name} was left out")

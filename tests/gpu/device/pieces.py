@@ -55,7 +55,7 @@ STEPS: dict[str, tuple[float, list[str]]] = {
     ),
     "tests": (
         540,
-        [f"{_TESTS} {_FILES}backends.py {_FILES}cuda.py {_FILES}vocabulary.py {_FILES}tokens.py"],
+        [f"{_TESTS} {_FILES}backends.py {_FILES}calls.py {_FILES}vocabulary.py {_FILES}tokens.py"],
     ),
     "profile": (
         100,

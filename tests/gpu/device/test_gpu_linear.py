@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fastrl
 from tests.gpu.device.linear_workloads import (
     FP32,
     HEADS,
-    OBJECTIVE,
     PRECISIONS,
     Precision,
     assert_policy_loss,
@@ -74,24 +72,6 @@ def test_float32_products_follow_the_switch_of_torch(kernels):
         pytest.skip("this GPU has no TF32")
     assert not torch.equal(*found)
     assert (found[0] - found[1]).abs().max() <= 0.05
-
-
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize("precision", ["bf16", "fp32 under bf16"])
-def test_the_loss_is_that_of_explicit_logits(kernels, precision, compact):
-    """The same logits, in float32, through `logits_policy_loss`: loss and metrics agree."""
-    work = work_of(precision, compact=compact)
-    found = policy_loss(work, work.leaves(), kernels)
-    operand = work.precision.operand(work.device)
-    hidden, weight = (work.parameters[name].to(operand).float() for name in ("hidden", "weight"))
-    tokens = dict(work.tokens)
-    hidden = hidden.masked_fill(~tokens["mask"][..., None], 0.0)
-    wanted = fastrl.logits_policy_loss(
-        hidden @ weight.t(), tokens.pop("token_ids"), **tokens, objective=OBJECTIVE, backend=kernels
-    )
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-4, atol=1e-5)
-    for name, value in wanted.metrics.items():
-        torch.testing.assert_close(found.metrics[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("compact", [True, False])

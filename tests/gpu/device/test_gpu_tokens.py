@@ -1,4 +1,4 @@
-"""Policy loss, GAE and group advantages on a GPU: exact, without a sync, captured, repeatable."""
+"""Policy loss, GAE and group advantages on a GPU: long, packed, large, of many lengths."""
 
 import random
 
@@ -8,7 +8,6 @@ import torch
 import fastrl
 from fastrl.contract import LossArguments, Metrics
 from fastrl.library import operators
-from fastrl.objective.presets import PRESETS
 
 CUDA = "cuda"
 
@@ -48,19 +47,6 @@ def policy_loss(inputs, backend, **options):
     return result.loss.detach(), gradient, torch.stack(list(result.metrics.values()))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("shape", [(5, 37), (64, 2048)], ids=str)
-def test_policy_loss_is_exact(backend, preset, shape):
-    inputs = policy_inputs(*shape)
-    found = policy_loss(inputs, backend, objective=preset)
-    exact = policy_loss(double(inputs), "reference", objective=preset)
-    # two tokens whose ratio is at the clip may be on either side of it in float32
-    off = (found[1] - exact[1]).abs() > 1e-4 * exact[1].abs().max()
-    assert off.sum() <= 2
-    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[2].double(), exact[2], rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("bootstrap", [None, "sequence", "token"])
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("shape", [(300, 7), (33, 1000), (3, 10007), (2, 32768)], ids=str)
@@ -88,83 +74,17 @@ def test_packed_gae_is_that_of_each_sequence(kernels):
             torch.testing.assert_close(part[begin:end].cpu(), wanted[0].float(), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
-@pytest.mark.parametrize(("count", "size"), [(64, 4), (1024, 16), (20000, 8), (6000, 3000)])
-@pytest.mark.parametrize("by_id", [False, True])
-def test_group_advantages_are_exact(backend, count, size, baseline, scale, by_id):
-    rewards, ids = torch.randn(count, device=CUDA), torch.arange(count, device=CUDA) // size
-    if by_id:
-        order = torch.randperm(count, device=CUDA)
-        rewards, ids = rewards[order], ids[order] * 2**33
-    grouping = {"group_ids": ids} if by_id else {"group_size": size}
-    options = {"baseline": baseline, "scale": scale}
-    found = fastrl.group_advantages(rewards, **grouping, **options, backend=backend)
-    exact = fastrl.group_advantages(rewards.double(), group_ids=ids, **options, backend="reference")
+@pytest.mark.parametrize(("count", "size"), [(20000, 8), (6000, 3000)])
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_large_groups_and_many(kernels, count, size, scale):
+    order = torch.randperm(count, device=CUDA)
+    rewards, ids = torch.randn(count, device=CUDA), order // size * 2**33
+    found = fastrl.group_advantages(rewards, group_ids=ids, scale=scale, backend=kernels)
+    exact = fastrl.group_advantages(
+        rewards.double(), group_ids=ids, scale=scale, backend="reference"
+    )
     for part, wanted in zip(found, exact, strict=True):
-        if wanted.dtype == torch.bool:
-            assert torch.equal(part, wanted)
-        else:
-            torch.testing.assert_close(part.double(), wanted, rtol=2e-6, atol=1e-7)
-
-
-def calls(backend):
-    """Every operator of this file, on existing inputs."""
-    tokens, rewards = policy_inputs(16, 777), torch.randn(1024, device=CUDA)
-    rollout, ids = gae_inputs(16, 5000, ends=True), torch.arange(1024, device=CUDA) % 100
-    constant = {n: x for n, x in tokens.items() if n != "logprobs"}
-    return {
-        "policy_loss": lambda: (
-            fastrl.policy_loss(tokens["logprobs"], **constant, backend=backend).loss
-        ),
-        "policy_loss by sequence": lambda: (
-            fastrl.policy_loss(
-                tokens["logprobs"], **constant, objective="gspo", backend=backend
-            ).loss
-        ),
-        "gae": lambda: fastrl.gae(**rollout, backend=backend).advantages,
-        "group_advantages": lambda: (
-            fastrl.group_advantages(rewards, group_size=8, backend=backend).advantages
-        ),
-        "group_advantages by id": lambda: (
-            fastrl.group_advantages(rewards, group_ids=ids, backend=backend).advantages
-        ),
-    }
-
-
-NAMES = (
-    "policy_loss",
-    "policy_loss by sequence",
-    "gae",
-    "group_advantages",
-    "group_advantages by id",
-)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_waits_for_the_gpu(kernels, name, request):
-    call = calls(kernels)[name]
-    call()  # compilation may synchronize
-    request.getfixturevalue("no_sync")
-    call()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_captured_in_a_graph(kernels, name, captured):
-    call = calls(kernels)[name]
-    expected = call().clone()
-    answer, replay = captured(call)
-    for _ in range(3):
-        answer.zero_()
-        replay()
-        assert torch.equal(answer, expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_runs_are_bit_equal(kernels, name):
-    call = calls(kernels)[name]
-    first = call().clone()
-    assert all(torch.equal(call(), first) for _ in range(20))
+        torch.testing.assert_close(part.double(), wanted.double(), rtol=2e-6, atol=1e-7)
 
 
 def test_fifty_lengths_compile_nothing_new(compilations, asked):

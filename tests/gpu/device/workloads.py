@@ -197,7 +197,7 @@ def of_logits(B, T, V, dtype=torch.float32):
     }.items():
         inputs = _logits(B, T, V, dtype)
         yield Workload(f"token_stats{name}, {what}", inputs, _token_stats(**options))
-    for name in BY_TOKEN:
+    for name in (*BY_TOKEN, "sequence"):
         inputs = _logits(B, T, V, dtype)
         run = _logits_policy_loss(OBJECTIVES[name], temperature=TEMPERATURE)
         yield Workload(f"logits_policy_loss, {name}, {what}", inputs, run)

@@ -1,7 +1,6 @@
-"""The CUDA kernels on a GPU: the calls of workloads.py exact, captured, on streams.
+"""The calls of workloads.py on a GPU: exact, repeatable, without a sync, captured, on streams.
 
-The other files in this folder test every backend on a GPU; tests/triton/test_gpu_workloads.py runs
-the same calls on the CPU; tests/cuda/launches.cpp runs under NVIDIA's compute-sanitizer.
+tests/gpu/test_gpu_workloads.py makes the same calls on the CPU.
 """
 
 import pytest
@@ -15,53 +14,61 @@ def on_gpu(work):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (33, 300), (16, 20000)], ids=str)
-def test_tokens_equal_the_reference_in_float64(cuda_kernels, shape):
+def test_tokens_equal_the_reference_in_float64(kernels, shape):
     for work in of_tokens(*shape):
-        assert_equals_the_reference(work, cuda_kernels)
+        assert_equals_the_reference(work, kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 129, 1001, 32000, 151936, 262208])
-def test_logits_equal_the_reference_in_float64(cuda_kernels, vocabulary, dtype):
+def test_logits_equal_the_reference_in_float64(kernels, vocabulary, dtype):
     for work in of_logits(2, 5, vocabulary, dtype):
-        assert_equals_the_reference(work, cuda_kernels)
+        assert_equals_the_reference(work, kernels)
 
 
-def test_nothing_waits_for_the_gpu(cuda_kernels):
+def test_nothing_waits_for_the_gpu(kernels):
     for work in small():
         inputs = on_gpu(work)
-        work.run(inputs, cuda_kernels)
+        work.run(inputs, kernels)  # compilation may synchronize
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            work.run(inputs, cuda_kernels)
+            work.run(inputs, kernels)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_cuda_graphs(cuda_kernels, captured):
+def test_runs_are_bit_equal(kernels):
+    for work in [*of_tokens(16, 5000), *of_logits(4, 200, 128256, torch.bfloat16)]:
+        inputs = on_gpu(work)
+        first = [x.clone() for x in work.run(inputs, kernels)]
+        for _ in range(5):
+            again = work.run(inputs, kernels)
+            assert all(map(torch.equal, again, first)), work.name
+
+
+def test_cuda_graphs(kernels, captured):
     """Captured once, replayed on other inputs; eager calls between replays do not interfere."""
     for work in [*small(), *of_tokens(33, 3000)]:
         inputs = on_gpu(work)
-        answer, replay = captured(lambda work=work, inputs=inputs: work.run(inputs, cuda_kernels))
+        answer, replay = captured(lambda work=work, inputs=inputs: work.run(inputs, kernels))
         for step in range(3):
             for name in ("old_logprobs", "rewards"):
                 if name in inputs:
                     inputs[name].add_(0.01 * step)
-            eager = work.run(inputs, cuda_kernels)
+            eager = work.run(inputs, kernels)
             replay()
             for one, other in zip(answer, eager, strict=True):
                 assert torch.equal(one, other), work.name
 
 
-def test_streams_do_not_disturb_each_other(cuda_kernels, captured):
+def test_streams_do_not_disturb_each_other(kernels, captured):
     """Kernels that count their blocks run side by side: replayed, so that they overlap."""
     for work in of_tokens(65, 4000):
         inputs = on_gpu(work)
-        wanted = work.run(inputs, cuda_kernels)
+        wanted = work.run(inputs, kernels)
         graphs = [
-            captured(lambda work=work, inputs=inputs: work.run(inputs, cuda_kernels))
-            for _ in range(4)
+            captured(lambda work=work, inputs=inputs: work.run(inputs, kernels)) for _ in range(4)
         ]
         streams = [torch.cuda.Stream() for _ in graphs]
         torch.cuda.synchronize()
