@@ -81,6 +81,12 @@ NAMES = {
     ),
     "kl": partial(fastrl.kl_divergence, logprobs=ones(3), ref_logprobs=ones(3)),
     "groups": partial(fastrl.group_advantages, rewards=zeros(6)),
+    "linear": partial(
+        fastrl.linear_token_logprobs,
+        hidden=zeros(2, 4),
+        weight=zeros(7, 4),
+        token_ids=tensor([0, 1]),
+    ),
     "normalizer": partial(fastrl.global_normalizer, mask=ones(2, 3)),
     "gae": gae,
     "discounted_returns": partial(fastrl.discounted_returns, rewards=zeros(2, 3)),

@@ -5,5 +5,3 @@ Where the GEMMs round nothing, a GPU's path is held to the same budgets as all o
 
 from tests.ops.test_linear import *  # noqa: F403
 from tests.support.cuda_on_host import backend, registered  # noqa: F401
-
-del TestBadHeads  # noqa: F821  the same for every backend

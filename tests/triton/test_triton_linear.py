@@ -15,8 +15,8 @@ import fastrl
 from fastrl import Objective
 from fastrl.ops._linear.passes import linear_policy_loss_fwd
 from fastrl.triton.runtime.registration import INTERPRETED
+from tests.ops.linear_head import HEADS, batch, explicit, linear
 from tests.ops.tensor_cores import tensor_cores  # noqa: F401
-from tests.ops.test_linear import HEADS, batch, explicit, linear
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="runs where TRITON_INTERPRET=1 says so"),
