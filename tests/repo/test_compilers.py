@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cpu").rglob("*.cpp"))
 #: For `__builtin_cpu_supports`; compilers reject later names, such as "f16c" before clang 17.

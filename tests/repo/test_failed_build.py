@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BUILT = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/fastrl"
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fastrl import native
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "fastrl").rglob("*.py"))
 MOST_LINES = 400
+MOST_FILES = 25
 
 # By part of the package: what it may import from fastrl ("" are the public names), and from others.
 CORE = {
@@ -121,18 +123,17 @@ def test_imports_go_one_way(path):
         assert allowed, f"{path.relative_to(ROOT)} must not import {name}"
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_import_needs_only_torch(extra):
-    absent = f"import sys; sys.modules[{extra!r}] = None; import fastrl"
-    subprocess.run([sys.executable, "-c", absent], check=True, timeout=120)
+LOADED = """
+before = set(sys.modules)
+import fastrl
+print(*{name.partition('.')[0] for name in set(sys.modules) - before})
+"""
 
 
-def test_import_loads_no_extra():
-    code = (
-        "import sys, torch; before = set(sys.modules); import fastrl;"
-        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
-    )
-    command = [sys.executable, "-c", code]
+def test_import_needs_only_torch_and_loads_nothing_else():
+    without = f"import sys, torch\nsys.modules.update(dict.fromkeys({EXTRAS}))\nimport fastrl"
+    subprocess.run([sys.executable, "-c", without], check=True, timeout=120)
+    command = [sys.executable, "-c", f"import sys, torch\n{LOADED}"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert not set(loaded.stdout.split()) & set(EXTRAS)
 
@@ -224,7 +225,7 @@ def test_all_is_sorted_and_complete():
 @pytest.mark.parametrize(
     "command",
     [
-        "pytest -q -p no:cacheprovider --collect-only --doctest-modules tests/support tests/fuzz "
+        "pytest -q -p no:cacheprovider --collect-only --doctest-modules tests/fuzz "
         "tests/repo/test_layout.py",
         "tests.fuzz --help",
         "tests.gpu.device.run --help",
@@ -251,6 +252,16 @@ def test_files_are_short():
     sources = [path for path in repository_files() if path.suffix in kinds]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_folders_of_tests_are_small_and_share_by_imports_of_names():
+    files = [path for path in repository_files() if path.is_relative_to(ROOT / "tests")]
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in files)
+    assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
+    stars = re.compile(r"^from tests\S* import \*", re.MULTILINE)
+    assert [
+        path.name for path in files if path.suffix == ".py" and stars.search(path.read_text())
+    ] == []
 
 
 def test_every_file_is_named_after_its_idea():

@@ -9,6 +9,8 @@ import pytest
 
 from tests.integrations.packages import needed
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -31,6 +31,7 @@ choose_cpu(sys.argv[1])
 """
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
     pytest.mark.skipif(sys.platform != "linux", reason="the loopback device is named as on Linux"),
 ]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fastrl
-from tests.integrations.huggingface.runs import VOCABULARY, make_model, make_trainer, save_model
 from tests.integrations.packages import needed
+from tests.integrations.trl.runs import VOCABULARY, make_model, make_trainer, save_model
 
 transformers = needed("transformers")
 from fastrl.integrations.transformers import (  # noqa: E402
@@ -60,6 +60,7 @@ def test_every_change_is_run():
     assert {heading: count for heading, count in found.items() if count} == CHANGES
 
 
+@pytest.mark.slow
 def test_trl(tmp_path, monkeypatch):
     needed("trl")
     trainer = make_trainer(save_model(tmp_path / "model"), output_dir=tmp_path, max_steps=1)
@@ -91,6 +92,7 @@ def rows(count=8, length=9):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dapo", "grpo"])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_hugging_face_trainer(parts, objective, tmp_path):

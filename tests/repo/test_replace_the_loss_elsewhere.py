@@ -8,8 +8,8 @@ import torch
 from test_replace_the_loss import blocks
 
 from fastrl.integrations import liger, nemo_rl, openrlhf, torchrl, verl
-from tests.support import nemo_rl_formulas, verl_formulas
 from tests.integrations.packages import importable, without_modules
+from tests.support import nemo_rl_formulas, verl_formulas
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """The versions in pyproject.toml, the Makefile and continuous integration are consistent."""
 
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,62 +18,6 @@ def test_triton_is_not_pinned():
     found = re.findall(r'"(triton\b[^";]*)', PROJECT)
     assert found
     assert [requirement for requirement in found if "==" in requirement] == []
-
-
-def test_later_installations_of_make_keep_torch(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.touch()
-    command = [
-        "make",
-        "-n",
-        f"VENV={tmp_path}",
-        "TORCH=torch==2.10.0",
-        f"{tmp_path}/.installed-test",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    installs = [line for line in done.stdout.splitlines() if " install " in line and "pip" in line]
-    assert [f"-c {tmp_path}/constraints.txt" in line for line in installs] == [False, True]
-
-
-def test_a_different_torch_is_reinstalled(tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / ".torch-asked").write_text("torch==2.13.0\n")
-    for name in ("bin/python", ".installed-torch"):
-        (tmp_path / name).touch()
-    for torch, installs in (("torch==2.13.0", False), ("torch==2.15.0", True)):
-        subprocess.run(
-            ["make", f"VENV={tmp_path}", f"TORCH={torch}", f"{tmp_path}/.torch-asked"],
-            cwd=ROOT,
-            check=True,
-        )
-        asked, installed = (tmp_path / name for name in (".torch-asked", ".installed-torch"))
-        assert (asked.stat().st_mtime_ns > installed.stat().st_mtime_ns) == installs
-
-
-def test_every_installation_asks_for_the_same_setuptools():
-    texts = [PROJECT, MAKEFILE, *((ROOT / name).read_text() for name in ("README.md", "setup.py"))]
-    assert [set(re.findall(r"setuptools>=(\d+)", text)) for text in texts] == [{"77"}] * 4
-
-
-def test_setuptools_that_is_too_old_is_named(tmp_path):
-    """Python 3.10 and 3.11 create environments with an older one."""
-    (tmp_path / "setuptools.py").write_text('__version__ = "65.5.1"')
-    (tmp_path / "bin").mkdir()
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.touch(mode=0o755)
-    done = subprocess.run(
-        ["make", "gpu-build", f"OUT={tmp_path}", f"GPU_PYTHON={sys.executable}"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode
-    assert "setuptools 77 or newer, and this Python has 65.5.1" in done.stdout
-    assert "could not be compiled within" not in done.stdout
 
 
 def test_the_makefile_lists_the_triton_that_the_installed_torch_requires():
