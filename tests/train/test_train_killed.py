@@ -12,13 +12,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForSequenceClassification
-
 from fastrl.train.checkpoint import latest
-from fastrl.train.loading import character_tokenizer
-from tests.support.train_runs import LOOPS, Process, equal, rows, run, saved
+from tests.train.packed import save_reward_model
+from tests.train.runs import LOOPS, Process, assert_same, rows, run
 
-pytestmark = pytest.mark.usefixtures("unreported")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unreported")]
 
 KILLS = int(os.environ.get("FASTRL_KILLS", "3"))
 STEPS = 8
@@ -42,9 +40,8 @@ def test_a_killed_run_resumes_to_the_same_metrics_and_weights(small, tmp_path, l
     killed.finish()
     whole.finish()
     assert in_write >= KILLS // 2
-    assert rows(killed.directory) == rows(whole.directory)
     assert [row["step"] for row in rows(killed.directory)] == list(range(STEPS + 1))
-    assert equal(saved(killed.directory), saved(whole.directory))
+    assert_same(killed.directory, whole.directory)
     assert not [path for path in killed.directory.rglob("*") if path.name.startswith(".")]
 
 
@@ -61,12 +58,6 @@ def test_two_processes_do_not_use_one_directory(small, forkserver):
     assert not Path(small["out"], ".lock").exists()
 
 
-@pytest.mark.parametrize("out", ["train.jsonl/run", "/proc/run"])
-def test_a_directory_that_cannot_be_written_is_named(small, out):
-    with pytest.raises(ValueError, match=f"^out: {out} cannot be written: "):
-        run("grpo", small, out=out)
-
-
 def test_runs_without_a_name_get_the_next_number_and_failed_starts_leave_nothing(small):
     small |= {"out": None, "steps": 1}
     assert [run("ppo", small).directory for _ in "ab"] == [Path("runs/ppo-1"), Path("runs/ppo-2")]
@@ -74,6 +65,9 @@ def test_runs_without_a_name_get_the_next_number_and_failed_starts_leave_nothing
         run("ppo", small, max_prompt_tokens=2)
     assert not Path("runs/ppo-3").exists()
     assert run("ppo", small, steps=2, resume=True).directory == Path("runs/ppo-2")
+    for out in ("train.jsonl/run", "/proc/run"):
+        with pytest.raises(ValueError, match=f"^out: {out} cannot be written: "):
+            run("ppo", small, out=out)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "tokenizer.json"])
@@ -91,27 +85,24 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_resumes(small, name)
     assert run("grpo", small, resume=True).step == 3
 
 
-def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(small, capsys):
+def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(small, tmp_path, capsys):
     small |= {"steps": 1, "value_model": "separate"}
     directory = run("ppo", small).directory
-    log, of_run = rows(directory), saved(directory)
+    before = shutil.copytree(directory, tmp_path / "before")
     shutil.rmtree(directory / "checkpoints")
     with pytest.raises(ValueError, match=r"^resume: .*run has metrics, but no checkpoint"):
         run("ppo", small, resume=True)
-    assert rows(directory) == log
+    assert rows(directory) == rows(before)
     (directory / "metrics.jsonl").unlink()  # as if killed before the first checkpoint
     run("ppo", small, resume=True)
     assert "holds no checkpoint; the run begins anew" in capsys.readouterr().out
-    assert rows(directory) == log
-    assert equal(saved(directory), of_run)
+    assert_same(directory, before)
 
 
 def test_changed_data_and_weights_are_refused_on_resume(small, base, tmp_path):
-    config = LlamaConfig.from_pretrained(base, num_labels=1, hidden_size=16, num_hidden_layers=1)
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
-    character_tokenizer().save_pretrained(tmp_path / "scorer")
-    reward = (f"model:{tmp_path / 'scorer'}",)
-    small |= {"model": str(base), "lora_rank": 2, "reward": reward, "kl_coef": 0.1, "steps": 1}
+    save_reward_model(tmp_path / "scorer")
+    small |= {"model": str(base), "lora_rank": 2, "reward": (f"model:{tmp_path / 'scorer'}",)}
+    small |= {"kl_coef": 0.1, "steps": 1}
     run("grpo", small)
     more = json.dumps({"prompt": "9 + 1 =", "answer": "10"}).encode() + b"\n"
     for name, path in (
@@ -121,22 +112,9 @@ def test_changed_data_and_weights_are_refused_on_resume(small, base, tmp_path):
         ("held_out", Path(small["prompts"][1])),
     ):
         content = path.read_bytes()
-        weights = path.suffix == ".safetensors"
-        path.write_bytes(
-            content[:-2] + bytes([content[-2] ^ 1, content[-1]]) if weights else content + more
-        )
+        weights = content[:-2] + bytes([content[-2] ^ 1, content[-1]])
+        path.write_bytes(weights if path.suffix == ".safetensors" else content + more)
         with pytest.raises(ValueError, match=f"^resume: {name} has changed since the run began"):
             run("grpo", small, resume=True)
         path.write_bytes(content)
     assert run("grpo", small, resume=True, steps=2).step == 2
-
-
-def test_a_copied_checkpoint_is_a_model(small, tmp_path):
-    checkpoint = latest(run("grpo", small, steps=1).directory / "checkpoints")
-    copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    (copy / "state.pt").unlink()
-    small |= {"model": str(copy), "steps": 1}
-    assert run("grpo", small, out="b").step == 1
-    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"^model must be .*copy is damaged: model.safetensors"):
-        run("grpo", small, out="c")

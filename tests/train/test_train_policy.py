@@ -22,8 +22,8 @@ from fastrl.train.rollout import Completion, concatenate, rollout_of
 from fastrl.train.run import TrainingRun
 from fastrl.train.sampling import Sampler, TokenCount
 from fastrl.train.value_model import ValueModel
-from tests.support.packed import assert_equal, make_model, mean, padded, plain, token_losses
-from tests.support.train_runs import LOOPS, rows, run
+from tests.train.packed import assert_equal, mean, padded, plain, token_losses
+from tests.train.runs import LOOPS, rows, run
 
 STEPS = {"steps": 2, "max_new_tokens": 5, "learning_rate": 3e-3, "warmup_steps": 0}
 STEPS |= {"eval_every": 9, "tokens_per_micro_batch": 60, "clip_low": 0.02, "group_size": 4}
@@ -152,6 +152,10 @@ def test_gradients_of_a_run_are_those_of_formulas(small, monkeypatch, loop, chan
     logged = rows(run(loop, small, **settings).directory)[-1]
     config = LOOPS[loop][1](**{**small, **settings})
     assert len(seen.updates) == config.steps * config.epochs * config.minibatches
+    if config.loop == "ppo" and config.value_model == "separate":  # begins as the warm start ended
+        _, policy, critic, _ = seen.updates[0]
+        own, followed = critic.backbone.state_dict(), backbone(policy).state_dict()
+        assert all(torch.equal(own[name], followed[name]) for name in followed)
     of_last = []
     for i, (step, *_, gradients) in enumerate(seen.updates):
         truth, tokens = expected(config, seen, i)
@@ -168,8 +172,7 @@ def test_gradients_of_a_run_are_those_of_formulas(small, monkeypatch, loop, chan
 def test_the_advantage_reward_is_the_discounted_return_and_nothing_else():
     rewards, config = torch.tensor([0.5, 9.0]), PpoConfig(advantage="reward", gamma=0.5)
     mask = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()
-    assert torch.equal(compared(rewards, config), rewards)
-    per_token = token_rewards(rewards, torch.full((2, 3), 0.25), mask)
+    per_token = token_rewards(compared(rewards, config), torch.full((2, 3), 0.25), mask)
     assert per_token.tolist() == [[-0.25, 0, 0.25], [-0.25, 8.75, 0]]
     advantages, returns = advantages_and_returns(per_token, None, mask, mask, config)
     assert advantages.tolist() == returns.tolist() == [[-0.125, 0, 0.25], [4.125, 8.75, 0]]
@@ -182,9 +185,6 @@ def test_the_coefficient_of_the_penalty_moves_towards_its_target():
             penalty = KlPenalty(PpoConfig(kl_coef=0.1, kl_target=target))
             penalty.update(kl, completions)
             assert penalty.coefficient == pytest.approx(0.1 * moved)
-            again = KlPenalty(PpoConfig(kl_coef=0.3))
-            again.load_state_dict(penalty.state_dict())
-            assert again.coefficient == penalty.coefficient
 
 
 def test_the_kl_of_a_minibatch_is_weighted_by_tokens():
@@ -235,42 +235,35 @@ def test_groups_without_information_are_replaced_until_the_last_round():
     assert lengths(rollout, TokenCount(8, 9)) == exact
 
 
-class TestRollout:
-    CPU, PROMPTS = torch.device("cpu"), (Prompt({}, [1, 2]), Prompt({}, [3]))
-    HOLE, BROKEN = torch.tensor([True, False, True]), torch.tensor([-1.0, math.nan, -3.0])
-    ONE = Completion(torch.tensor([4, 5, 6]), BROKEN, ended=True, sampled=HOLE)
-    OTHER = Completion(torch.tensor([4, 5]), torch.tensor([-1.0, -1.0]), ended=False)
-
-    def test_what_a_tool_wrote_is_not_counted(self):
-        made = rollout_of([*self.PROMPTS], [self.ONE, self.OTHER], self.CPU)
-        assert made.lengths == [2, 2]
-        assert torch.equal(made.counted("count"), made.mask)
-        assert made.counted("mask").any(1).tolist() == [True, False]
-        short = rollout_of([self.PROMPTS[1]], [self.OTHER], self.CPU)
-        joined = concatenate([short, made.rows(torch.tensor([1, 0]))])
-        assert joined.prompts == [[3], [1, 2], [3]]
-        assert joined.prompt_of.tolist() == [0, 2, 1]
-        assert joined.token_ids.tolist() == [[4, 5, 0], [4, 5, 0], [4, 5, 6]]
-        assert joined.mask.int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 1]]
-        assert joined.logprobs.tolist() == [[-1, -1, 0], [-1, -1, 0], [-1, 0, -3]]
-        assert joined.truncated.tolist() == [True, True, False]
-
-    def test_a_completion_without_its_numbers_is_refused(self):
-        masks = torch.zeros(3).bool(), torch.ones(2).bool()
-        wrongs = *({"sampled": mask} for mask in masks), {"logprobs": torch.zeros(2)}
-        for wrong in wrongs:
-            with pytest.raises(ValueError, match="a mask for each, got"):
-                rollout_of([self.PROMPTS[0]], [self.ONE._replace(**wrong)], self.CPU)
-        with pytest.raises(FloatingPointError, match="the logits are not finite"):
-            rollout_of([self.PROMPTS[0]], [self.ONE._replace(sampled=None)], self.CPU)
+PROMPTS = [Prompt({}, [1, 2]), Prompt({}, [3])]
+HOLE, LOGPROBS = torch.tensor([True, False, True]), torch.tensor([-1.0, math.nan, -3.0])
+OF_A_TOOL = Completion(torch.tensor([4, 5, 6]), LOGPROBS, ended=True, sampled=HOLE)
+CUT = Completion(torch.tensor([4, 5]), torch.tensor([-1.0, -1.0]), ended=False)
 
 
-def test_a_separate_value_model_begins_with_the_weights_of_the_policy():
-    model, _ = make_model()
-    critic = ValueModel(model, PpoConfig(value_model="separate"))
-    with torch.no_grad():
-        model.model.embed_tokens.weight.add_(1.0)  # as a warm start would
-    critic.follow(model)
-    own, followed = critic.backbone.state_dict(), backbone(model).state_dict()
-    assert all(torch.equal(own[name], followed[name]) for name in followed)
-    assert not {id(p) for p in critic.parameters()} & {id(p) for p in model.parameters()}
+def test_a_rollout_counts_what_was_sampled_and_pads_what_is_shorter():
+    made = rollout_of(PROMPTS, [OF_A_TOOL, CUT], torch.device("cpu"))
+    assert torch.equal(made.counted("count"), made.mask)
+    assert made.counted("mask").any(1).tolist() == [True, False]
+    short = rollout_of(PROMPTS[1:], [CUT], torch.device("cpu"))
+    joined = concatenate([short, made.rows(torch.tensor([1, 0]))])
+    assert joined.prompts == [[3], [1, 2], [3]]
+    assert joined.prompt_of.tolist() == [0, 2, 1]
+    assert joined.token_ids.tolist() == [[4, 5, 0], [4, 5, 0], [4, 5, 6]]
+    assert joined.mask.int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 1]]
+    assert joined.logprobs.tolist() == [[-1, -1, 0], [-1, -1, 0], [-1, 0, -3]]
+    assert joined.truncated.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"sampled": torch.zeros(3).bool()}, ValueError, "a mask for each, got"),
+        ({"sampled": torch.ones(2).bool()}, ValueError, "a mask for each, got"),
+        ({"logprobs": torch.zeros(2)}, ValueError, "a mask for each, got"),
+        ({"sampled": None}, FloatingPointError, "the logits are not finite"),
+    ],
+)
+def test_a_rollout_without_its_numbers_is_refused(wrong, error, message):
+    with pytest.raises(error, match=message):
+        rollout_of(PROMPTS[:1], [OF_A_TOOL._replace(**wrong)], torch.device("cpu"))

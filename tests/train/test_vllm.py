@@ -14,15 +14,17 @@ from fastrl.train.endings import Endings
 from fastrl.train.loading import load
 from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler
-from tests.support.sampled import TINY, model_logprobs
+from tests.train.packed import SMALL, padded
+
+pytestmark = pytest.mark.slow
 
 TEXTS = ("7 + 5 =", "1", "the quick brown fox")
+STALE = "does not sample with the model's weights"
 
 
 def config_of(**options):
-    return GrpoConfig(
-        **{"sampler": "vllm", "max_new_tokens": 12, "max_prompt_tokens": 40, **options}
-    )
+    common = {"sampler": "vllm", "max_new_tokens": 12, "max_prompt_tokens": 40}
+    return GrpoConfig(**{**common, **options})
 
 
 def started(model, tokenizer, **options):
@@ -32,8 +34,7 @@ def started(model, tokenizer, **options):
 
 
 def prompts_of(tokenizer):
-    records = [{"prompt": text} for text in TEXTS]
-    return encode(records, tokenizer, config_of())
+    return encode([{"prompt": text} for text in TEXTS], tokenizer, config_of())
 
 
 def of(kind, dtype=torch.float32):
@@ -41,10 +42,10 @@ def of(kind, dtype=torch.float32):
     torch.manual_seed(3)
     model, tokenizer = load(None, torch.device("cpu"))
     if kind == "qwen3":  # its head is its embedding; vLLM's CPU has no heads of 8
-        sizes = {**TINY, "vocab_size": len(tokenizer), "head_dim": 32, "tie_word_embeddings": True}
-        of_llama = model
+        sizes = {**SMALL, "pad_token_id": 0, "head_dim": 32, "tie_word_embeddings": True}
+        settings = model.generation_config
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-        model.generation_config = of_llama.generation_config
+        model.generation_config = settings
     change(model, 0.1)
     return model.to(dtype).eval(), tokenizer
 
@@ -52,25 +53,22 @@ def of(kind, dtype=torch.float32):
 @torch.no_grad()
 def change(model, size):
     for parameter in model.parameters():
-        parameter.add_(size * torch.randn_like(parameter))
+        if parameter.requires_grad:
+            parameter.add_(size * torch.randn_like(parameter))
 
 
+@torch.no_grad()
 def difference(model, rollout, temperature=1.0):
     """The largest difference of the rollout's log-probabilities to the model's own."""
-    return float((model_logprobs(model, rollout, temperature) - rollout.logprobs).abs().max())
+    logprobs, *_ = padded(model, rollout, temperature)
+    return float((logprobs - rollout.logprobs)[rollout.mask].abs().max())
 
 
-@pytest.fixture
-def stale(monkeypatch):
-    """Makes an engine keep the weights that it has, and nothing says so."""
-
-    def kept(sampler):
-        monkeypatch.setattr(
-            sampler.engine._llm, "collective_rpc", lambda method, args: list(args[0])
-        )
-        monkeypatch.setattr(sampler.engine._llm, "apply_model", lambda function: None)
-
-    return kept
+def keep_weights(sampler, monkeypatch):
+    """The engine keeps the weights that it has, and nothing says so."""
+    engine = sampler.engine._llm
+    monkeypatch.setattr(engine, "collective_rpc", lambda method, args: list(args[0]))
+    monkeypatch.setattr(engine, "apply_model", lambda function: None)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -82,9 +80,8 @@ def small(request):
 
 def test_the_engine_follows_the_weights(small):
     model, tokenizer, sampler = small
-    prompts = prompts_of(tokenizer)
     for _ in range(3):
-        rollout, _ = sampler.sample(prompts, 4)
+        rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
         assert difference(model, rollout, 0.7) < 2e-5
         change(model, 0.01)
         assert difference(model, rollout, 0.7) > 1e-2
@@ -104,21 +101,21 @@ def test_equal_states_give_equal_samples(small):
 def test_greedy_is_that_of_transformers(small):
     model, tokenizer, sampler = small
     state = torch.get_rng_state()
-    got = sampler.greedy(prompts_of(tokenizer))
+    _, texts = sampler.greedy(prompts_of(tokenizer))
     assert torch.equal(state, torch.get_rng_state())
-    plain = Sampler(model, tokenizer, config_of(sampler="transformers", temperature=0.7))
-    assert got[1] == plain.greedy(prompts_of(tokenizer))[1]
+    plain = Sampler(model, tokenizer, config_of(sampler="transformers"))
+    assert plain.greedy(prompts_of(tokenizer))[1] == texts
 
 
-def test_an_engine_without_the_new_weights_stops_the_run(small, stale):
+def test_an_engine_without_the_new_weights_stops_the_run(small, monkeypatch):
     model, tokenizer, sampler = small
     sampler.sample(prompts_of(tokenizer), 4)
-    stale(sampler)
+    keep_weights(sampler, monkeypatch)
     sampler.sample(prompts_of(tokenizer), 4)  # the same weights
     change(model, 0.003)
-    with pytest.raises(RuntimeError, match="does not sample with the model's weights"):
+    with pytest.raises(RuntimeError, match=STALE):
         sampler.sample(prompts_of(tokenizer), 4)
-    with pytest.raises(RuntimeError, match="does not sample with the model's weights"):
+    with pytest.raises(RuntimeError, match=STALE):
         sampler.greedy(prompts_of(tokenizer))
 
 
@@ -126,16 +123,14 @@ def test_a_tied_head_must_be_packed_again(small, monkeypatch):
     model, tokenizer, sampler = small
     change(model, 0.003)
     monkeypatch.setattr("fastrl.integrations.vllm._pack_head", lambda model: None)
-    if not model.config.tie_word_embeddings:
-        sampler.sample(prompts_of(tokenizer), 4)
-        return
-    with pytest.raises(RuntimeError, match="does not sample with the model's weights"):
-        sampler.sample(prompts_of(tokenizer), 4)
-    monkeypatch.undo()
+    if model.config.tie_word_embeddings:
+        with pytest.raises(RuntimeError, match=STALE):
+            sampler.sample(prompts_of(tokenizer), 4)
+        monkeypatch.undo()
     sampler.sample(prompts_of(tokenizer), 4)
 
 
-def test_bfloat16_and_its_stale_engine(stale):
+def test_bfloat16_and_its_stale_engine(monkeypatch):
     model, tokenizer = of("qwen3", torch.bfloat16)
     options = {"weights": "bfloat16", "precision": "bfloat16", "tokens_per_generation": 1}
     sampler = started(model, tokenizer, **options)
@@ -143,7 +138,7 @@ def test_bfloat16_and_its_stale_engine(stale):
         rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
         assert difference(model, rollout) < 0.3
         change(model, 0.05)
-    stale(sampler)
+    keep_weights(sampler, monkeypatch)
     with pytest.raises(RuntimeError, match=r"bfloat16 .* at most 0\.02, got"):
         sampler.sample(prompts_of(tokenizer), 4)
 
@@ -155,10 +150,7 @@ def test_adapters_are_merged():
     wrapped = peft.get_peft_model(model, lora).eval()
     sampler = started(wrapped, tokenizer)
     for _ in range(2):
-        with torch.no_grad():
-            for parameter in wrapped.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
+        change(wrapped, 0.1)
         rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
         assert difference(wrapped, rollout) < 2e-5
         with wrapped.disable_adapter():

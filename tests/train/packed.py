@@ -1,4 +1,4 @@
-"""Small models of five architectures; a step's loss by packed rows, and by plain formulas."""
+"""Small models of five architectures; a step's loss from packed rows, and by plain formulas."""
 
 import copy
 
@@ -7,29 +7,33 @@ import transformers
 
 from fastrl import Objective
 from fastrl.train.config import GrpoConfig
+from fastrl.train.loading import character_tokenizer
 from fastrl.train.packing import normalizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs
 from fastrl.train.recomputation import save_memory
 from fastrl.train.rollout import Rollout
 
 SMALL = {
-    "vocab_size": 61,
+    "vocab_size": len(character_tokenizer()),
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "bos_token_id": None,
 }
 GEMMA3 = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 4096}
+GPT2 = {"vocab_size": SMALL["vocab_size"], "n_embd": 32, "n_layer": 2, "n_head": 4}
+GPT2 |= {"n_positions": 4096, "bos_token_id": 1, "eos_token_id": 1}
 CONFIGS = {
     "llama": transformers.LlamaConfig(**SMALL),
     "qwen3": transformers.Qwen3Config(**SMALL, head_dim=16),
     "gemma3": transformers.Gemma3TextConfig(**SMALL, head_dim=16, **GEMMA3),
     "mistral": transformers.MistralConfig(**SMALL, sliding_window=7),
-    "gpt2": transformers.GPT2Config(**GPT2, **DROPOUT, bos_token_id=1, eos_token_id=1),
+    "gpt2": transformers.GPT2Config(**GPT2, **DROPOUT),
 }
 LENGTHS = (1, 9, 30, 2, 17, 5, 41, 8)
 PROMPTS = (13, 4, 22)
@@ -43,10 +47,23 @@ def make_model(kind="qwen3", **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=0)
     own = {"loss": "logits"} if kind == "gpt2" else {}
     config = GrpoConfig(**{"tokens_per_micro_batch": 100_000, **own, **changes})
     save_memory(model, config)
     return model, config
+
+
+def save_reward_model(directory):
+    """A reward model with random weights, which is saved; it has a chat template."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+    own = {"num_labels": 1, "pad_token_id": 0, "max_position_embeddings": 256}
+    config = transformers.LlamaConfig(**{**SMALL, **own})
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    for part in (model, tokenizer):
+        part.save_pretrained(directory)
+    return model
 
 
 def make_rollout(lengths=LENGTHS, prompts=PROMPTS, *, holes=False):
