@@ -11,7 +11,7 @@ import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.integrations import nemo_rl
 from tests.ops.gloo_ranks import on_ranks
-from tests.support import nemo_rl_formulas
+from tests.integrations import nemo_rl_formulas
 from tests.support import nemo_rl_ranks as ranks
 from tests.support.importable import importable, without_modules
 

@@ -1,5 +1,6 @@
 """The changes that `docs/replace-the-loss.md` shows for other packages, on stand-ins of these."""
 
+import functools
 import sys
 import types
 
@@ -8,47 +9,21 @@ import torch
 from test_replace_the_loss import blocks
 
 from fastrl.integrations import liger, nemo_rl, openrlhf, torchrl, verl
-from tests.integrations.packages import importable, without_modules
-from tests.support import nemo_rl_formulas, verl_formulas
+from tests.integrations import nemo_rl_formulas
+from tests.integrations.packages import importable, stand_ins
+from tests.integrations.verl import formulas, loss_formulas
 
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Put modules with these names, and what each holds, in the place of what is installed."""
-
-    def put(**held):
-        without_modules(monkeypatch, *(name.partition("__")[0] for name in held))
-        for path, names in held.items():
-            parts = path.split("__")
-            for depth in range(1, len(parts) + 1):
-                name = ".".join(parts[:depth])
-                if name not in sys.modules:
-                    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-                    if depth > 1:
-                        setattr(
-                            sys.modules[".".join(parts[: depth - 1])],
-                            parts[depth - 1],
-                            sys.modules[name],
-                        )
-            for key, value in names.items():
-                found = value
-                if isinstance(value, types.FunctionType):
-                    found = types.FunctionType(
-                        value.__code__, value.__globals__, key, value.__defaults__
-                    )
-                    found.__kwdefaults__, found.__module__ = value.__kwdefaults__, name
-                setattr(sys.modules[name], key, found)
-
-    return put
+    return functools.partial(stand_ins, monkeypatch)
 
 
 def test_verl(modules):
-    functions = {
-        name: value
-        for name, value in vars(verl_formulas).items()
-        if isinstance(value, types.FunctionType)
-    }
-    modules(verl__utils__torch_functional=functions, verl__trainer__ppo__core_algos=functions)
+    written = vars(formulas) | vars(loss_formulas)
+    functions = {name: x for name, x in written.items() if isinstance(x, types.FunctionType)}
+    del functions["compute_policy_loss_reinforce"]  # another name of its first argument
+    modules({"verl.utils.torch_functional": functions, "verl.trainer.ppo.core_algos": functions})
     change, alone = blocks("verl")
     losses = []
     for code in change:
@@ -68,7 +43,7 @@ def test_openrlhf(modules):
     everything |= dict.fromkeys(("masked_mean", "compute_entropy", "set_z3_leaf_modules"))
     own = dict.fromkeys(("PolicyLoss", "ValueLoss", "compute_approx_kl", "log_probs_from_logits"))
     everything |= own
-    modules(openrlhf__models=everything, openrlhf__models__utils=everything)
+    modules({"openrlhf.models": everything, "openrlhf.models.utils": everything})
     found = {}
     for before, after in blocks("OpenRLHF"):
         imported = {}
@@ -83,7 +58,7 @@ def test_openrlhf(modules):
 
 def test_nemo_rl(modules):
     name = "from_parallel_hidden_states_to_logprobs"
-    modules(nemo_rl__distributed__model_utils={name: getattr(nemo_rl_formulas, name)})
+    modules({"nemo_rl.distributed.model_utils": {name: getattr(nemo_rl_formulas, name)}})
     home, used, settings = sys.modules["nemo_rl.distributed.model_utils"], [], {}
     settings["megatron_cfg"] = {"use_fused_linear_logprobs": True}
     settings["megatron_cfg"]["fused_linear_logprobs_chunk_size"] = 2
@@ -135,7 +110,7 @@ def written_down(
 
 def test_torchrl(modules):
     names = ("generalized_advantage_estimate", "vec_generalized_advantage_estimate")
-    modules(torchrl__objectives__value__functional=dict.fromkeys(names, written_down))
+    modules({"torchrl.objectives.value.functional": dict.fromkeys(names, written_down)})
     results = []
     for code in blocks("torchrl")[0]:
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastrl.integrations.nemo_rl import from_parallel_hidden_states_to_logprobs as ours
-from tests.support.nemo_rl_formulas import from_parallel_hidden_states_to_logprobs as formula
+from tests.integrations.nemo_rl_formulas import from_parallel_hidden_states_to_logprobs as formula
 
 MODULE = "nemo_rl.distributed.model_utils"
 H, V = 16, 22

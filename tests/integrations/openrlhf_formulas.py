@@ -20,48 +20,38 @@ def sequence_mean(x, mask):
 
 def aggregate(f, mask, token_level, dp_size=1, batch_num_tokens=None, global_batch_size=None):
     if token_level:
-        count = batch_num_tokens
-        total = only(mask, f).sum()
-        return total / mask.sum() if count is None else total / count * dp_size
-    of_sequences = sequence_mean(f, mask).sum()
-    if global_batch_size is None:
-        return of_sequences / (mask.sum(-1) > 0).sum()
-    return of_sequences / global_batch_size * dp_size
+        count, total, own = batch_num_tokens, only(mask, f).sum(), mask.sum()
+    else:
+        count, total = global_batch_size, sequence_mean(f, mask).sum()
+        own = (mask.sum(-1) > 0).sum()
+    return total / own if count is None else total / count * dp_size
+
+
+#: the defaults of the options of `PolicyLoss`
+OPTIONS = {
+    "clip_eps_low": 0.2,
+    "clip_eps_high": 0.2,
+    "dual_clip": None,
+    "token_level_loss": True,
+    "policy_loss_type": "ppo",
+    "is_correction_level": "off",
+    "is_correction_mode": "mask",
+    "is_correction_gating": "ratio",
+    "is_correction_threshold": (0.5, 5.0),
+}
 
 
 class PolicyLoss:
-    def __init__(
-        self,
-        clip_eps_low=0.2,
-        clip_eps_high=0.2,
-        dual_clip=None,
-        token_level_loss=True,
-        policy_loss_type="ppo",
-        is_correction_level="off",
-        is_correction_mode="mask",
-        is_correction_gating="ratio",
-        is_correction_threshold=(0.5, 5.0),
-    ):
-        self.o = dict(vars(), self=None)
+    def __init__(self, **options):
+        self.o = {**OPTIONS, **options}
 
-    def __call__(
-        self,
-        log_probs,
-        old_log_probs,
-        advantages,
-        action_mask=None,
-        rollout_log_probs=None,
-        **batch,
-    ):
-        o, m, A = self.o, action_mask, advantages.double()
+    def __call__(self, log_probs, old_log_probs, advantages, mask, rollout_log_probs, **counts):
+        o, A = self.o, advantages.double()
         gspo, correct = o["policy_loss_type"] == "gspo", o["is_correction_level"] != "off"
-        old = only(m, old_log_probs)
-        lp, rollout = only(m, log_probs), old
-        if rollout_log_probs is not None:
-            rollout = only(m, rollout_log_probs)
+        lp, old, rollout = (only(mask, x) for x in (log_probs, old_log_probs, rollout_log_probs))
         log_ratio = (lp - old).clamp(-20, 20)
         if gspo:
-            log_ratio = sequence_mean(lp - (rollout if correct else old), m)
+            log_ratio = sequence_mean(lp - (rollout if correct else old), mask)
         r = log_ratio.exp()
         free, held = r * A, r.clamp(1 - o["clip_eps_low"], 1 + o["clip_eps_high"]) * A
         gain = torch.minimum(free, held)
@@ -69,38 +59,41 @@ class PolicyLoss:
             gain = torch.where(A < 0, torch.maximum(gain, o["dual_clip"] * A), gain)
         f, vllm_kl, filtered = -gain, None, None
         if correct and not gspo:
-            low, high = o["is_correction_threshold"]
-            by_sequence = o["is_correction_level"] == "seq"
-            statistic = old - rollout
-            if o["is_correction_gating"] != "ratio":
-                p, q = rollout.exp().clamp(1e-6, 1 - 1e-6), old.exp().clamp(1e-6, 1 - 1e-6)
-                statistic = (p - q).abs()
-                if o["is_correction_gating"] == "binary_kl":
-                    statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-            statistic = sequence_mean(statistic, m) if by_sequence else statistic
-            statistic = statistic.exp() if o["is_correction_gating"] == "ratio" else statistic
-            inside = (statistic >= low) & (statistic <= high)
-            weights = inside * (old - rollout).exp()
-            if o["is_correction_mode"] == "clip":
-                weights = statistic.clamp(low, high)
-            f = f * weights
-            share = (~inside).double()
-            filtered = share.mean() if by_sequence else mean(share, m)
-            vllm_kl = mean(rollout - old, m)
-        loss = aggregate(f, m, o["token_level_loss"] and not gspo, **batch)
-        return loss, mean(held < free, m), mean(old - lp, m).detach(), vllm_kl, filtered
+            weights, filtered = corrected(old, rollout, mask, o)
+            f, vllm_kl = f * weights, mean(rollout - old, mask)
+        loss = aggregate(f, mask, o["token_level_loss"] and not gspo, **counts)
+        return loss, mean(held < free, mask), mean(old - lp, mask).detach(), vllm_kl, filtered
+
+
+def corrected(old, rollout, mask, o):
+    """Return the weights of the rollout correction, and the share of what it drops."""
+    (low, high), by_sequence = o["is_correction_threshold"], o["is_correction_level"] == "seq"
+    statistic = old - rollout
+    if o["is_correction_gating"] != "ratio":
+        p, q = rollout.exp().clamp(1e-6, 1 - 1e-6), old.exp().clamp(1e-6, 1 - 1e-6)
+        statistic = (p - q).abs()
+        if o["is_correction_gating"] == "binary_kl":
+            statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    statistic = sequence_mean(statistic, mask) if by_sequence else statistic
+    statistic = statistic.exp() if o["is_correction_gating"] == "ratio" else statistic
+    inside = (statistic >= low) & (statistic <= high)
+    weights = inside * (old - rollout).exp()
+    if o["is_correction_mode"] == "clip":
+        weights = statistic.clamp(low, high)
+    share = (~inside).double()
+    return weights, share.mean() if by_sequence else mean(share, mask)
 
 
 class ValueLoss:
     def __init__(self, clip_eps=None, token_level_loss=True):
         self.clip_eps, self.token_level_loss = clip_eps, token_level_loss
 
-    def __call__(self, values, old_values, returns, action_mask=None, **batch):
+    def __call__(self, values, old_values, returns, mask, **counts):
         f = (values.double() - returns) ** 2
         if self.clip_eps is not None:
             held = old_values + (values.double() - old_values).clamp(-self.clip_eps, self.clip_eps)
             f = torch.maximum(f, (held - returns) ** 2)
-        return aggregate(f / 2, action_mask, self.token_level_loss, **batch)
+        return aggregate(f / 2, mask, self.token_level_loss, **counts)
 
 
 def log_probs_from_logits(logits, labels, temperature=1.0):

@@ -12,15 +12,9 @@ import torch
 
 from fastrl.integrations import openrlhf as ours
 from fastrl.integrations.replacing import parameters
-from tests.support import openrlhf_formulas
+from tests.integrations import openrlhf_formulas
 
-NAMES = (
-    "PolicyLoss",
-    "ValueLoss",
-    "log_probs_from_logits",
-    "compute_approx_kl",
-    "get_advantages_and_returns",
-)
+NAMES = ("PolicyLoss", "ValueLoss", "log_probs_from_logits", "compute_approx_kl")
 
 
 def installed():
@@ -28,51 +22,39 @@ def installed():
     spec = importlib.util.find_spec("openrlhf")
     if spec is None:
         return None
-    root = Path(spec.submodule_search_locations[0])
-    package = types.ModuleType("openrlhf_models")
+    root, found = Path(spec.submodule_search_locations[0]), types.SimpleNamespace()
+    package = sys.modules["openrlhf_models"] = types.ModuleType("openrlhf_models")
     package.__path__ = [str(root / "models")]
-    stub = None
-    if not importlib.util.find_spec("deepspeed"):
-        stub = sys.modules["deepspeed"] = types.ModuleType("deepspeed")
-    sys.modules["openrlhf_models"] = package
-    found = types.SimpleNamespace(name="installed")
+    stub = not importlib.util.find_spec("deepspeed")
+    if stub:
+        sys.modules["deepspeed"] = types.ModuleType("deepspeed")
     for name in ("utils", "loss"):
-        where = importlib.util.spec_from_file_location(
-            f"openrlhf_models.{name}", root / "models" / f"{name}.py"
-        )
-        module = importlib.util.module_from_spec(where)
-        sys.modules[where.name] = module
-        where.loader.exec_module(module)
+        module = importlib.import_module(f"openrlhf_models.{name}")
         vars(found).update({key: value for key, value in vars(module).items() if key in NAMES})
-    if stub is not None:
+    if stub:
         del sys.modules["deepspeed"]
     maker = (root / "trainer" / "ppo_utils" / "experience_maker.py").read_text()
-    (method,) = [
-        node
-        for node in ast.walk(ast.parse(maker))
-        if isinstance(node, ast.FunctionDef) and node.name == "get_advantages_and_returns"
-    ]
-    scope = {"torch": torch, "Tuple": tuple}
+    name, scope = "get_advantages_and_returns", {"torch": torch, "Tuple": tuple}
+    (method,) = [x for x in ast.walk(ast.parse(maker)) if getattr(x, "name", None) == name]
     exec(compile(ast.Module([method], []), "experience_maker.py", "exec"), scope)
-    method = scope["get_advantages_and_returns"]
-    found.get_advantages_and_returns = lambda *arguments: method(None, *arguments)
-    found.method = method
+    found.method = scope[name]
+    found.get_advantages_and_returns = lambda *arguments: found.method(None, *arguments)
     return found
 
 
-TRANSCRIBED = types.SimpleNamespace(name="transcribed", **vars(openrlhf_formulas))
 INSTALLED = installed()
+IMPLEMENTATIONS = {"transcribed": openrlhf_formulas}
+if INSTALLED:
+    IMPLEMENTATIONS["installed"] = INSTALLED
 
 
-@pytest.fixture(
-    params=[found for found in (TRANSCRIBED, INSTALLED) if found], ids=lambda found: found.name
-)
+@pytest.fixture(params=IMPLEMENTATIONS)
 def theirs(request):
-    return request.param
+    return IMPLEMENTATIONS[request.param]
 
 
-def batch(seed=0, B=6, T=9, spread=0.4):
-    torch.manual_seed(seed)
+def batch(B=6, T=9, spread=0.4):
+    torch.manual_seed(0)
     mask = (torch.rand(B, T) < 0.7).float()
     mask[:, 0] = 1
     old = -torch.rand(B, T) - 0.1
@@ -87,26 +69,20 @@ def batch(seed=0, B=6, T=9, spread=0.4):
     )
 
 
-def close(a, b):
-    if a is None or b is None:
-        assert a is b
-        return
-    torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
-
-
 def outcome(function, x):
+    """What a function returns, and the gradient of its first value; of None only its place."""
     x = x.clone().requires_grad_()
     found = function(x)
     parts = found if isinstance(found, tuple) else (found,)
     parts[0].sum().backward()
-    return *(None if part is None else part.detach() for part in parts), x.grad
+    given = [part is not None for part in parts]
+    return given, [x.grad, *(part.detach() for part in parts if part is not None)]
 
 
 def same(ours_of, theirs_of, x):
     a, b = outcome(ours_of, x), outcome(theirs_of, x)
-    assert len(a) == len(b)
-    for found, expected in zip(a, b, strict=True):
-        close(found, expected)
+    assert a[0] == b[0]
+    torch.testing.assert_close(a[1], b[1], rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
 CORRECTIONS = {
@@ -127,62 +103,47 @@ LOSSES = {
     "gspo": {"policy_loss_type": "gspo", "clip_eps_low": 0.03, "clip_eps_high": 0.04},
     "gspo, dual clip": {"policy_loss_type": "gspo", "dual_clip": 1.1},
 }
-COUNTS = {
-    "local": {},
-    "global": {"dp_size": 2, "batch_num_tokens": 90.0, "global_batch_size": 12.0},
-}
+COUNTS = pytest.mark.parametrize(
+    "counts",
+    [{}, {"dp_size": 2, "batch_num_tokens": 90.0, "global_batch_size": 12.0}],
+    ids=["local", "global"],
+)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@COUNTS
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_policy_loss(theirs, loss, correction, counts):
-    data = batch()
-    options = {**LOSSES[loss], **CORRECTIONS[correction]}
+    data, options = batch(), {**LOSSES[loss], **CORRECTIONS[correction]}
     options["is_correction_threshold"] = THRESHOLDS[options.get("is_correction_gating", "ratio")]
-
-    def of(n):
-        module = n.PolicyLoss(**options)
-        return lambda x: module(
-            x,
-            data.old,
-            data.advantages,
-            action_mask=data.mask,
-            rollout_log_probs=data.rollout,
-            **COUNTS[counts],
-        )
-
-    same(of(ours), of(theirs), data.log_probs)
+    rest = (data.old, data.advantages, data.mask, data.rollout)
+    a, b = (n.PolicyLoss(**options) for n in (ours, theirs))
+    same(lambda x: a(x, *rest, **counts), lambda x: b(x, *rest, **counts), data.log_probs)
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
 def test_policy_loss_with_the_options_of_0_11_0(kind):
     data = batch()
-    old_style = {
-        "enable_vllm_is_correction": True,
-        "vllm_is_truncated_threshold": [0.8, 1.2],
-        "vllm_is_correction_type": kind,
-    }
-    new_style = {**CORRECTIONS[kind], "is_correction_threshold": (0.8, 1.2)}
-    arguments = (data.log_probs, data.old, data.advantages, data.mask, data.rollout)
-    a = ours.PolicyLoss(**old_style)(*arguments)
-    b = openrlhf_formulas.PolicyLoss(**new_style)(*arguments)
-    assert len(a) == 4
-    for found, expected in zip(a, b[:4], strict=True):
-        close(found, expected)
+    old_style = ours.PolicyLoss(
+        enable_vllm_is_correction=True,
+        vllm_is_truncated_threshold=[0.8, 1.2],
+        vllm_is_correction_type=kind,
+    )
+    formula = openrlhf_formulas.PolicyLoss(**CORRECTIONS[kind], is_correction_threshold=(0.8, 1.2))
+    rest = (data.old, data.advantages, data.mask, data.rollout)
+    same(lambda x: old_style(x, *rest), lambda x: formula(x, *rest)[:4], data.log_probs)
 
 
-@pytest.mark.parametrize("clip", [None, 0.2])
+@COUNTS
 @pytest.mark.parametrize("token_level", [True, False])
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("clip", [None, 0.2])
 def test_value_loss(theirs, clip, token_level, counts):
     data = batch()
-
-    def of(n):
-        module = n.ValueLoss(clip, token_level)
-        return lambda x: module(x, data.old, data.returns, action_mask=data.mask, **COUNTS[counts])
-
-    same(of(ours), of(theirs), data.values)
+    rest, (a, b) = (
+        (data.old, data.returns, data.mask),
+        (n.ValueLoss(clip, token_level) for n in (ours, theirs)),
+    )
+    same(lambda x: a(x, *rest, **counts), lambda x: b(x, *rest, **counts), data.values)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -198,15 +159,14 @@ def test_log_probs_from_logits(theirs, temperature, shape):
     )
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("with_old", [False, True])
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_approximate_kl(theirs, estimator, unbiased, with_old):
     data = batch(spread=1.5)
     data.log_probs[0, :4] = data.old[0, :4] + torch.tensor([100.0, -90.0, 9.0, -2.6])
     options = {"kl_estimator": estimator, "unbiased_gradient": unbiased}
-    if with_old:
-        options["log_probs_old"] = data.rollout
+    options["log_probs_old"] = data.rollout if with_old else None
     same(
         lambda x: ours.compute_approx_kl(x, data.old, **options),
         lambda x: theirs.compute_approx_kl(x, data.old, **options),
@@ -217,41 +177,41 @@ def test_approximate_kl(theirs, estimator, unbiased, with_old):
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.0)])
 def test_advantages_and_returns(theirs, gamma, lambd):
     data = batch()
-    arguments = (data.values, data.returns, data.mask, gamma, lambd)
-    a, b = (n.get_advantages_and_returns(*arguments) for n in (ours, theirs))
-    close(a[0], b[0])
-    close(a[1], b[1])
+    a, b = (
+        n.get_advantages_and_returns(data.values, data.returns, data.mask, gamma, lambd)
+        for n in (ours, theirs)
+    )
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+def losses(data, mask):
+    """Everything that takes a mask."""
+    policy = ours.PolicyLoss(dual_clip=3.0, **CORRECTIONS["seq-mask-tis"])
+    rest = (data.old, data.advantages, mask, data.rollout)
+    found = outcome(lambda x: policy(x, *rest), data.log_probs)[1]
+    value = ours.ValueLoss(0.2)
+    found += outcome(lambda x: value(x, data.old, data.returns, mask), data.values)[1]
+    return found + list(ours.get_advantages_and_returns(data.values, data.returns, mask, 0.9, 0.9))
 
 
 def test_masked_tokens_are_inert():
     data, poisoned = batch(), batch()
-    for name in ("old", "log_probs", "rollout", "advantages"):
-        getattr(poisoned, name)[poisoned.mask == 0] = float("nan")
-    loss = ours.PolicyLoss(dual_clip=3.0, **CORRECTIONS["seq-mask-tis"])
-    results = [
-        outcome(lambda x, d=d: loss(x, d.old, d.advantages, d.mask, d.rollout), d.log_probs)
-        for d in (data, poisoned)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for name in ("old", "log_probs", "rollout", "advantages", "values", "returns"):
+        getattr(poisoned, name)[data.mask == 0] = float("nan")
+    for a, b in zip(losses(data, data.mask), losses(poisoned, data.mask), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_without_a_mask_every_token_counts():
     data = batch()
-    ones = torch.ones_like(data.mask)
-    for module, x in (
-        (ours.PolicyLoss(), (data.log_probs, data.old, data.advantages)),
-        (ours.ValueLoss(0.2), (data.values, data.old, data.returns)),
-    ):
-        a, b = module(*x), module(*x, ones)
-        close(a[0] if isinstance(a, tuple) else a, b[0] if isinstance(b, tuple) else b)
+    torch.testing.assert_close(losses(data, None), losses(data, torch.ones_like(data.mask)))
 
 
+X = torch.zeros(1, 2)
 REFUSED = {
     "policy_loss_type must be ppo or gspo, got 'reinforce'": {"policy_loss_type": "reinforce"},
     "dual_clip must be above 1, got 0.5": {"dual_clip": 0.5},
-    "is_correction_level must be one of off, token, seq; got 'batch'": {
-        "is_correction_level": "batch"
-    },
+    "is_correction_level must be one of off, token, seq; got 'x'": {"is_correction_level": "x"},
     "is_correction_mode must be one of mask, clip; got 'drop'": {"is_correction_mode": "drop"},
     "is_correction_gating must be one of .*got 'k3'": {"is_correction_gating": "k3"},
     "is_correction_mode clip needs .*got seq and ratio": {
@@ -267,29 +227,27 @@ REFUSED = {
         "vllm_is_correction_type": "sampled",
     },
     "vllm_is_truncated_threshold is needed .*got None": {"enable_vllm_is_correction": True},
+    "rollout_log_probs is needed for the rollout corr": {"is_correction_level": "token"},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_openrlhf_refuses_is_refused_by_name(message):
     with pytest.raises(ValueError, match=message):
-        ours.PolicyLoss(**REFUSED[message])
+        ours.PolicyLoss(**REFUSED[message])(X, X, X, X)
 
 
-def test_missing_arguments_are_named():
-    x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="rollout_log_probs is needed for the rollout corr"):
-        ours.PolicyLoss(is_correction_level="token")(x, x, x, x)
+def test_arguments_of_other_versions_are_named():
     with pytest.raises(ValueError, match="kl_estimator must be one of k1, k2, k3; got 'abs'"):
-        ours.compute_approx_kl(x, x, kl_estimator="abs")
+        ours.compute_approx_kl(X, X, kl_estimator="abs")
     with pytest.raises(TypeError, match="pass kl_estimator by keyword"):
-        ours.compute_approx_kl(x, x, "k3")
+        ours.compute_approx_kl(X, X, "k3")
     with pytest.raises(TypeError, match="pass enable_vllm_is_correction by keyword"):
         ours.PolicyLoss(0.2, 0.2, None, True, "ppo", False)  # as in 0.11.0
 
 
 @pytest.mark.skipif(INSTALLED is None, reason="needs OpenRLHF's files")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "get_advantages_and_returns"])
 def test_the_parameters_are_those_of_openrlhf(name):
     mine = getattr(ours, name)
     if inspect.isclass(mine):

@@ -1,4 +1,4 @@
-"""What each of two tensor-parallel ranks computes with verl's functions on fastrl."""
+"""verl's functions of a vocabulary that Megatron's tensor-parallel ranks share, on two ranks."""
 
 import importlib
 import itertools
@@ -12,8 +12,15 @@ import torch.distributed as dist
 from fastrl.integrations.replacing import Replaced
 from fastrl.integrations.verl.fused_linear import linear_cross_entropy
 from fastrl.integrations.verl.vocabulary_parallel import REPLACEMENTS
-from tests.support.verl_fused_formulas import fused, fused_inputs, gradients, of_logits
+from tests.integrations.packages import importable
+from tests.integrations.verl import formulas
+from tests.integrations.verl.cases import close, fused_inputs, gradients
+from tests.ops.gloo_ranks import on_ranks
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo"),
+]
 MODULE = "verl.utils.megatron.tensor_parallel"
 T, V = 37, 50
 
@@ -44,11 +51,6 @@ def installed():
     return module
 
 
-def close(found, expected, **near):
-    near = {"rtol": 1e-5, "atol": 1e-5, **near}
-    torch.testing.assert_close(found.double(), expected.double(), **near)
-
-
 def columns(cut):
     return slice(0, cut) if dist.get_rank() == 0 else slice(cut, V)
 
@@ -61,39 +63,48 @@ def logits_of(dtype, grad=True):
     return whole.clone().requires_grad_(grad), part.clone().requires_grad_(grad)
 
 
+def of_logits(logits, labels):
+    """Log-probabilities and entropies by verl's formulas, `[T]`."""
+    found = formulas.logprobs_from_logits(logits, labels), formulas.entropy_from_logits(logits)
+    return [x.flatten() for x in found]
+
+
+def near(dtype):
+    return 1e-5 if dtype == torch.float32 else 1e-2
+
+
 def values_and_gradients(place):
     """The properties that verl's tests check, for each dtype and shape; no logits are altered."""
     vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(T)
-    mine = columns(V // 2)
     with Replaced("verl", REPLACEMENTS) as replaced:
         assert len(replaced.names) == 4
-        for dtype in (torch.float32, torch.bfloat16):
-            near = {} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-            for name in ("entropy", "entropy_with_chunking", "log_probs_from_logits"):
-                for shape in ((1, T), (T,), (1, 1, T)):
-                    whole, part = logits_of(dtype)
-                    given = (labels.reshape(shape),) if name == "log_probs_from_logits" else ()
-                    function = getattr(vp, f"vocab_parallel_{name}")
-                    found = function(part.reshape(*shape, -1), *given)
-                    assert found.shape == shape
-                    assert found.dtype == torch.float32
-                    expected = of_logits(whole, labels)[0 if given else 1]
-                    close(found.flatten(), expected)
-                    (a,) = gradients((found,), (upstream,), (part,))
-                    (b,) = gradients((expected,), (upstream,), (whole,))
-                    close(a, b[..., mine], **near)
-                    assert torch.equal(part, logits_of(dtype)[1])
+        names, shapes = (
+            ("log_probs_from_logits", "entropy", "entropy_with_chunking"),
+            ((1, T), (T,)),
+        )
+        dtypes = (torch.float32, torch.bfloat16)
+        for dtype, name, shape in itertools.product(dtypes, names, (*shapes, (1, 1, T))):
+            whole, part = logits_of(dtype)
+            given = (labels.reshape(shape),) if name == names[0] else ()
+            found = getattr(vp, f"vocab_parallel_{name}")(part.reshape(*shape, -1), *given)
+            assert (found.shape, found.dtype) == (shape, torch.float32)
+            expected = of_logits(whole, labels)[0 if given else 1]
+            close(found.flatten(), expected)
+            (a,) = gradients((found,), (upstream,), (part,))
+            (b,) = gradients((expected,), (upstream,), (whole,))
+            close(a, b[..., columns(V // 2)], near(dtype))
+            assert torch.equal(part, logits_of(dtype)[1])
+        for dtype in dtypes:
             whole, part = logits_of(dtype, grad=False)
             found = vp.vocab_parallel_sum_pi_squared(part)
-            close(found, whole.double().softmax(-1).square().sum(-1))
-            assert ((found > 0) & (found <= 1 + 1e-5)).all()
+            close(found, formulas.calculate_sum_pi_squared_from_logits(whole))
             assert torch.equal(part, logits_of(dtype)[1])
 
 
 def as_in_the_engine(place):
     """The engine divides in place, and takes log-probabilities of a copy, or of the logits."""
     vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(T)
-    both, mine = (upstream, upstream.flip(0)), columns(V // 2)
+    both = (upstream, upstream.flip(0))
     with Replaced("verl", REPLACEMENTS):
         whole, part = logits_of(torch.float32)
         logits = (part * 1).div_(0.7)
@@ -103,7 +114,7 @@ def as_in_the_engine(place):
         logprobs = vp.vocab_parallel_log_probs_from_logits(copy, labels)
         (a,) = gradients((logprobs.flatten(), entropy.flatten()), both, (part,))
         (b,) = gradients(of_logits(whole / 0.7, labels), both, (whole,))
-        close(a, b[..., mine])
+        close(a, b[..., columns(V // 2)])
         # the backward has used the memory of the copy, as Megatron's forward does
         assert not torch.equal(copy, logits)
 
@@ -111,31 +122,36 @@ def as_in_the_engine(place):
 def of_one_tensor(place):
     """Entropy and log-probabilities of the same logits, either first, with gradients of either."""
     vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(2, T)
-    mine = columns(V // 2)
     functions = (
         lambda x: vp.vocab_parallel_log_probs_from_logits(x, labels),
         lambda x: vp.vocab_parallel_entropy(x),
     )
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    orders, uses = ((0, 1), (1, 0)), ((0,), (1,), (0, 1))
     with Replaced("verl", REPLACEMENTS):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            near = {} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-            for order, used in itertools.product(((0, 1), (1, 0)), ((0,), (1,), (0, 1))):
-                whole, part = logits_of(dtype)
-                logits = part * 1
-                found = {i: functions[i](logits) for i in order}
-                given = [upstream[i] for i in used]
-                wanted = of_logits(whole, labels)
-                (b,) = gradients([wanted[i] for i in used], given, (whole,))
-                results = [found[i].flatten() for i in used]
-                if dtype == torch.float32 and order == (1, 0) and used == (0, 1):
-                    # so it does in verl: the forward of Megatron's loss overwrites float32 logits
-                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                        gradients(results, given, (part,))
-                    continue
-                (a,) = gradients(results, given, (part,))
-                close(a, b[..., mine], **near)
-                unchanged = torch.equal(logits, part)
-                assert unchanged == (dtype != torch.float32 or 0 not in used)
+        for dtype, order, used in itertools.product(dtypes, orders, uses):
+            whole, part = logits_of(dtype)
+            logits, given = part * 1, [upstream[i] for i in used]
+            found = {i: functions[i](logits) for i in order}
+            results, wanted = [found[i].flatten() for i in used], of_logits(whole, labels)
+            (b,) = gradients([wanted[i] for i in used], given, (whole,))
+            if dtype == torch.float32 and order == (1, 0) and used == (0, 1):
+                # so it does in verl: the forward of Megatron's loss overwrites float32 logits
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    gradients(results, given, (part,))
+                continue
+            (a,) = gradients(results, given, (part,))
+            close(a, b[..., columns(V // 2)], near(dtype))
+            unchanged = torch.equal(logits, part)
+            assert unchanged == (dtype != torch.float32 or 0 not in used)
+
+
+@pytest.mark.parametrize("function", [values_and_gradients, as_in_the_engine, of_one_tensor])
+@pytest.mark.parametrize("place", [stand_in, installed])
+def test_functions_of_logits(function, place):
+    if place is installed and importable(MODULE) is None:
+        pytest.skip("needs verl and Megatron")
+    on_ranks(2, function, place)
 
 
 def labels_outside():
@@ -154,31 +170,26 @@ def labels_outside():
 
 def heads_in_parts():
     """The gradient of the hidden states is this rank's part of the sum, which Megatron adds up."""
+    hidden, weight, labels, upstream = fused_inputs(T, 40, V)
+    expected = formulas.linear(hidden, weight, labels, 1.5)
+    d_hidden, d_weight = gradients(expected, upstream, (hidden, weight))
     for cut in (V // 2, 3):
-        hidden, weight, labels, upstream = fused_inputs(T, 40, V)
         part = weight.detach()[columns(cut)].clone().requires_grad_()
         states = hidden.detach().transpose(0, 1).clone().requires_grad_()  # [T, 1, H]
         found = linear_cross_entropy(states, part, labels, 1.5, "none", dist.group.WORLD)
-        expected = fused(hidden, weight, labels, 1.5)
-        for a, b in zip(found, expected, strict=True):
-            close(a, b)
+        close(found, expected)
         total, d_part = gradients(found, upstream, (states, part))
-        d_hidden, d_weight = gradients(expected, upstream, (hidden, weight))
         close(d_part, d_weight[columns(cut)])
         total = total.transpose(0, 1).contiguous()
         assert (total - d_hidden).abs().max() > 1e-2
         dist.all_reduce(total)
         close(total, d_hidden)
+    # without a split, part and whole are the same, as with a tensor-parallel size of 1
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    found = linear_cross_entropy(hidden, weight, labels, 1.5, "none", alone)
+    close(gradients(found, upstream, (hidden, weight)), (d_hidden, d_weight))
 
 
-def a_group_of_one():
-    """Without a split, part and whole are the same, as with a tensor-parallel size of 1."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    hidden, weight, labels, upstream = fused_inputs(T, 40, V)
-    found = linear_cross_entropy(hidden, weight, labels, 1.5, "none", groups[dist.get_rank()])
-    for a, b in zip(
-        gradients(found, upstream, (hidden, weight)),
-        gradients(fused(hidden, weight, labels, 1.5), upstream, (hidden, weight)),
-        strict=True,
-    ):
-        close(a, b)
+@pytest.mark.parametrize("function", [labels_outside, heads_in_parts])
+def test_labels_and_heads(function):
+    on_ranks(2, function)

@@ -1,0 +1,159 @@
+"""What verl 0.9 computes, transcribed from its formulas in float64, with its names and arguments.
+
+Masked tokens are removed by `torch.where`, the others multiplied by their mask; gradients come from
+autograd.
+"""
+
+import torch
+
+
+def only(mask, x):
+    return torch.where(mask.bool(), x.double(), 0.0)
+
+
+def weighed(mask, x):
+    return only(mask, x) * mask
+
+
+def mean(x, mask):
+    return weighed(mask, x).sum() / mask.sum()
+
+
+def whiten(x, mask):
+    centred, count = x - mean(x, mask), mask.double().sum()
+    variance = mean(centred**2, mask) * count / (count - 1)
+    return centred / (variance + 1e-8).sqrt()
+
+
+def members(index):
+    """Return for each response the responses of its group."""
+    return [[j for j, other in enumerate(index) if other == name] for name in index]
+
+
+def logprobs_from_logits(logits, labels, inplace_backward=True):
+    return logits.double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def entropy_from_logits(logits):
+    logprobs = logits.double().log_softmax(-1)
+    return -torch.where(logprobs.isinf(), 0.0, logprobs.exp() * logprobs).sum(-1)
+
+
+def entropy_from_logits_with_chunking(logits, chunk_size=2048):
+    return entropy_from_logits(logits)
+
+
+def calculate_sum_pi_squared_from_logits(logits):
+    return logits.detach().double().softmax(-1).square().sum(-1)
+
+
+def linear(hidden, weight, labels, temperature=1.0):
+    """Return log-probability and entropy of each token, `[N]`: verl's fused functions."""
+    logits = hidden.reshape(-1, hidden.shape[-1]).double() @ weight.double().T / temperature
+    return logprobs_from_logits(logits, labels.flatten()), entropy_from_logits(logits)
+
+
+def compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam):
+    rewards, V, mask = token_level_rewards.double(), values.double(), response_mask.double()
+    advantages, (after, trace) = torch.zeros_like(V), torch.zeros(2, len(V)).double()
+    for t in reversed(range(V.shape[1])):
+        step = rewards[:, t] + gamma * after - V[:, t] + gamma * lam * trace
+        trace = mask[:, t] * step + (1 - mask[:, t]) * trace
+        after = mask[:, t] * V[:, t] + (1 - mask[:, t]) * after
+        advantages[:, t] = trace
+    return only(mask, whiten(advantages, mask)), advantages + V
+
+
+def compute_grpo_outcome_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    epsilon=1e-6,
+    norm_adv_by_std_in_grpo=True,
+    config=None,
+):
+    scores = token_level_rewards.double().sum(-1)
+    result = torch.zeros_like(scores)
+    for i, group in enumerate(members(index)):
+        centre, spread = 0.0, 1.0
+        if len(group) > 1:
+            centre, spread = scores[group].mean(), scores[group].std()
+        result[i] = scores[i] - centre
+        if norm_adv_by_std_in_grpo:
+            result[i] /= spread + epsilon
+    result = weighed(response_mask, result[:, None].expand(response_mask.shape))
+    return result, result
+
+
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    epsilon=1e-6,
+    norm_adv_by_std_in_grpo=True,
+    config=None,
+):
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo
+    )
+
+
+def agg_loss(
+    loss_mat,
+    loss_mask,
+    loss_agg_mode,
+    dp_size=1,
+    batch_num_tokens=None,
+    global_batch_size=None,
+    loss_scale_factor=None,
+):
+    x, lengths = weighed(loss_mask, loss_mat), loss_mask.sum(-1)
+    tokens = loss_mask.sum() if batch_num_tokens is None else batch_num_tokens
+    sequences = (lengths > 0).sum() if global_batch_size is None else global_batch_size
+    width = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    of_tokens = (x.sum(-1) / torch.where(lengths > 0, lengths, 1)).sum()
+    return (
+        dp_size
+        * {
+            "token-mean": x.sum() / tokens,
+            "token-sum": x.sum(),
+            "seq-mean-token-sum": x.sum() / sequences,
+            "seq-mean-token-sum-norm": x.sum() / sequences / width,
+            "seq-mean-token-mean": of_tokens / sequences,
+        }[loss_agg_mode]
+    )
+
+
+def compute_value_loss(
+    vpreds,
+    returns,
+    values,
+    response_mask,
+    cliprange_value,
+    loss_agg_mode="token-mean",
+    dp_size=1,
+    batch_num_tokens=None,
+    global_batch_size=None,
+    loss_scale_factor=None,
+):
+    counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
+    held = values.double() + (vpreds.double() - values).clamp(-cliprange_value, cliprange_value)
+    free, bounded = (vpreds.double() - returns) ** 2, (held - returns) ** 2
+    loss = agg_loss(torch.maximum(free, bounded) / 2, response_mask, loss_agg_mode, *counts)
+    return loss, mean(bounded > free, response_mask)
+
+
+def kl_penalty(logprob, ref_logprob, kl_penalty):
+    d = logprob.double() - ref_logprob.double()
+    values = {
+        "k1": d,
+        "abs": d.abs(),
+        "k2": d**2 / 2,
+        "k3": (torch.exp((-d).clamp(-20, 20)) - 1 + d.clamp(-20, 20)).clamp(-10, 10),
+    }
+    names = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+    base = kl_penalty.removesuffix("+")
+    value = values[names.get(base, base)]
+    if base == kl_penalty:
+        return value
+    return value.detach() + values["k2"] - values["k2"].detach()
