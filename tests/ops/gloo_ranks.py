@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 #: How long a rank may wait for another before torch raises.
 PATIENCE = 90
 #: What the ranks find imported; a DTensor and a compiled function else cost each of them seconds.
-IMPORTED = ["tests.ops.gloo_ranks", "fastrl", "torch.distributed.tensor", "torch._dynamo"]
+IMPORTED = ["tests.ops.gloo_ranks", "fastrl", "torch.distributed.tensor", "torch._dynamo", "pytest"]
 
 
 def on_ranks(world, function, *arguments, seconds=300):

@@ -1,50 +1,122 @@
 """A vocabulary that is split over gloo ranks gives what one process gives."""
 
-import functools
+from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fastrl
 from fastrl.ops import _row_stats
-from fastrl.ops._vocabulary_parts.described import described
+from fastrl.ops._linear import walk
 from tests.ops.gloo_ranks import on_ranks
-from tests.ops.vocabulary_ranks import linear_on_ranks, logits_on_ranks
-from tests.support.vocabulary_rank_agreement import (
-    SAME,
-    disagreements_on_ranks,
-    gradients_on_ranks,
-    other_settings_on_ranks,
-)
-from tests.support.vocabulary_rank_behavior import (
-    collectives_on_ranks,
-    compiled_on_ranks,
-    dying_on_ranks,
-    likely_on_ranks,
-    other_rows_on_ranks,
-    refusals_on_ranks,
-    tensor_parallel_on_ranks,
-    twice_on_ranks,
+from tests.ops.vocabulary_ranks import (
+    DTYPES,
+    ROWS,
+    SPLITS,
+    batch,
+    columns,
+    leaves,
+    linear_on_ranks,
+    logits_on_ranks,
 )
 
-#: sizes of the parts -> banned columns: none, all of a part, parts of two
-SPLITS = {
-    (32, 32): (0, 0),
-    (1, 310): (0, 1),
-    (104, 104, 103): (50, 150),
-    (80, 1, 150, 80): (81, 231),
-}
-DTYPES = (torch.float32, torch.bfloat16)
+#: One that is tried after every change: all sizes differ, a part is banned as a whole.
+FEW = (80, 1, 230), torch.float32, (60, 90)
+CASES = [
+    FEW,
+    *(
+        pytest.param(sizes, dtype, banned, marks=pytest.mark.slow)
+        for sizes, banned in SPLITS.items()
+        for dtype in DTYPES
+    ),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize(("sizes", "dtype", "banned"), CASES, ids=str)
 @pytest.mark.parametrize("form", [logits_on_ranks, linear_on_ranks])
-def test_equal_to_the_whole_vocabulary_and_on_all_ranks(backend, form, sizes, dtype):
-    first, *others = on_ranks(len(sizes), form, sizes, backend, dtype, SPLITS[sizes])
+def test_equal_to_the_whole_vocabulary_and_on_all_ranks(backend, form, sizes, dtype, banned):
+    first, *others = on_ranks(len(sizes), form, sizes, backend, dtype, banned)
     for other in others:
         for one, two in zip(first, other, strict=True):
             assert all(map(torch.equal, one, two))
+
+
+def test_a_group_of_one_has_the_whole_vocabulary(backend):
+    for form in (logits_on_ranks, linear_on_ranks):
+        on_ranks(1, form, (37,), backend, torch.float32, (0, 0))
+
+
+class Happened:
+    """Notes the calls of functions in a block: a letter of each."""
+
+    def __init__(self, *functions):
+        self.functions, self.letters = functions, []
+
+    def __enter__(self):
+        self._plain = [getattr(owner, name) for owner, name, _ in self.functions]
+        for (owner, name, letter), plain in zip(self.functions, self._plain, strict=True):
+            setattr(owner, name, self._noted(plain, letter))
+        return self
+
+    def _noted(self, plain, letter):
+        def run(*arguments, **options):
+            self.letters.append(letter)
+            return plain(*arguments, **options)
+
+        return run
+
+    def __exit__(self, *_):
+        for (owner, name, _), plain in zip(self.functions, self._plain, strict=True):
+            setattr(owner, name, plain)
+
+
+def collectives_on_ranks(sizes, backend):
+    """The collectives of each call, without and with those of its backward; an order of events."""
+    own, counts, gradients = columns(sizes), {}, {}
+    head, tokens = batch(sum(sizes))
+    ids, mask, group = tokens["token_ids"], tokens["mask"], dist.group.WORLD
+    tokens = {"token_ids": ids, "mask": mask, "chunk_tokens": 10, "compact": False}
+    tokens |= {"bias": head["bias"][own], "backend": backend, "vocab_group": group}
+    tensors = {"hidden": head["hidden"], "weight": head["weight"][own]}
+
+    def loss(x, **more):
+        given = {"advantages": torch.ones(ROWS), "objective": "dapo", **tokens, **more}
+        return fastrl.linear_policy_loss(**x, **given).loss
+
+    def logprobs(x, **more):
+        return fastrl.linear_token_logprobs(**x, **tokens, **more).sum()
+
+    def from_logits(x):
+        logits = torch.where(mask[:, None], x["hidden"], 0.0) @ x["weight"].t()
+        more = {"vocab_group": group, "objective": "dapo", "backend": backend}
+        return fastrl.logits_policy_loss(logits, ids, torch.ones(ROWS), mask, **more).loss
+
+    partial = {"reduce_hidden_gradient": False}
+    for name, call, more in (
+        ("loss", loss, {}),
+        ("loss, partial", loss, partial),
+        ("logprobs", logprobs, {}),
+        ("logprobs, partial", logprobs, partial),
+        ("logits", from_logits, {}),
+    ):
+        x = leaves(tensors)
+        collectives = [(dist, name, name) for name in ("all_gather", "all_reduce")]
+        with Happened(*collectives) as happened:
+            result = call(x, **more)
+            forward = dict(Counter(happened.letters))
+            result.backward()
+        counts[name] = forward, dict(Counter(happened.letters))
+        gradients[name] = x["hidden"].grad
+    dist.all_reduce(gradients["loss, partial"])
+    torch.testing.assert_close(gradients["loss, partial"], gradients["loss"])
+    with Happened(
+        (walk.LinearWalk, "project", "P"),
+        (walk.Exchange, "__init__", "S"),
+        (walk.Exchange, "result", "W"),
+    ) as happened:
+        loss(tensors)
+    return counts, "".join(happened.letters)
 
 
 def test_one_collective_per_chunk(backend):
@@ -60,67 +132,105 @@ def test_one_collective_per_chunk(backend):
         backward = {"all_gather": forward["all_gather"] + rows, "all_reduce": in_backward}
         assert rank["logprobs"] == (forward, backward)
         assert rank["logits"] == ({"all_gather": sizes + 1},) * 2
-        # the next chunk is projected before the ranks wait for each other
+        # the next chunk is projected (P) before the ranks send (S) and wait for each other (W)
         assert order == "PS" + "PSW" * (chunks - 1) + "W"
 
 
-def test_a_head_that_is_tensor_parallel_beside_data_parallelism(backend):
-    for inplace, unnamed, other in on_ranks(4, tensor_parallel_on_ranks, backend):
-        assert inplace.startswith(
-            "ValueError: inplace_backward=True needs a plain tensor, got a DT"
-        )
-        assert unnamed.startswith("TypeError: logits must be a plain tensor, got a DTensor: pass")
-        assert "weight must be a plain tensor or a DTensor with Shard(0) over the ranks" in other
+def twice_on_ranks(backend):
+    """The same call twice, in float16 and, on the reference backend, in float64."""
+    own, group, losses = columns((150, 161)), dist.group.WORLD, []
+    dtype = torch.float64 if backend == "reference" else torch.float16
+    head, tokens = batch(311, dtype)
+    for split in (False, True, True):
+        weight = head["weight"][own] if split else head["weight"]
+        x = leaves({"hidden": head["hidden"], "weight": weight})
+        more = {"objective": "dapo", "chunk_tokens": 8, "backend": backend}
+        more |= {"vocab_group": group} if split else {}
+        result = fastrl.linear_policy_loss(**x, **tokens, **more)
+        result.loss.backward()
+        losses.append([result.loss.detach(), result.logprobs, x["hidden"].grad, x["weight"].grad])
+    whole, first, second = losses
+    assert all(map(torch.equal, first, second))
+    rtol = 1e-14 if dtype == torch.float64 else 2e-3
+    whole[3] = whole[3][own]
+    for found, expected in zip(first, whole, strict=True):
+        size = float(expected.abs().amax())
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * size)
 
 
 def test_two_runs_are_bit_equal_in_any_dtype(backend):
     on_ranks(2, twice_on_ranks, backend)
 
 
+def compiled_on_ranks():
+    """Calls under torch.compile, which breaks the graph where ranks exchange their sizes."""
+    own, group = columns((20, 17)), dist.group.WORLD
+    head, tokens = batch(37)
+    ids, mask = tokens["token_ids"], tokens["mask"]
+
+    def from_hidden(x):
+        more = {"objective": "dapo", "vocab_group": group}
+        loss = fastrl.linear_policy_loss(**x, token_ids=ids, advantages=weights, mask=mask, **more)
+        return loss.loss * 2.0
+
+    def from_logits(x):
+        logits = torch.where(mask[:, None], x["hidden"], 0.0) @ x["weight"].t()
+        return fastrl.token_logprobs(logits, ids, mask=mask, vocab_group=group) @ weights
+
+    weights = torch.randn(ROWS)
+    for function, graphs in ((from_hidden, 1), (from_logits, 2)):
+        results = []
+        torch._dynamo.utils.counters.clear()
+        for run in (function, torch.compile(function, backend="aot_eager")):
+            x = leaves({"hidden": head["hidden"], "weight": head["weight"][own]})
+            result = run(x)
+            result.backward()
+            results.append([result.detach(), *(leaf.grad for leaf in x.values())])
+        for one, two in zip(*results, strict=True):
+            torch.testing.assert_close(one, two)
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert any("exchange the sizes" in reason for reason in breaks), breaks
+        # what is around the call is compiled; the call itself, which other ranks share, is not
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 def test_a_compiled_graph_breaks_where_sizes_are_exchanged():
     on_ranks(2, compiled_on_ranks)
 
 
-def test_a_group_of_one_has_the_whole_vocabulary(backend):
-    for form in (logits_on_ranks, linear_on_ranks):
-        on_ranks(1, form, (37,), backend, torch.float32, (0, 0))
-
-
-def test_what_is_refused_is_refused_on_every_rank():
-    first, second = on_ranks(2, refusals_on_ranks)
-    assert first.keys() == second.keys()
-    differ = "must be the same on every rank of vocab_group, which splits the vocabulary and not"
-    for name in ("ids", "masks", "temperatures", "advantages"):
-        assert differ in first[f"other {name}"], name
-    assert first["other advantages"].startswith("ValueError: advantages must be the same on ever")
-    empty = "ValueError: vocab_group: every rank needs at least one column of the vocabulary"
-    assert first["an empty part"] == first["an empty part of logits"] == f"{empty}, got [0, 5]"
-    outside = "ValueError: token_ids must lie in [0, 10) or be ignore_index, got 10 at (0, 3)"
-    assert first["an id outside"] == first["an id outside, logits"] == outside
-    assert first["no group"].startswith("TypeError: vocab_group must be a ProcessGroup or None, ")
-    assert first["a bias of another part"].startswith("ValueError: bias must have shape (5,)")
-
-
-def test_ranks_that_disagree_about_an_argument_all_raise():
-    changed, refused, results = zip(*on_ranks(2, disagreements_on_ranks), strict=True)
-    for ranks in changed:
-        for place, ending in ranks.items():
-            assert isinstance(ending, str), place
-            names, same, _ = ending.partition(" must be the same on every rank of vocab_group")
-            assert same, place
-            assert place.split(", ")[1] in names, (place, ending)
-    for place, ending in refused[0].items():
-        assert ending == "ValueError: vocab_group: this call raised on its ranks [1]; see there"
-        assert refused[1][place].startswith(("TypeError", "ValueError")), place
-        assert "its ranks [1]" not in refused[1][place]
-    assert len(results[0]) == len(results[1]) == 6 * (1 + len(SAME))
-    assert all(map(torch.equal, *results))
+def other_rows_on_ranks():
+    """Gradients of hidden states where a loss leaves out one row on the one rank, another there."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    hidden, weight, ids = torch.randn(6, 8), torch.randn(10, 8), torch.arange(6)
+    found = []
+    for head, more in ((weight, {}), (weight[columns((5, 5))], {"vocab_group": group})):
+        states = hidden.clone().requires_grad_()
+        logprobs = fastrl.linear_token_logprobs(states, head, ids, **more)
+        slopes = torch.ones(6)
+        if more:
+            slopes[5 * rank] = 0.0
+        (slopes @ logprobs).backward()
+        found.append(states.grad)
+    return [x[1:5] for x in found]
 
 
 def test_ranks_add_up_the_gradients_of_the_same_rows():
     """Also where a loss of the caller is 0 at one row on the one rank, at another on the other."""
     for whole, split in on_ranks(2, other_rows_on_ranks):
         torch.testing.assert_close(split, whole)
+
+
+def likely_on_ranks(backend):
+    """A token that leads by 17 nats: its log-probability, entropy and their gradients."""
+    rank, token_ids = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
+    own = torch.tensor([[17.0, 0.0], [-1.0, -2.0]])[rank : rank + 1].requires_grad_()
+    more = {"outputs": ("logprobs", "entropy"), "backend": backend}
+    stats = fastrl.token_stats(own, token_ids, vocab_group=dist.group.WORLD, **more)
+    found = []
+    for stat in stats[:2]:
+        (grad,) = torch.autograd.grad(stat.sum(), own, retain_graph=True)
+        found += [stat.detach(), grad.flatten()]
+    return found
 
 
 def test_a_likely_token_has_its_digits(backend):
@@ -136,37 +246,25 @@ def test_a_likely_token_has_its_digits(backend):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
 
 
-def test_ranks_that_disagree_about_a_setting_all_raise():
-    names = ("torch.is_grad_enabled()", "autocast", "backend", "the function")
-    for texts in on_ranks(2, other_settings_on_ranks):
-        for text, name in zip(texts, names, strict=True):
-            assert text.startswith(f"ValueError: {name} must be the same on every rank")
-
-
-def test_functions_are_told_apart_by_what_they_do():
-    def make(factor, power=1):
-        return lambda new, old, ref, a: -(new - old).exp() * a * factor**power
-
-    alike = [make(2.0), make(2.0)]
-    others = [
-        make(3.0),
-        make(2.0, 2),
-        make(torch.ones(2)),
-        lambda new, old, ref, a: -(new - old).exp() * a,
-        lambda new, old, ref, a: -(new - old).log() * a,
-        lambda new, old, ref, a: -(new - old).exp() * a * 3,
-        lambda new, old, ref, a, by=3: -(new - old).exp() * a,
-        functools.partial(make, 2.0),
-        functools.partial(make, 3.0),
-        torch.exp,
-        torch.nn.Softplus(1.0),
-        torch.nn.Softplus(2.0),
-        torch.nn.Linear(1, 1),
-    ]
-    one, two, *texts = map(described, alike + others)
-    assert one == two
-    assert len({one, *texts}) == 1 + len(others)
-    assert not any("0x" in text for text in (one, *texts))
+def gradients_on_ranks(backend, further):
+    """Which statistics have a gradient and how a backward ends: whole, and split over ranks."""
+    _row_stats.DIFFERENTIABLE += further
+    ids, found = torch.arange(6) % 5, []
+    for function, tensors in (
+        (fastrl.token_stats, [torch.randn(6, 5)]),
+        (fastrl.linear_token_stats, [torch.randn(6, 8), torch.randn(5, 8)]),
+    ):
+        tensors[0].requires_grad_()
+        for group in (None, dist.group.WORLD):
+            more = {"outputs": fastrl.TokenStats._fields, "vocab_group": group, "backend": backend}
+            stats = function(*tensors, ids, **more)
+            try:
+                sum(x.sum() for x in stats if x.requires_grad).backward()
+                ending = "done"
+            except (TypeError, ValueError, RuntimeError) as error:
+                ending = type(error).__name__
+            found.append(([x.requires_grad for x in stats], ending))
+    return found
 
 
 @pytest.mark.parametrize("further", [(), ("sum_sq_probs",)])
@@ -178,19 +276,6 @@ def test_a_statistic_has_a_gradient_in_every_form_or_in_none(backend, further):
         name in (*_row_stats.DIFFERENTIABLE, *further) for name in fastrl.TokenStats._fields
     ]
     for rank in on_ranks(2, gradients_on_ranks, backend, further):
-        assert len(rank) == 4
         for requires, ending in rank:
             assert requires == expected
             assert (ending == "done") == (not further), ending
-
-
-def test_a_rank_that_dies_ends_the_others():
-    with pytest.raises(AssertionError, match=r"(?s)rank 0: .*RuntimeError.*rank 1: died"):
-        on_ranks(2, dying_on_ranks)
-
-
-def test_reduce_hidden_gradient_has_an_effect_with_a_group_alone():
-    with pytest.raises(ValueError, match="reduce_hidden_gradient=False has no effect without"):
-        fastrl.linear_token_logprobs(
-            torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), reduce_hidden_gradient=False
-        )

@@ -7,11 +7,18 @@ import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
+from tests.ops.linear_head import linear, near
 
 ROWS, WIDTH, RANK = 45, 24, 3
-NAMES = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1")
 BOUNDS = torch.tensor([0, 10, 10, 31, ROWS])
-
+#: sizes of the parts -> banned columns: none, all of a part, parts of two
+SPLITS = {
+    (32, 32): (0, 0),
+    (1, 310): (0, 1),
+    (104, 104, 103): (50, 150),
+    (80, 1, 150, 80): (81, 231),
+}
+DTYPES = (torch.float32, torch.bfloat16)
 #: name -> options of everything that turns logits into log-probabilities
 SCALINGS = {
     "plain": {},
@@ -38,6 +45,11 @@ def columns(sizes):
     """The columns of this rank."""
     rank = dist.get_rank()
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def part(name, x, own):
+    """The part of a tensor, or of its gradient, that this rank has."""
+    return x[:, own] if name == "logits" else x[own] if name in ("weight", "bias", "lora_b") else x
 
 
 def leaves(tensors):
@@ -68,134 +80,91 @@ def batch(V, dtype=torch.float32, banned=slice(0, 0)):
     return {name: x.to(dtype) for name, x in head.items()}, tokens
 
 
-def ids_of(tokens, options):
-    """The token ids, with the ``ignore_index`` of these options at ignored tokens."""
-    ids = tokens["token_ids"]
-    return torch.where(ids == -100, options.get("ignore_index", -100), ids)
-
-
-def near(found, expected, dtype, what):
-    """A gradient: roundings of its dtype, and of float32 sums in another order.
-
-    Twice the former, since a gradient is rounded before and after it is multiplied by the factor.
-    """
-    eps = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
-    exact = expected.double()
-    budget = 2 * eps * exact.abs() + 2e-5 * exact.abs().amax() + 1e-9
-    excess = ((found.double() - exact).abs() / budget).nan_to_num(math.inf).amax()
-    assert excess <= 1, f"{what}: {float(excess):.2f} times the budget"
-
-
-def same_statistics(found, expected, what):
-    """Relative to 1e-6, and to the rounding of what was added up where that cancels."""
-    for name in NAMES:
-        torch.testing.assert_close(
-            getattr(found, name),
-            getattr(expected, name),
-            rtol=1e-6,
-            atol=2e-6 if name == "entropy" else 1e-6,
-            msg=lambda text, name=name: f"{what}, {name}: {text}",
-        )
-
-
 def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), losses=tuple(LOSSES)):
-    """Compare statistics, losses and gradients from logits; the results of this rank."""
-    V, own, results = sum(sizes), columns(sizes), []
-    group = dist.group.WORLD
-    _, tokens = batch(V, banned=slice(*banned))
-    logits = (3 * torch.randn(ROWS, V)).to(dtype)
+    """Compare what comes from logits with the whole vocabulary; the results of this rank."""
+    _, tokens = batch(sum(sizes), banned=slice(*banned))
+    logits = (3 * torch.randn(ROWS, sum(sizes))).to(dtype)
     logits[~tokens["mask"]] = math.nan
     logits[:, slice(*banned)] = -math.inf
-    old = torch.randn(ROWS) - 3
-    upstream = torch.randn(3, ROWS)
-    for scaling in scalings:
-        options = SCALINGS[scaling]
-        what = f"{backend}, {dtype}, {sizes}, {scaling}"
-        whole, part = (x.clone().requires_grad_() for x in (logits, logits[:, own]))
-        ids, mask = ids_of(tokens, options), tokens["mask"]
-        expected, found = (
-            fastrl.token_stats(x, ids, outputs=NAMES, mask=mask, backend=backend, **options, **more)
-            for x, more in ((whole, {}), (part, {"vocab_group": group}))
-        )
-        same_statistics(found, expected, what)
-        for each in (expected, found):
-            sum(w @ x for w, x in zip(upstream, each[:3], strict=True)).backward()
-        near(part.grad, whole.grad[:, own], dtype, what)
-        results.append([x.detach() for x in found])
-        for name in losses:
-            objective = LOSSES[name][0]
-            chosen = "auto" if name == "a function" and backend != "reference" else backend
-            outcomes = []
-            for x, more in ((whole, {}), (part, {"vocab_group": group, "inplace": True})):
-                x.grad = None
-                outcome = fastrl.logits_policy_loss(
-                    x * 1.0, ids, tokens["advantages"], mask, old_logprobs=old, cu_seqlens=BOUNDS,
-                    ref_logprobs=old + 0.1 if objective.kl_coef else None, objective=objective,
-                    backend=chosen, **options, **more,
-                )  # fmt: skip
-                (outcome.loss * 1.5).backward()
-                outcomes.append(outcome)
-            torch.testing.assert_close(
-                outcomes[1].metrics.vector, outcomes[0].metrics.vector, rtol=1e-5, atol=1e-5
-            )
-            near(part.grad, whole.grad[:, own], dtype, f"{what}, {name}")
-            results.append([outcomes[1].loss.detach(), outcomes[1].logprobs])
-    return results
+
+    def statistics(x, *arguments, **options):
+        return fastrl.token_stats(x["logits"], *arguments, **options)
+
+    def loss(x, *arguments, **options):
+        inplace = "vocab_group" in options
+        return fastrl.logits_policy_loss(x["logits"] * 1.0, *arguments, inplace=inplace, **options)
+
+    chosen = {name: (LOSSES[name][0], {}) for name in losses}
+    return compared({"logits": logits}, tokens, sizes, backend, statistics, loss, scalings, chosen)
 
 
 def linear_on_ranks(sizes, backend, dtype, banned):
-    """Compare statistics, losses and gradients from hidden states; the results of this rank."""
-    V, own, results = sum(sizes), columns(sizes), []
-    head, tokens = batch(V, dtype, banned=slice(*banned))
-    parts = {**head, **{name: head[name][own] for name in ("weight", "bias", "lora_b")}}
-    mask = tokens["mask"]
-    old, upstream = torch.randn(ROWS) - 3, torch.randn(3, ROWS)
-    for scaling, options in SCALINGS.items():
-        what, ids = f"{backend}, {dtype}, {sizes}, {scaling}", ids_of(tokens, options)
+    """The same from hidden states."""
+    head, tokens = batch(sum(sizes), dtype, banned=slice(*banned))
+
+    def statistics(x, *arguments, **options):
+        return linear(x, fastrl.linear_token_stats, *arguments, chunk_tokens=13, **options)
+
+    def loss(x, *arguments, **options):
+        return linear(x, fastrl.linear_policy_loss, *arguments, **options)
+
+    return compared(head, tokens, sizes, backend, statistics, loss, SCALINGS, LOSSES)
+
+
+def compared(tensors, tokens, sizes, backend, statistics, loss, scalings, losses):
+    """Compare statistics, losses and gradients; all results that every rank has."""
+    own, results = columns(sizes), []
+    parts = {name: part(name, x, own) for name, x in tensors.items()}
+    mask, old, upstream = tokens["mask"], torch.randn(ROWS) - 3, torch.randn(3, ROWS)
+
+    def both(call, what):
+        """The results for the whole vocabulary and for the part, whose gradients agree."""
         outcomes = []
-        for tensors, more in ((head, {}), (parts, {"vocab_group": dist.group.WORLD})):
-            x = leaves(tensors)
-            lora = (x["lora_a"], x["lora_b"], 0.5)
-            stats = fastrl.linear_token_stats(
-                x["hidden"], x["weight"], ids, outputs=NAMES, bias=x["bias"], lora=lora, mask=mask,
-                chunk_tokens=13, backend=backend, **options, **more,
-            )  # fmt: skip
-            sum(w @ y for w, y in zip(upstream, stats[:3], strict=True)).backward()
-            outcomes.append((stats, x))
-        same_statistics(outcomes[1][0], outcomes[0][0], what)
-        same_gradients(*(x for _, x in outcomes), own, dtype, what)
-        results.append([y.detach() for y in outcomes[1][0]] + shared_gradients(outcomes[1][1]))
-        for name, (objective, more_options) in LOSSES.items():
-            chosen = "auto" if name == "a function" and backend != "reference" else backend
-            outcomes = []
-            for tensors, more in ((head, {}), (parts, {"vocab_group": dist.group.WORLD})):
-                x = leaves(tensors)
-                outcome = fastrl.linear_policy_loss(
-                    x["hidden"], x["weight"], ids, tokens["advantages"], mask, old_logprobs=old,
-                    ref_logprobs=old + 0.1 if objective.kl_coef else None, cu_seqlens=BOUNDS,
-                    bias=x["bias"], lora=(x["lora_a"], x["lora_b"], 0.5), objective=objective,
-                    backend=chosen, **options, **more_options, **more,
-                )  # fmt: skip
-                (outcome.loss * 1.5).backward()
-                outcomes.append((outcome, x))
-            (expected, whole), (found, part) = outcomes
+        for given, more in ((tensors, {}), (parts, {"vocab_group": dist.group.WORLD})):
+            x = leaves(given)
+            result, total = call(x, **more)
+            total.backward()
+            outcomes.append((result, {name: leaf.grad for name, leaf in x.items()}))
+        (expected, whole), (found, grads) = outcomes
+        for name, grad in grads.items():
+            # rounded before and after it is multiplied by the upstream factor
+            exact, dtype = part(name, whole[name], own), tensors[name].dtype
+            near(grad, exact, dtype, f"{what}, d {name}", roundings=2)
+        results.append([grads[name] for name in ("hidden", "lora_a") if name in grads])
+        return expected, found
+
+    for scaling in scalings:
+        options = {**SCALINGS[scaling], "mask": mask}
+        ids = tokens["token_ids"]
+        ids = torch.where(ids == -100, options.get("ignore_index", -100), ids)
+
+        def asked(x, ids=ids, options=options, **more):
+            given = {**options, "outputs": fastrl.TokenStats._fields, "backend": backend}
+            stats = statistics(x, ids, **given, **more)
+            return stats, sum(w @ y for w, y in zip(upstream, stats[:3], strict=True))
+
+        expected, found = both(asked, scaling)
+        for name, x in found._asdict().items():
+            atol = 2e-6 if name == "entropy" else 1e-6  # the rounding of what cancels there
+            torch.testing.assert_close(x, getattr(expected, name), rtol=1e-6, atol=atol)
+        results[-1] += [x.detach() for x in found]
+
+        for name, (objective, how) in losses.items():
+            function = name == "a function" and backend != "reference"
+            given = {**options, **how, "old_logprobs": old, "cu_seqlens": BOUNDS}
+            given |= {"objective": objective, "backend": "auto" if function else backend}
+            if objective.kl_coef:
+                given["ref_logprobs"] = old + 0.1
+
+            def lost(x, ids=ids, given=given, **more):
+                result = loss(x, ids, tokens["advantages"], **given, **more)
+                return result, result.loss * 1.5
+
+            expected, found = both(lost, f"{scaling}, {name}")
             torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
-            if expected.metrics:
-                torch.testing.assert_close(
-                    found.metrics.vector, expected.metrics.vector, rtol=1e-5, atol=1e-5
-                )
             torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
-            same_gradients(whole, part, own, dtype, f"{what}, {name}")
-            results.append([found.loss.detach(), found.logprobs, *shared_gradients(part)])
+            if expected.metrics:
+                vectors = found.metrics.vector, expected.metrics.vector
+                torch.testing.assert_close(*vectors, rtol=1e-5, atol=1e-5)
+            results[-1] += [found.loss.detach(), found.logprobs]
     return results
-
-
-def same_gradients(whole, part, own, dtype, what):
-    for name in whole:
-        expected, found = whole[name].grad, part[name].grad
-        expected = expected[own] if name in ("weight", "bias", "lora_b") else expected
-        near(found, expected, dtype, f"{what}, d {name}")
-
-
-def shared_gradients(part):
-    return [part[name].grad for name in ("hidden", "lora_a")]

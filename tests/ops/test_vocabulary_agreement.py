@@ -1,15 +1,19 @@
-"""What the ranks of a split vocabulary must agree on: calls that differ on one rank."""
+"""The ranks of a split vocabulary agree on every argument, or all of them raise."""
 
 import functools
 import inspect
+import os
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
-from fastrl.ops import _row_stats
+from fastrl.ops._linear import walk
+from fastrl.ops._vocabulary_parts.described import described
+from tests.ops.gloo_ranks import on_ranks
 
 #: One call per public function with `vocab_group`, of packed tokens, by parameter.
 TOKENS, WIDTH, COLUMNS = 6, 8, 5
@@ -30,7 +34,7 @@ TWO_TERMS = {"objective": Objective(entropy_coef=0.1, entropy_aggregation="seq-m
 
 
 def scaled(factor, power=1):
-    """An objective that holds numbers."""
+    """A function as an objective, which holds numbers."""
     return lambda new, old, ref, a: -(new - old).exp() * a * factor**power
 
 
@@ -154,10 +158,29 @@ def disagreements_on_ranks():
     return changed, refused, agreed
 
 
+def test_ranks_that_disagree_about_an_argument_all_raise():
+    changed, refused, results = zip(*on_ranks(2, disagreements_on_ranks), strict=True)
+    differ = " must be the same on every rank of vocab_group"
+    for ranks in changed:
+        for place, ending in ranks.items():
+            assert isinstance(ending, str), place
+            names, same, _ = ending.partition(differ)
+            assert same, (place, ending)
+            assert place.split(", ")[1] in names, (place, ending)
+        values = ranks["token_logprobs, token_ids, 0"]
+        assert f"{differ}, which splits the vocabulary and not" in values
+    for place, ending in refused[0].items():
+        assert ending == "ValueError: vocab_group: this call raised on its ranks [1]; see there"
+        assert refused[1][place].startswith(("TypeError", "ValueError")), place
+        assert "its ranks [1]" not in refused[1][place]
+    assert len(results[0]) == len(results[1]) == 6 * (1 + len(SAME))
+    assert all(map(torch.equal, *results))
+
+
 def other_settings_on_ranks():
     """The errors of ranks that differ in what is no argument."""
     other, texts = dist.get_rank() == 1, []
-    call = functools.partial(outcome, fastrl.token_stats, [*GIVEN][2:4], {})
+    call = functools.partial(outcome, fastrl.token_stats, ["logits", "token_ids"], {})
     with torch.set_grad_enabled(other):
         texts.append(call())
     with torch.autocast("cpu", enabled=other):
@@ -170,23 +193,105 @@ def other_settings_on_ranks():
     return texts
 
 
-def gradients_on_ranks(backend, further):
-    """Which statistics have a gradient and how a backward ends: whole, and split over ranks."""
-    _row_stats.DIFFERENTIABLE += further
-    fields, found = fastrl.TokenStats._fields, []
-    for function, parameters in split_functions():
-        if "outputs" not in parameters:
-            continue
-        for group in (None, dist.group.WORLD):
-            name = "logits" if "logits" in parameters else "hidden"
-            given = {name: x for name, x in GIVEN.items() if name in parameters}
-            given[name] = given[name].clone().requires_grad_()
-            given["token_ids"] = given["token_ids"] % COLUMNS
-            stats = function(**given, outputs=fields, vocab_group=group, backend=backend)
-            try:
-                sum(x.sum() for x in stats if x.requires_grad).backward()
-                ending = "done"
-            except (TypeError, ValueError, RuntimeError) as error:
-                ending = type(error).__name__
-            found.append(([x.requires_grad for x in stats], ending))
-    return found
+def test_ranks_that_disagree_about_a_setting_all_raise():
+    names = ("torch.is_grad_enabled()", "autocast", "backend", "the function")
+    for texts in on_ranks(2, other_settings_on_ranks):
+        for text, name in zip(texts, names, strict=True):
+            assert text.startswith(f"ValueError: {name} must be the same on every rank")
+
+
+def refusals_on_ranks():
+    """The errors of calls that are wrong on every rank, or on one that has nothing to compare."""
+    rank, ids = dist.get_rank(), torch.arange(4)
+    hidden, weight, logits = torch.randn(4, 8), torch.randn(5, 8), torch.randn(4, 5)
+    names = ["hidden", "weight", "token_ids", "bias"]
+    from_hidden = functools.partial(outcome, fastrl.linear_token_logprobs, names)
+    from_logits = functools.partial(outcome, fastrl.token_logprobs, ["logits", "token_ids"])
+    head = {"hidden": hidden, "weight": weight, "token_ids": ids}
+    return [
+        from_hidden({**head, "weight": torch.randn(5 * rank, 8)}),
+        from_logits({"logits": logits[:, : 5 * rank], "token_ids": ids}),
+        from_hidden({**head, "token_ids": ids + 7}),
+        from_logits({"logits": logits, "token_ids": ids + 7}),
+        from_hidden({**head, "bias": torch.zeros(6)}),
+        from_hidden({**head, "hidden": hidden.to("meta") if rank else hidden}),
+    ]
+
+
+def test_what_is_refused_is_refused_on_every_rank():
+    columns = "every rank needs at least one column of the vocabulary"
+    empty = f"ValueError: vocab_group: {columns}, got [0, 5]"
+    outside = "ValueError: token_ids must lie in [0, 10) or be ignore_index, got 10 at (0, 3)"
+    for *found, bias, device in on_ranks(2, refusals_on_ranks):
+        assert found == [empty, empty, outside, outside]
+        assert bias.startswith("ValueError: bias must have shape (5,)")
+        assert isinstance(device, str)
+
+
+def other_rows_on_ranks():
+    """Calls that ranks may make although they differ: in masked rows and sequences, in rounding."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    hidden, weight, ids = torch.randn(4, 8), torch.randn(5, 8), torch.arange(4)
+    mask = torch.tensor([1, 1, 1, 0])
+    other = torch.tensor([0, 1, 2, 3 * rank])
+    fastrl.linear_token_logprobs(hidden, weight, other, mask=mask, vocab_group=group)
+    fastrl.linear_policy_loss(
+        hidden, weight, ids, torch.tensor([1.0, 0.5, 2.0, 3.0 * rank]), mask,
+        objective=Objective(surrogate=scaled(1.0)), cu_seqlens=torch.tensor([0, 4]),
+        vocab_group=group,
+    )  # fmt: skip
+    per_sequence = torch.tensor([1.0, float("nan")] if rank else [1.0, 2.0])
+    fastrl.logits_policy_loss(
+        torch.randn(2, 3, 5) + rank, ids[1:].expand(2, 3), per_sequence,
+        torch.tensor([[1, 1, 0], [0, 0, 0]]), temperature=per_sequence[:, None] + 1,
+        old_logprobs=-torch.ones(2, 3), policy_weights=per_sequence, vocab_group=group,
+    )  # fmt: skip
+    fastrl.logits_policy_loss(
+        torch.randn(3, 5), ids[1:], per_sequence, torch.tensor([1, 1, 0]),
+        cu_seqlens=torch.tensor([0, 2, 3]), vocab_group=group,
+    )  # fmt: skip
+
+
+def test_ranks_may_differ_in_what_counts_for_nothing():
+    on_ranks(2, other_rows_on_ranks)
+
+
+def dying_on_ranks():
+    """The error of a rank whose partner dies between two chunks."""
+    if dist.get_rank() == 1:
+        project, left = walk.LinearWalk.project, iter(range(3))
+
+        def die(*arguments):
+            return project(*arguments) if next(left, None) is not None else os._exit(3)
+
+        walk.LinearWalk.project = die
+    given = {"chunk_tokens": 4, "vocab_group": dist.group.WORLD}
+    fastrl.linear_token_logprobs(torch.randn(20, 8), torch.randn(15, 8), torch.arange(20), **given)
+
+
+def test_a_rank_that_dies_ends_the_others():
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: .*RuntimeError.*rank 1: died"):
+        on_ranks(2, dying_on_ranks)
+
+
+def test_functions_are_told_apart_by_what_they_do():
+    alike = [scaled(2.0), scaled(2.0)]
+    others = [
+        scaled(3.0),
+        scaled(2.0, 2),
+        scaled(torch.ones(2)),
+        lambda new, old, ref, a: -(new - old).exp() * a,
+        lambda new, old, ref, a: -(new - old).log() * a,
+        lambda new, old, ref, a: -(new - old).exp() * a * 3,
+        lambda new, old, ref, a, by=3: -(new - old).exp() * a,
+        functools.partial(scaled, 2.0),
+        functools.partial(scaled, 3.0),
+        torch.exp,
+        torch.nn.Softplus(1.0),
+        torch.nn.Softplus(2.0),
+        torch.nn.Linear(1, 1),
+    ]
+    one, two, *texts = map(described, alike + others)
+    assert one == two
+    assert len({one, *texts}) == 1 + len(others)
+    assert not any("0x" in text for text in (one, *texts))

@@ -1,1 +1,0 @@
-from tests.ops.tensor_cores import *  # noqa: F403

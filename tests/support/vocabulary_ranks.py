@@ -1,1 +1,0 @@
-from tests.ops.vocabulary_ranks import *  # noqa: F403
