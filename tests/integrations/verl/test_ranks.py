@@ -15,7 +15,7 @@ from fastrl.integrations.verl.vocabulary_parallel import REPLACEMENTS
 from tests.integrations.packages import importable
 from tests.integrations.verl import formulas
 from tests.integrations.verl.cases import close, fused_inputs, gradients
-from tests.ops.gloo_ranks import on_ranks
+from tests.ops.ranks.gloo_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.slow,
