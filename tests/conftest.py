@@ -66,11 +66,9 @@ def poisoned_memory():
 @pytest.fixture(scope="session")
 def cuda_on_host():
     """The CUDA operators, built for the host and registered for CPU tensors."""
-    from tests.support.cuda_on_host import register
+    from tests.gpu.on_host import load
 
-    operators = register()
-    yield
-    operators._destroy()
+    return load()
 
 
 @pytest.fixture(params=TESTED)
@@ -80,7 +78,7 @@ def backend(request, monkeypatch):
     if request.param == "triton":
         interpret_small_blocks()
     elif request.param == "cuda":
-        from tests.support.cuda_on_host import allow_on_a_cpu
+        from tests.gpu.on_host import allow_on_a_cpu
 
         request.getfixturevalue("cuda_on_host")
         allow_on_a_cpu(monkeypatch.setitem, monkeypatch.setattr)

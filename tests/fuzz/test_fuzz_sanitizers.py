@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import sanitized
+from tests.gpu import sanitized
 
 
 @pytest.mark.parametrize("capability", ["plain", "avx2", "avx512"])

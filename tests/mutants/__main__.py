@@ -63,7 +63,6 @@ def tested(folder, fault, limit):
         "FASTRL_BUILD": "cpu",
     }
     if fault.path.startswith("fastrl/triton/"):
-        pytest += ["-m", "interpreted"]
         env["TRITON_INTERPRET"] = "1"
     for arguments, most in ((build, BUILD), (pytest, limit))[not is_compiled(fault) :]:
         start = time.monotonic()

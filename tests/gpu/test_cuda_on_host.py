@@ -1,0 +1,181 @@
+"""The CUDA operators on the host: the fuzzer's cases, and what those rarely hit, in `make test`.
+
+The operators' own tests run on the same build in `make test-kernels`.
+"""
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import reference
+from fastrl.contract import LEVELS, SURROGATES, LossArguments
+from fastrl.library import operators
+from fastrl.ops._autograd import known_gradient
+from tests.fuzz.run import Run
+from tests.gpu.on_host import allow_on_a_cpu
+from tests.ops.linear.linear_head import batch, linear
+from tests.ops.linear.tensor_cores import tensor_cores  # noqa: F401
+
+CASES = {
+    "policy_loss": 120,
+    "gae": 30,
+    "token_stats": 30,
+    "logits_policy_loss": 40,
+    "linear_policy_loss": 20,
+}
+
+
+@pytest.fixture(autouse=True)
+def cuda(cuda_on_host, monkeypatch):
+    allow_on_a_cpu(monkeypatch.setitem, monkeypatch.setattr)
+    monkeypatch.setattr(known_gradient, "_on_gpu", lambda factor: True)  # scales by a kernel
+
+
+@pytest.mark.parametrize("function", CASES)
+def test_the_fuzzer_finds_nothing(function):
+    run = Run(CASES[function], seed=20260923, backend="cuda", function=function)
+    for case in map(run.case, run.indices()):
+        if case.options.get("temperature") != 1e-28:  # whose reciprocal times a logit overflows
+            assert not [str(one) for one in run.examine(case).differences], case
+
+
+@pytest.mark.parametrize("bootstrap", [None, "sequence", "token"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_gae_of_many_chunks(rows, bootstrap):
+    length = 2600 // rows  # the host build has chunks of 256 tokens
+    inputs = {name: torch.randn(rows, length) for name in ("rewards", "values")}
+    inputs["mask"] = torch.rand(rows, length) < 0.8
+    inputs["truncated"] = torch.rand(rows, length) < 0.001
+    if bootstrap:
+        shape = (rows,) if bootstrap == "sequence" else (rows, length)
+        inputs["bootstrap_values"] = torch.randn(shape)
+    result, again = (
+        fastrl.gae(**inputs, gamma=1.0, lam=0.99, backend="cuda").advantages for _ in range(2)
+    )
+    double = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    exact = fastrl.gae(**double, gamma=1.0, lam=0.99, backend="reference").advantages
+    torch.testing.assert_close(result.double(), exact, rtol=0, atol=2e-5)
+    assert torch.equal(result, again)
+
+
+def test_a_nan_stays_in_its_sequence():
+    rewards, values = torch.randn(2, 4, 300)
+    clean = fastrl.gae(rewards, values, backend="cuda").advantages
+    rewards[2, 100] = float("nan")
+    bounds = torch.tensor([0, 300, 600, 900, 1200], dtype=torch.int32)
+    flat = fastrl.gae(rewards.flatten(), values.flatten(), cu_seqlens=bounds, backend="cuda")
+    clean[2, :101] = float("nan")
+    for dirty in (fastrl.gae(rewards, values, backend="cuda"), flat):
+        found = dirty.advantages.view(4, 300)
+        assert torch.equal(found.nan_to_num(7), clean.nan_to_num(7))
+
+
+@pytest.mark.parametrize(("groups", "size"), [(9, 4), (2, 140), (5, 1), (150, 2)])
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_groups_by_id_have_the_bits_of_consecutive_ones(scale, groups, size):
+    """By a single block, by a block for each group, and by many blocks."""
+    rewards = torch.randn(groups, size) * 10.0 ** torch.randint(-2, 3, (groups, 1)) + 1e3
+    rewards[1, 0] = float("nan")  # stays in its group, and is left out of the batch
+    rewards = rewards.flatten()
+    place = torch.randperm(groups * size)
+    ids = (torch.arange(groups * size) // size * 2**32 - 7)[place]
+    consecutive = fastrl.group_advantages(rewards, group_size=size, scale=scale, backend="cuda")
+    found = fastrl.group_advantages(rewards[place], group_ids=ids, scale=scale, backend="cuda")
+    exact = fastrl.group_advantages(
+        rewards.double(), group_size=size, scale=scale, backend="reference"
+    )
+    for one, other, want in zip(found, consecutive, exact, strict=True):
+        assert torch.equal(one.nan_to_num(7), other[place].nan_to_num(7))
+        torch.testing.assert_close(other.to(want), want, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def constants(shape, count, layout):
+    """The constants of a loss: per token, per sequence, or some of each."""
+    by_sequence = {"token": "", "sequence": "awkep", "mixed": "wp"}[layout]
+    return [
+        torch.randn(count) if letter in by_sequence else torch.randn(shape) for letter in "awkep"
+    ]
+
+
+def assert_equals_the_reference(logprobs, entropy, mask, loss, objective):
+    found = operators("cuda").policy_loss_fwd(logprobs, entropy, mask, *loss, *objective)
+    if SURROGATES[objective.surrogate] == "gmpo":
+        objective = objective._replace(level=LEVELS.index("sequence"))
+    expected = reference.policy_loss(logprobs, entropy, mask, loss, objective)
+    for got, want in zip(found, expected, strict=True):
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5, equal_nan=True)
+    return found
+
+
+def objective(surrogate, level="token", **given):
+    plain = fastrl.Objective().arguments
+    given = {"kl_coef": 0.1, "kl_clamp": 10.0, "entropy_coef": 0.01, **given}
+    return plain._replace(
+        surrogate=SURROGATES.index(surrogate),
+        level=LEVELS.index(level),
+        coefficients=plain.coefficients._replace(**given),
+    )
+
+
+@pytest.mark.parametrize("layout", ["sequence", "mixed"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_constants_per_sequence(level, layout):
+    """Of empty sequences at the ends and within, and of one that begins in every quad."""
+    bounds = torch.tensor([0, 0, 0, 1, 2, 3, 7, 7, 7, 40, 101, 186, 186], dtype=torch.int32)
+    logprobs, old, ref, entropy = (-torch.rand(1, 186) for _ in range(4))
+    loss = LossArguments(*constants((1, 186), 12, layout), old, ref, bounds)
+    mask = torch.rand(1, 186) < 0.8
+    for surrogate in ("ppo_clip", "gmpo", "reinforce"):
+        assert_equals_the_reference(logprobs, entropy, mask, loss, objective(surrogate, level))
+
+
+@pytest.mark.parametrize(("level", "shape"), [("token", (2, 1500)), ("sequence", (1, 9000))])
+@pytest.mark.parametrize("offset", [0, 1])  # on and off the boundaries of vectors
+def test_many_blocks_and_clusters(level, shape, offset):
+    def tokens():
+        return torch.randn(shape[0] * shape[1] + offset)[offset:].view(shape) / 9
+
+    loss = LossArguments(*constants(shape, shape[0], "mixed"), tokens(), tokens(), None)
+    given = (tokens(), tokens(), tokens() > -0.05, loss, objective("ppo_clip", level))
+    for one, other in zip(*(assert_equals_the_reference(*given) for _ in range(2)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_ratios_and_advantages_at_their_ends(surrogate, level):
+    inf = float("inf")
+    ratios = torch.tensor([-inf, -300.0, -81.0, -1.0, 0.0, 1.0, 79.0, 88.0, 300.0, inf])
+    log_ratio, advantages = (x.clone() for x in torch.broadcast_tensors(
+        ratios[:, None], torch.tensor([-2.0, 0.0, 0.5])))  # fmt: skip
+    old = torch.full_like(log_ratio, -1.0)
+    rows, ones = advantages.numel(), torch.ones(advantages.numel(), 1)
+    column = [x.reshape(rows, 1) for x in (old + log_ratio, old, advantages)]
+    loss = LossArguments(column[2], ones, None, None, None, column[1], None, None)
+    given = objective(surrogate, level, kl_coef=0.0, entropy_coef=0.0)
+    assert_equals_the_reference(column[0], None, ones > 0, loss, given)
+
+
+@pytest.mark.parametrize("softcap", [None, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_excluded_token_is_the_most_likely_only_among_excluded_ones(dtype, softcap):
+    logits = torch.full((1, 3, 1000), -torch.inf, dtype=dtype)
+    logits[0, 1, 7], logits[0, 2] = -1e4, torch.nan
+    ids, outputs = torch.full((1, 3), 5), ("is_top1",)
+    stats = fastrl.token_stats(logits, ids, outputs=outputs, logit_softcap=softcap, backend="cuda")
+    assert stats.is_top1.tolist() == [[True, False, False]]
+
+
+@pytest.mark.usefixtures("tensor_cores")
+def test_nan_at_a_token_without_slope_reaches_the_gradients():
+    """Of hidden states and head, where a chunk takes one kernel and products of 16 bits."""
+    parameters, tokens, _ = batch(head={"bias": True, "lora": True})
+    tokens["mask"][1] = True  # whose advantage is 0
+    with torch.no_grad():
+        parameters["hidden"][1, 2] = torch.nan
+    result = linear(parameters, fastrl.linear_policy_loss, **tokens, backend="cuda")
+    result.loss.backward()
+    assert parameters["hidden"].grad.isnan().nonzero()[:, :2].unique(dim=0).tolist() == [[1, 2]]
+    for name in ("weight", "bias", "lora_a", "lora_b"):
+        assert parameters[name].grad.isnan().all(), name

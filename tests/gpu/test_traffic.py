@@ -1,0 +1,209 @@
+"""The bytes that kernels load of logits and gradients, and store: counted one by one.
+
+In Triton's interpreter, and on the host machine of the CUDA kernels.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+import fastrl
+from fastrl.library import operators
+from tests.gpu import on_host
+from tests.gpu.rows import loss_of, make_rows, one_pass, rows_of, saved, token_stats
+
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.not_on("reference", "cpu"),  # a CPU counts no bytes
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+GRANULE = 16
+#: How often a row is read by the loss in one pass; the second time of Triton's finds it in cache.
+READS = {"triton": 2, "cuda": 1}
+
+
+class Traffic:
+    """The addresses that are loaded from and stored to, in a range of memory."""
+
+    def __init__(self, patch):
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self.loads, self.stores = [], []
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+        def counted_load(builder, pointers, mask, *others):
+            self._note(self.loads, pointers, mask)
+            return load(builder, pointers, mask, *others)
+
+        def counted_store(builder, pointers, value, mask, *others):
+            self._note(self.stores, pointers, mask)
+            return store(builder, pointers, value, mask, *others)
+
+        patch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
+        patch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
+
+    @staticmethod
+    def _note(events, pointers, mask):
+        width = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)]
+        events.append((addresses.astype(np.int64).ravel(), width))
+
+    @staticmethod
+    def _bytes(events, begin, end):
+        """Every byte of the range that was requested, as often as it was."""
+        found = [np.add.outer(at, np.arange(width)).ravel() for at, width in events]
+        every = np.concatenate([np.zeros(0, np.int64), *found])
+        return every[(every >= begin) & (every < end)] - begin
+
+    def of(self, tensor):
+        """How often each byte of a tensor's memory was loaded and stored."""
+        begin = tensor.data_ptr()
+        size = tensor.untyped_storage().nbytes()
+        return tuple(
+            np.bincount(self._bytes(events, begin, begin + size), minlength=size)
+            for events in (self.loads, self.stores)
+        )
+
+
+@contextlib.contextmanager
+def counted(backend, monkeypatch, *tensors):
+    """Yield a list that gets the counts of loads and stores of each byte of the tensors' memory."""
+    found = []
+    if backend == "cuda":
+        with on_host.watched(*tensors) as counts:
+            yield found
+        found += [[count.numpy() for count in pair] for pair in counts]
+        return
+    operators("triton").scale_(torch.zeros(1), torch.ones(()))  # corrects the interpreter first
+    with monkeypatch.context() as patch:
+        traffic = Traffic(patch)
+        yield found
+    found += [traffic.of(tensor) for tensor in tensors]
+
+
+def elements(counts, shape, size):
+    """Counts of bytes as those of elements, all of whose bytes must count alike."""
+    counts = counts[: np.prod(shape) * size].reshape(*shape, size)
+    assert (counts == counts[..., :1]).all()
+    return counts[..., 0]
+
+
+def chosen(token_ids, mask, V):
+    """A logit that is looked at, and whose gradient is written, once more: that of the token."""
+    own = torch.zeros(*mask.shape, V, dtype=torch.int64).scatter_(-1, token_ids[..., None], 1)
+    return (own * mask[..., None])[0].numpy()
+
+
+@pytest.mark.parametrize(("V", "beside"), [(4096, 0), (5001, 2), (20_000, 0)])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_one_pass_reads_logits_and_writes_the_gradient_once(
+    backend, monkeypatch, V, beside, inplace
+):
+    N, reads = 9, READS[backend]
+    whole, logits, token_ids, mask = make_rows(V, torch.bfloat16, beside, 1, N)
+    loss, rows = loss_of("everything", logits, token_ids, mask), rows_of(token_ids, mask)
+    with counted(backend, monkeypatch, whole) as found:
+        if inplace:
+            given = (logits, *rows, *loss[0], *loss[1], False)
+            operators(backend).logits_policy_loss_fwd_(*given)
+        else:
+            one_pass(backend, logits, rows, *loss)
+    loads, stores = (elements(x, (N + 1, V + beside), 2) for x in found[0])
+    counts, again = mask[0].numpy()[:, None], chosen(token_ids, mask, V)
+    assert (loads[:N, :V] == reads * counts + (again if backend == "triton" else 0)).all()
+    assert not loads[:, V:].any()  # nothing beside the rows, nor of one that does not count
+    assert not loads[N].any()
+    assert not stores[:, V:].any()
+    assert (stores[:N, :V] == (1 + again if inplace else 0)).all()
+
+
+def test_the_gradient_of_its_own_is_only_written(backend, monkeypatch):
+    V, N = 5001, 5
+    _, logits, token_ids, mask = make_rows(V, torch.bfloat16, 0, 1, N)
+    stats = token_stats(backend, logits, rows_of(token_ids, mask))
+    grads = [torch.randn(1, N) for _ in range(3)]
+    grad = torch.empty(1, N, V, dtype=torch.bfloat16)
+    empty = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **o: grad if x is logits else empty(x, **o))
+    with counted(backend, monkeypatch, logits) as found:
+        given = (logits, *rows_of(token_ids, mask), *saved(stats), *grads)
+        operators(backend).token_stats_bwd(*given)
+    loads, stores = (elements(x, (N, V), 2) for x in found[0])
+    assert (loads == mask[0].numpy()[:, None] + chosen(token_ids, mask, V)).all()
+    assert not stores.any()
+
+
+@pytest.mark.parametrize("operator", ["logits_policy_loss_fwd_", "token_stats_bwd_"])
+def test_a_narrow_gradient_is_half_of_what_is_read(backend, monkeypatch, operator):
+    V, stride, N = 1001, 1008, 4
+    memory = torch.randn(N, stride)
+    logits = memory.as_strided((1, N, V), (N * stride, stride, 1))
+    token_ids, mask = torch.randint(V, (1, N)), torch.tensor([[True, True, True, False]])
+    rows, loss = rows_of(token_ids, mask), loss_of("everything", logits, token_ids, mask)
+    in_one_pass = operator == "logits_policy_loss_fwd_"
+    rest = (*loss[0], *loss[1])
+    if not in_one_pass:
+        stats = token_stats(backend, logits, rows)
+        rest = (*saved(stats), *(torch.randn(1, N) for _ in range(3)))
+    with counted(backend, monkeypatch, memory) as found:
+        getattr(operators(backend), operator)(logits, *rows, *rest, True)
+    loads = elements(found[0][0], (N, stride), 4)
+    stores = elements(found[0][1], (N, 2 * stride), 2)
+    again = chosen(token_ids, mask, V)
+    reads = READS[backend] if in_one_pass else 1
+    looked_at = again if backend == "triton" or not in_one_pass else 0
+    assert (loads[:, :V] == reads * mask[0].numpy()[:, None] + looked_at).all()
+    assert not loads[:, V:].any()
+    assert (stores[:, stride : stride + V] == 1 + again).all()
+    assert not stores[:, :stride].any()
+    assert not stores[:, stride + V :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("start", [0, 1, 4, 7])
+@pytest.mark.parametrize("length", [5, 1021])
+def test_nothing_is_read_beyond_the_16_bytes_of_a_rows_ends(
+    backend, monkeypatch, start, length, dtype
+):
+    size, N = dtype.itemsize, 3
+    buffer = torch.zeros(64 + N * length, dtype=dtype)
+    skip = (-buffer.data_ptr() % GRANULE) // size + 16 + start
+    logits = buffer[skip : skip + N * length].view(1, N, length)
+    token_ids, mask = torch.zeros(1, N, dtype=torch.int64), torch.ones(1, N, dtype=torch.bool)
+    loss, rows = loss_of("ppo", logits, token_ids, mask), rows_of(token_ids, mask)
+    with counted(backend, monkeypatch, buffer) as found:
+        operators(backend).logits_policy_loss_fwd_(logits, *rows, *loss[0], *loss[1], False)
+    loads, stores = found[0]
+    begin, end = skip * size, (skip + N * length) * size
+    place = buffer.data_ptr() % GRANULE
+    first = (begin + place) // GRANULE * GRANULE - place
+    last = -(-(end + place) // GRANULE) * GRANULE - place
+    assert loads[:first].sum() == loads[last:].sum() == 0
+    assert stores[:begin].sum() == stores[end:].sum() == 0
+    assert (stores[begin:end] >= 1).all()
+    assert loads[begin:end].min() >= READS[backend]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_factor_of_one_costs_no_traffic_and_others_a_read_and_a_write(
+    backend, monkeypatch, dtype
+):
+    gradient = torch.randn(20_000).to(dtype)
+    for factor, times in ((1.0, 0), (0.5, 1)):
+        with counted(backend, monkeypatch, gradient) as found:
+            operators(backend).scale_(gradient, torch.tensor(factor))
+        for counts in found[0]:
+            assert (counts == times).all()
+
+
+@pytest.mark.not_on("triton")  # whose blocks overlap at their ends
+def test_each_token_is_moved_once(backend, monkeypatch):
+    tokens = torch.randn(2, 1000)
+    result = fastrl.gae(tokens, tokens.clone(), backend=backend)
+    with counted(backend, monkeypatch, tokens) as found:
+        fastrl.gae(tokens, result.advantages, backend=backend)
+        fastrl.policy_loss(tokens, result.returns, torch.ones(2, 1000), backend=backend)
+    assert (found[0][0] == 2).all()
+    assert not found[0][1].any()

@@ -1,0 +1,31 @@
+"""A split vocabulary as GPUs run it, on kernels that are interpreted or built for the host."""
+
+import pytest
+import torch
+
+from tests.gpu.vocabulary_ranks import gpu_on_ranks
+from tests.ops.ranks.gloo_ranks import on_ranks
+from tests.ops.ranks.test_vocabulary_parts import DTYPES, SPLITS
+from tests.ops.ranks.vocabulary_ranks import logits_on_ranks
+
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.not_on("reference", "cpu"),  # tests/ops/ranks/test_vocabulary_parts.py has theirs
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.mark.not_on("cuda")
+@pytest.mark.parametrize("scaling", ["scale, softcap, temperature", "temperature per row"])
+def test_equal_to_the_whole_vocabulary(backend, scaling):
+    sizes, losses = (1, 310), ("sequences",)
+    given = (sizes, backend, DTYPES[0], SPLITS[sizes], (scaling,), losses)
+    first, second = on_ranks(2, logits_on_ranks, *given)
+    for one, two in zip(first, second, strict=True):
+        assert all(map(torch.equal, one, two))
+
+
+def test_the_loss_and_its_gradients_agree_with_float64(backend):
+    first, second = on_ranks(2, gpu_on_ranks, backend)
+    for one, two in zip(first, second, strict=True):
+        assert all(map(torch.equal, one, two))
