@@ -95,7 +95,7 @@ test-vllm:
 # kernels built for the host beside a stand-in for the GEMMs.
 coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -q --cov=fastrl/ops/_linear --cov-branch --cov-report=term-missing $(addprefix tests/,\
-	  ops/test_linear_fake.py ops/test_products.py cuda/test_cuda_host_linear.py \
+	  ops/linear/test_linear_fake.py ops/linear/test_products.py cuda/test_cuda_host_linear.py \
 	  cuda/test_cuda_host_linear_exact.py) $(ARGS)
 	$(PY) -m coverage report --include='*/tensor_cores.py,*/walk.py' --fail-under=100
 

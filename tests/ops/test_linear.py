@@ -8,7 +8,18 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection, native
 from tests.ops.inputs import backend_for
-from tests.ops.linear_head import HEADS, B, H, T, V, batch, explicit, in_float64, linear, near
+from tests.ops.linear.linear_head import (
+    HEADS,
+    B,
+    H,
+    T,
+    V,
+    batch,
+    explicit,
+    in_float64,
+    linear,
+    near,
+)
 
 pytestmark = [
     pytest.mark.kernels,

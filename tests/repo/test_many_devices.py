@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fastrl
 from tests.integrations.packages import needed
-from tests.ops.gloo_ranks import on_ranks
+from tests.ops.ranks.gloo_ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "many-devices.md").read_text()

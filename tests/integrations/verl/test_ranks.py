@@ -101,26 +101,11 @@ def values_and_gradients(place):
             assert torch.equal(part, logits_of(dtype)[1])
 
 
-def as_in_the_engine(place):
-    """The engine divides in place, and takes log-probabilities of a copy, or of the logits."""
-    vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(T)
-    both = (upstream, upstream.flip(0))
-    with Replaced("verl", REPLACEMENTS):
-        whole, part = logits_of(torch.float32)
-        logits = (part * 1).div_(0.7)
-        assert not vp.vocab_parallel_sum_pi_squared(logits).requires_grad
-        copy = logits.clone()
-        entropy = vp.vocab_parallel_entropy_with_chunking(logits, chunk_size=5)
-        logprobs = vp.vocab_parallel_log_probs_from_logits(copy, labels)
-        (a,) = gradients((logprobs.flatten(), entropy.flatten()), both, (part,))
-        (b,) = gradients(of_logits(whole / 0.7, labels), both, (whole,))
-        close(a, b[..., columns(V // 2)])
-        # the backward has used the memory of the copy, as Megatron's forward does
-        assert not torch.equal(copy, logits)
-
-
 def of_one_tensor(place):
-    """Entropy and log-probabilities of the same logits, either first, with gradients of either."""
+    """Entropy and log-probabilities of the same logits, either first, with gradients of either.
+
+    The engine divides its logits in place before.
+    """
     vp, labels, upstream = place(), torch.randint(V, (1, T)), torch.randn(2, T)
     functions = (
         lambda x: vp.vocab_parallel_log_probs_from_logits(x, labels),
@@ -131,7 +116,7 @@ def of_one_tensor(place):
     with Replaced("verl", REPLACEMENTS):
         for dtype, order, used in itertools.product(dtypes, orders, uses):
             whole, part = logits_of(dtype)
-            logits, given = part * 1, [upstream[i] for i in used]
+            logits, given = (part * 1).mul_(1), [upstream[i] for i in used]
             found = {i: functions[i](logits) for i in order}
             results, wanted = [found[i].flatten() for i in used], of_logits(whole, labels)
             (b,) = gradients([wanted[i] for i in used], given, (whole,))
@@ -146,7 +131,7 @@ def of_one_tensor(place):
             assert unchanged == (dtype != torch.float32 or 0 not in used)
 
 
-@pytest.mark.parametrize("function", [values_and_gradients, as_in_the_engine, of_one_tensor])
+@pytest.mark.parametrize("function", [values_and_gradients, of_one_tensor])
 @pytest.mark.parametrize("place", [stand_in, installed])
 def test_functions_of_logits(function, place):
     if place is installed and importable(MODULE) is None:

@@ -13,7 +13,7 @@ import fastrl
 from fastrl import Objective
 from fastrl.contract import AGGREGATIONS
 from fastrl.ops._process_groups import total
-from tests.ops.gloo_ranks import on_ranks
+from tests.ops.ranks.gloo_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),

@@ -13,7 +13,7 @@ import fastrl
 from fastrl import Objective
 from fastrl.ops._linear import walk
 from fastrl.ops._vocabulary_parts.described import described
-from tests.ops.gloo_ranks import on_ranks
+from tests.ops.ranks.gloo_ranks import on_ranks
 
 #: One call per public function with `vocab_group`, of packed tokens, by parameter.
 TOKENS, WIDTH, COLUMNS = 6, 8, 5

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import fastrl
 from fastrl.ops import _row_stats
 from fastrl.ops._linear import walk
-from tests.ops.gloo_ranks import on_ranks
-from tests.ops.vocabulary_ranks import (
+from tests.ops.ranks.gloo_ranks import on_ranks
+from tests.ops.ranks.vocabulary_ranks import (
     DTYPES,
     ROWS,
     SPLITS,

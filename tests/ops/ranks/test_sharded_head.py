@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fastrl
-from tests.ops.gloo_ranks import on_ranks
-from tests.ops.vocabulary_ranks import ROWS, batch, leaves, near
+from tests.ops.linear.linear_head import near
+from tests.ops.ranks.gloo_ranks import on_ranks
+from tests.ops.ranks.vocabulary_ranks import ROWS, batch, leaves
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
 

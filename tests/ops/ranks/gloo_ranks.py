@@ -14,11 +14,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 #: How long a rank may wait for another before torch raises.
 PATIENCE = 90
 #: What the ranks find imported; a DTensor and a compiled function else cost each of them seconds.
-IMPORTED = ["tests.ops.gloo_ranks", "fastrl", "torch.distributed.tensor", "torch._dynamo", "pytest"]
+IMPORTED = [
+    "tests.ops.ranks.gloo_ranks",
+    "fastrl",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "pytest",
+]
 
 
 def on_ranks(world, function, *arguments, seconds=300):

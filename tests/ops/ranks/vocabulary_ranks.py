@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
-from tests.ops.linear_head import linear, near
+from tests.ops.linear.linear_head import linear, near
 
 ROWS, WIDTH, RANK = 45, 24, 3
 BOUNDS = torch.tensor([0, 10, 10, 31, ROWS])
