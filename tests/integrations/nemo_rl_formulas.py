@@ -22,30 +22,19 @@ def from_parallel_hidden_states_to_logprobs(
     return logprobs.gather(-1, target[:, 1:, None])[..., 0]
 
 
-#: the defaults of the options of `ClippedPGLossFn` that the formula below reads
-OPTIONS = {
-    "disable_ppo_ratio": False,
-    "force_on_policy_ratio": False,
-    "use_cispo": False,
-    "token_level_loss": True,
-    "sequence_level_importance_ratios": False,
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "ratio_clip_c": None,
-    "reference_policy_kl_penalty": 0.0,
-    "reference_policy_kl_type": "k3",
-    "use_on_policy_kl_approximation": False,
-    "use_importance_sampling_correction": False,
-    "truncated_importance_sampling_type": None,
-    "truncated_importance_sampling_ratio": None,
-    "truncated_importance_sampling_ratio_min": None,
-    "positive_example_nll_weight": 0.0,
-}
+#: the defaults of the options of `ClippedPGLossFn` that are not off
+OPTIONS = {"token_level_loss": True, "reference_policy_kl_type": "k3"}
+OPTIONS |= {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2}
+
+
+class Options(types.SimpleNamespace):
+    def __getattr__(self, name):
+        return None
 
 
 def clipped_pg_loss(logprobs, data, sequences, tokens, **options):
     """Return the loss of `ClippedPGLossFn` for these options, KL within its clamps of 20 and 10."""
-    o = types.SimpleNamespace(**{**OPTIONS, **options})
+    o = Options(**{**OPTIONS, **options})
     token_mask, samples = data["token_mask"][:, 1:], data["sample_mask"]
     mask, A = token_mask * samples[:, None], data["advantages"][:, 1:]
     generation, lengths = data["generation_logprobs"][:, 1:], token_mask.sum(-1).clamp(min=1)

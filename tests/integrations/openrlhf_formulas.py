@@ -27,58 +27,55 @@ def aggregate(f, mask, token_level, dp_size=1, batch_num_tokens=None, global_bat
     return total / own if count is None else total / count * dp_size
 
 
-#: the defaults of the options of `PolicyLoss`
-OPTIONS = {
-    "clip_eps_low": 0.2,
-    "clip_eps_high": 0.2,
-    "dual_clip": None,
-    "token_level_loss": True,
-    "policy_loss_type": "ppo",
-    "is_correction_level": "off",
-    "is_correction_mode": "mask",
-    "is_correction_gating": "ratio",
-    "is_correction_threshold": (0.5, 5.0),
-}
-
-
 class PolicyLoss:
     def __init__(self, **options):
-        self.o = {**OPTIONS, **options}
+        self.o = options
 
     def __call__(self, log_probs, old_log_probs, advantages, mask, rollout_log_probs, **counts):
         o, A = self.o, advantages.double()
-        gspo, correct = o["policy_loss_type"] == "gspo", o["is_correction_level"] != "off"
+        gspo, correct = o.get("policy_loss_type") == "gspo", "is_correction_level" in o
         lp, old, rollout = (only(mask, x) for x in (log_probs, old_log_probs, rollout_log_probs))
         log_ratio = (lp - old).clamp(-20, 20)
         if gspo:
             log_ratio = sequence_mean(lp - (rollout if correct else old), mask)
         r = log_ratio.exp()
-        free, held = r * A, r.clamp(1 - o["clip_eps_low"], 1 + o["clip_eps_high"]) * A
+        low, high = 1 - o.get("clip_eps_low", 0.2), 1 + o.get("clip_eps_high", 0.2)
+        free, held = r * A, r.clamp(low, high) * A
         gain = torch.minimum(free, held)
-        if o["dual_clip"] is not None:
+        if "dual_clip" in o:
             gain = torch.where(A < 0, torch.maximum(gain, o["dual_clip"] * A), gain)
         f, vllm_kl, filtered = -gain, None, None
         if correct and not gspo:
-            weights, filtered = corrected(old, rollout, mask, o)
+            weights, filtered = corrected(old, rollout, mask, **o)
             f, vllm_kl = f * weights, mean(rollout - old, mask)
-        loss = aggregate(f, mask, o["token_level_loss"] and not gspo, **counts)
+        loss = aggregate(f, mask, o.get("token_level_loss", True) and not gspo, **counts)
         return loss, mean(held < free, mask), mean(old - lp, mask).detach(), vllm_kl, filtered
 
 
-def corrected(old, rollout, mask, o):
+def corrected(
+    old,
+    rollout,
+    mask,
+    *,
+    is_correction_level,
+    is_correction_threshold,
+    is_correction_mode="mask",
+    is_correction_gating="ratio",
+    **others,
+):
     """Return the weights of the rollout correction, and the share of what it drops."""
-    (low, high), by_sequence = o["is_correction_threshold"], o["is_correction_level"] == "seq"
+    (low, high), by_sequence = is_correction_threshold, is_correction_level == "seq"
     statistic = old - rollout
-    if o["is_correction_gating"] != "ratio":
+    if is_correction_gating != "ratio":
         p, q = rollout.exp().clamp(1e-6, 1 - 1e-6), old.exp().clamp(1e-6, 1 - 1e-6)
         statistic = (p - q).abs()
-        if o["is_correction_gating"] == "binary_kl":
+        if is_correction_gating == "binary_kl":
             statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     statistic = sequence_mean(statistic, mask) if by_sequence else statistic
-    statistic = statistic.exp() if o["is_correction_gating"] == "ratio" else statistic
+    statistic = statistic.exp() if is_correction_gating == "ratio" else statistic
     inside = (statistic >= low) & (statistic <= high)
     weights = inside * (old - rollout).exp()
-    if o["is_correction_mode"] == "clip":
+    if is_correction_mode == "clip":
         weights = statistic.clamp(low, high)
     share = (~inside).double()
     return weights, share.mean() if by_sequence else mean(share, mask)

@@ -35,94 +35,87 @@ def samples(B=6, T=9, spread=0.3):
     return near[2][:, 1:], data
 
 
-def correction(o):
-    """Return `rollout_correction` for NeMo RL's options, None without one."""
-    if not o.get("use_importance_sampling_correction"):
-        return None
-    kind = o.get("truncated_importance_sampling_type")
-    level = "sequence" if o.get("sequence_level_importance_ratios") else "token"
-    bounds = {
-        "low": o.get("truncated_importance_sampling_ratio_min") or 0.0,
-        "high": o.get("truncated_importance_sampling_ratio", math.inf),
-    }
-    plain = RolloutCorrection(level=level, high=math.inf)
-    if kind == "seq-mask-tis":
-        return RolloutCorrection(kind="filter", level="geometric", **bounds), plain
-    if kind is None:
-        return plain
-    return RolloutCorrection(kind="mask" if kind == "icepop" else "truncate", level=level, **bounds)
-
-
-def on_fastrl(logprobs, data, sequences, tokens, **o):
+def on_fastrl(logprobs, data, mean, nll=0.0, kl=None, sampled=None, **options):
+    """The loss with these options of `Objective`, a second objective for the KL, and for NLL."""
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-    by_token = o.get("token_level_loss", True)
-    rest = {"aggregation": "token-mean" if by_token else "seq-mean-token-mean"}
-    count = {"normalizer": tokens if by_token else sequences}
-    surrogate = {"level": "sequence"} if o.get("sequence_level_importance_ratios") else {}
-    surrogate |= {"clip_low": o.get("ratio_clip_min", 0.2), "dual_clip": o.get("ratio_clip_c")}
-    surrogate["clip_high"] = o.get("ratio_clip_max", 0.2)
-    if o.get("use_cispo"):
-        surrogate["surrogate"] = "cispo"
-    if o.get("disable_ppo_ratio"):
-        surrogate = {"surrogate": "reinforce"}
-    old, generation = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
-    given = {"old_logprobs": None if o.get("force_on_policy_ratio") else old}
-    corrected = correction(o)
-    if corrected:
+    old, A, count = data["prev_logprobs"][:, 1:], data["advantages"][:, 1:], {"normalizer": mean}
+    generation = data["generation_logprobs"][:, 1:]
+    given = {"old_logprobs": None if sampled == "by the policy" else old}
+    if "rollout_correction" in options:
         given["rollout_logprobs"] = generation
-    objective = Objective(**surrogate, **rest, rollout_correction=corrected)
-    advantages = data["advantages"][:, 1:]
-    loss = fastrl.policy_loss(
-        logprobs, advantages, mask, **given, **count, objective=objective
-    ).loss
-    if o.get("reference_policy_kl_penalty"):
-        penalty = Objective(
-            surrogate="reinforce",
-            kl_coef=o["reference_policy_kl_penalty"],
-            kl_estimator=o.get("reference_policy_kl_type", "k3"),
-            kl_gradient="bias-corrected",
-            **rest,
-        )
+    objective = Objective(**options)
+    loss = fastrl.policy_loss(logprobs, A, mask, **given, **count, objective=objective).loss
+    if kl:
+        rest = {"kl_gradient": "bias-corrected", "aggregation": objective.aggregation}
         loss += fastrl.policy_loss(
             logprobs,
-            torch.zeros_like(advantages),
+            torch.zeros_like(A),
             mask,
-            old_logprobs=generation if o.get("use_on_policy_kl_approximation") else None,
+            old_logprobs=generation if sampled == "by the engine" else None,
             ref_logprobs=data["reference_policy_logprobs"][:, 1:],
-            objective=penalty,
+            objective=Objective(surrogate="reinforce", kl_coef=0.1, kl_estimator=kl, **rest),
             **count,
         ).loss
-    if o.get("positive_example_nll_weight"):
-        right = mask * (data["rewards"] > 0)[:, None]
-        ones = torch.ones(len(mask), dtype=logprobs.dtype)
-        positive = fastrl.policy_loss(logprobs, ones, right, objective="reinforce").loss
-        loss += o["positive_example_nll_weight"] * positive
+    if nll:
+        right, ones = mask * (data["rewards"] > 0)[:, None], torch.ones(len(mask)).double()
+        loss += nll * fastrl.policy_loss(logprobs, ones, right, objective="reinforce").loss
     return loss
 
 
-CORRECTED = {"use_importance_sampling_correction": True}
-TRUNCATED = {**CORRECTED, "truncated_importance_sampling_ratio": 1.2}
-BOUNDED = {**TRUNCATED, "truncated_importance_sampling_ratio_min": 0.8}
-SEQUENCES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+def corrected(kind=None, **bounds):
+    """NeMo RL's options of the correction for the engine that sampled."""
+    names = {"low": "truncated_importance_sampling_ratio_min"}
+    names["high"] = "truncated_importance_sampling_ratio"
+    found = {names[name]: bound for name, bound in bounds.items()}
+    found["truncated_importance_sampling_type"] = kind
+    return {**found, "use_importance_sampling_correction": True}
+
+
 KL = {"reference_policy_kl_penalty": 0.1}
+SEQUENCES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+BOUNDS, MEANS = {"low": 0.8, "high": 1.2}, {"aggregation": "seq-mean-token-mean"}
+FREE, FILTER = RolloutCorrection(high=math.inf), {"kind": "filter", "level": "geometric"}
+#: name -> NeMo RL's options, and those of the function above
 CASES = {
-    "ppo": {"ratio_clip_max": 0.28},
-    "dual clip": {"ratio_clip_c": 1.5},
-    "mean over sequences": {"token_level_loss": False},
-    "gspo": {**SEQUENCES, "ratio_clip_min": 0.03, "ratio_clip_max": 0.04},
-    "reinforce": {"disable_ppo_ratio": True},
-    "on policy": {"force_on_policy_ratio": True},
-    "cispo": {"use_cispo": True},
-    "k1": {**KL, "reference_policy_kl_type": "k1"},
-    "k2": {**KL, "reference_policy_kl_type": "k2"},
-    "k3": {**KL, "token_level_loss": False},
-    "kl approximation": {**KL, "use_on_policy_kl_approximation": True},
-    "correction": CORRECTED,
-    "tis": {**TRUNCATED, "truncated_importance_sampling_type": "tis"},
-    "icepop": {**BOUNDED, "truncated_importance_sampling_type": "icepop"},
-    "seq-mask-tis": {**BOUNDED, "truncated_importance_sampling_type": "seq-mask-tis"},
-    "gspo, corrected": {**CORRECTED, **SEQUENCES},
-    "positive examples": {"positive_example_nll_weight": 0.3},
+    "ppo": ({"ratio_clip_max": 0.28}, {"clip_high": 0.28}),
+    "dual clip": ({"ratio_clip_c": 1.5}, {"dual_clip": 1.5}),
+    "mean over sequences": ({"token_level_loss": False}, MEANS),
+    "gspo": (
+        {**SEQUENCES, "ratio_clip_min": 0.03, "ratio_clip_max": 0.04},
+        {**MEANS, "level": "sequence", "clip_low": 0.03, "clip_high": 0.04},
+    ),
+    "reinforce": ({"disable_ppo_ratio": True}, {"surrogate": "reinforce"}),
+    "on policy": ({"force_on_policy_ratio": True}, {"sampled": "by the policy"}),
+    "cispo": ({"use_cispo": True}, {"surrogate": "cispo"}),
+    "k1": ({**KL, "reference_policy_kl_type": "k1"}, {"kl": "k1"}),
+    "k2": ({**KL, "reference_policy_kl_type": "k2"}, {"kl": "k2"}),
+    "k3": ({**KL, "token_level_loss": False}, {**MEANS, "kl": "k3"}),
+    "kl approximation": (
+        {**KL, "use_on_policy_kl_approximation": True},
+        {"kl": "k3", "sampled": "by the engine"},
+    ),
+    "correction": (corrected(), {"rollout_correction": FREE}),
+    "tis": (
+        corrected("tis", high=1.2),
+        {"rollout_correction": RolloutCorrection(kind="truncate", low=0.0, high=1.2)},
+    ),
+    "icepop": (
+        corrected("icepop", **BOUNDS),
+        {"rollout_correction": RolloutCorrection(kind="mask", **BOUNDS)},
+    ),
+    "seq-mask-tis": (
+        corrected("seq-mask-tis", **BOUNDS),
+        {"rollout_correction": (RolloutCorrection(**FILTER, **BOUNDS), FREE)},
+    ),
+    "gspo, corrected": (
+        {**corrected(), **SEQUENCES},
+        {
+            **MEANS,
+            "level": "sequence",
+            "rollout_correction": RolloutCorrection(level="sequence", high=math.inf),
+        },
+    ),
+    "positive examples": ({"positive_example_nll_weight": 0.3}, {"nll": 0.3}),
 }
 
 
@@ -133,13 +126,17 @@ def of_package(logprobs, data, sequences, tokens, **options):
     return function(logprobs, data, torch.tensor(sequences), torch.tensor(tokens))[0]
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("theirs", [clipped_pg_loss, *([of_package] if importable(LOSSES) else [])])
-def test_the_loss_as_an_objective(theirs, options):
-    found = []
-    for function in (on_fastrl, theirs):
+def test_the_loss_as_an_objective(theirs, case):
+    (options, own), found = CASES[case], []
+    mean = 70.0 if options.get("token_level_loss", True) else 11.0
+    for function in (
+        lambda x, data: on_fastrl(x, data, mean, **own),
+        lambda x, data: theirs(x, data, 11.0, 70.0, **options),
+    ):
         logprobs, data = samples()
-        loss = function(logprobs.requires_grad_(), data, 11.0, 70.0, **options)
+        loss = function(logprobs.requires_grad_(), data)
         loss.backward()
         found.append((loss.detach(), logprobs.grad))
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)

@@ -85,17 +85,7 @@ def compute_grpo_outcome_advantage(
     return result, result
 
 
-def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards,
-    response_mask,
-    index,
-    epsilon=1e-6,
-    norm_adv_by_std_in_grpo=True,
-    config=None,
-):
-    return compute_grpo_outcome_advantage(
-        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo
-    )
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 
 
 def agg_loss(

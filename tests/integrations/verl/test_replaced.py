@@ -79,16 +79,6 @@ PACKAGE = {
 
         linear_cross_entropy = LinearCrossEntropy.apply
         """,
-    "models/forward": """
-        def torch_backend(*args):
-            from verl.utils.experimental.torch_functional import FusedLinearForPPO
-            return FusedLinearForPPO().forward(*args)
-
-        def triton_backend(*args):
-            from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-            return linear_cross_entropy(*args)
-        """,
-    "models/megatron": "from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy",
 }
 
 
@@ -108,12 +98,12 @@ def package(monkeypatch, tmp_path):
         del sys.modules[name]
 
 
-def change(package, file, old, new):
+def change(package, file, old, new, count=-1):
     """Write another version of a module, as long as it was not imported."""
     path = package / f"{file}.py"
     text = path.read_text()
     assert old in text
-    path.write_text(text.replace(old, new))
+    path.write_text(text.replace(old, new, count))
 
 
 @pytest.fixture
@@ -144,19 +134,14 @@ def test_modules_are_replaced_when_verl_imports_them(package):
     del package
     with ours.use_fastrl() as handle:
         assert FUSED not in sys.modules
-        forward = importlib.import_module("verl.models.forward")
-        hidden, weight, labels, _ = fused_inputs(5, 16, 33)
-        for run in (forward.torch_backend, forward.triton_backend):
-            found = [x.flatten() for x in run(hidden, weight, labels, 0.7)]
-            close(found, formulas.linear(hidden, weight, labels, 0.7))
-        megatron = importlib.import_module("verl.models.megatron")
-        assert megatron.linear_cross_entropy is fused_linear.linear_cross_entropy
+        given = (*fused_inputs(5, 16, 33)[:3], 0.7)
+        module, kernel = (importlib.import_module(name) for name in (FUSED, KERNEL))
+        for run in (module.FusedLinearForPPO().forward, kernel.linear_cross_entropy):
+            close([x.flatten() for x in run(*given)], formulas.linear(*given))
         names = {f"{FUSED}.FusedLinearForPPO.forward", f"{KERNEL}.linear_cross_entropy"}
         assert names <= set(handle.names)
-    kernel = sys.modules[KERNEL]
-    assert megatron.linear_cross_entropy is kernel.linear_cross_entropy
     assert kernel.linear_cross_entropy.__self__ is kernel.LinearCrossEntropy
-    assert forward.torch_backend(hidden, weight, labels) == "theirs"
+    assert module.FusedLinearForPPO()(*given) == "theirs"
 
 
 def test_classes_that_verl_has_imported_are_replaced_at_once(package):
@@ -279,38 +264,33 @@ def test_without_verl(monkeypatch):
         ours.use_fastrl()
 
 
-def always_by_sequences(
-    old_log_prob,
-    log_prob,
-    advantages,
-    response_mask,
-    loss_agg_mode="seq-mean-token-mean",
-    config=None,
-    rollout_is_weights=None,
+#: GSPO of verl 0.9.0, which ignores `loss_agg_mode`
+IGNORES = """
+by_mode = compute_policy_loss_gspo
+def compute_policy_loss_gspo(
+    old_log_prob, log_prob, advantages, response_mask,
+    loss_agg_mode="seq-mean-token-mean", config=None, rollout_is_weights=None,
 ):
-    """GSPO of verl 0.9.0, which ignores `loss_agg_mode`."""
-    rest = {"config": config, "rollout_is_weights": rollout_is_weights}
-    function, mode = loss_formulas.compute_policy_loss_gspo, "seq-mean-token-mean"
-    return function(old_log_prob, log_prob, advantages, response_mask, mode, **rest)
+    arguments = (old_log_prob, log_prob, advantages, response_mask, "seq-mean-token-mean")
+    return by_mode(*arguments, config=config, rollout_is_weights=rollout_is_weights)
+POLICY_"""
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("ignores", [False, True])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_gspo_aggregates_as_the_verl_that_is_installed(core, mode, ignores, wrapped):
-    theirs = core.compute_policy_loss_gspo
+def test_gspo_aggregates_as_the_verl_that_is_installed(package, mode, ignores, wrapped):
     if ignores:
-        code, defaults = always_by_sequences.__code__, always_by_sequences.__defaults__
-        theirs = types.FunctionType(code, globals(), "gspo", defaults)
+        change(package, "trainer/ppo/core_algos", "POLICY_", IGNORES, 1)
+    core = importlib.import_module(CORE)
+    theirs = core.compute_policy_loss_gspo
     if wrapped:
-        inner = theirs
 
-        @functools.wraps(inner)
-        def theirs(*arguments, **options):
-            return inner(*arguments, **options)
+        @functools.wraps(theirs)
+        def wrapper(*arguments, **options):
+            return theirs(*arguments, **options)
 
-    theirs.__module__ = CORE
-    core.compute_policy_loss_gspo = core.POLICY_LOSS_REGISTRY["gspo"] = theirs
+        core.compute_policy_loss_gspo = core.POLICY_LOSS_REGISTRY["gspo"] = wrapper
 
     def run(function):
         config = transcribed(global_batch_info=COUNTS["global"], **LOSSES["gspo"])
