@@ -5,7 +5,7 @@ import copy
 import torch
 import transformers
 
-from fastrl import Objective
+from fastrl import Objective, logits_policy_loss
 from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.packing import normalizer
@@ -117,8 +117,8 @@ def plain(model):
     return made
 
 
-def padded(model, rollout, temperature=1.0):
-    """Log-probabilities, entropies and states of tokens, float64, from padded sequences."""
+def padded(model, rollout):
+    """Logits, float64, and states that predict the tokens, from padded sequences."""
     longest = max(map(len, rollout.prompts))
     prompts = [rollout.prompts[i] for i in rollout.prompt_of.tolist()]
     left = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
@@ -132,38 +132,26 @@ def padded(model, rollout, temperature=1.0):
         output_hidden_states=True,
     )
     before = slice(longest - 1, -1)
-    logp = (out.logits[:, before].double() / temperature).log_softmax(-1)
-    logprobs = logp.gather(-1, rollout.token_ids[..., None])[..., 0]
-    return logprobs, -(logp.exp() * logp).sum(-1), out.hidden_states[-1][:, before]
+    return out.logits[:, before].double(), out.hidden_states[-1][:, before]
 
 
-def token_losses(logprobs, entropy, advantages, old, ref, objective, weights=1.0):
-    """The clipped loss of each token, with the KL to ``ref`` (k3) and the entropy."""
-    ratio = (logprobs - old).exp()
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    surrogate = -torch.minimum(ratio * advantages, clipped * advantages)
-    kl = (ref - logprobs).exp() - 1 - (ref - logprobs)
-    return weights * (surrogate + objective.kl_coef * kl) - objective.entropy_coef * entropy
-
-
-def mean(losses, mask, aggregation="seq-mean-token-mean", length=None):
-    """Of tokens, of sequences' means, or of their sums over a length; empty ones do not count."""
-    kept = torch.where(mask, losses, 0.0)
-    if aggregation == "token-mean":
-        return kept.sum() / mask.sum()
-    per = mask.sum(1).clamp(min=1) if length is None else length
-    return (kept.sum(1) / per).sum() / mask.any(1).sum()
+@torch.no_grad()
+def padded_logprobs(model, rollout, temperature=1.0):
+    """Log-probabilities of the tokens from padded sequences, 0 where masked."""
+    logits, _ = padded(model, rollout)
+    logprobs = (logits / temperature).log_softmax(-1).gather(-1, rollout.token_ids[..., None])
+    return logprobs[..., 0].where(rollout.mask, 0.0).float()
 
 
 def expected(model, rollout, preset="grpo"):
-    """What `learn` must find, by autograd of the formulas on a plain model."""
-    model, objective, old = plain(model), objective_of(preset), rollout.logprobs
-    logprobs, entropy, _ = padded(model, rollout)
-    advantages = ADVANTAGES[: len(old), None]
-    losses = token_losses(logprobs, entropy, advantages, old, old + 0.5, objective)
-    mean(losses, rollout.mask, objective.aggregation).backward()
-    kept = torch.where(rollout.mask, logprobs.detach(), 0.0)
-    return [kept.float(), *(p.grad for p in model.parameters())]
+    """What `learn` must find: the reference's loss of padded sequences on a plain model."""
+    model, old = plain(model), rollout.logprobs.double()
+    logits, _ = padded(model, rollout)
+    advantages = ADVANTAGES[: len(old)].double()
+    given = {"old_logprobs": old, "ref_logprobs": old + 0.5, "objective": objective_of(preset)}
+    tokens = (rollout.token_ids, advantages, rollout.mask)
+    logits_policy_loss(logits, *tokens, **given, backend="reference").loss.backward()
+    return [padded_logprobs(model, rollout), *(p.grad for p in model.parameters())]
 
 
 def assert_equal(one, other, tolerance=1e-5):

@@ -68,32 +68,27 @@ def test_a_layout_covers_each_token_once():
     assert (len(long.blocks), *long[1:]) == (2, None, None, None)  # nothing is copied
 
 
-@pytest.mark.parametrize("holes", [False, True])
-def test_rows_hold_each_token_once_and_fit_the_budget(holes):
-    """But nothing after the last scored token, and no completion without any."""
-    rollout = make_rollout(holes=holes)
-    rollout.mask[1] = False
-    rollout.mask[2, 3:] = False
-    made = list(micro_batches(rollout, EVERY, rollout.mask, tokens=60))
-    ends = [max(row.nonzero()[:, 0].tolist(), default=-1) + 1 for row in rollout.mask]
-    sizes = [len(rollout.prompts[i % 3]) + end - 1 for i, end in enumerate(ends) if end]
-    assert sum(batch.input_ids.shape[1] for batch in made) == sum(sizes)
-    assert max(batch.input_ids.shape[1] for batch in made) <= max(60, *sizes)
-    assert len(made) <= 2 + sum(sizes) // 60
-    for batch in made:
-        scored = rollout.mask[batch.rows].sum(1)
-        assert batch.cu_seqlens.tolist() == [0, *scored.cumsum(0).tolist()]
+@pytest.mark.parametrize("share", [False, True])
+def test_rows_hold_each_token_once_and_fit_the_budget(share):
+    """And a shared prompt once; nothing after the last scored token, no completion without any."""
 
+    def rows_of(tokens):
+        return list(micro_batches(rollout, EVERY, mask, tokens=tokens, share_prompts=share))
 
-def test_a_shared_prompt_is_in_a_row_once():
     rollout = make_rollout()
-    total = sum(PROMPTS) + sum(n - 1 for n in LENGTHS)
+    mask = rollout.mask
+    mask[1] = mask[2, 3:] = mask[4, 5] = False  # completions of 9 and 30 tokens, and a hole
+    prompts = sum(PROMPTS) if share else sum(PROMPTS[i % 3] for i in range(8) if i != 1)
+    total = prompts + sum(n - 1 for n in LENGTHS) - 8 - 27
     for tokens, rows in ((total, 1), (total - 1, 2)):
-        made = list(micro_batches(rollout, EVERY, rollout.mask, tokens=tokens, share_prompts=True))
+        made = rows_of(tokens)
         assert [len(made), sum(b.input_ids.shape[1] for b in made)] == [rows, total]
     for tokens in (30, 50):  # a prompt that is too long for one row with all its completions
-        made = micro_batches(rollout, EVERY, rollout.mask, tokens=tokens, share_prompts=True)
+        made = rows_of(tokens)
         assert all(b.input_ids.shape[1] <= tokens or len(b.rows) == 1 for b in made)
+    for batch in made:
+        scored = mask[batch.rows].sum(1)
+        assert batch.cu_seqlens.tolist() == [0, *scored.cumsum(0).tolist()]
 
 
 def test_minibatches_are_of_whole_groups_in_another_order_each_epoch():
@@ -162,7 +157,6 @@ REFUSED = [
     (transformers.Qwen3MoeConfig(**SMALL, **EXPERTS), {"mlp_tile": 8}, "mlp_tile must be null"),
     (transformers.Gemma2Config(**SMALL, head_dim=16), {}, "does not support softcap"),
 ]
-RECURRENT = [{}, {"attention": "eager"}, {"attention": "eager", "precision": "bfloat16"}]
 
 
 class TestRefused:
@@ -174,9 +168,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("tile", [None, 3])
     def test_checkpointing_without_effect(self, monkeypatch, tile):
-        for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):
-            off = {"value": lambda *_: None, "raising": False}
-            monkeypatch.setattr(transformers.LlamaForCausalLM, name, **off)
+        monkeypatch.setattr("fastrl.train.recomputation.checkpoint_layers", lambda model: None)
         with pytest.raises(ValueError, match="gradient_checkpointing has no effect"):
             make_model("llama", mlp_tile=tile, **CHECKPOINTED)
 
@@ -187,10 +179,10 @@ class TestRefused:
         with pytest.raises(ValueError, match="model must compute the same twice"):
             save_memory(model, config)
 
-    @pytest.mark.parametrize("changes", RECURRENT, ids=str)
-    def test_a_recurrent_model_unless_sequences_are_alone(self, changes):
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_a_recurrent_model_unless_sequences_are_alone(self, precision):
         model = transformers.MambaForCausalLM(transformers.MambaConfig(**MAMBA))
-        config = GrpoConfig(loss="logits", **changes)
+        config = GrpoConfig(loss="logits", attention="eager", precision=precision)
         with pytest.raises(ValueError, match="tokens_per_micro_batch must be 1 for this model"):
             check_packing(model, config)
         check_packing(model, replace(config, tokens_per_micro_batch=1))

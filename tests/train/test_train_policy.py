@@ -1,8 +1,9 @@
-"""The gradients of a step are those of formulas on plain models; its parts, by hand."""
+"""The gradients of a step are the reference's on plain models; its parts, by hand."""
 
 import copy
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,16 @@ import torch
 
 pytest.importorskip("transformers")
 
+from fastrl import (
+    RolloutCorrection,
+    discounted_returns,
+    gae,
+    group_advantages,
+    logits_policy_loss,
+    masked_mean,
+    token_stats,
+    whiten,
+)
 from fastrl.integrations.transformers import backbone
 from fastrl.train import optimizers
 from fastrl.train.advantages import KlPenalty, advantages_and_returns, compared, token_rewards
@@ -22,9 +33,10 @@ from fastrl.train.rollout import Completion, concatenate, rollout_of
 from fastrl.train.run import TrainingRun
 from fastrl.train.sampling import Sampler, TokenCount
 from fastrl.train.value_model import ValueModel
-from tests.train.packed import assert_equal, mean, padded, plain, token_losses
+from tests.train.packed import assert_equal, padded, plain
 from tests.train.runs import LOOPS, rows, run
 
+REFERENCE = {"backend": "reference"}
 STEPS = {"steps": 2, "max_new_tokens": 5, "learning_rate": 3e-3, "warmup_steps": 0}
 STEPS |= {"eval_every": 9, "tokens_per_micro_batch": 60, "clip_low": 0.02, "group_size": 4}
 STEPS |= {"schedule": "constant", "prompts_per_step": 6}
@@ -80,73 +92,81 @@ def watch(monkeypatch, loop):
     return seen
 
 
-def outputs(model, critic, rollout, config):
-    """Log-probabilities, entropies, values and what was trained for them, of plain sequences."""
+def outputs(model, critic, rollout):
+    """Logits and values of plain sequences, and the parameters that they have gradients for."""
     model, critic = copy.deepcopy(model), copy.deepcopy(critic)
-    logprobs, entropy, states = padded(model, rollout, config.temperature)
-    trained = [*model.parameters()]
+    logits, states = padded(model, rollout)
     if critic is None:
-        return logprobs, entropy, torch.zeros_like(logprobs), trained
-    trained += [*critic.inner.parameters(), *critic.outer.parameters()]
+        return logits, None, [*model.parameters()]
+    trained = [*model.parameters(), *critic.inner.parameters(), *critic.outer.parameters()]
     if critic.backbone is not None:
         own = copy.deepcopy(model)
         backbone(own).load_state_dict(critic.backbone.state_dict())
-        states = padded(own, rollout)[2]
+        _, states = padded(own, rollout)
         trained += backbone(own).parameters()
-    return logprobs, entropy, critic.outer(torch.relu(critic.inner(states)))[..., 0], trained
+    return logits, critic.outer(torch.relu(critic.inner(states)))[..., 0].double(), trained
 
 
 def estimates(config, rewards, kl, values, mask, counted):
-    """PPO's advantages and returns, token by token."""
-    advantages, lam = torch.zeros_like(values), config.lam if config.advantage == "gae" else 1.0
-    for row, tokens in enumerate(mask):
-        advantage, after, reward = 0.0, 0.0, rewards[row]
-        for t in reversed(tokens.nonzero()[:, 0].tolist()):
-            reward, value = reward - config.kl_coef * kl[row, t], values[row, t]
-            advantage = reward + config.gamma * (after + lam * advantage) - value
-            advantages[row, t], after, reward = advantage, value, 0.0
-    some, returns = advantages[counted], advantages + values
-    return (advantages - some.mean()) / some.std() if config.has_values else advantages, returns
+    """PPO's advantages and returns; a sequence's reward is at its last token."""
+    per_token = -config.kl_coef * kl.where(mask, 0.0)
+    last = [int(tokens.nonzero()[-1]) for tokens in mask]
+    per_token[torch.arange(len(last)), last] += rewards
+    if values is None:
+        return discounted_returns(per_token, mask, gamma=config.gamma, **REFERENCE), None
+    given = {"gamma": config.gamma, "lam": config.lam if config.advantage == "gae" else 1.0}
+    advantages, returns = gae(per_token, values, mask, **given, **REFERENCE)
+    return whiten(advantages, counted), returns
 
 
 def expected(config, seen, i):
-    """Gradients of update ``i`` by autograd; ratio, sampler KL and entropy of its tokens."""
+    """Gradients of update ``i`` by the reference; ratio, sampler KL and entropy of its tokens."""
     step, model, critic, _ = seen.updates[i]
-    rollout, rewards, chosen = seen.rollouts[step], seen.rewards[step], seen.minibatches[i]
     first = next(update for update in seen.updates if update[0] == step)
-    objective, mask = config.policy_objective(), rollout.mask
+    rollout, rewards = seen.rollouts[step], seen.rewards[step].double()
+    mask, of_sampler, chosen = rollout.mask, rollout.logprobs.double(), seen.minibatches[i]
     counted = mask & ~rollout.truncated[:, None] if config.truncated == "mask" else mask
+
+    def stats(logits):
+        return token_stats(logits, rollout.token_ids, temperature=config.temperature, **REFERENCE)
+
     with torch.no_grad():
-        old, _, old_values, _ = outputs(*first[1:3], rollout, config)
-        ref = outputs(*seen.updates[0][1:3], rollout, config)[0]
-    logprobs, entropy, values, trained = outputs(model, critic, rollout, config)
-    to_sampler = old - rollout.logprobs
-    corrected = config.rollout_correction == "truncate"
-    weights = to_sampler.exp().clamp(max=2.0) if corrected else 1.0
-    groups = rewards.view(-1, 4)
-    centered = groups - groups.mean(1, keepdim=True)
-    scaled = centered / (groups.std(1, keepdim=True) + 1e-4)
-    learned, error = counted, torch.zeros_like(values)
-    if config.loop == "grpo":
-        advantages = (centered if config.advantage == "unscaled" else scaled).reshape(-1, 1)
-        if not config.kl_coef:
-            learned = counted & (advantages != 0)
+        logits, old_values, _ = outputs(*first[1:3], rollout)
+        old, ref = stats(logits)[0], stats(outputs(*seen.updates[0][1:3], rollout)[0])[0]
+    logits, values, trained = outputs(model, critic, rollout)
+    logprobs, entropy = stats(logits.detach())[:2]
+    scale = "none" if config.advantage == "unscaled" else "group"
+    compared = group_advantages(rewards, group_size=4, scale=scale, **REFERENCE).advantages
+    objective, learned = config.policy_objective(), counted
+    given = {"token_ids": rollout.token_ids, "advantages": compared, "mask": counted}
+    if config.loop == "ppo":
+        rewards = compared if config.advantage == "group" else rewards
+        estimated = estimates(config, rewards, old - ref, old_values, mask, counted)
+        given["advantages"], returns = estimated
+    elif config.kl_coef:
+        given["ref_logprobs"] = ref
     else:
-        rewards = scaled.flatten() if config.advantage == "group" else rewards
-        advantages, returns = estimates(config, rewards, old - ref, old_values, mask, counted)
-        if critic is not None:
-            near = old_values + (values - old_values).clamp(-0.2, 0.2)
-            error = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
-    losses = token_losses(logprobs, entropy, advantages, old, ref, objective, weights)
-    every = (losses + 0.5 * error)[chosen], counted[chosen]
-    mean(*every, objective.aggregation, objective.length_norm).backward()
-    of_tokens = torch.stack([(logprobs - old).exp(), to_sampler.exp() - 1 - to_sampler, entropy])
-    tokens = of_tokens.detach()[:, chosen][:, learned[chosen]]
+        learned = counted & (compared != 0)[:, None]
+    if config.rollout_correction == "truncate":
+        correction = RolloutCorrection(kind="truncate", level="token", high=2.0)
+        objective = replace(objective, rollout_correction=correction)
+        given["rollout_logprobs"] = of_sampler
+    given = {name: value[chosen] for name, value in (given | {"old_logprobs": old}).items()}
+    settings = {"temperature": config.temperature, "objective": objective, **REFERENCE}
+    loss = logits_policy_loss(logits[chosen], **given, **settings).loss
+    if critic is not None:
+        near = old_values + (values - old_values).clamp(-0.2, 0.2)
+        error = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
+        loss = loss + 0.5 * masked_mean(error[chosen], counted[chosen])
+    loss.backward()
+    to_sampler = old - of_sampler
+    measured = (logprobs - old).exp(), to_sampler.exp() - 1 - to_sampler, entropy
+    tokens = torch.stack(measured)[:, chosen][:, learned[chosen]]
     return [torch.zeros(1), *(p.grad for p in trained)], tokens
 
 
 @pytest.mark.parametrize(("loop", "changes"), CASES, ids=str)
-def test_gradients_of_a_run_are_those_of_formulas(small, monkeypatch, loop, changes):
+def test_gradients_of_a_run_are_those_of_padded_sequences(small, monkeypatch, loop, changes):
     seen = watch(monkeypatch, loop)
     settings = {"minibatches": 2, **STEPS, **changes}
     logged = rows(run(loop, small, **settings).directory)[-1]

@@ -17,7 +17,7 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler, choose, rollout_correction
-from tests.train.packed import make_model, padded, plain
+from tests.train.packed import make_model, padded_logprobs, plain
 
 TEXTS = ("7 + 5 =", "nine minus three =", "1")
 
@@ -37,12 +37,6 @@ def prompts_of(tokenizer, texts=TEXTS):
 def sample(model, tokenizer, group_size=4, texts=TEXTS, **options):
     config = GrpoConfig(**{"max_new_tokens": 6, **options})
     return Sampler(model, tokenizer, config).sample(prompts_of(tokenizer, texts), group_size)
-
-
-def model_logprobs(model, rollout, temperature):
-    with torch.no_grad():
-        logprobs, *_ = padded(plain(model), rollout, temperature)
-    return logprobs.where(rollout.mask, 0.0).float()
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +89,12 @@ def test_logprobs_equal_those_of_the_model(kind):
     model, tokenizer = tiny(kind)
     rollout, _ = sample(model, tokenizer, max_new_tokens=12, temperature=0.6)
     assert rollout.mask.sum() > 60
-    expected = model_logprobs(model, rollout, 0.6)
+    expected = padded_logprobs(plain(model), rollout, 0.6)
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-5)
     state, config = torch.get_rng_state(), GrpoConfig(max_new_tokens=6, temperature=3.0)
     rollout, _ = Sampler(model, tokenizer, config).greedy(prompts_of(tokenizer))
     assert torch.equal(state, torch.get_rng_state())
-    assert model_logprobs(model, rollout, 1e-3).abs().max() < 1e-3  # the likeliest tokens
+    assert padded_logprobs(plain(model), rollout, 1e-3).abs().max() < 1e-3  # the likeliest tokens
 
 
 def test_samples_depend_on_the_seed_and_not_on_the_split_into_micro_batches(llama, monkeypatch):

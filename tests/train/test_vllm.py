@@ -14,7 +14,7 @@ from fastrl.train.endings import Endings
 from fastrl.train.loading import load
 from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler
-from tests.train.packed import SMALL, padded
+from tests.train.packed import SMALL, padded_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -57,11 +57,9 @@ def change(model, size):
             parameter.add_(size * torch.randn_like(parameter))
 
 
-@torch.no_grad()
 def difference(model, rollout, temperature=1.0):
     """The largest difference of the rollout's log-probabilities to the model's own."""
-    logprobs, *_ = padded(model, rollout, temperature)
-    return float((logprobs - rollout.logprobs)[rollout.mask].abs().max())
+    return float((padded_logprobs(model, rollout, temperature) - rollout.logprobs).abs().max())
 
 
 def keep_weights(sampler, monkeypatch):
