@@ -208,26 +208,21 @@ def test_without_a_mask_every_token_counts():
 
 
 X = torch.zeros(1, 2)
+SEQUENCES, OF_0_11_0 = {"is_correction_level": "seq"}, {"enable_vllm_is_correction": True}
 REFUSED = {
-    "policy_loss_type must be ppo or gspo, got 'reinforce'": {"policy_loss_type": "reinforce"},
+    "policy_loss_type must be ppo or gspo, got 'x'": {"policy_loss_type": "x"},
     "dual_clip must be above 1, got 0.5": {"dual_clip": 0.5},
     "is_correction_level must be one of off, token, seq; got 'x'": {"is_correction_level": "x"},
     "is_correction_mode must be one of mask, clip; got 'drop'": {"is_correction_mode": "drop"},
     "is_correction_gating must be one of .*got 'k3'": {"is_correction_gating": "k3"},
     "is_correction_mode clip needs .*got seq and ratio": {
+        **SEQUENCES,
         "is_correction_mode": "clip",
-        "is_correction_level": "seq",
     },
-    "is_correction_threshold must have no lower bound with gating tv, got 0.5": {
-        "is_correction_level": "seq",
-        "is_correction_gating": "tv",
-    },
-    "vllm_is_correction_type must be one of .*got 'sampled'": {
-        "enable_vllm_is_correction": True,
-        "vllm_is_correction_type": "sampled",
-    },
-    "vllm_is_truncated_threshold is needed .*got None": {"enable_vllm_is_correction": True},
-    "rollout_log_probs is needed for the rollout corr": {"is_correction_level": "token"},
+    "have no lower bound with gating tv, got 0.5": {**SEQUENCES, "is_correction_gating": "tv"},
+    "vllm_is_correction_type must be .*'x'": {**OF_0_11_0, "vllm_is_correction_type": "x"},
+    "vllm_is_truncated_threshold is needed .*got None": OF_0_11_0,
+    "rollout_log_probs is needed for the rollout corr": SEQUENCES,
 }
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fastrl.integrations.replacing import Replaced
 from fastrl.integrations.verl.fused_linear import linear_cross_entropy
 from fastrl.integrations.verl.vocabulary_parallel import REPLACEMENTS
-from tests.integrations.packages import importable
+from tests.integrations.packages import importable, stand_ins
 from tests.integrations.verl import formulas
 from tests.integrations.verl.cases import close, fused_inputs, gradients
 from tests.ops.ranks.gloo_ranks import on_ranks
@@ -33,15 +33,10 @@ def vocab_parallel_log_probs_from_logits(logits, labels): ...
 
 def stand_in():
     """A module of verl with the functions above, and with the group of all ranks as Megatron's."""
-    for depth in range(1, 5):
-        name = ".".join(MODULE.split(".")[:depth])
-        sys.modules[name] = module = types.ModuleType(name)
-    module.mpu = types.SimpleNamespace(get_tensor_model_parallel_group=lambda: dist.group.WORLD)
-    for item in REPLACEMENTS:
-        function = globals()[item.name]
-        function.__module__ = MODULE
-        setattr(module, item.name, function)
-    return module
+    mpu = types.SimpleNamespace(get_tensor_model_parallel_group=lambda: dist.group.WORLD)
+    functions = {item.name: globals()[item.name] for item in REPLACEMENTS}
+    stand_ins(pytest.MonkeyPatch(), {MODULE: {"mpu": mpu, **functions}})
+    return sys.modules[MODULE]
 
 
 def installed():
