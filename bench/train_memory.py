@@ -346,7 +346,7 @@ def _rollout(lengths: list[int], vocabulary: int) -> Any:
 def _trl_step(case: Case) -> Any:
     """A function that calls TRL's loss and its backward; TRL's optimizer has no part in it."""
     sys.path.insert(0, str(ROOT))
-    from tests.support.trl_runs import make_trainer, save_model
+    from tests.integrations.trl.runs import make_trainer, save_model
 
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder) / "model", "Qwen3Config", **_sizes(case))

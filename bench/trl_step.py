@@ -57,7 +57,7 @@ def trl_step(
 
 
 def _trainer(model: Any, folder: str, tokens: int, device: str, lora_rank: int) -> Any:
-    from tests.support.trl_runs import make_trainer
+    from tests.integrations.trl.runs import make_trainer
 
     lengths = iter([SHORT, tokens])
 

@@ -36,8 +36,8 @@ from fastrl.integrations.transformers import inside_forward
 from fastrl.integrations.trl import use_fastrl
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.support.trl_rank_runs import choose_cpu, environments, options_of
-from tests.support.trl_runs import make_trainer, save_model
+from tests.integrations.trl.ranks import choose_cpu, environments, options_of
+from tests.integrations.trl.runs import make_trainer, save_model
 
 FORMS = ("backbone", "TRL", "use_fastrl, fused=False", "use_fastrl")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}

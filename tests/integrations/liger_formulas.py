@@ -10,25 +10,27 @@ NO_SEQUENCES = ("cispo", "sapo", "vespo")
 SEQUENCES = "Sequence-level importance sampling is not supported for loss_type="
 
 
+DEFAULTS = {
+    "beta": 0.04,
+    "use_ref_model": True,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "loss_type": "dapo",
+    "max_completion_length": None,
+    "importance_sampling_level": "token",
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "temperature": 1.0,
+    "delta": None,
+    "use_bias_correction_kl": False,
+}
+
+
 class Transcription:
     """Liger's `LigerFusedLinearGRPOLoss`, the whole batch at once."""
 
-    def __init__(
-        self,
-        beta=0.04,
-        use_ref_model=True,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        loss_type="dapo",
-        max_completion_length=None,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        temperature=1.0,
-        delta=None,
-        use_bias_correction_kl=False,
-        compiled=False,
-    ):
+    def __init__(self, **options):
+        self.o = types.SimpleNamespace(**{**DEFAULTS, **options})
         self.o = types.SimpleNamespace(**{k: v for k, v in vars().items() if k != "self"})
 
     def __call__(

@@ -1,21 +1,16 @@
 """Short runs of TRL's trainers with and without fastrl, on a small model and tokenizer."""
 
 import contextlib
-import importlib
-import os
 
 import pytest
 import torch
 
+from tests.integrations.packages import needed
+
 VOCABULARY = 61
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
-
-
-def needed(package):
-    """Import an optional package; without it the test is skipped, in CI it fails."""
-    if os.environ.get("CI"):
-        return importlib.import_module(package)
-    return pytest.importorskip(package)
+#: What TRL logs of the clock.
+TIMES = {"step_time", "epoch"}
 
 
 def make_tokenizer():
@@ -73,7 +68,7 @@ def make_trainer(
     config = getattr(trl, f"{kind}Config")(
         **{
             "output_dir": output_dir,
-            "max_steps": 10,
+            "max_steps": 3,
             "per_device_train_batch_size": 4,
             "num_generations": 4,
             "max_completion_length": 7,
@@ -118,3 +113,35 @@ def run(trainer, use=contextlib.nullcontext):
         del trainer.compute_loss
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     return steps, losses, handle
+
+
+def both(path, kind="GRPO", prepared=lambda trainer: None, **options):
+    """Train without fastrl and with it, each after ``prepared(trainer)``; compare all numbers.
+
+    Returns:
+        The handle, and the log of each step with fastrl.
+    """
+    from fastrl.integrations.trl import use_fastrl
+
+    found = []
+    for use in ((), (use_fastrl,)):
+        trainer = make_trainer(path, kind, **options)
+        prepared(trainer)
+        found.append(run(trainer, *use))
+    (theirs, their_losses, _), (ours, our_losses, handle) = found
+    check_equal(ours, theirs)
+    assert our_losses == pytest.approx(their_losses, abs=1e-4)
+    assert len(ours) == trainer.args.max_steps
+    assert max(step["grad_norm"] for step in ours) > 1e-3
+    return handle, ours
+
+
+def check_equal(ours, theirs):
+    """Compare all numbers of all steps; fastrl adds one, the share of saturated ratios: none."""
+    from fastrl.integrations.trl.saturation import METRIC
+
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.keys() - {METRIC} == b.keys()
+        assert a.get(METRIC, 0) == 0
+        for name in b.keys() - TIMES:
+            assert a[name] == pytest.approx(b[name], abs=1e-4, nan_ok=True), (step, name)

@@ -1,50 +1,31 @@
 """Log-probabilities from the LM head equal the ones from the model's logits."""
 
-import importlib
-import os
-
 import pytest
 import torch
 
 import fastrl
-from fastrl import Objective
+from tests.integrations.packages import needed
+from tests.integrations.trl.runs import VOCABULARY, make_model
 
-transformers = pytest.importorskip("transformers")
+transformers = needed("transformers")
 from fastrl.integrations.transformers import last_hidden_states, lm_head  # noqa: E402
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.5,  # so that a softcap and a scale matter
-}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
 MODELS = {
     "llama": ("LlamaConfig", {}),
-    "mistral": ("MistralConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3 tied": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "olmo2": ("Olmo2Config", {}),
     "gemma2": ("Gemma2Config", {"final_logit_softcapping": 30.0}),
     "gemma3": ("Gemma3TextConfig", {"final_logit_softcapping": 20.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.0625}),
-    "cohere2": ("Cohere2Config", {"logit_scale": 0.25}),
     "granite": ("GraniteConfig", {"logits_scaling": 16.0}),
-    "llama4 without images": ("Llama4TextConfig", {"intermediate_size_mlp": 48, **EXPERTS}),
+    "llama4 without images": ("Llama4TextConfig", EXPERTS),
 }
 
 
 def tiny(name):
     kind, changes = MODELS[name]
-    config = getattr(transformers, kind)(**{**SMALL, **changes})
-    return transformers.AutoModelForCausalLM.from_config(config).float()
+    return make_model(kind, **changes)
 
 
 def through_the_head(model, input_ids, **options):
@@ -61,7 +42,7 @@ def through_the_logits(model, input_ids, temperature=1.0):
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_and_gradients_equal_the_ones_through_the_logits(name):
     model = tiny(name)
-    input_ids = torch.randint(3, 97, (2, 11))
+    input_ids = torch.randint(3, VOCABULARY, (2, 11))
     grads = []
     for function in (through_the_head, through_the_logits):
         model.zero_grad()
@@ -82,13 +63,6 @@ def test_what_is_no_causal_language_model_is_refused_by_name():
         lm_head(model)
     with pytest.raises(ValueError, match=r"must have an LM head.* with `AutoModelForCausalLM`"):
         lm_head(tiny("llama").model)
-
-
-def needed(package):
-    """Import an optional package; absent, the test is skipped, but in CI it fails."""
-    if os.environ.get("CI"):
-        return importlib.import_module(package)
-    return pytest.importorskip(package)
 
 
 def adapted(**options):
@@ -112,7 +86,7 @@ def adapted(**options):
 )
 def test_adapters_on_the_head(options):
     model = adapted(**options)
-    input_ids = torch.randint(3, 97, (2, 9))
+    input_ids = torch.randint(3, VOCABULARY, (2, 9))
     grads = []
     for function in (through_the_head, through_the_logits):
         model.zero_grad()
@@ -127,11 +101,19 @@ def test_adapters_on_the_head(options):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_unsupported_adapters_are_refused():
-    with pytest.raises(ValueError, match=r"lora_dropout on the LM head must be 0 .*got 0.1"):
-        lm_head(adapted(target_modules=["lm_head"], lora_dropout=0.1).train())
-    with pytest.raises(ValueError, match="must be plain LoRA"):
-        lm_head(adapted(target_modules=["lm_head"], use_dora=True))
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        ("Lora", {"lora_dropout": 0.1}, r"lora_dropout on the LM head must be 0 .*got 0.1"),
+        ("Lora", {"use_dora": True}, "must be plain LoRA, got a variant"),
+        ("AdaLora", {"init_r": 2, "target_r": 1, "total_step": 9}, "must be plain LoRA, got"),
+    ],
+)
+def test_unsupported_adapters_are_refused(kind, options, sentence):
+    peft = needed("peft")
+    config = getattr(peft, f"{kind}Config")(target_modules=["lm_head"], **options)
+    with pytest.raises(ValueError, match=sentence):
+        lm_head(peft.get_peft_model(tiny("llama"), config).train())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -143,18 +125,3 @@ def test_an_adapter_that_needs_its_wrapper_is_refused():
     )
     with pytest.raises(ValueError, match="must not use an activated LoRA"):
         last_hidden_states(model)
-
-
-def test_the_loss_runs_from_a_model():
-    model = tiny("qwen3 tied")
-    input_ids = torch.randint(3, 97, (2, 9))
-    loss = fastrl.linear_policy_loss(
-        last_hidden_states(model, input_ids=input_ids)[:, :-1],
-        token_ids=input_ids[:, 1:],
-        advantages=torch.tensor([1.0, -1.0]),
-        mask=torch.ones(2, 8),
-        objective=Objective.preset("dapo"),
-        **lm_head(model).arguments(),
-    ).loss
-    loss.backward()
-    assert model.lm_head.weight.grad.abs().sum() > 0

@@ -1,18 +1,10 @@
-"""Runs of TRL's GRPOTrainer on several gloo ranks on the CPU, with fastrl and without.
-
-`python -m tests.support.trl_rank_runs LAYOUT MODEL OUT [JSON]` is one rank. It trains once for each
-way of using fastrl and writes what happened to `OUT.<rank>`.
-"""
+"""Runs of TRL's GRPOTrainer on several gloo ranks on the CPU, with fastrl and without."""
 
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -21,8 +13,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 USES = {"none": None, "fused": True, "primitive": False}
 
 
-def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), seconds=280, **options):
-    """Train on ``world`` ranks; for each use, what each rank found.
+def import_trl():
+    """Import what ranks need, in the process that they are forked from."""
+    import peft  # noqa: F401
+    from trl import GRPOTrainer  # noqa: F401
+
+    from fastrl.integrations.trl import use_fastrl  # noqa: F401
+
+    torch.set_num_threads(1)  # a thread would not be there after a fork
+
+
+def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), **options):
+    """Train on ``world`` ranks, forked from this process; for each use, what each rank found.
 
     Args:
         layout: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"zero1"``, ``"zero2"`` or ``"zero3"``.
@@ -30,25 +32,12 @@ def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), seconds=280,
         path: Where the ranks may write.
         world: How many ranks.
         uses: Keys of `USES`.
-        seconds: How long the ranks may take.
         **options: Of `GRPOConfig`, or ``lora`` with options of `LoraConfig`, or ``compiled=True``
             where fastrl is used, or ``unknown_input=True`` for the batches of the last rank.
     """
-    command = [sys.executable, "-m", "tests.support.trl_rank_runs", layout, str(model)]
-    command += [str(path / "out"), json.dumps(options), ",".join(uses)]
-    logs = [path / f"log.{rank}" for rank in range(world)]
-    processes = []
-    for own, log in zip(environments(world), logs, strict=True):
-        with log.open("w") as out:
-            place = {**os.environ, **own}
-            processes.append(subprocess.Popen(command, env=place, stdout=out, stderr=out))
-    try:
-        codes = [process.wait(seconds) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
-    found = [json.loads(Path(f"{path / 'out'}.{rank}").read_text()) for rank in range(world)]
+    arguments = (environments(world), layout, model, path, uses, options)
+    torch.multiprocessing.start_processes(_rank, arguments, nprocs=world, start_method="fork")
+    found = [torch.load(path / f"found.{rank}") for rank in range(world)]
     return {use: [of_rank[use] for of_rank in found] for use in uses}
 
 
@@ -57,26 +46,22 @@ def environments(world):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    root = str(Path(__file__).parents[2])
     shared = {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
         "CUDA_VISIBLE_DEVICES": "",
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
-def main(layout, model, out, options, uses):
+def _rank(rank, places, layout, model, path, uses, options):
+    os.environ |= places[rank]
     choose_cpu(layout)
-    torch.set_num_threads(1)
-    found = {}
-    for use in uses.split(","):
-        found[use] = _train(layout, model, out, json.loads(options), USES[use])
-    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(found))
+    found = {use: _train(layout, model, path, dict(options), USES[use]) for use in uses}
+    torch.save(found, path / f"found.{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -123,24 +108,26 @@ def options_of(layout):
     return {"use_cpu": False, "deepspeed": settings}
 
 
-def _train(layout, model, out, options, fused):
+def _train(layout, model, path, options, fused):
     from accelerate.state import AcceleratorState, GradientState
 
     from fastrl.integrations.trl import use_fastrl
-    from tests.support.trl_runs import make_trainer, needed, run
+    from tests.integrations.trl.runs import make_trainer, run
 
     if options.pop("compiled", False) and fused is not None:
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     unknown_input = options.pop("unknown_input", False)
     lora, peft_config = options.pop("lora", None), None
     if lora is not None:
+        import peft
+
         lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **lora}
-        peft_config = needed("peft").LoraConfig(**lora)
+        peft_config = peft.LoraConfig(**lora)
     trainer = make_trainer(
         model,
-        output_dir=f"{out}.directory",
+        output_dir=str(path / "directory"),
         peft_config=peft_config,
-        **{"max_steps": 5, "beta": 0.1, "num_iterations": 2, **options_of(layout), **options},
+        **{"beta": 0.1, "num_iterations": 2, **options_of(layout), **options},
     )
     if unknown_input and os.environ["RANK"] == str(trainer.accelerator.num_processes - 1):
         _add_unknown_input(trainer)
@@ -187,7 +174,3 @@ def _checksum(model):
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             digest.update(whole.detach().float().clone().numpy().tobytes())
     return digest.hexdigest()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

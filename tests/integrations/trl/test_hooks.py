@@ -1,31 +1,23 @@
-"""Hooks on the modules that fastrl does not call do not fire, and a warning says so."""
+"""What else holds on to a trainer: hooks, which partly do not fire, with a warning; and undoing."""
 
 import warnings
 
 import pytest
 import torch
 
-from tests.support.trl_runs import make_model, make_trainer, needed, run, save_model
+from tests.integrations.packages import needed
+from tests.integrations.trl.runs import make_model, make_trainer, run
 
+transformers = needed("transformers")
 needed("trl")
 from fastrl.integrations.transformers import last_hidden_states  # noqa: E402
 from fastrl.integrations.transformers.hooks import has_own_hooks  # noqa: E402
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl.saturation import METRIC  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-REGISTER = (
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-)
 TWO_STEPS = {"max_steps": 2, "beta": 0.04}
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("tiny"))
 
 
 def about_hooks(function):
@@ -36,18 +28,22 @@ def about_hooks(function):
     return [str(found.message) for found in caught if "hooks on" in str(found.message)]
 
 
-@pytest.mark.parametrize("register", REGISTER)
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
 def test_hooks_on_the_head_do_not_fire_and_give_one_warning(register, tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
     called = []
     parts = {"model": trainer.model, "head": trainer.model.lm_head}
     parts["layer"] = trainer.model.model.layers[0]
-
-    def record(name):
-        return lambda *_: called.append(name)
-
     for name, module in parts.items():
-        getattr(module, register)(record(name))
+        getattr(module, register)(lambda *_, name=name: called.append(name))
 
     def loss():
         use_fastrl(trainer)
@@ -80,8 +76,6 @@ def test_hooks_on_the_head_do_not_fire_and_give_one_warning(register, tiny_path,
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_hook_that_a_callback_registers_gives_a_warning(fused, tiny_path, tmp_path):
-    transformers = needed("transformers")
-
     class Watching(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **_):
             model.lm_head.register_forward_hook(lambda *_: None)
@@ -92,32 +86,25 @@ def test_a_hook_that_a_callback_registers_gives_a_warning(fused, tiny_path, tmp_
     assert message.startswith("hooks on the LM head (Linear) do not fire")
 
 
-RUNS = {
-    "plain": {},
-    "mixed precision": {"bf16": True},
-    "a head in float32": {"cast_lm_head_to_fp32": True},
-    "gradient checkpointing": {"gradient_checkpointing": True},
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "options",
+    [{"bf16": True, "gradient_checkpointing": True}, {"cast_lm_head_to_fp32": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("adapted", [False, True])
-def test_hooks_of_the_trainers_give_no_warning(name, adapted, tiny_path, tmp_path):
-    options = {**TWO_STEPS, **RUNS[name]}
+def test_hooks_of_the_trainers_give_no_warning(options, adapted, tiny_path, tmp_path):
     if adapted:
-        peft = needed("peft")
-        options["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **options)
+        lora = needed("peft").LoraConfig(r=2, target_modules=["q_proj"])
+        options = {"peft_config": lora, **options}
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS, **options)
     assert about_hooks(lambda: run(trainer, use_fastrl)) == []
 
 
-def test_hooks_of_data_parallelism_give_no_warning(tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
+def test_hooks_of_data_parallelism_are_not_the_users():
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        wrapped = torch.nn.parallel.DistributedDataParallel(trainer.model)
-        assert not has_own_hooks(wrapped)
+        assert not has_own_hooks(torch.nn.parallel.DistributedDataParallel(make_model()))
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         sharded = torch.distributed.fsdp.fully_shard(make_model(), mesh=mesh)
         assert sharded._forward_pre_hooks
@@ -138,3 +125,55 @@ def test_last_hidden_states_fires_the_hooks_of_the_backbone_alone():
         assert has_own_hooks(module)
     last_hidden_states(model, input_ids=torch.tensor([[3, 4]]))
     assert called == ["LlamaRMSNorm"]
+
+
+def test_scores_until_undone(tiny_path, tmp_path):
+    """Hooks on the model get what TRL gives them."""
+    trainer = make_trainer(tiny_path, output_dir=tmp_path)
+    ids, mask = torch.tensor([[0, 5, 6, 7, 8], [9, 10, 11, 12, 0]]), torch.ones(2, 5).long()
+    mask[0, 0] = mask[1, 4] = 0
+    names = {"_compute_loss", "_get_per_token_logps_and_entropies"}
+    outputs = []
+
+    @torch.no_grad()
+    def scores():
+        return trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, 3, batch_size=1, compute_entropy=True
+        )
+
+    trainer.model.register_forward_hook(lambda *arguments: outputs.append(arguments[-1]))
+    with use_fastrl(trainer) as handle:
+        assert names <= trainer.__dict__.keys()
+        ours = scores()
+    assert not names & trainer.__dict__.keys()
+    handle.undo()
+    theirs = scores()
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert ours[2] is theirs[2] is None
+    assert ours[0][1, 2] == ours[1][1, 2] == 0
+    for a, b in zip(outputs[:2], outputs[2:], strict=True):
+        for name in ("loss", "log_probs", "entropy", "label_mask"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=1e-5)
+
+
+def test_undo_under_a_method_that_was_patched_on_top(tiny_path, tmp_path):
+    def patched(trainer):
+        own = trainer._compute_loss
+        trainer._compute_loss = lambda model, inputs: 2 * own(model, inputs)
+
+    found = []
+    for use in (False, True):
+        trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
+        handle = use_fastrl(trainer) if use else None
+        patched(trainer)
+        if use:
+            handle.undo()
+        found.append(run(trainer))
+    assert found[1][1] == found[0][1]
+    assert not any(METRIC in step for step in found[1][0])
+
+
+def test_no_output_outlives_a_call(tiny_path, tmp_path):
+    _, _, handle = run(make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS), use_fastrl)
+    assert handle._outputs is None

@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from tests.support.trl_runs import make_trainer, needed, run, save_model
+from tests.integrations.packages import needed
+from tests.integrations.trl.runs import make_trainer, run
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
@@ -28,11 +29,6 @@ DIVERGING = {
     "max_grad_norm": 0.0,
     "max_steps": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("tiny"))
 
 
 def finite(trainer):
@@ -60,15 +56,15 @@ def test_a_diverged_run_continues_with_a_metric_and_one_warning(tiny_path, tmp_p
     assert METRIC in str(found.message)
 
 
-def test_in_trl_the_same_run_makes_the_weights_nan(tiny_path, tmp_path):
-    for use in ({}, {"use": lambda trainer: use_fastrl(trainer, fused=False)}):
-        trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with pytest.raises(RuntimeError, match="probability tensor contains"):
-                run(trainer, **use)
-        assert not finite(trainer)
-        assert not saturation_warnings(caught)
+@pytest.mark.parametrize("use", [{}, {"use": lambda t: use_fastrl(t, fused=False)}])
+def test_in_trl_the_same_run_makes_the_weights_nan(use, tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            run(trainer, **use)
+    assert not finite(trainer)
+    assert not saturation_warnings(caught)
 
 
 def two_completions(trainer, **changes):
@@ -122,7 +118,7 @@ def test_count_saturated_ratios_of_sequences():
 
 
 def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path, tmp_path):
-    # between 80 and 88 TRL's loss is finite but differs from ours
+    """Between 80 and 88 TRL's loss is finite but differs from ours."""
     trainer = make_trainer(tiny_path, output_dir=tmp_path, loss_type="grpo", beta=0.0)
     inputs = two_completions(
         trainer,
@@ -132,35 +128,18 @@ def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path, tmp
     )
     theirs = trainer.compute_loss(trainer.model, dict(inputs))
     assert theirs.isfinite()
-    with (
-        use_fastrl(trainer),
-        pytest.warns(RuntimeWarning, match="25.00% of the tokens .*beyond 80"),
-    ):
+    use_fastrl(trainer)
+    with pytest.warns(RuntimeWarning, match="25.00% of the tokens .*beyond 80"):
         ours = trainer.compute_loss(trainer.model, dict(inputs))
     assert ours.isfinite()
     assert ours < theirs / 2
     assert trainer._metrics["train"][METRIC] == [0.25]
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_terms_that_are_off_do_not_enter_the_objective(adaptive):
-    trainer = types.SimpleNamespace(
-        loss_type="grpo",
-        importance_sampling_level="token",
-        max_completion_length=7,
-        beta=0.0,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        entropy_coef=0.0,
-        _entropy_bonus_enabled=adaptive,  # which TRL also sets for an adaptive bonus of 0
-        args=types.SimpleNamespace(
-            use_bias_correction_kl=True,
-            delta=None,
-            sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05,
-        ),
-    )
-    objective = objective_of(trainer)
+def test_an_adaptive_bonus_of_0_does_not_enter_the_objective(tiny_path, tmp_path):
+    """TRL enables the bonus all the same."""
+    options = {"use_adaptive_entropy": True, "entropy_coef": 0.0, "beta": 0.0, "loss_type": "grpo"}
+    objective = objective_of(make_trainer(tiny_path, output_dir=tmp_path, **options))
     assert objective.kl_gradient == "exact"
     assert objective.entropy_coef == 0
     assert objective.aggregation == "seq-mean-token-mean"

@@ -1,0 +1,48 @@
+"""TRL with `torch_compile=True`: fastrl compiles the backbone, once and whole."""
+
+import pytest
+import torch
+
+from tests.integrations.packages import needed
+from tests.integrations.trl.runs import check_equal, make_trainer, run
+
+needed("trl")
+from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl.scoring import CompiledBackbones  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+#: options, whether the loss is fused, and how many graphs are compiled: that of the policy, and of
+#: the reference; with checkpointing unknown, since TRL adds hooks whenever it generates
+CASES = {
+    "fused": ({"num_iterations": 2}, None, 1),
+    "log-probabilities": ({"num_iterations": 2}, False, 1),
+    "with a reference": ({"beta": 0.1}, None, 2),
+    "with checkpointing": ({"num_iterations": 2, "gradient_checkpointing": True}, None, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backbones_are_compiled_once(name, tiny_path, tmp_path, monkeypatch):
+    options, fused, graphs = CASES[name]
+    own, lengths = CompiledBackbones.run, set()
+
+    def recorded(self, part, **inputs):
+        lengths.add(inputs["input_ids"].shape[1])
+        return own(self, part, **inputs)
+
+    monkeypatch.setattr(CompiledBackbones, "run", recorded)
+    options = {"output_dir": tmp_path, "epsilon": 0.05, "max_steps": 5, **options}
+    theirs, *_ = run(make_trainer(tiny_path, **options))
+
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer = make_trainer(tiny_path, **options, **compiled)
+    ours, _, handle = run(trainer, lambda t: use_fastrl(t, fused=fused))
+    assert handle.fused == (fused is None)
+    check_equal(ours, theirs)
+    assert len(lengths) > 1  # and none of them compiled it again
+    assert not counters["graph_break"]
+    assert graphs in (None, counters["stats"]["unique_graphs"])
