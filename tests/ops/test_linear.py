@@ -165,39 +165,6 @@ def test_without_metrics_the_loss_and_gradients_are_the_same(backend):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("form", ["loss", "stats"])
-@pytest.mark.parametrize("wanted", [(), ("hidden",), ("weight",), ("hidden", "weight")])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_gradients_on_demand(backend, form, wanted, mode):
-    parameters, tokens, _ = batch()
-    for key, value in parameters.items():
-        value.requires_grad_(key in wanted)
-    with mode():
-        if form == "loss":
-            total = loss_of(parameters, tokens, backend).loss
-        else:
-            total = linear(
-                parameters, fastrl.linear_token_logprobs, tokens["token_ids"], backend=backend
-            ).sum()
-    assert total.requires_grad == (bool(wanted) and mode is torch.enable_grad)
-    if total.requires_grad:
-        total.backward()
-        assert {k for k, v in parameters.items() if v.grad is not None} == set(wanted)
-
-
-def test_tied_weights_get_the_sum_of_both_uses(backend):
-    weight = torch.randn(V, H, requires_grad=True)
-    token_ids = torch.randint(V, (6,))
-
-    def hidden():
-        return torch.tanh(weight[torch.arange(6)])
-
-    found = fastrl.linear_token_logprobs(hidden(), weight, token_ids, backend=backend)
-    exact = torch.log_softmax(hidden() @ weight.t(), -1)[torch.arange(6), token_ids]
-    tied, expected = (torch.autograd.grad(x.sum(), weight)[0] for x in (found, exact))
-    torch.testing.assert_close(tied, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
 )

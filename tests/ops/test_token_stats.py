@@ -249,32 +249,3 @@ def test_a_row_does_not_depend_on_other_rows(backend, vocabulary, dtype):
 
     alone = zip(*(outcome(slice(i, i + 1)) for i in range(9)), strict=True)
     assert all(map(torch.equal, outcome(slice(9)), map(torch.cat, alone)))
-
-
-@pytest.mark.parametrize("upstream", ["sum", "expanded", "strided", "zero"])
-def test_upstream_gradients_of_any_layout(backend, upstream):
-    logits = random_logits(2, 6, 50).requires_grad_()
-    token_ids = torch.randint(50, (2, 6))
-    logprobs = fastrl.token_logprobs(logits, token_ids, backend=backend)
-    grad = {
-        "sum": torch.ones(2, 6),
-        "expanded": torch.tensor(0.5).expand(2, 6),
-        "strided": torch.randn(4, 12)[::2, ::2],
-        "zero": torch.zeros(2, 6),
-    }[upstream]
-    if upstream == "sum":
-        logprobs.sum().backward()
-    else:
-        logprobs.backward(grad)
-    assert_gradient(
-        logits.grad, oracle(logits, token_ids), (grad, 0.0, 0.0), grad.abs()[..., None] * 2
-    )
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(backend, mode):
-    logits, token_ids = random_logits(3, 20).requires_grad_(), torch.tensor([1, 2, 3])
-    with mode():
-        stats = fastrl.token_stats(logits, token_ids, backend=backend)
-    assert not stats.logprobs.requires_grad
-    assert_statistics(stats, oracle(logits, token_ids))
