@@ -40,6 +40,7 @@ def test_the_reward_rises_and_the_run_leaves_a_log_a_report_and_a_model(small, l
         assert row["reward"] == pytest.approx(2 * row["reward/digits"])
         assert row["reward/by_record"] > 0  # logged, not counted
         assert row["tokens"] == pytest.approx(row["length"] * 64)
+        assert row["padded_tokens"] >= row["real_tokens"] > row["tokens"]
     assert "kl" not in logged[1] or loop == "ppo"  # it would be 0 without a reference
     assert "data:image/png" in (summary.directory / "report.html").read_text()
     trained = latest(summary.directory / "checkpoints")
@@ -117,12 +118,11 @@ def test_a_rollout_of_two_turns_learns_only_from_what_was_sampled(small, loop):
 
 @pytest.mark.usefixtures("unreported")
 def test_groups_without_information_are_sampled_again(small):
-    small |= {"reward": (f"{REWARDS}:by_record",), "steps": 2, "prompts_per_step": 4}
-    logged = rows(run("grpo", small, sampling_rounds=10).directory)
+    small |= {"prompts_per_step": 4, "sampling_rounds": 10, "steps": 2}
+    logged = rows(run("grpo", small, reward=(f"{REWARDS}:by_record",)).directory)
     assert all(row["informative"] == 1 and row["left_out"] < 0.5 for row in logged[1:])
-    small |= {"reward": (f"{REWARDS}:constant",), "out": None, "steps": 1}
-    last = rows(run("grpo", small, sampling_rounds=3).directory)[-1]
-    assert (last["sampling_rounds"], last["informative"], last["left_out"]) == (3, 0, 1)
+    last = rows(run("grpo", small, reward=(f"{REWARDS}:constant",), out=None).directory)[-1]
+    assert (last["sampling_rounds"], last["informative"], last["left_out"]) == (10, 0, 1)
 
 
 @pytest.mark.usefixtures("unreported")
