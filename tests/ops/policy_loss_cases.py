@@ -1,14 +1,23 @@
-"""Compares the policy loss with its definition: padded and packed, in any dtype."""
+"""Calls the policy loss, padded and packed, and holds it against the oracle of the fuzzer."""
 
+import numpy as np
 import torch
 
 import fastrl
-from tests.ops.closeness import assert_within_budget
+from fastrl.library import METRICS
+from tests.fuzz.oracle.bounded import Bounded, Doubts, of_results
+from tests.fuzz.oracle.policy import fields_of, policy_loss
+from tests.fuzz.oracle.tokens import Tokens, Weighing, term_weights
+from tests.ops.closeness import assert_covers
 from tests.ops.inputs import cu_seqlens, packed
-from tests.support.policy_loss_truth import exact_policy_loss
 
 PER_TOKEN = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy", "mask")
 PER_TOKEN += ("policy_weights",)
+
+
+def widest(backend):
+    """The widest dtype that a backend takes."""
+    return torch.float64 if backend == "reference" else torch.float32
 
 
 def run(backend, objective, inputs, use=("old_logprobs",), **options):
@@ -45,60 +54,51 @@ def pack(inputs, lengths):
     return {**inputs, **{name: packed(inputs[name], lengths) for name in names}}
 
 
-def truth_of(o, inputs, use, lengths=None, **options):
-    """Expected results for padded inputs, or for packed ones if `lengths` are given."""
-    mask = inputs["mask"].bool().flatten().tolist()
-    if lengths is None:
-        B, width = inputs["mask"].shape
-        lengths = [width] * B
-    else:
-        width = None
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    sequences = [
-        [t for t in range(end - n, end) if mask[t]] for end, n in zip(ends, lengths, strict=True)
-    ]
-    flat = {name: inputs[name].double().flatten() for name in ("logprobs", *use)}
-    advantages = inputs["advantages"].double()
-    if advantages.numel() == len(lengths) != len(mask):
-        advantages = advantages.repeat_interleave(torch.tensor(lengths))
-    return exact_policy_loss(
-        o,
-        sequences,
-        flat["logprobs"],
-        advantages.flatten(),
-        old=flat.get("old_logprobs"),
-        ref=flat.get("ref_logprobs"),
-        rollout=flat.get("rollout_logprobs"),
-        entropy=flat.get("entropy"),
-        policy_weights=flat.get("policy_weights"),
-        width=width,
-        **options,
-    )
+def expected(o, inputs, use, lengths=None, groups=None, normalizer=None, term=None):
+    """The oracle's loss of padded inputs, or of packed ones if `lengths` are given; `term` is that
+    of an objective that is a function. Also which tokens are valid.
+    """
+    valid = inputs["mask"].bool().flatten().numpy()
+    count, width = (len(lengths), 0) if lengths else inputs["mask"].shape
+    sequence = np.repeat(np.arange(count), lengths or width)
+    arithmetic = of_results(str(inputs["logprobs"].dtype).removeprefix("torch."))
+
+    def of_valid(name):
+        x = inputs[name].detach().double().flatten().numpy()
+        x = x[sequence] if inputs[name].dim() < inputs["mask"].dim() or len(x) == count else x
+        return Bounded(x[valid], 0.0, arithmetic)
+
+    beside = {name.removesuffix("_logprobs"): of_valid(name) for name in use}
+    tokens = Tokens(of_valid("logprobs"), of_valid("advantages"), sequence[valid], count, **beside)
+    groups = None if groups is None else np.array(groups)
+    weighing = Weighing(valid, sequence, count, width, groups, o.length_norm, o.count_empty)
+    fields = fields_of(o)
+    weights = term_weights(weighing, fields, {"policy": normalizer}, arithmetic)
+    with np.errstate(all="ignore"):
+        return policy_loss(tokens, fields, weights, Doubts(), term), valid
 
 
-def assert_exact(backend, objective, inputs, use=None, lengths=None, groups=None, **options):
-    """Compare loss, gradients and every metric with the expected results."""
+def assert_exact(
+    backend, objective, inputs, use=None, lengths=None, groups=None, term=None, **options
+):
+    """Compare loss, gradients and every metric with the oracle's."""
     o = fastrl.Objective.preset(objective) if isinstance(objective, str) else objective
     use = needed(o) if use is None else use
     bounds = {} if lengths is None else {"cu_seqlens": cu_seqlens(lengths)}
     result, gradient, entropy_gradient = run(backend, o, inputs, use, **bounds, **options)
     normalizer = options.get("normalizer")
-    exact = truth_of(
-        o, inputs, use, lengths, groups=groups, normalizer=normalizer and float(normalizer)
-    )
-    assert_within_budget(result.loss, exact.loss, size=1e-3 + exact.size, ulps=32)
-    assert gradient.dtype == inputs["logprobs"].dtype
-    # the weights and ratios are fp32 or better, only the result is rounded to the dtype
-    fine = 32 * torch.finfo(result.loss.dtype).eps
-    largest = float(exact.gradient.abs().max()) if exact.gradient.numel() else 0.0
-    assert_within_budget(gradient.flatten(), exact.gradient, ulps=1, atol=fine * largest)
-    if entropy_gradient is not None and o.entropy_coef:
-        assert_within_budget(entropy_gradient.flatten(), exact.entropy_gradient, ulps=4)
-    assert list(result.metrics) == list(exact.metrics)
+    normalizer = None if normalizer is None else float(normalizer)
+    exact, valid = expected(o, inputs, use, lengths, groups, normalizer, term)
+    assert_covers(exact.loss, result.loss, "loss")
+    assert list(result.metrics) == list(METRICS)
     for name, value in result.metrics.items():
-        assert value.dim() == 0
         assert not value.requires_grad
-        wanted = torch.tensor(exact.metrics[name], dtype=torch.float64)
-        size = exact.size if name == "policy_loss" else wanted.abs()
-        assert_within_budget(value, wanted, size=1 + size, ulps=32)
+        assert_covers(exact.metrics[name], value, name)
+    slopes = {"gradient": (gradient, exact.slope)}
+    if entropy_gradient is not None and o.entropy_coef:
+        slopes["gradient of the entropy"] = (entropy_gradient, exact.entropy_slope)
+    for name, (got, want) in slopes.items():
+        got, masked = got.flatten()[valid], got.flatten()[~valid]
+        assert_covers(want, got, name, inputs["logprobs"].dtype)
+        assert not masked.any()
     return result

@@ -1,0 +1,397 @@
+"""The table of entry points that the property tests run over: functions, objectives, inputs.
+
+A new op has a row in `ENTRIES`; `test_properties_of_calls.py` notices one without.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import Objective, RolloutCorrection
+from fastrl.objective.presets import PRESETS
+from tests.ops.inputs import cu_seqlens, make_logprobs, make_mask, packed
+
+VOCABULARY, WIDTH = 23, 4
+
+#: What a preset is combined with.
+EVERYTHING = {
+    "kl_coef": 0.1,
+    "entropy_coef": 0.05,
+    "rollout_correction": RolloutCorrection(level="geometric"),
+}
+OBJECTIVES = {
+    **{
+        name: Objective.preset(
+            name, **EVERYTHING, **({"length_norm": 9.0} if name == "dr_grpo" else {})
+        )
+        for name in PRESETS
+    },
+    "gspo-token": Objective(level="sequence-token", clip_low=0.1),
+    "bias-corrected": Objective(level="sequence", kl_coef=0.3, kl_gradient="bias-corrected"),
+    "prompt-mean": Objective(aggregation="prompt-mean", dual_clip=3.0, delta=1.5),
+    "by term": Objective(
+        kl_coef=0.2,
+        entropy_coef=0.1,
+        off_policy_threshold=0.05,
+        rollout_correction=(
+            RolloutCorrection(level="sequence", low=0.5, high=2.0),
+            RolloutCorrection(kind="filter", level="geometric", low=0.6, high=1.5),
+            RolloutCorrection(kind="mask", low=0.2, high=3.0),
+        ),
+        rollout_weighs="policy",
+        aggregation="seq-mean-token-mean",
+        kl_aggregation="seq-mean-token-sum",
+        entropy_aggregation="seq-mean-token-mean",
+    ),
+    "top entropy": Objective(
+        level="sequence",
+        kl_coef=0.1,
+        entropy_coef=0.1,
+        top_entropy_quantile=0.5,
+        entropy_aggregation="token-mean",
+        aggregation="seq-mean-token-mean",
+    ),
+    "function": Objective(
+        surrogate=lambda logprobs, old, ref, advantages: (logprobs - old - advantages) ** 2,
+        kl_coef=0.1,
+    ),
+}
+#: Those of the forms that make the log-probabilities themselves, and of the slower backends.
+FEW = ("ppo", "gspo", "gmpo", "by term", "function")
+
+
+class Entry(NamedTuple):
+    """A function, what it is called with, and what holds for it."""
+
+    function: Callable[..., Any]
+    #: makes the inputs `[B, T, ...]` and `[B]` by name
+    draw: Callable[..., dict[str, torch.Tensor]]
+    #: what may want a gradient
+    leaves: tuple[str, ...] = ()
+    options: Mapping[str, Any] = MappingProxyType({})
+    #: "sequences": each has its own results; "loss": they are added up; "batch": they are one
+    joins: str = "sequences"
+    #: inputs `[B]`
+    per_sequence: tuple[str, ...] = ()
+    #: inputs in which an infinity at a counted position reaches the result
+    infinite: tuple[str, ...] = ()
+    #: whether it takes `cu_seqlens`
+    packs: bool = True
+    #: who refuses a second derivative
+    refuse_twice: tuple[str, ...] = ()
+
+    def call(self, backend, inputs, **more):
+        """The results that are tensors, by name, without those that are passed on."""
+        given = {**inputs, **self.options, **more}
+        if self.function in PLAIN or callable(surrogate_of(given)):
+            backend = "reference" if backend == "reference" else "auto"
+        found = flat(self.function(**given, backend=backend))
+        passed_on = ("logprobs", "entropy") if self.function is fastrl.policy_loss else ()
+        return {name: x for name, x in found.items() if name not in passed_on}
+
+
+def surrogate_of(given):
+    return getattr(given.get("objective"), "surrogate", None)
+
+
+def flat(result):
+    """All tensors of a result by name, those of metrics too."""
+    if isinstance(result, torch.Tensor):
+        return {"result": result}
+    found = {}
+    for name, x in result._asdict().items():
+        if isinstance(x, Mapping):
+            found |= {f"metric {key}": value for key, value in x.items()}
+        elif x is not None:
+            found[name] = x
+    return found
+
+
+def outcome(entry, backend, inputs, leaves=None, **more):
+    """Results of a call, and the gradients of their sum, by the names of the leaves."""
+    leaves = entry.leaves if leaves is None else leaves
+    inputs = {k: x.detach().requires_grad_() if k in leaves else x for k, x in inputs.items()}
+    results = entry.call(backend, inputs, **more)
+    totals = [x.sum() for x in results.values() if x.requires_grad]
+    if totals:
+        sum(totals).backward()
+    gradients = {f"d {k}": inputs[k].grad for k in leaves if inputs[k].grad is not None}
+    return {k: x.detach() for k, x in results.items()} | gradients
+
+
+def assert_same(found, wanted, what=""):
+    """Compare outcomes bit for bit; NaN is equal to itself."""
+    assert found.keys() == wanted.keys()
+    for name, x in found.items():
+        y = wanted[name]
+        same = (x == y) | ((x != x) & (y != y))
+        assert x.dtype == y.dtype, (what, name)
+        assert same.all(), (what, name, (~same).nonzero().tolist()[:3])
+
+
+def assert_close(found, wanted):
+    """Compare outcomes within the rounding of sums in another order."""
+    assert found.keys() == wanted.keys()
+    for name, x in found.items():
+        double = x.dtype == torch.float64
+        size = wanted[name].double().abs().max().item() if x.numel() else 0.0
+        rtol, atol = (1e-12, 1e-13) if double else (2e-5, 2e-6)
+        torch.testing.assert_close(
+            x, wanted[name], rtol=rtol, atol=atol * (1 + size), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def pack(tensors, shape, lengths):
+    """The same with the first tokens of each sequence of `[B, T]`, one after the other."""
+    return {name: packed(x, lengths) if x.shape[:2] == shape else x for name, x in tensors.items()}
+
+
+def cut(entry, inputs, lengths):
+    """Packed inputs, and the bounds if the entry takes them."""
+    bounds = {"cu_seqlens": cu_seqlens(lengths)} if entry.packs else {}
+    return pack(inputs, inputs["mask"].shape, lengths) | bounds
+
+
+def per_token(entry, inputs):
+    """The names of the float inputs that have a value (or a row) per token."""
+    return [
+        name
+        for name, x in inputs.items()
+        if x.is_floating_point() and name not in ("weight", *entry.per_sequence)
+    ]
+
+
+# --- what is drawn for each kind of function, `mask` last
+
+
+def normal(*shape, dtype):
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def draw_mask(B, T):
+    mask = make_mask("random", B, T)
+    mask[B // 2 : B // 2 + 1] = False
+    return {"mask": mask}
+
+
+def beside(o, logprobs):
+    """What an objective needs besides log-probabilities."""
+    names = ["old_logprobs", "policy_weights", "advantages"]
+    names += ["ref_logprobs"] * bool(o.kl_coef) + ["rollout_logprobs"] * bool(o.rollout_correction)
+    B, T = logprobs.shape
+    given = {
+        name: logprobs + 0.3 * normal(B, T, dtype=logprobs.dtype)
+        for name in names
+        if name.endswith("logprobs")
+    }
+    given["policy_weights"] = normal(B, T, dtype=logprobs.dtype).abs()
+    by_token = o.aggregation in ("token-mean", "prompt-mean")
+    given["advantages"] = normal(*((B, T) if by_token else (B,)), dtype=logprobs.dtype)
+    return given | draw_mask(B, T)
+
+
+def from_logprobs(o):
+    def draw(B, T, dtype):
+        given = {"logprobs": make_logprobs(B, T, dtype=dtype)}
+        given["entropy"] = normal(B, T, dtype=dtype).abs()
+        return given | beside(o, given["logprobs"])
+
+    return draw
+
+
+def rows(form, *, scored):
+    """Logits, or hidden states and weight, with token ids and log-probabilities of these."""
+
+    def draw(B, T, dtype):
+        ids = torch.randint(VOCABULARY, (B, T))
+        if form == "logits":
+            given = {"logits": 2 * normal(B, T, VOCABULARY, dtype=dtype)}
+            logits = given["logits"]
+        else:
+            given = {"hidden": normal(B, T, WIDTH, dtype=dtype)}
+            given["weight"] = normal(VOCABULARY, WIDTH, dtype=dtype)
+            logits = given["hidden"] @ given["weight"].T
+        given["token_ids"] = ids
+        if scored is None:
+            temperature = normal(B, T, dtype=torch.float32).abs() + 0.5
+            return {**given, "temperature": temperature} | draw_mask(B, T)
+        logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        given = given | beside(scored, logprobs)
+        del given["policy_weights"]
+        return given
+
+    return draw
+
+
+def draw_values(B, T, dtype):
+    names = ("values", "returns", "old_values")
+    return {name: 2 * normal(B, T, dtype=dtype) for name in names} | draw_mask(B, T)
+
+
+def draw_gae(bootstrap):
+    def draw(B, T, dtype):
+        given = {name: normal(B, T, dtype=dtype) for name in ("rewards", "values")}
+        given["bootstrap_values"] = normal(*((B,) if bootstrap else (B, T)), dtype=dtype)
+        flags = {name: torch.rand(B, T) < 0.15 for name in ("terminated", "truncated")}
+        return given | flags | draw_mask(B, T)
+
+    return draw
+
+
+def draw_returns(B, T, dtype):
+    given = draw_gae(True)(B, T, dtype)
+    del given["values"]
+    return given
+
+
+def draw_x(B, T, dtype):
+    return {"x": 3 * normal(B, T, dtype=dtype) + 5} | draw_mask(B, T)
+
+
+def draw_pair(B, T, dtype):
+    return {name: make_logprobs(B, T, dtype=dtype) for name in ("logprobs", "ref_logprobs")}
+
+
+def losses(names, function, leaves, form=None, **options):
+    for name in names:
+        o = OBJECTIVES[name]
+        own = {"objective": o, **({"group_size": 1} if name == "prompt-mean" else {})}
+        by_sequence = () if o.aggregation in ("token-mean", "prompt-mean") else ("advantages",)
+        yield (
+            f"{function.__name__} {name}",
+            Entry(
+                function,
+                from_logprobs(o) if form is None else rows(form, scored=o),
+                leaves,
+                own | options,
+                "batch" if o.top_entropy_quantile < 1 else "loss",
+                by_sequence,
+                refuse_twice=EVERYWHERE,
+            ),
+        )
+
+
+ALL = {"outputs": fastrl.TokenStats._fields}
+EVERYWHERE = ("reference", "cpu", "triton", "cuda")
+BY_KERNELS = ("cpu", "triton", "cuda")  # eager torch has second derivatives
+ENTRIES = {
+    **dict(losses(OBJECTIVES, fastrl.policy_loss, ("logprobs", "entropy"))),
+    **dict(losses(FEW, fastrl.logits_policy_loss, ("logits",), "logits")),
+    **dict(losses(FEW, fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", chunk_tokens=7)),
+    **{
+        f"{function.__name__}{''.join(f' {name}' for name in options)}": Entry(
+            function,
+            rows(form, scored=None),
+            leaves,
+            options,
+            infinite=() if "logit_softcap" in options else leaves[:1],
+            packs=False,
+            refuse_twice=BY_KERNELS if form == "logits" else EVERYWHERE,
+        )
+        for function, form, leaves, options in (
+            (fastrl.token_logprobs, "logits", ("logits",), {}),
+            (fastrl.token_stats, "logits", ("logits",), ALL),
+            (fastrl.token_stats, "logits", ("logits",), {"logit_softcap": 5.0, "logit_scale": 0.5}),
+            (fastrl.linear_token_logprobs, "hidden", ("hidden", "weight"), {"chunk_tokens": 7}),
+            (fastrl.linear_token_stats, "hidden", ("hidden", "weight"), ALL),
+            (fastrl.linear_token_stats, "hidden", ("hidden", "weight"), {"compact": False}),
+        )
+    },
+    "gae": Entry(
+        fastrl.gae,
+        draw_gae(True),
+        options={"gamma": 0.9},
+        per_sequence=("bootstrap_values",),
+        infinite=("rewards", "values"),
+    ),
+    "gae by token": Entry(fastrl.gae, draw_gae(False), options={"gamma": 0.9, "lam": 1.0}),
+    "discounted_returns": Entry(
+        fastrl.discounted_returns,
+        draw_returns,
+        options={"gamma": 0.9},
+        per_sequence=("bootstrap_values",),
+        infinite=("rewards",),
+    ),
+    **{
+        f"group_advantages {baseline} {scale}": Entry(
+            fastrl.group_advantages,
+            lambda B, T, dtype: {"rewards": normal(B, T, dtype=dtype)},
+            options={"baseline": baseline, "scale": scale},
+            infinite=("rewards",),
+            joins="batch" if scale == "batch" else "sequences",
+            packs=False,
+        )
+        for baseline, scale in (("mean", "group"), ("leave_one_out", "none"), ("mean", "batch"))
+    },
+    **{
+        f"value_loss {kind}": Entry(
+            fastrl.value_loss,
+            draw_values,
+            ("values",),
+            {"clip": 0.2, "loss": kind, "aggregation": aggregation},
+            "loss",
+            infinite=("values", "returns"),
+        )
+        for kind, aggregation in (("mse", "seq-mean-token-mean"), ("huber", "token-mean"))
+    },
+    **{
+        f"kl_divergence {estimator}": Entry(
+            fastrl.kl_divergence,
+            draw_pair,
+            ("logprobs", "ref_logprobs"),
+            {"estimator": estimator},
+            packs=False,
+        )
+        for estimator in ("k1", "k3")
+    },
+    "masked_mean": Entry(
+        fastrl.masked_mean, draw_x, ("x",), joins="batch", infinite=("x",), packs=False
+    ),
+    "masked_mean dim": Entry(
+        fastrl.masked_mean, draw_x, ("x",), {"dim": -1}, infinite=("x",), packs=False
+    ),
+    **{
+        f"whiten{' unshifted' * (not shift)}": Entry(
+            fastrl.whiten, draw_x, options={"shift_mean": shift}, joins="batch", packs=False
+        )
+        for shift in (True, False)
+    },
+    **{
+        f"token_weights {aggregation}": Entry(
+            fastrl.token_weights,
+            lambda B, T, dtype: draw_mask(B, T),
+            options={"aggregation": aggregation, "group_size": size},
+            joins="loss",
+        )
+        for aggregation, size in (("seq-mean-token-mean", None), ("prompt-mean", 1))
+    },
+}
+#: Functions of torch, without kernels; each runs once.
+PLAIN = (
+    *(fastrl.value_loss, fastrl.kl_divergence, fastrl.masked_mean, fastrl.whiten),
+    fastrl.token_weights,
+)
+
+
+def marks_of(name):
+    """Plain functions and functions as objectives run on the reference alone."""
+    entry = ENTRIES[name]
+    if entry.function in PLAIN:
+        return [pytest.mark.not_on("cpu", "triton", "cuda")]
+    if entry.function.__name__.startswith("linear") or callable(surrogate_of(entry.options)):
+        return [pytest.mark.not_on("triton", "cuda")]
+    few = name.removeprefix("policy_loss ") in FEW
+    return [] if few or not name.startswith("policy_loss") else [pytest.mark.not_on("triton")]
+
+
+def entries(keep=lambda entry: True):
+    """Parametrize a test over the entries that `keep` selects."""
+    names = [name for name, entry in ENTRIES.items() if keep(entry)]
+    return pytest.mark.parametrize(
+        "entry",
+        [pytest.param(ENTRIES[name], marks=marks_of(name), id=name) for name in names],
+    )
