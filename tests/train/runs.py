@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,50 +53,23 @@ def assert_same(one, other):
     assert equal(saved(one), saved(other))
 
 
-def train_alone(train, settings):
+def train_alone(loop, settings):
     """Train in a process of its own, forked from one that has imported this module."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     torch.set_num_threads(1)
     run_log.write_report = lambda *_: None  # most of the time of a short run
-    train(settings)
+    run(loop, settings, resume=Path(settings["out"], "config.json").exists())
 
 
-class Process:
-    """A run in processes of its own, which are killed in a checkpoint's write or not."""
-
-    def __init__(self, processes, loop, settings):
-        self.processes, self.loop, self.settings = processes, loop, settings
-        self.directory, self.chance = Path(settings["out"]), random.Random(5)
-
-    def start(self):
-        train = partial(run, self.loop, resume=(self.directory / "config.json").exists())
-        process = self.processes.Process(target=train_alone, args=(train, self.settings))
-        process.start()
-        return process
-
-    def finish(self):
-        process = self.start()
-        process.join(120)
-        assert process.exitcode == 0
-
-    def writing(self):
-        return any((self.directory / "checkpoints").glob(".step-*.partial"))
-
-    def logged(self):
-        metrics = self.directory / "metrics.jsonl"
-        return metrics.read_text().count("\n") - 1 if metrics.exists() else -1
-
-    def kill(self, step, *, in_write, while_alive=lambda: None):
-        """Kill a run once it has logged ``step``; whether a checkpoint was being written."""
-        process = self.start()
-        deadline = time.monotonic() + 120
-        reached = self.writing if in_write else self.directory.exists
-        while self.logged() < step or not reached():
-            assert process.is_alive(), "the run ended by itself"
-            assert time.monotonic() < deadline
-        time.sleep(self.chance.uniform(0, 0.03 if in_write else 0.2))
-        while_alive()
-        process.kill()
-        process.join()
-        assert process.exitcode < 0, "the run ended by itself"
-        return self.writing()
+def kill(process, reached, *, seconds, while_alive=lambda: None):
+    """Start a run, and kill it some seconds after it has reached something."""
+    process.start()
+    deadline = time.monotonic() + 120
+    while not reached():
+        assert process.is_alive(), "the run ended by itself"
+        assert time.monotonic() < deadline
+    time.sleep(seconds)
+    while_alive()
+    process.kill()
+    process.join()
+    assert process.exitcode < 0, "the run ended by itself"

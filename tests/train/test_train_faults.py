@@ -5,6 +5,7 @@
 
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -28,12 +29,11 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.phases import Phases
 from tests.train import small_rewards
 from tests.train.packed import save_reward_model
-from tests.train.runs import LOOPS, Process, assert_same, equal, rows, run, saved
+from tests.train.runs import LOOPS, assert_same, equal, kill, rows, run, saved, train_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unreported")]
 
 KILLS = int(os.environ.get("FASTRL_KILLS", "3"))
-STEPS = 8
 
 
 def names(directory):
@@ -219,25 +219,36 @@ def test_an_old_checkpoint_is_renamed_and_removed_before_a_new_one_is_written(sm
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_killed_run_resumes_to_the_same_metrics_and_weights(small, tmp_path, loop, forkserver):
-    settings = {**small, "steps": STEPS, "eval_every": 3, "save_every": 1, "learning_rate": 1e-3}
-    settings |= {"kl_coef": 0.05, "prompts_per_step": 8}
-    killed, whole = (
-        Process(forkserver, loop, settings | {"out": str(tmp_path / name)})
-        for name in ("killed", "whole")
-    )
-    in_write = 0
+    small |= {"steps": 8, "eval_every": 3, "save_every": 1, "learning_rate": 1e-3}
+    small |= {"kl_coef": 0.05, "prompts_per_step": 8}
+    killed, whole = (tmp_path / name for name in ("killed", "whole"))
+    chance = random.Random(5)
+
+    def process(out):
+        return forkserver.Process(target=train_alone, args=(loop, small | {"out": str(out)}))
+
+    def writing():
+        return any((killed / "checkpoints").glob(".step-*.partial"))
+
+    def reached():
+        metrics = killed / "metrics.jsonl"
+        logged = metrics.read_text().count("\n") - 1 if metrics.exists() else -1
+        return logged >= step and (writing() if in_write else killed.exists())
+
     for i in range(KILLS):
-        step = i * (STEPS - 1) // KILLS - (i == 0)  # the first kill is before anything is logged
-        killed_in_write = killed.kill(step, in_write=i % 2 == 1)
-        while i % 2 == 1 and not killed_in_write:  # it was over before the kill
-            killed_in_write = killed.kill(step, in_write=True)
-        in_write += killed_in_write
-    killed.finish()
-    whole.finish()
-    assert in_write >= KILLS // 2
-    assert [row["step"] for row in rows(killed.directory)] == list(range(STEPS + 1))
-    assert_same(killed.directory, whole.directory)
-    assert not [path for path in killed.directory.rglob("*") if path.name.startswith(".")]
+        # the first kill is before anything is logged, and every second one in a write
+        step, in_write = i * 7 // KILLS - (i == 0), i % 2 == 1
+        kill(process(killed), reached, seconds=chance.uniform(0, 0.03 if in_write else 0.2))
+        while in_write and not writing():  # it was over before the kill
+            kill(process(killed), reached, seconds=chance.uniform(0, 0.03))
+    for out in (killed, whole):
+        to_the_end = process(out)
+        to_the_end.start()
+        to_the_end.join(120)
+        assert to_the_end.exitcode == 0
+    assert [row["step"] for row in rows(killed)] == list(range(9))
+    assert_same(killed, whole)
+    assert not [path for path in killed.rglob("*") if path.name.startswith(".")]
 
 
 def test_two_processes_do_not_use_one_directory(small, forkserver):
@@ -247,7 +258,9 @@ def test_two_processes_do_not_use_one_directory(small, forkserver):
                 run("grpo", settings, resume=resume)
 
     settings = small | {"steps": 100_000, "save_every": 1}
-    Process(forkserver, "grpo", settings).kill(1, in_write=False, while_alive=refused)
+    process = forkserver.Process(target=train_alone, args=("grpo", settings))
+    logged = Path(small["out"], "metrics.jsonl").exists
+    kill(process, logged, seconds=0.2, while_alive=refused)
     steps = rows(small["out"])[-1]["step"] + 1
     assert run("grpo", settings, resume=True, steps=steps).step == steps
     assert not Path(small["out"], ".lock").exists()
