@@ -1,4 +1,4 @@
-"""The global denominator in one process; over ranks, see test_process_groups.py."""
+"""The global denominator in one process; over ranks, see ranks/test_process_groups.py."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from fastrl.contract import AGGREGATIONS
 from tests.ops.inputs import MASKS, cu_seqlens, make_mask, packed
 
 COUNTED = [name for name in AGGREGATIONS if name != "token-sum"]
-ones = torch.ones
 
 
 def groups(aggregation):
@@ -72,39 +71,36 @@ def test_terms_with_separate_aggregations_have_their_own_counts():
     mask = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0], [1, 1, 0]])
     kl = {"kl_coef": 0.1, "kl_aggregation": "token-mean"}
     entropy = {"entropy_coef": 0.1, "entropy_aggregation": "prompt-mean"}
-    objective = Objective.preset("grpo", **kl, **entropy)
-    counts = fastrl.global_normalizer([mask, mask], objective=objective, group_size=2)
-    assert counts == {"policy": 6, "kl": 12, "entropy": 4}
-    assert fastrl.global_normalizer(mask, objective=Objective.preset("grpo", **kl)) == {
-        "policy": 3,
-        "kl": 6,
-    }
-    # a sum has no count
-    sums = Objective(aggregation="token-sum", **kl)
-    assert fastrl.global_normalizer(mask, objective=sums) == {"kl": 6}
-    # a term that is off, as the presets of a trainer leave it
-    off = Objective.preset("gspo", convention="verl")
-    assert off.kl_aggregation == "token-mean"
-    assert fastrl.global_normalizer(mask, objective=off) == 3
-    for chosen in (objective, off, Objective.preset("grpo", **kl)):
-        grouped = {"group_size": 2} if chosen is objective else {}
-        fastrl.policy_loss(
-            torch.zeros(4, 3),
-            ones(4),
-            mask,
-            ref_logprobs=torch.zeros(4, 3) if chosen.kl_coef else None,
-            entropy=torch.zeros(4, 3) if chosen.entropy_coef else None,
-            objective=chosen,
-            normalizer=fastrl.global_normalizer(mask, objective=chosen, **grouped),
-            **grouped,
-        )
+    both, off = (
+        Objective.preset("grpo", **kl, **entropy),
+        Objective.preset("gspo", convention="verl"),
+    )
+    assert off.kl_aggregation == "token-mean"  # of a term that is off
+    zeros = torch.zeros(4, 3)
+    for objective, grouped, expected in (
+        (both, {"group_size": 2}, {"policy": 3, "kl": 6, "entropy": 2}),
+        (Objective.preset("grpo", **kl), {}, {"policy": 3, "kl": 6}),
+        (Objective(aggregation="token-sum", **kl), {}, {"kl": 6}),  # a sum has no count
+        (off, {}, 3),
+    ):
+        count = fastrl.global_normalizer(mask, objective=objective, **grouped)
+        assert count == expected
+        given = {"ref_logprobs": zeros} if objective.kl_coef else {}
+        given |= {"entropy": zeros} if objective.entropy_coef else {}
+        given |= {"objective": objective, "normalizer": count, **grouped}
+        fastrl.policy_loss(zeros, torch.ones(4), mask, **given)
+    twice = fastrl.global_normalizer([mask, mask], objective=both, group_size=2)
+    assert twice == {"policy": 6, "kl": 12, "entropy": 4}
 
 
 def test_a_batch_without_tokens_gives_a_loss_of_zero():
     logprobs, mask = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3)
     count = fastrl.global_normalizer(mask, objective="dapo")
     assert count == 0
-    fastrl.policy_loss(logprobs, ones(2), mask, objective="dapo", normalizer=count).loss.backward()
+    loss = fastrl.policy_loss(
+        logprobs, torch.ones(2), mask, objective="dapo", normalizer=count
+    ).loss
+    loss.backward()
     assert not logprobs.grad.any()
 
 

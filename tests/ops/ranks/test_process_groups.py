@@ -61,21 +61,20 @@ def rewards(dtype=torch.float32):
 
 
 ADVANTAGES = [
-    dict(zip(("baseline", "scale", "dtype"), values, strict=True))
-    for values in itertools.product(
-        ("mean", "leave_one_out"), ("batch", "group", "none"), (torch.float32, torch.float64)
-    )
+    ({"baseline": baseline, "scale": scale}, dtype)
+    for baseline in ("mean", "leave_one_out")
+    for scale in ("batch", "group", "none")
+    for dtype in (torch.float32, torch.float64)
 ]
 
 
 def advantages(group):
     ids = torch.arange(ROWS) * 5 % 4  # members of a group are on all ranks
     for share, rank in shares(group):
-        for options in ADVANTAGES:
-            options = {**options, "process_group": group}
-            mine = of_rank(rewards(options.pop("dtype")), share, rank)
-            yield fastrl.group_advantages(mine, group_size=4, **options)
-            yield fastrl.group_advantages(mine, group_ids=of_rank(ids, share, rank), **options)
+        for options, dtype in ADVANTAGES:
+            mine, given = of_rank(rewards(dtype), share, rank), {**options, "process_group": group}
+            yield fastrl.group_advantages(mine, group_size=4, **given)
+            yield fastrl.group_advantages(mine, group_ids=of_rank(ids, share, rank), **given)
     rows = rewards().view(8, 2).split([2, 6] if group is None or len(share) == 2 else [1, 2, 5])
     mine = rewards().view(8, 2) if group is None else rows[rank]
     yield fastrl.group_advantages(mine, scale="batch", process_group=group)
@@ -89,10 +88,8 @@ def test_group_advantages_equal_those_of_all_rewards_to_the_bit(ranks):
     wanted = alone[:calls] * len(splits) + alone[calls:]
     assert len(ranks[0]["advantages"]) == len(wanted)
     for index, expected in enumerate(wanted):
-        found = [rank["advantages"][index] for rank in ranks]
-        for name, parts, whole in zip(
-            expected._fields, zip(*found, strict=True), expected, strict=True
-        ):
+        found = zip(*(rank["advantages"][index] for rank in ranks), strict=True)
+        for name, parts, whole in zip(expected._fields, found, expected, strict=True):
             assert torch.equal(torch.cat(parts).nan_to_num(-7), whole.nan_to_num(-7)), name
 
 
@@ -212,17 +209,16 @@ def losses(group):
         )
         metrics = []
         for part in micro_batches:
-            result = fastrl.policy_loss(
-                logprobs[part],
-                score[part],
-                mask[part],
-                old_logprobs=old[part],
-                ref_logprobs=ref[part] if objective.kl_coef else None,
-                entropy=logprobs[part].square() if objective.entropy_coef else None,
-                objective=objective,
-                normalizer=normalizer if group is not None else None,
-                group_ids=ids[part] if prompts else None,
-            )
+            given = {"objective": objective, "old_logprobs": old[part]}
+            if objective.kl_coef:
+                given["ref_logprobs"] = ref[part]
+            if objective.entropy_coef:
+                given["entropy"] = logprobs[part].square()
+            if prompts:
+                given["group_ids"] = ids[part]
+            if group is not None:
+                given["normalizer"] = normalizer
+            result = fastrl.policy_loss(logprobs[part], score[part], mask[part], **given)
             result.loss.backward()
             metrics.append(result.metrics)
         how = "rank-mean" if gradients == "mean" else "sum"
@@ -241,13 +237,12 @@ def test_the_gradients_of_ranks_and_micro_batches_are_those_of_the_whole_batch(r
             assert torch.equal(found, vectors[0])
             assert normalizer == normalizers[0]
             torch.testing.assert_close(found, expected[2], rtol=1e-12, atol=1e-15)
-        mine, whole = normalizers[0], expected[1]
-        counts = [mine], [whole]
-        if isinstance(whole, dict):
-            assert mine.keys() == whole.keys()
-            counts = mine.values(), whole.values()
-        for count, wanted in zip(*counts, strict=True):
-            assert count * over == pytest.approx(wanted.item(), rel=1e-15)
+        counts, whole = (
+            x if isinstance(x, dict) else {"": x} for x in (normalizers[0], expected[1])
+        )
+        assert {name: float(x) * over for name, x in counts.items()} == pytest.approx(
+            {name: float(x) for name, x in whole.items()}, rel=1e-15
+        )
 
 
 def test_a_process_group_without_effect_is_refused(tmp_path, monkeypatch):
