@@ -31,7 +31,6 @@ class Transcription:
 
     def __init__(self, **options):
         self.o = types.SimpleNamespace(**{**DEFAULTS, **options})
-        self.o = types.SimpleNamespace(**{k: v for k, v in vars().items() if k != "self"})
 
     def __call__(
         self,

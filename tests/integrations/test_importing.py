@@ -13,9 +13,11 @@ from fastrl.integrations.importing import AfterImport
 NAME = "watched_by_a_test"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
+    """Where the module is found; a watch that a test leaves behind ends with it."""
     (tmp_path / f"{NAME}.py").write_text("value = 1\n")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield tmp_path
@@ -27,7 +29,6 @@ def load():
     return importlib.import_module(NAME)
 
 
-@pytest.mark.usefixtures("folder")
 def test_the_module_is_complete_and_keeps_its_loader():
     seen, own = [], load()
     watch = AfterImport([NAME], lambda name: seen.append((name, sys.modules[name].value)))
@@ -49,39 +50,37 @@ def test_without_names_nothing_is_watched():
 
 
 def test_what_reads_a_module_without_importing_it(folder):
-    seen, watch = [], AfterImport([NAME], lambda name: seen.append(name))
+    seen = []
+    AfterImport([NAME], seen.append)
     loader = importlib.util.find_spec(NAME).loader
     assert loader.get_source(NAME) == "value = 1\n"
     assert loader.path == str(folder / f"{NAME}.py")
     assert runpy.run_module(NAME)["value"] == 1
     assert seen == []
     assert pkgutil.get_data(NAME, f"{NAME}.py") == b"value = 1\n"
-    watch.stop()
 
 
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_module_that_is_executed_by_hand(registered):
-    seen, watch = [], AfterImport([NAME], lambda name: seen.append(name))
+    seen = []
+    AfterImport([NAME], seen.append)
     spec = importlib.util.find_spec(NAME)
     module = importlib.util.module_from_spec(spec)
     if registered:
         sys.modules[NAME] = module
     spec.loader.exec_module(module)
     assert module.value == 1
-    watch.stop()
     assert seen == ([NAME] if registered else [])
 
 
-@pytest.mark.usefixtures("folder")
-def test_finders_that_import_itself_skips(monkeypatch):
+def test_finders_that_import_itself_skips():
     class Legacy:
         def find_module(self, name, path=None): ...
 
-    monkeypatch.setattr(sys, "meta_path", [Legacy(), *sys.meta_path])
-    seen, watch = [], AfterImport([NAME], lambda name: seen.append(name))
+    sys.meta_path.insert(0, Legacy())
+    seen = []
+    AfterImport([NAME], seen.append)
     load()
-    watch.stop()
     assert seen == [NAME]
 
 
@@ -89,37 +88,29 @@ def test_a_namespace_package_has_nothing_to_execute(folder):
     (folder / f"{NAME}.py").unlink()
     (folder / NAME).mkdir()
     importlib.invalidate_caches()
-    watch = AfterImport([NAME], print)
+    AfterImport([NAME], print)
     assert list(load().__path__) == [str(folder / NAME)]
-    watch.stop()
 
 
-@pytest.mark.usefixtures("folder")
 def test_two_watches_of_one_module():
     seen = []
-    first, second = (AfterImport([NAME], lambda _, n=n: seen.append(n)) for n in range(2))
+    first, _ = (AfterImport([NAME], lambda _, n=n: seen.append(n)) for n in range(2))
     load()
     assert seen == [0, 1]
     first.stop()
     load()
     assert seen == [0, 1, 1]
-    second.stop()
 
 
-def test_a_missing_module_is_missing():
-    watch = AfterImport([NAME], lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=NAME):
-        importlib.import_module(NAME)
-    watch.stop()
-
-
-@pytest.mark.usefixtures("folder")
-def test_an_error_of_the_function_is_one_of_the_import():
+def test_errors_of_the_import(folder):
     def refuse(name):
         raise NotImplementedError(name)
 
-    watch = AfterImport([NAME], refuse)
+    AfterImport([NAME], refuse)
     with pytest.raises(NotImplementedError, match=NAME):
         load()
-    watch.stop()
     assert NAME not in sys.modules
+    (folder / f"{NAME}.py").unlink()
+    importlib.invalidate_caches()
+    with pytest.raises(ModuleNotFoundError, match=NAME):
+        load()

@@ -39,39 +39,38 @@ def batch(seed=0, B=4, T=7, H=8, V=23):
     ids = torch.randint(V, (B, T))
     near = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     return types.SimpleNamespace(
-        tensors=(hidden, weight, 0.1 * torch.randn(V)),
+        tensors=(hidden, weight),
+        bias=0.1 * torch.randn(V),
         ids=ids,
         mask=mask,
         advantages=torch.tensor([1.5, -0.5, -1.0, 0.7]),
         old=near + 0.3 * torch.randn(B, T),
         ref=near + 0.3 * torch.randn(B, T),
         ratio=torch.rand(B, T) * 2,
-        ref_tensors=(hidden + 0.1 * torch.randn(B, T, H), weight + 0.02 * torch.randn(V, H), None),
+        ref_tensors=(hidden + 0.1 * torch.randn(B, T, H), weight + 0.02 * torch.randn(V, H)),
     )
 
 
-def outcome(loss_function, data, *, with_bias=True, **arguments):
-    hidden, weight, bias = (x.clone().requires_grad_() for x in data.tensors)
+def outcome(loss_function, data, *, bias=None, **arguments):
+    """Loss, metrics and gradients."""
+    leaves = [None if x is None else x.clone().requires_grad_() for x in (*data.tensors, bias)]
+    hidden, weight, bias = leaves
     loss, metrics = loss_function(
-        hidden,
-        weight,
-        data.ids,
-        data.mask,
-        data.advantages,
-        bias=bias if with_bias else None,
-        **arguments,
+        hidden, weight, data.ids, data.mask, data.advantages, bias=bias, **arguments
     )
     (3 * loss).backward()
-    grads = (hidden.grad, weight.grad, bias.grad if with_bias else torch.zeros(1))
-    return loss.detach(), *metrics, *grads
+    return loss.detach(), *metrics, *(x.grad for x in leaves if x is not None)
 
 
-def same(theirs, options, arguments, data, **more):
-    a = outcome(ours.LigerFusedLinearGRPOLoss(compiled=False, **options), data, **arguments, **more)
-    b = outcome(theirs(compiled=False, **options), data, **arguments, **more)
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+
+
+def compare(theirs, options, data, **arguments):
+    kinds = (ours.LigerFusedLinearGRPOLoss, theirs)
+    assert_same(*(outcome(kind(compiled=False, **options), data, **arguments) for kind in kinds))
 
 
 LOSSES = {
@@ -90,66 +89,63 @@ LOSSES = {
 def test_token_level(theirs, loss_type, beta, on_policy):
     data = batch()
     options = {"loss_type": loss_type, "beta": beta, "temperature": 0.8, **LOSSES[loss_type]}
-    arguments = {"ref_per_token_logps": data.ref}
-    if not on_policy:
-        arguments["old_per_token_logps"] = data.old
-    same(theirs, options, arguments, data)
+    old = {} if on_policy else {"old_per_token_logps": data.old}
+    compare(theirs, options, data, ref_per_token_logps=data.ref, bias=data.bias, **old)
 
 
+SEQUENCE = {"importance_sampling_level": "sequence"}
 BY_SEQUENCE = [(name, beta) for name in ("grpo", "bnpo", "dr_grpo", "dapo") for beta in (0.0, 0.04)]
 
 
 @pytest.mark.parametrize(("loss_type", "beta"), [*BY_SEQUENCE, ("luspo", 0.0)])
 def test_sequence_level(theirs, loss_type, beta):
     data = batch()
-    options = {
-        "loss_type": loss_type,
-        "beta": beta,
-        "importance_sampling_level": "sequence",
-        "max_completion_length": 11,
-        "epsilon_low": 0.05,
-        "epsilon_high": 0.05,
-    }
-    arguments = {"ref_per_token_logps": data.ref, "old_per_token_logps": data.old}
-    same(theirs, options, arguments, data)
+    options = {"loss_type": loss_type, "beta": beta, "max_completion_length": 11, **SEQUENCE}
+    options |= {"epsilon_low": 0.05, "epsilon_high": 0.05}
+    given = {"ref_per_token_logps": data.ref, "old_per_token_logps": data.old}
+    compare(theirs, options, data, bias=data.bias, **given)
 
 
+#: options, and what else is given of a batch
 OPTIONS = {
     "delta": ({"delta": 1.25}, {}),
     "bias-corrected KL": ({"use_bias_correction_kl": True}, {}),
-    "bias-corrected KL of sequences": (
-        {"use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
-        {},
-    ),
+    "bias-corrected KL of sequences": ({"use_bias_correction_kl": True, **SEQUENCE}, {}),
     "cispo capped below 1": ({"loss_type": "cispo"}, {}),
-    "items in batch": ({}, {"num_items_in_batch": 90}),
-    "items in batch, a tensor": ({"loss_type": "cispo", "epsilon_high": 5.0}, "items"),
-    "rollout weights": ({}, "token ratio"),
-    "rollout weights of sequences": ({"loss_type": "grpo"}, "sequence ratio"),
-    "rollout weights of sequences, [B]": ({"loss_type": "grpo"}, "ratio of sequences"),
+    "items in batch": ({}, {"num_items_in_batch": lambda data: 90}),
+    "items in batch, a tensor": (
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"num_items_in_batch": lambda data: torch.tensor(90)},
+    ),
+    "rollout weights": ({}, {"vllm_is_ratio": lambda data: data.ratio}),
+    "rollout weights of sequences": (
+        {"loss_type": "grpo"},
+        {"vllm_is_ratio": lambda data: data.ratio[:, :1]},
+    ),
+    "rollout weights of sequences, [B]": (
+        {"loss_type": "grpo"},
+        {"vllm_is_ratio": lambda data: data.ratio[:, 0]},
+    ),
     "no reference": ({"use_ref_model": False}, {}),
-    "reference from hidden states": ({}, "hidden"),
+    "reference from hidden states": (
+        {},
+        {
+            "ref_per_token_logps": lambda data: None,
+            "old_per_token_logps": lambda data: None,
+            "ref_input": lambda data: data.ref_tensors[0],
+            "ref_weight": lambda data: data.ref_tensors[1],
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(theirs, option):
     data = batch(seed=1)
-    options, change = OPTIONS[option]
+    options, more = OPTIONS[option]
     arguments = {"ref_per_token_logps": data.ref, "old_per_token_logps": data.old}
-    if change == "hidden":
-        arguments = dict(
-            zip(("ref_input", "ref_weight", "ref_bias"), data.ref_tensors, strict=True)
-        )
-    changes = {
-        "items": {"num_items_in_batch": torch.tensor(90)},
-        "token ratio": {"vllm_is_ratio": data.ratio},
-        "sequence ratio": {"vllm_is_ratio": data.ratio[:, :1]},
-        "ratio of sequences": {"vllm_is_ratio": data.ratio[:, 0]},
-        "hidden": {},
-    }
-    arguments |= changes[change] if isinstance(change, str) else change
-    same(theirs, options, arguments, data, with_bias=False)
+    arguments |= {name: value(data) for name, value in more.items()}
+    compare(theirs, options, data, **arguments)
 
 
 @pytest.mark.parametrize("items", [None, 90])
@@ -161,12 +157,10 @@ def test_tokens_are_counted_over_all_ranks(items, monkeypatch):
         "all_reduce": lambda tokens: tokens.mul_(5),  # as if the other three had four times as many
     }
     alone = ours.LigerFusedLinearGRPOLoss(beta=0.0)
-    expected, _ = alone(*data.tensors[:2], data.ids, data.mask, data.advantages)
+    expected, _ = alone(*data.tensors, data.ids, data.mask, data.advantages)
     for name, function in distributed.items():
         monkeypatch.setattr(torch.distributed, name, function)
-    found, _ = alone(
-        *data.tensors[:2], data.ids, data.mask, data.advantages, num_items_in_batch=items
-    )
+    found, _ = alone(*data.tensors, data.ids, data.mask, data.advantages, num_items_in_batch=items)
     tokens = data.mask.sum()
     share = (5 * tokens if items is None else items) / 4
     torch.testing.assert_close(found, expected * tokens / share)
@@ -230,15 +224,14 @@ def test_sequence_level_losses_that_liger_lacks_are_refused_with_its_message(the
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_a_reference_given_twice_gives_a_warning(theirs, beta):
     data = batch()
-    given = dict(zip(("ref_input", "ref_weight", "ref_bias"), data.ref_tensors, strict=True))
+    given = dict(zip(("ref_input", "ref_weight"), data.ref_tensors, strict=True))
     options = {"beta": beta, "compiled": False}
     found = []
     for kind in (ours.LigerFusedLinearGRPOLoss, theirs):
         with pytest.warns(UserWarning, match="Using ref_per_token_logps") as caught:
             found.append(outcome(kind(**options), data, ref_per_token_logps=data.ref, **given))
         assert len(caught) == 1
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+    assert_same(*found)
     loss_function = ours.LigerFusedLinearGRPOLoss(**options)
     without = ours.LigerFusedLinearGRPOLoss(use_ref_model=False, **options)
     with warnings.catch_warnings():

@@ -120,22 +120,10 @@ def test_a_head_that_is_not_called_is_refused():
         lm_head(model)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: make_model("ElectraConfig", embedding_size=8, is_decoder=True),
-        lambda: make_model("RemBertConfig", output_embedding_size=24, is_decoder=True),
-        lambda: transformers.ProphetNetForCausalLM(
-            transformers.ProphetNetConfig(
-                vocab_size=VOCABULARY, hidden_size=16, num_decoder_layers=1
-            )
-        ),
-    ],
-    ids=["Electra", "RemBert", "ProphetNet"],
-)
-def test_a_head_that_is_called_on_other_states_is_refused(model):
+def test_a_head_that_is_called_on_other_states_is_refused():
+    model = make_model("ElectraConfig", embedding_size=8, is_decoder=True)
     with pytest.raises(ValueError, match=r"must compute its logits .*`fastrl.logits_policy_loss`"):
-        lm_head(model())
+        lm_head(model)
 
 
 INKLING = {

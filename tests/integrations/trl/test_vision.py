@@ -62,7 +62,9 @@ def gemma3():
     )
     inputs = {"pixel_values": torch.randn(ROWS, 3, 28, 28), "num_images": [1] * ROWS}
     inputs["token_type_ids"] = PLACES
-    return transformers.Gemma3ForConditionalGeneration(config), inputs
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # was 0
+    return model, inputs
 
 
 def qwen2_vl():
