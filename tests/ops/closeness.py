@@ -44,7 +44,7 @@ def _at(where, got, want, what):
 def assert_covers(want, got, what="result", dtype=None):
     """Compare with a result of `tests/fuzz/oracle`, which bounds the rounding errors.
 
-    A gradient of a loss is stored in the dtype of its tensor, `dtype`; the rest in the arithmetic's.
+    A gradient of a loss is stored in the `dtype` of its tensor, the rest in the arithmetic's.
     """
     x = got.detach()
     arithmetic = "bool" if isinstance(want, Decision) else want.arithmetic.name

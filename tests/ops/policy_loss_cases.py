@@ -73,7 +73,7 @@ def expected(o, inputs, use, lengths=None, groups=None, normalizer=None, term=No
     groups = None if groups is None else np.array(groups)
     weighing = Weighing(valid, sequence, count, width, groups, o.length_norm, o.count_empty)
     fields = fields_of(o)
-    weights = term_weights(weighing, fields, {"policy": normalizer}, arithmetic)
+    weights = term_weights(weighing, fields, normalizer, arithmetic)
     with np.errstate(all="ignore"):
         return policy_loss(tokens, fields, weights, Doubts(), term), valid
 
@@ -87,7 +87,9 @@ def assert_exact(
     bounds = {} if lengths is None else {"cu_seqlens": cu_seqlens(lengths)}
     result, gradient, entropy_gradient = run(backend, o, inputs, use, **bounds, **options)
     normalizer = options.get("normalizer")
-    normalizer = None if normalizer is None else float(normalizer)
+    if not isinstance(normalizer, dict):
+        normalizer = {"policy": normalizer}
+    normalizer = {k: None if x is None else float(x) for k, x in normalizer.items()}
     exact, valid = expected(o, inputs, use, lengths, groups, normalizer, term)
     assert_covers(exact.loss, result.loss, "loss")
     assert list(result.metrics) == list(METRICS)

@@ -1,13 +1,14 @@
 """Each convention gives its trainer's numbers: loss and gradients against golden values."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, CONVENTIONS
+from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, CONVENTIONS, convention_table
 from tests.ops.trainer_formulas import Batch, group_norm, openrlhf, trl, verl
 
 B, T = 6, 7
@@ -307,6 +308,11 @@ def test_every_preset_of_a_trainer_is_tested():
     tested = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF}
     trainers = {name: set(presets) for name, presets in CONVENTIONS.items() if name != "fastrl"}
     assert {name: set(presets) for name, presets in tested.items()} == trainers
+
+
+def test_the_table_in_the_docs_is_generated_from_the_code():
+    assert convention_table() in (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    assert all(f"`{name}`" in convention_table() for name in CONVENTIONS if name != "fastrl")
 
 
 @pytest.mark.parametrize("preset", CONVENTIONS["fastrl"])

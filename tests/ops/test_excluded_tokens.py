@@ -193,6 +193,16 @@ def test_a_broken_advantage_still_breaks_the_gradient_of_a_banned_token(backend,
     assert slope.isnan().all()
 
 
+def test_a_token_that_has_become_impossible_is_held_too(backend):
+    logprobs = torch.tensor([[-1.0, -INF, -2.0]], requires_grad=True)
+    old = torch.tensor([[-1.0, -1.0, -2.0]])
+    result = fastrl.policy_loss(logprobs, -MASK[0, :1], MASK, old_logprobs=old, backend=backend)
+    result.loss.backward()
+    assert result.loss.isfinite()
+    assert logprobs.grad.isfinite().all()
+    assert logprobs.grad[0, 1] == 0
+
+
 BLOCK = 4096  # columns that the kernels of the CPU reduce at a time
 
 

@@ -2,14 +2,9 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
@@ -56,13 +51,6 @@ def test_local_token_means_are_averaged_by_their_tokens(backend):
     torch.testing.assert_close(together, metrics_of(backend, inputs), rtol=1e-6, atol=1e-7)
 
 
-def test_without_an_active_token_everything_is_zero(backend):
-    inputs = batch(backend)
-    inputs["mask"][:] = False
-    together = fastrl.reduce_metrics([metrics_of(backend, inputs)] * 2)
-    assert {float(value) for value in together.values()} == {0.0}
-
-
 def test_nan_stays_visible(backend):
     inputs = batch(backend)
     inputs["mask"][:] = True
@@ -95,54 +83,6 @@ def test_an_invalid_process_group_is_refused():
         fastrl.reduce_metrics(metrics, "world")
     with pytest.raises(ValueError, match="must be one of sum, mean, rank-mean; got 'max'"):
         fastrl.reduce_metrics(metrics, policy_loss="max")
-
-
-RANK = """
-import datetime, sys, torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[3])
-import fastrl
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2,
-                        timeout=datetime.timedelta(seconds=100))
-together = [fastrl.reduce_metrics(parts) for parts in torch.load(sys.argv[2])]
-torch.save(together, f"{sys.argv[2]}.together")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
-@pytest.mark.skipif(sys.platform != "linux", reason="the loopback device is named as on Linux")
-def test_over_two_ranks(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    inputs = batch("reference")
-    tokens = float(inputs["mask"].sum())
-
-    def part(a, b):
-        return metrics_of("reference", rows(inputs, slice(a, b)), normalizer=tokens)
-
-    # the second case: the other rank has no active token
-    mine = [[part(0, 2), part(2, 4)], part(0, 8)]
-    theirs = [part(4, 8), part(3, 4)]
-    store, path = f"file://{tmp_path}/store", f"{tmp_path}/parts"
-    torch.save(theirs, path)
-    root = os.path.dirname(os.path.dirname(fastrl.__file__))
-    other = subprocess.Popen([sys.executable, "-c", RANK, store, path, root])
-    try:
-        dist.init_process_group(
-            "gloo", init_method=store, rank=0, world_size=2, timeout=timedelta(seconds=100)
-        )
-        together = [
-            fastrl.reduce_metrics(mine[0]),
-            fastrl.reduce_metrics(mine[1], dist.group.WORLD),
-        ]
-        assert other.wait(timeout=100) == 0
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        other.kill()
-    whole = metrics_of("reference", inputs, normalizer=tokens)
-    for here, there in zip(together, torch.load(f"{path}.together"), strict=True):
-        torch.testing.assert_close(here, whole)
-        torch.testing.assert_close(there, whole)
 
 
 def test_metrics_are_saved_and_loaded_as_plain_tensors(tmp_path):

@@ -7,14 +7,11 @@ import pytest
 import torch
 
 from fastrl import Objective, RolloutCorrection
-from tests.ops.inputs import LENGTHS, policy_inputs
-from tests.ops.policy_loss_cases import assert_exact, needed, pack, run
+from tests.fuzz.objectives import OWN
+from tests.ops.inputs import policy_inputs
+from tests.ops.policy_loss_cases import assert_exact, pack, run, widest
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("triton"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 CORRECTIONS = [
     RolloutCorrection(kind=kind, level=level, low=0.7, high=1.3)
@@ -134,10 +131,6 @@ def name_of(options):
     )
 
 
-def widest(backend):
-    return torch.float64 if backend == "reference" else torch.float32
-
-
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_every_option_is_exact(backend, options, packing):
@@ -199,51 +192,20 @@ def test_the_normalizer_may_be_far_from_the_local_count(backend):
         assert_exact(backend, "dapo", inputs, normalizer=normalizer)
 
 
-def squared(logprobs, old_logprobs, ref_logprobs, advantages):
-    return (logprobs - old_logprobs - advantages) ** 2
-
-
-def anchored(logprobs, old_logprobs, ref_logprobs, advantages):
-    return -advantages * torch.exp(logprobs - old_logprobs) + (logprobs - ref_logprobs) ** 2
-
-
-@pytest.mark.parametrize("function", [squared, anchored])
+@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_function_as_objective(backend, function):
+def test_a_function_as_objective(backend, name):
+    function, term = OWN[name]
     inputs = policy_inputs(4, 5, torch.float64, "random")
     o = Objective(
         surrogate=function, kl_coef=0.2, entropy_coef=0.1, rollout_correction=CORRECTIONS[0]
     )
-    assert_exact(backend, o, inputs)
+    assert_exact(backend, o, inputs, term=term)
     use = ("old_logprobs", "ref_logprobs")
     bare, gradient, _ = run(backend, function, inputs, use)
     wrapped, same, _ = run(backend, Objective(surrogate=function), inputs, use)
     assert torch.equal(bare.loss, wrapped.loss)
     assert torch.equal(gradient, same)
-
-
-def test_a_function_as_objective_sees_no_poison():
-    inputs = policy_inputs(4, 5, torch.float32, "random")
-    clean, gradient, _ = run("auto", squared, inputs)
-    masked = ~inputs["mask"]
-    for name in ("logprobs", "old_logprobs", "advantages"):
-        inputs[name] = inputs[name].masked_fill(masked, math.nan)
-    dirty, same, _ = run("auto", squared, inputs)
-    assert torch.equal(clean.loss, dirty.loss)
-    assert torch.equal(gradient, same)
-
-
-@pytest.mark.parametrize("split", [1, 4])
-def test_the_ranks_of_a_data_parallel_run_add_up(backend, split):
-    inputs = policy_inputs(len(LENGTHS), 9, widest(backend), "random")
-    o = Objective(aggregation="token-mean", kl_coef=0.1)
-    _, whole, _ = run(backend, o, inputs, needed(o))
-    tokens = inputs["mask"].sum()
-    parts = []
-    for rows in torch.arange(len(LENGTHS)).split(split):
-        part = {name: x[rows] for name, x in inputs.items()}
-        parts.append(run(backend, o, part, needed(o), normalizer=tokens)[1])
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-12)
 
 
 def test_an_objective_is_frozen_and_equal_by_value():

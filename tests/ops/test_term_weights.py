@@ -1,5 +1,6 @@
 """The weights of each term of the loss: policy weights, masks, corrections, normalizers."""
 
+import itertools
 import math
 
 import pytest
@@ -7,40 +8,14 @@ import torch
 
 import fastrl
 from fastrl import Objective, RolloutCorrection
-from tests.ops.inputs import POISONS, policy_inputs
-from tests.ops.policy_loss_cases import assert_exact, needed, pack, run
+from tests.ops.inputs import policy_inputs
+from tests.ops.policy_loss_cases import assert_exact, needed, pack, run, widest
 
 pytestmark = [
     pytest.mark.kernels,
     pytest.mark.not_on("triton"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
-
-EVERYTHING = Objective(
-    kl_coef=0.2,
-    kl_gradient="bias-corrected",
-    entropy_coef=0.1,
-    level="sequence",
-    off_policy_threshold=0.05,
-    top_entropy_quantile=0.5,
-    entropy_aggregation="token-mean",
-    rollout_correction=(
-        RolloutCorrection(kind="filter", level="geometric", low=0.7, high=1.3),
-        RolloutCorrection(level="token", low=0.5, high=1.5),
-    ),
-    rollout_weighs="policy",
-    aggregation="seq-mean-token-mean",
-)
-EVERY_FACTOR = Objective(
-    entropy_coef=0.1,
-    kl_coef=0.2,
-    off_policy_threshold=0.05,
-    rollout_correction=(RolloutCorrection(), RolloutCorrection(kind="mask", low=0.1)),
-)
-
-
-def widest(backend):
-    return torch.float64 if backend == "reference" else torch.float32
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -65,39 +40,12 @@ def test_policy_weights_per_sequence_and_per_token_are_the_same(backend):
     assert not torch.equal(gradients[0], run(backend, "grpo", inputs)[1])
 
 
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("objective", [EVERYTHING, EVERY_FACTOR], ids=["sequence", "token"])
-def test_masked_tokens_are_inert_under_every_option(backend, objective, poison):
-    clean = policy_inputs(4, 6, widest(backend), "random")
-    dirty = {
-        name: x if name == "mask" else torch.where(clean["mask"], x, poison)
-        for name, x in clean.items()
-    }
-    use = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy", "policy_weights")
-    outcomes = [run(backend, objective, inputs, use) for inputs in (clean, dirty)]
-    for before, after in zip(*outcomes, strict=True):
-        if isinstance(before, torch.Tensor):
-            assert torch.equal(before, after)
-        else:
-            assert torch.equal(before.loss, after.loss)
-            assert all(torch.equal(before.metrics[k], after.metrics[k]) for k in before.metrics)
-
-
-@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "rollout_logprobs", "policy_weights"])
-def test_nan_in_an_active_token_reaches_loss_and_gradient(backend, name):
-    inputs = policy_inputs(3, 4, widest(backend), "all")
-    inputs["advantages"] = inputs["advantages"].abs()
-    inputs[name][1, 2] = math.nan
-    o = Objective(
-        top_entropy_quantile=1.0,
-        off_policy_threshold=0.1,
-        rollout_correction=RolloutCorrection(kind="filter", low=0.01, high=100.0),
-    )
-    use = ("old_logprobs", "rollout_logprobs", "policy_weights")
-    result, gradient, _ = run(backend, o, inputs, use)
-    assert result.loss.isnan()
-    assert gradient[1, 2].isnan()
-    assert not gradient[0].isnan().any()
+def test_a_normalizer_per_term(backend):
+    inputs = policy_inputs(3, 4, widest(backend), "ragged")
+    fields = {"kl_coef": 0.2, "entropy_coef": 0.1, "aggregation": "seq-mean-token-mean"}
+    o = Objective(**fields, kl_aggregation="token-mean", entropy_aggregation="token-mean")
+    for given in ({"policy": 2.0, "kl": 7.0, "entropy": torch.tensor(9.0)}, {"kl": 7.0}):
+        assert_exact(backend, o, inputs, normalizer=given)
 
 
 def test_the_top_entropy_quantile_is_over_valid_tokens(backend):
@@ -150,27 +98,6 @@ def test_a_token_that_the_engine_could_not_score_counts_as_no_difference(backend
     )
     result.loss.backward()
     assert (logprobs.grad != 0).tolist() == [[False] * 2, [True] * 2]
-
-
-def test_a_normalizer_per_term(backend):
-    inputs = policy_inputs(3, 4, widest(backend), "ragged")
-    use = ("old_logprobs", "ref_logprobs", "entropy")
-    fields = {"kl_coef": 0.2, "entropy_coef": 0.1, "aggregation": "seq-mean-token-mean"}
-    own = Objective(**fields, kl_aggregation="token-mean", entropy_aggregation="token-mean")
-    tokens = float(inputs["mask"].sum())
-    sequences = float((inputs["mask"].sum(-1) > 0).sum())
-    local, _, _ = run(backend, own, inputs, use)
-    given, _, _ = run(
-        backend,
-        own,
-        inputs,
-        use,
-        normalizer={"policy": sequences, "kl": tokens, "entropy": torch.tensor(tokens)},
-    )
-    assert given.loss.item() == pytest.approx(local.loss.item(), rel=1e-6)
-    halved, _, _ = run(backend, own, inputs, use, normalizer={"kl": 2 * tokens})
-    kl = own.kl_coef * local.metrics["kl"]
-    assert (local.loss - halved.loss).item() == pytest.approx(kl.item() / 2, rel=1e-5)
 
 
 FORMS = [
@@ -226,3 +153,86 @@ def test_the_three_forms_agree(backend, options, on_policy):
         for other in (fused, linear):
             torch.testing.assert_close(other.loss, plain.loss, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(other.metrics, plain.metrics, rtol=1e-4, atol=1e-5)
+
+
+# --- importance weights against the rollout engine: by hand, detached, within bounds
+
+KINDS = ("truncate", "mask")
+LEVELS = ("token", "sequence", "geometric")
+
+
+def weights_of(backend, differences, **correction):
+    """is_t of tokens with these log(old / rollout): minus the gradient at advantage 1."""
+    old = torch.full_like(differences, -1.0)
+    logprobs = old.clone().requires_grad_()
+    result = fastrl.policy_loss(
+        logprobs,
+        torch.ones_like(old),
+        torch.ones_like(old),
+        old_logprobs=old,
+        rollout_logprobs=old - differences,
+        objective=Objective(
+            aggregation="token-sum", rollout_correction=RolloutCorrection(**correction)
+        ),
+        backend=backend,
+    )
+    result.loss.backward()
+    return -logprobs.grad
+
+
+# log ratios ln 1, ln 4, ln 1/4, ln 2; product over the sequence 2, geometric mean 2^(1/4) = 1.1892
+DIFFERENCES = torch.tensor([[1.0, 4.0, 0.25, 2.0]]).log()
+MEAN = 2**0.25
+BY_HAND = [
+    ("truncate", "token", 0.5, 2.5, [1, 2.5, 0.5, 2]),
+    ("mask", "token", 0.5, 2.5, [1, 0, 0, 2]),
+    ("truncate", "sequence", 0.5, 2.5, [2, 2, 2, 2]),
+    ("truncate", "sequence", 0.5, 1.5, [1.5] * 4),
+    ("mask", "sequence", 0.5, 2.5, [2, 2, 2, 2]),
+    ("mask", "sequence", 0.5, 1.5, [0] * 4),
+    ("truncate", "geometric", 0.5, 2.5, [MEAN] * 4),
+    ("truncate", "geometric", 1.25, 2.5, [1.25] * 4),
+    ("mask", "geometric", 0.5, 2.5, [MEAN] * 4),
+    ("mask", "geometric", 1.25, 2.5, [0] * 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "level", "low", "high", "expected"), BY_HAND)
+def test_weights_by_hand(backend, kind, level, low, high, expected):
+    weights = weights_of(backend, DIFFERENCES, kind=kind, level=level, low=low, high=high)
+    assert weights[0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_policy_the_current_logprobs_are_compared_with_the_rollout(backend, kind, level):
+    # the rollout engine sampled, the trainer is on policy: old_logprobs=None means logprobs
+    o = Objective(rollout_correction=RolloutCorrection(kind=kind, level=level, low=0.6, high=1.4))
+    inputs = policy_inputs(4, 5, widest(backend), "random")
+    assert_exact(backend, o, inputs, use=("rollout_logprobs",))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("difference", [200.0, -200.0, math.inf, -math.inf])
+def test_far_apart_engines_give_no_nan(backend, kind, level, difference):
+    differences = torch.tensor([[0.0, difference, 0.1]])
+    weights = weights_of(backend, differences, kind=kind, level=level, low=0.5, high=2.0)
+    assert weights.isfinite().all()
+    assert (weights >= 0).all()
+    assert (weights <= 2).all()
+    if kind == "mask":
+        assert weights[0, 1] == 0
+
+
+def test_equal_engines_change_nothing(backend):
+    inputs = policy_inputs(3, 5, torch.float32)
+    inputs["rollout_logprobs"] = inputs["old_logprobs"]
+    bounds = ((1.0, 2.0), (0.5, 1.0))  # a bound is within the bounds
+    for level, kind, (low, high) in itertools.product(LEVELS, KINDS, bounds):
+        correction = RolloutCorrection(kind=kind, level=level, low=low, high=high)
+        o = Objective(rollout_correction=correction)
+        plain, gradient, _ = run(backend, Objective(), inputs)
+        result, same, _ = run(backend, o, inputs, ("old_logprobs", "rollout_logprobs"))
+        assert torch.equal(result.loss, plain.loss)
+        assert torch.equal(gradient, same)
