@@ -163,6 +163,16 @@ def test_hidden_states_that_are_divided_before_the_head(kind, changes, divisor, 
     torch.testing.assert_close(logits, expected, rtol=near, atol=near * expected.abs().max().item())
 
 
+def conditional_gemma3():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = make_model("Gemma3TextConfig", final_logit_softcapping=3.0).config.to_dict()
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
 def recurrent_gemma():
     changes = {"logits_soft_cap": 3.0, "lru_width": 16, "attention_window_size": 8}
     model = make_model("RecurrentGemmaConfig", num_hidden_layers=3, **changes)
@@ -175,10 +185,12 @@ def recurrent_gemma():
     ("model", "bound"),
     [
         (recurrent_gemma, 10),
+        (conditional_gemma3, 0.5),
+        (lambda: make_model("InklingTextConfig", **INKLING), 2),
         (lambda: make_model("InklingTextConfig", **INKLING, unpadded_vocab_size=58), 2),
         (lambda: make_model("MptConfig", n_heads=2, n_layers=1, logit_scale=0.37), 2),
     ],
-    ids=["RecurrentGemma", "padded Inkling", "MPT"],
+    ids=["RecurrentGemma", "Gemma3", "Inkling", "padded Inkling", "MPT"],
 )
 def test_trls_head_ignores_what_some_models_do_to_their_logits(model, bound):
     fused = needed("trl.trainer.utils")

@@ -97,6 +97,20 @@ def make_trainer(
     )
 
 
+def batch_of(ids, prompt, *, mask=None, advantages, **more):
+    """A batch as TRL gives it to its loss; of each row of ``ids``, ``prompt`` are the prompt."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    return {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": mask[:, :prompt],
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": mask[:, prompt:],
+        "advantages": torch.as_tensor(advantages),
+        "num_items_in_batch": mask[:, prompt:].sum(),
+        **more,
+    }
+
+
 def run(trainer, use=contextlib.nullcontext):
     """Train; return the log of each step, the loss of each micro-batch and the handle."""
     losses = []

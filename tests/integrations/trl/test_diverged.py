@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import make_trainer, run
+from tests.integrations.trl.runs import batch_of, make_trainer, run
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
@@ -71,14 +71,7 @@ def two_completions(trainer, **changes):
     """A batch of two completions of two tokens, for a trainer that begins a step."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    ids, ones = torch.tensor([[5, 6, 7, 8]] * 2), torch.ones(2, 4, dtype=torch.long)
-    return {
-        "prompt_ids": ids[:, :2],
-        "prompt_mask": ones[:, :2],
-        "completion_ids": ids[:, 2:],
-        "completion_mask": ones[:, 2:],
-        **changes,
-    }
+    return batch_of(torch.tensor([[5, 6, 7, 8]] * 2), 2, **changes)
 
 
 def trainer_of(beta, corrected, level="token"):
@@ -120,12 +113,8 @@ def test_count_saturated_ratios_of_sequences():
 def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path, tmp_path):
     """Between 80 and 88 TRL's loss is finite but differs from ours."""
     trainer = make_trainer(tiny_path, output_dir=tmp_path, loss_type="grpo", beta=0.0)
-    inputs = two_completions(
-        trainer,
-        advantages=torch.tensor([1.0, -1.0]),
-        old_per_token_logps=torch.tensor([[-4.0, -4.0], [-89.0, -4.0]]),
-        num_items_in_batch=torch.tensor(4),
-    )
+    old = torch.tensor([[-4.0, -4.0], [-89.0, -4.0]])
+    inputs = two_completions(trainer, advantages=[1.0, -1.0], old_per_token_logps=old)
     theirs = trainer.compute_loss(trainer.model, dict(inputs))
     assert theirs.isfinite()
     use_fastrl(trainer)
@@ -149,7 +138,7 @@ def test_rloo_that_has_diverged_stays_finite(tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, "RLOO", output_dir=tmp_path)
     # the ratio of the first is e^290: inf
     old = torch.tensor([-300.0, -8.0])
-    inputs = two_completions(trainer, advantages=torch.tensor([-1.0, 1.0]), old_logps=old)
+    inputs = two_completions(trainer, advantages=[-1.0, 1.0], old_logps=old)
     assert not trainer.compute_loss(trainer.model, dict(inputs)).isfinite()
     use_fastrl(trainer)
     with pytest.warns(RuntimeWarning, match=r"50.00% of the tokens"):

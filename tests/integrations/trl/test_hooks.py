@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import make_model, make_trainer, run
+from tests.integrations.trl.runs import batch_of, make_model, make_trainer, run
 
 transformers = needed("transformers")
 needed("trl")
@@ -48,20 +48,10 @@ def test_hooks_on_the_head_do_not_fire_and_give_one_warning(register, tiny_path,
     def loss():
         use_fastrl(trainer)
         trainer.current_gradient_accumulation_steps = 1
-        ids, mask = torch.tensor([[5, 6, 7, 8]] * 2), torch.ones(2, 4, dtype=torch.long)
+        ids, ref = torch.tensor([[5, 6, 7, 8]] * 2), torch.full((2, 2), -4.0)
         for _ in range(2):
-            trainer.compute_loss(
-                trainer.model,
-                {
-                    "prompt_ids": ids[:, :2],
-                    "prompt_mask": mask[:, :2],
-                    "completion_ids": ids[:, 2:],
-                    "completion_mask": mask[:, 2:],
-                    "advantages": torch.tensor([1.0, -1.0]),
-                    "ref_per_token_logps": torch.full((2, 2), -4.0),
-                    "num_items_in_batch": torch.tensor(4),
-                },
-            ).backward()
+            batch = batch_of(ids, 2, advantages=[1.0, -1.0], ref_per_token_logps=ref)
+            trainer.compute_loss(trainer.model, batch).backward()
 
     (message,) = about_hooks(loss)
     assert message.startswith("hooks on the LM head (Linear) do not fire")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import VOCABULARY, make_trainer, run
+from tests.integrations.trl.runs import VOCABULARY, batch_of, make_trainer, run
 
 needed("trl")
 from fastrl.integrations.trl import loss, scoring, use_fastrl  # noqa: E402
@@ -20,17 +20,14 @@ def batch(**more):
     ids, mask = torch.randint(4, VOCABULARY, (4, 9)), torch.ones(4, 9, dtype=torch.long)
     mask[0, 0] = mask[1, 7:] = mask[2, 3:] = 0
     logprobs = -3 * torch.rand(4, 6) - 3
-    return {
-        "prompt_ids": ids[:, :3],
-        "prompt_mask": mask[:, :3],
-        "completion_ids": ids[:, 3:],
-        "completion_mask": mask[:, 3:],
-        "advantages": torch.tensor([1.2, -0.7, 0.4, -1.1]),
+    options = {
+        "advantages": [1.2, -0.7, 0.4, -1.1],
         "old_per_token_logps": logprobs,
         "ref_per_token_logps": logprobs + 0.3 * torch.randn(4, 6),
         "num_items_in_batch": torch.tensor(31),
         **more,
     }
+    return batch_of(ids, 3, mask=mask, **options)
 
 
 def loss_of(trainer, inputs):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import VOCABULARY, make_trainer
+from tests.integrations.trl.runs import VOCABULARY, batch_of, make_trainer
 
 needed("trl")
 transformers = needed("transformers")
@@ -103,16 +103,11 @@ def batch(images):
     ids = torch.randint(4, 50, PLACES.shape).masked_fill(PLACES.bool(), IMAGE)
     mask = torch.ones_like(ids)
     mask[0, -2:] = mask[2, -3:] = 0
-    return {
-        "prompt_ids": ids[:, :PROMPT],
-        "prompt_mask": mask[:, :PROMPT],
-        "completion_ids": ids[:, PROMPT:],
-        "completion_mask": mask[:, PROMPT:],
-        "advantages": torch.tensor([1.2, -0.7, 0.4, -1.1]),
-        "old_per_token_logps": -3 * torch.rand(ROWS, COMPLETION) - 2,
-        "num_items_in_batch": torch.tensor(15),
-        **images,
-    }
+    old = -3 * torch.rand(ROWS, COMPLETION) - 2
+    advantages = [1.2, -0.7, 0.4, -1.1]
+    return batch_of(
+        ids, PROMPT, mask=mask, advantages=advantages, old_per_token_logps=old, **images
+    )
 
 
 @pytest.mark.parametrize(
