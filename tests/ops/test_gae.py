@@ -2,24 +2,24 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
-from tests.ops.closeness import assert_within_budget
+from tests.fuzz.oracle import advantages as oracle
+from tests.fuzz.oracle.bounded import of_results
+from tests.ops.closeness import assert_covers, assert_within_budget
 from tests.ops.inputs import (
     FLOAT_DTYPES,
     MASKS,
-    cu_seqlens,
     dtypes,
     in_layout,
     layouts,
     make_mask,
     mask_kinds,
-    packed,
-    poisons,
     seeds,
     shapes,
 )
@@ -27,51 +27,6 @@ from tests.ops.inputs import (
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 nan = math.nan
-
-
-def exact_sequence(tokens, gamma, lam, after):
-    """Advantages of one sequence; `tokens` are dicts of its valid tokens, `after` what follows.
-
-    Straight from the sum A_t = sum_k (gamma lam)^k delta_{t+k}, ended by the first cut.
-    """
-    deltas = []
-    for i, token in enumerate(tokens):
-        last = i == len(tokens) - 1
-        follows = after if last else tokens[i + 1]["value"]
-        if "bootstrap" in token and (last or token.get("truncated")):
-            follows = token["bootstrap"]
-        if token.get("terminated"):
-            follows = 0.0
-        deltas.append(token["reward"] + gamma * follows - token["value"])
-    advantages = []
-    for start in range(len(tokens)):
-        total, factor = 0.0, 1.0
-        for i in range(start, len(tokens)):
-            total += factor * deltas[i]
-            if tokens[i].get("terminated") or tokens[i].get("truncated"):
-                break
-            factor *= gamma * lam
-        advantages.append(total)
-    return advantages
-
-
-def exact_gae(rewards, values, mask, gamma, lam, bootstrap_values=None, **ends):
-    """Advantages and returns `[B, T]` in float64."""
-    advantages = torch.zeros(rewards.shape, dtype=torch.float64)
-    per_token = bootstrap_values is not None and bootstrap_values.dim() == 2
-    for b in range(rewards.shape[0]):
-        valid = mask[b].nonzero()[:, 0].tolist()
-        tokens = []
-        for t in valid:
-            token = {"reward": rewards[b, t].item(), "value": values[b, t].item()}
-            token |= {name: bool(flags[b, t]) for name, flags in ends.items()}
-            if per_token:
-                token["bootstrap"] = bootstrap_values[b, t].item()
-            tokens.append(token)
-        after = 0.0 if bootstrap_values is None or per_token else bootstrap_values[b].item()
-        came = exact_sequence(tokens, gamma, lam, after)
-        advantages[b, valid] = torch.tensor(came, dtype=torch.float64)
-    return advantages, torch.where(mask, advantages + values.double(), 0.0)
 
 
 def make_inputs(B, T, dtype=torch.float32, mask="random", ends=False, bootstrap=None):
@@ -89,19 +44,32 @@ def make_inputs(B, T, dtype=torch.float32, mask="random", ends=False, bootstrap=
     return inputs
 
 
-def assert_exact(result, inputs, gamma, lam, B, T):
-    advantages, returns = exact_gae(**inputs, gamma=gamma, lam=lam)
-    # every advantage adds up to T deltas, each a few roundings off
-    size = 1 + advantages.abs().max() if B * T else 1.0
-    assert_within_budget(result.advantages, advantages, size=size)
-    assert_within_budget(result.returns, returns, size=size + 4)
-
-
-def same(part, wanted, backend):
-    """Compare bits, or closely where the order of additions depends on the position of tokens."""
-    if backend == "triton":
-        return torch.allclose(part, wanted, rtol=1e-5, atol=1e-5)
-    return torch.equal(part, wanted)
+def assert_exact(result, inputs, gamma, lam):
+    """Compare with the recurrence of the oracle."""
+    B, T = inputs["rewards"].shape
+    sequence, numbers = np.repeat(np.arange(B), T), {}
+    for name, x in inputs.items():
+        x = x if x.dim() == 2 else x[:, None].expand(B, T)
+        numbers[name] = x.to(torch.float64).numpy().flatten()
+    flags = {k: numbers.get(k, np.zeros(B * T)).astype(bool) for k in ("terminated", "truncated")}
+    following = None
+    if "bootstrap_values" in inputs:
+        after = numbers["bootstrap_values"]
+        at_cuts = after if inputs["bootstrap_values"].dim() == 2 else np.full(B * T, np.nan)
+        following = np.stack([after, at_cuts], 1)
+    exact = oracle.gae(
+        numbers["rewards"],
+        numbers["values"],
+        sequence,
+        numbers["mask"].astype(bool),
+        flags,
+        following,
+        gamma,
+        lam,
+        of_results(str(inputs["rewards"].dtype).removeprefix("torch.")),
+    )
+    for name, got, want in zip(result._fields, result, exact, strict=True):
+        assert_covers(want.reshape(B, T), got, name)
 
 
 def test_the_example_of_the_contract(backend):
@@ -148,7 +116,7 @@ def test_numbers_by_hand(backend, options, expected):
 def test_exact_for_every_kind_of_end(backend, mask, ends, bootstrap, gamma, lam):
     inputs = make_inputs(9, 7, mask=mask, ends=ends, bootstrap=bootstrap)
     result = fastrl.gae(**inputs, gamma=gamma, lam=lam, backend=backend)
-    assert_exact(result, inputs, gamma, lam, 9, 7)
+    assert_exact(result, inputs, gamma, lam)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *FLOAT_DTYPES], ids=str)
@@ -158,7 +126,7 @@ def test_the_arithmetic_is_float32_or_better(backend, dtype):
     inputs = make_inputs(4, 30, dtype, ends=True, bootstrap="sequence")
     result = fastrl.gae(**inputs, gamma=0.99, lam=0.95, backend=backend)
     assert result.advantages.dtype == (dtype if dtype == torch.float64 else torch.float32)
-    assert_exact(result, inputs, 0.99, 0.95, 4, 30)
+    assert_exact(result, inputs, 0.99, 0.95)
 
 
 def test_one_step_and_monte_carlo(backend):
@@ -182,47 +150,11 @@ def test_a_gap_of_masked_tokens_changes_no_bit(backend):
     result = fastrl.gae(**wide, gamma=0.9, backend=backend)
     for part, wanted in zip(result, expected, strict=True):
         assert (part[:, 4:1004] == 0).all()
-        assert same(torch.cat([part[:, :4], part[:, 1004:]], 1), wanted, backend)
-
-
-@given(seeds, poisons, st.sampled_from([None, "sequence", "token"]))
-def test_values_at_masked_tokens_change_no_bit(backend, seed, poison, bootstrap):
-    torch.manual_seed(seed)
-    inputs = make_inputs(4, 8, ends=True, bootstrap=bootstrap)
-    clean = fastrl.gae(**inputs, backend=backend)
-    masked = ~inputs["mask"]
-    for name, x in inputs.items():
-        if x.dtype == torch.bool and name != "mask":
-            inputs[name] = x ^ (masked & (torch.rand(4, 8) < 0.5))
-        elif x.shape == masked.shape and name != "mask":
-            inputs[name] = x.masked_fill(masked, poison)
-    dirty = fastrl.gae(**inputs, backend=backend)
-    assert torch.equal(clean.advantages, dirty.advantages)
-    assert torch.equal(clean.returns, dirty.returns)
-
-
-@pytest.mark.parametrize("bootstrap", [None, "sequence", "token"])
-def test_packed_sequences_give_the_same_as_padded_ones(backend, bootstrap):
-    lengths = [3, 0, 5, 1, 0, 7, 4, 4, 4, 4, 0]
-    inputs = make_inputs(len(lengths), 7, ends=True, bootstrap=bootstrap)
-    inputs["mask"] &= torch.arange(inputs["mask"].shape[1]) < torch.tensor(lengths)[:, None]
-    padded = fastrl.gae(**inputs, gamma=0.9, backend=backend)
-    flat = {name: packed(x, lengths) if x.dim() == 2 else x for name, x in inputs.items()}
-    result = fastrl.gae(**flat, gamma=0.9, cu_seqlens=cu_seqlens(lengths), backend=backend)
-    for part, wanted in zip(result, padded, strict=True):
-        assert same(part, packed(wanted, lengths), backend)
-
-
-@pytest.mark.parametrize("ends", [{}, {"truncated": torch.zeros(3, 9)}], ids=["trace", "value"])
-def test_a_nan_harms_no_other_sequence(backend, ends):
-    inputs = {"rewards": torch.randn(3, 9), "values": torch.randn(3, 9), **ends}
-    clean = fastrl.gae(**inputs, backend=backend)
-    inputs["rewards"][1, 6] = nan
-    broken = fastrl.gae(**inputs, backend=backend)
-    for part, wanted in zip(broken, clean, strict=True):
-        assert part[1, :7].isnan().all()
-        part[1, :7] = wanted[1, :7]
-        assert torch.equal(part, wanted)
+        found = torch.cat([part[:, :4], part[:, 1004:]], 1)
+        if backend == "triton":  # the order of additions depends on the position of tokens
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(found, wanted)
 
 
 def test_packed_tokens_without_bounds_are_one_sequence(backend):
@@ -234,6 +166,7 @@ def test_packed_tokens_without_bounds_are_one_sequence(backend):
     assert torch.equal(flat.advantages, padded.advantages[0])
 
 
+@pytest.mark.not_on("triton")  # long
 @given(shapes, layouts, mask_kinds, dtypes, seeds, st.floats(0, 1), st.floats(0, 1))
 def test_any_shape_layout_and_mask(backend, shape, layout, mask, dtype, seed, gamma, lam):
     torch.manual_seed(seed)
@@ -241,7 +174,7 @@ def test_any_shape_layout_and_mask(backend, shape, layout, mask, dtype, seed, ga
     inputs = {name: in_layout(x, layout) for name, x in inputs.items()}
     result = fastrl.gae(**inputs, gamma=gamma, lam=lam, backend=backend)
     assert result.advantages.shape == inputs["rewards"].shape
-    assert_exact(result, inputs, gamma, lam, *inputs["rewards"].shape)
+    assert_exact(result, inputs, gamma, lam)
 
 
 def test_no_token_at_all(backend):
@@ -250,6 +183,7 @@ def test_no_token_at_all(backend):
         assert result.advantages.shape == result.returns.shape == shape
 
 
+@pytest.mark.not_on("triton")  # a program for each
 def test_many_short_sequences(backend):
     rewards, values = torch.randn(70000, 2), torch.randn(70000, 2)
     result = fastrl.gae(rewards, values, gamma=0.9, lam=0.5, backend=backend)
@@ -276,13 +210,6 @@ def test_a_very_long_sequence_keeps_its_digits(compiled):
         assert worst <= 1e-6 * exact.abs().max()
 
 
-def test_constants_without_gradient(backend):
-    rewards, values = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
-    result = fastrl.gae(rewards, values, backend=backend)
-    assert not result.advantages.requires_grad
-    assert not result.returns.requires_grad
-
-
 def test_discounted_returns_by_hand(backend):
     rewards = torch.tensor([[1.0, 2.0, nan, 4.0]])
     mask = torch.tensor([[1, 1, 0, 1]])
@@ -300,9 +227,3 @@ def test_discounted_returns_by_hand(backend):
         rewards, mask, truncated=cut, bootstrap_values=follows, **options
     )
     assert stopped.tolist() == [[3.5, 5, 0, 5]]
-
-
-def test_two_runs_are_bit_equal(backend):
-    inputs = make_inputs(37, 61, ends=True, bootstrap="sequence")
-    first, second = (fastrl.gae(**inputs, backend=backend) for _ in range(2))
-    assert torch.equal(first.advantages, second.advantages)
