@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("fastrl", "csrc", "tests", "bench", "docs", ".ci", ".github")
 SOME = (
     "ops/test_masked.py",
-    "ops/test_policy_loss_masks.py",
+    "ops/test_properties.py",
     "repo/test_readme.py",
     "repo/test_requirements.py",
 )
