@@ -58,7 +58,8 @@ def loss_of(parameters, tokens, backend, objective=OBJECTIVES["grpo"], **options
 
 def with_gradients(parameters, tokens, backend, **options):
     loss = loss_of(parameters, tokens, backend, **options).loss
-    return loss.detach(), *torch.autograd.grad(loss, list(parameters.values()))
+    wanted = [x for x in parameters.values() if x.requires_grad]
+    return loss.detach(), *torch.autograd.grad(loss, wanted)
 
 
 def assert_agrees(parameters, tokens, backend, objective=OBJECTIVES["grpo"], *, options=(), **how):
@@ -153,8 +154,10 @@ def test_compact_and_not_agree(backend):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_without_metrics_the_loss_and_gradients_are_the_same(backend):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_without_metrics_the_loss_and_gradients_are_the_same(backend, frozen):
     parameters, tokens, _ = batch()
+    parameters["hidden"].requires_grad_(not frozen)
     given = {"objective": Objective()}
     assert loss_of(parameters, tokens, backend, metrics=False, **given).metrics == {}
     with_metrics, without = (
