@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -117,15 +116,6 @@ def kernel_of(*changes):
     return sass._nvidia(name, 32, labels, code)
 
 
-def test_the_innermost_loop_is_the_hot_one():
-    kernel = kernel_of()
-    assert (kernel.name, kernel.instructions) == ("kernel", 8)
-    (loop,) = kernel.passes
-    assert (loop.instructions, loop.loaded, loop.stored, loop.narrow) == (3, 16, 16, 0)
-    assert loop.elements(2) == 8
-    assert (kernel.whole.mufu, kernel.whole.loaded) == (1, 32)
-
-
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -163,38 +153,6 @@ def test_a_kernel_that_costs_too_much_fails(change, costs, words):
     kernel = kernel_of(*([change] if change else []))
     report = targets._report("kernel", "sm_90", kernel, kernel.passes, costs, Budget)
     assert report.failures[:1] == ([words] if words else [])
-
-
-@pytest.mark.parametrize(
-    ("place", "compiler", "fails"),
-    [
-        ("FFMA R8, R4, R5, R8", "3.9", False),
-        ("FFMA R8, R4, R5, R8", "3.8", True),
-        ("FFMA R8, R4, R5, R8", "", True),
-        ("LDG.E.128.CONSTANT R4, desc[UR4][R2.64+0x10]", "3.9", True),  # in a loop
-    ],
-)
-def test_only_the_triton_that_a_target_names_may_spill_and_outside_of_loops(place, compiler, fails):
-    class Named(Budget):
-        spills: ClassVar = {"3.9": 1}
-
-    kernel = kernel_of((place, "LDL R4, [R1]"))
-    report = targets._report("k", "sm_90", kernel, kernel.passes, (3.0, 1.0), Named, compiler)
-    assert bool(report.failures) == fails
-
-
-@needs_triton
-@pytest.mark.parametrize(("version", "held"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False)])
-def test_the_budgets_are_for_the_tritons_of_the_supported_torch(version, held, monkeypatch):
-    monkeypatch.setattr("triton.__version__", version)
-    kernel = kernel_of(("FFMA R8, R4, R5, R8", "LDL R4, [R1]"))
-    monkeypatch.setattr("sass.read", lambda _: [kernel])
-    monkeypatch.setattr(targets, "compile_triton", lambda *_: None)
-    report = targets.report_triton(targets.triton_targets()[0], "sm_90")
-    assert bool(report.failures) == held
-    assert (
-        any(f"Triton {version.rpartition('.')[0]}, where" in note for note in report.notes) != held
-    )
 
 
 @needs_triton

@@ -97,11 +97,6 @@ def test_the_rows_of_a_padded_vocabulary_are_scaled_by_the_kernel(backend, scale
     assert len(scaled) == (0 if two_distances else 1)
 
 
-def test_the_reference_backend_uses_no_kernel(backend, scaled):
-    gradient("reference", 0.5, dtype=torch.float32)
-    assert scaled == []
-
-
 def test_a_retained_graph_keeps_its_gradient(backend, scaled):
     leaf = torch.randn(2, 3, 10).requires_grad_()
     ids, mask = torch.randint(10, (2, 3)), torch.ones(2, 3)
