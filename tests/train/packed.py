@@ -10,6 +10,7 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.packing import normalizer
 from fastrl.train.policy import batches, policy_loss, policy_outputs
+from fastrl.train.prompts import encode
 from fastrl.train.recomputation import save_memory
 from fastrl.train.rollout import Rollout
 
@@ -64,6 +65,10 @@ def save_reward_model(directory):
     for part in (model, tokenizer):
         part.save_pretrained(directory)
     return model
+
+
+def prompts_of(tokenizer, texts):
+    return encode([{"prompt": text} for text in texts], tokenizer, GrpoConfig())
 
 
 def make_rollout(lengths=LENGTHS, prompts=PROMPTS, *, holes=False):

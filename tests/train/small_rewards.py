@@ -1,6 +1,8 @@
 """Reward functions of short runs, and a rollout in which a tool writes."""
 
+import os
 import random
+import time
 
 import numpy as np
 import torch
@@ -36,6 +38,19 @@ def fails_later(prompts, completions, records):
 
 def breaks(prompts, completions, records):
     return [1 / int(record["answer"] != "4") for record in records]
+
+
+def faulty(prompts, completions, records):
+    records[0]["answer"] = prompts[0] = "changed"
+    if "raise" in completions:
+        raise KeyError("no such test")
+    if "exit" in completions:
+        raise SystemExit(3)
+    if "die" in completions:
+        os._exit(4)
+    if "hang" in completions:
+        time.sleep(600)
+    return [os.getpid() if text == "process" else len(text) for text in completions]
 
 
 def two_turns(prompts, group_size, complete, tokenizer):

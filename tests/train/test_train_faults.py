@@ -168,8 +168,7 @@ def test_an_error_between_steps_leaves_a_checkpoint(small, monkeypatch):
 
 
 def test_a_reward_function_that_raises(small, capsys):
-    small |= {"reward": ("tests.train.small_rewards:breaks",), "steps": 1, "minibatches": 1}
-    small |= {"prompts_per_step": 6}
+    small |= {"reward": ("tests.train.small_rewards:breaks",), "prompts_per_step": 6, "steps": 1}
     with pytest.raises(SystemExit, match="2"):
         main(GrpoConfig, lambda _: run("grpo", small), [])
     *trace, error = capsys.readouterr().err.splitlines()

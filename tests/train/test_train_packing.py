@@ -117,7 +117,6 @@ def test_layers_are_recomputed_if_asked_for_and_tiles_hold_so_many_tokens(monkey
     kept, recomputed = (computed(*make_model(**c))["q_proj"] for c in ({}, CHECKPOINTED))
     assert len(kept) == 2  # layers
     assert recomputed == 2 * kept
-    model, config = make_model(mlp_tile=16)
     right, largest = Qwen3RMSNorm.forward, defaultdict(int)
 
     def noted(self, states):
@@ -126,8 +125,7 @@ def test_layers_are_recomputed_if_asked_for_and_tiles_hold_so_many_tokens(monkey
         return right(self, states)
 
     monkeypatch.setattr(Qwen3RMSNorm, "forward", noted)
-    model, config = make_model(mlp_tile=16)
-    tiled = computed(model, config)["down_proj"]
+    tiled = computed(*make_model(mlp_tile=16))["down_proj"]
     assert (max(tiled), sum(tiled)) == (16, 2 * sum(kept))  # each computed and recomputed
     assert largest == {32: 16, 16: 32}  # whole states, and heads of half their width
 

@@ -17,6 +17,7 @@ from fastrl.train.loading import character_tokenizer
 from fastrl.train.prompts import Prompt
 from fastrl.train.reward_model import RewardModel
 from fastrl.train.rewards import RewardError, Rewards, overlong
+from tests.train import small_rewards
 from tests.train.packed import save_reward_model
 
 
@@ -80,31 +81,17 @@ def test_a_wrong_return_value_is_named(own, returned, reason):
         assert score(["x", "y"], "own:judge", reward_failed=-1.0).total.tolist() == [-1, -1]
 
 
-FAULTY = """
-import os, time
-def judge(prompts, completions, records):
-    records[0]["answer"] = prompts[0] = "changed"
-    if "hang" in completions: time.sleep(600)
-    if "exit" in completions: raise SystemExit(3)
-    if "die" in completions: os._exit(4)
-    if "raise" in completions: raise KeyError("no such test")
-    return [os.getpid() if text == "process" else len(text) for text in completions]
-"""
-
-
 @pytest.mark.parametrize("limit", [None, 2.0])
-def test_a_failure_is_of_its_completion_alone(tmp_path, monkeypatch, limit):
+def test_a_failure_is_of_its_completion_alone(limit):
     """Here and in workers, where what hangs or ends its process is a failure, too."""
-    path, settings = tmp_path / "faulty_rewards.py", {"reward_timeout": limit}
-    path.write_text(FAULTY)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "faulty_rewards", raising=False)
-    reasons = {"raise": f"raised KeyError: 'no such test' in {path} line 8"}
-    reasons["exit"] = f"raised SystemExit: 3 in {path} line 6"
+    path, first = small_rewards.__file__, small_rewards.faulty.__code__.co_firstlineno
+    settings = {"reward_timeout": limit}
+    reasons = {"raise": f"raised KeyError: 'no such test' in {path} line {first + 3}"}
+    reasons["exit"] = f"raised SystemExit: 3 in {path} line {first + 5}"
     if limit is not None:
         reasons["die"] = "ended its process, with exit code 4"
         reasons["hang"] = "took longer than 2 s"
-    names = ("faulty_rewards:judge", "exact_match")
+    names = ("tests.train.small_rewards:faulty", "exact_match")
     scored = score(["process", *reasons, "2"], *names, reward_failed=-2.0, **settings)
     assert (scored.total[0] == os.getpid()) == (limit is None)
     assert scored.total.tolist()[1:] == [*[-2] * len(reasons), 2]  # it changed a copy
@@ -112,7 +99,7 @@ def test_a_failure_is_of_its_completion_alone(tmp_path, monkeypatch, limit):
     for completion, reason in reasons.items():
         with pytest.raises(RewardError) as error:
             score(["", completion], *names, **settings)
-        assert str(error.value) == f"reward judge: {reason}, for 'prompt 1' -> {completion!r}"
+        assert str(error.value) == f"reward faulty: {reason}, for 'prompt 1' -> {completion!r}"
         assert ("Traceback" in "".join(error.value.__notes__)) == ("raised" in reason)
 
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
-from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler, choose, rollout_correction
-from tests.train.packed import make_model, padded_logprobs, plain
+from tests.train.packed import make_model, padded_logprobs, plain, prompts_of
 
 TEXTS = ("7 + 5 =", "nine minus three =", "1")
 
@@ -28,10 +27,6 @@ def tiny(kind="llama", **changes):
     with torch.no_grad():
         model.lm_head.weight.mul_(1 if model.config.tie_word_embeddings else 5)
     return model, character_tokenizer()
-
-
-def prompts_of(tokenizer, texts=TEXTS):
-    return encode([{"prompt": text} for text in texts], tokenizer, GrpoConfig())
 
 
 def sample(model, tokenizer, group_size=4, texts=TEXTS, **options):
@@ -92,7 +87,7 @@ def test_logprobs_equal_those_of_the_model(kind):
     expected = padded_logprobs(plain(model), rollout, 0.6)
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-5)
     state, config = torch.get_rng_state(), GrpoConfig(max_new_tokens=6, temperature=3.0)
-    rollout, _ = Sampler(model, tokenizer, config).greedy(prompts_of(tokenizer))
+    rollout, _ = Sampler(model, tokenizer, config).greedy(prompts_of(tokenizer, TEXTS))
     assert torch.equal(state, torch.get_rng_state())
     assert padded_logprobs(plain(model), rollout, 1e-3).abs().max() < 1e-3  # the likeliest tokens
 
@@ -106,7 +101,7 @@ def test_samples_depend_on_the_seed_and_not_on_the_split_into_micro_batches(llam
         torch.manual_seed(4)
         config = GrpoConfig(max_new_tokens=6, tokens_per_generation=budget)
         sampler = Sampler(model, tokenizer, config)
-        rollout, texts = sampler.sample(prompts_of(tokenizer), 4)
+        rollout, texts = sampler.sample(prompts_of(tokenizer, TEXTS), 4)
         real, padded = sampler.engine.computed()
         outcomes.append((rollout, texts, torch.rand(1).item()))
         assert len(seen) == batches

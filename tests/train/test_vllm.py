@@ -12,9 +12,8 @@ import transformers
 from fastrl.train.config import GrpoConfig
 from fastrl.train.endings import Endings
 from fastrl.train.loading import load
-from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler
-from tests.train.packed import SMALL, padded_logprobs
+from tests.train.packed import SMALL, padded_logprobs, prompts_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +30,6 @@ def started(model, tokenizer, **options):
     """The sampler. An engine that is collected ends the process groups of a later one, too."""
     gc.collect()
     return Sampler(model, tokenizer, config_of(**options))
-
-
-def prompts_of(tokenizer):
-    return encode([{"prompt": text} for text in TEXTS], tokenizer, config_of())
 
 
 def of(kind, dtype=torch.float32):
@@ -79,7 +74,7 @@ def small(request):
 def test_the_engine_follows_the_weights(small):
     model, tokenizer, sampler = small
     for _ in range(3):
-        rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
+        rollout, _ = sampler.sample(prompts_of(tokenizer, TEXTS), 4)
         assert difference(model, rollout, 0.7) < 2e-5
         change(model, 0.01)
         assert difference(model, rollout, 0.7) > 1e-2
@@ -90,7 +85,7 @@ def test_equal_states_give_equal_samples(small):
     rollouts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        rollouts.append(sampler.sample(prompts_of(tokenizer), 4)[0].token_ids)
+        rollouts.append(sampler.sample(prompts_of(tokenizer, TEXTS), 4)[0].token_ids)
     assert torch.equal(rollouts[0], rollouts[1])
     assert not torch.equal(rollouts[0], rollouts[2])
     assert len({tuple(row) for row in rollouts[0].tolist()}) > len(TEXTS)  # within groups, too
@@ -99,22 +94,22 @@ def test_equal_states_give_equal_samples(small):
 def test_greedy_is_that_of_transformers(small):
     model, tokenizer, sampler = small
     state = torch.get_rng_state()
-    _, texts = sampler.greedy(prompts_of(tokenizer))
+    _, texts = sampler.greedy(prompts_of(tokenizer, TEXTS))
     assert torch.equal(state, torch.get_rng_state())
     plain = Sampler(model, tokenizer, config_of(sampler="transformers"))
-    assert plain.greedy(prompts_of(tokenizer))[1] == texts
+    assert plain.greedy(prompts_of(tokenizer, TEXTS))[1] == texts
 
 
 def test_an_engine_without_the_new_weights_stops_the_run(small, monkeypatch):
     model, tokenizer, sampler = small
-    sampler.sample(prompts_of(tokenizer), 4)
+    sampler.sample(prompts_of(tokenizer, TEXTS), 4)
     keep_weights(sampler, monkeypatch)
-    sampler.sample(prompts_of(tokenizer), 4)  # the same weights
+    sampler.sample(prompts_of(tokenizer, TEXTS), 4)  # the same weights
     change(model, 0.003)
     with pytest.raises(RuntimeError, match=STALE):
-        sampler.sample(prompts_of(tokenizer), 4)
+        sampler.sample(prompts_of(tokenizer, TEXTS), 4)
     with pytest.raises(RuntimeError, match=STALE):
-        sampler.greedy(prompts_of(tokenizer))
+        sampler.greedy(prompts_of(tokenizer, TEXTS))
 
 
 def test_a_tied_head_must_be_packed_again(small, monkeypatch):
@@ -123,9 +118,9 @@ def test_a_tied_head_must_be_packed_again(small, monkeypatch):
     monkeypatch.setattr("fastrl.integrations.vllm._pack_head", lambda model: None)
     if model.config.tie_word_embeddings:
         with pytest.raises(RuntimeError, match=STALE):
-            sampler.sample(prompts_of(tokenizer), 4)
+            sampler.sample(prompts_of(tokenizer, TEXTS), 4)
         monkeypatch.undo()
-    sampler.sample(prompts_of(tokenizer), 4)
+    sampler.sample(prompts_of(tokenizer, TEXTS), 4)
 
 
 def test_bfloat16_and_its_stale_engine(monkeypatch):
@@ -133,12 +128,12 @@ def test_bfloat16_and_its_stale_engine(monkeypatch):
     options = {"weights": "bfloat16", "precision": "bfloat16", "tokens_per_generation": 1}
     sampler = started(model, tokenizer, **options)
     for _ in range(2):
-        rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
+        rollout, _ = sampler.sample(prompts_of(tokenizer, TEXTS), 4)
         assert difference(model, rollout) < 0.3
         change(model, 0.05)
     keep_weights(sampler, monkeypatch)
     with pytest.raises(RuntimeError, match=r"bfloat16 .* at most 0\.02, got"):
-        sampler.sample(prompts_of(tokenizer), 4)
+        sampler.sample(prompts_of(tokenizer, TEXTS), 4)
 
 
 def test_adapters_are_merged():
@@ -149,7 +144,7 @@ def test_adapters_are_merged():
     sampler = started(wrapped, tokenizer)
     for _ in range(2):
         change(wrapped, 0.1)
-        rollout, _ = sampler.sample(prompts_of(tokenizer), 4)
+        rollout, _ = sampler.sample(prompts_of(tokenizer, TEXTS), 4)
         assert difference(wrapped, rollout) < 2e-5
         with wrapped.disable_adapter():
             assert difference(wrapped, rollout) > 0.1
@@ -159,7 +154,7 @@ def test_completions_end_where_they_must():
     model, tokenizer = of("llama")
     options = {"max_new_tokens": 40, "stop": ("q", "z", "ab", "7X")}
     sampler = started(model, tokenizer, **options)
-    rollout, texts = sampler.sample(prompts_of(tokenizer), 40)
+    rollout, texts = sampler.sample(prompts_of(tokenizer, TEXTS), 40)
     endings = Endings(model, tokenizer, config_of(**options))
     reasons = set()
     rows = zip(rollout.token_ids, rollout.mask, rollout.truncated, texts, strict=True)
@@ -173,4 +168,4 @@ def test_completions_end_where_they_must():
     with torch.no_grad():  # last, since NaN stays in the cache of the engine
         model.lm_head.weight.fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="not finite while sampling"):
-        sampler.sample(prompts_of(tokenizer), 2)
+        sampler.sample(prompts_of(tokenizer, TEXTS), 2)
