@@ -1,6 +1,8 @@
 """A vocabulary that is split over gloo ranks gives what one process gives."""
 
+import contextlib
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -47,28 +49,23 @@ def test_a_group_of_one_has_the_whole_vocabulary(backend):
         on_ranks(1, form, (37,), backend, torch.float32, (0, 0))
 
 
-class Happened:
-    """Notes the calls of functions in a block: a letter of each."""
+@contextlib.contextmanager
+def happened(*functions):
+    """The calls of functions in a block, a letter (or word) of each."""
+    letters = []
 
-    def __init__(self, *functions):
-        self.functions, self.letters = functions, []
-
-    def __enter__(self):
-        self._plain = [getattr(owner, name) for owner, name, _ in self.functions]
-        for (owner, name, letter), plain in zip(self.functions, self._plain, strict=True):
-            setattr(owner, name, self._noted(plain, letter))
-        return self
-
-    def _noted(self, plain, letter):
+    def noted(plain, letter):
         def run(*arguments, **options):
-            self.letters.append(letter)
+            letters.append(letter)
             return plain(*arguments, **options)
 
         return run
 
-    def __exit__(self, *_):
-        for (owner, name, _), plain in zip(self.functions, self._plain, strict=True):
-            setattr(owner, name, plain)
+    with contextlib.ExitStack() as stack:
+        for owner, name, letter in functions:
+            noted_call = noted(getattr(owner, name), letter)
+            stack.enter_context(mock.patch.object(owner, name, noted_call))
+        yield letters
 
 
 def collectives_on_ranks(sizes, backend):
@@ -102,21 +99,21 @@ def collectives_on_ranks(sizes, backend):
     ):
         x = leaves(tensors)
         collectives = [(dist, name, name) for name in ("all_gather", "all_reduce")]
-        with Happened(*collectives) as happened:
+        with happened(*collectives) as letters:
             result = call(x, **more)
-            forward = dict(Counter(happened.letters))
+            forward = dict(Counter(letters))
             result.backward()
-        counts[name] = forward, dict(Counter(happened.letters))
+        counts[name] = forward, dict(Counter(letters))
         gradients[name] = x["hidden"].grad
     dist.all_reduce(gradients["loss, partial"])
     torch.testing.assert_close(gradients["loss, partial"], gradients["loss"])
-    with Happened(
+    with happened(
         (walk.LinearWalk, "project", "P"),
         (walk.Exchange, "__init__", "S"),
         (walk.Exchange, "result", "W"),
-    ) as happened:
+    ) as letters:
         loss(tensors)
-    return counts, "".join(happened.letters)
+    return counts, "".join(letters)
 
 
 def test_one_collective_per_chunk(backend):
