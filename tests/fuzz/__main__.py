@@ -8,8 +8,8 @@ import sys
 
 from .case import parse
 from .draw import FUNCTIONS
-from .examine import BACKENDS, examine
-from .run import MOST_IN_DOUBT, Run, lines_of
+from .examine import BACKENDS
+from .run import MOST_IN_DOUBT, Run
 from .supervise import supervised
 
 
@@ -25,8 +25,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-shrink", action="store_true")
     given = parser.parse_args()
-    if given.case is not None:
-        return one(given.case, given.backend, given.device)
     run = Run(
         given.cases,
         given.seed,
@@ -37,23 +35,21 @@ def main() -> int:
         shrink=not given.no_shrink,
         function=given.function,
     )
+    if given.case is not None:
+        verdict = run.examine(parse(given.case))
+        say(*verdict.differences, f"{len(verdict.differences)} parts differ")
+        say(f"in doubt: {dict(verdict.doubts)}")
+        return 1 if verdict.differences else 0
     report = supervised(run, given.jobs)
-    say(lines_of(report, run))
+    say(report)
     if run.function is None and report.share_in_doubt > MOST_IN_DOUBT:
-        say([f"more than {MOST_IN_DOUBT:.0%} of the cases have something in doubt"])
+        say(f"more than {MOST_IN_DOUBT:.0%} of the cases have something in doubt")
         return 1
     return 1 if report.failures else 0
 
 
-def one(line: str, backend: str, device: str) -> int:
-    verdict = examine(parse(line), backend, device)
-    say([*map(str, verdict.differences), f"{len(verdict.differences)} parts differ"])
-    say([f"in doubt: {dict(verdict.doubts)}"])
-    return 1 if verdict.differences else 0
-
-
-def say(lines: list[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
+def say(*lines: object) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 sys.exit(main())

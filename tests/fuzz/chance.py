@@ -25,8 +25,6 @@ class Chance:
     def whole(self, low: int, high: int) -> int:
         return self._random.randint(low, high)
 
-    def some(self, values: Sequence[Any], share: float) -> tuple[Any, ...]:
-        """Return none of the values in most cases, and else about this share of them."""
-        if self.of(0.5):
-            return ()
-        return tuple(value for value in values if self.of(share))
+    def some(self, table: dict[str, tuple[float, Sequence[Any]]]) -> dict[str, Any]:
+        """Return options, each with its probability and one of its values."""
+        return {name: self.pick(values) for name, (p, values) in table.items() if self.of(p)}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import logits_data, policy_data
+from . import policy_data, rows_data
 from .case import Case
 from .chance import Chance
 from .draw_objective import objective_options
 from .draw_plain import PLAIN
-from .draw_rows import LINEAR, WITH_ROWS, head_options, row_options
-from .refusals import wrongs_of
+from .refusals import LINEAR, LOSSES, WITH_LOGITS, wrongs_of
 
 #: How often each function is drawn.
 FUNCTIONS = {
@@ -31,8 +30,28 @@ FUNCTIONS = {
     "masked_mean": 1,
     "reduce_metrics": 1,
 }
-LOSSES = ("policy_loss", "logits_policy_loss", "linear_policy_loss")
 SHARE_WRONG = 0.02
+DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp")
+#: Vocabularies around powers of two and the 4,096 columns that the CPU kernel reads at once.
+SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 127, 130, 257)
+MIDDLE = (500, 1000, 1023, 2049)
+LARGE = (4095, 4096, 4097, 4111, 5000, 8192, 8193, 9001, 12289)
+NO_ENTROPY = ("nan-row", "nan-one", "positive-inf", "inf-row", "inf-chosen", "inf-block")
+_MEAN = ("offset", "equal", "nan-x", "inf-x")
+_REWARDS = ("nan-rewards", "inf-rewards")
+PLAIN_FEATURES = {
+    "kl_divergence": ("logprob-inf", "ref-inf", "ref-both-inf", "nan-logprob", "nan-ref"),
+    "group_advantages": ("offset", "equal-groups", "zero-groups", *_REWARDS),
+    "gae": ("offset", *_REWARDS),
+    "discounted_returns": ("offset", *_REWARDS),
+    "value_loss": (
+        *("offset", "equal", "nan-values", "nan-returns", "nan-old"),
+        *("inf-values", "inf-returns", "inf-old"),
+    ),
+    "whiten": _MEAN,
+    "masked_mean": _MEAN,
+    "reduce_metrics": ("nan-metric",),
+}
 
 
 def draw(
@@ -54,10 +73,10 @@ def draw(
     options["twice"] = chance.of(0.1)
     options["constants"] = "of-inference" if chance.of(0.08) else "usual"
     options["mode"] = chance.weighed({"grad": 12, "no-grad": 1, "inference": 1})
-    if function in WITH_ROWS or function in LINEAR:
-        options |= row_options(chance, function, options, interpreted)
+    if function in WITH_LOGITS or function in LINEAR:
+        options |= _row_options(chance, function, options, interpreted)
     if function in LINEAR:
-        options |= head_options(chance, function)
+        options |= _head_options(chance, function)
     if function in LOSSES:
         options |= objective_options(chance, function, options)
     if function in PLAIN:
@@ -71,7 +90,7 @@ def _tokens(chance: Chance, function: str, interpreted: bool) -> dict[str, Any]:
     size = chance.weighed(
         {"tiny": 6, "small": 6, "long": 0.3, "longest": 0.03, "many": 0.2, "none": 0.3}
     )
-    if size in ("long", "longest", "many") and (function in WITH_ROWS + LINEAR or interpreted):
+    if size in ("long", "longest", "many") and (function in WITH_LOGITS + LINEAR or interpreted):
         size = "small"
     sequences, tokens = {
         "none": (chance.whole(0, 2), 0),
@@ -109,41 +128,90 @@ def _dtypes(chance: Chance, function: str, float64: bool) -> dict[str, Any]:
     }
 
 
+def _row_options(chance: Chance, function: str, options: dict, interpreted: bool) -> dict[str, Any]:
+    size = chance.weighed({"small": 12, "middle": 2, "large": 1.2})
+    vocabulary = chance.pick({"small": SMALL, "middle": MIDDLE, "large": LARGE}[size])
+    if interpreted:
+        vocabulary = chance.pick(SMALL) if size == "small" else chance.pick((500, 1000, 1025))
+    drawn: dict[str, Any] = {
+        "vocabulary": vocabulary,
+        "spread": chance.weighed({0.0: 1, 0.01: 1, 1.0: 4, 4.0: 4, 30.0: 1, 1000.0: 0.3}),
+        "logits_layout": chance.weighed(
+            {"contiguous": 4, "sliced": 2, "shifted": 2, "transposed": 1.5, "odd": 1.5}
+            | {"expanded": 0.5, "strided": 1}
+        ),
+        "ids_dtype": chance.weighed({"int64": 5, "int32": 1}),
+        "temperature": chance.weighed(
+            {1.0: 8, 0.7: 2, 1e-3: 0.5, 100.0: 0.3, 1e-28: 0.1, "per-token": 1.5, "0-d": 0.5}
+        ),
+        "autocast": chance.of(0.03),
+    }
+    drawn["threads"] = 2 if chance.of(0.1 if size == "small" else 0.5) else 1
+    if size == "large":  # few rows take another path than many
+        drawn["sequences"] = min(options["sequences"], chance.pick((1, 2, 4)))
+    if options["layout"] == "padded" and chance.of(0.15):
+        drawn["temperature"] = chance.pick(("per-sequence", "per-sequence-column"))
+    if isinstance(drawn["temperature"], str) and chance.of(0.5):
+        drawn["temperature_dtype"] = chance.pick(("float16", "bfloat16", "float64"))
+    drawn |= chance.some(
+        {
+            "logit_scale": (0.15, (0.5, 0.3, 2.0, 0.0625)),
+            "logit_softcap": (0.15, (1.0, 5.0, 30.0, 50.0)),
+        }
+    )
+    if function in WITH_LOGITS:
+        drawn["inplace"] = options["mode"] == "grad" and chance.of(0.15)
+        if drawn["inplace"] and drawn["logits_layout"] == "expanded":
+            drawn["logits_layout"] = "contiguous"
+    if chance.of(0.1):
+        drawn["ignore_index"] = chance.pick((-1, 0, 3))
+    if function in ("token_stats", "linear_token_stats"):
+        outputs = [name for name in (*DIFFERENTIABLE, "sum_sq_probs", "is_top1") if chance.of(0.6)]
+        if options["mode"] == "grad" and not set(outputs) & set(DIFFERENTIABLE):
+            outputs.append(chance.pick(DIFFERENTIABLE))
+        drawn["outputs"] = tuple(outputs) or ("logprobs",)
+    if function.endswith(("stats", "logprobs")) and chance.of(0.2):
+        drawn["mask"] = "absent"
+    return drawn
+
+
+def _head_options(chance: Chance, function: str) -> dict[str, Any]:
+    drawn: dict[str, Any] = {
+        "hidden": chance.weighed({1: 1, 2: 1, 3: 1, 8: 2, 17: 1, 32: 2, 65: 1}),
+        "bias": chance.of(0.3),
+        "lora": chance.weighed({0: 4, 1: 0.5, 3: 0.7}),
+        "chunk_tokens": chance.weighed({None: 2, 1: 1, 3: 1, 1000: 1}),
+        "compact": chance.of(0.8),
+        "logit_softcap": chance.weighed({None: 8, 1.0: 0.5, 30.0: 1}),
+    }
+    dtypes = ("float32", "bfloat16", "float16")
+    drawn |= chance.some({"weight_dtype": (0.15, dtypes)})
+    if drawn["lora"]:
+        drawn["lora_scale"] = chance.pick((0.75, 1, 2, -1.5))
+        drawn |= chance.some({"lora_dtype": (0.4, dtypes)})
+    names = ["hidden", "weight"] + ["bias"] * drawn["bias"]
+    names += ["lora_a", "lora_b"] * bool(drawn["lora"])
+    if chance.of(0.3):
+        drawn["frozen"] = tuple(name for name in names if chance.of(0.4))
+    if function == "linear_policy_loss":
+        drawn["metrics"] = chance.of(0.8)
+    return drawn
+
+
 def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
-    """Return unusual features of the data; none in about half of the cases."""
+    """Return unusual features of the data, none in about half of the cases."""
     known: list[str] = []
-    if function in WITH_ROWS:
-        known += logits_data.FEATURES
+    if function in WITH_LOGITS:
+        known += rows_data.FEATURES
     elif function in LINEAR:
         known += ("nan-row", "ties", "inf-some", "ignored")
     if function in LOSSES:
         own = str(options.get("objective", "")).startswith("own")
         known += [name for name in policy_data.FEATURES if not (own and "inf" in name)]
     known += PLAIN_FEATURES.get(function, ())
-    found = chance.some(known, min(0.5, 1.5 / max(len(known), 1)))
+    share = min(0.5, 1.5 / max(len(known), 1))
+    found = () if chance.of(0.5) else tuple(name for name in known if chance.of(share))
     top = dict(options.get("fields", {})).get("top_entropy_quantile", 1.0) < 1
     if top:  # the entropy of a row without distribution is unspecified
         found = tuple(name for name in found if name not in NO_ENTROPY)
     return found + (("nan-payload",) if chance.of(0.1) else ())
-
-
-NO_ENTROPY = ("nan-row", "nan-one", "positive-inf", "inf-row", "inf-chosen", "inf-block")
-PLAIN_FEATURES = {
-    "kl_divergence": ("logprob-inf", "ref-inf", "ref-both-inf", "nan-logprob", "nan-ref"),
-    "group_advantages": (
-        "offset",
-        "equal-groups",
-        "zero-groups",
-        "nan-rewards",
-        "inf-rewards",
-    ),
-    "gae": ("offset", "nan-rewards", "inf-rewards"),
-    "discounted_returns": ("offset", "nan-rewards", "inf-rewards"),
-    "value_loss": (
-        *("offset", "equal", "nan-values", "nan-returns", "nan-old"),
-        *("inf-values", "inf-returns", "inf-old"),
-    ),
-    "whiten": ("offset", "equal", "nan-x", "inf-x"),
-    "masked_mean": ("offset", "equal", "nan-x", "inf-x"),
-    "reduce_metrics": ("nan-metric",),
-}

@@ -6,8 +6,7 @@ from math import inf
 from typing import Any
 
 from .chance import Chance
-from .objectives import CONVENTIONS, DEFAULTS, PRESETS
-from .own_objectives import OWN
+from .objectives import CONVENTIONS, DEFAULTS, OWN
 
 AGGREGATIONS = (
     "token-mean",
@@ -28,15 +27,13 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
     objective = chance.pick(sorted(CONVENTIONS[convention]))
     if convention == "fastrl" and chance.of(0.15):
         objective = chance.pick(sorted(OWN))
-    preset = {**PRESETS.get(objective, {}), **CONVENTIONS[convention].get(objective, {})}
-    usual = {**DEFAULTS, **preset, "surrogate": preset.get("surrogate", "ppo_clip")}
-    if objective in OWN:
-        usual["surrogate"] = objective
+    usual = {**DEFAULTS, **CONVENTIONS[convention].get(objective, {"surrogate": objective})}
     fields: dict[str, Any] = {}
     fields |= _bounds(chance, usual)
     fields |= _level(chance, usual)
     fields |= _kl(chance, usual)
-    fields |= _entropy(chance)
+    if not chance.of(0.8):
+        fields["entropy_coef"] = chance.pick((0.01, 0.5, -0.25))
     fields |= _masks(chance, usual)
     needs = _aggregations(chance, options, {**usual, **fields}, fields)
     if needs is None:  # packed without sequences: an objective of tokens alone
@@ -63,15 +60,12 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
         "policy_weights": chance.weighed({None: 6, "token": 1, "sequence": 1}),
         "advantages": chance.pick(("token", "sequence")),
         **needs,
-        **_of_layout(chance, options, needs),
+        **(_of_tokens(chance) if options["layout"] == "packed" else {}),
     }
 
 
-def _of_layout(chance: Chance, options: dict, needs: dict) -> dict[str, Any]:
-    if options["layout"] != "packed":
-        return {}
-    of_tokens: dict[str, Any] = {"advantages": "token"}
-    return of_tokens | {"policy_weights": chance.pick((None, None, "token"))}
+def _of_tokens(chance: Chance) -> dict[str, Any]:
+    return {"advantages": "token", "policy_weights": chance.pick((None, None, "token"))}
 
 
 def _needs_entropy(fields: dict) -> bool:
@@ -84,10 +78,9 @@ def _bounds(chance: Chance, usual: dict) -> dict[str, Any]:
         fields["clip_low"] = chance.pick((0.0, 0.2, 0.5, 1.0))
         fields["clip_high"] = chance.pick((0.0, 0.2, 0.5, 3.0))
     high = fields.get("clip_high", usual["clip_high"])
-    if ratio == "ppo_clip" and chance.of(0.15):
-        fields["dual_clip"] = chance.pick((1.5, 3.0, 10.0))
-    if ratio == "ppo_clip" and chance.of(0.15):
-        fields["delta"] = 1 + high + chance.pick((0.125, 0.5, 4.0))
+    if ratio == "ppo_clip":
+        beyond = [1 + high + more for more in (0.125, 0.5, 4.0)]
+        fields |= chance.some({"dual_clip": (0.15, (1.5, 3.0, 10.0)), "delta": (0.15, beyond)})
     if ratio in ("ppo_clip", "cispo", "sapo", "gmpo") and chance.of(0.2):
         fields["log_ratio_clamp"] = chance.pick((0.5, 2.0, 20.0, (-1.0, 2.0), (-inf, 10.0)))
     if ratio == "sapo" and chance.of(0.3):
@@ -105,21 +98,14 @@ def _level(chance: Chance, usual: dict) -> dict[str, Any]:
 def _kl(chance: Chance, usual: dict) -> dict[str, Any]:
     if chance.of(0.6):
         return {}
-    fields: dict[str, Any] = {"kl_coef": chance.pick((0.04, 0.5, 1.0))}
-    if chance.of(0.6):
-        fields["kl_estimator"] = chance.pick(("k1", "k2", "k3", "abs"))
-    if chance.of(0.25):
-        fields["kl_clamp"] = chance.pick((0.5, 2.0, 10.0))
-    if chance.of(0.35):
-        kinds = ["straight-through"] + ["bias-corrected"] * (usual["surrogate"] != "gmpo")
-        fields["kl_gradient"] = chance.pick(kinds)
-    return fields
-
-
-def _entropy(chance: Chance) -> dict[str, Any]:
-    if chance.of(0.8):
-        return {}
-    return {"entropy_coef": chance.pick((0.01, 0.5, -0.25))}
+    kinds = ["straight-through"] + ["bias-corrected"] * (usual["surrogate"] != "gmpo")
+    return {"kl_coef": chance.pick((0.04, 0.5, 1.0))} | chance.some(
+        {
+            "kl_estimator": (0.6, ("k1", "k2", "k3", "abs")),
+            "kl_clamp": (0.25, (0.5, 2.0, 10.0)),
+            "kl_gradient": (0.35, kinds),
+        }
+    )
 
 
 def _masks(chance: Chance, usual: dict) -> dict[str, Any]:
@@ -127,12 +113,10 @@ def _masks(chance: Chance, usual: dict) -> dict[str, Any]:
     if chance.of(0.2):
         several = 1 if chance.of(0.8) else 2
         fields["rollout_correction"] = [_correction(chance) for _ in range(several)]
-        if chance.of(0.4):
-            fields["rollout_weighs"] = chance.pick(("policy", "policy-and-kl"))
-    if chance.of(0.08):
-        fields["off_policy_threshold"] = chance.pick((-0.5, 0.0, 0.25, 2.0))
-    if usual["surrogate"] != "gmpo" and chance.of(0.08):
-        fields["top_entropy_quantile"] = chance.pick((0.2, 0.5, 0.25, 0.9))
+        fields |= chance.some({"rollout_weighs": (0.4, ("policy", "policy-and-kl"))})
+    fields |= chance.some({"off_policy_threshold": (0.08, (-0.5, 0.0, 0.25, 2.0))})
+    if usual["surrogate"] != "gmpo":
+        fields |= chance.some({"top_entropy_quantile": (0.08, (0.2, 0.5, 0.25, 0.9))})
     return fields
 
 

@@ -7,27 +7,32 @@ from typing import Any
 from .chance import Chance
 from .draw_objective import normalizer, weight_options
 
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+VALUES = ("grid", "real")
+GROUPS = {
+    "baseline": (0.4, ("leave_one_out", "none", "mean")),
+    "scale": (0.4, ("batch", "none", "group")),
+    "correction": (0.3, (0, 1, 0.5, 2)),
+    "eps": (0.4, (0.0, 0.0, 0, 1e-8, 1e-4, 1.0)),
+    "singleton": (0.3, ("raw", "zero")),
+    "convention": (0.3, ("fastrl", "trl", "verl", "openrlhf")),
+}
+GAE = {
+    "gamma": (0.7, (0.0, 0.5, 0.9, 0.99, 1.0, 1)),
+    "lam": (0.7, (0.0, 0.5, 0.95, 1.0)),
+    "terminated": (0.4, (0.0, 0.2, 0.7)),
+    "truncated": (0.4, (0.0, 0.2, 0.7)),
+    "bootstrap": (0.5, ("token", "sequence")),
+}
+
 
 def _groups(chance: Chance, options: dict) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    if chance.of(0.4):
-        parameters["baseline"] = chance.pick(("leave_one_out", "none", "mean"))
-    if chance.of(0.4):
-        parameters["scale"] = chance.pick(("batch", "none", "group"))
-    if chance.of(0.3):
-        parameters["correction"] = chance.pick((0, 1, 0.5, 2))
-    if chance.of(0.4):
-        parameters["eps"] = chance.pick((0.0, 0.0, 0, 1e-8, 1e-4, 1.0))
-    if chance.of(0.3):
-        parameters["singleton"] = chance.pick(("raw", "zero"))
-    if chance.of(0.3):
-        parameters["convention"] = chance.pick(("fastrl", "trl", "verl", "openrlhf"))
     return {
-        "parameters": parameters,
+        "parameters": chance.some(GROUPS),
         "groups": "ids" if chance.of(0.4) else None,
         "layout": chance.pick(("padded", "packed")),
         "tokens": max(options["tokens"], 1),
-        "values": chance.pick(("grid", "real")),
+        "values": chance.pick(VALUES),
         "spread": chance.pick((1.0, 1e-3, 100.0)),
         "ids_dtype": chance.pick(("int64", "int32")),
     }
@@ -47,23 +52,14 @@ def _other_dtypes(chance: Chance, options: dict) -> dict[str, Any]:
 
 
 def _gae(chance: Chance, options: dict) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    if chance.of(0.7):
-        parameters["gamma"] = chance.pick((0.0, 0.5, 0.9, 0.99, 1.0, 1))
-    if chance.of(0.7):
-        parameters["lam"] = chance.pick((0.0, 0.5, 0.95, 1.0))
-    for name in ("terminated", "truncated"):
-        if chance.of(0.4):
-            parameters[name] = chance.pick((0.0, 0.2, 0.7))
-    if chance.of(0.5):
-        parameters["bootstrap"] = chance.pick(("token", "sequence"))
+    parameters = chance.some(GAE)
     if options["layout"] == "packed" and parameters.get("bootstrap") == "sequence":
         parameters["bootstrap"] = "token"
     return {
         **_other_dtypes(chance, options),
         "parameters": parameters,
         "mask": "absent" if chance.of(0.2) else options["mask"],
-        "values": chance.pick(("grid", "real")),
+        "values": chance.pick(VALUES),
     }
 
 
@@ -84,12 +80,11 @@ def _weights(chance: Chance, options: dict) -> dict[str, Any]:
 def _value_loss(chance: Chance, options: dict) -> dict[str, Any]:
     drawn = _weights(chance, options)
     drawn["parameters"].pop("count_empty", None)
-    if chance.of(0.4):
-        drawn["parameters"]["clip"] = chance.pick((0.2, 0.25, 0.5, 1.0))
-    if chance.of(0.4):
-        drawn["parameters"]["loss"] = chance.pick(("mse", "huber"))
+    drawn["parameters"] |= chance.some(
+        {"clip": (0.4, (0.2, 0.25, 0.5, 1.0)), "loss": (0.4, ("mse", "huber"))}
+    )
     drawn |= _other_dtypes(chance, options)
-    return drawn | {"values": chance.pick(("grid", "real")), "spread": chance.pick((0.0, 1.0, 5.0))}
+    return drawn | {"values": chance.pick(VALUES), "spread": chance.pick((0.0, 1.0, 5.0))}
 
 
 def _any_shape(chance: Chance, options: dict) -> dict[str, Any]:
@@ -97,15 +92,12 @@ def _any_shape(chance: Chance, options: dict) -> dict[str, Any]:
 
 
 def _kl(chance: Chance, options: dict) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    if chance.of(0.8):
-        parameters["estimator"] = chance.pick(("k1", "k2", "k3", "abs"))
-    if chance.of(0.4):
-        parameters["clamp"] = chance.pick((0.5, 2.0, 10.0))
     return {
-        "parameters": parameters,
+        "parameters": chance.some(
+            {"estimator": (0.8, ESTIMATORS), "clamp": (0.4, (0.5, 2.0, 10.0))}
+        ),
         "ref": chance.pick(("equal", "near", "far", "bounds", "huge")),
-        "values": chance.pick(("grid", "real")),
+        "values": chance.pick(VALUES),
         "mask": "all",
         "masked_values": "usual",
         **_any_shape(chance, options),
@@ -119,7 +111,7 @@ def _mean(chance: Chance, options: dict) -> dict[str, Any]:
     return {
         **shape,
         "parameters": {} if dim is None else {"dim": dim},
-        "values": chance.pick(("grid", "real")),
+        "values": chance.pick(VALUES),
         "spread": chance.pick((0.0, 1.0, 100.0)),
     }
 
@@ -128,7 +120,7 @@ def _whiten(chance: Chance, options: dict) -> dict[str, Any]:
     return {
         **_any_shape(chance, options),
         "parameters": {"shift_mean": False} if chance.of(0.3) else {},
-        "values": chance.pick(("grid", "real")),
+        "values": chance.pick(VALUES),
         "spread": chance.pick((0.0, 1e-4, 1.0, 100.0)),
     }
 

@@ -10,30 +10,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import advantages_call, linear_call, policy_call, rows_call, values_call
+from . import linear_call, policy_call, rows_call, values_call
 from .case import Case
-from .compare import Difference, Got, Part, differences
-from .refusals import PLAIN, refusal_differences
-from .trial import Trial
+from .refusals import PLAIN, refused
+from .trial import Difference, Trial
 
-Examined = Callable[[Trial], tuple[dict[str, Got], dict[str, Part]]]
-EXAMINED: dict[str, Examined] = {
-    "token_logprobs": rows_call.examined,
-    "token_stats": rows_call.examined,
-    "linear_token_logprobs": linear_call.examined_stats,
-    "linear_token_stats": linear_call.examined_stats,
-    "policy_loss": policy_call.examined_tokens,
-    "logits_policy_loss": policy_call.examined_logits,
-    "linear_policy_loss": linear_call.examined_loss,
-    "value_loss": values_call.examined_value_loss,
-    "kl_divergence": values_call.examined_kl,
-    "group_advantages": advantages_call.examined_groups,
-    "gae": advantages_call.examined_gae,
-    "discounted_returns": advantages_call.examined_gae,
-    "token_weights": values_call.examined_weights,
-    "whiten": values_call.examined_mean,
-    "masked_mean": values_call.examined_mean,
-    "reduce_metrics": values_call.examined_reduce,
+EXAMINED: dict[str, Callable[[Trial], None]] = {
+    "token_logprobs": rows_call.examine_rows,
+    "token_stats": rows_call.examine_rows,
+    "linear_token_logprobs": linear_call.examine_linear_stats,
+    "linear_token_stats": linear_call.examine_linear_stats,
+    "policy_loss": policy_call.examine_policy_loss,
+    "logits_policy_loss": policy_call.examine_logits_policy_loss,
+    "linear_policy_loss": linear_call.examine_linear_policy_loss,
+    "value_loss": values_call.examine_value_loss,
+    "kl_divergence": values_call.examine_kl_divergence,
+    "group_advantages": values_call.examine_group_advantages,
+    "gae": values_call.examine_gae,
+    "discounted_returns": values_call.examine_gae,
+    "token_weights": values_call.examine_token_weights,
+    "whiten": values_call.examine_mean,
+    "masked_mean": values_call.examine_mean,
+    "reduce_metrics": values_call.examine_reduce_metrics,
 }
 COMPILED = ("cpu", "triton", "cuda")
 BACKENDS = ("auto", "reference", *COMPILED)
@@ -44,40 +42,33 @@ class Verdict(NamedTuple):
 
     differences: list[Difference]
     doubts: Counter
-    refused: bool
-
-
-def backend_of(case: Case, backend: str) -> str:
-    """Return the backend of a call: plain torch and user functions have no compiled one."""
-    plain = case.function in PLAIN or case.objective.startswith("own")
-    return "auto" if plain and backend in COMPILED else backend
+    refused: bool = False
 
 
 def examine(case: Case, backend: str, device: str) -> Verdict:
     """Return the differences between a call and its oracle."""
     if case.wrong is not None:
-        return Verdict(refusal_differences(case, backend), Counter(), refused=True)
-    trial = Trial(case, backend_of(case, backend), device)
+        found = refused(case.function, case.wrong, backend)
+        return Verdict([Difference("call", *found)] if found else [], Counter(), refused=True)
+    # plain torch and user functions have no compiled backend
+    plain = case.function in PLAIN or case.objective.startswith("own")
+    trial = Trial(case, "auto" if plain and backend in COMPILED else backend, device)
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            got, want = EXAMINED[case.function](trial)
+            EXAMINED[case.function](trial)
+        trial.check_inputs()
     except Exception as error:
-        name = type(error).__name__
-        text = str(error).splitlines()[0] if str(error) else ""
-        found = [Difference("call", f"raised {name}: {_stem(text)}", text)]
-        return Verdict(found, trial.doubts.counts, refused=False)
-    with np.errstate(all="ignore"):
-        found = differences(got, want, trial.doubts)
-    if trial.changed():
-        found.append(Difference("given tensors", "changed", "the call wrote into one of them"))
-    return Verdict(found, trial.doubts.counts, refused=False)
+        text = next(iter(str(error).splitlines()), "")
+        stem = re.sub(r"[\d.\[\](), -]+", " ", text)[:60].strip()  # to tell errors apart
+        found = Difference("call", f"raised {type(error).__name__}: {stem}", text)
+        trial.differences.insert(0, found)
+    return Verdict(trial.differences, trial.doubts.counts)
 
 
-def _stem(text: str) -> str:
-    """The start of a message without its numbers, to tell one error from another."""
-    return re.sub(r"[\d.\[\](), -]+", " ", text)[:60].strip()
+#: Which function differs in which part and how: failures with one signature are one.
+Signature = tuple[str, str, str]
 
 
-def signature(case: Case, difference: Difference) -> tuple[str, str, str]:
-    return case.function, difference.part, difference.kind
+def signatures(case: Case, verdict: Verdict) -> list[Signature]:
+    return [(case.function, found.part, found.kind) for found in verdict.differences]

@@ -1,118 +1,139 @@
-"""The linear forms: arguments and expected results."""
+"""The linear forms: hidden states and an LM head, arguments and expected results."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from .bounded import Bounded, unbounded
-from .compare import Got, Part, part
-from .head_data import HeadData, head_arguments, head_of, oracle_of, tensors_of
+from .case import Case
+from .oracle.bounded import Bounded, of_results, unbounded, where
 from .oracle.head import LinearHead
-from .policy_call import UPSTREAM, expected_parts, loss_parts, row_gradient, upstream
-from .policy_data import of_tokens
-from .policy_inputs import PolicyInputs
-from .rows_call import differentiate, parts_of, upstreams_of
-from .rows_call import expected_parts as expected_statistics
-from .rows_data import LogitRows, ids_tensor, rows_of, token_options
-from .tensors import mask_tensor
+from .oracle.rows import Rows
+from .oracle.terms import zeros
+from .policy_call import UPSTREAM, expect_loss, policy_inputs, row_gradient, upstream
+from .rows_call import differentiated, expect_parts, parts_of, row_arguments, upstreams_of
+from .rows_data import LogitRows, ids_tensor, noted, rows_of, token_options, wide_tensor
+from .tokens import as_held, flat_tensor, laid_out
 from .trial import Trial
 
+#: The gradient of the logits enters the GEMMs of two bfloat16 operands as the sum of two bfloat16
+#: on the matrix tiles of a CPU, and rounded to bfloat16 on the tensor cores of a GPU.
+ENTERING = {"cpu": 2.0**-16, "cuda": 2.0**-8}
 
-def examined_stats(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
-    """Examine `linear_token_logprobs` and `linear_token_stats`."""
-    case = trial.case
-    rows = rows_of(case)
-    head = head_of(case, rows)
-    leaves = _leaves(trial, rows, head)
-    arguments = trial.moved({"mask": mask_tensor(case, rows.tokens)})
-    arguments |= trial.moved(token_options(rows)) | head_arguments(case, leaves)
-    if case.function == "linear_token_stats":
-        arguments["outputs"] = case.outputs
-    ids = trial.moved(ids_tensor(rows))
-    parts = parts_of(trial.call(leaves["hidden"], leaves["weight"], ids, **arguments))
-    linear, oracle = oracle_of(trial, rows, head)
-    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
-    got = {name: part(x) for name, x in parts.items()}
-    want = expected_statistics(rows, oracle)
-    moving = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    if trial.differentiates(*moving.values()):
-        differentiate(trial, rows, list(moving.values()), parts)
-        got |= {f"grad {name}": part(leaf.grad) for name, leaf in moving.items()}
+
+def numbers_of(case: Case, rows: LogitRows) -> dict[str, tuple[np.ndarray, str]]:
+    """Return hidden states `[N, H]` and parameters with their dtypes, to which they are rounded."""
+    random = case.random("head")
+    width, vocabulary = case.hidden, case.vocabulary
+    weight_dtype = case.dtype if case.weight_dtype == "like" else case.weight_dtype
+    lora_dtype = weight_dtype if case.lora_dtype == "like" else case.lora_dtype
+    hidden = random.standard_normal((rows.tokens.total, width)) * case.spread
+    if case.has("nan-row"):
+        hidden[random.random(len(hidden)) < 0.3] = np.nan
+    if case.has("ties"):
+        hidden = np.round(hidden)
+    drawn = {"hidden": (hidden, case.dtype)}
+    drawn["weight"] = random.standard_normal((vocabulary, width)) / width**0.5, weight_dtype
+    if case.bias:
+        bias = random.standard_normal(vocabulary)
+        if case.has("inf-some"):
+            bias[random.random(vocabulary) < 0.3] = -np.inf
+        drawn["bias"] = bias, weight_dtype
+    if case.lora:
+        drawn["lora_a"] = random.standard_normal((case.lora, width)) / width**0.5, lora_dtype
+        b = random.standard_normal((vocabulary, case.lora)) / case.lora**0.5
+        drawn["lora_b"] = b, lora_dtype
+    return {name: (as_held(values, dtype), dtype) for name, (values, dtype) in drawn.items()}
+
+
+class LinearCall:
+    """The tensors of a linear form, and the oracle of the head and of the rows that it makes."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.case = case = trial.case
+        self.rows = rows = rows_of(case)
+        numbers = numbers_of(case, rows)
+        self.tensors: dict[str, Tensor] = {"hidden": wide_tensor(rows, numbers["hidden"][0])}
+        for name, (values, dtype) in list(numbers.items())[1:]:
+            layout = case.token_layout if name == "weight" else "contiguous"
+            self.tensors[name] = laid_out(flat_tensor(case, values, dtype), layout)
+        for name in self.tensors.keys() - set(case.frozen):
+            self.tensors[name] = trial.leaf(self.tensors[name])
+        self.moving = {name: x for name, x in self.tensors.items() if name not in case.frozen}
+        held = {name: values for name, (values, _) in numbers.items()}
+        weight_dtype = numbers["weight"][1]
+        arithmetic = of_results(case.dtype, weight_dtype)
+        alike = case.dtype == weight_dtype == "bfloat16"
+        self.head = LinearHead(
+            held["hidden"][rows.active],
+            held["weight"],
+            held.get("bias"),
+            (held["lora_a"], held["lora_b"], float(case.lora_scale)) if case.lora else None,
+            arithmetic,
+            ENTERING[trial.device.partition(":")[0]] if alike else 0.0,
+        )
+        x, error = self.head.logits()
+        ids = rows.ids[rows.active]
+        self.oracle = noted(trial, Rows(x, ids, rows.head(trial), arithmetic, error))
+
+    def made(self, trial: Trial, **arguments: Any) -> Any:
+        """Return the result of the call."""
+        case, given = self.case, self.tensors
+        if "bias" in given:
+            arguments["bias"] = given["bias"]
+        if "lora_a" in given:
+            arguments["lora"] = (given["lora_a"], given["lora_b"], case.lora_scale)
+        for name in ("chunk_tokens", "compact"):
+            if name in case.options:
+                arguments[name] = getattr(case, name)
+        return trial.call(given["hidden"], given["weight"], ids_tensor(self.rows), **arguments)
+
+    def gradients(self, dx: Bounded, idle: np.ndarray, factor: float = 1.0) -> dict[str, Bounded]:
+        """Return the expected gradients of tensors that are not frozen."""
+        # of a row that has no upstream gradient there is none, whatever the row holds: it is left
+        # out
+        if not self.case.compact:
+            idle = idle & np.isfinite(self.head.hidden).all(1)
+        dx = where(idle[:, None], zeros(dx), dx)
+        anything = np.isinf(dx.error).any(1, keepdims=True)
+        hidden = np.where(anything & ~np.isfinite(self.head.hidden), 0.0, self.head.hidden)
+        found = dataclasses.replace(self.head, hidden=hidden, factor=factor).gradients(dx)
+        found["hidden"] = self.rows.tokens.placed(found["hidden"], self.rows.active)
+        return {name: found[name] for name in self.moving}
+
+
+def examine_linear_stats(trial: Trial) -> None:
+    call = LinearCall(trial)
+    rows, oracle = call.rows, call.oracle
+    parts = parts_of(call.made(trial, **row_arguments(rows)))
+    expect_parts(trial, rows, parts, oracle)
+    if trial.backward(call.moving, *differentiated(rows, parts)):
         upstreams = upstreams_of(rows, oracle)
-        dx = oracle.gradient(*upstreams)
-        want |= _gradient_parts(rows, head, linear, dx, _idle(*upstreams))
-    return got, want
+        want = call.gradients(oracle.gradient(*upstreams), _idle(*upstreams))
+        trial.expect_gradients(call.moving, want)
 
 
-def examined_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
-    """Examine `linear_policy_loss`."""
-    case = trial.case
-    rows = rows_of(case)
-    head, tokens, active = head_of(case, rows), rows.tokens, rows.active
-    linear, oracle = oracle_of(trial, rows, head)
-    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
-    logprobs = np.zeros(tokens.total)
-    logprobs[active] = oracle.logprobs.value
-    inputs = PolicyInputs(case, tokens, active, logprobs)
-    leaves = _leaves(trial, rows, head)
-    arguments = trial.moved({**inputs.arguments(), **token_options(rows)})
-    arguments |= head_arguments(case, leaves)
-    if not case.metrics:
-        arguments["metrics"] = False
-    constants = trial.moved([ids_tensor(rows), *inputs.constants()])
-    result = trial.call(leaves["hidden"], leaves["weight"], *constants, **arguments)
-    loss = inputs.expected(oracle.logprobs, oracle.entropy, linear.arithmetic, trial.doubts)
+def examine_linear_policy_loss(trial: Trial) -> None:
+    case, call = trial.case, LinearCall(trial)
+    oracle, inputs = call.oracle, policy_inputs(call.rows, call.oracle)
+    without = {} if case.metrics else {"metrics": False}
+    result = call.made(trial, **inputs.arguments(), **token_options(call.rows), **without)
+    loss = inputs.expected(oracle.logprobs, oracle.entropy, oracle.arithmetic, trial.doubts)
     unseen = np.zeros(oracle.n, bool)
     if not case.metrics:  # a row without advantage need not even be projected
-        advantages = of_tokens(inputs.advantages, tokens)[active]
+        advantages = inputs.of_valid(inputs.advantages)
         unseen = (advantages == 0) & ~np.isfinite(loss.slope.value)
         trial.doubts.add("unseen rows", unseen)
-    got, want = loss_parts(result), expected_parts(loss, linear.arithmetic)
-    if not case.metrics:
-        want = {"loss": Part(unbounded(loss.loss, unseen.any()), linear.arithmetic.name)}
-    moving = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    if trial.differentiates(*moving.values()):
-        trial.backward(list(moving.values()), [result.loss], [upstream(case, result.loss)])
-        got |= {f"grad {name}": part(leaf.grad) for name, leaf in moving.items()}
+    metrics = loss.metrics if case.metrics else {}
+    expect_loss(trial, result, unbounded(loss.loss, unseen.any()), metrics)
+    if trial.backward(call.moving, [result.loss], [upstream(case, result.loss)]):
         dx = unbounded(row_gradient(oracle, loss, case), unseen[:, None])
         idle = _idle(loss.slope, loss.entropy_slope) & ~unseen
-        linear = dataclasses.replace(linear, factor=abs(UPSTREAM[case.upstream]))
-        for name, of_loss in _gradient_parts(rows, head, linear, dx, idle).items():
-            want[name] = dataclasses.replace(of_loss, waited_for=UPSTREAM[case.upstream])
-    return got, want
-
-
-def _leaves(trial: Trial, rows: LogitRows, head: HeadData) -> dict[str, Tensor]:
-    """Return hidden states and parameters, those that are not frozen as leaves."""
-    frozen = trial.case.frozen
-    tensors = tensors_of(trial.case, rows, head)
-    return {name: trial.leaf(tensor, frozen=name in frozen) for name, tensor in tensors.items()}
-
-
-def _gradient_parts(
-    rows: LogitRows, head: HeadData, linear: LinearHead, dx: Bounded, idle: np.ndarray
-) -> dict[str, Part]:
-    """Return the expected gradients of tensors that are not frozen."""
-    # of a row that has no upstream gradient there is none, whatever the row holds: it is left out
-    if not rows.case.compact:
-        idle = idle & np.isfinite(linear.hidden).all(1)
-    dx = Bounded(
-        np.where(idle[:, None], 0.0, dx.value),
-        np.where(idle[:, None], 0.0, dx.error),
-        dx.arithmetic,
-    )
-    anything = np.isinf(dx.error).any(1, keepdims=True)
-    hidden = np.where(anything & ~np.isfinite(linear.hidden), 0.0, linear.hidden)
-    found = dataclasses.replace(linear, hidden=hidden).gradients(dx)
-    found["hidden"] = rows.placed(found["hidden"])
-    return {
-        f"grad {name}": Part(value, head.dtypes[name])
-        for name, value in found.items()
-        if name not in rows.case.frozen
-    }
+        by = UPSTREAM[case.upstream]
+        trial.expect_gradients(call.moving, call.gradients(dx, idle, abs(by)), by)
 
 
 def _idle(*upstreams: Bounded) -> np.ndarray:

@@ -1,129 +1,31 @@
 """The objective of a case: as passed to fastrl, and the fields that the oracle reads.
 
-The presets repeat the table in `docs/losses.md`.
+User-defined ones are in torch for fastrl, and by formula for the oracle.
 """
 
 from __future__ import annotations
 
-from math import inf
+import dataclasses
 from typing import Any
 
+import numpy as np
+import torch
+
 from fastrl import Objective, RolloutCorrection
+from fastrl.objective.presets import CONVENTIONS as CONVENTIONS
 
 from .case import Case
-from .own_objectives import OWN
+from .oracle.bounded import Bounded
+from .oracle.functions import exp
+from .oracle.policy import Function, fields_of
+from .oracle.terms import Term, never, zeros
+from .oracle.tokens import Tokens
 
-DEFAULTS: dict[str, Any] = {
-    "surrogate": "ppo_clip",
-    "level": "token",
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "dual_clip": None,
-    "delta": None,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "kl_clamp": None,
-    "kl_gradient": "exact",
-    "entropy_coef": 0.0,
-    "log_ratio_clamp": None,
-    "aggregation": "token-mean",
-    "kl_aggregation": None,
-    "entropy_aggregation": None,
-    "length_norm": None,
-    "count_empty": False,
-    "rollout_correction": None,
-    "rollout_weighs": "policy-and-kl",
-    "off_policy_threshold": None,
-    "top_entropy_quantile": 1.0,
-}
-
-_SEQUENCE = {"level": "sequence", "clip_low": 0.0003, "clip_high": 0.0004}
-_SEQUENCE_MEAN = {"aggregation": "seq-mean-token-mean"}
-PRESETS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "grpo": _SEQUENCE_MEAN,
-    "bnpo": {"aggregation": "token-mean"},
-    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm"},
-    "dapo": {"aggregation": "token-mean", "clip_high": 0.28},
-    "gspo": {**_SEQUENCE, **_SEQUENCE_MEAN},
-    "gmpo": {
-        "surrogate": "gmpo",
-        "level": "sequence",
-        "clip_low": 0.4,
-        "clip_high": 0.4,
-        **_SEQUENCE_MEAN,
-    },
-    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"},
-    "sapo": {"surrogate": "sapo", **_SEQUENCE_MEAN},
-    "luspo": {**_SEQUENCE, "aggregation": "seq-mean-token-sum"},
-    "reinforce": {"surrogate": "reinforce", "aggregation": "token-mean"},
-}
-
-_EMPTY = {"count_empty": True}
-_BY_TOKEN = {"aggregation": "token-mean"}
-_HELD = {"log_ratio_clamp": 20.0}
-_VERL_PPO = {"dual_clip": 3.0, **_HELD}
-_OTHERS_BY_TOKEN = {"kl_aggregation": "token-mean", "entropy_aggregation": "token-mean"}
-_ALL = {
-    "trl": {"entropy_aggregation": "token-mean", "rollout_weighs": "policy"},
-    "verl": {"kl_clamp": 10.0, "rollout_weighs": "policy"},
-    "openrlhf": {"kl_clamp": 10.0, "rollout_weighs": "policy"},
-}
-CONVENTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "trl": {
-        "grpo": _EMPTY,
-        "bnpo": {},
-        "dr_grpo": _EMPTY,
-        "dapo": {"clip_high": 0.2},
-        "gspo": _EMPTY,
-        "gmpo": _EMPTY,
-        "cispo": {},
-        "sapo": _EMPTY,
-        "luspo": _EMPTY,
-    },
-    "verl": {
-        "ppo": _VERL_PPO,
-        "grpo": {**_BY_TOKEN, **_VERL_PPO},
-        "dr_grpo": _VERL_PPO,
-        "dapo": _VERL_PPO,
-        "gspo": {
-            "level": "sequence-token",
-            "log_ratio_clamp": (-inf, 10.0),
-            **_OTHERS_BY_TOKEN,
-        },
-        "gmpo": {**_EMPTY, **_OTHERS_BY_TOKEN},
-        "cispo": {"clip_low": 0.2, "clip_high": 0.2, **_HELD},
-        "sapo": {**_HELD, **_OTHERS_BY_TOKEN},
-        "reinforce": {},
-    },
-    "openrlhf": {
-        "ppo": _HELD,
-        "grpo": {**_BY_TOKEN, **_HELD},
-        "dapo": _HELD,
-        "gspo": _OTHERS_BY_TOKEN,
-    },
-}
-CONVENTIONS = {
-    convention: {name: {**_ALL[convention], **changes} for name, changes in presets.items()}
-    for convention, presets in CONVENTIONS.items()
-}
-CONVENTIONS["fastrl"] = {name: {} for name in PRESETS}
+#: Every field of an objective, with its default.
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Objective)}
 
 
-def fields_of(case: Case) -> dict[str, Any]:
-    """Return every field of the objective of a case, according to the docs."""
-    given = dict(case.fields)
-    if case.objective in OWN:
-        return {**DEFAULTS, **given, "surrogate": case.objective}
-    fields = {**DEFAULTS, **PRESETS[case.objective], **CONVENTIONS[case.convention][case.objective]}
-    if case.convention == "verl" and given.get("kl_estimator", "k3") != "k3":
-        fields["kl_clamp"] = None  # verl holds its k3 alone
-    return {**fields, **given}
-
-
-def objective_of(case: Case) -> object:
+def objective_of(case: Case) -> Any:
     """Return the objective as passed to fastrl."""
     changes = dict(case.fields)
     corrections = changes.get("rollout_correction")
@@ -131,8 +33,68 @@ def objective_of(case: Case) -> object:
         built = tuple(RolloutCorrection(**correction) for correction in corrections)
         changes["rollout_correction"] = built[0] if len(built) == 1 else built
     if case.objective in OWN:
-        function = OWN[case.objective].function
+        function = OWN[case.objective][0]
         return Objective(surrogate=function, **changes) if changes else function
     if not changes and case.convention == "fastrl":
         return case.objective
     return Objective.preset(case.objective, convention=case.convention, **changes)
+
+
+def objective_fields(case: Case) -> dict[str, Any]:
+    objective = objective_of(case)
+    if isinstance(objective, str):
+        objective = Objective.preset(objective)
+    return fields_of(
+        objective if isinstance(objective, Objective) else Objective(surrogate=objective)
+    )
+
+
+def own_term(case: Case) -> Function | None:
+    return OWN[case.objective][1] if case.objective in OWN else None
+
+
+def _ratio(logprobs, old, ref, advantages):
+    return -torch.exp(logprobs - old) * advantages
+
+
+def _ratio_oracle(tokens: Tokens, x: Bounded) -> Term:
+    value = -(exp(_log_ratio(tokens)) * tokens.advantages)
+    return _term(value, value)
+
+
+def _square(logprobs, old, ref, advantages):
+    return (logprobs - old - advantages) ** 2 / 2
+
+
+def _square_oracle(tokens: Tokens, x: Bounded) -> Term:
+    off = _log_ratio(tokens) - tokens.advantages
+    return _term(off * off / 2.0, off)
+
+
+def _to_reference(logprobs, old, ref, advantages):
+    far = logprobs if ref is None else logprobs - ref
+    return far * 0.5 - advantages * logprobs
+
+
+def _to_reference_oracle(tokens: Tokens, x: Bounded) -> Term:
+    logprobs = tokens.logprobs
+    far = logprobs if tokens.ref is None else logprobs - tokens.ref
+    slope = 0.5 - tokens.advantages  # the sum of two gradients, each weighed by itself
+    terms = 2 * slope.arithmetic.unit * (0.5 + np.abs(tokens.advantages.value))
+    slope = Bounded(slope.value, slope.error + terms, slope.arithmetic)
+    return _term(far * 0.5 - tokens.advantages * logprobs, slope)
+
+
+def _log_ratio(tokens: Tokens) -> Bounded:
+    return tokens.logprobs - (tokens.logprobs if tokens.old is None else tokens.old)
+
+
+def _term(value: Bounded, slope: Bounded) -> Term:
+    return Term(value, zeros(value), slope, never(value), never(value))
+
+
+OWN = {
+    "own ratio": (_ratio, _ratio_oracle),
+    "own square": (_square, _square_oracle),
+    "own to-reference": (_to_reference, _to_reference_oracle),
+}

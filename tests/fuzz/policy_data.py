@@ -1,4 +1,4 @@
-"""The data of a policy loss per token, besides logits.
+"""The inputs of a loss per token, besides logits: their numbers, as tensors, and for the oracle.
 
 Log-probabilities on a grid of 1/64 have exact differences in float32 (and, if small, in 16 bits),
 so that a log ratio can be exactly on a bound; `bounds_of` lists the bounds of the objective.
@@ -6,13 +6,29 @@ so that a log ratio can be exactly on a bound; `bounds_of` lists the bounds of t
 
 from __future__ import annotations
 
-from math import inf, isfinite, log, log1p, sqrt
+from math import inf, isfinite, log, log1p, nan, sqrt
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .case import Case
-from .logits_data import as_held
-from .tokens import Tokens
+from .objectives import objective_fields, objective_of, own_term
+from .oracle.bounded import Arithmetic, Bounded, Doubts
+from .oracle.policy import Loss, policy_loss
+from .oracle.tokens import Tokens as ValidTokens
+from .oracle.tokens import Weighing, term_weights
+from .tokens import (
+    Tokens,
+    as_held,
+    bounds_argument,
+    flat_tensor,
+    mask_tensor,
+    on_grid,
+    some,
+    token_tensor,
+)
 
 GRID = 64.0
 FEATURES = (
@@ -40,18 +56,27 @@ FEATURES = (
 
 def logprobs_of(case: Case, tokens: Tokens) -> np.ndarray:
     """Return the log-probabilities of a case without logits, rounded to its dtype."""
-    random = case.random("logprobs")
-    drawn = -np.abs(random.standard_normal(tokens.total)) * 3
-    drawn = _on_grid(case, drawn)
-    for feature, value in (("logprob-inf", -inf), ("both-inf", -inf), ("nan-logprob", np.nan)):
-        drawn = _some(case, feature, drawn, value)
+    drawn = -np.abs(case.random("logprobs").standard_normal(tokens.total)) * 3
+    drawn = on_grid(case, drawn, GRID)
+    for feature, value in (("logprob-inf", -inf), ("both-inf", -inf), ("nan-logprob", nan)):
+        drawn = some(case, feature, drawn, value)
     if case.has("ref-both-inf") or case.has("rollout-both-inf"):
-        drawn = _some(case, "both-inf everywhere", drawn, -inf, always=True)
+        banned = case.random("both-inf everywhere").random(len(drawn)) < 0.4
+        drawn = np.where(banned, -inf, drawn)
     return as_held(drawn, case.dtype)
 
 
-def bounds_of(fields: dict) -> list[float]:
-    """Return the log ratios at which behavior changes."""
+def bounds_of(name: str, fields: dict) -> list[float]:
+    """Return the log ratios of this tensor at which behavior changes."""
+    if name == "ref":  # ref - logprob
+        clamp = fields["kl_clamp"]
+        around = [] if clamp is None else [clamp, -clamp, sqrt(2 * clamp), -sqrt(2 * clamp)]
+        return [0.0, 80.0, -80.0, 40.0, -40.0, 17.0, 30.0, *around]
+    if name == "rollout":  # old - rollout
+        corrections, threshold = fields["rollout_correction"], fields["off_policy_threshold"]
+        bounds = [x for one in corrections or () for x in (one["low"], one["high"])]
+        found = [0.0, 80.0, -80.0, *(log(x) for x in bounds if 0 < x < inf)]
+        return found if threshold is None else [*found, threshold, -threshold]
     clamp = fields["log_ratio_clamp"]
     clamps = clamp if isinstance(clamp, tuple) else (clamp, -clamp) if clamp else ()
     low, high = fields["clip_low"], fields["clip_high"]
@@ -62,79 +87,37 @@ def bounds_of(fields: dict) -> list[float]:
     return found
 
 
-def kl_bounds_of(fields: dict) -> list[float]:
-    """Return the values of ref - logprob at which behavior changes."""
-    clamp = fields["kl_clamp"]
-    around = [] if clamp is None else [clamp, -clamp, sqrt(2 * clamp), -sqrt(2 * clamp)]
-    return [0.0, 80.0, -80.0, 40.0, -40.0, 17.0, 30.0, *around]
-
-
-def correction_bounds_of(fields: dict) -> list[float]:
-    """Return the values of old - rollout at which a correction changes."""
-    found = [0.0, 80.0, -80.0]
-    for correction in fields["rollout_correction"] or ():
-        bounds = (correction["low"], correction["high"])
-        found += [log(x) for x in bounds if 0 < x < inf]
-    threshold = fields["off_policy_threshold"]
-    return found if threshold is None else [*found, threshold, -threshold]
-
-
-def distances(case: Case, what: str, kind: str, bounds: list[float], n: int) -> np.ndarray:
-    """Return log-probability differences of a kind."""
-    random = case.random(what)
+def beside(case: Case, name: str, logprobs: np.ndarray, fields: dict) -> np.ndarray | None:
+    """Return old, ref or rollout log-probabilities close to these, or infinite, or NaN."""
+    kind, random, n = getattr(case, name), case.random(name), len(logprobs)
+    if kind is None:
+        return None
     normal = random.standard_normal(n)
     if kind == "equal":
-        return np.zeros(n)
-    if kind == "bounds":
-        at = random.choice(bounds, n)
-        return np.where(random.random(n) < 0.7, at, _on_grid(case, at + normal / 8))
-    scale = {"near": 0.15, "far": 5.0, "huge": 60.0}[kind]
-    return _on_grid(case, normal * scale)
-
-
-def old_of(case: Case, logprobs: np.ndarray, fields: dict) -> np.ndarray | None:
-    if case.old is None:
-        return None
-    x = distances(case, "old", case.old, bounds_of(fields), len(logprobs))
-    return _beside(case, "old", logprobs, -x)
-
-
-def ref_of(case: Case, logprobs: np.ndarray, fields: dict) -> np.ndarray | None:
-    if case.ref is None:
-        return None
-    d = distances(case, "ref", case.ref, kl_bounds_of(fields), len(logprobs))
-    return _beside(case, "ref", logprobs, d)
-
-
-def rollout_of(case: Case, old: np.ndarray, fields: dict) -> np.ndarray | None:
-    if case.rollout is None:
-        return None
-    g = distances(case, "rollout", case.rollout, correction_bounds_of(fields), len(old))
-    return _beside(case, "rollout", old, -g)
-
-
-def _beside(case: Case, name: str, logprobs: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Return log-probabilities close to these, or infinite, or NaN."""
+        by = np.zeros(n)
+    elif kind == "bounds":
+        at = random.choice(bounds_of(name, fields), n)
+        by = np.where(random.random(n) < 0.7, at, on_grid(case, at + normal / 8, GRID))
+    else:
+        by = on_grid(case, normal * {"near": 0.15, "far": 5.0, "huge": 60.0}[kind], GRID)
     finite = np.isfinite(logprobs)
-    values = np.where(finite, logprobs, -2.5) + by
+    values = np.where(finite, logprobs, -2.5) + (by if name == "ref" else -by)
     both = "both-inf" if name == "old" else f"{name}-both-inf"
-    together = ~finite & (case.random(both).random(len(values)) < 0.7)
+    together = ~finite & (case.random(both).random(n) < 0.7)
     values = np.where(together & (case.has(both) or case.has("inf-chosen")), -inf, values)
-    values = _some(case, f"{name}-inf", values, -inf)
-    values = _some(case, f"nan-{name}", values, np.nan)
-    return as_held(values, case.token_dtype)
+    values = some(case, f"{name}-inf", values, -inf)
+    return as_held(some(case, f"nan-{name}", values, nan), case.token_dtype)
 
 
 def entropy_of(case: Case, tokens: Tokens) -> np.ndarray | None:
     if not case.entropy:
         return None
-    drawn = np.abs(_on_grid(case, case.random("entropy").standard_normal(tokens.total) * 2))
-    return as_held(_some(case, "nan-entropy", drawn, np.nan), case.token_dtype)
+    drawn = case.random("entropy").standard_normal(tokens.total) * 2
+    drawn = np.abs(on_grid(case, drawn, GRID))
+    return as_held(some(case, "nan-entropy", drawn, nan), case.token_dtype)
 
 
-def advantages_of(case: Case, tokens: Tokens) -> np.ndarray:
-    """Return advantages, one of each token or each sequence."""
-    count = tokens.total if case.advantages == "token" else tokens.count
+def advantages_of(case: Case, count: int) -> np.ndarray:
     random = case.random("advantages")
     drawn = np.round(random.standard_normal(count) * GRID) / GRID
     drawn = np.where(random.random(count) < 0.3, random.choice([-1.0, 0.0, 1.0], count), drawn)
@@ -146,30 +129,120 @@ def advantages_of(case: Case, tokens: Tokens) -> np.ndarray:
         drawn = -np.abs(drawn)
     drawn = drawn * (2.0**100 if case.has("large-advantages") else 1)
     drawn = drawn * (2.0**-100 if case.has("tiny-advantages") else 1)
-    drawn = _some(case, "nan-advantages", drawn, np.nan)
-    return as_held(_some(case, "inf-advantages", drawn, inf), case.token_dtype)
+    drawn = some(case, "nan-advantages", drawn, nan)
+    return as_held(some(case, "inf-advantages", drawn, inf), case.token_dtype)
 
 
-def policy_weights_of(case: Case, tokens: Tokens) -> np.ndarray | None:
-    if case.policy_weights is None:
-        return None
-    count = tokens.total if case.policy_weights == "token" else tokens.count
-    drawn = case.random("policy weights").choice([0.0, 0.5, 1.0, 1.25, 3.0], count)
-    return as_held(drawn, case.token_dtype)
+class PolicyInputs:
+    """The numbers of every token besides logits, and how they are passed."""
+
+    def __init__(self, case: Case, tokens: Tokens, valid: np.ndarray, logprobs: np.ndarray) -> None:
+        self.case, self.tokens, self.valid = case, tokens, valid
+        self.fields = objective_fields(case)
+        counts = {"token": tokens.total, "sequence": tokens.count}
+        self.advantages = advantages_of(case, counts[case.advantages])
+        self.policy_weights = None
+        if case.policy_weights is not None:
+            known, count = [0.0, 0.5, 1.0, 1.25, 3.0], counts[case.policy_weights]
+            drawn = case.random("policy weights").choice(known, count)
+            self.policy_weights = as_held(drawn, case.token_dtype)
+        self.old = beside(case, "old", logprobs, self.fields)
+        self.ref = beside(case, "ref", logprobs, self.fields)
+        sampled = logprobs if self.old is None else self.old
+        self.rollout = beside(case, "rollout", sampled, self.fields)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that all policy losses share, as tensors."""
+        case, tokens = self.case, self.tokens
+        given: dict[str, Any] = {
+            "advantages": self._tensor(self.advantages, case.advantages),
+            "mask": mask_tensor(case, tokens),
+            "objective": objective_of(case),
+            **weighing_arguments(case, tokens),
+        }
+        for name in ("old", "ref", "rollout"):
+            values = getattr(self, name)
+            if values is not None:
+                given[f"{name}_logprobs"] = self._tensor(values, "token")
+        if self.policy_weights is not None:
+            given["policy_weights"] = self._tensor(self.policy_weights, case.policy_weights)
+        return given
+
+    def _tensor(self, values: np.ndarray, level: str) -> Tensor:
+        if level == "token":
+            return token_tensor(self.case, self.tokens, values, self.case.token_dtype)
+        return flat_tensor(self.case, values, self.case.token_dtype)
+
+    def of_valid(self, values: np.ndarray) -> np.ndarray:
+        """Return values per sequence or per token of the valid tokens."""
+        tokens = self.tokens
+        per_token = values if len(values) == tokens.total else values[tokens.sequence]
+        return per_token[self.valid]
+
+    def expected(
+        self, logprobs: Bounded, entropy: Bounded | None, arithmetic: Arithmetic, doubts: Doubts
+    ) -> Loss:
+        """Return the loss of log-probabilities and entropies of the valid tokens."""
+        names = ("advantages", "old", "ref", "rollout", "policy_weights")
+        held = {name: getattr(self, name) for name in names}
+        inputs = ValidTokens(
+            logprobs=logprobs,
+            entropy=entropy,
+            sequence=self.tokens.sequence[self.valid],
+            count=self.tokens.count,
+            **{
+                name: None if x is None else Bounded(self.of_valid(x), 0.0, arithmetic)
+                for name, x in held.items()
+            },
+        )
+        weighing = weighing_of(self.case, self.tokens, self.valid, self.fields)
+        normalizers = {term: normalizer_of(self.case, term) for term in ("policy", "kl", "entropy")}
+        weights = term_weights(weighing, self.fields, normalizers, arithmetic)
+        return policy_loss(inputs, self.fields, weights, doubts, own_term(self.case))
 
 
-def of_tokens(values: np.ndarray, tokens: Tokens) -> np.ndarray:
-    """Return values per sequence or per token, per token."""
-    return values if len(values) == tokens.total else values[tokens.sequence]
+def weighing_arguments(case: Case, tokens: Tokens) -> dict[str, Any]:
+    """Return normalizer, groups and bounds of sequences as they are given."""
+    given: dict[str, Any] = bounds_argument(case, tokens)
+    if case.groups == "ids":
+        ids = torch.from_numpy(_groups_of(case, tokens))
+        given["group_ids"] = ids.to(getattr(torch, case.groups_dtype))
+    elif case.groups is not None:
+        given["group_size"] = case.groups
+    if isinstance(case.normalizer, dict):
+        given["normalizer"] = {name: _given(x) for name, x in case.normalizer.items()}
+    elif case.normalizer is not None:
+        given["normalizer"] = _given(case.normalizer)
+    return given
 
 
-def _on_grid(case: Case, x: np.ndarray) -> np.ndarray:
-    return np.round(x * GRID) / GRID if case.values == "grid" else x
+def _given(number: float | tuple[float, ...]) -> float | Tensor:
+    """A number in a tuple is given as a tensor."""
+    return torch.tensor(number[0]) if isinstance(number, tuple) else number
 
 
-def _some(
-    case: Case, feature: str, x: np.ndarray, value: float, *, always: bool = False
-) -> np.ndarray:
-    if not (always or case.has(feature)):
-        return x
-    return np.where(case.random(feature).random(len(x)) < 0.4, value, x)
+def _groups_of(case: Case, tokens: Tokens) -> np.ndarray | None:
+    if case.groups == "ids":
+        far = 2**31 - 1 if case.groups_dtype == "int32" else 2**40
+        return case.random("groups").choice([7, -3, 0, far], tokens.count)
+    return None if case.groups is None else np.arange(tokens.count) // case.groups
+
+
+def normalizer_of(case: Case, term: str = "policy") -> float | None:
+    """Return the number that the oracle gets."""
+    given = case.normalizer
+    given = given.get(term) if isinstance(given, dict) else given
+    return given[0] if isinstance(given, tuple) else given
+
+
+def weighing_of(case: Case, tokens: Tokens, valid: np.ndarray, options: dict) -> Weighing:
+    """Return what weighs the tokens; `options` has length_norm and count_empty."""
+    return Weighing(
+        valid=valid,
+        sequence=tokens.sequence,
+        count=tokens.count,
+        width=0 if tokens.packed else tokens.shape[1],
+        groups=_groups_of(case, tokens),
+        length_norm=options.get("length_norm"),
+        count_empty=options.get("count_empty", False),
+    )

@@ -1,4 +1,4 @@
-"""Rows of a vocabulary: which count, their ids and temperatures, and how logits are given."""
+"""Rows of logits: which count, their ids, numbers and temperatures, and how they are given."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from .arithmetic import Arithmetic, of_results
-from .bounded import Bounded, Decision
 from .case import Case
-from .logits_data import as_held, ids_of
-from .oracle.rows import Head
-from .tensors import flat_tensor, laid_out, numbers, token_tensor
-from .tokens import Tokens, tokens_of
+from .oracle.bounded import of_results
+from .oracle.rows import Head, Rows
+from .tokens import MASKED_VALUES, Tokens, as_held, flat_tensor, laid_out, token_tensor, tokens_of
 from .trial import Trial
+
+BLOCK = 4096  # columns that the CPU kernel reads at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,34 +28,26 @@ class LogitRows:
     temperature: np.ndarray  # [N]
     active: np.ndarray  # [N]
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return of_results(self.case.dtype)
-
     def head(self, trial: Trial) -> Head:
         case, heat = self.case, self.temperature[self.active]
         return Head(heat, case.logit_scale, case.logit_softcap, trial.on_gpu_kernels)
 
-    def spread(self, value: np.ndarray) -> np.ndarray:
-        """Return the values of active rows among zeros, `[N, ...]`."""
-        full = np.zeros((self.tokens.total, *value.shape[1:]), value.dtype)
-        full[self.active] = value
-        return full
+    def oracle(self, trial: Trial, logits: np.ndarray) -> Rows:
+        active, arithmetic = self.active, of_results(self.case.dtype)
+        return noted(trial, Rows(logits[active], self.ids[active], self.head(trial), arithmetic))
 
-    def placed(self, of_active: Bounded | Decision) -> Bounded | Decision:
-        """Return the statistics of all tokens, laid out as they are: 0 where not active."""
-        shape = self.tokens.shape
-        if isinstance(of_active, Decision):
-            yes, doubtful = self.spread(of_active.yes), self.spread(of_active.doubtful)
-            return Decision(yes.reshape(shape), doubtful.reshape(shape))
-        value, error = self.spread(of_active.value), self.spread(of_active.error)
-        shape += value.shape[1:]
-        return Bounded(value.reshape(shape), error.reshape(shape), of_active.arithmetic)
+
+def noted(trial: Trial, oracle: Rows) -> Rows:
+    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
+    return oracle
 
 
 def rows_of(case: Case) -> LogitRows:
     tokens = tokens_of(case)
-    ids = ids_of(case, tokens)
+    random = case.random("ids")
+    ids = random.integers(0, case.vocabulary, tokens.total)
+    if case.has("ignored"):
+        ids = np.where(random.random(tokens.total) < 0.3, case.ignore_index, ids)
     active = tokens.valid & (ids != case.ignore_index)
     return LogitRows(case, tokens, ids, _temperatures(case, tokens), active)
 
@@ -87,18 +79,10 @@ def token_options(rows: LogitRows) -> dict[str, Any]:
             of_sequences[:] = held.reshape(tokens.shape)[:, 0] if held.size else 1.0
             temperature = flat_tensor(case, of_sequences, case.temperature_dtype)
             temperature = temperature.view(column)
-    options = {
-        "temperature": temperature,
-        "logit_scale": case.logit_scale,
-        "logit_softcap": case.logit_softcap,
-        "ignore_index": case.ignore_index,
-    }
-    return {name: value for name, value in options.items() if _said(name, value)}
-
-
-def _said(name: str, value: object) -> bool:
-    usual = {"temperature": 1.0, "logit_scale": 1.0, "logit_softcap": None, "ignore_index": -100}
-    return isinstance(value, Tensor) or value != usual[name]
+    names = ("temperature", "logit_scale", "logit_softcap", "ignore_index")
+    return {name: getattr(case, name) for name in names if name in case.options} | (
+        {"temperature": temperature} if isinstance(temperature, Tensor) else {}
+    )
 
 
 def ids_tensor(rows: LogitRows) -> Tensor:
@@ -110,11 +94,137 @@ def ids_tensor(rows: LogitRows) -> Tensor:
     return laid_out(flat_tensor(case, ids, case.ids_dtype).view(tokens.shape), case.token_layout)
 
 
-def logits_tensor(rows: LogitRows, logits: np.ndarray) -> Tensor:
+def wide_tensor(rows: LogitRows, values: np.ndarray, *, garbage: bool = True) -> Tensor:
+    """Return values `[N, K]` as a tensor, with the case's values where masked."""
     case, tokens = rows.case, rows.tokens
-    if case.masked_values != "usual" and case.logits_layout != "expanded":
-        filler = np.full(tokens.total, 0.0)
-        filler = token_tensor(case.changed(token_layout="contiguous"), tokens, filler, "float64")
-        logits = np.where(tokens.valid[:, None], logits, numbers(filler).reshape(-1, 1))
-    result = flat_tensor(case, logits, case.dtype).view(*tokens.shape, case.vocabulary)
+    if garbage and case.masked_values != "usual":
+        values = np.where(tokens.valid[:, None], values, MASKED_VALUES[case.masked_values])
+    result = flat_tensor(case, values, case.dtype).view(*tokens.shape, values.shape[1])
     return laid_out(result, case.logits_layout)
+
+
+def logits_of(rows: LogitRows) -> tuple[np.ndarray, Tensor]:
+    """Return logits `[N, V]` that are representable in the dtype of the case, and the tensor."""
+    case, tokens = rows.case, rows.tokens
+    n, v = tokens.total, case.vocabulary
+    x = case.random("logits").standard_normal((n, v)) * case.spread
+    for feature, change in _FEATURE.items():
+        if case.has(feature) and n:
+            x = change(x, rows.ids, case.random(feature), case)
+    if case.logits_layout == "expanded" and not tokens.packed:
+        x = np.tile(x.reshape(*tokens.shape, v)[:1], (tokens.shape[0], 1, 1)).reshape(n, v)
+    x = as_held(x, case.dtype)
+    return x, wide_tensor(rows, x, garbage=case.logits_layout != "expanded")
+
+
+def _some_rows(x, random):
+    """About half of the rows, at least one."""
+    rows = random.random(len(x)) < 0.5
+    rows[0] = True
+    return rows
+
+
+def _with_ids(x, ids, random):
+    """Those of them that have a logit of their own, and its columns."""
+    rows = _some_rows(x, random) & (ids >= 0) & (ids < x.shape[1])
+    return rows, ids[rows]
+
+
+def _offset(x, ids, random, case):
+    return x + random.choice([-1e4, 1e4, 300.0])
+
+
+def _ties(x, ids, random, case):
+    return np.round(x)
+
+
+def _inf_some(x, ids, random, case):
+    places = random.random(x.shape) < random.choice([0.05, 0.5])
+    return np.where(places & _some_rows(x, random)[:, None], -np.inf, x)
+
+
+def _inf_block(x, ids, random, case):
+    blocks = -(-x.shape[1] // BLOCK)
+    for row in np.flatnonzero(_some_rows(x, random)):
+        for block in np.flatnonzero(random.random(blocks) < 0.5):
+            x[row, block * BLOCK : (block + 1) * BLOCK] = -np.inf
+    return x
+
+
+def _inf_first_block(x, ids, random, case):
+    x[_some_rows(x, random), : min(BLOCK, max(x.shape[1] - 1, 0))] = -np.inf
+    return x
+
+
+def _inf_chosen(x, ids, random, case):
+    x[_with_ids(x, ids, random)] = -np.inf
+    return x
+
+
+def _inf_but_chosen(x, ids, random, case):
+    rows, columns = _with_ids(x, ids, random)
+    kept = x[rows, columns]
+    x[rows] = -np.inf
+    x[rows, columns] = kept
+    return x
+
+
+def _whole_row(value):
+    def fill(x, ids, random, case):
+        x[_some_rows(x, random)] = value
+        return x
+
+    return fill
+
+
+def _one(value):
+    def fill(x, ids, random, case):
+        columns = random.integers(0, x.shape[1], len(x))
+        rows = _some_rows(x, random)
+        x[rows, columns[rows]] = value
+        return x
+
+    return fill
+
+
+def _beside(by):
+    def move(x, ids, random, case):
+        rows, columns = _with_ids(x, ids, random)
+        x[rows, columns] = x.max(1, initial=0.0)[rows] + by
+        return x
+
+    return move
+
+
+def _largest(x, ids, random, case):
+    largest = min(float(torch.finfo(getattr(torch, case.dtype)).max), 3e38)
+    return np.where(random.random(x.shape) < 0.2, largest * np.sign(x), x)
+
+
+def _tiny(x, ids, random, case):
+    return x * float(torch.finfo(getattr(torch, case.dtype)).tiny) / 4
+
+
+def _unchanged(x, ids, random, case):
+    return x
+
+
+_FEATURE = {
+    "offset": _offset,  # all logits far from 0
+    "ties": _ties,  # few different values
+    "inf-some": _inf_some,  # -inf logits here and there
+    "inf-block": _inf_block,  # whole blocks of columns of -inf
+    "inf-first-block": _inf_first_block,
+    "inf-chosen": _inf_chosen,  # the token's own logit
+    "inf-but-chosen": _inf_but_chosen,  # every other logit
+    "inf-row": _whole_row(-np.inf),
+    "nan-row": _whole_row(np.nan),
+    "nan-one": _one(np.nan),
+    "positive-inf": _one(np.inf),
+    "far-chosen": _beside(-60.0),  # a token of next to no probability
+    "sure-chosen": _beside(40.0),  # one of next to all
+    "largest": _largest,  # of the dtype
+    "tiny": _tiny,  # subnormal
+    "ignored": _unchanged,  # the id to ignore here and there
+}
+FEATURES = tuple(_FEATURE)

@@ -5,69 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from .case import Case
-from .compare import Difference
+from .case import SIMPLEST, Case
 from .draw import draw
-from .examine import examine, signature
-from .shrink import shrunk
+from .examine import Signature, Verdict, examine, signatures
 
 #: More than this share of cases with something in doubt, and a run says too little. About 11 of
 #: 100 are drawn so: rows without a distribution and infinities on purpose, the rest on bounds.
 MOST_IN_DOUBT = 0.2
-
-Signature = tuple[str, str, str]
-
-
-@dataclasses.dataclass
-class Failure:
-    """The first case of a kind of difference, as found and shrunk, and the number of such cases."""
-
-    found: Case
-    shrunk: Case
-    text: str
-    count: int = 1
-
-
-@dataclasses.dataclass
-class Report:
-    """The results of a run."""
-
-    cases: Counter = dataclasses.field(default_factory=Counter)  # by function
-    refused: int = 0
-    failing: int = 0
-    in_doubt: int = 0
-    doubtful_cases: Counter = dataclasses.field(default_factory=Counter)  # by kind
-    decisions: Counter = dataclasses.field(default_factory=Counter)  # by kind
-    failures: dict[Signature, Failure] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def total(self) -> int:
-        return sum(self.cases.values())
-
-    @property
-    def share_in_doubt(self) -> float:
-        return self.in_doubt / max(self.total, 1)
-
-    def add(self, case: Case, refused: bool, doubts: Counter) -> None:
-        self.cases[case.function] += 1
-        self.refused += refused
-        self.in_doubt += bool(doubts)
-        self.decisions.update(doubts)
-        self.doubtful_cases.update(doubts.keys())
-
-    def merge(self, other: Report) -> None:
-        for name in ("cases", "doubtful_cases", "decisions"):
-            getattr(self, name).update(getattr(other, name))
-        for name in ("refused", "failing", "in_doubt"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for kind, failure in other.failures.items():
-            if kind in self.failures:
-                self.failures[kind].count += failure.count
-            else:
-                self.failures[kind] = failure
+MOST_TRIALS = 600  # of shrinking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,80 +32,131 @@ class Run:
     function: str | None = None  # None: any
 
     def case(self, index: int) -> Case:
-        return draw(
-            self.seed,
-            index,
-            self.function,
-            float64=self.backend in ("reference", "auto"),
-            interpreted=self.interpreted,
-        )
+        float64 = self.backend in ("reference", "auto")
+        return draw(self.seed, index, self.function, float64=float64, interpreted=self.interpreted)
+
+    def examine(self, case: Case) -> Verdict:
+        return examine(case, self.backend, self.device)
 
     def indices(self) -> range:
         return range(self.first, self.first + self.cases)
 
 
-def fails_as(kind: Signature, run: Run) -> Callable[[Case], bool]:
-    """Return whether a case fails in the same way."""
+@dataclasses.dataclass
+class Failure:
+    """The first case of a kind of difference, as found and shrunk, and the number of such cases."""
 
-    def fails(case: Case) -> bool:
-        found = examine(case, run.backend, run.device).differences
-        return any(signature(case, difference) == kind for difference in found)
-
-    return fails
-
-
-def perform(
-    run: Run,
-    known: Iterable[Signature] = (),
-    before: Callable[[int], None] = lambda index: None,
-) -> Report:
-    """Run the cases; `before` hears the number of each; failures that are known are not shrunk."""
-    report, started = Report(), time.monotonic()
-    for index in run.indices():
-        before(index)
-        case = run.case(index)
-        verdict = examine(case, run.backend, run.device)
-        report.add(case, verdict.refused, verdict.doubts)
-        if verdict.differences:
-            report.failing += 1
-            _note(report, case, verdict.differences[0], run, set(known))
-    report.seconds = time.monotonic() - started
-    return report
+    found: Case
+    shrunk: Case
+    text: str
+    count: int = 1
 
 
-def _note(
-    report: Report, case: Case, difference: Difference, run: Run, known: set[Signature]
-) -> None:
-    kind = signature(case, difference)
-    if kind in report.failures:
-        report.failures[kind].count += 1
-        return
-    small, text = case, str(difference)
-    if run.shrink and kind not in known:
-        small = shrunk(case, fails_as(kind, run))
-        again = examine(small, run.backend, run.device).differences
-        text = next((str(one) for one in again if signature(small, one) == kind), text)
-    report.failures[kind] = Failure(case, small, text)
+@dataclasses.dataclass
+class Report:
+    """The results of a run."""
 
+    run: Run
+    cases: Counter = dataclasses.field(default_factory=Counter)  # by function
+    refused: int = 0
+    failing: int = 0
+    in_doubt: int = 0
+    doubtful_cases: Counter = dataclasses.field(default_factory=Counter)  # by kind
+    decisions: Counter = dataclasses.field(default_factory=Counter)  # by kind
+    failures: dict[Signature, Failure] = dataclasses.field(default_factory=dict)
+    started: float = dataclasses.field(default_factory=time.monotonic)
 
-def lines_of(report: Report, run: Run) -> list[str]:
-    """Return the results of a run as text."""
-    lines = [
-        f"{report.total} cases of seed {run.seed} on {run.backend} in {report.seconds:.0f} s: "
-        f"{report.failing} failed in {len(report.failures)} ways, "
-        f"{report.refused} were refused as they should be, "
-        f"{report.in_doubt} have something in doubt ({report.share_in_doubt:.1%})",
-        "  cases: " + _counts(report.cases),
-        "  in doubt, cases: " + _counts(report.doubtful_cases),
-        "  in doubt, decisions: " + _counts(report.decisions),
-    ]
-    for (function, part, kind), failure in sorted(report.failures.items()):
-        lines += ["", f"{function}, {part}, {kind}: {failure.count} cases; {failure.text}"]
-        lines += [f"    {failure.shrunk}"]
-        if failure.found != failure.shrunk:
-            lines += [f"    found as {failure.found}"]
-    return lines
+    @property
+    def share_in_doubt(self) -> float:
+        return self.in_doubt / max(self.cases.total(), 1)
+
+    def add(self, case: Case, verdict: Verdict, again: Callable[[Case], Verdict]) -> None:
+        """Count a case, and shrink it if it fails in a new way; `again` examines one."""
+        self.cases[case.function] += 1
+        self.refused += verdict.refused
+        self.in_doubt += bool(verdict.doubts)
+        self.decisions.update(verdict.doubts)
+        self.doubtful_cases.update(verdict.doubts.keys())
+        if not verdict.differences:
+            return
+        self.failing += 1
+        kind = signatures(case, verdict)[0]
+        if kind in self.failures:
+            self.failures[kind].count += 1
+            return
+        small, text = case, str(verdict.differences[0])
+        if self.run.shrink:
+            small = shrunk(case, lambda one: kind in signatures(one, again(one)))
+            found = zip(signatures(small, last := again(small)), last.differences, strict=True)
+            text = next((str(one) for name, one in found if name == kind), text)
+        self.failures[kind] = Failure(case, small, text)
+
+    def __str__(self) -> str:
+        run = self.run
+        lines = [
+            f"{self.cases.total()} cases of seed {run.seed} on {run.backend} in "
+            f"{time.monotonic() - self.started:.0f} s: "
+            f"{self.failing} failed in {len(self.failures)} ways, "
+            f"{self.refused} were refused as they should be, "
+            f"{self.in_doubt} have something in doubt ({self.share_in_doubt:.1%})",
+            "  cases: " + _counts(self.cases),
+            "  in doubt, cases: " + _counts(self.doubtful_cases),
+            "  in doubt, decisions: " + _counts(self.decisions),
+        ]
+        for (function, part, kind), failure in sorted(self.failures.items()):
+            lines += ["", f"{function}, {part}, {kind}: {failure.count} cases; {failure.text}"]
+            lines += [f"    {failure.shrunk}"]
+            if failure.found != failure.shrunk:
+                lines += [f"    found as {failure.found}"]
+        return "\n".join(lines)
 
 
 def _counts(counter: Counter) -> str:
     return ", ".join(f"{name} {count}" for name, count in counter.most_common()) or "none"
+
+
+def perform(run: Run, before: Callable[[Case], None] = lambda case: None) -> Report:
+    """Run the cases in this process; `before` hears of each."""
+    report = Report(run)
+    for case in map(run.case, run.indices()):
+        before(case)
+        report.add(case, run.examine(case), run.examine)
+    return report
+
+
+def shrunk(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """Return the simplest case found that still fails."""
+    trials = iter(range(MOST_TRIALS))
+    while True:
+        found = (one for one, _ in zip(_simpler(case), trials, strict=False) if fails(one))
+        simpler = next(found, None)
+        if simpler is None:
+            return case
+        case = simpler
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    """Yield cases with one thing less: the largest steps first."""
+    if case.wrong is not None:
+        return
+    names = [name for name in case.options if name != "seed"]
+    for name in names:
+        yield case.changed(**{name: SIMPLEST[name]})
+    for name in names:
+        for value in _parts(case.options[name]):
+            yield case.changed(**{name: value})
+    if case.seed > 9:
+        yield from (case.changed(seed=seed) for seed in range(10))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list) and len(value) > 1:
+        for i in range(len(value)):
+            yield value[:i] + value[i + 1 :]
+    elif isinstance(value, dict):
+        for key in value:
+            yield {other: value[other] for other in value if other != key}
+        for key, inner in value.items():
+            yield from ({**value, key: part} for part in _parts(inner))
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 2:
+        yield from (smaller for smaller in (2, 3, value // 2, value - 1) if smaller < value)

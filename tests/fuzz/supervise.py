@@ -1,118 +1,93 @@
-"""Runs cases in child processes, so that a crash of a kernel is a failure like any other."""
+"""Runs cases in child processes, so that a crash or a hang is a failure like any other."""
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
 import multiprocessing
 import signal
-import struct
 import time
+from collections import Counter
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from .case import Case
-from .compare import Difference
-from .examine import examine, signature
-from .run import Failure, Report, Run, Signature, perform
-from .shrink import shrunk
+from .examine import Verdict
+from .run import Report, Run
+from .trial import Difference
 
 #: Cases of one process; a child is forked, which costs little.
 SHARE = 500
+PATIENCE = 300  # seconds of a case
 _CONTEXT = multiprocessing.get_context("fork")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Child:
-    """A process, its cases, and the number of the current one."""
+    """A process that examines cases, of which it sends the verdicts."""
 
-    run: Run
+    cases: list[Case]
     process: Any
-    answer: Connection
-    at: mmap.mmap
+    verdicts: Connection
+    ended: bool = False
+    heard: float = dataclasses.field(default_factory=time.monotonic)
+
+    def next(self) -> Verdict:
+        """Return the verdict of the next case, also if the process has crashed or hangs."""
+        try:
+            if self.verdicts.poll(max(self.heard + PATIENCE - time.monotonic(), 0)):
+                verdict = self.verdicts.recv()
+                self.heard = time.monotonic()
+                return verdict
+            kind, text = "hangs", f"no end after {PATIENCE} s"
+        except EOFError:
+            self.process.join()
+            code = self.process.exitcode
+            name = signal.Signals(-code).name if code < 0 else f"code {code}"
+            kind, text = f"crashed with {name}", f"the process ended with {name}"
+        self.ended = True
+        return Verdict([Difference("call", kind, text)], Counter())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
-def supervised(run: Run, jobs: int) -> Report:
-    """Run the cases in this many parallel processes."""
-    report, started = Report(), time.monotonic()
-    waiting = [
-        dataclasses.replace(run, first=first, cases=min(SHARE, run.first + run.cases - first))
-        for first in range(run.first, run.first + run.cases, SHARE)
-    ]
-    children: list[Child] = []
-    while waiting or children:
-        while waiting and len(children) < jobs:
-            children.append(_started(waiting.pop(0), tuple(report.failures)))
-        ready = wait([child.answer for child in children])
-        for child in [child for child in children if child.answer in ready]:
-            children.remove(child)
-            rest = _finished(child, report)
-            if rest is not None:
-                waiting.insert(0, rest)
-    report.seconds = time.monotonic() - started
-    return report
-
-
-def _started(run: Run, known: tuple[Signature, ...]) -> Child:
+def started(run: Run, cases: list[Case]) -> Child:
     here, there = _CONTEXT.Pipe(duplex=False)
-    at = mmap.mmap(-1, 8)
-    at[:] = struct.pack("q", run.first)
 
     def work() -> None:
-        def before(index: int) -> None:
-            at[:] = struct.pack("q", index)
-
-        there.send(perform(run, known, before))
+        for case in cases:
+            there.send(run.examine(case))
 
     process = _CONTEXT.Process(target=work)
     process.start()
     there.close()
-    return Child(run, process, here, at)
+    return Child(list(cases), process, here)
 
 
-def _finished(child: Child, report: Report) -> Run | None:
-    """Collect the results of a child; if it crashed, return its remaining cases."""
-    run = child.run
-    try:
-        report.merge(child.answer.recv())
-        child.process.join()
-    except EOFError:
-        child.process.join()
-    else:
-        return None
-    index = struct.unpack("q", child.at[:])[0]
-    before = dataclasses.replace(run, cases=index - run.first)
-    report.merge(perform_apart(before, tuple(report.failures)))
-    case = run.case(index)
-    name = _name(child.process.exitcode)
-    kind = signature(case, Difference("call", f"crashed with {name}", ""))
-    if kind in report.failures:
-        report.failures[kind].count += 1
-    else:
-        small = shrunk(case, lambda one: crash_of(one, run) == name) if run.shrink else case
-        report.failures[kind] = Failure(case, small, f"the process ended with {name}")
-    report.failing += 1
-    report.cases[case.function] += 1
-    return dataclasses.replace(run, first=index + 1, cases=run.first + run.cases - index - 1)
+def supervised(run: Run, jobs: int) -> Report:
+    """Run the cases in this many parallel processes."""
 
+    def apart(case: Case) -> Verdict:
+        child = started(run, [case])
+        verdict = child.next()
+        child.end()
+        return verdict
 
-def perform_apart(run: Run, known: tuple[Signature, ...]) -> Report:
-    """Run cases that are known to terminate in a separate process."""
-    if run.cases == 0:
-        return Report()
-    child = _started(run, known)
-    report = child.answer.recv()
-    child.process.join()
+    report = Report(run)
+    indices = run.indices()
+    waiting = [list(map(run.case, indices[i : i + SHARE])) for i in range(0, run.cases, SHARE)]
+    children: list[Child] = []
+    while waiting or children:
+        while waiting and len(children) < jobs:
+            children.append(started(run, waiting.pop(0)))
+        late = min(child.heard for child in children) + PATIENCE
+        ready = wait([child.verdicts for child in children], max(late - time.monotonic(), 0))
+        hanging = [child for child in children if time.monotonic() > child.heard + PATIENCE]
+        for child in [child for child in children if child.verdicts in ready or child in hanging]:
+            report.add(child.cases.pop(0), child.next(), apart)
+            if child.ended or not child.cases:
+                child.end()
+                children.remove(child)
+                waiting = [child.cases, *waiting] if child.cases else waiting
     return report
-
-
-def crash_of(case: Case, run: Run) -> str | None:
-    """Return the signal that ends the process of a case, or None if it does not crash."""
-    process = _CONTEXT.Process(target=examine, args=(case, run.backend, run.device))
-    process.start()
-    process.join()
-    return _name(process.exitcode) if process.exitcode else None
-
-
-def _name(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"code {code}"

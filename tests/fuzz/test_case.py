@@ -4,10 +4,9 @@ from math import inf
 
 import pytest
 
-from . import draw_plain, logits_data, objectives, policy_data
+from . import draw_plain, objectives, policy_data, rows_data
 from .case import SIMPLEST, Case, parse
 from .draw import FUNCTIONS, draw
-from .own_objectives import OWN
 from .refusals import WRONG, wrongs_of
 
 DRAWN = [draw(1, index, float64=True, interpreted=False) for index in range(6000)]
@@ -44,14 +43,14 @@ def test_every_option_and_feature_is_drawn():
     fields = {name for case in DRAWN for name in case.fields}
     assert {case.function for case in DRAWN} == set(FUNCTIONS)
     assert options == set(SIMPLEST)
-    assert features >= {*logits_data.FEATURES, *policy_data.FEATURES, "nan-payload"}
-    assert fields == set(objectives.DEFAULTS) - {"surrogate"}
+    assert features >= {*rows_data.FEATURES, *policy_data.FEATURES, "nan-payload"}
+    assert fields == set(objectives.DEFAULTS) - {"surrogate", "convention"}
 
 
 def test_every_objective_of_every_convention_is_drawn():
     found = {(case.convention, case.objective) for case in DRAWN if case.function in LOSSES}
     wanted = {(name, loss) for name, losses in objectives.CONVENTIONS.items() for loss in losses}
-    assert found == wanted | {("fastrl", name) for name in OWN}
+    assert found == wanted | {("fastrl", name) for name in objectives.OWN}
 
 
 LOSSES = ("policy_loss", "logits_policy_loss", "linear_policy_loss")

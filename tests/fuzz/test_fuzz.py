@@ -4,7 +4,7 @@ import pytest
 
 from fastrl.triton.runtime.registration import INTERPRETED
 
-from .run import MOST_IN_DOUBT, Run, lines_of, perform
+from .run import MOST_IN_DOUBT, Run, perform
 
 SEED = 20260923
 AT_ONCE = 500
@@ -17,5 +17,5 @@ def test_nothing_is_unexplained(backend, first):
     cases = min(AT_ONCE, CASES[backend] - first)
     run = Run(cases, seed=SEED, first=first, backend=backend, interpreted=INTERPRETED)
     report = perform(run)
-    assert not report.failures, "\n".join(lines_of(report, run))
+    assert not report.failures, str(report)
     assert report.share_in_doubt < MOST_IN_DOUBT

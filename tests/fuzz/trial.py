@@ -1,4 +1,4 @@
-"""One case on one backend: the call, its mode, and a check that it leaves its inputs unchanged."""
+"""One case on one backend: the call in its mode, the backward, and what differs from the oracle."""
 
 from __future__ import annotations
 
@@ -6,22 +6,37 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import fastrl
 
-from .bounded import Doubts
 from .case import Case
+from .oracle.bounded import FORMATS, Bounded, Decision, Doubts, unbounded
+from .oracle.functions import stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One part of a result that differs from what the oracle expects."""
+
+    part: str
+    kind: str  # shape, dtype, nan, value, bool, missing, unexpected, refused, not refused, raised
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.kind}: {self.text}"
 
 
 @dataclasses.dataclass
 class Trial:
-    """A case, where it runs, and its decisions in doubt."""
+    """A case, where it runs, what differs, and its decisions in doubt."""
 
     case: Case
     backend: str
     device: str
+    differences: list[Difference] = dataclasses.field(default_factory=list)
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
     _before: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
 
@@ -32,11 +47,12 @@ class Trial:
         return chosen or self.backend in ("triton", "cuda")
 
     def call(self, *given: Any, **options: Any) -> Any:
-        """Call the function of the case in its mode."""
+        """Call the function of the case in its mode; what is no leaf is moved to the device."""
         case = self.case
-        tensors = _tensors((*given, *options.values()))
+        given, options = self.moved(list(given)), self.moved(options)
         given_away = 1 if case.inplace else 0  # the logits, the first
-        self._before = [(x, x.detach().clone()) for x in tensors[given_away:]]
+        tensors = _tensors([*given, *options.values()])[given_away:]
+        self._before = [(x, x.detach().clone()) for x in tensors]
         modes = {"no-grad": torch.no_grad, "inference": torch.inference_mode}
         torch.set_num_threads(case.threads)
         if case.function != "reduce_metrics":
@@ -53,35 +69,110 @@ class Trial:
         """
         if isinstance(value, dict):
             return {name: self.moved(one) for name, one in value.items()}
-        if isinstance(value, list):
-            return [self.moved(one) for one in value]
-        if not isinstance(value, Tensor):
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.moved, value))
+        if not isinstance(value, Tensor) or value.requires_grad:
             return value
-        value = value.to(self.device).detach().requires_grad_(value.requires_grad)
-        if value.requires_grad or self.case.constants == "usual":
+        value = value.to(self.device)
+        if self.case.constants == "usual":
             return value
         with torch.inference_mode():
             return value.clone() if value.is_contiguous() else value[:]
 
-    def leaf(self, value: Tensor, *, frozen: bool = False) -> Tensor:
-        """Return a tensor on the device that wants a gradient, unless it is frozen."""
-        return value.to(self.device).detach().requires_grad_(not frozen)
+    def leaf(self, value: Tensor) -> Tensor:
+        """Return a tensor on the device that wants a gradient."""
+        return value.to(self.device).detach().requires_grad_()
 
-    def differentiates(self, *leaves: Tensor) -> bool:
-        return self.case.mode == "grad" and any(leaf.requires_grad for leaf in leaves)
+    def backward(
+        self, leaves: dict[str, Tensor], outputs: list[Tensor], upstream: list[Tensor]
+    ) -> bool:
+        """Differentiate once, or twice where the case says so: the second has to be the same.
 
-    def backward(self, leaves: list[Tensor], outputs: list[Tensor], upstream: list[Tensor]) -> None:
-        """Differentiate once, or twice where the case says so: the second has to be the same."""
+        Returns:
+            Whether there is anything to differentiate.
+        """
+        if self.case.mode != "grad" or not leaves:
+            return False
         upstream = self.moved(upstream)
         if self.case.twice:
             torch.autograd.backward(outputs, upstream, retain_graph=True)
-            for leaf in leaves:
+            for leaf in leaves.values():
                 leaf.grad = None
         torch.autograd.backward(outputs, upstream)
+        return True
 
-    def changed(self) -> bool:
-        """Return whether the call or its backward wrote into one of its inputs."""
-        return not all(_same(now.detach(), before) for now, before in self._before)
+    def expect(self, got: dict[str, Tensor | None], want: dict[str, Bounded | Decision]) -> None:
+        """Note what differs; None is not there. An output has the dtype of the arithmetic."""
+        for name, expected in want.items():
+            of_answers = isinstance(expected, Decision)
+            dtype = "bool" if of_answers else expected.arithmetic.name
+            self._compare(name, got.get(name), expected, dtype)
+        for name, tensor in got.items():
+            if name not in want and tensor is not None:
+                self._note(name, "unexpected", "the oracle expects none")
+
+    def expect_gradients(
+        self,
+        leaves: dict[str, Tensor],
+        want: dict[str, Bounded],
+        waited_for: float | None = None,
+    ) -> None:
+        """Note gradients that differ; `waited_for`: the upstream of those made with a loss."""
+        for name, expected in want.items():
+            dtype = str(leaves[name].dtype).removeprefix("torch.")
+            self._compare(f"grad {name}", leaves[name].grad, expected, dtype, waited_for)
+
+    def _note(self, part: str, kind: str, text: str) -> None:
+        self.differences.append(Difference(part, kind, text))
+
+    def _compare(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        want: Bounded | Decision,
+        dtype: str,
+        waited_for: float | None = None,
+    ) -> None:
+        if tensor is None:
+            self._note(name, "missing", "there is none")
+            return
+        given = str(tensor.dtype).removeprefix("torch.")
+        if given != dtype:
+            self._note(name, "dtype", f"got {given}, want {dtype}")
+        x = tensor.detach().cpu()
+        got = (x if x.dtype == torch.bool else x.to(torch.float64)).numpy()
+        if got.shape != want.shape:
+            self._note(name, "shape", f"got {got.shape}, want {want.shape}")
+            return
+        if isinstance(want, Decision):
+            self.doubts.add(name, want.doubtful)
+            values, errors, kind = want.yes, np.zeros(want.shape), "bool"
+        else:
+            want = stored(want, dtype, waited_for) if dtype in FORMATS else want
+            if waited_for is not None and np.isnan(waited_for):
+                nothing = (want.value == 0) & (want.error == 0)
+                self.doubts.add("unspecified: NaN as upstream gradient of a loss", nothing)
+                want = unbounded(want, nothing)
+            self.doubts.add("unbounded", np.isinf(want.error).any(-1))
+            values, errors, kind = want.value, want.error, "value"
+        wrong = ~want.covers(got)
+        if not wrong.any():
+            return
+        if kind == "value" and (np.isnan(got) != np.isnan(values))[wrong].any():
+            kind = "nan"
+        # the worst, in units of its bound
+        excess = np.abs(got.astype(float) - values) / (errors + 1e-300)
+        excess = np.where(wrong, np.where(np.isnan(excess), np.inf, excess), -1.0)
+        at = np.unravel_index(int(np.argmax(excess)), wrong.shape)
+        place = "at " + ", ".join(str(int(i)) for i in at) if at else ""
+        within = f"within {errors[at]:.3g}" if kind != "bool" else ""
+        count = f"{wrong.sum()} of {wrong.size} wrong"
+        self._note(name, kind, f"got {got[at]}, want {values[at]} {within} {place}; {count}")
+
+    def check_inputs(self) -> None:
+        """Note whether the call or its backward wrote into one of its inputs."""
+        if not all(_same(now.detach(), before) for now, before in self._before):
+            self._note("given tensors", "changed", "the call wrote into one of them")
 
 
 def _tensors(arguments: Any) -> list[Tensor]:

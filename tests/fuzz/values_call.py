@@ -1,4 +1,4 @@
-"""The functions in plain torch: arguments and expected results."""
+"""Values, rewards, weights and means: arguments and expected results."""
 
 from __future__ import annotations
 
@@ -6,221 +6,271 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from . import policy_data
-from .arithmetic import FLOAT32, of_results
-from .bounded import Bounded, constant
+from fastrl.contract import Metrics
+from fastrl.objective.presets import ADVANTAGE_CONVENTIONS
+
 from .case import Case
-from .compare import Got, Part, part
-from .functions import mean
-from .logits_data import as_held
+from .oracle.advantages import gae, group_advantages
+from .oracle.bounded import FLOAT32, Bounded, constant, of_results
+from .oracle.functions import mean
+from .oracle.tokens import token_weights
 from .oracle.values import explained_variance, kl_divergence, value_terms, whiten
-from .oracle.weights import token_weights
-from .policy_call import UPSTREAM, placed, scaled, upstream, zero_or_lost
-from .tensors import bounds_tensor, flat_tensor, mask_tensor, token_tensor
-from .tokens import tokens_of
+from .policy_call import UPSTREAM, expect_loss, scaled, upstream, zero_or_lost
+from .policy_data import beside, logprobs_of, normalizer_of, weighing_arguments, weighing_of
+from .tokens import (
+    Tokens,
+    as_held,
+    bounds_argument,
+    flat_tensor,
+    laid_out,
+    mask_tensor,
+    on_grid,
+    some,
+    token_tensor,
+    tokens_of,
+)
 from .trial import Trial
-from .weighing import group_arguments, normalizer_argument, normalizer_of, weighing_of
-
-METRICS = [
-    "policy_loss",
-    "kl",
-    "kl_old",
-    "entropy",
-    "ratio_mean",
-    "ratio_max",
-    "ratio_min",
-    "clip_low",
-    "clip_high",
-    "clip_fraction",
-    "active_tokens",
-    "zero_grad_fraction",
-]
-
-
-def _drawn(case: Case, what: str, total: int, dtype: str) -> np.ndarray:
-    drawn = case.random(what).standard_normal(total) * case.spread
-    drawn = np.round(drawn * 8) / 8 if case.values == "grid" else drawn
-    if case.has("offset"):
-        drawn = drawn + 1000.0
-    if case.has("equal"):
-        drawn = np.full(total, 0.7)
-    return as_held(_not_finite(case, what, drawn), dtype)
 
 
 def _not_finite(case: Case, what: str, drawn: np.ndarray) -> np.ndarray:
     """Return the numbers with the NaN and infinities of the case among them."""
-    for feature, value in ((f"nan-{what}", np.nan), (f"inf-{what}", np.inf)):
-        if case.has(feature):
-            drawn = np.where(case.random(feature).random(len(drawn)) < 0.2, value, drawn)
-    return drawn
+    drawn = some(case, f"nan-{what}", drawn, np.nan, 0.2)
+    return some(case, f"inf-{what}", drawn, np.inf, 0.2)
 
 
-def _weight_arguments(case: Case) -> dict[str, Any]:
-    tokens = tokens_of(case)
-    arguments = dict(case.parameters) | group_arguments(case, tokens)
-    if case.normalizer is not None:
-        arguments["normalizer"] = normalizer_argument(case)
-    if tokens.bounds is not None:
-        arguments["cu_seqlens"] = bounds_tensor(case, tokens)
-    return arguments
+def _drawn(case: Case, what: str, total: int, dtype: str) -> np.ndarray:
+    drawn = on_grid(case, case.random(what).standard_normal(total) * case.spread, 8)
+    drawn = drawn + 1000.0 if case.has("offset") else drawn
+    drawn = np.full(total, 0.7) if case.has("equal") else drawn
+    return as_held(_not_finite(case, what, drawn), dtype)
 
 
-def examined_weights(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
-    """Examine `token_weights`."""
+def _rewards(case: Case, total: int, of_group: np.ndarray | None = None) -> np.ndarray:
+    random = case.random("rewards")
+    drawn = random.standard_normal(total) * case.spread
+    if case.values == "grid":  # as graders give them: few values, so groups of equal ones
+        drawn = random.choice([0.0, 1.0, 0.5, -1.0], total)
+    drawn = drawn + 1000.0 if case.has("offset") else drawn
+    if case.has("equal-groups"):
+        drawn = of_group * 0.1 + 0.7
+    if case.has("zero-groups"):
+        drawn = np.where(of_group % 2 == 0, 0.0, drawn)
+    return as_held(_not_finite(case, "rewards", drawn), case.dtype)
+
+
+def examine_group_advantages(trial: Trial) -> None:
+    """Sequences are groups, tokens their size."""
+    case = trial.case
+    groups, size = case.sequences, case.tokens
+    total = groups * size
+    shape = (total,) if case.layout == "packed" else (groups, size)
+    arguments: dict[str, Any] = dict(case.parameters)
+    names = np.repeat(np.arange(groups), size)
+    if case.groups == "ids":
+        names = case.random("groups").integers(-groups, groups + 1, total)
+        ids = torch.from_numpy(names).to(getattr(torch, case.ids_dtype))
+        arguments["group_ids"] = laid_out(ids.view(shape), case.token_layout)
+    elif case.layout == "packed":
+        arguments["group_size"] = size
+    rewards = _rewards(case, total, names)
+    tensor = flat_tensor(case, rewards, case.dtype).view(shape)
+    result = trial.call(laid_out(tensor, case.token_layout), **arguments)
+    convention = case.parameters.get("convention", "fastrl")
+    usual = ("correction", "eps", "singleton")
+    options = {"baseline": "mean", "scale": "group"}
+    options |= dict(zip(usual, ADVANTAGE_CONVENTIONS[convention], strict=True)) | case.parameters
+    want = group_advantages(rewards, names, options, of_results(case.dtype))
+    want = {name: x.map(lambda y: y.reshape(shape)) for name, x in want.items()}
+    trial.expect(result._asdict(), want)
+
+
+def examine_gae(trial: Trial) -> None:
+    """Examine `gae` or `discounted_returns`."""
+    case = trial.case
+    tokens, dtypes, parameters = tokens_of(case), case.dtypes, case.parameters
+    with_values = case.function == "gae"
+    rewards, values = _rewards(case, tokens.total), np.zeros(tokens.total)
+    inputs = [token_tensor(case, tokens, rewards, case.dtype)]
+    if with_values:
+        drawn = np.round(case.random("values").standard_normal(tokens.total) * 8) / 8
+        values = as_held(drawn, dtypes[1])
+        inputs.append(token_tensor(case, tokens, values, dtypes[1]))
+    arguments = {name: parameters[name] for name in ("gamma", "lam") if name in parameters}
+    flags = {}
+    for name in ("terminated", "truncated"):
+        flags[name] = np.zeros(tokens.total, bool)
+        if name in parameters:
+            flags[name] = case.random(name).random(tokens.total) < parameters[name]
+            tensor = torch.from_numpy(flags[name]).to(getattr(torch, case.mask_dtype))
+            arguments[name] = laid_out(tensor.view(tokens.shape), case.token_layout)
+    following = None
+    if "bootstrap" in parameters:
+        following, arguments["bootstrap_values"] = _following(case, tokens)
+    arguments |= bounds_argument(case, tokens)
+    result = trial.call(*inputs, mask_tensor(case, tokens), **arguments)
+    made, returns = gae(
+        rewards,
+        values,
+        tokens.sequence,
+        tokens.valid,
+        flags,
+        following,
+        parameters.get("gamma", 1.0),
+        parameters.get("lam", 0.95) if with_values else 1.0,
+        of_results(*dtypes[: len(inputs)]),
+    )
+    want = {"advantages": made, "returns": returns} if with_values else {"returns": made}
+    got = result._asdict() if with_values else {"returns": result}
+    trial.expect(got, {name: x.reshape(tokens.shape) for name, x in want.items()})
+
+
+def _following(case: Case, tokens: Tokens) -> tuple[Any, Any]:
+    """Return the values after each token, if it is the last or truncated, and the argument."""
+    by_token = case.parameters["bootstrap"] == "token"
+    total, dtype = tokens.total if by_token else tokens.count, case.dtypes[2]
+    drawn = np.round(case.random("bootstrap").standard_normal(total) * 8) / 4
+    drawn = as_held(drawn, dtype)
+    # [B] is taken for per-token values where the two shapes are the same
+    of_tokens = by_token or tokens.shape == (tokens.count,)
+    per_token = drawn if of_tokens else drawn[tokens.sequence]
+    truncated = per_token if of_tokens else np.full(tokens.total, np.nan)
+    make = token_tensor if by_token else lambda case, _, *given: flat_tensor(case, *given)
+    return np.stack([per_token, truncated], 1), make(case, tokens, drawn, dtype)
+
+
+def examine_token_weights(trial: Trial) -> None:
     case = trial.case
     tokens = tokens_of(case)
-    given = trial.moved([mask_tensor(case, tokens)])
-    result = trial.call(*given, **trial.moved(_weight_arguments(case)))
-    parameters = dict(case.parameters)
-    weighing = weighing_of(case, tokens, tokens.valid, parameters)
-    want = token_weights(weighing, parameters["aggregation"], normalizer_of(case), FLOAT32)
-    return {"weights": part(result)}, {"weights": Part(want.reshape(*tokens.shape), "float32")}
+    arguments = case.parameters | weighing_arguments(case, tokens)
+    result = trial.call(mask_tensor(case, tokens), **arguments)
+    weighing = weighing_of(case, tokens, tokens.valid, case.parameters)
+    aggregation = case.parameters["aggregation"]
+    want = token_weights(weighing, aggregation, normalizer_of(case), FLOAT32)
+    trial.expect({"weights": result}, {"weights": want.reshape(tokens.shape)})
 
 
-def examined_value_loss(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
-    """Examine `value_loss`."""
+def examine_value_loss(trial: Trial) -> None:
     case = trial.case
     tokens = tokens_of(case)
     of_values, of_returns, of_old = case.dtypes
     values = _drawn(case, "values", tokens.total, of_values)
     returns = _drawn(case, "returns", tokens.total, of_returns)
-    old = None
-    arguments = _weight_arguments(case)
+    arithmetic, valid = of_results(case.dtype), tokens.valid
+    before = None
+    arguments = case.parameters | weighing_arguments(case, tokens)
     if "clip" in arguments:
         by = case.random("old").choice([0.0, 0.5, -0.5, 0.25, 1.0, -2.0], tokens.total)
-        old = np.where(np.isinf(values), 0.0, values) + by
-        old = as_held(_not_finite(case, "old", old), of_old)
+        old = _not_finite(case, "old", np.where(np.isinf(values), 0.0, values) + by)
+        old = as_held(old, of_old)
         arguments["old_values"] = token_tensor(case, tokens, old, of_old)
-    leaf = trial.leaf(token_tensor(case, tokens, values, case.dtype))
-    constants = [token_tensor(case, tokens, returns, of_returns), mask_tensor(case, tokens)]
-    result = trial.call(leaf, *trial.moved(constants), **trial.moved(arguments))
-    arithmetic, valid = of_results(case.dtype), tokens.valid
+        before = constant(old[valid], arithmetic)
+    leaf = trial.leaf(token_tensor(case, tokens, values, of_values))
+    given = token_tensor(case, tokens, returns, of_returns)
+    result = trial.call(leaf, given, mask_tensor(case, tokens), **arguments)
     parameters = {"aggregation": "token-mean", "loss": "mse", **case.parameters}
     weighing = weighing_of(case, tokens, valid, parameters)
-    of_case = normalizer_of(case)
-    w = token_weights(weighing, parameters["aggregation"], of_case, arithmetic)[valid]
+    aggregation = parameters["aggregation"]
+    w = token_weights(weighing, aggregation, normalizer_of(case), arithmetic)[valid]
     v, r = (constant(x[valid], arithmetic) for x in (values, returns))
-    before = None if old is None else constant(old[valid], arithmetic)
     value, slope, clipped = value_terms(v, r, before, parameters.get("clip"), parameters["loss"])
     trial.doubts.add("value clip", clipped.doubtful)
     share = Bounded(clipped.yes.astype(float), clipped.doubtful.astype(float), arithmetic)
-    n = int(valid.sum())
     averages = {"value_mean": v, "return_mean": r, "clip_fraction": share}
-    metrics = {name: mean(x) if n else x.sum() for name, x in averages.items()}
+    metrics = {name: mean(x) if valid.any() else x.sum() for name, x in averages.items()}
     metrics["explained_variance"] = explained_variance(v, r)
-    got = {"loss": part(result.loss)}
-    got |= {f"metric {name}": part(x) for name, x in result.metrics.items()}
-    want = {"loss": Part((w * value).sum(), arithmetic.name)}
-    want |= {f"metric {name}": Part(x) for name, x in metrics.items()}
-    if trial.differentiates(leaf):
-        trial.backward([leaf], [result.loss], [upstream(case, result.loss)])
-        full = scaled(w * slope, case)
-        got["grad values"] = part(leaf.grad)
-        waited_for = UPSTREAM[case.upstream]
-        want["grad values"] = Part(placed(full, valid, tokens.shape), case.dtype, waited_for)
-    return got, want
+    expect_loss(trial, result, (w * value).sum(), metrics)
+    if trial.backward({"values": leaf}, [result.loss], [upstream(case, result.loss)]):
+        want = tokens.placed(scaled(w * slope, case), valid)
+        trial.expect_gradients({"values": leaf}, {"values": want}, UPSTREAM[case.upstream])
 
 
-def examined_kl(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
-    """Examine `kl_divergence`."""
+def _asked(case: Case, what: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an upstream gradient of a result of this shape."""
+    return np.asarray(case.random(what).choice([0.0, 1.0, -0.75], shape), float)
+
+
+def examine_kl_divergence(trial: Trial) -> None:
     case = trial.case
     tokens = tokens_of(case)
-    logprobs = policy_data.logprobs_of(case, tokens)
-    fields = {"kl_clamp": case.parameters.get("clamp")}
-    ref = policy_data.ref_of(case, logprobs, fields)
-    leaves = [trial.leaf(token_tensor(case, tokens, logprobs, case.dtype))]
-    leaves.append(trial.leaf(token_tensor(case, tokens, ref, case.token_dtype)))
-    result = trial.call(*leaves, **case.parameters)
+    estimator, clamp = case.parameters.get("estimator", "k3"), case.parameters.get("clamp")
+    logprobs = logprobs_of(case, tokens)
+    ref = beside(case, "ref", logprobs, {"kl_clamp": clamp})
+    leaves = {"logprobs": trial.leaf(token_tensor(case, tokens, logprobs, case.dtype))}
+    leaves["ref"] = trial.leaf(token_tensor(case, tokens, ref, case.token_dtype))
+    result = trial.call(*leaves.values(), **case.parameters)
     arithmetic = of_results(case.dtype, case.token_dtype)
-    estimator, clamp = case.parameters.get("estimator", "k3"), fields["kl_clamp"]
     bounded = (Bounded(x, 0.0, arithmetic) for x in (logprobs, ref))
     value, *slopes = kl_divergence(*bounded, estimator, clamp)
-    got = {"kl": part(result)}
-    want = {"kl": Part(value.reshape(*tokens.shape), arithmetic.name)}
-    if trial.differentiates(*leaves):
-        g = case.random("upstream kl").choice([0.0, 1.0, -0.75], tokens.total)
-        given = flat_tensor(case, g, arithmetic.name).view(tokens.shape)
-        trial.backward(leaves, [result], [given])
-        dtypes = (case.dtype, case.token_dtype)
-        for name, leaf, slope, dtype in zip(
-            ("logprobs", "ref"), leaves, slopes, dtypes, strict=True
-        ):
-            asked = Bounded(g, 0.0, arithmetic)
-            total = zero_or_lost(asked, slope * asked)
-            got[f"grad {name}"] = part(leaf.grad)
-            want[f"grad {name}"] = Part(total.reshape(*tokens.shape), dtype)
-    return got, want
+    trial.expect({"kl": result}, {"kl": value.reshape(tokens.shape)})
+    g = _asked(case, "upstream kl", (tokens.total,))
+    given = flat_tensor(case, g, arithmetic.name).view(tokens.shape)
+    if trial.backward(leaves, [result], [given]):
+        asked = Bounded(g, 0.0, arithmetic)
+        totals = [zero_or_lost(asked, slope * asked).reshape(tokens.shape) for slope in slopes]
+        trial.expect_gradients(leaves, dict(zip(leaves, totals, strict=True)))
 
 
-def examined_mean(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
+def examine_mean(trial: Trial) -> None:
     """Examine `masked_mean` and `whiten`."""
     case = trial.case
     tokens = tokens_of(case)
     x = _drawn(case, "x", tokens.total, case.dtype)
     leaf = trial.leaf(token_tensor(case, tokens, x, case.dtype))
     arithmetic, valid = of_results(case.dtype), tokens.valid
-    result = trial.call(leaf, trial.moved(mask_tensor(case, tokens)), **case.parameters)
+    result = trial.call(leaf, mask_tensor(case, tokens), **case.parameters)
     if case.function == "whiten":
-        white = whiten(
-            Bounded(x[valid], 0.0, arithmetic), shift_mean=case.parameters.get("shift_mean", True)
-        )
-        return {"x": part(result)}, {"x": Part(placed(white, valid, tokens.shape), arithmetic.name)}
-    dim = case.parameters.get("dim")
-    selected = Bounded(np.where(valid, x, 0.0).reshape(tokens.shape), 0.0, arithmetic)
-    count = valid.reshape(tokens.shape).sum(dim)
-    want_mean = selected.sum(dim) / np.maximum(count, 1).astype(float)
-    got, want = {"mean": part(result)}, {"mean": Part(want_mean, arithmetic.name)}
-    if trial.differentiates(leaf):
-        g = np.asarray(case.random("upstream").choice([0.0, 1.0, -0.75], want_mean.shape), float)
-        trial.backward([leaf], [result], [torch.tensor(g, dtype=result.dtype)])
-        share = Bounded(g, 0.0, arithmetic) / np.maximum(count, 1).astype(float)
-        spread = [
-            np.broadcast_to(y if dim is None else np.expand_dims(y, dim), tokens.shape)
-            for y in (share.value, share.error)
-        ]
-        inside = valid.reshape(tokens.shape)
-        gradient = Bounded(
-            np.where(inside, spread[0], 0), np.where(inside, spread[1], 0), arithmetic
-        )
-        got["grad x"], want["grad x"] = part(leaf.grad), Part(gradient, case.dtype)
-    return got, want
+        shift_mean = case.parameters.get("shift_mean", True)
+        white = whiten(Bounded(x[valid], 0.0, arithmetic), shift_mean=shift_mean)
+        trial.expect({"x": result}, {"x": tokens.placed(white, valid)})
+        return
+    dim, inside = case.parameters.get("dim"), valid.reshape(tokens.shape)
+    selected = Bounded(np.where(inside, x.reshape(tokens.shape), 0.0), 0.0, arithmetic)
+    count = np.maximum(inside.sum(dim), 1).astype(float)
+    want = selected.sum(dim) / count
+    trial.expect({"mean": result}, {"mean": want})
+    g = _asked(case, "upstream", want.shape)
+    if trial.backward({"x": leaf}, [result], [torch.tensor(g, dtype=result.dtype)]):
+        share = Bounded(g, 0.0, arithmetic) / count
+        share = share if dim is None else share.map(lambda y: np.expand_dims(y, dim))
+        gradient = share.map(lambda y: np.where(inside, y, 0))
+        trial.expect_gradients({"x": leaf}, {"x": gradient})
 
 
-def examined_reduce(trial: Trial) -> tuple[dict[str, Got], dict[str, Part]]:
-    """Examine `reduce_metrics`; sequences are micro-batches."""
+def examine_reduce_metrics(trial: Trial) -> None:
+    """Sequences are micro-batches."""
     case = trial.case
-    count = max(case.sequences, 1)
+    count, arithmetic = max(case.sequences, 1), of_results(case.dtype)
     random = case.random("metrics")
-    drawn = {name: as_held(np.abs(random.standard_normal(count)), case.dtype) for name in METRICS}
+    drawn = {
+        name: as_held(np.abs(random.standard_normal(count)), case.dtype) for name in Metrics._fields
+    }
     active = random.integers(0, case.tokens + 1, count).astype(float)
-    drawn["active_tokens"] = active
-    for name in METRICS:  # a micro-batch without tokens has zeros
-        if case.has("nan-metric") and name != "active_tokens":
+    some_tokens = active > 0
+    for name in Metrics._fields:  # a micro-batch without tokens has zeros
+        if case.has("nan-metric"):
             broken = case.random(f"nan {name}").random(count) < 0.2
             drawn[name] = np.where(broken, np.nan, drawn[name])
-        drawn[name] = np.where(active == 0, 0.0, drawn[name])
+        drawn[name] = np.where(some_tokens, drawn[name], 0.0)
+    drawn["active_tokens"] = active
     dtype = getattr(torch, case.dtype)
-    given: list[dict[str, Tensor]] = [
+    given = [
         {name: torch.tensor(values[i], dtype=dtype) for name, values in drawn.items()}
         for i in range(count)
     ]
-    result = trial.call(trial.moved(given[0] if count == 1 else given), **case.parameters)
-    arithmetic = of_results(case.dtype)
-    total, some = active.sum(), active > 0
+    result = trial.call(given[0] if count == 1 else given, **case.parameters)
+    added = {"active_tokens"}
+    if case.parameters.get("policy_loss", "sum") != "mean":
+        added.add("policy_loss")
     want = {}
     for name, values in drawn.items():
         x = Bounded(values, 0.0, arithmetic)
-        added = name == "active_tokens" or (
-            name == "policy_loss" and case.parameters.get("policy_loss", "sum") != "mean"
-        )
-        if added:
-            reduced = x.sum()
+        if name in added:
+            want[name] = x.sum()
         elif name in ("ratio_max", "ratio_min"):
             extreme = np.max if name == "ratio_max" else np.min
-            reduced = Bounded(extreme(values[some]) if some.any() else 0.0, 0.0, arithmetic)
+            value = extreme(values[some_tokens]) if some_tokens.any() else 0.0
+            want[name] = Bounded(value, 0.0, arithmetic)
         else:
-            reduced = (x * active).sum() / max(total, 1.0)
-        want[name] = Part(reduced, arithmetic.name)
-    return {name: part(x) for name, x in result.items()}, want
+            want[name] = (x * active).sum() / max(active.sum(), 1.0)
+    trial.expect(result, want)

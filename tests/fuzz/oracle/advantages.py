@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from ..arithmetic import FLOAT64, Arithmetic
-from ..bounded import Bounded
+from .bounded import FLOAT64, Arithmetic, Bounded, certain
 
 #: Mean and variance are made in float64, to a relative error that float32 does not see.
 OF_FLOAT64 = 2.0**-45
@@ -66,7 +65,7 @@ def group_advantages(
             error = np.where((value == 0) & np.isfinite(error), 0.0, error)
         error = np.where(infinite, np.inf, error)
         parts[name] = Bounded(value, error, arithmetic)
-    return {**parts, "informative": informative}
+    return {**parts, "informative": certain(informative)}
 
 
 def _relative(x: object, by: float) -> object:

@@ -10,8 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from ..arithmetic import Arithmetic
-from ..bounded import Bounded, sum_roundings
+from .bounded import Arithmetic, Bounded, sum_roundings
 
 
 @dataclasses.dataclass(frozen=True)

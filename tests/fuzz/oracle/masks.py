@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..bounded import Bounded, Decision, Doubts, beyond, choose, where
-from ..functions import exp, held
-from .sequences import means, sums, taken
+from .bounded import Bounded, Decision, Doubts, beyond, choose, where
+from .functions import exp, held
 from .terms import SATURATION, difference, zeros
-from .valid_tokens import Tokens
+from .tokens import Tokens, means, sums
 
 
 def rollout_weights(tokens: Tokens, fields: dict, doubts: Doubts) -> Bounded | None:
@@ -22,7 +21,7 @@ def rollout_weights(tokens: Tokens, fields: dict, doubts: Doubts) -> Bounded | N
             log = held(log, -SATURATION, SATURATION)[0]
         else:
             of_level = (sums if level == "sequence" else means)(log, tokens.sequence, tokens.count)
-            log = taken(held(of_level, -SATURATION, SATURATION)[0], tokens.sequence)
+            log = held(of_level, -SATURATION, SATURATION)[0][tokens.sequence]
         weight = _weight(exp(log), correction, doubts)
         product = weight if product is None else product * weight
     return product
@@ -54,7 +53,7 @@ def off_policy(tokens: Tokens, fields: dict, doubts: Doubts) -> Decision | None:
     far = means(gone, tokens.sequence, tokens.count)
     above = beyond(far, fields["off_policy_threshold"])
     above = Decision(above.yes, above.doubtful | np.isnan(far.value))  # unspecified: inf - inf
-    dropped = taken(above, tokens.sequence) & (tokens.advantages.value < 0)
+    dropped = above[tokens.sequence] & (tokens.advantages.value < 0)
     doubts.add("off-policy threshold", dropped.doubtful)
     return dropped
 

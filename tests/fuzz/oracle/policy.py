@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from math import inf
+from typing import Any
 
 import numpy as np
 
-from ..bounded import Bounded, Decision, Doubts, choose, unbounded, where
-from ..functions import exp, expm1, held, mean
 from . import terms
-from .geometric import geometric_ratio
+from .bounded import Bounded, Decision, Doubts, choose, unbounded, where
+from .functions import exp, expm1, held, mean
 from .masks import off_policy, rollout_weights, top_entropy
-from .sequences import means, sums, taken
-from .terms import Term, difference, zeros
-from .valid_tokens import Tokens
+from .terms import Ratio, Term, difference, geometric_ratio, zeros
+from .tokens import Tokens, Weights, means
 
 
 @dataclasses.dataclass
@@ -32,28 +31,16 @@ class Loss:
     metrics: dict[str, Bounded]
 
 
-@dataclasses.dataclass
-class Ratio:
-    """The log ratio of a token as the objective has it."""
-
-    own: Bounded  # of the token alone, held within the bounds
-    x: Bounded  # of the level
-    stuck: Decision  # held at a bound, where there is no slope
-    shared: bool  # the tokens of a sequence share its slope
-    bounded_each: bool = False  # each within separate bounds
-
-
-@dataclasses.dataclass
-class Weights:
-    """The weights of the valid tokens in each term."""
-
-    policy: Bounded
-    kl: Bounded
-    #: those of the entropy bonus, by the tokens that `top_entropy_quantile` drops
-    entropy_on: Callable[[Decision | None], Bounded]
-
-
+#: The term of a user-defined objective.
 Function = Callable[[Tokens, Bounded], Term]
+
+
+def fields_of(objective: object) -> dict[str, Any]:
+    """Return the fields of an `Objective`, with `rollout_correction` as a list."""
+    fields = dataclasses.asdict(objective)
+    corrections = fields["rollout_correction"]
+    fields["rollout_correction"] = [corrections] if isinstance(corrections, dict) else corrections
+    return fields
 
 
 def log_ratio(tokens: Tokens, fields: dict) -> Ratio:
@@ -71,7 +58,7 @@ def log_ratio(tokens: Tokens, fields: dict) -> Ratio:
         return Ratio(own, own, stuck, shared=False)
     of_sequence, stuck = held(means(x, tokens.sequence, tokens.count), low, high)
     index, shared = tokens.sequence, fields["level"] == "sequence"
-    return Ratio(own, taken(of_sequence, index), taken(stuck, index), shared)
+    return Ratio(own, of_sequence[index], stuck[index], shared)
 
 
 def policy_loss(
@@ -91,7 +78,9 @@ def policy_loss(
     doubts.add("log ratio bound", ratio.stuck.doubtful)
     importance = rollout_weights(tokens, fields, doubts)
     off, top = off_policy(tokens, fields, doubts), top_entropy(tokens, fields, doubts)
-    weight = _policy_weight(tokens, weights.policy, importance)
+    weight = weights.policy
+    for factor in (importance, tokens.policy_weights):
+        weight = weight if factor is None else weight * factor
     for dropped in (off, top):
         if dropped is not None:
             weight = choose(dropped, zeros(weight), weight)
@@ -107,8 +96,7 @@ def policy_loss(
     if function is None:
         slope = _constant_where_infinite(slope, tokens, ratio, policy)
     else:  # whatever automatic differentiation makes of NaN
-        unknown = np.isnan(policy.value)
-        slope = unbounded(slope, unknown)
+        slope = unbounded(slope, np.isnan(policy.value))
     slope = unbounded(slope, np.isinf(tokens.logprobs.error))  # one that may have become infinite
     loss = policy.sum()
     kl = None
@@ -162,18 +150,11 @@ def _finite_where_weightless(weight: Bounded, x: Bounded) -> Bounded:
     return where((weight.value == 0) & (weight.error == 0) & infinite, zeros(x), x)
 
 
-def _policy_weight(tokens: Tokens, weight: Bounded, importance: Bounded | None) -> Bounded:
-    for factor in (importance, tokens.policy_weights):
-        weight = weight if factor is None else weight * factor
-    return weight
-
-
 def _slope(tokens: Tokens, ratio: Ratio, through: Bounded, own: Bounded) -> Bounded:
     """dL/dlogprob from the derivatives by log ratio and by log-probability."""
     total = through
     if ratio.shared:
-        n = np.maximum(np.bincount(tokens.sequence, minlength=tokens.count), 1).astype(float)
-        total = taken(sums(through, tokens.sequence, tokens.count) / n, tokens.sequence)
+        total = means(through, tokens.sequence, tokens.count)[tokens.sequence]
     lost = np.isnan(through.value)
     # unspecified: what a token that is held at a bound has of another token's NaN
     total = unbounded(total, ratio.shared & np.isnan(total.value) & ~lost)

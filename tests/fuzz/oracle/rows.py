@@ -16,8 +16,7 @@ import dataclasses
 
 import numpy as np
 
-from ..arithmetic import Arithmetic
-from ..bounded import FUNCTION_ROUNDINGS, Bounded, Decision, constant, sum_roundings
+from .bounded import FUNCTION_ROUNDINGS, Arithmetic, Bounded, Decision, constant, sum_roundings
 
 RESCALINGS = 2 * (FUNCTION_ROUNDINGS + 1)
 

@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from ..bounded import Bounded, Decision, beyond, certain, choose, constant, where
-from ..functions import exp, expm1, held, minimum, sigmoid
+from .bounded import Bounded, Decision, beyond, certain, choose, constant, where
+from .functions import exp, expm1, held, minimum, sigmoid
+from .tokens import Tokens, means
 
 SATURATION = 80.0  # of a log ratio
 BIAS_SATURATION = 40.0  # of both logs in a bias-corrected KL
@@ -31,6 +32,17 @@ class Term:
     own: Bounded
     low: Decision  # where the lower bound acts
     high: Decision
+
+
+@dataclasses.dataclass
+class Ratio:
+    """The log ratio of a token as the objective has it."""
+
+    own: Bounded  # of the token alone, held within the bounds
+    x: Bounded  # of the level
+    stuck: Decision  # held at a bound, where there is no slope
+    shared: bool  # the tokens of a sequence share its slope
+    bounded_each: bool = False  # each within separate bounds
 
 
 def zeros(like: Bounded) -> Bounded:
@@ -184,3 +196,28 @@ def bias_corrected_slope(d: Bounded, x: Bounded, stuck: Decision, fields: dict) 
     constant_k = saturated | clamped
     moving = choose(constant_k, k, total)
     return r * choose(far | stuck, choose(constant_k, nothing, slope), moving)
+
+
+def geometric_ratio(tokens: Tokens, ratio: Ratio, fields: dict) -> tuple[Ratio, Term]:
+    """Return the ratio that the tokens of a sequence share, and the term -A r.
+
+    A token's log ratio is bounded from above if its advantage is not negative, else from below. It
+    counts as clipped unless the advantage is 0.
+    """
+    x, a = ratio.x, tokens.advantages
+    positive, negative = a.value > 0, a.value < 0
+    over, under = beyond(x, fields["clip_high"]), beyond(-fields["clip_low"] + zeros(x), x)
+    unknown = np.isnan(a.value)
+    over_acts = Decision(
+        over.yes & ~negative & ~unknown, over.doubtful & ~negative | over.yes & unknown
+    )
+    under_acts = Decision(under.yes & negative, under.doubtful & negative | under.yes & unknown)
+    clipped = choose(over_acts, zeros(x) + fields["clip_high"], x)
+    clipped = choose(under_acts, zeros(x) - fields["clip_low"], clipped)
+    geometric = means(clipped, tokens.sequence, tokens.count)[tokens.sequence]
+    value = -(a * exp(geometric))
+    high, low = over & maybe(positive, unknown), under & maybe(negative, unknown)
+    own = ratio.own
+    stuck = ratio.stuck | over_acts | under_acts
+    shared = Ratio(own, geometric, stuck, shared=True, bounded_each=True)
+    return shared, Term(value, value, zeros(x), low, high)

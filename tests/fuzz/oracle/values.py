@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..bounded import Bounded, Decision, beyond, certain, choose, constant, unbounded, where
-from ..functions import held, mean
+from .bounded import Bounded, Decision, beyond, certain, choose, constant, unbounded, where
+from .functions import held, mean
 from .terms import difference, kl_value, zeros
 
 SATURATION = 80.0

@@ -19,10 +19,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
-
-from .arithmetic import Arithmetic
 
 #: exp, log, tanh and the like: two units in the last place, which are four unit roundoffs.
 FUNCTION_ROUNDINGS = 4
@@ -31,6 +30,47 @@ FUNCTION_ROUNDINGS = 4
 SUM_LAMBDA = 8.0
 #: float32 holds the multiples of this up to 2^14, so sums of such terms are exact.
 GRID = 2.0**-10
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """A binary floating-point format: unit roundoff, smallest normal, largest, smallest number."""
+
+    name: str
+    unit: float
+    smallest: float
+    largest: float
+    subnormal: float
+
+    def holds_sum(self, a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+        """Return where a + b, which float64 rounds to `total`, is representable in this format."""
+        if self is not FLOAT64:
+            return _float32(total) == total
+        part = total - a  # the rounding error of float64 (Knuth's two-sum)
+        return (a - (total - part)) + (b - part) == 0
+
+    def holds_product(self, a: np.ndarray, b: np.ndarray, product: np.ndarray) -> np.ndarray:
+        """Return where a b, which float64 rounds to `product`, is representable in this format."""
+        if self is not FLOAT64:
+            return _float32(product) == product  # two float32 make an exact float64
+        return (np.abs(a) == 1) | (np.abs(b) == 1) | (product == 0)
+
+
+def _float32(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float32).astype(np.float64)
+
+
+# the oracle computes in float64 itself, so against a float64 result both round
+FLOAT64 = Arithmetic("float64", 2.0**-52, 2.0**-1022, float(np.finfo(np.float64).max), 2.0**-1074)
+FLOAT32 = Arithmetic("float32", 2.0**-24, 2.0**-126, float(np.finfo(np.float32).max), 2.0**-149)
+FLOAT16 = Arithmetic("float16", 2.0**-11, 2.0**-14, 65504.0, 2.0**-24)
+BFLOAT16 = Arithmetic("bfloat16", 2.0**-8, 2.0**-126, 2.0**127 * (2 - 2.0**-7), 2.0**-133)
+FORMATS = {each.name: each for each in (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)}
+
+
+def of_results(*dtypes: str) -> Arithmetic:
+    """Return the format of the arithmetic: float32, or float64 if an operand has it."""
+    return FLOAT64 if "float64" in dtypes else FLOAT32
 
 
 def sum_roundings(terms: int) -> float:
@@ -70,6 +110,21 @@ class Decision:
     def __invert__(self) -> Decision:
         return Decision(~self.yes, self.doubtful)
 
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> Decision:
+        """Return what the function makes of answers and of doubts."""
+        return Decision(change(self.yes), change(self.doubtful))
+
+    def __getitem__(self, index: object) -> Decision:
+        return self.map(lambda x: x[index])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.yes.shape
+
+    def covers(self, got: np.ndarray) -> np.ndarray:
+        """Return where these answers agree, or may differ."""
+        return (got == self.yes) | self.doubtful
+
 
 def certain(yes: np.ndarray) -> Decision:
     """A decision without doubt."""
@@ -93,6 +148,11 @@ class Bounded:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.value.shape
+
+    def covers(self, got: np.ndarray) -> np.ndarray:
+        """Return where these numbers are within the bounds; NaN and infinities must be equal."""
+        equal = (got == self.value) | (np.isnan(got) & np.isnan(self.value))
+        return equal | (np.abs(got - self.value) <= self.error) | np.isinf(self.error)
 
     def like(self, value: object) -> Bounded:
         """Return a constant: exact if the arithmetic holds it, else rounded once."""
@@ -163,11 +223,15 @@ class Bounded:
         """Return values of a function with the error that its argument's error makes."""
         return self._made(value, error, np.isfinite(error), exact, FUNCTION_ROUNDINGS + by)
 
-    def __getitem__(self, index: object) -> Bounded:
-        return Bounded(self.value[index], self.error[index], self.arithmetic)
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> Bounded:
+        """Return what the function makes of values and of errors."""
+        return Bounded(change(self.value), change(self.error), self.arithmetic)
 
-    def reshape(self, *shape: int) -> Bounded:
-        return Bounded(self.value.reshape(shape), self.error.reshape(shape), self.arithmetic)
+    def __getitem__(self, index: object) -> Bounded:
+        return self.map(lambda x: x[index])
+
+    def reshape(self, *shape: int | tuple[int, ...]) -> Bounded:
+        return self.map(lambda x: x.reshape(*shape))
 
     def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Bounded:
         """Return sums, with the error of their terms and of the additions."""

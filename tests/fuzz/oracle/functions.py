@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import FORMATS
-from .bounded import Bounded, Decision, beyond, choose, where
+from .bounded import FORMATS, Bounded, Decision, beyond, choose, where
 
 
 def exp(x: Bounded) -> Bounded:
@@ -32,10 +31,6 @@ def sigmoid(x: Bounded) -> Bounded:
     grown = np.maximum(high - value, value - low)
     by = np.where(np.isfinite(x.value), np.minimum(np.abs(x.value), 100.0), 0.0)
     return x.function(value, np.where(x.error == 0, 0.0, grown), np.isinf(x.value), by)
-
-
-def square(x: Bounded) -> Bounded:
-    return x * x
 
 
 def maximum(a: Bounded, b: object) -> Bounded:
