@@ -6,6 +6,8 @@ from fastrl.triton.runtime.registration import INTERPRETED
 
 from .run import MOST_IN_DOUBT, Run, perform
 
+pytestmark = pytest.mark.kernels
+
 SEED = 20260923
 AT_ONCE = 500
 CASES = {"triton": 150} if INTERPRETED else {"reference": 500, "cpu": 2000}

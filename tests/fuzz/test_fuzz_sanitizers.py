@@ -4,6 +4,8 @@ import pytest
 
 from tests.gpu import sanitized
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("capability", ["plain", "avx2", "avx512"])
 def test_no_access_beyond_a_tensor(capability):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from .oracle import functions
-from .oracle.bounded import FLOAT32, FLOAT64, Bounded, Decision, beyond, choose, constant
-from .oracle.functions import stored
+from . import functions
+from .bounded import FLOAT32, FLOAT64, Bounded, Decision, beyond, choose, constant
+from .functions import stored
 
 OPERATIONS = {
     "sum": (lambda a, b: a + b, lambda a, b: a + b),
