@@ -56,7 +56,8 @@ def gae_with_factors(
     A_t = m_t (delta_t + gamma lam A_{t+1}) + (1 - m_t) A_{t+1}. The next value, in delta_{t-1}, is
     W_t = m_t V_t + (1 - m_t) W_{t+1}.
     """
-    weights = mask.to(values.dtype)
+    weights, valid = mask.to(values.dtype), mask.bool()
+    rewards, values = (torch.where(valid, x, 0.0) for x in (rewards, values))
     after = trace = torch.zeros_like(values[:, 0])
     found = []
     for t in reversed(range(values.shape[1])):
@@ -65,7 +66,7 @@ def gae_with_factors(
         after = after.lerp(values[:, t], weights[:, t])
         found.append(trace)
     advantages = torch.stack(found[::-1], dim=1)
-    returns = torch.where(mask.bool(), advantages + values, 0.0)
+    returns = torch.where(valid, advantages + values, 0.0)
     return whiten(advantages, mask), returns
 
 
