@@ -377,6 +377,14 @@ PLAIN = (
 )
 
 
+#: What the slow stand-ins of GPUs run.
+ON_GPUS = (
+    *("policy_loss ppo", "policy_loss gspo", "policy_loss gmpo", "policy_loss by term"),
+    *("logits_policy_loss ppo", "logits_policy_loss gspo", "token_logprobs", "token_stats outputs"),
+    *("gae", "gae by token", "group_advantages mean group", "group_advantages mean batch"),
+)
+
+
 def marks_of(name):
     """Plain functions and functions as objectives run on the reference alone."""
     entry = ENTRIES[name]
@@ -384,8 +392,7 @@ def marks_of(name):
         return [pytest.mark.not_on("cpu", "triton", "cuda")]
     if entry.function.__name__.startswith("linear") or callable(surrogate_of(entry.options)):
         return [pytest.mark.not_on("triton", "cuda")]
-    few = name.removeprefix("policy_loss ") in FEW
-    return [] if few or not name.startswith("policy_loss") else [pytest.mark.not_on("triton")]
+    return [] if name in ON_GPUS else [pytest.mark.not_on("triton", "cuda")]
 
 
 def entries(keep=lambda entry: True):
