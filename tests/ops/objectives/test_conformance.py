@@ -9,7 +9,7 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, CONVENTIONS, convention_table
-from tests.ops.trainer_formulas import Batch, group_norm, openrlhf, trl, verl
+from tests.ops.objectives.trainer_formulas import Batch, group_norm, openrlhf, trl, verl
 
 B, T = 6, 7
 CLIP = {"clip_low": 0.05, "clip_high": 0.08}  # close enough that some sequences stay inside
@@ -311,7 +311,7 @@ def test_every_preset_of_a_trainer_is_tested():
 
 
 def test_the_table_in_the_docs_is_generated_from_the_code():
-    assert convention_table() in (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    assert convention_table() in (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
     assert all(f"`{name}`" in convention_table() for name in CONVENTIONS if name != "fastrl")
 
 
