@@ -8,7 +8,7 @@ import torch
 
 import fastrl
 from fastrl import reference
-from fastrl.contract import LEVELS, SURROGATES, LossArguments
+from fastrl.contract import KL_GRADIENTS, LEVELS, SURROGATES, LossArguments
 from fastrl.library import operators
 from fastrl.ops._autograd import known_gradient
 from tests.fuzz.run import Run
@@ -45,6 +45,7 @@ def test_gae_of_many_chunks(rows, bootstrap):
     length = 2600 // rows  # the host build has chunks of 256 tokens
     inputs = {name: torch.randn(rows, length) for name in ("rewards", "values")}
     inputs["mask"] = torch.rand(rows, length) < 0.8
+    inputs["mask"][1::2, -40:] = False  # whole runs of a thread, before the end of a sequence
     inputs["truncated"] = torch.rand(rows, length) < 0.001
     if bootstrap:
         shape = (rows,) if bootstrap == "sequence" else (rows, length)
@@ -87,6 +88,14 @@ def test_groups_by_id_have_the_bits_of_consecutive_ones(scale, groups, size):
     for one, other, want in zip(found, consecutive, exact, strict=True):
         assert torch.equal(one.nan_to_num(7), other[place].nan_to_num(7))
         torch.testing.assert_close(other.to(want), want, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_rewards_beside_large_ones_keep_their_digits():
+    rewards = torch.tensor([-1e3, 1e3, 1e-3, 2e-3])
+    given = {"group_size": 4, "scale": "none"}
+    found = fastrl.group_advantages(rewards, **given, backend="cuda").advantages.double()
+    exact = fastrl.group_advantages(rewards.double(), **given, backend="reference").advantages
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
 
 def constants(shape, count, layout):
@@ -155,6 +164,21 @@ def test_ratios_and_advantages_at_their_ends(surrogate, level):
     loss = LossArguments(column[2], ones, None, None, None, column[1], None, None)
     given = objective(surrogate, level, kl_coef=0.0, entropy_coef=0.0)
     assert_equals_the_reference(column[0], None, ones > 0, loss, given)
+
+
+def test_the_slope_of_the_bias_corrected_k3_is_the_distance():
+    """r (dk + k) = -r d for d = ref - logprob, without the terms that cancel."""
+    distance, log_ratio = torch.meshgrid(
+        torch.tensor([1e-3, 0.5, -2.0, 12.0]), torch.tensor([0.0, 3.0, -3.0]), indexing="ij"
+    )
+    logprobs = torch.full((4, 3), -1.0)
+    old, ref, ones = logprobs - log_ratio, logprobs + distance, torch.ones(4, 3)
+    loss = LossArguments(torch.zeros(4, 3), ones, None, None, None, old, ref, None)
+    given = objective("ppo_clip", kl_coef=1.0, kl_clamp=float("inf"), entropy_coef=0.0)
+    given = given._replace(kl_gradient=KL_GRADIENTS.index("bias-corrected"))
+    slope = operators("cuda").policy_loss_fwd(logprobs, None, ones > 0, *loss, *given)[1]
+    exact = -(logprobs.double() - old.double()).exp() * (ref.double() - logprobs.double())
+    torch.testing.assert_close(slope.double(), exact, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 10.0])

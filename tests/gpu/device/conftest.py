@@ -1,13 +1,13 @@
 """Tests that need a GPU (`make gpu`), for every backend that takes its tensors.
 
 This folder is self-contained: it needs pytest and torch, but no other tests. A backend that cannot
-be used skips its tests and fails test_gpu_backends.py.
+be used skips its tests and fails test_gpu_calls.py.
 """
 
 import pytest
 import torch
 
-from tests.gpu.device.outcomes import end_process
+from tests.gpu.device.run import LOST
 
 GPU_BACKENDS = ("triton", "cuda", "reference")
 
@@ -33,34 +33,25 @@ def fixed_seed(request):
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
-        except RuntimeError as lost:  # of this test; every later call raises it again
-            end_process(request.config, request.node.nodeid, f"it lost the GPU: {lost}")
+        except RuntimeError:  # of this test; every later call raises it again
+            request.node.stash[LOST] = True
             raise
         torch.cuda.empty_cache()
 
 
-@pytest.fixture
-def asked(request):
-    """The backends to test, all unless `--backends` names some."""
-    names = (request.config.getoption("--backends", "") or " ".join(GPU_BACKENDS)).split()
-    return [name for given in names for name in given.split(",") if name]
-
-
 @pytest.fixture(params=GPU_BACKENDS)
-def backend(request, asked):
-    return _usable(request.param, asked)
+def backend(request):
+    return usable(request.param)
 
 
 @pytest.fixture(params=("triton", "cuda"))
-def kernels(request, asked):
+def kernels(request):
     """The backends with GPU kernels."""
-    return _usable(request.param, asked)
+    return usable(request.param)
 
 
-def _usable(name, asked):
-    if name not in asked:
-        pytest.skip(f"backend {name} was left out")
-    from fastrl.backend import unavailable  # the tests of the runner have no fastrl
+def usable(name):
+    from fastrl.backend import unavailable  # the test of the runner has no fastrl
 
     reason = unavailable(name)
     if reason is not None:
@@ -70,26 +61,14 @@ def _usable(name, asked):
 
 @pytest.fixture
 def no_sync():
-    """Make every call that synchronizes with the GPU raise."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
+    """A function that makes every call after it raise if it synchronizes with the GPU."""
+
+    def start():
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+    yield start
     torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture
-def compilations(monkeypatch):
-    """Names of the Triton kernels that are compiled during the test."""
-    jit = pytest.importorskip("triton.runtime.jit")
-    names = []
-    compile_one = jit.JITFunction._do_compile
-
-    def counted(self, *arguments, **named):
-        names.append(self.__name__)
-        return compile_one(self, *arguments, **named)
-
-    monkeypatch.setattr(jit.JITFunction, "_do_compile", counted)
-    return names
 
 
 @pytest.fixture
@@ -108,20 +87,18 @@ def memory():
 @pytest.fixture
 def captured(request):
     """A function that captures a call in a CUDA graph; it returns the result and the replay."""
-    failed = []
 
     def capture(call):
-        failed.append(True)
-        found = _captured(call)
-        failed.pop()
+        # before torch 2.12 the allocator of this process is of no use after a failure
+        request.node.stash[LOST] = True
+        found = in_a_graph(call)
+        del request.node.stash[LOST]
         return found
 
-    yield capture
-    if failed:  # before torch 2.12 the allocator of this process is of no use any more
-        end_process(request.config, request.node.nodeid, "a capture failed")
+    return capture
 
 
-def _captured(call):
+def in_a_graph(call):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

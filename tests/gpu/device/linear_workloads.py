@@ -35,6 +35,15 @@ OBJECTIVE = Objective.preset("grpo", kl_coef=0.05, entropy_coef=0.01)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS, U = 2.0**-23, 2.0**-8
 LORA_SCALE = 2.0
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "lora": {"bias": True, "lora": True},
+    "transposed": {"transposed": True},
+    "frozen": {"frozen": True},
+    "temperature": {"temperature": 0.7},
+    "three chunks": {"chunks": 3},
+}
 
 
 class Precision(NamedTuple):
@@ -66,7 +75,6 @@ PRECISIONS = {
 class LinearWork(NamedTuple):
     """One call: parameters that are leaves, what comes with the tokens, and options."""
 
-    name: str
     precision: Precision
     parameters: dict[str, Tensor]  # hidden, weight, and bias, lora_a, lora_b if there are any
     tokens: dict[str, Tensor]
@@ -126,47 +134,46 @@ def linear_work(
     mask = torch.rand(B, T) < 0.8
     mask[0, 0] = True
     ids = torch.randint(V, (B, T))
-    tokens = {"token_ids": ids, "advantages": torch.randn(B), "mask": mask}
-    work = LinearWork("", precision, parameters, tokens, options, frozen)
-    logprobs = _logits(work, FP32, masked=False).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    logits = _logits({name: x.double() for name, x in parameters.items()})
+    logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     # no ratio near a clip, where the slope would depend on the last bit
     steps = torch.tensor([-0.5, -0.1, 0.1, 0.4])[torch.randint(4, (B, T))]
-    tokens["old_logprobs"] = (logprobs - steps).float()
-    tokens["ref_logprobs"] = (logprobs + 0.2 * torch.randn(B, T)).float()
+    tokens = {
+        "token_ids": ids,
+        "advantages": torch.randn(B),
+        "mask": mask,
+        "old_logprobs": (logprobs - steps).float(),
+        "ref_logprobs": (logprobs + 0.2 * torch.randn(B, T)).float(),
+    }
     parameters["hidden"][~mask] = torch.nan
     if chunks:
         options["chunk_tokens"] = max(1, int(mask.sum()) // chunks)
-    return work
+    return LinearWork(precision, parameters, tokens, options, frozen)
 
 
-def policy_loss(work: LinearWork, leaves: dict[str, Tensor], backend: str, **options: object):
+def policy_loss(work: LinearWork, leaves: dict[str, Tensor], backend: str):
     """Call `linear_policy_loss`."""
     with work.autocast():
-        return loss_of(leaves, work.tokens, {**work.options, **options}, backend)
+        return loss_of(leaves, work.tokens, work.options, backend)
 
 
 def loss_of(
     leaves: dict[str, Tensor], tokens: dict[str, Tensor], options: dict[str, object], backend: str
 ):
     """Call `linear_policy_loss`, in a form that torch.compile takes."""
-    given = dict(tokens)
     return fastrl.linear_policy_loss(
-        *_operands(leaves), given.pop("token_ids"), given.pop("advantages"), given.pop("mask"),
-        **_head(leaves), **given, objective=OBJECTIVE, backend=backend, **options,
+        leaves["hidden"], leaves["weight"], **tokens, **_head(leaves), objective=OBJECTIVE,
+        backend=backend, **options,
     )  # fmt: skip
 
 
-def token_stats(work: LinearWork, leaves: dict[str, Tensor], backend: str, **options: object):
+def token_stats(work: LinearWork, leaves: dict[str, Tensor], backend: str):
     """Call `linear_token_stats`."""
     with work.autocast():
         return fastrl.linear_token_stats(
-            *_operands(leaves), work.tokens["token_ids"], mask=work.tokens["mask"],
-            **_head(leaves), backend=backend, **{**work.options, **options},
+            leaves["hidden"], leaves["weight"], work.tokens["token_ids"], mask=work.tokens["mask"],
+            **_head(leaves), backend=backend, **work.options,
         )  # fmt: skip
-
-
-def _operands(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return leaves["hidden"], leaves["weight"]
 
 
 def _head(leaves: dict[str, Tensor]) -> dict[str, object]:
@@ -181,95 +188,82 @@ def gradients(scalar: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(needed, found, strict=True))
 
 
-def _logits(work: LinearWork, operand: torch.dtype, *, masked: bool = True) -> Tensor:
-    """Return the logits `[B, T, V]` in float64 on operands of a dtype; 0 at masked rows."""
-    p = {name: x.double() for name, x in work.parameters.items()}
-    hidden, weight = (work.parameters[name].to(operand).double() for name in ("hidden", "weight"))
-    if masked:
-        hidden = hidden.masked_fill(~work.tokens["mask"][..., None], 0.0)
-    logits = hidden @ weight.t()
+def _logits(p: dict[str, Tensor]) -> Tensor:
+    logits = p["hidden"] @ p["weight"].t()
     if "lora_a" in p:
-        logits = logits + LORA_SCALE * (hidden @ p["lora_a"].t()) @ p["lora_b"].t()
+        logits = logits + LORA_SCALE * (p["hidden"] @ p["lora_a"].t()) @ p["lora_b"].t()
     return logits + p["bias"] if "bias" in p else logits
 
 
 class Exact:
     """A call in float64, and how far off its float32 computation may be."""
 
-    def __init__(self, work: LinearWork, device: torch.device | None = None) -> None:
-        """`device`: compute as this one would; by default, as the device of the tensors does."""
-        self.work = work
-        operand = work.precision.operand(device or work.device)
+    def __init__(self, work: LinearWork) -> None:
+        operand = work.precision.operand(work.device)
         self.narrow, self.of_float16 = operand.itemsize == 2, operand == FP16
-        self.mask = work.tokens["mask"].reshape(-1)
+        self.work, self.mask, ids = work, work.tokens["mask"], work.tokens["token_ids"][..., None]
         self.gain = 1.0 / float(work.options.get("temperature", 1.0))  # type: ignore[arg-type]
-        logits = _logits(work, operand).flatten(0, 1) * self.gain
-        self.logp = logits.log_softmax(-1)
-        self.p = self.logp.exp()
-        self.ids = work.tokens["token_ids"].reshape(-1, 1)
-        zero = torch.zeros((), dtype=torch.float64, device=work.device)
-        self.logprobs = torch.where(self.mask, self.logp.gather(-1, self.ids)[:, 0], zero)
-        entropy = -(self.p * self.logp).sum(-1)
-        self.entropy = torch.where(self.mask, entropy, zero)
-        hidden, weight = (work.parameters[n].to(operand).double() for n in ("hidden", "weight"))
-        self.hidden = hidden.flatten(0, 1).masked_fill(~self.mask[:, None], 0.0)
-        self.weight = weight
-        length = self.weight.norm(dim=-1).max()
-        if "lora_a" in work.parameters:
-            a, b = (work.parameters[name].double() for name in ("lora_a", "lora_b"))
-            length = length + LORA_SCALE * a.norm() * b.norm(dim=-1).max()
-        if "bias" in work.parameters:  # one more term of the sum
-            length = length + work.parameters["bias"].double().abs().max()
-        self.d = self.gain * EPS * weight.shape[1] ** 0.5 * self.hidden.norm(dim=-1) * length
-        self.logprob_budget = 2 * self.d + 1e-5 + 2e-7 * self.logprobs.abs()
-        self.entropy_budget = 2 * self.d * self.entropy + 1e-5 * (1 + self.entropy)
+        rounded = dict(work.parameters)
+        for name in ("hidden", "weight"):
+            rounded[name] = rounded[name].to(operand)
+        rounded["hidden"] = rounded["hidden"].masked_fill(~self.mask[..., None], 0.0)
+        self.p = p = {name: x.double().requires_grad_() for name, x in rounded.items()}
+        self.logits = _logits(p)
+        self.logp = (self.logits * self.gain).log_softmax(-1)
+        self.taken = torch.zeros_like(self.logp).scatter_(-1, ids, 1.0)
+        self.logprobs = (self.logp * self.taken).sum(-1) * self.mask
+        self.entropy = -(self.logp.exp() * self.logp).sum(-1) * self.mask
+        with torch.no_grad():
+            length = p["weight"].norm(dim=-1).max()
+            if "lora_a" in p:
+                length = length + LORA_SCALE * p["lora_a"].norm() * p["lora_b"].norm(dim=-1).max()
+            if "bias" in p:  # one more term of the sum
+                length = length + p["bias"].abs().max()
+            off = self.gain * EPS * p["weight"].shape[1] ** 0.5
+            self.d = off * p["hidden"].norm(dim=-1) * length
+            self.logprob_budget = 2 * self.d + 1e-5 + 2e-7 * self.logprobs.abs()
+            self.entropy_budget = 2 * self.d * self.entropy + 1e-5 * (1 + self.entropy)
 
     def gradients(self, s: Tensor, e: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return gradient and budget of each leaf, for dL/dlogprobs and dL/dentropy `[N]`."""
-        parameters, scale = self.work.parameters, LORA_SCALE
-        s, e = s[:, None] * self.gain, e[:, None] * self.gain
-        taken = torch.zeros_like(self.p).scatter_(-1, self.ids, 1.0)
-        entropy = self.entropy[:, None]
-        g = s * (taken - self.p) - e * self.p * (self.logp + entropy)
-        terms = s.abs() * (taken + self.p) + e.abs() * self.p * (self.logp.abs() + entropy + 1)
-        off = 3 * (2 * self.d[:, None] + 1e-5) * terms
-        off = off + U * self.narrow * (g.abs() + off)
-        operand = U * self.of_float16
-
-        def product(left, left_off, right, right_off, terms):
-            sums = left.abs().t() @ right.abs()
-            budget = left_off.t() @ right.abs() + left.abs().t() @ right_off
-            return left.t() @ right, budget + (EPS * terms**0.5 + operand) * sums
-
-        N, V = g.shape
-        H = self.hidden.shape[1]
-        zero_h, zero_w = torch.zeros_like(self.hidden), torch.zeros_like(self.weight)
-        found = {
-            "weight": product(g, off, self.hidden, zero_h, N),
-            "hidden": product(g.t(), off.t(), self.weight, zero_w, V),
-        }
-        if "bias" in parameters:
-            found["bias"] = (g.sum(0), (off + EPS * N**0.5 * g.abs()).sum(0))
-        if "lora_a" in parameters:
-            a, b = (parameters[name].double() for name in ("lora_a", "lora_b"))
-            low, low_off = product(self.hidden.t(), zero_h.t(), a.t(), torch.zeros_like(a.t()), H)
-            low_off = low_off + U * self.narrow * low.abs()
-            found["lora_b"] = product(g, off, scale * low, scale * low_off, N)
-            back, back_off = product(g.t(), off.t(), scale * b, torch.zeros_like(b), V)
-            found["lora_a"] = product(back, back_off, self.hidden, zero_h, N)
-            more = product(back.t(), back_off.t(), a, torch.zeros_like(a), a.shape[0])
-            found["hidden"] = tuple(map(torch.add, found["hidden"], more))
+        """Return gradient and budget of each leaf, for dL/dlogprobs and dL/dentropy `[B, T]`."""
+        of = (self.logits, *self.p.values())
+        g, *exact = torch.autograd.grad((self.logprobs, self.entropy), of, (s, e))
+        with torch.no_grad():
+            budgets = self._budgets(g, s[..., None] * self.gain, e[..., None] * self.gain)
         return {
-            name: (value.view_as(parameters[name]), budget.view_as(parameters[name]))
-            for name, (value, budget) in found.items()
+            name: (value, budgets[name].view_as(value))
+            for name, value in zip(self.p, exact, strict=True)
         }
+
+    def _budgets(self, g: Tensor, s: Tensor, e: Tensor) -> dict[str, Tensor]:
+        p = self.logp.exp()
+        terms = s.abs() * (self.taken + p)
+        terms += e.abs() * p * (self.logp.abs() + self.entropy[..., None] + 1)
+        off = 3 * (2 * self.d[..., None] + 1e-5) * terms
+        off = (off + U * self.narrow * (g.abs() + off)).flatten(0, 1)
+        size = {name: x.abs() for name, x in self.p.items()}
+        g, h, w = g.flatten(0, 1).abs(), size["hidden"].flatten(0, 1), size["weight"]
+
+        def of_product(left, left_off, right):
+            """With absolute values; `terms` of the sum are the rows of `right`."""
+            sums = EPS * len(right) ** 0.5 + U * self.of_float16
+            return left_off @ right + sums * (left @ right)
+
+        found = {"weight": of_product(g.t(), off.t(), h), "hidden": of_product(g, off, w)}
+        found["bias"] = off.sum(0) + EPS * len(g) ** 0.5 * g.sum(0)
+        if "lora_a" in self.p:
+            a, b = size["lora_a"], LORA_SCALE * size["lora_b"]
+            low = LORA_SCALE * h @ a.t()
+            low_off = of_product(h, torch.zeros_like(h), LORA_SCALE * a.t()) + U * self.narrow * low
+            found["lora_b"] = of_product(g.t(), off.t(), low) + g.t() @ low_off
+            back, back_off = g @ b, of_product(g, off, b)
+            found["lora_a"] = of_product(back.t(), back_off.t(), h)
+            found["hidden"] = found["hidden"] + of_product(back, back_off, a)
+        return found
 
     def loss(self) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """Return loss, its budget, metrics, and its slopes along logprobs and entropy `[N]`."""
-        shape = self.work.tokens["mask"].shape
-        logprobs, entropy = (
-            x.view(shape).detach().requires_grad_() for x in (self.logprobs, self.entropy)
-        )
+        """Return loss, its budget, metrics, and its slopes along logprobs and entropy."""
+        logprobs, entropy = (x.detach().requires_grad_() for x in (self.logprobs, self.entropy))
         tokens = {
             name: x.double() if x.is_floating_point() else x
             for name, x in self.work.tokens.items()
@@ -278,24 +272,17 @@ class Exact:
         result = fastrl.policy_loss(
             logprobs, **tokens, entropy=entropy, objective=OBJECTIVE, backend="reference"
         )
-        slopes = torch.autograd.grad(result.loss, (logprobs, entropy))
-        s, e = (slope.flatten() for slope in slopes)
+        s, e = torch.autograd.grad(result.loss, (logprobs, entropy))
         budget = (s.abs() * self.logprob_budget + e.abs() * self.entropy_budget).sum()
         return result.loss.detach(), budget + 2e-6, result.metrics, s, e
 
 
-def excess(found: Tensor, exact: Tensor, budget: Tensor) -> float:
-    """Return the largest error as a multiple of the budget and a rounding to the dtype."""
+def assert_within(name: str, found: Tensor, exact: Tensor, budget: Tensor) -> None:
+    """Compare with a budget and a rounding to the dtype."""
     dtype = torch.finfo(found.dtype)
     allowed = budget + dtype.eps / 2 * (exact.abs() + budget) + dtype.tiny * dtype.eps
-    over = (found.detach().double() - exact).abs() / allowed
-    return float(over.nan_to_num(torch.inf).max())
-
-
-def assert_within(name: str, found: Tensor, exact: Tensor, budget: Tensor) -> None:
-    """Compare with a budget."""
-    times = excess(found, exact, budget)
-    assert times <= 1, f"{name}: {times:.3g} times its budget"
+    times = ((found.detach().double() - exact).abs() / allowed).nan_to_num(torch.inf).max()
+    assert times <= 1, f"{name}: {float(times):.3g} times its budget"
 
 
 def assert_policy_loss(work: LinearWork, backend: str) -> None:
@@ -310,11 +297,7 @@ def assert_result(work: LinearWork, result, grads: dict[str, Tensor]) -> None:
     exact = Exact(work)
     loss, budget, metrics, s, e = exact.loss()
     assert_within("loss", result.loss, loss, budget)
-    active = exact.mask
-    for name in ("logprobs", "entropy"):
-        of_rows = getattr(exact, f"{name.removesuffix('s')}_budget")
-        found = getattr(result, name).flatten()
-        assert_within(name, found[active], getattr(exact, name)[active], of_rows[active])
+    _assert_rows(exact, result, exact.mask)
     slack = 8 * float(exact.logprob_budget.max())  # k3 and ratios have slopes of a few
     for name, value in result.metrics.items():
         assert abs(value - metrics[name]) <= slack * (1 + abs(metrics[name])), name
@@ -325,27 +308,16 @@ def assert_token_stats(work: LinearWork, backend: str) -> None:
     """Compare the outputs and gradients of `linear_token_stats` with float64."""
     exact, leaves = Exact(work), work.leaves()
     stats = token_stats(work, leaves, backend)
-    s, e = (torch.randn(exact.mask.shape).to(work.device).double() for _ in range(2))
-    s, e = s * exact.mask, e * exact.mask * 0.1
-    for name in ("logprobs", "entropy"):
-        of_rows = getattr(exact, f"{name.removesuffix('s')}_budget")
-        assert_within(name, getattr(stats, name).flatten(), getattr(exact, name), of_rows)
-    shape = work.tokens["mask"].shape
-    total = (stats.logprobs * s.float().view(shape)).sum()
-    total = total + (stats.entropy * e.float().view(shape)).sum()
-    _assert_gradients(work, gradients(total, leaves), exact.gradients(s, e))
+    _assert_rows(exact, stats, torch.ones_like(exact.mask))
+    s, e = (torch.randn(exact.mask.shape).to(work.device) * exact.mask for _ in range(2))
+    total = (stats.logprobs * s + 0.1 * stats.entropy * e).sum()
+    _assert_gradients(work, gradients(total, leaves), exact.gradients(s.double(), 0.1 * e.double()))
 
 
-def run_compiled(works: Iterable[LinearWork], kernels: str, **options: object) -> None:
-    """Make the same compiled call on several inputs and compare each with float64."""
-    loss = torch.compile(loss_of, **options)
-    for work in works:
-        leaves = work.leaves()
-        if options.get("mode") == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()
-        with work.autocast():
-            result = loss(leaves, work.tokens, work.options, kernels)
-        assert_result(work, result, gradients(result.loss, leaves))
+def _assert_rows(exact: Exact, found, where: Tensor) -> None:
+    logprobs, entropy = exact.logprobs.detach()[where], exact.entropy.detach()[where]
+    assert_within("logprobs", found.logprobs[where], logprobs, exact.logprob_budget[where])
+    assert_within("entropy", found.entropy[where], entropy, exact.entropy_budget[where])
 
 
 def _assert_gradients(work, found, wanted) -> None:
@@ -356,12 +328,12 @@ def _assert_gradients(work, found, wanted) -> None:
     assert (found["hidden"][~work.tokens["mask"]] == 0).all()
 
 
-HEADS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "lora": {"bias": True, "lora": True},
-    "transposed": {"transposed": True},
-    "frozen": {"frozen": True},
-    "temperature": {"temperature": 0.7},
-    "three chunks": {"chunks": 3},
-}
+def run_compiled(works: Iterable[LinearWork], kernels: str, **options: object) -> None:
+    """Make the same compiled call on several inputs and compare each with float64."""
+    loss = torch.compile(loss_of, **options)
+    for work in works:
+        leaves = work.leaves()
+        torch.compiler.cudagraph_mark_step_begin()
+        with work.autocast():
+            result = loss(leaves, work.tokens, work.options, kernels)
+        assert_result(work, result, gradients(result.loss, leaves))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -25,41 +24,37 @@ import time
 from pathlib import Path
 
 from tests.gpu.device.build import driver, path_with_tools
+from tests.gpu.device.run import ROOT, within
 
-ROOT = Path(__file__).parents[3]
 WORK = ROOT / "build" / "gpu"
 PACKING = 10.0  # seconds at the end of a piece
 ENDING = 8.0  # seconds that a step has to end when its time is over, and its inner limit is less
 TAIL = 3000  # characters of a step's log that are shown
 
-_TESTS = "{python} -m tests.gpu.device.run --out {out} --seconds {seconds} {resume}"
-_BENCH = "{python} bench/gpu.py --out {out} --seconds {seconds} {resume} --only"
+_TESTS = '"$PYTHON" -m tests.gpu.device.run --out "$STEP" --seconds $LEFT $RESUME'
+_BENCH = '"$PYTHON" bench/gpu.py --out "$STEP" --seconds $LEFT $RESUME --only'
 _LOGITS = "'^(token_stats|logits_policy_loss) 8192 x'"
 _LINEAR = "'^linear_policy_loss 8192 x (4096 x 128256|896 x 151936) .*trained head$'"
-_NCU = "ncu --clock-control none --set full --force-overwrite --export {out}/profile"
-_SANITIZE = "compute-sanitizer --error-exitcode 9 --tool"
+_NCU = 'ncu --clock-control none --set full --force-overwrite --export "$STEP/profile"'
 _FILES = "tests/gpu/device/test_gpu_"
 #: Seconds at most (what a step leaves is for those after it) and commands, by importance: within a
 #: piece the last ones are cut first.
 STEPS: dict[str, tuple[float, list[str]]] = {
-    "build": (180, ["{python} -m tests.gpu.device.build"]),
+    "build": (180, ['"$PYTHON" -m tests.gpu.device.build']),
     "machine": (
         60,
         [
             "nvidia-smi",
-            "{python} -m fastrl doctor",
+            '"$PYTHON" -m fastrl doctor',
             "nvcc --version",
-            "{launches} clusters",
-            "{launches} large 20",
+            '"$LAUNCHES" clusters',
+            '"$LAUNCHES" large 20',
         ],
     ),
-    "tests": (
-        540,
-        [f"{_TESTS} {_FILES}backends.py {_FILES}calls.py {_FILES}vocabulary.py {_FILES}tokens.py"],
-    ),
+    "tests": (540, [f"{_TESTS} {_FILES}calls.py {_FILES}vocabulary.py {_FILES}tokens.py"]),
     "profile": (
         100,
-        [f"{_NCU} {{launches}} large", "ncu --import {out}/profile.ncu-rep --page details"],
+        [f'{_NCU} "$LAUNCHES" large', 'ncu --import "$STEP/profile.ncu-rep" --page details'],
     ),
     # both measure fastrl: the difference is the noise
     "bench": (150, [f"{_BENCH} {_LOGITS} --no-peers"]),
@@ -69,9 +64,12 @@ STEPS: dict[str, tuple[float, list[str]]] = {
     # what racecheck finds need not be a defect: it may not know barriers in remote shared memory
     "sanitize": (
         70,
-        [f"{_SANITIZE} {tool} {{launches}}" for tool in ("memcheck", "synccheck", "racecheck")],
+        [
+            f'compute-sanitizer --error-exitcode 9 --tool {tool} "$LAUNCHES"'
+            for tool in ("memcheck", "synccheck", "racecheck")
+        ],
     ),
-    "tune": (540, ["{python} bench/gpu_tuning.py --out {out} --seconds {seconds} --knobs chunk"]),
+    "tune": (540, ['"$PYTHON" bench/gpu_tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),
 }
 PIECES = {
     "first": ("build", "machine", "tests"),
@@ -102,58 +100,37 @@ def main() -> int:
             ended.append(_step(name, deadline, resume=options.resume))
             print(ended[-1], flush=True)
     finally:
-        archive = _pack("-".join(options.names), steps)
-        print("\n".join([*ended, f"packed: {archive}"]))
+        print("\n".join([*ended, f"packed: {_pack('-'.join(options.names), steps)}"]))
     return 0 if all(": done" in line for line in ended) else 1
 
 
 def _step(name: str, deadline: float, *, resume: bool) -> str:
     """Make a step and return a line about how it ended."""
-    (seconds, commands), out, start = STEPS[name], WORK / name, time.monotonic()
-    until = min(deadline, start + seconds)
+    (seconds, commands), step, start = STEPS[name], WORK / name, time.monotonic()
+    until = min(deadline, start + seconds) - ENDING
     if not resume:
-        shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
-    log, failed = out / "log.txt", []
+        shutil.rmtree(step, ignore_errors=True)
+    step.mkdir(parents=True, exist_ok=True)
+    names = {"PYTHON": sys.executable, "STEP": str(step), "LAUNCHES": str(driver())}
+    names["RESUME"] = "--resume" if resume else ""
+    log, failed = step / "log.txt", []
     log.touch()
     for command in commands:
-        left = until - time.monotonic() - ENDING
+        left = until - time.monotonic()
         if left <= 0:
-            failed.append(f"no time for {command.split()[0]}")
+            failed.append(f"no time for {command}")
             break
-        filled = command.format(
-            python=shlex.quote(sys.executable),
-            out=shlex.quote(str(out)),
-            seconds=f"{left:.0f}",
-            launches=shlex.quote(str(driver())),
-            resume="--resume" if resume else "",
-        )
-        if why := _run(filled, log, left + ENDING / 2):
-            failed.append(f"{Path(shlex.split(filled)[0]).name} {why}")
+        with log.open("a") as file:
+            print(f"$ {command}", file=file, flush=True)
+            given = {**os.environ, **names, "LEFT": f"{left:.0f}"}
+            whole = {"shell": True, "stdout": file, "stderr": file, "env": given}
+            code = within(left + ENDING / 2, command, **whole)
+        if code != 0:
+            how = "took too long" if code is None else f"ended with status {code}"
+            failed.append(f"{command} {how}")
     print(log.read_text(errors="replace")[-TAIL:])
     took = time.monotonic() - start
     return f"{name}: {', '.join(failed) or 'done'} ({took:.0f} s, log: {log})"
-
-
-def _run(command: str, log: Path, seconds: float) -> str:
-    """Run a command; return how it failed, or ''."""
-    with log.open("a") as file:
-        file.write(f"$ {command}\n")
-        file.flush()
-        running = subprocess.Popen(
-            command, shell=True, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            code = running.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return "took too long"
-        finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGTERM)  # which ends what a step started
-                time.sleep(ENDING / 4)
-                os.killpg(running.pid, signal.SIGKILL)
-                running.wait()
-    return f"ended with status {code}" if code else ""
 
 
 def _pack(name: str, steps: list[str]) -> Path:

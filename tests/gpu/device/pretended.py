@@ -8,28 +8,23 @@ says nothing about a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 class Pretended(TorchFunctionMode):
     """Put everything that belongs on a GPU on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.cuda:
-            return args[0]
         given = {name: _on_cpu(x) for name, x in (kwargs or {}).items()}
         return func(*map(_on_cpu, args), **given)
 
 
 def _on_cpu(x):
-    is_gpu = (isinstance(x, str) and x == "cuda") or (
-        isinstance(x, torch.device) and x.type == "cuda"
-    )
-    return torch.device("cpu") if is_gpu else x
+    return torch.device("cpu") if isinstance(x, str) and x == "cuda" else x
 
 
 class Stream:
@@ -43,8 +38,8 @@ class Stream:
 def pretended_gpu(monkeypatch, request):
     plugins = request.config.pluginmanager.get_plugins()
     (conftest,) = (one for one in plugins if hasattr(one, "GPU_BACKENDS"))
-    monkeypatch.setattr(conftest, "_usable", lambda name, asked: "cpu")
-    monkeypatch.setattr(conftest, "_captured", _captured)
+    monkeypatch.setattr(conftest, "usable", lambda name: "cpu")
+    monkeypatch.setattr(conftest, "in_a_graph", _repeated)
     for name in ("synchronize", "empty_cache", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -55,23 +50,15 @@ def pretended_gpu(monkeypatch, request):
         yield
 
 
-def _captured(call):
+def _repeated(call):
     answer = call()
 
     def replay():
-        for one, new in zip(_tensors(answer), _tensors(call()), strict=True):
-            one.detach().copy_(new.detach())
+        for one, new in zip(tree_leaves(answer), tree_leaves(call()), strict=True):
+            if isinstance(one, torch.Tensor):
+                one.detach().copy_(new.detach())
 
     return answer, replay
-
-
-def _tensors(answer):
-    if isinstance(answer, torch.Tensor):
-        return [answer]
-    if isinstance(answer, Mapping):
-        answer = list(answer.values())
-    parts = answer if isinstance(answer, tuple | list) else ()
-    return [x for part in parts for x in _tensors(part)]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.device.head_of_ranks import assert_parts_equal_whole, assert_sharded_equals_whole
 from tests.gpu.device.linear_workloads import (
     FP32,
     HEADS,
@@ -18,44 +19,36 @@ from tests.gpu.device.linear_workloads import (
     run_compiled,
     token_stats,
 )
-from tests.gpu.device.sharded_head import assert_sharded_equals_whole
-from tests.gpu.device.split_head import assert_parts_equal_whole
 
 CUDA = "cuda"
 SHAPE = (4, 50, 128, 4096)
+SHAPES = [(1, 1, 128, 4096), (2, 33, 64, 50257), (1, 300, 1000, 129)]
 
 
 def work_of(precision="bf16", shape=SHAPE, **options):
     return linear_work(PRECISIONS[precision], shape, **options).on(CUDA)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_loss_and_statistics_equal_float64(kernels, precision, head):
-    for compact in (True, False):
-        work = work_of(precision, compact=compact, **HEADS[head])
-        assert_policy_loss(work, kernels)
-        assert_token_stats(work, kernels)
-
-
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 128, 4096), (2, 33, 64, 50257), (1, 300, 1000, 129)], ids=str
+    ("shape", "head"),
+    [*((SHAPE, head) for head in HEADS), *((shape, "three chunks") for shape in SHAPES)],
+    ids=str,
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_shapes(kernels, precision, shape):
-    for options in ({}, {"chunks": 3, "compact": False}):
-        work = work_of(precision, shape, **options)
+def test_loss_and_statistics_equal_float64(kernels, precision, shape, head):
+    for compact in (True, False):
+        work = work_of(precision, shape, compact=compact, **HEADS[head])
         assert_policy_loss(work, kernels)
         assert_token_stats(work, kernels)
 
 
-def test_the_reference_backend():
-    for precision in PRECISIONS:
-        work = work_of(precision, (2, 9, 64, 311), bias=True)
-        # it converts operands to float32, with and without autocast
-        as_given = work._replace(precision=Precision(FP32, FP32))
-        widened = {name: x.float() for name, x in work.parameters.items()}
-        assert_policy_loss(as_given._replace(parameters=widened), "reference")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_reference_backend(precision):
+    work = work_of(precision, (2, 9, 64, 311), bias=True)
+    # it converts operands to float32, with and without autocast
+    as_given = work._replace(precision=Precision(FP32, FP32))
+    widened = {name: x.float() for name, x in work.parameters.items()}
+    assert_policy_loss(as_given._replace(parameters=widened), "reference")
 
 
 def test_float32_products_follow_the_switch_of_torch(kernels):
@@ -74,62 +67,43 @@ def test_float32_products_follow_the_switch_of_torch(kernels):
     assert (found[0] - found[1]).abs().max() <= 0.05
 
 
+def results(work, backend):
+    """Loss, statistics and their gradients."""
+    leaves = work.leaves()
+    result, stats = (call(work, leaves, backend) for call in (policy_loss, token_stats))
+    of_loss = gradients(result.loss, leaves).values()
+    of_stats = gradients(stats.logprobs.sum() + stats.entropy.sum(), leaves).values()
+    return [result.loss, stats.logprobs, stats.entropy, *of_loss, *of_stats]
+
+
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32 under bf16"])
 def test_values_in_masked_rows_change_no_bit(kernels, precision, compact):
     work = work_of(precision, compact=compact, chunks=3)
     outcomes = []
     for value in (torch.nan, 0.0, torch.inf):
-        parameters = dict(work.parameters, hidden=work.parameters["hidden"].clone())
-        parameters["hidden"][~work.tokens["mask"]] = value
-        one = work._replace(parameters=parameters)
-        leaves = one.leaves()
-        result = policy_loss(one, leaves, kernels)
-        outcomes.append([result.loss, *gradients(result.loss, leaves).values()])
+        work.parameters["hidden"][~work.tokens["mask"]] = value
+        outcomes.append(results(work, kernels))
     for other in outcomes[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+        assert all(map(torch.equal, outcomes[0], other))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_two_runs_are_bit_equal(kernels, precision):
     work = work_of(precision, lora=True, bias=True, chunks=3)
-    runs = []
-    for _ in range(3):
-        leaves = work.leaves()
-        result, stats = (call(work, leaves, kernels) for call in (policy_loss, token_stats))
-        total = stats.logprobs.sum() + stats.entropy.sum()
-        runs.append(
-            [result.loss, *gradients(result.loss, leaves).values(), stats.logprobs, stats.entropy]
-        )
-        runs[-1] += gradients(total, leaves).values()
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
-
-
-def forward_and_backward(work, backend):
-    def call():
-        leaves = work.leaves()
-        result = policy_loss(work, leaves, backend)
-        stats = token_stats(work, leaves, backend)
-        return (
-            result.loss,
-            *gradients(result.loss, leaves).values(),
-            *gradients(stats.logprobs.sum() + stats.entropy.sum(), leaves).values(),
-        )
-
-    return call
+    assert all(map(torch.equal, results(work, kernels), results(work, kernels)))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_nothing_waits_for_the_gpu(kernels, precision, request):
-    call = forward_and_backward(work_of(precision, compact=False, bias=True, chunks=3), kernels)
-    call()  # compilation may synchronize
-    request.getfixturevalue("no_sync")
-    call()
+def test_nothing_waits_for_the_gpu(kernels, precision, no_sync):
+    work = work_of(precision, compact=False, bias=True, chunks=3)
+    results(work, kernels)  # compilation may synchronize
+    no_sync()
+    results(work, kernels)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp32 under bf16"])
-def test_a_cuda_graph_captures_it(kernels, precision, captured):
+def test_a_graph_captures_it(kernels, precision, captured):
     """Captured once, replayed on other hidden states, which are compared with float64."""
     work = work_of(precision, compact=False, chunks=3)
     leaves = work.leaves()

@@ -1,9 +1,12 @@
 """Calls of every operator through the public functions, on tensors of any device."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import fastrl
 from fastrl import Objective
@@ -20,222 +23,205 @@ OBJECTIVES = {
     "sapo": Objective.preset("sapo"),
     "reinforce": Objective.preset("reinforce", kl_estimator="k1", **KL),
 }
-BY_TOKEN = [name for name, o in OBJECTIVES.items() if o.level == "token" and o.surrogate != "gmpo"]
+OF_LOGITS = [name for name in OBJECTIVES if name not in ("sequence-token", "gmpo")]
+TEMPERATURE = 0.7
 #: relative to the largest element; float32 adds up many terms, and takes fast exponentials
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-TEMPERATURE = 0.7
-#: Places of the loss, and of the metric without KL and entropy, in what a loss of logits returns.
-LOSSES = (0, 2)
-
-
 class Workload(NamedTuple):
+    """A call; the leaves are the inputs along which the first result has gradients."""
+
     name: str
-    inputs: dict[str, torch.Tensor]
-    run: Callable[..., tuple[torch.Tensor, ...]]  # (inputs, backend) -> what it computes
+    inputs: dict[str, Tensor]
+    call: Callable[[dict[str, Tensor], str], tuple[Tensor, ...]]  # (inputs, backend) -> results
+    leaves: tuple[str, ...] = ()
+    factor: float = 1.0
+
+    def on(self, device: str) -> Workload:
+        """Return the same call on a device."""
+        return self._replace(inputs={name: _moved(x, device) for name, x in self.inputs.items()})
+
+    def double(self) -> Workload:
+        """Return the same call in float64."""
+        wide = {name: x.double() for name, x in self.inputs.items() if x.is_floating_point()}
+        return self._replace(inputs={**self.inputs, **wide})
+
+    def run(self, backend: str, call: Callable | None = None) -> tuple[Tensor, ...]:
+        """Return the results, and the gradients of the first one times the factor."""
+        leaves = {name: self.inputs[name].detach().requires_grad_() for name in self.leaves}
+        found = (call or self.call)({**self.inputs, **leaves}, backend)
+        of = tuple(leaves.values())
+        gradients = torch.autograd.grad(self.factor * found[0], of) if of else ()
+        return (*(x.detach() for x in found), *gradients)
 
 
-def _lengths(total, count):
-    """The cu_seqlens of `count` sequences of uneven lengths, some of them empty."""
+def _moved(x: Tensor, device: str) -> Tensor:
+    """Copy with the strides, also those of rows that are not adjacent."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+def _cu_seqlens(total: int, count: int) -> Tensor:
+    """Bounds of sequences of uneven lengths, some of them empty."""
     cuts = (torch.rand(count - 1) * (total + 1)).long().sort().values
     cuts[: count // 8] = 0
     return torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.tensor([total])]).int()
 
 
-def _tokens(B, T):
-    lengths = torch.randint(T + 1, (B, 1))
+def _packed(inputs: dict[str, Tensor], B: int, T: int) -> dict[str, Tensor]:
+    flat = {name: x.flatten() for name, x in inputs.items()}
+    return {**flat, "cu_seqlens": _cu_seqlens(B * T, B)}
+
+
+def _of_policies(logprobs: Tensor) -> dict[str, Tensor]:
+    """What comes with log-probabilities; no ratio of tokens is near a bound of the objectives."""
+    B, T = logprobs.shape
+    steps = torch.tensor([-1.2, -0.6, -0.1, 0.1, 0.3, 0.8])[torch.randint(6, (B, T))]
     return {
-        "logprobs": -torch.rand(B, T) * 3,
-        "old_logprobs": -torch.rand(B, T) * 3,
-        "ref_logprobs": -torch.rand(B, T) * 3,
-        "entropy": torch.rand(B, T),
+        "old_logprobs": logprobs - steps,
+        "ref_logprobs": logprobs + 0.2 * torch.randn(B, T),
         "advantages": torch.randn(B),
-        "mask": torch.arange(T) < lengths,
+        "mask": torch.arange(T) < torch.randint(T + 1, (B, 1)),
     }
 
 
-def _policy_loss(objective, packed, factor=1.0):
-    def run(inputs, backend):
-        given = dict(inputs)
-        logprobs = given.pop("logprobs").detach().requires_grad_()
-        entropy = given.pop("entropy").detach().requires_grad_()
-        if not objective.kl_coef:
-            del given["ref_logprobs"]
-        result = fastrl.policy_loss(
-            logprobs, **given, entropy=entropy, objective=objective, backend=backend
-        )
-        of = [logprobs, entropy] if objective.entropy_coef else [logprobs]
-        grads = torch.autograd.grad(factor * result.loss, of)
-        return (result.loss, *grads, *result.metrics.values())
+def policy_loss(name: str, B: int, T: int, *, packed: bool = False, factor: float = 1.0):
+    objective = OBJECTIVES[name]
+    logprobs = -3 * torch.rand(B, T) - 0.01
+    inputs = {"logprobs": logprobs, "entropy": torch.rand(B, T), **_of_policies(logprobs)}
+    if not objective.kl_coef:
+        del inputs["ref_logprobs"]
 
-    def make(B, T):
-        inputs = _tokens(B, T)
-        if packed:
-            inputs = {name: x.flatten() for name, x in inputs.items()}
-            inputs["cu_seqlens"] = _lengths(B * T, B)
-        return inputs
+    def call(inputs, backend):
+        result = fastrl.policy_loss(**inputs, objective=objective, backend=backend)
+        return (result.loss, *result.metrics.values())
 
-    return make, run
+    what = f"policy_loss, {name}, {'packed' if packed else 'padded'}, times {factor}"
+    leaves = ("logprobs", "entropy") if objective.entropy_coef else ("logprobs",)
+    return Workload(what, _packed(inputs, B, T) if packed else inputs, call, leaves, factor)
 
 
-def _gae(bootstrap, ends, packed):
-    def run(inputs, backend):
+def gae(bootstrap: str | None, B: int, T: int, *, packed: bool = False):
+    inputs = {"rewards": torch.randn(B, T), "values": torch.randn(B, T)}
+    inputs["mask"] = torch.rand(B, T) < 0.9
+    if bootstrap != "sequence":
+        inputs["terminated"] = torch.rand(B, T) < 1e-3
+        inputs["truncated"] = torch.rand(B, T) < 1e-3
+    if bootstrap == "token":
+        inputs["bootstrap_values"] = torch.randn(B, T)
+    if packed:
+        inputs = _packed(inputs, B, T)
+    if bootstrap == "sequence":
+        inputs["bootstrap_values"] = torch.randn(B)
+
+    def call(inputs, backend):
         return tuple(fastrl.gae(**inputs, gamma=0.999, lam=0.97, backend=backend))
 
-    def make(B, T):
-        inputs = {"rewards": torch.randn(B, T), "values": torch.randn(B, T)}
-        inputs["mask"] = torch.rand(B, T) < 0.9
-        if ends:
-            inputs["terminated"] = torch.rand(B, T) < 1e-3
-            inputs["truncated"] = torch.rand(B, T) < 1e-3
-        if bootstrap == "token":
-            inputs["bootstrap_values"] = torch.randn(B, T)
-        if packed:
-            inputs = {name: x.flatten() for name, x in inputs.items()}
-            inputs["cu_seqlens"] = _lengths(B * T, B)
-        if bootstrap == "sequence":
-            inputs["bootstrap_values"] = torch.randn(B)
-        return inputs
-
-    return make, run
+    return Workload(f"gae, {bootstrap}, {'packed' if packed else 'padded'}", inputs, call)
 
 
-def _group_advantages(ids, **options):
-    def run(inputs, backend):
-        return tuple(fastrl.group_advantages(**inputs, **options, backend=backend))
+def group_advantages(scale: str, groups: int, size: int, *, ids: bool = False):
+    baseline = "leave_one_out" if scale == "none" else "mean"
+    rewards = torch.randint(5, (groups, size)) * 0.25 + 10
+    inputs = {"rewards": rewards}
+    if ids:
+        rewards = rewards.flatten()
+        inputs = {"rewards": rewards, "group_ids": torch.randint(groups, rewards.shape) * 2**33 - 5}
 
-    def make(groups, size):
-        rewards = torch.randint(5, (groups * size,)) * 0.25 + 10
-        if not ids:
-            return {"rewards": rewards.view(groups, size)}
-        return {"rewards": rewards, "group_ids": torch.randint(groups, rewards.shape) * 2**33 - 5}
+    def call(inputs, backend):
+        options = {"scale": scale, "baseline": baseline, "backend": backend}
+        return tuple(fastrl.group_advantages(**inputs, **options))
 
-    return make, run
-
-
-def _logits(B, T, V, dtype):
-    inputs = _tokens(B, T)
-    del inputs["logprobs"], inputs["entropy"]
-    inputs["wide"] = (torch.randn(B, T + 1, V + 3) * 3).to(dtype)
-    inputs["token_ids"] = torch.randint(V, (B, T))
-    # policies that differ as in training: a gradient of a ratio of e^10 is no float16
-    logits = _leaf(inputs["wide"]).detach().float() / TEMPERATURE
-    logprobs = logits.log_softmax(-1).gather(-1, inputs["token_ids"][..., None])[..., 0]
-    for name in ("old_logprobs", "ref_logprobs"):
-        inputs[name] = logprobs + 0.3 * torch.randn(B, T)
-    return inputs
+    return Workload(f"group_advantages, {scale}, ids {ids}", inputs, call)
 
 
-def _leaf(wide):
-    """Logits as a view whose rows are not adjacent."""
-    return wide[:, :-1, :-3].detach().requires_grad_()
+def _logits(B: int, T: int, V: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Logits whose rows are not adjacent, and policies that differ as in training."""
+    wide = (torch.randn(B, T + 1, V + 3) * 3).to(dtype)
+    logits, ids = wide[:, :-1, :-3], torch.randint(V, (B, T))
+    logprobs = (logits.float() / TEMPERATURE).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    return {"logits": logits, "token_ids": ids, **_of_policies(logprobs)}
 
 
-def _token_stats(**options):
-    def run(inputs, backend):
-        logits = _leaf(inputs["wide"])
+def token_stats(B: int, T: int, V: int, dtype: torch.dtype, **options: float):
+    inputs = _logits(B, T, V, dtype)
+    inputs["slopes"] = inputs.pop("old_logprobs")
+    names = ("logprobs", "entropy", "logsumexp")
+
+    def call(inputs, backend):
         stats = fastrl.token_stats(
-            logits,
-            inputs["token_ids"],
-            mask=inputs["mask"],
-            outputs=("logprobs", "entropy", "logsumexp"),
-            backend=backend,
-            **options,
-        )
-        total = (stats.logprobs * inputs["old_logprobs"]).sum() + stats.entropy.sum()
-        total = total + 0.5 * stats.logsumexp.sum()
-        (grad,) = torch.autograd.grad(total, logits)
-        return stats.logprobs, stats.entropy, stats.logsumexp, grad
+            inputs["logits"], inputs["token_ids"], mask=inputs["mask"], outputs=names,
+            backend=backend, **options,
+        )  # fmt: skip
+        mean = (stats.logprobs * inputs["slopes"] + stats.entropy + 0.5 * stats.logsumexp).mean()
+        return mean, stats.logprobs, stats.entropy, stats.logsumexp
 
-    return run
+    return Workload(f"token_stats {options}, V {V}, {dtype}", inputs, call, ("logits",))
 
 
-def _logits_policy_loss(objective, factor=1.0, **options):
-    def run(inputs, backend):
-        given = dict(inputs)
-        leaf = _leaf(given.pop("wide"))
-        logits = leaf * 1 if options.get("inplace") else leaf
-        if not objective.kl_coef:
-            del given["ref_logprobs"]
+def logits_policy_loss(
+    name: str, B: int, T: int, V: int, dtype: torch.dtype, *, inplace=False, factor=1.0
+):
+    objective, inputs = OBJECTIVES[name], _logits(B, T, V, dtype)
+    if not objective.kl_coef:
+        del inputs["ref_logprobs"]
+
+    def call(inputs, backend):
+        logits = inputs["logits"] * 1 if inplace else inputs["logits"]
         result = fastrl.logits_policy_loss(
-            logits, **given, objective=objective, backend=backend, **options
-        )
-        (grad,) = torch.autograd.grad(factor * result.loss, leaf)
-        return (result.loss, grad, *result.metrics.values())
+            **{**inputs, "logits": logits}, objective=objective, temperature=TEMPERATURE,
+            inplace=inplace, backend=backend,
+        )  # fmt: skip
+        return (result.loss, *result.metrics.values())
 
-    return run
+    what = f"logits_policy_loss, {name}{', in place' if inplace else ''}, V {V}, {dtype}"
+    return Workload(f"{what}, times {factor}", inputs, call, ("logits",), factor)
 
 
-def of_tokens(B, T):
+def of_tokens(B: int, T: int) -> Iterator[Workload]:
     """All calls on log-probabilities, rewards or values."""
     for packed in (False, True):
-        layout = "packed" if packed else "padded"
         for name, objective in OBJECTIVES.items():
-            if packed and objective.aggregation == "seq-mean-token-sum-norm":
-                continue
-            make, run = _policy_loss(objective, packed)
-            yield Workload(f"policy_loss, {name}, {layout}", make(B, T), run)
-        make, run = _policy_loss(OBJECTIVES["grpo, KL and entropy"], packed, factor=0.5)
-        yield Workload(f"policy_loss, half of it, {layout}", make(B, T), run)
+            if not packed or objective.aggregation != "seq-mean-token-sum-norm":
+                yield policy_loss(name, B, T, packed=packed)
+        yield policy_loss("grpo, KL and entropy", B, T, packed=packed, factor=0.5)
         for bootstrap in (None, "sequence", "token"):
-            make, run = _gae(bootstrap, bootstrap != "sequence", packed)
-            yield Workload(f"gae, bootstrap {bootstrap}, {layout}", make(B, T), run)
+            yield gae(bootstrap, B, T, packed=packed)
     for ids in (False, True):
         for scale in ("group", "batch", "none"):
-            baseline = "leave_one_out" if scale == "none" else "mean"
-            make, run = _group_advantages(ids, scale=scale, baseline=baseline)
-            yield Workload(f"group_advantages, {scale}, ids {ids}", make(B, T), run)
+            yield group_advantages(scale, B, T, ids=ids)
 
 
-def of_logits(B, T, V, dtype=torch.float32):
+def of_logits(B: int, T: int, V: int, dtype: torch.dtype = torch.float32) -> Iterator[Workload]:
     """All calls on logits."""
-    what = f"V {V}, {str(dtype).removeprefix('torch.')}"
-    for name, options in {
-        "": {"temperature": TEMPERATURE},
-        ", softcap": {"logit_softcap": 10.0, "logit_scale": 0.5},
-    }.items():
-        inputs = _logits(B, T, V, dtype)
-        yield Workload(f"token_stats{name}, {what}", inputs, _token_stats(**options))
-    for name in (*BY_TOKEN, "sequence"):
-        inputs = _logits(B, T, V, dtype)
-        run = _logits_policy_loss(OBJECTIVES[name], temperature=TEMPERATURE)
-        yield Workload(f"logits_policy_loss, {name}, {what}", inputs, run)
-    for inplace in (False, True):
-        run = _logits_policy_loss(
-            OBJECTIVES["ppo"], factor=0.5, inplace=inplace, temperature=TEMPERATURE
-        )
-        name = f"logits_policy_loss, half of it{', in place' if inplace else ''}, {what}"
-        yield Workload(name, _logits(B, T, V, dtype), run)
-    run = _logits_policy_loss(OBJECTIVES["ppo"], inplace=True, temperature=TEMPERATURE)
-    yield Workload(f"logits_policy_loss in place, {what}", _logits(B, T, V, dtype), run)
+    shape = B, T, V, dtype
+    yield token_stats(*shape, temperature=TEMPERATURE)
+    yield token_stats(*shape, logit_softcap=10.0, logit_scale=0.5)
+    for name in OF_LOGITS:
+        yield logits_policy_loss(name, *shape)
+    for inplace, factor in ((False, 0.5), (True, 0.5), (True, 1.0)):
+        yield logits_policy_loss("ppo", *shape, inplace=inplace, factor=factor)
 
 
-def assert_equals_the_reference(work, backend):
-    """Compare a call on the tensors that a backend takes with the reference in float64."""
-    device = "cpu" if backend == "cpu" else "cuda"
-    came = work.run({name: x.to(device) for name, x in work.inputs.items()}, backend)
-    double = {name: x.double() if x.is_floating_point() else x for name, x in work.inputs.items()}
-    exact = work.run(double, "reference")
-    for k, (actual, wanted) in enumerate(zip(came, exact, strict=True)):
-        # what has the dtype of 16-bit logits is rounded to it, all else is float32
-        tolerance = TOLERANCE.get(actual.dtype, 0.0)
-        size = float(wanted.detach().double().abs().max()) if wanted.numel() else 0.0
-        least = 1e-3
-        if wanted.ndim == 0 and "wide" in work.inputs:
-            # log-probabilities of about -20 are rounded to 2e-6; metrics are means of their
-            # differences, and the loss (cispo) of their products with advantages of either sign
-            least = 1.0 if k in LOSSES else 0.1
-        torch.testing.assert_close(
-            actual.cpu().double(),
-            wanted.double(),
-            rtol=0,
-            atol=tolerance * max(size, least),
-            msg=lambda text, k=k: f"{work.name}, output {k}: {text}",
-        )
-
-
-def small():
+def small() -> list[Workload]:
     """A few calls of each kind."""
-    torch.manual_seed(0)
     return [*of_tokens(3, 17), *of_logits(2, 3, 1001)]
+
+
+def assert_equals_the_reference(work: Workload, backend: str) -> None:
+    """Compare a call on a GPU with the reference in float64."""
+    assert_near(work, work.on("cuda").run(backend), work.double().run("reference"))
+
+
+def assert_near(work: Workload, found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    """What has the dtype of 16-bit logits may be rounded to it, all else is float32."""
+    for k, (one, wanted) in enumerate(zip(found, exact, strict=True)):
+        tolerance, wanted = TOLERANCE.get(one.dtype, 0.0), wanted.double()
+        size = float(wanted.abs().max()) if wanted.numel() else 0.0
+        # Losses and metrics are means of values of either sign. Log-probabilities of about -20 are
+        # rounded to 2e-6, and the loss and the metric of it take their products with advantages.
+        least = 1e-3 if wanted.ndim else 1.0 if "logits" in work.inputs and k < 2 else 0.1
+        torch.testing.assert_close(
+            one.cpu().double(), wanted.cpu(), rtol=0, atol=tolerance * max(size, least),
+            msg=lambda text, k=k: f"{work.name}, output {k}: {text}",
+        )  # fmt: skip
