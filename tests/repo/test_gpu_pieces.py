@@ -9,9 +9,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.gpu.device import pieces
-from tests.gpu.device.outcomes import NAME, read
+from tests.gpu.device import head_of_ranks, pieces
+from tests.gpu.device.run import NAME, read
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +55,12 @@ class cuda:
         if cuda.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 """
+#: Of the tests for a GPU: on small inputs, without what only a GPU can do.
+SMALL = (
+    "cuda and (float64 or statistics or factor or half or masked_rows or captures or "
+    "two_ranks) and not (20000 or 32768 or 32000 or 32001 or 50257 or 129280 or 151936 or 262208 "
+    "or 4096)"
+)
 #: A program that notes how it was called, and hangs in a benchmark.
 NOTES = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$NOTES"
@@ -61,7 +68,7 @@ case "$*" in *bench/*) sleep 600;; esac
 """
 
 
-def run(folder, command, **environment):
+def run(*command, **environment):
     given = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, env={**given, **environment},
@@ -80,7 +87,7 @@ def run_tests(tmp_path):
         (tmp_path / "test_some.py").write_text(TESTS.replace("HANG", str(hang)))
         command = ["tests.gpu.device.run", "--out", str(tmp_path), "--jobs", str(jobs), *options]
         plugins = {"PYTEST_PLUGINS": "xdist.plugin"} if jobs > 1 else {}
-        return run(tmp_path, [*command, str(tmp_path / "test_some.py")], **environment, **plugins)
+        return run(*command, str(tmp_path / "test_some.py"), **environment, **plugins)
 
     return start
 
@@ -90,10 +97,10 @@ def test_a_crash_a_hang_and_a_lost_gpu_take_no_other_test_with_them(run_tests, t
     code, said = run_tests("--test-seconds", "2", jobs=jobs)
     assert code == 1
     found = {test.rpartition("::")[2]: one for test, one in read(tmp_path).items()}
-    assert {name for name, (kind, _) in found.items() if kind == "failed"} == {
-        "test_crash", "test_bad", "test_hang", "test_loses"
-    }  # fmt: skip
-    assert "one is not two" in found["test_bad"][1]
+    failed = {name: why for name, (kind, why) in found.items() if kind == "failed"}
+    assert failed.keys() == {"test_crash", "test_bad", "test_hang", "test_loses"}
+    assert "one is not two" in failed["test_bad"]
+    assert "illegal memory access" in failed["test_loses"]
     assert "1 skipped: there is no such device" in said
     assert "5 passed, 4 failed, 1 skipped, 0 cut" in said
     assert "test_hang" in (tmp_path / "hung.txt").read_text()
@@ -111,24 +118,37 @@ def test_a_run_that_is_cut_keeps_its_outcomes_and_goes_on(run_tests, tmp_path):
     assert "6 passed, 3 failed, 1 skipped, 0 cut" in said
 
 
-def test_the_documented_run_without_a_gpu(tmp_path):
-    """The files for a GPU can be run: fixtures, inputs, budgets, replays, the process around."""
+def test_tests_for_a_gpu_run_on_the_cpu(tmp_path):
+    """Fixtures, inputs, budgets, replays, the process around, by the command that is documented."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (line,) = re.findall(r"^python -m (tests\.\S*run -p \S*pretended .*)$", text, re.MULTILINE)
-    code, said = run(tmp_path, [*shlex.split(line), "--out", str(tmp_path), "--jobs", "1"])
+    (line,) = re.findall(r"^python -m (tests\.\S*run -p \S*pretended) ", text, re.MULTILINE)
+    options = ["--jobs", "1", "--out", str(tmp_path), "-k", SMALL]
+    code, said = run(*shlex.split(line), *options)
     assert code == 0, said[-3000:]
-    assert len(read(tmp_path)) >= 3
+    assert len(read(tmp_path)) >= 50
+
+
+@pytest.mark.parametrize("way", ["pool", "compiled"])
+def test_first_calls_of_a_process_on_the_cpu(way):
+    names = "policy_loss", "logits_policy_loss by sequence", "gae"
+    code, said = run("tests.gpu.device.first_calls", "cpu", way, *names)
+    assert code == 0, said[-3000:]
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+def test_a_head_that_fsdp2_shards_on_the_cpu():
+    head_of_ranks.assert_sharded_equals_whole("cpu", "gloo", "cpu")
 
 
 def test_a_piece_is_cut_in_time_and_leaves_what_it_has(tmp_path, monkeypatch, capsys):
-    for name in ("python", "nvcc", "nvidia-smi", "ncu", "launches"):
+    for name in ("python", "nvcc", "ncu", "launches"):
         (tmp_path / name).write_text(NOTES)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "nvidia-smi").unlink()
     settings = {"WORK": tmp_path / "work", "PACKING": 0.2, "ENDING": 0.4}
-    for name, value in {**settings, "driver": lambda: tmp_path / "launches"}.items():
+    settings |= {"driver": lambda: tmp_path / "launches"}
+    settings |= {"path_with_tools": lambda: f"{tmp_path}:/usr/bin:/bin"}
+    for name, value in settings.items():
         monkeypatch.setattr(pieces, name, value)
-    monkeypatch.setattr(pieces, "path_with_tools", lambda: f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(sys, "argv", ["pieces", "machine", "second", "--seconds", "4"])
     for name, value in {"PATH": "", "OUT": tmp_path / "out", "NOTES": tmp_path / "notes"}.items():
@@ -137,7 +157,7 @@ def test_a_piece_is_cut_in_time_and_leaves_what_it_has(tmp_path, monkeypatch, ca
     said = capsys.readouterr().out
     assert "machine: nvidia-smi ended with status 127" in said
     assert "profile: done" in said
-    assert "bench: python took too long" in said
+    assert re.search("bench: .*took too long", said)
     assert "peers: no time for" in said
     calls = (tmp_path / "notes").read_text()
     assert "launches large 20" in calls
