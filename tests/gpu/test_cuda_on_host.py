@@ -79,7 +79,8 @@ def test_groups_by_id_have_the_bits_of_consecutive_ones(scale, groups, size):
     rewards[1, 0] = float("nan")  # stays in its group, and is left out of the batch
     rewards = rewards.flatten()
     place = torch.randperm(groups * size)
-    ids = (torch.arange(groups * size) // size * 2**32 - 7)[place]
+    names = torch.randint(-(2**62), 2**62, (groups,))  # some of which share an entry
+    ids = names.repeat_interleave(size)[place]
     consecutive = fastrl.group_advantages(rewards, group_size=size, scale=scale, backend="cuda")
     found = fastrl.group_advantages(rewards[place], group_ids=ids, scale=scale, backend="cuda")
     exact = fastrl.group_advantages(

@@ -23,19 +23,14 @@ DTYPES = (
 )
 
 
-@pytest.fixture(params=["few programs", "many programs"], autouse=True)
-def programs(request, backend, monkeypatch):
-    """Let sequences take several blocks, and few of them several programs."""
-    if backend == "cuda":  # as the host build does
-        if request.param == "many programs":
-            pytest.skip("the same as with few")
-        return
-    from fastrl.triton.tokens import sequence_weights
+@pytest.fixture(autouse=True)
+def small_blocks(backend, monkeypatch):
+    """Let sequences take several blocks, as in the host build."""
+    if backend == "triton":
+        from fastrl.triton.tokens import sequence_weights
 
-    monkeypatch.setattr(sequence_weights, "BLOCK", 16)
-    monkeypatch.setattr(sequence_weights, "COUNTS", 128)
-    if request.param == "few programs":
-        monkeypatch.setattr(sequence_weights, "MOST_PROGRAMS", 1)
+        monkeypatch.setattr(sequence_weights, "BLOCK", 16)
+        monkeypatch.setattr(sequence_weights, "COUNTS", 128)
 
 
 def of(aggregation, **given):
@@ -113,6 +108,15 @@ def test_shapes_at_the_edge(backend, aggregation, shape):
 def test_groups_of_any_size(backend, size):
     mask, bounds = masks(packed=True)
     assert_weights(backend, mask, bounds, of("prompt-mean", group_size=size))
+
+
+@pytest.mark.not_on("cuda")  # whose blocks each have a chunk of tokens
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_single_program(backend, monkeypatch, aggregation, packed):
+    monkeypatch.setattr("fastrl.triton.tokens.sequence_weights.MOST_PROGRAMS", 1)
+    mask, bounds = masks(packed)
+    assert_weights(backend, mask, bounds, of(aggregation, length_norm=100.0))
 
 
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "prompt-mean"])

@@ -241,24 +241,26 @@ class Exact:
         terms += e.abs() * p * (self.logp.abs() + self.entropy[..., None] + 1)
         off = 3 * (2 * self.d[..., None] + 1e-5) * terms
         off = (off + U * self.narrow * (g.abs() + off)).flatten(0, 1)
-        size = {name: x.abs() for name, x in self.p.items()}
-        g, h, w = g.flatten(0, 1).abs(), size["hidden"].flatten(0, 1), size["weight"]
+        g, p = g.flatten(0, 1), {**self.p, "hidden": self.p["hidden"].flatten(0, 1)}
 
         def of_product(left, left_off, right):
-            """With absolute values; `terms` of the sum are the rows of `right`."""
+            """For a product whose sums have as many terms as `right` has rows."""
             sums = EPS * len(right) ** 0.5 + U * self.of_float16
-            return left_off @ right + sums * (left @ right)
+            return left_off @ right.abs() + sums * (left.abs() @ right.abs())
 
-        found = {"weight": of_product(g.t(), off.t(), h), "hidden": of_product(g, off, w)}
-        found["bias"] = off.sum(0) + EPS * len(g) ** 0.5 * g.sum(0)
-        if "lora_a" in self.p:
-            a, b = size["lora_a"], LORA_SCALE * size["lora_b"]
-            low = LORA_SCALE * h @ a.t()
-            low_off = of_product(h, torch.zeros_like(h), LORA_SCALE * a.t()) + U * self.narrow * low
-            found["lora_b"] = of_product(g.t(), off.t(), low) + g.t() @ low_off
-            back, back_off = g @ b, of_product(g, off, b)
+        found = {
+            "weight": of_product(g.t(), off.t(), p["hidden"]),
+            "hidden": of_product(g, off, p["weight"]),
+            "bias": off.sum(0) + EPS * len(g) ** 0.5 * g.abs().sum(0),
+        }
+        if "lora_a" in p:
+            h, a, b = p["hidden"], LORA_SCALE * p["lora_a"].t(), LORA_SCALE * p["lora_b"]
+            low, back = h @ a, g @ b
+            low_off = of_product(h, torch.zeros_like(h), a) + U * self.narrow * low.abs()
+            found["lora_b"] = of_product(g.t(), off.t(), low) + g.abs().t() @ low_off
+            back_off = of_product(g, off, b)
             found["lora_a"] = of_product(back.t(), back_off.t(), h)
-            found["hidden"] = found["hidden"] + of_product(back, back_off, a)
+            found["hidden"] += of_product(back, back_off, p["lora_a"])
         return found
 
     def loss(self) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor]:
