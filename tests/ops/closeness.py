@@ -62,3 +62,25 @@ def assert_covers(want, got, what="result", dtype=None):
         at = tuple(np.argwhere(wrong)[0])
         got, exact, error = (np.atleast_1d(y)[at] for y in (x, values, errors))
         raise AssertionError(f"{what}{list(map(int, at))} is {got!r}, not {exact!r} +- {error!r}")
+
+
+def assert_same(found, wanted, what=""):
+    """Compare outcomes bit for bit; NaN is equal to itself."""
+    assert found.keys() == wanted.keys()
+    for name, x in found.items():
+        y = wanted[name]
+        same = (x == y) | ((x != x) & (y != y))
+        assert x.dtype == y.dtype, (what, name)
+        assert same.all(), (what, name, (~same).nonzero().tolist()[:3])
+
+
+def assert_close(found, wanted):
+    """Compare outcomes within the rounding of sums in another order."""
+    assert found.keys() == wanted.keys()
+    for name, x in found.items():
+        double = x.dtype == torch.float64
+        size = wanted[name].double().abs().max().item() if x.numel() else 0.0
+        rtol, atol = (1e-12, 1e-13) if double else (2e-5, 2e-6)
+        torch.testing.assert_close(
+            x, wanted[name], rtol=rtol, atol=atol * (1 + size), msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -123,28 +123,6 @@ def outcome(entry, backend, inputs, leaves=None, **more):
     return {k: x.detach() for k, x in results.items()} | gradients
 
 
-def assert_same(found, wanted, what=""):
-    """Compare outcomes bit for bit; NaN is equal to itself."""
-    assert found.keys() == wanted.keys()
-    for name, x in found.items():
-        y = wanted[name]
-        same = (x == y) | ((x != x) & (y != y))
-        assert x.dtype == y.dtype, (what, name)
-        assert same.all(), (what, name, (~same).nonzero().tolist()[:3])
-
-
-def assert_close(found, wanted):
-    """Compare outcomes within the rounding of sums in another order."""
-    assert found.keys() == wanted.keys()
-    for name, x in found.items():
-        double = x.dtype == torch.float64
-        size = wanted[name].double().abs().max().item() if x.numel() else 0.0
-        rtol, atol = (1e-12, 1e-13) if double else (2e-5, 2e-6)
-        torch.testing.assert_close(
-            x, wanted[name], rtol=rtol, atol=atol * (1 + size), msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 def pack(tensors, shape, lengths):
     """The same with the first tokens of each sequence of `[B, T]`, one after the other."""
     return {name: packed(x, lengths) if x.shape[:2] == shape else x for name, x in tensors.items()}

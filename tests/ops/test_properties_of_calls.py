@@ -13,16 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import fastrl
 from fastrl import Objective
 from tests.fuzz.tokens import laid_out
-from tests.ops.entry_points import (
-    ENTRIES,
-    FEW,
-    OBJECTIVES,
-    assert_close,
-    assert_same,
-    beside,
-    entries,
-    outcome,
-)
+from tests.ops.closeness import assert_close, assert_same
+from tests.ops.entry_points import ENTRIES, FEW, OBJECTIVES, beside, entries, outcome
 from tests.ops.inputs import make_logprobs
 
 pytestmark = [
