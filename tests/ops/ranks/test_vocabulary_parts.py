@@ -23,8 +23,9 @@ from tests.ops.ranks.vocabulary_ranks import (
     logits_on_ranks,
 )
 
-#: One that is tried after every change: all sizes differ, a part is banned as a whole.
-FEW = (80, 1, 230), torch.float32, (60, 90)
+#: One that is tried after every change: all sizes differ, a part is banned as a whole, and a token
+#: of the last part has the id 1 there, which is also an `ignore_index`.
+FEW = (80, 1, 240), torch.float32, (60, 81)
 CASES = [
     FEW,
     *(
