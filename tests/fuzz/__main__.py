@@ -1,7 +1,5 @@
 """Runs random cases, or a pasted one: python -m tests.fuzz "Case('gae', tokens=3)"."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -13,6 +13,12 @@ from typing import Any
 
 import numpy as np
 
+LOSSES = ("policy_loss", "logits_policy_loss", "linear_policy_loss")
+WITH_LOGITS = ("token_logprobs", "token_stats", "logits_policy_loss")
+LINEAR = ("linear_token_logprobs", "linear_token_stats", "linear_policy_loss")
+#: Functions that have no compiled backend.
+IN_TORCH = ("value_loss", "kl_divergence", "token_weights", "whiten", "masked_mean")
+
 #: The options of a case, with the simplest value of each.
 SIMPLEST: dict[str, Any] = {
     "seed": 0,
@@ -20,7 +26,7 @@ SIMPLEST: dict[str, Any] = {
     "threads": 1,
     "twice": False,  # whether the backward runs twice
     "constants": "usual",  # or of-inference: made in inference mode
-    "wrong": None,  # a name in `refusals.WRONG`: what is illegal about the call
+    "wrong": None,  # or a name in `refusals.WRONG`: what is illegal about the call
     # tokens
     "sequences": 1,
     "tokens": 1,  # per sequence; of packed sequences the longest

@@ -1,7 +1,5 @@
 """Drawing options: quick random choices from a seed that is a line of text."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

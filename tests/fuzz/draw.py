@@ -1,15 +1,13 @@
 """Draws cases: every option independently, including the values where behavior changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from . import policy_data, rows_data
-from .case import Case
+from .case import LINEAR, LOSSES, WITH_LOGITS, Case
 from .chance import Chance
 from .draw_objective import objective_options
 from .draw_plain import PLAIN
-from .refusals import LINEAR, LOSSES, WITH_LOGITS, wrongs_of
+from .refusals import WRONG
 
 #: How often each function is drawn.
 FUNCTIONS = {
@@ -60,8 +58,7 @@ def draw(
     """Return the case of this number: the same in every run."""
     chance = Chance(f"{seed} {index}")
     function = function or chance.weighed(FUNCTIONS)
-    if chance.of(SHARE_WRONG) and wrongs_of(function):
-        return Case(function, wrong=chance.pick(wrongs_of(function)), seed=chance.whole(0, 9))
+    wrong = chance.pick(WRONG) if chance.of(SHARE_WRONG) and function != "reduce_metrics" else None
     options: dict[str, Any] = {"seed": chance.whole(0, 10**6)}
     options |= _tokens(chance, function, interpreted)
     options |= _dtypes(chance, function, float64)
@@ -83,7 +80,7 @@ def draw(
         options |= PLAIN[function](chance, options)
     options["twice"] = options["twice"] and not options.get("inplace", False)
     options["features"] = _features(chance, function, options)
-    return Case(function, **options)
+    return Case(function, **options, wrong=wrong)
 
 
 def _tokens(chance: Chance, function: str, interpreted: bool) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Draws objectives in which every field has an effect, with the inputs that they need."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draws options of values, rewards and masks: functions without a vocabulary or an objective."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .chance import Chance

@@ -1,7 +1,5 @@
 """One case: call, oracle, comparison."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter
@@ -11,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from . import linear_call, policy_call, rows_call, values_call
-from .case import Case
-from .refusals import PLAIN, refused
-from .trial import Difference, Trial
+from .case import IN_TORCH, Case
+from .trial import Difference, NoResultError, Trial
 
 EXAMINED: dict[str, Callable[[Trial], None]] = {
     "token_logprobs": rows_call.examine_rows,
@@ -47,17 +44,16 @@ class Verdict(NamedTuple):
 
 def examine(case: Case, backend: str, device: str) -> Verdict:
     """Return the differences between a call and its oracle."""
-    if case.wrong is not None:
-        found = refused(case.function, case.wrong, backend)
-        return Verdict([Difference("call", *found)] if found else [], Counter(), refused=True)
     # plain torch and user functions have no compiled backend
-    plain = case.function in PLAIN or case.objective.startswith("own")
+    plain = case.function in IN_TORCH or case.objective.startswith("own")
     trial = Trial(case, "auto" if plain and backend in COMPILED else backend, device)
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             EXAMINED[case.function](trial)
         trial.check_inputs()
+    except NoResultError:
+        return Verdict(trial.differences, Counter(), refused=True)
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")
         stem = re.sub(r"[\d.\[\](), -]+", " ", text)[:60].strip()  # to tell errors apart

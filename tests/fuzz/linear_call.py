@@ -1,7 +1,5 @@
 """The linear forms: hidden states and an LM head, arguments and expected results."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

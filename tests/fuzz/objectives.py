@@ -3,8 +3,6 @@
 User-defined ones are in torch for fastrl, and by formula for the oracle.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

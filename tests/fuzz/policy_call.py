@@ -1,7 +1,5 @@
 """`policy_loss` and `logits_policy_loss`: arguments and expected results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Log-probabilities on a grid of 1/64 have exact differences in float32 (and, if s
 so that a log ratio can be exactly on a bound; `bounds_of` lists the bounds of the objective.
 """
 
-from __future__ import annotations
-
 from math import inf, isfinite, log, log1p, nan, sqrt
 from typing import Any
 

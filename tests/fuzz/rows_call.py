@@ -1,7 +1,5 @@
 """`token_logprobs` and `token_stats`: arguments and expected results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows of logits: which count, their ids, numbers and temperatures, and how they are given."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -103,128 +101,82 @@ def wide_tensor(rows: LogitRows, values: np.ndarray, *, garbage: bool = True) ->
     return laid_out(result, case.logits_layout)
 
 
+FEATURES = (
+    "offset",  # all logits far from 0
+    "ties",  # few different values
+    "inf-some",  # -inf logits here and there
+    "inf-block",  # whole blocks of columns of -inf
+    "inf-first-block",
+    "inf-chosen",  # the token's own logit
+    "inf-but-chosen",  # every other logit
+    "inf-row",  # a whole row
+    "nan-row",
+    "nan-one",
+    "positive-inf",
+    "far-chosen",  # a token of next to no probability
+    "sure-chosen",  # one of next to all
+    "largest",  # of the dtype
+    "tiny",  # subnormal
+    "ignored",  # the id to ignore here and there
+)
+
+
 def logits_of(rows: LogitRows) -> tuple[np.ndarray, Tensor]:
     """Return logits `[N, V]` that are representable in the dtype of the case, and the tensor."""
     case, tokens = rows.case, rows.tokens
     n, v = tokens.total, case.vocabulary
     x = case.random("logits").standard_normal((n, v)) * case.spread
-    for feature, change in _FEATURE.items():
+    for feature in FEATURES:
         if case.has(feature) and n:
-            x = change(x, rows.ids, case.random(feature), case)
+            x = _changed(feature, x, rows.ids, case.random(feature), case.dtype)
     if case.logits_layout == "expanded" and not tokens.packed:
         x = np.tile(x.reshape(*tokens.shape, v)[:1], (tokens.shape[0], 1, 1)).reshape(n, v)
     x = as_held(x, case.dtype)
     return x, wide_tensor(rows, x, garbage=case.logits_layout != "expanded")
 
 
-def _some_rows(x, random):
-    """About half of the rows, at least one."""
-    rows = random.random(len(x)) < 0.5
+def _changed(feature, x, ids, random, dtype):
+    """Return the logits with a feature, in about half of the rows where it is one of rows."""
+    n, v = x.shape
+    limits = torch.finfo(getattr(torch, dtype))
+    match feature:
+        case "offset":
+            return x + random.choice([-1e4, 1e4, 300.0])
+        case "ties":
+            return np.round(x)
+        case "largest":
+            return np.where(random.random(x.shape) < 0.2, min(limits.max, 3e38) * np.sign(x), x)
+        case "tiny":
+            return x * limits.tiny / 4
+        case "ignored":
+            return x
+        case "inf-some":
+            places = random.random(x.shape) < random.choice([0.05, 0.5])
+        case "nan-one" | "positive-inf":
+            columns = random.integers(0, v, n)
+    rows = random.random(n) < 0.5
     rows[0] = True
-    return rows
-
-
-def _with_ids(x, ids, random):
-    """Those of them that have a logit of their own, and its columns."""
-    rows = _some_rows(x, random) & (ids >= 0) & (ids < x.shape[1])
-    return rows, ids[rows]
-
-
-def _offset(x, ids, random, case):
-    return x + random.choice([-1e4, 1e4, 300.0])
-
-
-def _ties(x, ids, random, case):
-    return np.round(x)
-
-
-def _inf_some(x, ids, random, case):
-    places = random.random(x.shape) < random.choice([0.05, 0.5])
-    return np.where(places & _some_rows(x, random)[:, None], -np.inf, x)
-
-
-def _inf_block(x, ids, random, case):
-    blocks = -(-x.shape[1] // BLOCK)
-    for row in np.flatnonzero(_some_rows(x, random)):
-        for block in np.flatnonzero(random.random(blocks) < 0.5):
-            x[row, block * BLOCK : (block + 1) * BLOCK] = -np.inf
+    own = np.flatnonzero(rows & (ids >= 0) & (ids < v))  # rows with a logit of their own
+    chosen = (own, ids[own])
+    match feature:
+        case "inf-some":
+            x[places & rows[:, None]] = -np.inf
+        case "inf-block":
+            for row in np.flatnonzero(rows):
+                blocks = random.random(-(-v // BLOCK)) < 0.5
+                x[row, np.repeat(blocks, BLOCK)[:v]] = -np.inf
+        case "inf-first-block":
+            x[rows, : min(BLOCK, v - 1)] = -np.inf
+        case "inf-chosen":
+            x[chosen] = -np.inf
+        case "inf-but-chosen":
+            kept = x[chosen]
+            x[own] = -np.inf
+            x[chosen] = kept
+        case "far-chosen" | "sure-chosen":
+            x[chosen] = x.max(1)[own].clip(0) + (-60.0 if feature == "far-chosen" else 40.0)
+        case "inf-row" | "nan-row":
+            x[rows] = -np.inf if feature == "inf-row" else np.nan
+        case "nan-one" | "positive-inf":
+            x[rows, columns[rows]] = np.nan if feature == "nan-one" else np.inf
     return x
-
-
-def _inf_first_block(x, ids, random, case):
-    x[_some_rows(x, random), : min(BLOCK, max(x.shape[1] - 1, 0))] = -np.inf
-    return x
-
-
-def _inf_chosen(x, ids, random, case):
-    x[_with_ids(x, ids, random)] = -np.inf
-    return x
-
-
-def _inf_but_chosen(x, ids, random, case):
-    rows, columns = _with_ids(x, ids, random)
-    kept = x[rows, columns]
-    x[rows] = -np.inf
-    x[rows, columns] = kept
-    return x
-
-
-def _whole_row(value):
-    def fill(x, ids, random, case):
-        x[_some_rows(x, random)] = value
-        return x
-
-    return fill
-
-
-def _one(value):
-    def fill(x, ids, random, case):
-        columns = random.integers(0, x.shape[1], len(x))
-        rows = _some_rows(x, random)
-        x[rows, columns[rows]] = value
-        return x
-
-    return fill
-
-
-def _beside(by):
-    def move(x, ids, random, case):
-        rows, columns = _with_ids(x, ids, random)
-        x[rows, columns] = x.max(1, initial=0.0)[rows] + by
-        return x
-
-    return move
-
-
-def _largest(x, ids, random, case):
-    largest = min(float(torch.finfo(getattr(torch, case.dtype)).max), 3e38)
-    return np.where(random.random(x.shape) < 0.2, largest * np.sign(x), x)
-
-
-def _tiny(x, ids, random, case):
-    return x * float(torch.finfo(getattr(torch, case.dtype)).tiny) / 4
-
-
-def _unchanged(x, ids, random, case):
-    return x
-
-
-_FEATURE = {
-    "offset": _offset,  # all logits far from 0
-    "ties": _ties,  # few different values
-    "inf-some": _inf_some,  # -inf logits here and there
-    "inf-block": _inf_block,  # whole blocks of columns of -inf
-    "inf-first-block": _inf_first_block,
-    "inf-chosen": _inf_chosen,  # the token's own logit
-    "inf-but-chosen": _inf_but_chosen,  # every other logit
-    "inf-row": _whole_row(-np.inf),
-    "nan-row": _whole_row(np.nan),
-    "nan-one": _one(np.nan),
-    "positive-inf": _one(np.inf),
-    "far-chosen": _beside(-60.0),  # a token of next to no probability
-    "sure-chosen": _beside(40.0),  # one of next to all
-    "largest": _largest,  # of the dtype
-    "tiny": _tiny,  # subnormal
-    "ignored": _unchanged,  # the id to ignore here and there
-}
-FEATURES = tuple(_FEATURE)

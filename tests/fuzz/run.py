@@ -1,7 +1,5 @@
 """Runs cases, shrinks failing ones, and collects statistics."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections import Counter
@@ -137,8 +135,6 @@ def shrunk(case: Case, fails: Callable[[Case], bool]) -> Case:
 
 def _simpler(case: Case) -> Iterator[Case]:
     """Yield cases with one thing less: the largest steps first."""
-    if case.wrong is not None:
-        return
     names = [name for name in case.options if name != "seed"]
     for name in names:
         yield case.changed(**{name: SIMPLEST[name]})

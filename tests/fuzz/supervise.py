@@ -1,7 +1,5 @@
 """Runs cases in child processes, so that a crash or a hang is a failure like any other."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import signal

@@ -3,6 +3,7 @@
 import pytest
 
 from fastrl.triton.runtime.registration import INTERPRETED
+from tests.conftest import TESTED
 
 from .run import MOST_IN_DOUBT, Run, perform
 
@@ -10,8 +11,8 @@ pytestmark = pytest.mark.kernels
 
 SEED = 20260923
 AT_ONCE = 500
-CASES = {"triton": 150} if INTERPRETED else {"reference": 500, "cpu": 2000}
-PARTS = [(name, first) for name, cases in CASES.items() for first in range(0, cases, AT_ONCE)]
+CASES = {"reference": 1000, "cpu": 2500, "triton": 150, "cuda": 300}
+PARTS = [(name, first) for name in TESTED for first in range(0, CASES[name], AT_ONCE)]
 
 
 @pytest.mark.parametrize(("backend", "first"), PARTS, indirect=["backend"])

@@ -1,7 +1,5 @@
 """The tokens of a case, and tensors of their numbers: dtype, layout, masked values."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

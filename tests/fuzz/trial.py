@@ -1,7 +1,5 @@
 """One case on one backend: the call in its mode, the backward, and what differs from the oracle."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from typing import Any
@@ -15,6 +13,11 @@ import fastrl
 from .case import Case
 from .oracle.bounded import FORMATS, Bounded, Decision, Doubts, unbounded
 from .oracle.functions import stored
+from .refusals import refused
+
+
+class NoResultError(Exception):
+    """The call of a case was wrong, and there is no result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,12 @@ class Trial:
             modes.get(case.mode, contextlib.nullcontext)(),
             torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
         ):
-            return getattr(fastrl, case.function)(*given, **options)
+            if case.wrong is None:
+                return getattr(fastrl, case.function)(*given, **options)
+            found = refused(case.function, case.wrong, given, options, case.random("wrong"))
+        if found is not None:
+            self._note(*found)
+        raise NoResultError
 
     def moved(self, value: Any) -> Any:
         """Return a tensor on the device, or what a mapping or a list holds; a constant is made in

@@ -1,7 +1,5 @@
 """Values, rewards, weights and means: arguments and expected results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -80,7 +78,9 @@ def examine_group_advantages(trial: Trial) -> None:
     usual = ("correction", "eps", "singleton")
     options = {"baseline": "mean", "scale": "group"}
     options |= dict(zip(usual, ADVANTAGE_CONVENTIONS[convention], strict=True)) | case.parameters
-    want = group_advantages(rewards, names, options, of_results(case.dtype))
+    on_cuda = trial.on_gpu_kernels and trial.backend != "triton"
+    arithmetic = of_results(case.dtype)
+    want = group_advantages(rewards, names, options, arithmetic, fixed_point=on_cuda)
     want = {name: x.map(lambda y: y.reshape(shape)) for name, x in want.items()}
     trial.expect(result._asdict(), want)
 

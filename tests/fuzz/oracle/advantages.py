@@ -1,7 +1,5 @@
 """`group_advantages`, `gae` and `discounted_returns`, one group or sequence at a time."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -13,15 +11,25 @@ OF_FLOAT64 = 2.0**-45
 
 
 def group_advantages(
-    rewards: np.ndarray, groups: np.ndarray, options: dict, arithmetic: Arithmetic
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    options: dict,
+    arithmetic: Arithmetic,
+    *,
+    fixed_point: bool = False,
 ) -> dict[str, object]:
-    """Return the parts of `GroupAdvantages`, `[N]` each."""
+    """Return the parts of `GroupAdvantages`, `[N]` each.
+
+    In fixed point, as on CUDA, the mean is the lowest reward plus a rounded distance. A square is
+    rounded twice, their sum, its quotient and the root once; one more rounds what is centred.
+    """
     n = len(rewards)
     advantages, mean, std = (np.zeros(n) for _ in range(3))
     errors = np.zeros((3, n))
     informative = np.zeros(n, bool)
     correction = options["correction"]
     unit = max(arithmetic.unit, OF_FLOAT64)
+    of_std, of_made = (4, 7) if fixed_point else (2, 3)
     together = _mean_and_std(rewards[_in_finite_groups(rewards, groups)], correction)[1]
     for group in np.unique(groups):
         inside = groups == group
@@ -29,8 +37,9 @@ def group_advantages(
         mean[inside], deviation = _mean_and_std(r, correction)
         std[inside] = deviation
         size = np.abs(r).max()
-        errors[1, inside] = _relative(r.mean(), unit) + OF_FLOAT64 * size
-        errors[2, inside] = _relative(deviation, 2 * unit) + OF_FLOAT64 * size
+        away = np.ptp(r) if fixed_point else 0.0
+        errors[1, inside] = _relative(r.mean(), unit) + unit * away + OF_FLOAT64 * size
+        errors[2, inside] = _relative(deviation, of_std * unit) + OF_FLOAT64 * size
         equal = (r == r[0]).all() if np.isfinite(r).all() else False
         informative[inside] = not equal and not np.isnan(r).any() and np.isfinite(r).all()
         if len(r) == 1:
@@ -47,7 +56,7 @@ def group_advantages(
         advantages[inside] = made
         # what float64 loses in the deviation, if that is next to nothing, counts here
         lost = OF_FLOAT64 * size / divisor
-        off = _relative(made, 3 * unit + lost) + np.where(error, error / divisor, 0)
+        off = _relative(made, of_made * unit + lost) + np.where(error, error / divisor, 0)
         if arithmetic is FLOAT64 and not divisor > OF_FLOAT64 * size:
             off = np.where(nothing, 0.0, np.inf)
         by_batch = options["baseline"] == "none" and options["scale"] == "batch"

@@ -1,7 +1,5 @@
 """The functions in the formulas, with the errors from their arguments and evaluation."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .bounded import FORMATS, Bounded, Decision, beyond, choose, where

@@ -4,8 +4,6 @@ A GEMM rounds a product and its additions: with k terms, `sum_roundings(k)` unit
 sum of magnitudes. What enters with an error adds that error times the magnitude of the others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights and masks of tokens in the policy term: rollout corrections, masks of the objective."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .bounded import Bounded, Decision, Doubts, beyond, choose, where

@@ -4,8 +4,6 @@ L = sum_t w_t is_t [c_t f_t + beta k_t] - entropy_coef sum_t w_t H_t. The deriva
 formulas, without automatic differentiation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from math import inf

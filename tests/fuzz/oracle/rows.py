@@ -10,8 +10,6 @@ The bounds of error, in unit roundoffs u, with t_j = z_j - max z and s = sum exp
   cancel the bound follows their magnitudes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The policy term f and the KL term k of a token, with their derivatives by formula."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

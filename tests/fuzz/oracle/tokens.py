@@ -1,7 +1,5 @@
 """The valid tokens of a loss, sums over their sequences, and the weight of each."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

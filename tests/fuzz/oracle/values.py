@@ -1,7 +1,5 @@
 """`value_loss`, `kl_divergence`, `whiten` and `masked_mean`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .bounded import Bounded, Decision, beyond, certain, choose, constant, unbounded, where
