@@ -1,4 +1,4 @@
-"""The build of the CUDA extension: what is requested is built or refused, and it registers.
+"""The build of the CUDA extension: GPUs, sources and launches, and what the runtime is asked.
 
 The tests of `make targets` compile the kernels for every target.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 from fastrl import native
 
@@ -22,42 +21,27 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc")
 COMPILER = os.environ.get("CXX", "c++")
-needs_nvcc = pytest.mark.skipif(
-    NVCC is None or not shutil.which(COMPILER),
-    reason=f"there is no nvcc, and so no CUDA runtime to compile for, or no '{COMPILER}'",
-)
+#: Lists the GPUs in GPUS, tells the folder of TOOLKIT, or notes a compilation.
+COMPILES = """#!/bin/sh
+test "$1" = --list-gpu-code && printf 'sm_%s\\n' $GPUS && exit
+test "$1" = -dryrun && echo "#\\$ TOP=$TOOLKIT" >&2 && exit
+while [ $# -gt 1 ]; do test "$1" = -o && touch "$2" && echo >> "$COUNT"; shift; done
+"""
 
 
-def toolkit():
-    told = subprocess.run(
-        [NVCC, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
-    )
-    top = next(line for line in told.stderr.splitlines() if line.startswith("#$ TOP="))
-    return top.partition("=")[2]
-
-
-def configure(**environment):
-    return subprocess.run(
-        [sys.executable, "setup.py", "--name"],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_an_unknown_choice_is_refused():
-    done = configure(FASTRL_BUILD="gpu")
-    assert done.returncode != 0
-    assert "FASTRL_BUILD must be auto, strict, none, cpu or cuda, got 'gpu'" in done.stderr
-
-
-@pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
-def test_cuda_without_a_toolkit_is_refused_with_the_reason():
-    done = configure(FASTRL_BUILD="cuda", CUDA_HOME=str(ROOT / "docs"))
-    assert done.returncode != 0
-    assert "FASTRL_BUILD=cuda, but there is no nvcc" in done.stderr
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    """The names of setup.py, with a compiler that only notes what it is given."""
+    (tmp_path / "bin").mkdir()
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.write_text(COMPILES)
+    compiler.chmod(0o755)
+    environment = {"FASTRL_BUILD": "none", "CUDA_HOME": str(tmp_path), "MAX_JOBS": "1"}
+    for name, value in {**environment, "COUNT": str(tmp_path / "count")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
+    monkeypatch.chdir(ROOT)
+    return runpy.run_path("setup.py")
 
 
 @pytest.mark.parametrize(
@@ -73,47 +57,45 @@ def test_cuda_without_a_toolkit_is_refused_with_the_reason():
         ("9", "", "9"),
     ],
 )
-def test_gpus_to_compile_for(chosen, known, codes, tmp_path, monkeypatch):
+def test_gpus_to_compile_for(setup, chosen, known, codes, monkeypatch):
     """The codes of a choice, or what the refusal of it names."""
-    compiler = tmp_path / "nvcc"
-    compiler.write_text(f"#!/bin/sh\nprintf 'sm_%s\\n' {known}\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("FASTRL_BUILD", "none")
+    monkeypatch.setenv("GPUS", known)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
-    monkeypatch.chdir(ROOT)
-    arch_flags = runpy.run_path("setup.py")["arch_flags"]
     if type(codes) is str:
         with pytest.raises(SystemExit, match=codes):
-            arch_flags(str(compiler))
+            setup["arch_flags"](setup["nvcc"]())
         return
-    flags = arch_flags(str(compiler))
+    flags = setup["arch_flags"](setup["nvcc"]())
     assert [flag.rpartition("=")[2] for flag in flags] == codes
 
 
-def test_another_toolkit_recompiles(tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    compiler = tmp_path / "bin" / "nvcc"
-    compiler.write_text(
-        """#!/bin/sh
-test "$1" = -dryrun && echo "#\\$ TOP=$TOOLKIT" >&2 && exit
-while [ $# -gt 1 ]; do test "$1" = -o && touch "$2" && echo >> "$COUNT"; shift; done
-"""
-    )
-    compiler.chmod(0o755)
-    environment = {"FASTRL_BUILD": "none", "CUDA_HOME": str(tmp_path), "MAX_JOBS": "1"}
-    environment |= {"TORCH_CUDA_ARCH_LIST": "9.0", "COUNT": str(tmp_path / "count")}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
-    monkeypatch.chdir(ROOT)
-    setup = runpy.run_path("setup.py")
+def test_another_toolkit_recompiles(setup, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     for toolkit, compiled in (("12.9", 1), ("12.9", 1), ("13.0", 2)):
         monkeypatch.setenv("TOOLKIT", str(tmp_path / toolkit))
         objects = setup["compile_kernels"](str(tmp_path / "objects"))
         assert all(Path(one).exists() for one in objects)
         count = len((tmp_path / "count").read_text().splitlines())
         assert count == compiled * len(setup["CUDA_KERNELS"])
+
+
+def test_every_source_is_in_the_build(setup):
+    listed = [*setup["CPU_SOURCES"], *setup["CUDA_OPERATORS"], *setup["CUDA_KERNELS"]]
+    sources = [path for path in Path("csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
+    assert sorted(listed) == sorted(map(str, sources))
+
+
+def test_every_launch_is_defined_as_it_is_declared():
+    """A shared library loads even if a function is missing; only a call would fail."""
+    signature = re.compile(r"cudaError_t (\w+\([^)]*\))")
+
+    def found(*paths):
+        text = " ".join(path.read_text() for path in paths)
+        return sorted(re.sub(r"\s+", " ", one) for one in signature.findall(text))
+
+    declared = found(ROOT / "csrc/cuda/torch/launches.h")
+    assert declared == found(*(ROOT / "csrc/cuda").rglob("*.cu"))
+    assert len(declared) == len(list((ROOT / "csrc/cuda").rglob("*.cu")))
 
 
 # What the runtime reports on an H100 for a kernel compiled from PTX of version argv[1].
@@ -178,12 +160,18 @@ int main(int, char** argv) {
 """
 
 
-@needs_nvcc
+@pytest.mark.skipif(
+    NVCC is None or not shutil.which(COMPILER),
+    reason=f"there is no nvcc, and so no CUDA runtime to compile for, or no '{COMPILER}'",
+)
 def test_how_many_clusters_a_device_holds(tmp_path):
     """None of PTX for sm_80: it runs on an H100, but its cluster kernels are empty."""
     (tmp_path / "ask.cpp").write_text(ASK_THE_RUNTIME)
+    command = [NVCC, "-dryrun", "-x", "cu", os.devnull]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    (toolkit,) = re.findall(r"^#\$ TOP=(.*)$", told.stderr, re.MULTILINE)
     command = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    command += ["-isystem", f"{toolkit()}/include", "ask.cpp", "-o", "ask"]
+    command += ["-isystem", f"{toolkit}/include", "ask.cpp", "-o", "ask"]
     subprocess.run(command, check=True, cwd=tmp_path)
 
     def clusters(version, cluster, shared_bytes=100000):
@@ -193,57 +181,6 @@ def test_how_many_clusters_a_device_holds(tmp_path):
     assert [clusters(version, 8) for version in (80, 89, 90, 100)] == [0, 0, 16, 16]
     assert [clusters(version, 1) for version in (80, 89, 90, 100)] == [0, 0, 132, 132]
     assert [clusters(90, cluster, 232449) for cluster in (1, 8)] == [0, 0]
-
-
-def test_every_source_is_in_the_build(monkeypatch):
-    monkeypatch.setenv("FASTRL_BUILD", "none")
-    monkeypatch.setattr(sys, "argv", ["setup.py", "--name"])
-    monkeypatch.chdir(ROOT)
-    setup = runpy.run_path("setup.py")
-    listed = [*setup["CPU_SOURCES"], *setup["CUDA_OPERATORS"], *setup["CUDA_KERNELS"]]
-    sources = [path for path in Path("csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
-    assert sorted(listed) == sorted(map(str, sources))
-
-
-def test_every_launch_is_defined_as_it_is_declared():
-    """A shared library loads even if a function is missing; only a call would fail."""
-    signature = re.compile(r"cudaError_t (\w+\([^)]*\))")
-
-    def found(*paths):
-        text = " ".join(path.read_text() for path in paths)
-        return sorted(re.sub(r"\s+", " ", one) for one in signature.findall(text))
-
-    declared = found(ROOT / "csrc/cuda/torch/launches.h")
-    assert declared == found(*(ROOT / "csrc/cuda").rglob("*.cu"))
-    assert len(declared) == len(list((ROOT / "csrc/cuda").rglob("*.cu")))
-
-
-@needs_nvcc
-def test_the_operators_compile_and_register(tmp_path):
-    """Loaded lazily and without the kernels: CUDA symbols are not resolved before a call."""
-    places = [*cpp_extension.include_paths(), f"{toolkit()}/include"]
-    version = [flag for flag in (ROOT / "setup.py").read_text().split('"') if "0x02" in flag]
-    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall"]
-    command += ["-Werror", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={version[0]}"]
-    command += [flag for place in places for flag in ("-isystem", place)]
-    sources = [path for path in (ROOT / "csrc/cuda/torch").glob("*.cpp") if path.stem != "bind"]
-    operators = tmp_path / "operators.so"
-    command += [*map(str, sources), "-o", str(operators)]
-    command += [f"-L{place}" for place in cpp_extension.library_paths()]
-    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
-    load = f"""
-import ctypes, os, torch
-from fastrl import library
-ctypes.CDLL({str(operators)!r}, mode=os.RTLD_LAZY)
-declared = [full for name in library._SCHEMAS for full in library._qualified_names(name)]
-has = torch._C._dispatch_has_kernel_for_dispatch_key
-cuda = [full for full in declared if full.startswith("fastrl_cuda::")]
-print(sorted(full for full in cuda if not has(full, "CUDA")))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", load], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built with CUDA")
