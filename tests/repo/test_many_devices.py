@@ -45,14 +45,9 @@ def printed(code, world, directory, *arguments, **environment):
     command += ["--nproc-per-node", str(world), str(path), *arguments]
     place = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command,
-        cwd=directory,
-        env={**os.environ, **place, **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+        command, cwd=directory, env={**os.environ, **place, **environment},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     return torch.tensor([[float(word) for word in line] for line in lines], dtype=torch.float64)

@@ -105,22 +105,13 @@ def test_hugging_face_trainer(parts, objective, tmp_path):
     exec(code, names)
     data = rows()
     examples = [{name: value[i] for name, value in data.items()} for i in range(8)]
+    plain_sgd = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    alone = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=8 // parts,
-        gradient_accumulation_steps=parts,
-        max_steps=1,
-        learning_rate=0.1,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        remove_unused_columns=False,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+        output_dir=str(tmp_path), max_steps=1, max_grad_norm=0.0, logging_steps=1,
+        per_device_train_batch_size=8 // parts, gradient_accumulation_steps=parts,
+        remove_unused_columns=False, **plain_sgd, **alone,
+    )  # fmt: skip
     trainer = names["PolicyTrainer"](make_model(), arguments, train_dataset=examples)
     trainer.train()
 
