@@ -104,8 +104,9 @@ def wanted(backend):
     from fastrl import library, native
 
     if backend == "cuda":
+        every = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fastrl_cuda::")]
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        names = [n for n in library.OPERATORS if has_kernel(f"fastrl_cuda::{n}", "CPU")]
+        names = [n.partition("::")[2] for n in every if has_kernel(n, "CPU")]
     else:
         unused = [*library.IN_PYTHON, *library.ONLY_ON_GPUS]
         unused += [] if native.has_matrix_tiles() else ["mixed_matmul_"]
