@@ -33,7 +33,7 @@ from fastrl.train.rollout import Completion, concatenate, rollout_of
 from fastrl.train.run import TrainingRun
 from fastrl.train.sampling import Sampler
 from fastrl.train.value_model import ValueModel
-from tests.train.packed import assert_equal, padded, plain
+from tests.train.packed import assert_equal, make_model, padded, plain
 from tests.train.runs import LOOPS, rows, run
 
 REFERENCE = {"backend": "reference"}
@@ -173,10 +173,6 @@ def test_gradients_of_a_run_are_those_of_padded_sequences(small, monkeypatch, lo
     logged = rows(run(loop, small, **settings).directory)[-1]
     config = LOOPS[loop][1](**{**small, **settings})
     assert len(seen.updates) == config.steps * config.epochs * config.minibatches
-    if config.loop == "ppo" and config.value_model == "separate":  # begins as the warm start ended
-        _, policy, critic, _ = seen.updates[0]
-        own, followed = critic.backbone.state_dict(), backbone(policy).state_dict()
-        assert all(torch.equal(own[name], followed[name]) for name in followed)
     of_last = []
     for i, (step, *_, gradients) in enumerate(seen.updates):
         truth, tokens = expected(config, seen, i)
@@ -276,3 +272,14 @@ def test_a_rollout_counts_what_was_sampled_and_pads_what_is_shorter():
 def test_a_rollout_without_its_numbers_is_refused(wrong, error, message):
     with pytest.raises(error, match=message):
         rollout_of(PROMPTS[:1], [OF_A_TOOL._replace(**wrong)], torch.device("cpu"))
+
+
+def test_a_separate_value_model_begins_with_the_weights_of_the_policy():
+    model, _ = make_model()
+    critic = ValueModel(model, PpoConfig(value_model="separate"))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1.0)  # as a warm start would
+    critic.follow(model)
+    own, followed = critic.backbone.state_dict(), backbone(model).state_dict()
+    assert all(torch.equal(own[name], followed[name]) for name in followed)
+    assert not {id(p) for p in critic.parameters()} & {id(p) for p in model.parameters()}
