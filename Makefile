@@ -92,12 +92,12 @@ test-vllm:
 	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_vllm.py
 
 # Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
-# kernels built for the host beside a stand-in for the GEMMs.
+# kernels built for the host.
+COVERED := --cov=fastrl/ops/_linear --cov-branch --cov-report=
 coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	$(PYTEST) -q --cov=fastrl/ops/_linear --cov-branch --cov-report=term-missing $(addprefix tests/,\
-	  ops/linear/test_linear_fake.py ops/linear/test_products.py cuda/test_cuda_host_linear.py \
-	  cuda/test_cuda_host_linear_exact.py) $(ARGS)
-	$(PY) -m coverage report --include='*/tensor_cores.py,*/walk.py' --fail-under=100
+	$(PYTEST) -q $(COVERED) tests/ops/linear $(ARGS)
+	FASTRL_TESTED=cuda $(PYTEST) -q $(COVERED) --cov-append tests/ops/test_linear.py $(ARGS)
+	$(PY) -m coverage report -m --include='*/tensor_cores.py,*/walk.py' --fail-under=100
 
 # FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)

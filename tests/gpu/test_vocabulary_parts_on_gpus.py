@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.vocabulary_ranks import gpu_on_ranks
+from tests.gpu.parts_on_gpus import gpu_on_ranks
 from tests.ops.ranks.gloo_ranks import on_ranks
 from tests.ops.ranks.test_vocabulary_parts import DTYPES, SPLITS
 from tests.ops.ranks.vocabulary_ranks import logits_on_ranks
