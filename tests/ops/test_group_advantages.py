@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fastrl
 from tests.fuzz.oracle.advantages import group_advantages
-from tests.fuzz.oracle.bounded import of_results
+from tests.fuzz.oracle.bounded import Bounded, of_results
 from tests.ops.closeness import assert_covers, assert_within_budget
 from tests.ops.inputs import FLOAT_DTYPES, dtypes, seeds
 
@@ -35,6 +35,9 @@ def assert_exact(backend, rewards, ids, **options):
         rewards, group_ids=torch.tensor(ids, dtype=torch.int64), **options, backend=backend
     )
     for name, want in expected(rewards, ids, **options).items():
+        if backend in ("triton", "cuda") and name != "informative":  # their moments are float32
+            rounding = 4 * torch.finfo(torch.float32).eps * np.abs(want.value)
+            want = Bounded(want.value, np.maximum(want.error, rounding), want.arithmetic)
         assert_covers(want, getattr(came, name), name)
     return came
 
