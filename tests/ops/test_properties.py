@@ -97,7 +97,9 @@ def test_a_batch_without_tokens(backend, entry, shape):
 @entries(lambda e: has_mask(e) and "dim" not in e.options)
 def test_packed_equals_padded(backend, entry):
     """Also where sequences are empty, and whatever lies beyond the end of a padded one."""
-    shape, lengths = (6, 7), [3, 0, 7, 1, 5, 0]
+    # of four sequences, which kernels take together if their lengths are equal, some are longer
+    lengths = [3, 0, 7, 1, 1, 2, 3, 5, 4, 4, 4, 4, 5, 0]
+    shape = (len(lengths), 7)
     inputs = entry.draw(*shape, widest(backend))
     inputs["mask"] &= torch.arange(7) < torch.tensor(lengths)[:, None]
     names = per_token(entry, inputs)
