@@ -18,6 +18,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 #: marked `kernels`: interpreted Triton (TRITON_INTERPRET=1), CUDA on the host (FASTRL_TESTED=cuda).
 #: FASTRL_TESTED wins: TRL's own kernels need an interpreter too.
 TESTED = os.environ.get("FASTRL_TESTED", "triton" if INTERPRETED else "reference cpu").split()
+OF_KERNELS = TESTED in (["triton"], ["cuda"])
 #: Larger vocabularies take too long in Triton's interpreter.
 MOST_INTERPRETED = 2_000
 #: Seconds of a test of `make test`.
@@ -35,6 +36,8 @@ settings.load_profile("fastrl")
 
 
 def pytest_configure(config):
+    if OF_KERNELS:  # the interpreter runs kernels in modules of fastrl, whose warnings are errors
+        config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:  # processes side by side share the cores
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
@@ -44,7 +47,7 @@ def pytest_configure(config):
 def pytest_runtest_makereport(item, call):
     """In CI, fail what makes `make test` slow."""
     report = yield
-    slow = item.get_closest_marker("slow") or "triton" in TESTED or "cuda" in TESTED
+    slow = OF_KERNELS or item.get_closest_marker("slow")
     if os.environ.get("CI") and not slow and report.passed and call.duration > LONGEST:
         report.outcome = "failed"
         report.longrepr = f"{call.when} took {call.duration:.0f} s: make it faster or mark it slow"
@@ -108,23 +111,24 @@ def need_extension(backend):
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = [item for item in items if not belongs_here(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    here = [belongs_here(item) for item in items]
+    config.hook.pytest_deselected(
+        items=[item for item, stays in zip(items, here, strict=True) if not stays]
+    )
+    items[:] = [item for item, stays in zip(items, here, strict=True) if stays]
 
 
 def belongs_here(item):
     """Whether a test tests what this process is for."""
+    marks = {mark.name for mark in item.iter_markers()}
     given = item.callspec.params if hasattr(item, "callspec") else {}
     backend = given.get("backend")
     if any(backend in mark.args for mark in item.iter_markers("not_on")):
         return False
-    if item.get_closest_marker("interpreted") or "triton" in TESTED:
-        too_large = given.get("vocabulary", 0) > MOST_INTERPRETED
-        return INTERPRETED and not too_large and is_of_kernels(item, backend)
-    return TESTED != ["cuda"] or is_of_kernels(item, backend)
-
-
-def is_of_kernels(item, backend):
-    marked = item.get_closest_marker("kernels") is not None and backend in TESTED
-    return marked or item.get_closest_marker("interpreted") is not None
+    if TESTED == ["triton"] and given.get("vocabulary", 0) > MOST_INTERPRETED:
+        return False
+    if "interpreted" in marks:
+        return TESTED == ["triton"]
+    if OF_KERNELS:
+        return bool(marks & {"kernels", "kernels_alone"}) and backend in TESTED
+    return "kernels_alone" not in marks

@@ -18,11 +18,7 @@ from tests.gpu.rows import (
     token_stats,
 )
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # the mode is for GPUs
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels_alone  # the mode is for GPUs
 
 # (vocabulary, stride): ends within a vector, gradients that begin within one, blocks that are
 # written where others begin, and more parts than a cluster has blocks

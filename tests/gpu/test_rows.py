@@ -27,11 +27,7 @@ from tests.gpu.rows import (
 )
 from tests.ops.closeness import assert_within_budget
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # their kernels have other shapes
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels_alone  # their kernels have other shapes
 
 # (vocabulary, elements beside each row): of one part and of many, aligned and not
 _SHAPES = ((1, 0), (37, 2), (1000, 0), (1003, 1), (5001, 2))

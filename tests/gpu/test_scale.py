@@ -9,11 +9,7 @@ from fastrl.library import operators
 from fastrl.segments import segments_of
 from tests.gpu.rows import DTYPES
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # torch multiplies there
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels_alone  # torch multiplies there
 FACTORS = (*DTYPES, torch.float64)
 BITS = {2: torch.int16, 4: torch.int32}
 

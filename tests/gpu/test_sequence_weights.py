@@ -11,11 +11,7 @@ from fastrl.contract import AGGREGATIONS, AggregationArguments
 from fastrl.library import operators
 from tests.gpu import on_host
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # tests/ops/test_token_weights.py has theirs
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels_alone  # tests/ops/test_token_weights.py has theirs
 IGNORED = 2
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

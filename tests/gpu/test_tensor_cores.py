@@ -17,12 +17,8 @@ from tests.gpu.device import linear_workloads as workloads
 from tests.ops.linear.linear_head import HEADS, batch, explicit, linear
 from tests.ops.linear.tensor_cores import tensor_cores  # noqa: F401
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # which have no tensor cores
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("tensor_cores"),
-]
+# which have no tensor cores
+pytestmark = [pytest.mark.kernels_alone, pytest.mark.usefixtures("tensor_cores")]
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OBJECTIVE = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.02)

@@ -14,11 +14,7 @@ from fastrl.library import operators
 from tests.gpu import on_host
 from tests.gpu.rows import loss_of, make_rows, one_pass, rows_of, saved, token_stats
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # a CPU counts no bytes
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels_alone  # a CPU counts no bytes
 GRANULE = 16
 #: How often a row is read by the loss in one pass; the second time of Triton's finds it in cache.
 READS = {"triton": 2, "cuda": 1}
@@ -91,7 +87,7 @@ def elements(counts, shape, size):
 
 
 def chosen(token_ids, mask, V):
-    """A logit that is looked at, and whose gradient is written, once more: that of the token."""
+    """The token's logit is read once more than the others, and its gradient written once more."""
     own = torch.zeros(*mask.shape, V, dtype=torch.int64).scatter_(-1, token_ids[..., None], 1)
     return (own * mask[..., None])[0].numpy()
 

@@ -11,10 +11,7 @@ from fastrl.library import operators
 from fastrl.triton.runtime.registration import OPERATORS
 from tests.contract.test_registered_ops import samples
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.interpreted
 ROWS = RowArguments(
     token_ids=torch.zeros(1, 1, dtype=torch.int64),
     mask=None,

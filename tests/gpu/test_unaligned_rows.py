@@ -17,11 +17,7 @@ from tests.gpu.rows import (
     token_stats,
 )
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # no backend but those for GPUs promises it
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels_alone  # no backend but those for GPUs promises it
 BITS = {2: torch.int16, 4: torch.int32}
 
 

@@ -9,12 +9,8 @@ import torch
 import fastrl
 from fastrl.ops._autograd import known_gradient
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # which multiply by torch
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("on_gpu"),
-]
+# which multiply by torch
+pytestmark = [pytest.mark.kernels_alone, pytest.mark.usefixtures("on_gpu")]
 
 
 @pytest.fixture

@@ -8,11 +8,7 @@ from tests.ops.ranks.gloo_ranks import on_ranks
 from tests.ops.ranks.test_vocabulary_parts import DTYPES, SPLITS
 from tests.ops.ranks.vocabulary_ranks import logits_on_ranks
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.not_on("reference", "cpu"),  # tests/ops/ranks/test_vocabulary_parts.py has theirs
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.kernels_alone  # tests/ops/ranks/test_vocabulary_parts.py has theirs
 
 
 @pytest.mark.not_on("cuda")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 from fastrl import native
 
@@ -21,12 +22,23 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc")
 COMPILER = os.environ.get("CXX", "c++")
+needs_nvcc = pytest.mark.skipif(
+    NVCC is None or not shutil.which(COMPILER),
+    reason=f"there is no nvcc, and so no CUDA runtime to compile for, or no '{COMPILER}'",
+)
 #: Lists the GPUs in GPUS, tells the folder of TOOLKIT, or notes a compilation.
 COMPILES = """#!/bin/sh
 test "$1" = --list-gpu-code && printf 'sm_%s\\n' $GPUS && exit
 test "$1" = -dryrun && echo "#\\$ TOP=$TOOLKIT" >&2 && exit
 while [ $# -gt 1 ]; do test "$1" = -o && touch "$2" && echo >> "$COUNT"; shift; done
 """
+
+
+def toolkit():
+    command = [NVCC, "-dryrun", "-x", "cu", os.devnull]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    (top,) = re.findall(r"^#\$ TOP=(.*)$", told.stderr, re.MULTILINE)
+    return top
 
 
 @pytest.fixture
@@ -160,18 +172,12 @@ int main(int, char** argv) {
 """
 
 
-@pytest.mark.skipif(
-    NVCC is None or not shutil.which(COMPILER),
-    reason=f"there is no nvcc, and so no CUDA runtime to compile for, or no '{COMPILER}'",
-)
+@needs_nvcc
 def test_how_many_clusters_a_device_holds(tmp_path):
     """None of PTX for sm_80: it runs on an H100, but its cluster kernels are empty."""
     (tmp_path / "ask.cpp").write_text(ASK_THE_RUNTIME)
-    command = [NVCC, "-dryrun", "-x", "cu", os.devnull]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    (toolkit,) = re.findall(r"^#\$ TOP=(.*)$", told.stderr, re.MULTILINE)
     command = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    command += ["-isystem", f"{toolkit}/include", "ask.cpp", "-o", "ask"]
+    command += ["-isystem", f"{toolkit()}/include", "ask.cpp", "-o", "ask"]
     subprocess.run(command, check=True, cwd=tmp_path)
 
     def clusters(version, cluster, shared_bytes=100000):
@@ -181,6 +187,34 @@ def test_how_many_clusters_a_device_holds(tmp_path):
     assert [clusters(version, 8) for version in (80, 89, 90, 100)] == [0, 0, 16, 16]
     assert [clusters(version, 1) for version in (80, 89, 90, 100)] == [0, 0, 132, 132]
     assert [clusters(90, cluster, 232449) for cluster in (1, 8)] == [0, 0]
+
+
+@needs_nvcc
+def test_the_operators_compile_and_register(tmp_path):
+    """Loaded lazily and without the kernels: CUDA symbols are not resolved before a call."""
+    places = [*cpp_extension.include_paths(), f"{toolkit()}/include"]
+    version = [flag for flag in (ROOT / "setup.py").read_text().split('"') if "0x02" in flag]
+    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall"]
+    command += ["-Werror", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={version[0]}"]
+    command += [flag for place in places for flag in ("-isystem", place)]
+    sources = [path for path in (ROOT / "csrc/cuda/torch").glob("*.cpp") if path.stem != "bind"]
+    operators = tmp_path / "operators.so"
+    command += [*map(str, sources), "-o", str(operators)]
+    command += [f"-L{place}" for place in cpp_extension.library_paths()]
+    subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
+    load = f"""
+import ctypes, os, torch
+from fastrl import library
+ctypes.CDLL({str(operators)!r}, mode=os.RTLD_LAZY)
+declared = [full for name in library._SCHEMAS for full in library._qualified_names(name)]
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+cuda = [full for full in declared if full.startswith("fastrl_cuda::")]
+print(sorted(full for full in cuda if not has(full, "CUDA")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", load], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built with CUDA")

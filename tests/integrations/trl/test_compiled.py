@@ -12,8 +12,8 @@ from fastrl.integrations.trl.scoring import CompiledBackbones  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-#: options, whether the loss is fused, and how many graphs are compiled: that of the policy, and of
-#: the reference; with checkpointing unknown, since TRL adds hooks whenever it generates
+#: Options, whether the loss is fused, and the number of compiled graphs: one for the policy, one
+#: for the reference. Unknown with checkpointing, since TRL adds hooks whenever it generates.
 CASES = {
     "fused": ({"num_iterations": 2}, None, 1),
     "log-probabilities": ({"num_iterations": 2}, False, 1),
