@@ -12,7 +12,7 @@ import fastrl
 from tests.fuzz.oracle.advantages import group_advantages
 from tests.fuzz.oracle.bounded import Bounded, of_results
 from tests.ops.closeness import assert_covers, assert_within_budget
-from tests.ops.inputs import FLOAT_DTYPES, dtypes, seeds
+from tests.ops.inputs import dtypes, seeds
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -76,17 +76,6 @@ def test_rewards_that_differ_in_the_fifth_digit_keep_their_spread(backend):
     exact = torch.from_numpy(expected(rewards, [0] * 8, eps=1e-8)["advantages"].value)
     torch.testing.assert_close(result.advantages.double(), exact, rtol=0, atol=1e-3)
     assert result.informative.all()
-
-
-@pytest.mark.parametrize("singleton", ["zero", "raw"])
-@pytest.mark.parametrize("correction", [0, 1, 2, 1.5])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_ragged_groups_in_random_order(backend, baseline, scale, correction, singleton):
-    ids = [10] * 1 + [-4] * 2 + [7] * 5 + [2**40] * 8 + [0] * 3
-    ids = [ids[i] for i in torch.randperm(len(ids)).tolist()]
-    options = {"baseline": baseline, "scale": scale, "correction": correction}
-    assert_exact(backend, torch.randn(len(ids)), ids, **options, singleton=singleton)
 
 
 @pytest.mark.parametrize("bad", [nan, math.inf, -math.inf])
@@ -156,16 +145,6 @@ def test_any_ids(backend, ids, dtype, seed, repeat):
     ids = [*ids, *ids[: len(ids) // 2]] if repeat else ids
     rewards = (torch.randn(len(ids)) * 2).round().to(dtype)  # with equal ones
     assert_exact(backend, rewards, ids)
-
-
-@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, torch.float64], ids=str)
-def test_the_dtype_of_the_result(backend, dtype):
-    if backend != "reference" and dtype == torch.float64:
-        pytest.skip("compiled backends take no float64")
-    rewards = torch.randn(6).to(dtype)
-    result = assert_exact(backend, rewards, [0, 0, 0, 1, 1, 1])
-    wanted = torch.float64 if dtype == torch.float64 else torch.float32
-    assert [part.dtype for part in result] == [wanted] * 3 + [torch.bool]
 
 
 def test_no_rewards_no_gradient(backend):
