@@ -96,7 +96,7 @@ test-vllm:
 COVERED := --cov=fastrl/ops/_linear --cov-branch --cov-report=
 coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -q $(COVERED) tests/ops/linear $(ARGS)
-	FASTRL_TESTED=cuda $(PYTEST) -q $(COVERED) --cov-append tests/ops/test_linear.py $(ARGS)
+	FASTRL_TESTED=cuda $(PYTEST) -q $(COVERED) --cov-append tests/ops/test_linear.py tests/ops/test_values.py -k linear $(ARGS)
 	$(PY) -m coverage report -m --include='*/tensor_cores.py,*/walk.py' --fail-under=100
 
 # FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.

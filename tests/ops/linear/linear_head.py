@@ -56,13 +56,6 @@ def linear(parameters, function, *arguments, **options):
     return function(p["hidden"], p["weight"], *arguments, bias=p.get("bias"), lora=lora, **options)
 
 
-def in_float64(values):
-    return {
-        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v
-        for k, v in values.items()
-    }
-
-
 def near(found, exact, dtype, what, roundings=1):
     """fp32: rounding of sums of H and N terms; 16 bits: roundings of the result on top."""
     eps = roundings * torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
