@@ -254,6 +254,10 @@ row(
     dtype=FLOATS,
     logits_layout=[*LAYOUTS, "shifted", "expanded"],
 )
+IN_PLACE = {"inplace": True, "vocabulary": 333, "dtype": FLOATS, "mask": MASKS}
+VIEWS = [*LAYOUTS, "shifted"]
+row("token_stats", "in place", **SIZE, **STATS, **IN_PLACE, logits_layout=VIEWS)
+row("logits_policy_loss", "in place", **SIZE, **BESIDE, **IN_PLACE, logits_layout=VIEWS)
 row("linear_token_stats", **{**OF_HIDDEN, **STATS}, dtype=FLOATS, chunk_tokens=[1, 7, 64, None])
 
 #: Cases of a row that kernels of GPUs run: each takes them long on a CPU.
