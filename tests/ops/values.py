@@ -1,0 +1,51 @@
+"""Cases of the fuzzer by their options, and their examination against the oracle."""
+
+import itertools
+import random
+
+import pytest
+
+from tests.conftest import MOST_INTERPRETED
+from tests.fuzz.case import IN_TORCH, Case
+from tests.fuzz.examine import examine
+
+#: Kernels of GPUs, which take long on a CPU, run some of the cases.
+SOME = {"triton": 8, "cuda": 20}
+
+
+def each(**options):
+    """All combinations of options, of which those that are lists have several values.
+
+    `also` has options that come together; what is None is left out.
+    """
+    values = [x if isinstance(x, list) else [x] for x in options.values()]
+    combined = []
+    for chosen in itertools.product(*values):
+        found = {k: x for k, x in zip(options, chosen, strict=True) if x is not None}
+        combined.append(found | found.pop("also", {}))
+    return combined
+
+
+def cases(backend, function, options):
+    """The combinations of options that a backend takes, in random order."""
+    found = [
+        Case(function, **one)
+        for one in each(**options)
+        if backend == "reference" or one.get("dtype") != "float64"
+        if backend != "triton" or one.get("vocabulary", 0) <= MOST_INTERPRETED
+    ]
+    return random.Random(20260923).sample(found, len(found))
+
+
+def assert_values(backend, function, *, some=1, **options):
+    """Compare values and gradients with the oracle's, in every combination of options.
+
+    Kernels of GPUs run `some` times the usual number of cases.
+    """
+    if function in IN_TORCH and backend in SOME:
+        pytest.skip("plain torch has no kernels")
+    most = some * SOME[backend] if backend in SOME else None
+    for case in cases(backend, function, options)[:most]:
+        found = examine(case, backend, "cpu")
+        assert not found.refused, case
+        assert not found.differences, f"{case}: {'; '.join(map(str, found.differences))}"
