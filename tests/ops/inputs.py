@@ -36,21 +36,6 @@ def make_logprobs(*shape, dtype=torch.float64):
     return (-torch.rand(shape, dtype=torch.float64) * 3 - 0.01).to(dtype)
 
 
-def policy_inputs(B, T, dtype=torch.float64, mask="ragged", noise=0.4):
-    """All arguments of `policy_loss`, as a dict; ratios on both sides of the clip."""
-    logprobs = make_logprobs(B, T)
-    return {
-        "logprobs": logprobs.to(dtype),
-        "old_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
-        "ref_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
-        "rollout_logprobs": (logprobs + noise * torch.randn(B, T, dtype=torch.float64)).to(dtype),
-        "entropy": (torch.rand(B, T, dtype=torch.float64) * 2).to(dtype),
-        "policy_weights": (torch.rand(B, T, dtype=torch.float64) * 2).to(dtype),
-        "advantages": torch.randn(B, T, dtype=torch.float64).to(dtype),
-        "mask": make_mask(mask, B, T),
-    }
-
-
 def packed(x, lengths):
     """The first `lengths[b]` tokens of each row of `x` `[B, T]`, one after the other: `[N]`."""
     return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
@@ -58,3 +43,8 @@ def packed(x, lengths):
 
 def cu_seqlens(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def widest(backend):
+    """The widest dtype that a backend takes."""
+    return torch.float64 if backend == "reference" else torch.float32

@@ -1,65 +1,29 @@
-"""The reduced metrics of micro-batches and ranks are those of the whole batch."""
+"""Metrics: reduced over micro-batches, refused, saved and copied."""
 
 import copy
-import math
 
 import pytest
 import torch
 
 import fastrl
 from fastrl import Objective
-from fastrl.library import METRICS
-from tests.ops.inputs import policy_inputs
-from tests.ops.policy_loss_cases import run
-
-OBJECTIVE = Objective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.1)
-USE = ("old_logprobs", "ref_logprobs", "entropy")
-
-
-def rows(inputs, chosen):
-    return {name: x[chosen] for name, x in inputs.items()}
-
-
-def metrics_of(backend, inputs, **options):
-    return run(backend, OBJECTIVE, inputs, USE, **options)[0].metrics
-
-
-def batch(backend):
-    inputs = policy_inputs(8, 6, torch.float64 if backend == "reference" else torch.float32)
-    inputs["mask"][3] = False
-    return inputs
-
-
-@pytest.mark.parametrize("split", [[8], [4, 4], [1, 3, 2, 2], [1] * 8])
-def test_micro_batches_together_are_the_whole(backend, split):
-    inputs = batch(backend)
-    tokens = float(inputs["mask"].sum())
-    whole = metrics_of(backend, inputs, normalizer=tokens)
-    parts = [
-        metrics_of(backend, rows(inputs, chosen), normalizer=tokens)
-        for chosen in torch.arange(8).split(split)
-    ]
-    together = fastrl.reduce_metrics(parts)
-    assert list(together) == list(METRICS)
-    torch.testing.assert_close(together, whole, rtol=1e-6, atol=1e-7)
+from tests.ops.entry_points import beside
+from tests.ops.inputs import make_logprobs, widest
 
 
 def test_local_token_means_are_averaged_by_their_tokens(backend):
-    inputs = batch(backend)
-    parts = [metrics_of(backend, rows(inputs, slice(a, b))) for a, b in ((0, 3), (3, 4), (4, 8))]
+    o = Objective(kl_coef=0.1, clip_low=0.1)
+    logprobs = make_logprobs(8, 6, dtype=widest(backend))
+    inputs = {"logprobs": logprobs} | beside(o, logprobs)
+    inputs["mask"][3] = False
+
+    def metrics_of(rows):
+        part = {name: x[rows] for name, x in inputs.items()}
+        return fastrl.policy_loss(**part, objective=o, backend=backend).metrics
+
+    parts = [metrics_of(slice(a, b)) for a, b in ((0, 3), (3, 4), (4, 8))]
     together = fastrl.reduce_metrics(parts, policy_loss="mean")
-    torch.testing.assert_close(together, metrics_of(backend, inputs), rtol=1e-6, atol=1e-7)
-
-
-def test_nan_stays_visible(backend):
-    inputs = batch(backend)
-    inputs["mask"][:] = True
-    clean = metrics_of(backend, inputs)
-    inputs["logprobs"][0, 0] = math.nan
-    together = fastrl.reduce_metrics([clean, metrics_of(backend, inputs)])
-    for name in ("policy_loss", "kl", "ratio_mean", "ratio_max", "ratio_min"):
-        assert together[name].isnan()
-    assert together["active_tokens"] == 96
+    torch.testing.assert_close(together, metrics_of(slice(8)), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +42,7 @@ def test_invalid_metrics_are_refused(metrics, error, message):
 
 
 def test_an_invalid_process_group_is_refused():
-    metrics = metrics_of("reference", batch("reference"))
+    metrics = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)).metrics
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got str"):
         fastrl.reduce_metrics(metrics, "world")
     with pytest.raises(ValueError, match="must be one of sum, mean, rank-mean; got 'max'"):

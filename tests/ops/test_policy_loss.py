@@ -1,6 +1,6 @@
 """The policy loss on policy, at its extremes, and known failures of others.
 
-Options of the objective are in test_objective_options.py, weights in test_term_weights.py.
+Values are in test_values.py, options of the objective in objectives/.
 """
 
 import math
@@ -11,25 +11,23 @@ import torch
 import fastrl
 from fastrl import Objective
 from fastrl.objective.presets import PRESETS
-from tests.ops.inputs import (
-    make_logprobs,
-    policy_inputs,
-)
-from tests.ops.policy_loss_cases import assert_exact, run, widest
+from tests.ops.closeness import assert_same
+from tests.ops.entry_points import ENTRIES, outcome
+from tests.ops.inputs import make_logprobs, widest
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_on_policy_needs_no_old_logprobs(backend, preset):
-    inputs = policy_inputs(4, 5, widest(backend))
-    result = assert_exact(backend, preset, inputs, use=())
+    entry = ENTRIES[f"policy_loss {preset}"]
+    inputs = entry.draw(4, 5, widest(backend))
+    inputs["old_logprobs"] = inputs["logprobs"]
+    given = outcome(entry, backend, inputs)
+    del inputs["old_logprobs"]
+    assert_same(outcome(entry, backend, inputs), given)
     for name, value in {"ratio_mean": 1, "ratio_max": 1, "ratio_min": 1, "kl_old": 0}.items():
-        assert result.metrics[name].item() == value
-    given_old, gradient, _ = run(backend, preset, {**inputs, "old_logprobs": inputs["logprobs"]})
-    absent, same_gradient, _ = run(backend, preset, inputs, use=())
-    assert torch.equal(given_old.loss, absent.loss)
-    assert torch.equal(gradient, same_gradient)
+        assert given[f"metric {name}"] == value
 
 
 def test_the_extreme_ratios_may_be_at_any_token(backend):
@@ -44,19 +42,21 @@ def test_the_extreme_ratios_may_be_at_any_token(backend):
 
 
 def test_logprobs_and_entropy_are_passed_on(backend):
-    inputs = policy_inputs(2, 3, torch.float32)
-    result, _, _ = run(backend, Objective(entropy_coef=0.1), inputs, ("entropy",))
-    assert torch.equal(result.logprobs, inputs["logprobs"])
-    assert torch.equal(result.entropy, inputs["entropy"])
+    logprobs, entropy = make_logprobs(2, 3, dtype=torch.float32), torch.rand(2, 3)
+    result = fastrl.policy_loss(
+        logprobs, torch.ones(2), torch.ones(2, 3), entropy=entropy, backend=backend
+    )
+    assert torch.equal(result.logprobs, logprobs)
+    assert torch.equal(result.entropy, entropy)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_token_without_advantage_is_not_clipped(backend, preset):
-    inputs = policy_inputs(4, 5, torch.float32)
+    entry = ENTRIES[f"policy_loss {preset}"]
+    inputs = entry.draw(4, 5, torch.float32)
     inputs["logprobs"] = inputs["old_logprobs"] + 3 * torch.randn(4, 5)
-    inputs["advantages"] = torch.zeros(4)
-    result, _, _ = run(backend, preset, inputs)
-    assert result.metrics["clip_fraction"] == 0
+    inputs["advantages"].zero_()
+    assert outcome(entry, backend, inputs)["metric clip_fraction"] == 0
 
 
 def test_an_objective_that_overwrites_what_its_gradient_needs_is_refused():
@@ -66,9 +66,9 @@ def test_an_objective_that_overwrites_what_its_gradient_needs_is_refused():
         ratio.mul_(2)
         return loss
 
-    inputs = policy_inputs(2, 3, torch.float32)
+    inputs = [make_logprobs(2, 3).requires_grad_(), torch.ones(2), torch.ones(2, 3)]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run("auto", Objective(surrogate=overwrites), inputs)
+        fastrl.policy_loss(*inputs, objective=Objective(surrogate=overwrites)).loss.backward()
 
 
 @pytest.mark.not_on("triton")  # long

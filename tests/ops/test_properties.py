@@ -12,8 +12,7 @@ import fastrl
 from fastrl.library import METRICS
 from tests.ops.closeness import assert_close, assert_same
 from tests.ops.entry_points import cut, entries, outcome, pack, per_token
-from tests.ops.inputs import LENGTHS, POISONS
-from tests.ops.policy_loss_cases import widest
+from tests.ops.inputs import LENGTHS, POISONS, widest
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -69,7 +69,8 @@ CLIPS = each(clip=[None, 0.25, 5.0], loss=["mse", "huber"])
 BROKEN_VALUES = ["nan-values", "nan-returns", "nan-old", "inf-values", "inf-returns", "inf-old"]
 row("token_weights", **TOKENS, mask=MASKS, token_layout=LAYOUTS, also=OF_TOKENS)
 row("value_loss", "weighed", **TOKENS, mask=MASKS, also=OF_TOKENS)
-row("value_loss", **TOKENS, dtype=DTYPES, token_layout=LAYOUTS, spread=2.0, parameters=CLIPS)
+VALUES = {**TOKENS, "mask": "holes", "dtype": DTYPES, "token_layout": LAYOUTS}
+row("value_loss", **VALUES, spread=2.0, parameters=CLIPS)
 row("value_loss", "broken", **SIZE, features=[(x,) for x in BROKEN_VALUES], parameters=CLIPS)
 
 FEATURES_OF_MEANS = [(), ("equal",), ("nan-x",), ("inf-x",)]
@@ -105,6 +106,7 @@ INFINITE = ["logprob-inf", "old-inf", "both-inf", "ref-inf", "ref-both-inf", "in
 INFINITE += ["rollout-inf", "rollout-both-inf"]
 BROKEN = [(name, "nan-payload") for name in NAN + INFINITE]
 BANNED = [("inf-chosen", "both-inf"), ("inf-chosen", "ref-both-inf"), ("inf-but-chosen",)]
+BANNED += [("ignored",)]
 CLIPPED = {**TOKENS, "objective": [*PRESETS], "old": [None, "near", "bounds"], "mask": MASKS}
 PACKED = {**CLIPPED, "layout": "cut", "objective": ["grpo", "gspo", "gmpo", "cispo"]}
 BY = ["token", "sequence"]
@@ -187,6 +189,7 @@ row(
     **OBJECTIVES,
     **BESIDE,
     chunk_tokens=[1, 7, None],
+    features=[(), ("zero-advantages", "ignored")],
 )
 row(
     "linear_policy_loss",
@@ -248,7 +251,7 @@ row(
     **STATS,
     tokens=[4, 40],  # of few, blocks of the vocabulary are shared out over the threads
     vocabulary=[130, 8292],
-    dtype=FLOATS,
+    dtype=["float32", "bfloat16"],
     features=[(name,) for name in UNUSUAL],
     logit_softcap=[None, 0.5, 30.0],
 )
@@ -277,7 +280,8 @@ IN_PLACE = {"inplace": True, "vocabulary": 333, "dtype": FLOATS, "mask": MASKS}
 VIEWS = [*LAYOUTS, "shifted"]
 row("token_stats", "in place", **SIZE, **STATS, **IN_PLACE, logits_layout=VIEWS)
 row("logits_policy_loss", "in place", **SIZE, **BESIDE, **IN_PLACE, logits_layout=VIEWS)
-row("linear_token_stats", **{**OF_HIDDEN, **STATS}, dtype=FLOATS, chunk_tokens=[1, 7, 64, None])
+OF_HIDDEN |= {"outputs": STATISTICS, "upstream": ["random", "some-zero"]}
+row("linear_token_stats", **OF_HIDDEN, dtype=FLOATS, chunk_tokens=[1, 7, 64, None])
 
 
 @pytest.mark.parametrize("name", ROWS)
