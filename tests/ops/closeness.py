@@ -1,10 +1,6 @@
 """Error budgets derived from rounding, instead of hand-picked tolerances."""
 
-import numpy as np
 import torch
-
-from tests.fuzz.oracle.bounded import Decision
-from tests.fuzz.oracle.functions import stored
 
 
 def assert_within_budget(actual, exact, *, ulps=8, size=None, atol=0.0):
@@ -33,29 +29,6 @@ def assert_within_budget(actual, exact, *, ulps=8, size=None, atol=0.0):
 def _at(where, got, want, what):
     index = tuple(where.nonzero()[0].tolist()) if where.dim() else ()
     return f"element {index} {what}: {float(got[index])!r}, exactly {float(want[index])!r}"
-
-
-def assert_covers(want, got, what="result", dtype=None):
-    """Compare with a result of `tests/fuzz/oracle`, which bounds the rounding errors.
-
-    A gradient of a loss is stored in the `dtype` of its tensor, the rest in the arithmetic's.
-    """
-    x = got.detach()
-    arithmetic = "bool" if isinstance(want, Decision) else want.arithmetic.name
-    expected = arithmetic if dtype is None else str(dtype).removeprefix("torch.")
-    assert str(x.dtype) == f"torch.{expected}", f"{what} is {x.dtype}, not {expected}"
-    x = (x if x.dtype == torch.bool else x.double()).numpy()
-    assert x.shape == want.shape, f"{what} has shape {x.shape}, not {want.shape}"
-    with np.errstate(all="ignore"):
-        want = want if dtype is None else stored(want, expected, 1.0)
-        wrong = ~np.atleast_1d(want.covers(x))
-    if wrong.any():
-        values, errors = (
-            (want.yes, want.doubtful) if isinstance(want, Decision) else (want.value, want.error)
-        )
-        at = tuple(np.argwhere(wrong)[0])
-        got, exact, error = (np.atleast_1d(y)[at] for y in (x, values, errors))
-        raise AssertionError(f"{what}{list(map(int, at))} is {got!r}, not {exact!r} +- {error!r}")
 
 
 def assert_same(found, wanted, what=""):

@@ -181,3 +181,25 @@ def test_the_first_of_many_equal_logits_has_its_digits(backend):
     leaf = torch.zeros(1, 50, requires_grad=True)
     fastrl.token_logprobs(leaf, torch.ones(1, dtype=torch.int64), backend=backend).backward()
     assert leaf.grad[0, 0].item() == pytest.approx(-0.02, rel=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["dapo", "gspo", "gmpo", "cispo", "sapo", "reinforce"])
+@pytest.mark.parametrize("advantage", [math.inf, -math.inf])
+def test_a_weight_of_zero_drops_an_infinite_advantage(backend, preset, advantage):
+    logits, ids = torch.randn(1, 2, 5), torch.tensor([[0, 1]])
+    found = []
+    for given in (advantage, math.copysign(1.0, advantage)):
+        leaf = logits.clone().requires_grad_()
+        loss = fastrl.logits_policy_loss(
+            leaf,
+            ids,
+            torch.tensor([[given, 1.0]]),
+            PAIR,
+            policy_weights=torch.tensor([[0.0, 1.0]]),
+            objective=preset,
+            backend=backend,
+        ).loss
+        loss.backward()
+        found.append((loss, leaf.grad))
+    assert all(map(torch.equal, *found))
+    assert all(x.isfinite().all() for x in found[0])
