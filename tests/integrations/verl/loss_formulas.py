@@ -78,7 +78,7 @@ def compute_policy_loss_gspo(x, config):
 @verls(SEQUENCES, always=SEQUENCES)
 def compute_policy_loss_sapo(x, config):
     log_ratio = x.log_ratio.clamp(-20, 20)
-    tau = torch.where(x.A > 0, config.tau_pos, config.tau_neg)
+    tau = torch.where(x.A > 0, *map(x.A.new_tensor, (config.tau_pos, config.tau_neg)))
     return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * x.A, shares(log_ratio)
 
 

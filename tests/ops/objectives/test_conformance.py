@@ -67,13 +67,8 @@ def assert_conforms(backend, b, objective, expected, normalizer=None, tolerance=
         torch.testing.assert_close(came.detach().double(), wanted, rtol=0, atol=budget * size)
 
 
-by_token = pytest.mark.parametrize("by_token", [False, True], ids=["[B]", "[B,T]"])
-# the log-ratios of the last go beyond 20, where trainers part
-batches = pytest.mark.parametrize(
-    ("by_token", "noise"),
-    [(False, 0.15), (True, 0.15), (False, 9.0)],
-    ids=["[B]", "[B,T]", "far"],
-)
+#: whether advantages are by token, and how far apart the log-probabilities are
+BATCHES = {"[B]": (False, 0.15), "[B,T]": (True, 0.15), "far": (False, 9.0)}
 SMALLEST = math.exp(-20)  # verl's own bound of a rollout ratio
 
 # preset: TRL's settings for it, changes to the preset
@@ -132,21 +127,6 @@ TRL_OPTIONS = {
 }
 
 
-@by_token
-@pytest.mark.parametrize("option", TRL_OPTIONS)
-@pytest.mark.parametrize("preset", TRL)
-def test_trl(backend, preset, option, by_token):
-    settings, changes = TRL[preset]
-    more, fields = TRL_OPTIONS[option]
-    if preset == "gmpo" and ("entropy" in option or "unbiased" in option or by_token):
-        pytest.skip("TRL's GMPOTrainer has no such thing")
-    b = batch(0.15, by_token)
-    o = Objective.preset(preset, convention="trl", **changes, **fields)
-    items = settings.get("num_items")
-    normalizer = None if items is None else {"policy": items}
-    assert_conforms(backend, b, o, golden(trl, b, **settings, **more), normalizer)
-
-
 def test_trl_cispo_with_its_default_bound(backend):
     b = batch(0.5, False)
     o = Objective.preset("cispo", convention="trl", clip_high=0.2 - 1)
@@ -154,7 +134,7 @@ def test_trl_cispo_with_its_default_bound(backend):
     assert_conforms(backend, b, o, expected, {"policy": 50.0})
 
 
-@by_token
+@pytest.mark.parametrize("by_token", [False, True])
 def test_trl_delta(backend, by_token):
     b = batch(0.5, by_token)
     o = Objective.preset("grpo", convention="trl", delta=1.5)
@@ -208,34 +188,21 @@ VERL_OPTIONS = {
 }
 
 
-@batches
-@pytest.mark.parametrize("option", VERL_OPTIONS)
-@pytest.mark.parametrize("preset", VERL)
-def test_verl(backend, preset, option, by_token, noise):
-    settings, changes = VERL[preset]
-    more, fields = VERL_OPTIONS[option]
-    if preset == "gmpo" and "rollout" in more:
-        pytest.skip("verl takes the geometric mean of the weights: see policy_weights")
-    b = batch(noise, by_token)
-    o = Objective.preset(preset, convention="verl", **changes, **fields)
-    # verl divides by the length + 1e-8
-    assert_conforms(backend, b, o, golden(verl, b, **settings, **more), tolerance=3e-8)
-
-
 MODES_OF_VERL = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
 
 
 @pytest.mark.parametrize("mode", [*MODES_OF_VERL, "seq-mean-token-sum-norm"])
 def test_verl_aggregations_with_global_counts(backend, mode):
     b = batch(0.15, False)
-    counts = {"tokens": 50.0, "sequences": 9.0, "scale": 12.0 if mode.endswith("norm") else None}
+    counts = {"batch_num_tokens": 50.0, "global_batch_size": 9.0}
+    counts |= {"loss_scale_factor": 12.0} if mode.endswith("norm") else {}
     settings = {"loss_mode": "vanilla", "mode": mode, "kl_coef": 0.1, "entropy_coef": 0.02}
     changes = {"length_norm": 12.0} if mode.endswith("norm") else {}
     o = Objective.preset(
         "grpo", convention="verl", aggregation=mode, kl_coef=0.1, entropy_coef=0.02, **changes
     )
     normalizer = {"token-mean": 50.0, "token-sum": None}.get(mode, 9.0)
-    expected = golden(verl, b, **settings, counts=counts)
+    expected = golden(verl, b, **settings, **counts)
     assert_conforms(backend, b, o, expected, normalizer, tolerance=3e-8)
 
 
@@ -249,7 +216,8 @@ def test_verl_gspo_with_global_counts(backend):
         clip=NARROW,
         kl_coef=0.1,
         entropy_coef=0.02,
-        counts={"tokens": 50.0, "sequences": 9.0},
+        batch_num_tokens=50.0,
+        global_batch_size=9.0,
     )
     normalizer = {"policy": 9.0, "kl": 50.0, "entropy": 50.0}
     assert_conforms(backend, b, o, expected, normalizer, tolerance=3e-8)
@@ -258,16 +226,23 @@ def test_verl_gspo_with_global_counts(backend):
 OPENRLHF = {
     "ppo": ({}, {}),
     "grpo": ({}, {}),
-    "dapo": ({"clip": (0.2, 0.28)}, {}),
-    "gspo": ({"kind": "gspo", "clip": NARROW}, CLIP),
+    "dapo": ({"clip_eps_high": 0.28}, {}),
+    "gspo": ({"policy_loss_type": "gspo", "clip_eps_low": 0.05, "clip_eps_high": 0.08}, CLIP),
 }
-BOUNDS = (0.9, 1.15)
+BOUNDS = {"low": 0.9, "high": 1.15}
+#: OpenRLHF's options, and the same as fastrl's correction
 CORRECTIONS = {
-    "tis": RolloutCorrection(low=0.9, high=1.15),
-    "icepop": RolloutCorrection(kind="mask", low=0.9, high=1.15),
+    "tis": (
+        {"is_correction_level": "token", "is_correction_mode": "clip"},
+        RolloutCorrection(**BOUNDS),
+    ),
+    "icepop": ({"is_correction_level": "token"}, RolloutCorrection(kind="mask", **BOUNDS)),
     "seq-mask-tis": (
-        RolloutCorrection(kind="filter", level="geometric", low=0.9, high=1.15),
-        RolloutCorrection(high=math.inf),
+        {"is_correction_level": "seq"},
+        (
+            RolloutCorrection(kind="filter", level="geometric", **BOUNDS),
+            RolloutCorrection(high=math.inf),
+        ),
     ),
 }
 OPENRLHF_OPTIONS = {
@@ -283,29 +258,56 @@ OPENRLHF_OPTIONS = {
     },
     **{
         name: (
-            {"correction": name, "bounds": BOUNDS, "kl_coef": 0.04},
+            {**options, "is_correction_threshold": (0.9, 1.15), "kl_coef": 0.04},
             {"rollout_correction": correction, "kl_coef": 0.04},
         )
-        for name, correction in CORRECTIONS.items()
+        for name, (options, correction) in CORRECTIONS.items()
     },
 }
 
 
-@batches
-@pytest.mark.parametrize("option", OPENRLHF_OPTIONS)
-@pytest.mark.parametrize("preset", OPENRLHF)
-def test_openrlhf(backend, preset, option, by_token, noise):
-    settings, changes = OPENRLHF[preset]
-    more, fields = OPENRLHF_OPTIONS[option]
-    if preset == "gspo" and "correction" in more:
-        pytest.skip("OpenRLHF's gspo takes rollout_logprobs for the old ones instead")
+#: convention -> its formula, presets, options, and an error of its own: divisions by length + 1e-8
+TRAINERS = {
+    "trl": (trl, TRL, TRL_OPTIONS, 1e-12),
+    "verl": (verl, VERL, VERL_OPTIONS, 3e-8),
+    "openrlhf": (openrlhf, OPENRLHF, OPENRLHF_OPTIONS, 3e-8),
+}
+
+
+def exists(convention, preset, more, batch_name):
+    """Whether a trainer has this, and its formula is the preset's."""
+    if convention == "trl":  # log-ratios beyond 20 are where trainers part
+        extra = {"entropy_coef", "top_entropy_quantile", "bias_correction"} & more.keys()
+        return batch_name != "far" and (preset != "gmpo" or (batch_name == "[B]" and not extra))
+    if convention == "verl":  # its gmpo takes the geometric mean of the rollout weights
+        return preset != "gmpo" or "rollout" not in more
+    return preset != "gspo" or "is_correction_level" not in more  # rollout instead of old ones
+
+
+CASES = [
+    (convention, preset, option, name)
+    for convention, (_, presets, options, _) in TRAINERS.items()
+    for preset in presets
+    for option, (more, _) in options.items()
+    for name in BATCHES
+    if exists(convention, preset, more, name)
+]
+
+
+@pytest.mark.parametrize(("convention", "preset", "option", "name"), CASES)
+def test_the_loss_of_a_trainer(backend, convention, preset, option, name):
+    formula, presets, options, tolerance = TRAINERS[convention]
+    (settings, changes), (more, fields) = presets[preset], options[option]
+    by_token, noise = BATCHES[name]
     b = batch(noise, by_token)
-    o = Objective.preset(preset, convention="openrlhf", **changes, **fields)
-    assert_conforms(backend, b, o, golden(openrlhf, b, **settings, **more), tolerance=3e-8)
+    o = Objective.preset(preset, convention=convention, **changes, **fields)
+    normalizer = {"policy": settings["num_items"]} if "num_items" in settings else None
+    expected = golden(formula, b, **settings, **more)
+    assert_conforms(backend, b, o, expected, normalizer, tolerance)
 
 
 def test_every_preset_of_a_trainer_is_tested():
-    tested = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF}
+    tested = {convention: presets for convention, (_, presets, *_) in TRAINERS.items()}
     trainers = {name: set(presets) for name, presets in CONVENTIONS.items() if name != "fastrl"}
     assert {name: set(presets) for name, presets in tested.items()} == trainers
 

@@ -10,6 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.integrations import openrlhf_formulas
+from tests.integrations.verl import loss_formulas
+from tests.integrations.verl.cases import transcribed
+from tests.integrations.verl.formulas import agg_loss, kl_penalty
+
 
 class Batch(NamedTuple):
     logprobs: Tensor
@@ -26,13 +31,8 @@ def sequence_mean(x, mask):
     return (x * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def token_mean(x, mask, count=None):
-    return (x * mask).sum() / (mask.sum().clamp(min=1) if count is None else count)
-
-
-def mean_of_filled(per_sequence, mask, count=None):
-    filled = (mask.sum(-1) > 0).double()
-    return (per_sequence * filled).sum() / (filled.sum() if count is None else count)
+def token_mean(x, mask):
+    return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
 def ratio_within(ratio, low, high):
@@ -122,18 +122,7 @@ def trl(
     return total - entropy_coef * token_mean(b.entropy, mask * top)
 
 
-# --- verl
-
-
-def verl_aggregate(x, mask, mode, tokens=None, sequences=None, scale=None):
-    if mode == "token-mean":
-        return token_mean(x, mask, tokens)
-    if mode == "token-sum":
-        return (x * mask).sum()
-    if mode == "seq-mean-token-mean":
-        return mean_of_filled((x * mask).sum(-1) / (mask.sum(-1) + 1e-8), mask, sequences)
-    total = mean_of_filled((x * mask).sum(-1), mask, sequences)
-    return total / (scale or mask.shape[-1]) if mode.endswith("norm") else total
+# --- verl and OpenRLHF: the formulas that their drop-ins are tested with, and the terms beside them
 
 
 def verl_rollout_weights(b, level, low, high):
@@ -151,120 +140,32 @@ def verl(
     loss_mode,
     mode="token-mean",
     clip=(0.2, 0.2),
-    clip_ratio_c=3.0,
-    temperatures=(1.0, 1.05),
     kl_coef=0.0,
     kl_type="k3",
     entropy_coef=0.0,
     rollout=None,
-    counts=None,
+    **counts,
 ):
-    A, mask = b.advantages, b.mask
-    counts = counts or {}
-    log_ratio = b.logprobs - b.old
-    weights = 1.0 if rollout is None else verl_rollout_weights(b, *rollout)
-    if loss_mode == "geo_mean":
-        n = mask.sum(-1) + 1e-8
-        sign = A.sign()
-        held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip[0], clip[1]))
-        ratio = ((held * mask).sum(-1) / n).exp()
-        policy = (-((A * mask).sum(-1) / n) * ratio).mean()
-    else:
-        by_sequence = loss_mode in ("gspo", "sapo")
-        if loss_mode == "gspo":
-            s = sequence_mean(log_ratio, mask).detach()[:, None]
-            ratio = (b.logprobs - b.logprobs.detach() + s).clamp(max=10).exp()
-            loss = torch.maximum(-A * ratio, -A * ratio_within(ratio, *clip))
-        elif loss_mode == "reinforce":
-            loss = -A * b.logprobs
-        else:
-            ratio = log_ratio.clamp(-20, 20).exp()
-            if loss_mode == "cispo":
-                loss = -ratio_within(ratio, *clip).detach() * A * b.logprobs
-            elif loss_mode == "sapo":
-                tau = torch.where(A > 0, *(torch.tensor(t, dtype=A.dtype) for t in temperatures))
-                loss = -A * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-            else:
-                loss = torch.maximum(-A * ratio, -A * ratio_within(ratio, *clip))
-                capped = torch.minimum(-A * clip_ratio_c, loss)
-                loss = torch.where(A < 0, capped, loss)
-        own = "seq-mean-token-mean" if by_sequence else mode
-        policy = verl_aggregate(loss * weights, mask, own, **counts)
-    total = policy - entropy_coef * verl_aggregate(b.entropy, mask, mode, **counts)
+    bounds = {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    config = transcribed(**bounds, tau_pos=1.0, tau_neg=1.05, global_batch_info=counts)
+    weights = None if rollout is None else verl_rollout_weights(b, *rollout)
+    of_policy = "seq-mean-token-mean" if loss_mode == "gspo" else mode
+    formula = getattr(loss_formulas, f"compute_policy_loss_{loss_mode}")
+    total, _ = formula(b.old, b.logprobs, b.advantages, b.mask, of_policy, config, weights)
+    total = total - entropy_coef * agg_loss(b.entropy, b.mask, mode, **counts)
     if kl_coef:
-        total = total + kl_coef * verl_aggregate(verl_kl(b, kl_type), mask, mode, **counts)
+        kl = kl_penalty(b.logprobs, b.ref, kl_type)
+        total = total + kl_coef * agg_loss(kl, b.mask, mode, **counts)
     return total
 
 
-def verl_kl(b, kind):
-    difference = b.logprobs - b.ref
-    name = kind.rstrip("+")
-    if name == "k1":
-        value = difference
-    elif name == "abs":
-        value = difference.abs()
-    elif name == "k2":
-        value = difference.square() / 2
-    else:
-        x = (-difference).clamp(-20, 20)
-        value = (x.exp() - x - 1).clamp(-10, 10)
-    if not kind.endswith("+") or name == "k2":
-        return value
-    k2 = difference.square() / 2
-    return k2 - k2.detach() + value.detach()
-
-
-# --- OpenRLHF
-
-
-def openrlhf_aggregate(x, mask, by_token=True, count=None):
-    if by_token:
-        return token_mean(x, mask, count)
-    return mean_of_filled((x * mask).sum(-1) / (mask.sum(-1) + 1e-8), mask, count)
-
-
-def openrlhf(
-    b,
-    kind="ppo",
-    clip=(0.2, 0.2),
-    dual_clip=None,
-    correction=None,
-    bounds=None,
-    kl_coef=0.0,
-    kl_estimator="k3",
-    entropy_coef=0.0,
-    count=None,
-):
-    A, mask = b.advantages, b.mask
-    log_ratio = b.logprobs - b.old
-    if kind == "gspo":
-        ratio = sequence_mean(log_ratio, mask).exp()[:, None] * mask
-    else:
-        ratio = log_ratio.clamp(-20, 20).exp()
-    gain = torch.minimum(ratio * A, ratio_within(ratio, *clip) * A)
-    if dual_clip is not None:
-        gain = torch.where(A < 0, torch.maximum(gain, dual_clip * A), gain)
-    loss = -gain
-    if correction is not None:
-        difference = b.old - b.rollout
-        weight = difference.exp()
-        if correction == "icepop":
-            weight = weight * ((weight >= bounds[0]) & (weight <= bounds[1]))
-        elif correction == "tis":
-            weight = weight.clamp(*bounds)
-        else:
-            mean = sequence_mean(difference, mask).exp()[:, None]
-            weight = weight * ((mean >= bounds[0]) & (mean <= bounds[1]))
-        loss = loss * weight
-    total = openrlhf_aggregate(loss, mask, kind != "gspo", count)
+def openrlhf(b, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0, **options):
+    formula = openrlhf_formulas.PolicyLoss(**options)
+    total = formula(b.logprobs, b.old, b.advantages, b.mask, b.rollout)[0]
     if kl_coef:
-        difference = b.logprobs - b.ref
-        if kl_estimator == "k2":
-            difference = difference.square() / 2
-        elif kl_estimator == "k3":
-            difference = (-difference).exp() - 1 + difference
-        total = total + kl_coef * openrlhf_aggregate(difference.clamp(-10, 10), mask)
-    return total - entropy_coef * openrlhf_aggregate(b.entropy, mask)
+        kl = openrlhf_formulas.compute_approx_kl(b.logprobs, b.ref, kl_estimator=kl_estimator)
+        total = total + kl_coef * token_mean(kl, b.mask)
+    return total - entropy_coef * token_mean(b.entropy, b.mask)
 
 
 # --- advantages of a group of rewards: eps and the group of one differ
