@@ -1,4 +1,4 @@
-"""The weight gradient of the linear forms over very many chunks."""
+"""The weight gradient of the linear forms over very many chunks, and a frozen head."""
 
 import math
 
@@ -30,3 +30,14 @@ def test_the_weight_gradient_of_1024_chunks_is_as_good_as_one_gemm(backend):
     one_gemm = grad_logits.bfloat16().t() @ hidden
     error, reference = ((g.double() - exact).norm() for g in (grad, one_gemm))
     assert error <= 1.5 * reference
+
+
+def test_a_frozen_head_is_kept_and_not_copied():
+    with torch.inference_mode():
+        weight = torch.randn(11, 4)
+    hidden = torch.randn(3, 4, requires_grad=True)
+    node = fastrl.linear_token_logprobs(hidden, weight, torch.tensor([1, 2, 3])).grad_fn
+    while not hasattr(node, "inference_tensors"):
+        node = node.next_functions[0][0]
+    (kept,) = (x for x in node.inference_tensors if x is not None)
+    assert kept.data_ptr() == weight.data_ptr()

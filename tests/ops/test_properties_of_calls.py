@@ -132,6 +132,18 @@ def test_constants_get_no_gradient_and_no_input_changes(backend, entry):
     assert all(inputs[k].grad is None for k in inputs if k not in entry.leaves)
 
 
+@trained
+def test_constants_made_in_inference_mode_are_like_others(backend, entry):
+    """As of a rollout, a frozen head or a frozen backbone."""
+    inputs = entry.draw(4, 6, torch.float32)
+    with torch.inference_mode():
+        constants = {name: x.clone() for name, x in inputs.items()}
+    for leaf in entry.leaves:
+        given = {**constants, leaf: inputs[leaf]}
+        wanted = outcome(entry, backend, inputs, leaves=(leaf,))
+        assert_same(outcome(entry, backend, given, leaves=(leaf,)), wanted)
+
+
 def scaled(kind, x):
     """The sum of x times a factor, by an op that returns a particular upstream gradient."""
     return {

@@ -216,7 +216,7 @@ row(
     frozen=[(), ("hidden",), ("weight",)],
     autocast=[False, True],
     metrics=[True, False],
-    also=[{}, {"compact": False}, {"features": ("nan-row",)}],
+    also=[{}, {"compact": False}, {"features": ("nan-row",)}, {"constants": "of-inference"}],
 )
 
 # --- statistics of tokens
