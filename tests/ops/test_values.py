@@ -202,6 +202,7 @@ row(
     bias=[False, True],
     temperature="per-token",
     lora=[0, 3],
+    lora_scale=0.75,
     logit_softcap=[None, 5.0],
     chunk_tokens=16,
 )
@@ -213,6 +214,7 @@ row(
     dtype=FLOATS,
     weight_dtype=["like", "float32", "bfloat16"],
     lora=[0, 3],
+    lora_scale=0.75,
     frozen=[(), ("hidden",), ("weight",)],
     autocast=[False, True],
     metrics=[True, False],
