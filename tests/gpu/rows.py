@@ -16,7 +16,6 @@ from fastrl.contract import (
 )
 from fastrl.library import operators
 from tests.gpu.on_host import without_clusters
-from tests.ops.closeness import assert_within_budget
 from tests.ops.inputs import make_logits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +24,6 @@ OPTIONS = (
     {"temperature": 0.7, "logit_scale": 1.5, "logit_softcap": 8.0},
     {"temperatures": torch.tensor([[0.5, 1.0, 1.7, nan]])},
 )
-OUTPUTS = ("logprobs", "entropy", "logsumexp")
 
 
 def shared_out(backend, monkeypatch, otherwise=True):
@@ -81,33 +79,6 @@ def exact(logits, token_ids, mask, temperatures=None, temperature=1.0, **options
     return TokenStats(*stats)
 
 
-def gradient(logits, token_ids, mask, grads, temperatures=None, temperature=1.0, **options):
-    """Return what flows to the logits from `grads`, and the magnitude of its parts."""
-    leaf = logits.double()
-    leaf[~mask] = 0
-    leaf.requires_grad_()
-    stats = exact(leaf, token_ids, mask, temperatures, temperature, **options)
-    grads = [torch.where(mask, grad.double(), 0.0) for grad in grads]
-    loss = sum(getattr(stats, name) * grad for name, grad in zip(OUTPUTS, grads, strict=True))
-    heat = temperature if temperatures is None else temperatures[..., None]
-    slope = torch.where(mask[..., None], options.get("logit_scale", 1.0) / heat, 0.0)
-    cap = options.get("logit_softcap")
-    z = leaf.detach() * slope if cap is None else cap * torch.tanh(leaf * slope * heat / cap) / heat
-    logp = torch.where(mask[..., None], z.detach(), 0.0).log_softmax(-1)
-    of_logprobs, of_entropy, of_logsumexp = (grad.abs()[..., None] for grad in grads)
-    parts = of_logprobs + of_logsumexp + of_entropy * (stats.entropy.detach()[..., None] + 1)
-    size = logp.exp() * (parts - of_entropy * logp) * (1 - logp)
-    size.scatter_add_(-1, token_ids[..., None], of_logprobs)
-    return torch.autograd.grad(loss.sum(), leaf)[0], size * slope
-
-
-def assert_gradient(actual, expected, size):
-    """In the arithmetic of float32, then rounded once."""
-    float32 = torch.finfo(torch.float32).eps
-    smallest = torch.finfo(actual.dtype).smallest_normal
-    assert_within_budget(actual, expected, ulps=1, atol=16 * float32 * size + smallest)
-
-
 # --- the loss in one pass
 
 
@@ -122,32 +93,11 @@ def objective_of(surrogate="ppo_clip", kl_estimator="k3", kl_gradient="exact", *
     )
 
 
-#: objectives, and which optional arguments there are
-OBJECTIVES = {
-    "ppo": (objective_of(clip_high=0.28, dual_clip=3.0), "old_logprobs"),
-    "everything": (
-        objective_of(kl_gradient="bias-corrected", kl_coef=0.1, entropy_coef=0.02),
-        "old_logprobs ref_logprobs kl_weights entropy_weights policy_weights",
-    ),
-    "cispo": (
-        objective_of("cispo", "k1", "straight-through", clip_low=1.0, clip_high=0.1, kl_coef=0.3),
-        "old_logprobs ref_logprobs",
-    ),
-    "sapo": (
-        objective_of("sapo", kl_estimator="abs", kl_coef=0.1, kl_clamp=2.0, log_ratio_low=1.0),
-        "old_logprobs ref_logprobs",
-    ),
-    "on policy": (objective_of(entropy_coef=0.1), ""),
-    "reinforce": (
-        objective_of("reinforce", kl_estimator="k2", kl_coef=0.2),
-        "ref_logprobs entropy_weights",
-    ),
-}
+OBJECTIVE = objective_of(kl_gradient="bias-corrected", kl_coef=0.1, entropy_coef=0.02)
 
 
-def loss_of(name, logits, token_ids, mask, **options):
-    """Return the arguments of the loss of an objective, per token, and the objective."""
-    objective, given = OBJECTIVES[name]
+def loss_of(logits, token_ids, mask, **options):
+    """Return the arguments of a loss that needs all of them, per token, and its objective."""
     logprobs = exact(logits, token_ids, mask, **options).logprobs.float().nan_to_num(0.0)
     noise = [torch.randn_like(logprobs) for _ in range(5)]
     everything = LossArguments(
@@ -160,22 +110,7 @@ def loss_of(name, logits, token_ids, mask, **options):
         ref_logprobs=logprobs + 0.3 * noise[2],
         cu_seqlens=None,
     )
-    left_out = set(LossArguments._fields) - {"advantages", "weights", *given.split()}
-    return everything._replace(**dict.fromkeys(left_out)), objective
-
-
-def loss_gradient(logits, token_ids, mask, loss, objective, **options):
-    """Return the exact gradient of the loss and the magnitude of its parts."""
-    stats = exact(logits, token_ids, mask, **options)
-    double = LossArguments._make(None if x is None else x.double() for x in loss)
-    _, slope, entropy_slope, _ = reference.policy_loss(
-        stats.logprobs, stats.entropy, mask, double, objective
-    )
-    zero = torch.zeros(token_ids.shape)
-    flows = (slope, zero if entropy_slope is None else entropy_slope, zero)
-    expected, size = gradient(logits, token_ids, mask, flows, **options)
-    # the slope carries the rounding of the log-probability, which the parts of it multiply
-    return expected, 8 * size + 2 * size.amax(-1, keepdim=True)
+    return everything, OBJECTIVE
 
 
 def one_pass(backend, logits, rows, loss, objective):

@@ -104,7 +104,7 @@ def test_one_pass_reads_logits_and_writes_the_gradient_once(
 ):
     N, reads = 9, READS[backend]
     whole, logits, token_ids, mask = make_rows(V, torch.bfloat16, beside, 1, N)
-    loss, rows = loss_of("everything", logits, token_ids, mask), rows_of(token_ids, mask)
+    loss, rows = loss_of(logits, token_ids, mask), rows_of(token_ids, mask)
     with counted(backend, monkeypatch, whole) as found:
         if inplace:
             given = (logits, *rows, *loss[0], *loss[1], False)
@@ -127,7 +127,7 @@ def test_a_narrow_gradient_is_half_of_what_is_read(backend, monkeypatch, operato
     memory = torch.randn(N, stride)
     logits = memory.as_strided((1, N, V), (N * stride, stride, 1))
     token_ids, mask = torch.randint(V, (1, N)), torch.tensor([[True, True, True, False]])
-    rows, loss = rows_of(token_ids, mask), loss_of("everything", logits, token_ids, mask)
+    rows, loss = rows_of(token_ids, mask), loss_of(logits, token_ids, mask)
     in_one_pass = operator == "logits_policy_loss_fwd_"
     rest = (*loss[0], *loss[1])
     if not in_one_pass:
@@ -158,7 +158,7 @@ def test_nothing_is_read_beyond_the_16_bytes_of_a_rows_ends(
     skip = (-buffer.data_ptr() % GRANULE) // size + 16 + start
     logits = buffer[skip : skip + N * length].view(1, N, length)
     token_ids, mask = torch.zeros(1, N, dtype=torch.int64), torch.ones(1, N, dtype=torch.bool)
-    loss, rows = loss_of("ppo", logits, token_ids, mask), rows_of(token_ids, mask)
+    loss, rows = loss_of(logits, token_ids, mask), rows_of(token_ids, mask)
     with counted(backend, monkeypatch, buffer) as found:
         operators(backend).logits_policy_loss_fwd_(logits, *rows, *loss[0], *loss[1], False)
     loads, stores = found[0]

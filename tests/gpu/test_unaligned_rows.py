@@ -56,7 +56,7 @@ def results(backend, logits, memory, rows, loss):
 @pytest.mark.parametrize("softcap", [0.0, 8.0])
 def test_no_bit_depends_on_where_rows_begin(backend, V, dtype, softcap):
     _, logits, token_ids, mask = make_rows(V, dtype, 0, 1, 3)
-    loss = loss_of("everything", logits, token_ids, mask)
+    loss = loss_of(logits, token_ids, mask)
     rows = rows_of(token_ids, mask, logit_softcap=softcap, temperature=0.9)
     aligned = -V % (16 // dtype.itemsize)
     expected = results(backend, *placed(logits, 0, aligned), rows, loss)
@@ -69,7 +69,7 @@ def test_no_bit_depends_on_where_rows_begin(backend, V, dtype, softcap):
 def test_rows_of_gradient_and_logits_begin_apart(backend, dtype):
     """Rows without the last token, of an odd vocabulary; their gradient is contiguous."""
     _, logits, token_ids, mask = make_rows(1021, dtype, 0, 3, 3)
-    loss, rows = loss_of("everything", logits, token_ids, mask), rows_of(token_ids, mask)
+    loss, rows = loss_of(logits, token_ids, mask), rows_of(token_ids, mask)
     assert not logits.is_contiguous()
     found = one_pass(backend, logits, rows, *loss)
     expected = one_pass(backend, logits.contiguous(), rows, *loss)
@@ -82,7 +82,7 @@ def test_a_row_split_over_programs_begins_anywhere(backend, monkeypatch, dtype, 
     V = 33_001  # two whole blocks of Triton's and a tail, or one and a tail behind the head
     _, logits, token_ids, mask = make_rows(V, dtype, 0, 1, 3)
     token_ids[0, 0] = token_id
-    loss, rows = loss_of("everything", logits, token_ids, mask), rows_of(token_ids, mask)
+    loss, rows = loss_of(logits, token_ids, mask), rows_of(token_ids, mask)
     whole = results(backend, *placed(logits, 3, 0), rows, loss)
     with shared_out(backend, monkeypatch):
         split = results(backend, *placed(logits, 3, 0), rows, loss)
