@@ -186,8 +186,9 @@ row(
 row(
     "linear_policy_loss",
     **OF_HIDDEN,
-    **OBJECTIVES,
     **BESIDE,
+    objective=[*PRESETS, *OWN],
+    fields=[{}, KL],
     chunk_tokens=[1, 7, None],
     features=[(), ("zero-advantages", "ignored")],
 )
@@ -211,8 +212,8 @@ row(
     "frozen, autocast",
     **OF_HIDDEN,
     **BESIDE,
-    dtype=FLOATS,
-    weight_dtype=["like", "float32", "bfloat16"],
+    dtype=["float32", "bfloat16"],
+    weight_dtype=["like", "float32"],
     lora=[0, 3],
     lora_scale=0.75,
     frozen=[(), ("hidden",), ("weight",)],
@@ -251,11 +252,21 @@ row(
     "token_stats",
     "unusual rows",
     **STATS,
-    tokens=[4, 40],  # of few, blocks of the vocabulary are shared out over the threads
+    tokens=4,
     vocabulary=[130, 8292],
     dtype=["float32", "bfloat16"],
     features=[(name,) for name in UNUSUAL],
     logit_softcap=[None, 0.5, 30.0],
+)
+row(
+    "token_stats",
+    "banned blocks",
+    **STATS,
+    tokens=40,  # of fewer, blocks of the vocabulary are shared out over the threads
+    vocabulary=8292,
+    dtype=FLOATS,
+    features=[("inf-block",), ("inf-first-block",)],
+    logit_softcap=[None, 30.0],
 )
 row(
     "token_stats",
