@@ -1,68 +1,33 @@
 """The registered operators under opcheck, and under torch.compile."""
 
-import collections
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastrl
 from fastrl import Objective, native
-from tests.ops.entry_points import ENTRIES, cut, outcome
+from tests.contract.operator_calls import operator_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 UNTRACED = {"objective_eval", "cpu_capability", "has_matrix_tiles"}  # for tests, or no tensors
 needs_extension = pytest.mark.skipif(native.missing is not None, reason=str(native.missing))
-#: Calls of one operator that are checked: with and without the optional arguments.
-MOST = 4
-
-
-class Calls(TorchDispatchMode):
-    """Records the arguments of each call of an operator that has others than those before."""
-
-    def __init__(self):
-        super().__init__()
-        self.by_operator = collections.defaultdict(dict)
-
-    def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
-        if operator.namespace == "fastrl":
-            form = tuple(str(getattr(x, "dtype", type(x))) for x in args)
-            copied = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
-            self.by_operator[operator].setdefault(form, copied)
-        return operator(*args, **(kwargs or {}))
 
 
 @needs_extension
 def test_opcheck_of_every_operator():
-    with Calls() as calls:
-        for entry in ENTRIES.values():
-            inputs = entry.draw(2, 3, torch.float32)
-            outcome(entry, "cpu", inputs)
-            if entry.packs and "mask" in inputs:
-                outcome(entry, "cpu", cut(entry, inputs, [3, 1]))
-        logits, ids = torch.randn(6, 37).requires_grad_(), torch.randint(37, (6,))
-        for heat in (0.7, torch.rand(6) + 0.5):
-            options = {"temperature": heat, "backend": "cpu"}
-            token_stats = fastrl.token_logprobs(logits * 1, ids, inplace_backward=True, **options)
-            token_stats.sum().backward()
-        for mask in (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int32)):
-            rows = (torch.randn(2, 3, 37).requires_grad_() * 1, torch.randint(37, (2, 3)))
-            loss = fastrl.logits_policy_loss(*rows, torch.ones(2), mask, inplace=True).loss
-            loss.backward()
-        ids = torch.tensor([5, -1, 5, 5, 9, -1])
-        fastrl.group_advantages(torch.randn(6), group_ids=ids, backend="cpu")
-        torch.ops.fastrl.huge_pages_(torch.empty(4, 4))
-        if native.has_matrix_tiles():
-            half = torch.randn(7, 5).bfloat16()
-            torch.ops.fastrl.mixed_matmul_(torch.zeros(3, 5), torch.randn(3, 7), half, True)
-    for operator, forms in calls.by_operator.items():
-        for arguments in list(forms.values())[:MOST]:
+    calls = operator_calls("cpu")
+    calls[torch.ops.fastrl.huge_pages_.default] = [[torch.empty(4, 4)]]
+    if native.has_matrix_tiles():
+        half = torch.randn(7, 5).bfloat16()
+        given = [torch.zeros(3, 5), torch.randn(3, 7), half, True]
+        calls[torch.ops.fastrl.mixed_matmul_.default] = [given]
+    for operator, given in calls.items():
+        for arguments in given:
             torch.library.opcheck(operator, arguments)
     absent = {*UNTRACED, *fastrl.library.ONLY_ON_GPUS}
     if not native.has_matrix_tiles():
         absent.add("mixed_matmul_")
-    seen = {operator.name().partition("::")[2] for operator in calls.by_operator}
+    seen = {operator.name().partition("::")[2] for operator in calls}
     assert seen - absent == fastrl.library._SCHEMAS.keys() - absent
 
 

@@ -126,13 +126,15 @@ def test_many_sequences(backend, aggregation):
 @pytest.mark.not_on("triton")  # whose language converts
 @pytest.mark.parametrize(
     ("place", "dtype"),
-    enumerate(
-        (
-            *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-            *(torch.int8, torch.int16, torch.int32, torch.int64),
-            *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    [
+        *enumerate(
+            (
+                *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+                *(torch.int8, torch.int16, torch.int32, torch.int64),
+                *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+            )
         )
-    ),
+    ],
     ids=str,
 )
 def test_numbers_of_every_dtype(backend, place, dtype):

@@ -9,7 +9,9 @@ from fastrl import Objective
 from fastrl.contract import LossArguments, RowArguments
 from fastrl.library import operators
 from fastrl.triton.runtime.registration import OPERATORS
-from tests.contract.test_registered_ops import samples
+from tests.conftest import interpret_small_blocks
+from tests.contract.operator_calls import operator_calls
+from tests.ops.entry_points import ENTRIES
 
 pytestmark = pytest.mark.interpreted
 ROWS = RowArguments(
@@ -28,14 +30,20 @@ def modules(*names):
 
 
 def test_opcheck_of_every_operator():
+    interpret_small_blocks()
+    chosen = ("policy_loss by term", "logits_policy_loss ppo", "token_stats outputs", "gae")
+    chosen = [
+        ENTRIES[name]
+        for name in (*chosen, "token_weights prompt-mean", "group_advantages mean group")
+    ]
+    calls = operator_calls("triton", wanted=lambda entry: entry in chosen)
+    calls[operators("triton").scale_.default] = [(torch.randn(2, 3, 40)[:, :-1], torch.tensor(0.5))]
     seen = set()
-    scaled = ("scale_", (torch.randn(2, 3, 40)[:, :-1], torch.tensor(0.5)))
-    for name, arguments in (*samples(), scaled):
-        by_id = name == "sequence_weights" and arguments[-1] is not None  # torch sorts those
-        if name in OPERATORS and not by_id:
-            operator = getattr(operators("triton"), name).default
-            torch.library.opcheck(operator, arguments)
-            seen.add(name)
+    for operator, given in calls.items():
+        if operator.namespace.startswith("fastrl_triton"):
+            for arguments in given:
+                torch.library.opcheck(operator, arguments)
+            seen.add(operator.name().partition("::")[2])
     assert seen == set(OPERATORS)
 
 

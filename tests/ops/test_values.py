@@ -126,8 +126,13 @@ EXTREMES = [
     if not (surrogate == "reinforce" and level != "token")
     if not (surrogate == "gmpo" and gradient == "bias-corrected")
 ]
-FAR = [{"old": "bounds", "ref": "huge"}, {"old": "huge", "ref": "bounds"}]
-row("policy_loss", "extremes", sequences=9, tokens=3, dtype=FLOATS, fields=EXTREMES, also=FAR)
+#: Sequences of one token, too, whose ratio is that of the token.
+FAR = [
+    {"old": "bounds", "ref": "huge", "tokens": 1},
+    {"old": "huge", "ref": "bounds", "tokens": 1},
+    {"old": "bounds", "ref": "bounds", "tokens": 3},
+]
+row("policy_loss", "extremes", sequences=15, dtype=FLOATS, fields=EXTREMES, also=FAR)
 
 WEIGHED = [
     {"fields": {**KL, "aggregation": name}, "normalizer": number, "groups": groups}

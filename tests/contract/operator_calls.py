@@ -1,0 +1,51 @@
+"""The arguments that the public functions give to the registered operators."""
+
+import collections
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastrl
+from tests.ops.entry_points import ENTRIES, cut, outcome
+
+#: Calls of one operator that are kept: with and without the optional arguments.
+MOST = 4
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments of calls whose tensors, if there are any, have other dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_operator = collections.defaultdict(dict)
+
+    def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
+        if operator.namespace.startswith("fastrl"):
+            form = tuple(str(getattr(x, "dtype", type(x))) for x in args)
+            if len(self.by_operator[operator]) < MOST:
+                copied = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
+                self.by_operator[operator].setdefault(form, copied)
+        return operator(*args, **(kwargs or {}))
+
+
+def operator_calls(backend, wanted=lambda entry: True):
+    """Return the arguments of some calls of each operator, by the operator."""
+    with Calls() as calls:
+        for entry in filter(wanted, ENTRIES.values()):
+            inputs = entry.draw(2, 3, torch.float32)
+            outcome(entry, backend, inputs)
+            if entry.packs and "mask" in inputs:
+                outcome(entry, backend, cut(entry, inputs, [3, 1]))
+        leaf, ids = torch.randn(2, 3, 37).requires_grad_(), torch.randint(37, (2, 3))
+        for heat, dtype in ((0.7, torch.float32), (torch.rand(2, 3) + 0.5, torch.int32)):
+            options = {"mask": torch.ones(2, 3, dtype=dtype), "backend": backend}
+            options["temperature"] = heat
+            logprobs = fastrl.token_logprobs(leaf * 1, ids, inplace_backward=True, **options)
+            logprobs.sum().backward()
+            loss = fastrl.logits_policy_loss(
+                leaf * 1, ids, torch.ones(2), inplace=True, **options
+            ).loss
+            loss.backward()
+        names = torch.tensor([5, -1, 5, 5, 9, -1])
+        fastrl.group_advantages(torch.randn(6), group_ids=names, backend=backend)
+    return {operator: [*forms.values()] for operator, forms in calls.by_operator.items()}
