@@ -104,7 +104,7 @@ BY_PROMPT = {"fields": {"aggregation": "prompt-mean"}, "groups": 1}
 NAN = ["nan-logprob", "nan-old", "nan-ref", "nan-rollout", "nan-entropy", "nan-advantages"]
 INFINITE = ["logprob-inf", "old-inf", "both-inf", "ref-inf", "ref-both-inf", "inf-advantages"]
 INFINITE += ["rollout-inf", "rollout-both-inf"]
-BROKEN = [(name, "nan-payload") for name in NAN + INFINITE]
+BROKEN = [(name, "nan-payload") for name in NAN + INFINITE] + [("both-inf", "nan-advantages")]
 BANNED = [("inf-chosen", "both-inf"), ("inf-chosen", "ref-both-inf"), ("inf-but-chosen",)]
 BANNED += [("ignored",)]
 CLIPPED = {**TOKENS, "objective": [*PRESETS], "old": [None, "near", "bounds"], "mask": MASKS}
@@ -156,7 +156,8 @@ INPUTS = {
 }
 for function in LOSSES:
     inputs = {**INPUTS[function], "old": [None, "near"], "ref": "near"}
-    row(function, "rollout", **inputs, rollout=["equal", "near", "huge"], fields=CORRECTIONS)
+    sampled = {"rollout": ["equal", "near", "huge"], "features": [(), ("rollout-both-inf",)]}
+    row(function, "rollout", **inputs, **sampled, fields=CORRECTIONS)
     row(
         function,
         "broken",
@@ -205,7 +206,7 @@ row(
     dtype=FLOATS,
     weight_dtype=["like", "float32", "bfloat16"],
     token_layout=["contiguous", "sliced", "transposed", "strided"],
-    bias=[False, True],
+    also=[{}, {"bias": True}, {"bias": True, "features": ("inf-some",)}],
     temperature="per-token",
     lora=[0, 3],
     lora_scale=0.75,
