@@ -110,7 +110,8 @@ BANNED += [("ignored",)]
 CLIPPED = {**TOKENS, "objective": [*PRESETS], "old": [None, "near", "bounds"], "mask": MASKS}
 PACKED = {**CLIPPED, "layout": "cut", "objective": ["grpo", "gspo", "gmpo", "cispo"]}
 BY = ["token", "sequence"]
-row("policy_loss", **TOKENS, **OBJECTIVES, **BESIDE, entropy=True, dtype=DTYPES, advantages=BY)
+OF_LOGPROBS = {**TOKENS, "mask": "holes", "entropy": True}
+row("policy_loss", **OF_LOGPROBS, **OBJECTIVES, **BESIDE, dtype=DTYPES, advantages=BY)
 row("policy_loss", "masks", **CLIPPED)
 row("policy_loss", "packed", **PACKED, advantages=BY)
 
@@ -150,7 +151,7 @@ row("policy_loss", "levels", **OF_TERMS, fields=LEVELS, layout=["padded", "cut"]
 OF_LOGITS = {**TOKENS, "vocabulary": 129, "spread": 3.0, "upstream": "random", "mask": "holes"}
 OF_HIDDEN = {**TOKENS, "vocabulary": 311, "hidden": 24, "upstream": "random", "mask": "holes"}
 INPUTS = {
-    "policy_loss": {**TOKENS, "entropy": True},
+    "policy_loss": OF_LOGPROBS,
     "logits_policy_loss": OF_LOGITS,
     "linear_policy_loss": {**OF_HIDDEN, "chunk_tokens": 7},
 }
@@ -173,7 +174,7 @@ for function in LOSSES:
 row(
     "policy_loss",
     "broken KL",
-    **INPUTS["policy_loss"],
+    **OF_LOGPROBS,
     **BESIDE,
     fields=BROKEN_KLS,
     features=BROKEN,
