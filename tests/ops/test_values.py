@@ -269,9 +269,10 @@ row(
     "token_stats",
     "banned blocks",
     **STATS,
-    tokens=40,  # of fewer, blocks of the vocabulary are shared out over the threads
+    tokens=[4, 40],  # of few, blocks of the vocabulary are shared out over the threads
+    threads=2,
     vocabulary=8292,
-    dtype=FLOATS,
+    dtype=["float32", "bfloat16"],
     features=[("inf-block",), ("inf-first-block",)],
     logit_softcap=[None, 30.0],
 )

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from tests.conftest import MOST_INTERPRETED
 from tests.fuzz.case import IN_TORCH, Case
@@ -29,7 +30,7 @@ def each(**options):
 def cases(backend, function, options):
     """The combinations of options that a backend takes, in random order."""
     found = [
-        Case(function, **one)
+        Case(function, **{"threads": torch.get_num_threads(), **one})
         for one in each(**options)
         if backend == "reference" or one.get("dtype") != "float64"
         if backend != "triton" or one.get("vocabulary", 0) <= MOST_INTERPRETED
@@ -39,7 +40,11 @@ def cases(backend, function, options):
 
 def assert_value(backend, case):
     """Compare values and gradients of a case with the oracle's."""
-    found = examine(case, backend, "cpu")
+    threads = torch.get_num_threads()  # which a case sets
+    try:
+        found = examine(case, backend, "cpu")
+    finally:
+        torch.set_num_threads(threads)
     assert not found.refused, case
     assert not found.differences, f"{case}: {'; '.join(map(str, found.differences))}"
 

@@ -127,7 +127,8 @@ def compute_value_loss(
     loss_scale_factor=None,
 ):
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
-    held = values.double() + (vpreds.double() - values).clamp(-cliprange_value, cliprange_value)
+    d = vpreds.double() - values  # whose slope on a bound is 1 with every torch
+    held = values.double() + torch.where(d.abs() > cliprange_value, d.sign() * cliprange_value, d)
     free, bounded = (vpreds.double() - returns) ** 2, (held - returns) ** 2
     loss = agg_loss(torch.maximum(free, bounded) / 2, response_mask, loss_agg_mode, *counts)
     return loss, mean(bounded > free, response_mask)
