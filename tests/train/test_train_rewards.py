@@ -81,7 +81,7 @@ def test_a_wrong_return_value_is_named(own, returned, reason):
         assert score(["x", "y"], "own:judge", reward_failed=-1.0).total.tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("limit", [None, 2.0])
+@pytest.mark.parametrize("limit", [None, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_a_failure_is_of_its_completion_alone(limit):
     """Here and in workers, where what hangs or ends its process is a failure, too."""
     path, first = small_rewards.__file__, small_rewards.faulty.__code__.co_firstlineno
