@@ -168,6 +168,19 @@ def test_a_slope_in_float32_has_its_digits_wherever_it_is_small(backend, case, a
     assert error.max() <= 1, f"{came[0, worst]} is not {wanted[0, worst]}, d = {d[0, worst]}"
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_slope_of_the_bias_corrected_k3_is_the_distance(backend, level):
+    """r (dk + k) = -r d, without the parts of size e^d; also of a sequence of one token."""
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    distance = torch.tensor([[0.5], [-2.0], [12.0], [17.0]], dtype=dtype)
+    logprobs = torch.full((4, 1), -1.0, dtype=dtype, requires_grad=True)
+    o = fastrl.Objective(level=level, kl_coef=1.0, kl_gradient="bias-corrected")
+    given = {"old_logprobs": logprobs.detach(), "ref_logprobs": logprobs.detach() + distance}
+    mask, zero = torch.ones(4, 1), torch.zeros(4, dtype=dtype)
+    fastrl.policy_loss(logprobs, zero, mask, **given, objective=o, backend=backend).loss.backward()
+    torch.testing.assert_close(4 * logprobs.grad, -distance, rtol=1e-5, atol=0)
+
+
 def one_token(backend, log_ratio, advantage, logprob=0.0, **options):
     """Loss, gradient and metrics of a single token."""
     dtype = torch.float64 if backend == "reference" else torch.float32

@@ -129,9 +129,9 @@ EXTREMES = [
 ]
 #: Sequences of one token, too, whose ratio is that of the token.
 FAR = [
-    {"old": "bounds", "ref": "huge", "tokens": 1},
+    {"old": "bounds", "ref": "huge", "tokens": 3},
     {"old": "huge", "ref": "bounds", "tokens": 1},
-    {"old": "bounds", "ref": "bounds", "tokens": 3},
+    {"old": "near", "ref": "bounds", "tokens": 1},
 ]
 row("policy_loss", "extremes", sequences=15, dtype=FLOATS, fields=EXTREMES, also=FAR)
 
