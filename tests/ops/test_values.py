@@ -226,7 +226,9 @@ row(
     frozen=[(), ("hidden",), ("weight",)],
     autocast=[False, True],
     metrics=[True, False],
-    also=[{}, {"compact": False}, {"features": ("nan-row",)}, {"constants": "of-inference"}],
+    features=[(), ("nan-row", "zero-advantages")],
+    also=[{}, {"compact": False}, {"constants": "of-inference"}],
+    some=3,
 )
 
 # --- statistics of tokens
