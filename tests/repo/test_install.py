@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fastrl", "csrc", "tests", "bench", "docs", ".ci", ".github")
-SOME = ("ops/test_masked.py", "repo/test_requirements.py")
+SOME = ("ops/test_value_loss.py", "repo/test_requirements.py")
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist')"
 #: What works without the extension, and what is refused.
 CALLS = """
