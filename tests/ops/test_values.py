@@ -94,10 +94,15 @@ KL = {"kl_coef": 0.1, "entropy_coef": 0.02}
 KLS = [{**KL, "kl_estimator": name} for name in KL_ESTIMATORS]
 OBJECTIVES = {"objective": [*PRESETS, *OWN], "fields": [{}, {"entropy_coef": -0.5}, *KLS]}
 BESIDE = {"old": "near", "ref": "near"}
+#: Equal engines have a weight of 1, which is on a bound: within.
 CORRECTIONS = [
-    {"kl_coef": 0.1, "rollout_correction": [{"kind": kind, "level": level, "high": 1.1}]}
+    {
+        "kl_coef": 0.1,
+        "rollout_correction": [{"kind": kind, "level": level, "low": low, "high": high}],
+    }
     for kind in ("truncate", "mask", "filter")
     for level in ("token", "sequence", "geometric")
+    for low, high in ((0.5, 1.0), (1.0, 1.1))
 ]
 BROKEN_KLS = [{**one, "kl_gradient": name} for one in KLS for name in ("exact", "straight-through")]
 BY_PROMPT = {"fields": {"aggregation": "prompt-mean"}, "groups": 1}
@@ -157,8 +162,7 @@ INPUTS = {
 }
 for function in LOSSES:
     inputs = {**INPUTS[function], "old": [None, "near"], "ref": "near"}
-    sampled = {"rollout": ["equal", "near", "huge"], "features": [(), ("rollout-both-inf",)]}
-    row(function, "rollout", **inputs, **sampled, fields=CORRECTIONS)
+    row(function, "rollout", **inputs, rollout=["equal", "near", "huge"], fields=CORRECTIONS)
     row(
         function,
         "broken",
@@ -171,6 +175,8 @@ for function in LOSSES:
     )
     empty = {"sequences": [0, 5], "tokens": [0, 7], "mask": "none", "layout": ["padded", "cut"]}
     row(function, "without tokens", **{**inputs, **empty}, also=[{}, BY_PROMPT])
+BANNED_TOO = {"old": [None, "near"], "rollout": "near", "features": ("rollout-both-inf",)}
+row("policy_loss", "banned rollout", **OF_LOGPROBS, **BANNED_TOO, ref="near", fields=CORRECTIONS)
 row(
     "policy_loss",
     "broken KL",
