@@ -8,6 +8,7 @@ from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.ops.gae import Gae, discounted_returns, gae
 from fastrl.ops.global_normalizer import global_normalizer
 from fastrl.ops.group_advantages import GroupAdvantages, group_advantages
+from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.kl_divergence import kl_divergence
 from fastrl.ops.linear_policy_loss import linear_policy_loss
 from fastrl.ops.linear_token_stats import linear_token_logprobs, linear_token_stats
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Gae",
     "GroupAdvantages",
+    "KeptTokens",
     "Objective",
     "PolicyLoss",
     "RolloutCorrection",

@@ -41,16 +41,21 @@ def _declared(fields: type) -> str:
 
 _ROWS = _declared(RowArguments)
 _LOSS = f"{_declared(LossArguments)}, {_declared(ObjectiveArguments)}"
-_STATS_BACKWARD = (
-    f"{_ROWS}, Tensor row_max, Tensor log_sum, Tensor entropy, "
+_SAVED_AND_SLOPES = (
+    "Tensor row_max, Tensor log_sum, Tensor entropy, "
     "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
 )
+_STATS_BACKWARD = f"{_ROWS}, {_SAVED_AND_SLOPES}"
+_PARTS = "str vocab_group, int vocab_rank, int[] vocab_sizes, bool reduce_hidden_gradient"
+# The tokens that each of the rows [N] has kept: integers [M], [N + 1]; None: all of them.
+_KEPT = "Tensor? kept_ids, Tensor? kept_offsets"
+_KEPT_ROWS = f"{_ROWS}, {_PARTS}, {_KEPT}, str backend"
 # Linear forms: hidden [N, H], per-token tensors and constants [N].
 _LINEAR = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
     f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, "
     "str backend, ScalarType? operand_dtype, "
-    "str vocab_group, int vocab_rank, int[] vocab_sizes, bool reduce_hidden_gradient"
+    f"{_PARTS}, {_KEPT}"
 )
 _LINEAR_GRADIENTS = (
     "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
@@ -106,6 +111,17 @@ _SCHEMAS = {
         f"({_LINEAR}, {_LOSS}, bool[] needs, bool metrics) -> "
         f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
     ),
+    # token_stats of rows of which some have kept a part of the vocabulary.
+    "kept_token_stats_fwd": (f"(Tensor logits, {_KEPT_ROWS}) -> ({_declared(RowStats)})"),
+    "kept_token_stats_bwd": (f"(Tensor logits, {_KEPT_ROWS}, {_SAVED_AND_SLOPES}) -> Tensor"),
+    "kept_token_stats_bwd_": (f"(Tensor(a!) logits, {_KEPT_ROWS}, {_SAVED_AND_SLOPES}) -> ()"),
+    # With ids [C, K] of rows of a matrix, below 0 for none:
+    # out[c, k] += states[c] . matrix[ids[c, k]]
+    "gathered_dots_": "(Tensor(a!) out, Tensor states, Tensor matrix, Tensor ids) -> ()",
+    # out[c] += sum_k factors[c, k] matrix[ids[c, k]]
+    "gathered_sums_": "(Tensor(a!) out, Tensor factors, Tensor matrix, Tensor ids) -> ()",
+    # out[i] += the sum of factors[c, k] states[c] over ids[c, k] = i
+    "scattered_sums_": "(Tensor(a!) out, Tensor factors, Tensor states, Tensor ids) -> ()",
     # The instruction set of the CPU kernels: avx512, avx2 or plain.
     "cpu_capability": "() -> str",
     # Whether the CPU multiplies bfloat16 matrices on AMX tiles, which mixed_matmul_ needs.
@@ -126,10 +142,12 @@ _SCHEMAS = {
 #: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered in the first
 #: alone: those in Python take the backend of their chunks as an argument.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
-IN_PYTHON = ("linear_", "gather_", "exchange_")
+IN_PYTHON = ("linear_", "kept_", "gather_", "exchange_")
 _ONLY_ONCE = (*IN_PYTHON, "cpu_", "has_", "huge_", "mixed_", "objective_eval")
 #: Operators that the CPU backend does without.
 ONLY_ON_GPUS = ("scale_",)
+#: Operators that the CUDA backend takes from Triton on a GPU, and from the CPU backend elsewhere.
+NOT_IN_CUDA = ("gathered_", "scattered_")
 
 
 def operators(backend: str) -> Any:
@@ -160,6 +178,8 @@ def _qualified_names(name: str) -> list[str]:
         others = []
     elif name in ONLY_ON_GPUS:
         return [f"{space}::{name}" for space in others]
+    if name.startswith(NOT_IN_CUDA):
+        others.remove(NAMESPACES["cuda"])
     return [f"{space}::{name}" for space in (first, *others)]
 
 
@@ -206,7 +226,13 @@ def _(
     )
 
 
+@_fake("kept_token_stats_fwd")
+def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(_stats(token_ids, arithmetic_dtype(logits, logits)))
+
+
 @_fake("token_stats_bwd")
+@_fake("kept_token_stats_bwd")
 def _(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
@@ -241,6 +267,10 @@ def _(logprobs: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor
 @_fake("scale_")
 @_fake("huge_pages_")
 @_fake("mixed_matmul_")
+@_fake("gathered_dots_")
+@_fake("gathered_sums_")
+@_fake("scattered_sums_")
+@_fake("kept_token_stats_bwd_")
 def _(*_: object) -> None:
     return None
 

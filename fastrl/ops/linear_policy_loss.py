@@ -23,6 +23,7 @@ from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
+from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.linear_token_stats import Lora, stats_of_hidden
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.tracing import is_traced
@@ -54,6 +55,7 @@ def linear_policy_loss(
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    kept: KeptTokens | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
@@ -99,6 +101,7 @@ def linear_policy_loss(
         group_size: as in `token_weights`.
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
+        kept: as in `linear_token_logprobs`.
         vocab_group: as in `linear_token_logprobs`.
         reduce_hidden_gradient: as in `linear_token_logprobs`.
         backend: `auto`, or the backend for the chunks. A function as objective needs `auto` or
@@ -137,6 +140,7 @@ def linear_policy_loss(
         ignore_index,
         vocab_group,
         reduce_hidden_gradient,
+        kept,
     )
     unsupported = unsupported_reason(chosen)
     options = chunk_options(chunk_tokens, compact, backend, checked, unsupported)
@@ -179,7 +183,7 @@ def _one_pass(
     *,
     metrics: bool,
 ) -> PolicyLoss:
-    hidden, rows, head, parts = linear
+    hidden, rows, head, parts, kept = linear
     tensors = (hidden, *head.parameters())
     differentiable = torch.is_grad_enabled()
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
@@ -190,7 +194,7 @@ def _one_pass(
     function = objective.surrogate if callable(objective.surrogate) else None
     slopes = TokenSlopes(active.reshape(-1), flat, objective.arguments, function, inputs.backend)
     if function is not None:
-        call = LinearCall(*tensors, head.lora_scale, rows, *options, parts)
+        call = LinearCall(*tensors, head.lora_scale, rows, *options, parts, kept)
         outputs = linear_loss_pass(call, slopes, needs, metrics=metrics)
     else:
         outputs = torch.ops.fastrl.linear_policy_loss_fwd(
@@ -199,6 +203,7 @@ def _one_pass(
             *rows,
             *options,
             *parts,
+            *kept,
             *flat,
             *objective.arguments.flat(),
             needs,

@@ -13,6 +13,7 @@ from fastrl.checks import one_of
 from fastrl.contract import RowArguments, RowStats
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
+from fastrl.ops._kept.rows import KeptArguments
 from fastrl.ops._linear.inputs import (
     ChunkOptions,
     LinearInputs,
@@ -29,6 +30,7 @@ from fastrl.ops._row_stats import (
 )
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
+from fastrl.ops.kept_tokens import KeptTokens
 
 Lora = tuple[Tensor, Tensor, float]
 
@@ -48,6 +50,7 @@ def linear_token_logprobs(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     ignore_index: int = -100,
+    kept: KeptTokens | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
@@ -74,6 +77,11 @@ def linear_token_logprobs(
         logit_softcap: as in `token_logprobs`.
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
+        kept: as in `token_logprobs`. Only the logits of kept tokens are computed, from their rows
+            of the weight: K/V of the floating-point operations. Rows that have kept much of the
+            vocabulary (on a GPU with 16-bit operands V/256 tokens) are projected as a whole. Rows
+            are processed in the order of their numbers of tokens, for which a GPU synchronizes
+            also without `compact`.
         vocab_group: the ranks over which the vocabulary is split, or None. Weight, bias and B are
             then those of this rank's part, as in `token_logprobs`; hidden states and A are the same
             on every rank. Two chunks of `chunk_tokens` / 2 rows exist at once: one is projected
@@ -118,6 +126,7 @@ def linear_token_logprobs(
         logit_softcap=logit_softcap,
         mask=mask,
         ignore_index=ignore_index,
+        kept=kept,
         vocab_group=vocab_group,
         reduce_hidden_gradient=reduce_hidden_gradient,
         backend=backend,
@@ -141,6 +150,7 @@ def linear_token_stats(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     ignore_index: int = -100,
+    kept: KeptTokens | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
@@ -161,6 +171,7 @@ def linear_token_stats(
         logit_softcap: as in `token_logprobs`.
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
+        kept: as in `linear_token_logprobs`.
         vocab_group: as in `linear_token_logprobs`.
         reduce_hidden_gradient: as in `linear_token_logprobs`.
         backend: `auto`, or the backend for the chunks.
@@ -197,6 +208,7 @@ def linear_token_stats(
         ignore_index,
         vocab_group,
         reduce_hidden_gradient,
+        kept,
     )
     options = chunk_options(chunk_tokens, compact, backend, checked)
     inputs = linear_inputs(checked, options.backend, vocab_group)
@@ -206,11 +218,11 @@ def linear_token_stats(
 
 def stats_of_hidden(inputs: LinearInputs, options: ChunkOptions) -> tuple[Tensor, ...]:
     """Return the fields of `TokenStats`, `[N]` and differentiable."""
-    hidden, rows, head, parts = inputs
+    hidden, rows, head, parts, kept = inputs
     return cast(
         "tuple[Tensor, ...]",
         _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
-            hidden, *head.parameters(), head.lora_scale, rows, options, parts
+            hidden, *head.parameters(), head.lora_scale, rows, options, parts, kept
         ),
     )
 
@@ -228,15 +240,16 @@ class _LinearTokenStats(torch.autograd.Function):
         rows: RowArguments,
         options: ChunkOptions,
         parts: VocabularyParts,
+        kept: KeptArguments,
     ) -> tuple[Tensor, ...]:
         parameters = (hidden, weight, bias, lora_a, lora_b)
         stats = RowStats._make(
             torch.ops.fastrl.linear_token_stats_fwd(
-                *parameters, lora_scale, *rows, *options, *parts
+                *parameters, lora_scale, *rows, *options, *parts, *kept
             )
         )
         row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
-        save(ctx, *parameters, *row_tensors, stats.row_max, stats.log_sum, stats.entropy)
+        save(ctx, *parameters, *row_tensors, *kept, stats.row_max, stats.log_sum, stats.entropy)
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.lora_scale, ctx.options, ctx.parts = lora_scale, options, parts
         ctx.mark_non_differentiable(*without_gradient(stats))
@@ -246,7 +259,9 @@ class _LinearTokenStats(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *parameters, token_ids, mask, temperatures, row_max, log_sum, entropy = saved(ctx)
+        tensors = saved(ctx)
+        parameters, (token_ids, mask, temperatures) = tensors[:5], tensors[5:8]
+        kept, (row_max, log_sum, entropy) = tensors[8:10], tensors[10:]
         rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
         needs = list(ctx.needs_input_grad[:5])
         grads_out = torch.ops.fastrl.linear_token_stats_bwd(
@@ -255,6 +270,7 @@ class _LinearTokenStats(torch.autograd.Function):
             *rows,
             *ctx.options,
             *ctx.parts,
+            *kept,
             row_max,
             log_sum,
             entropy,
@@ -264,5 +280,5 @@ class _LinearTokenStats(torch.autograd.Function):
         outputs = zip(grads_out, parameters, needs, strict=True)
         return (
             *(grad.to(x.dtype) if need else None for grad, x, need in outputs),
-            *([None] * 4),
+            *([None] * 5),
         )

@@ -21,6 +21,7 @@ from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits
+from fastrl.ops.kept_tokens import KeptTokens, kept_arguments
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
 from fastrl.tracing import refuse_transforms
@@ -47,6 +48,7 @@ def logits_policy_loss(
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     inplace: bool = False,
+    kept: KeptTokens | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> PolicyLoss:
@@ -85,6 +87,7 @@ def logits_policy_loss(
         inplace: allow the gradient to overwrite the logits, which saves a tensor of their size (the
             reference backend never does). The logits cannot be used afterwards: a gradient
             through another use raises.
+        kept: as in `token_logprobs`; the gradient is then written in the backward.
         vocab_group: as in `token_logprobs`. The ranks exchange a few numbers per row between two
             reads of the logits: one for the statistics, one in the backward for the gradient.
         backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`:
@@ -119,6 +122,7 @@ def logits_policy_loss(
         ignore_index,
         vocabulary=None if agreement is None else 1,
     )
+    sets = kept_arguments(kept, rows.token_ids)
     chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
     row_backend = resolve(backend, logits.device, logits.dtype, unsupported, partial=True)
@@ -144,10 +148,17 @@ def logits_policy_loss(
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
     parts = parts_of_logits(padded, rows, agreement, row_backend)
-    if row_backend != "reference" and not parts.split() and _in_one_pass(logits, inputs):
+    whole = kept is None and not parts.split()
+    if row_backend != "reference" and whole and _in_one_pass(logits, inputs):
         return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
     logprobs, entropy, *_ = stats_of_rows(
-        padded, rows, parts, row_backend, with_entropy=True, inplace_backward=inplace
+        padded,
+        rows,
+        parts,
+        row_backend,
+        with_entropy=True,
+        kept=sets,
+        inplace_backward=inplace,
     )
     return loss_of_logprobs(logprobs, entropy, inputs, token_ids.shape)
 

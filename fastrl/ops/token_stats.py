@@ -14,12 +14,15 @@ from fastrl.checks import flag, one_of
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.ops._kept.logits import kept_token_stats
+from fastrl.ops._kept.rows import EVERYTHING, KeptArguments
 from fastrl.ops._row_stats import TokenStats as TokenStats
 from fastrl.ops._row_stats import public_stats, slopes_of, token_stats_result, without_gradient
 from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits, stats_of_part
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
+from fastrl.ops.kept_tokens import KeptTokens, check_kept, kept_arguments
 from fastrl.tracing import refuse_transforms
 
 
@@ -34,6 +37,7 @@ def token_logprobs(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
+    kept: KeptTokens | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -55,6 +59,8 @@ def token_logprobs(
         inplace_backward: allow the backward to overwrite the logits with their gradient, which
             saves a tensor of their size (the reference backend never does). The logits cannot be
             used afterwards: a gradient through another use raises.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`. Of these rows
+            only the logits of kept tokens are read; the gradient of the others is 0.
         vocab_group: the ranks over which the vocabulary is split, or None. The logits are then
             this rank's columns; parts are in rank order and may differ in size. Token ids count
             from the start of the whole vocabulary, and all that is per token must be the same on
@@ -85,6 +91,7 @@ def token_logprobs(
         mask=mask,
         ignore_index=ignore_index,
         inplace_backward=inplace_backward,
+        kept=kept,
         vocab_group=vocab_group,
         backend=backend,
     )
@@ -103,6 +110,7 @@ def token_stats(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,
+    kept: KeptTokens | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> TokenStats:
@@ -122,6 +130,7 @@ def token_stats(
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
         inplace_backward: as in `token_logprobs`.
+        kept: as in `token_logprobs`.
         vocab_group: as in `token_logprobs`.
         backend: `auto`, or the backend to use.
 
@@ -157,6 +166,7 @@ def token_stats(
     )
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)
+    sets = kept_arguments(kept, rows.token_ids)
     chosen = resolve(backend, logits.device, logits.dtype)
     parts = parts_of_logits(padded, rows, agreement, chosen)
     stats = stats_of_rows(
@@ -165,6 +175,7 @@ def token_stats(
         parts,
         chosen,
         with_entropy="entropy" in outputs,
+        kept=sets,
         with_sum_sq_probs="sum_sq_probs" in outputs,
         inplace_backward=inplace_backward,
     )
@@ -178,10 +189,25 @@ def stats_of_rows(
     backend: str,
     *,
     with_entropy: bool,
+    kept: KeptArguments = EVERYTHING,
     with_sum_sq_probs: bool = False,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the fields of `TokenStats`, `[B, T]` and differentiable."""
+    if kept.kept_ids is not None and kept.kept_offsets is not None:
+        vocabulary = sum(parts.sizes) if parts.split() else logits.shape[-1]
+        active = active_rows(rows, vocabulary)
+        rows = rows._replace(mask=active)
+        check_kept(kept, active.reshape(-1), vocabulary)
+        if backend != "reference":
+            logits = with_unit_vocabulary_stride(logits)
+            return kept_token_stats(
+                logits, rows, kept, parts, backend, inplace_backward=inplace_backward
+            )
+        start = parts.start() if parts.split() else 0
+        logits = reference.kept_logits(
+            logits, rows.token_ids, kept.kept_ids, kept.kept_offsets, start
+        )
     if parts.split():
         return stats_of_part(
             with_unit_vocabulary_stride(logits),

@@ -17,6 +17,7 @@ namespace FASTRL_ISA {
 // the others build on it
 #include "../tokens/policy_tokens.h"
 #include "../vocabulary/row_blocks.h"
+#include "../kept/gathered_rows.h"
 
 #define FASTRL_PARTIALS(T, softcap)                                                      \
   {                                                                                      \
@@ -36,6 +37,8 @@ constexpr Kernels kKernels = {
      {FASTRL_GRADIENTS(BFloat16, false), FASTRL_GRADIENTS(BFloat16, true)},
      {FASTRL_GRADIENTS(Half, false), FASTRL_GRADIENTS(Half, true)}},
     lane_tanh,
+    {gathered_dots<float>, gathered_dots<BFloat16>, gathered_dots<Half>},
+    {gathered_sum<float>, gathered_sum<BFloat16>, gathered_sum<Half>},
     token_losses,
     sum_log_ratios,
     sum_slopes,

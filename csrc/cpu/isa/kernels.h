@@ -73,6 +73,12 @@ struct Kernels {
   // tanh(by x) as the kernels compute it
   float (*tanh)(float x, float by);
 
+  // Of a vector of `width` floats with those rows of a matrix that `ids` names; see
+  // gathered_rows.h.
+  using Gathered = void (*)(const float* x, const void* rows, int64_t stride, const int32_t* ids,
+                            int64_t count, int64_t width, float* out);
+  Gathered gathered_dots[kNumLogitsTypes], gathered_sum[kNumLogitsTypes];
+
   // Loss, slope and metrics of the tokens of these segments.
   void (*token_losses)(const TokenInputs& in, const Segment* segments, int64_t count,
                        TokenSums* sums);

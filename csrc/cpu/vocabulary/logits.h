@@ -15,6 +15,20 @@ namespace fastrl::cpu {
 
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
+inline LogitsType element_type(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return kFloat;
+    case ScalarType::BFloat16:
+      return kBFloat16;
+    case ScalarType::Half:
+      return kHalf;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, got ",
+                      torch::headeronly::toString(tensor.scalar_type()));
+  }
+}
+
 // [B, T, V] with any batch strides; row = b * T + t.
 class Logits {
  public:
@@ -24,20 +38,7 @@ class Logits {
                     shape_text(logits));
     STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1 || logits.numel() == 0,
                     "logits must have stride 1 along the vocabulary, got ", logits.stride(2));
-    switch (logits.scalar_type()) {
-      case ScalarType::Float:
-        type_ = kFloat;
-        break;
-      case ScalarType::BFloat16:
-        type_ = kBFloat16;
-        break;
-      case ScalarType::Half:
-        type_ = kHalf;
-        break;
-      default:
-        STD_TORCH_CHECK(false, "logits must be float32, bfloat16 or float16, got ",
-                        torch::headeronly::toString(logits.scalar_type()));
-    }
+    type_ = element_type(logits, "logits");
     size_ = type_ == kFloat ? 4 : 2;
     tokens_ = logits.size(1);
     rows_ = logits.size(0) * tokens_;

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl.contract import Coefficients, RowArguments
 from fastrl.library import arithmetic_dtype
+from fastrl.ops._kept.rows import KeptArguments, KeptRows
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
@@ -32,6 +33,7 @@ class LinearCall(NamedTuple):
     backend: str
     operand_dtype: torch.dtype | None
     parts: VocabularyParts
+    kept: KeptArguments
 
     def head(self) -> LinearHead:
         """Return the LM head."""
@@ -45,6 +47,13 @@ class LinearCall(NamedTuple):
             came = "None" if mask is None else str(mask.dtype)
             raise ValueError(f"mask must be a bool tensor for a linear form, got {came}")
         return mask
+
+    def kept_rows(self) -> KeptRows | None:
+        """Return what the rows have kept, or None if all have the whole vocabulary."""
+        if self.kept.kept_ids is None:
+            return None
+        vocabulary = sum(self.parts.sizes) if self.parts.split() else self.weight.shape[0]
+        return KeptRows.of(self.kept, self.rows.token_ids, vocabulary)
 
     def on_gpu(self) -> bool:
         """Return whether the kernels of a GPU run the chunks (on a CPU: as they would there)."""

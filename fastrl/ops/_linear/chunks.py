@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
+from fastrl.ops._kept.rows import WHOLE_ROW, KeptRows, similar
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops._vocabulary_parts.statistics import PartRows, write_part_gradient
@@ -32,6 +33,15 @@ def take_rows(rows: RowArguments, chunk: Tensor | slice) -> RowArguments:
         token_ids=rows.token_ids[chunk],
         mask=None if rows.mask is None else rows.mask[chunk],
         temperatures=None if rows.temperatures is None else rows.temperatures[chunk],
+    )
+
+
+def flat_rows(rows: RowArguments) -> RowArguments:
+    """Reshape rows `[B, T]` to `[N]`."""
+    return rows._replace(
+        token_ids=rows.token_ids.reshape(-1),
+        mask=None if rows.mask is None else rows.mask.reshape(-1),
+        temperatures=None if rows.temperatures is None else rows.temperatures.reshape(-1),
     )
 
 
@@ -58,23 +68,56 @@ class RowOrder(NamedTuple):
     indices: Tensor | None  # None: all rows, in their own order
     trained: int
     scored: int
+    #: of what rows have kept, rising in both groups; None: all rows have the whole vocabulary
+    widths: list[int] | None = None
 
     def of(self, values: Tensor) -> Tensor:
         """Return values `[N]` of all rows for those that are processed, in this order."""
         return values if self.indices is None else values[self.indices]
 
+    def pieces(self, start: int, count: int) -> Iterator[tuple[slice, int | None]]:
+        """Split rows where what they have kept becomes much more; yield each piece with its width.
 
-def order_rows(active: Tensor, may_flow: Tensor, *, compact: bool) -> RowOrder:
+        A width of None is the whole vocabulary.
+        """
+        if self.widths is None:
+            yield slice(start, start + count), None
+            return
+        for rows in similar(self.widths, start, count):
+            yield rows, self.width(rows)
+
+    def width(self, rows: slice) -> int | None:
+        """Return the most that rows of one piece have kept; None is the whole vocabulary."""
+        if self.widths is None:
+            return None
+        width = self.widths[rows.stop - 1]
+        return None if width == WHOLE_ROW else width
+
+
+def order_rows(
+    active: Tensor, may_flow: Tensor, *, compact: bool, kept: KeptRows | None = None
+) -> RowOrder:
     """Order the rows `[N]`; inactive ones are left out. Without `compact`, all rows are trained.
 
     On a GPU this is the only synchronization of a call, so a captured graph processes all rows.
+    Rows that have kept a part of the vocabulary are always ordered, by its size.
     """
-    if not compact or (active.is_cuda and torch.cuda.is_current_stream_capturing()):
+    captured = active.is_cuda and torch.cuda.is_current_stream_capturing()
+    if kept is not None and captured:
+        raise ValueError("kept must be None while a CUDA graph is captured: the host reads it")
+    if kept is None and (captured or not compact):
         return RowOrder(None, active.shape[0], 0)
-    kind = torch.where(active, torch.where(may_flow, 0, 1), 2)
-    order = kind.argsort(stable=True)
+    flowing = may_flow if compact else torch.ones_like(may_flow)
+    kind = torch.where(active, torch.where(flowing, 0, 1), 2)
+    if kept is None:
+        order = kind.argsort(stable=True)
+    else:
+        widths = kept.widths()
+        order = (kind * (WHOLE_ROW + 1) + widths).argsort(stable=True)
     trained, both = torch.stack([(kind == 0).sum(), (kind <= 1).sum()]).tolist()
-    return RowOrder(order[:both], trained, both - trained)
+    indices = order[:both]
+    ordered = None if kept is None else widths[indices].tolist()
+    return RowOrder(indices, trained, both - trained, ordered)
 
 
 def row_stride(vocabulary: int, *, on_gpu: bool) -> int:

@@ -15,9 +15,12 @@ from torch import Tensor
 from fastrl.checks import floating, is_sharded, number, on_device
 from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.native import new_large
-from fastrl.ops._linear.products import Products
+from fastrl.ops._linear.kept import KeptProducts
+from fastrl.ops._linear.products import Products as WholeProducts
 from fastrl.ops._linear.sharded import gathered
 from fastrl.ops._vocabulary_parts.parts import group_of, local_part
+
+Products = WholeProducts | KeptProducts
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,25 @@ class LinearHead:
         return self.weight, self.bias, self.lora_a, self.lora_b
 
     def project(self, products: Products, hidden: Tensor, logits: Tensor) -> None:
-        """Write the logits `[C, V]` of hidden states `[C, H]` in `products.operand_dtype`."""
+        """Write the logits of hidden states `[C, H]` in `products.operand_dtype`.
+
+        They are `[C, V]`, or those of the columns that `products` are for.
+        """
         products.logits(hidden, logits)
         if self.lora_a is not None and self.lora_b is not None:
             low_rank = hidden.to(self.dtype) @ self.lora_a.to(self.dtype).t()
             low_rank *= self.lora_scale
-            logits.addmm_(low_rank, self.lora_b.to(self.dtype).t())
+            products.add_low_rank(logits, low_rank, self.lora_b)
         if self.bias is not None:
-            logits.add_(self.bias)
+            products.add_bias(logits, self.bias)
 
 
 class HeadGradients:
     """Gradients of the head's parameters, accumulated over chunks; only needed ones use memory."""
 
-    def __init__(self, head: LinearHead, products: Products, needs: tuple[bool, ...]) -> None:
+    def __init__(self, head: LinearHead, needs: tuple[bool, ...]) -> None:
         """`needs`: whether weight, bias, lora_a and lora_b need a gradient."""
-        self._head, self._products = head, products
+        self._head = head
         self._sums = [
             new_large(parameter, parameter.shape, head.dtype)
             if need and parameter is not None
@@ -72,38 +78,41 @@ class HeadGradients:
         #: NaN where all gradients are to become NaN, and 0 where not
         self.poison: Tensor | None = None
 
-    def add(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
-        """Add the gradients of a chunk with dL/dlogits `[C, V]`.
+    def add(
+        self, products: Products, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None
+    ) -> None:
+        """Add the gradients of a chunk with dL/dlogits, of the columns of `products`.
 
         The gradient of the hidden states is written to `grad_hidden`, if given.
         """
-        products = self._products
         weight, bias, *_ = self._sums
         if self.poison is not None:
             hidden = hidden + self.poison
         if bias is not None:
-            bias.add_(grad_logits.sum(0, dtype=bias.dtype))
+            products.add_bias_gradient(grad_logits, bias)
         if grad_hidden is not None:
             products.hidden_gradient(grad_logits, grad_hidden)
-        self._add_lora(grad_logits, hidden, grad_hidden)
+        self._add_lora(products, grad_logits, hidden, grad_hidden)
         if weight is not None:
             products.weight_gradient(grad_logits, hidden, weight, accumulate=self._weight_written)
             self._weight_written = True
 
-    def _add_lora(self, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None) -> None:
+    def _add_lora(
+        self, products: Products, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None
+    ) -> None:
         """Add a chunk to the gradients of A and B, and what flows through them to `grad_hidden`."""
-        head, add_product = self._head, self._products.add_product
+        head = self._head
         lora_a, lora_b = self._sums[2:]
         if head.lora_a is None or head.lora_b is None:
             return
         a, hidden = head.lora_a.to(head.dtype), hidden.to(head.dtype)
         if lora_b is not None:
             low_rank = (hidden @ a.t()).mul_(head.lora_scale)
-            add_product(lora_b, grad_logits.t(), low_rank)
+            products.add_factor_gradient(grad_logits, low_rank, lora_b)
         if lora_a is None and grad_hidden is None:
             return
         grad_low_rank = hidden.new_zeros((hidden.shape[0], a.shape[0]))
-        add_product(grad_low_rank, grad_logits, head.lora_b)
+        products.add_low_rank_gradient(grad_logits, head.lora_b, grad_low_rank)
         grad_low_rank *= head.lora_scale
         if lora_a is not None:
             lora_a.addmm_(grad_low_rank.t(), hidden)

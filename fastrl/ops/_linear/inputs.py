@@ -10,11 +10,14 @@ from torch import Tensor
 from fastrl.backend import resolve
 from fastrl.checks import flag, floating, whole
 from fastrl.contract import RowArguments
+from fastrl.ops._kept.rows import KeptArguments
+from fastrl.ops._linear.chunks import flat_rows
 from fastrl.ops._linear.head import LinearHead, as_head
 from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows, check_ids, counted_rows
 from fastrl.ops._vocabulary_parts.agreement import agreement_of
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
+from fastrl.ops.kept_tokens import check_kept, kept_arguments
 from fastrl.tracing import refuse_transforms
 
 
@@ -25,6 +28,7 @@ class LinearInputs(NamedTuple):
     rows: RowArguments
     head: LinearHead
     parts: VocabularyParts
+    kept: KeptArguments
 
 
 class ChunkOptions(NamedTuple):
@@ -43,6 +47,7 @@ class CheckedInputs(NamedTuple):
     rows: RowArguments
     active: Tensor
     head: LinearHead
+    kept: KeptArguments
 
 
 def checked_inputs(
@@ -58,6 +63,7 @@ def checked_inputs(
     ignore_index: object,
     vocab_group: object,
     reduce_hidden_gradient: object,
+    kept: object,
 ) -> CheckedInputs:
     """Check the common arguments, but not that ids lie in the vocabulary."""
     refuse_transforms("a function of hidden states")
@@ -80,7 +86,8 @@ def checked_inputs(
         name="hidden",
         vocabulary=head.vocabulary if group is None else 1,
     )
-    return CheckedInputs(padded, rows, counted_rows(rows), head)
+    sets = kept_arguments(kept, rows.token_ids)
+    return CheckedInputs(padded, rows, counted_rows(rows), head, sets)
 
 
 def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> LinearInputs:
@@ -88,16 +95,14 @@ def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> 
 
     The ranks of a split vocabulary meet here, so everything else must have been checked.
     """
-    hidden, rows, active, head = checked
+    hidden, rows, active, head, kept = checked
     agreement = agreement_of(vocab_group)
     parts = WHOLE if agreement is None else agreement.parts(head.vocabulary, active, backend)
-    check_ids(rows, active, sum(parts.sizes) if parts.split() else head.vocabulary)
-    flat = rows._replace(
-        token_ids=rows.token_ids.reshape(-1),
-        mask=active.reshape(-1),
-        temperatures=None if rows.temperatures is None else rows.temperatures.reshape(-1),
-    )
-    return LinearInputs(hidden.reshape(-1, hidden.shape[-1]), flat, head, parts)
+    vocabulary = sum(parts.sizes) if parts.split() else head.vocabulary
+    check_ids(rows, active, vocabulary)
+    check_kept(kept, active.reshape(-1), vocabulary)
+    flat = flat_rows(rows._replace(mask=active))
+    return LinearInputs(hidden.reshape(-1, hidden.shape[-1]), flat, head, parts, kept)
 
 
 def chunk_options(

@@ -11,7 +11,7 @@ synchronization per chunk and costs more than it saves, so there these rows rema
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from fastrl.ops._linear.chunks import (
     as_batch,
     compact_rows,
     order_rows,
-    take_rows,
     write_chunk_gradient,
 )
 from fastrl.ops._linear.walk import LinearWalk, Projected
@@ -53,7 +52,9 @@ def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the fields of `RowStats` for all rows, `[N]`; 0 at inactive rows."""
     call = Arguments(arguments).take(LinearCall)
     active = call.active()
-    walk = LinearWalk(call, order_rows(active, active, compact=call.compact), [False] * 5)
+    kept = call.kept_rows()
+    order = order_rows(active, active, compact=call.compact, kept=kept)
+    walk = LinearWalk(call, order, [False] * 5, kept)
     stats = walk.no_stats()
     chunks = list(walk.trained())
     for chunk, (_, stats_of_chunk) in zip(chunks, walk.with_stats(chunks), strict=True):
@@ -80,21 +81,21 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     if call.parts.split() and call.parts.reduce_hidden_gradient and needs[0]:
         # the ranks add up the gradients of the same rows, also where a loss differs by rounding
         may_flow = gathered(may_flow.byte(), call.parts.process_group()).any(0)
-    order = order_rows(active, may_flow, compact=call.compact)
-    walk = LinearWalk(call, order._replace(scored=0), needs, exchanging=False)
+    kept = call.kept_rows()
+    order = order_rows(active, may_flow, compact=call.compact, kept=kept)
+    order = order._replace(scored=0)
+    walk = LinearWalk(call, order, needs, kept, exchanging=False)
     unused = row_max.new_empty(row_max.shape)
     saved = RowStats._make([unused] * len(RowStats._fields))
     saved = saved._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
     saved = RowStats._make(order.of(stat) for stat in saved)
     grads = [None if grad is None else order.of(grad) for grad in grads]
     for chunk in walk.trained():
-        states, logits, rows, part = walk.project(chunk)
+        projected = walk.project(chunk)
         stats = RowStats._make(stat[chunk] for stat in saved)
         of_chunk = [None if grad is None else grad[chunk] for grad in grads]
-        write_chunk_gradient(
-            logits, rows, stats, of_chunk, call.backend, narrow=walk.narrow, part=part
-        )
-        walk.add_gradients(chunk, walk.gradient(logits), states)
+        _write_gradient(projected, stats, of_chunk, call.backend)
+        walk.add_gradients(chunk, projected)
     return tuple(walk.gradients())
 
 
@@ -120,10 +121,11 @@ def linear_loss_pass(
     call: LinearCall, slopes: TokenSlopes, needs: list[bool], *, metrics: bool
 ) -> tuple[Tensor, ...]:
     """Compute the statistics of every row and the gradients in a single pass."""
-    order = order_rows(call.active(), slopes.may_flow(), compact=call.compact)
+    kept = call.kept_rows()
+    order = order_rows(call.active(), slopes.may_flow(), compact=call.compact, kept=kept)
     if not metrics:
         order = order._replace(scored=0)
-    walk = LinearWalk(call, order, needs)
+    walk = LinearWalk(call, order, needs, kept)
     slopes = slopes.taken(order.indices)
     logprobs, entropy, *_ = walk.no_stats()
     one_kernel = call.on_gpu() and slopes.function is None and not call.parts.split()
@@ -155,15 +157,14 @@ def _train_in_one_kernel(
     walk: LinearWalk, chunk: slice, projected: Projected, slopes: TokenSlopes
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of a chunk; return its log-probabilities and entropies."""
-    states, logits, rows, _ = projected
     logprobs, entropy = operators(slopes.backend).logits_policy_loss_fwd_(
-        logits[None],
-        *as_batch(rows),
+        projected.logits[None],
+        *as_batch(projected.rows),
         *slopes.arguments_of(chunk),
         *slopes.objective.flat(),
-        walk.narrow,
+        projected.products.narrow,
     )
-    walk.add_gradients(chunk, walk.gradient(logits), states)
+    walk.add_gradients(chunk, projected)
     return logprobs[0], entropy[0]
 
 
@@ -178,23 +179,29 @@ def _train(
     compacting: bool,
 ) -> None:
     """Add the gradients of a chunk with these statistics; `compacting` leaves out zeros."""
-    states, logits, rows, part = projected
     slope, entropy_slope = slopes.of_chunk(stats.logprobs, stats.entropy, chunk)
-    kept = None
+    remaining = None
     if compacting:
         has_gradient = slope != 0
         if entropy_slope is not None:
             has_gradient = has_gradient | (entropy_slope != 0)
         if not bool(has_gradient.all()):
-            logits, kept = compact_rows(logits, has_gradient)
-            states, rows = states[kept], take_rows(rows, kept)
-            stats = RowStats._make(stat[kept] for stat in stats)
-            slope = slope[kept]
-            entropy_slope = None if entropy_slope is None else entropy_slope[kept]
-    if logits.shape[0]:
-        grads = (slope, entropy_slope, None)
-        write_chunk_gradient(logits, rows, stats, grads, backend, narrow=walk.narrow, part=part)
-        walk.add_gradients(chunk, walk.gradient(logits), states, kept)
+            logits, remaining = compact_rows(projected.logits, has_gradient)
+            projected = projected.taken(remaining, logits)
+            stats = RowStats._make(stat[remaining] for stat in stats)
+            slope = slope[remaining]
+            entropy_slope = None if entropy_slope is None else entropy_slope[remaining]
+    if projected.logits.shape[0]:
+        _write_gradient(projected, stats, (slope, entropy_slope, None), backend)
+        walk.add_gradients(chunk, projected, remaining)
+
+
+def _write_gradient(
+    projected: Projected, stats: RowStats, grads: Sequence[Tensor | None], backend: str
+) -> None:
+    """Overwrite the logits of a chunk with dL/dlogits; `grads`: as in `write_chunk_gradient`."""
+    logits, rows, narrow = projected.logits, projected.rows, projected.products.narrow
+    write_chunk_gradient(logits, rows, stats, grads, backend, narrow=narrow, part=projected.part)
 
 
 def _with_autograd_inside(operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
     logits = hidden weight^T,   d hidden = d logits weight,   d weight += d logits^T hidden
 
-The implementation is chosen once per call by backend, device and dtype. On a CPU torch rounds the
+The implementation is chosen once per call by backend, device and dtype (rows that have kept a part
+of the vocabulary have their own, in `kept.py`). On a CPU torch rounds the
 product of 16-bit matrices to 16 bits, too coarse for log-probabilities; there, operands are
 converted block by block, or multiplied by fastrl's kernel for AMX tiles.
 """
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from fastrl import native
 from fastrl.ops._linear.tensor_cores import TensorCoreProducts, multiply_bfloat16
+from fastrl.ops._linear.whole_rows import WholeRows
 
 #: Bytes of a converted block of weights.
 _BLOCK_BYTES = 16 * 2**20
 
 
-class ConvertedProducts:
+class ConvertedProducts(WholeRows):
     """Operands converted to the dtype of the results: float32, or float64 if one is float64."""
 
     #: of dL/dlogits; otherwise it has the dtype of the logits

@@ -7,6 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
+from fastrl.ops._linear.whole_rows import WholeRows
+
 _HALVES = (torch.bfloat16, torch.float16)
 #: Devices that torch has no product of 16-bit matrices with a float32 result for.
 _WITHOUT = ("cpu",)
@@ -37,7 +39,7 @@ def multiply_bfloat16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-class TensorCoreProducts:
+class TensorCoreProducts(WholeRows):
     """16-bit operands, converted once per call, and float32 results.
 
     dL/dlogits is bfloat16 for float16 operands, too, whose range is too narrow for it, so their

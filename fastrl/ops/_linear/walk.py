@@ -12,6 +12,7 @@ from torch import Tensor
 from fastrl import native
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import stored_dtype
+from fastrl.ops._kept.rows import NO_ID, KeptRows, local_columns
 from fastrl.ops._linear.call import LinearCall
 from fastrl.ops._linear.chunks import (
     RowOrder,
@@ -22,8 +23,9 @@ from fastrl.ops._linear.chunks import (
     row_stride,
     take_rows,
 )
-from fastrl.ops._linear.head import HeadGradients
+from fastrl.ops._linear.head import HeadGradients, Products
 from fastrl.ops._linear.hidden_gradient import HiddenGradient
+from fastrl.ops._linear.kept import GemmKeptProducts, KeptProducts, kept_chunk_size, widest
 from fastrl.ops._linear.products import choose_products
 from fastrl.ops._vocabulary_parts.statistics import Exchange, PartRows, part_stats
 
@@ -46,12 +48,22 @@ class ChunkBuffer(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """A chunk: its hidden states as the GEMMs take them, logits `[C, V]` and row arguments."""
+    """A chunk: its hidden states as the products take them, logits and row arguments.
 
+    The logits are `[C, V]`, or `[C, K]` where rows have kept a part of the vocabulary; token ids
+    are then columns of it.
+    """
+
+    products: Products
     states: Tensor
     logits: Tensor
     rows: RowArguments
     part: PartRows | None  # the rows of this rank's part of a split vocabulary
+
+    def taken(self, rows: Tensor, logits: Tensor) -> Projected:
+        """Return some rows of a chunk of a whole vocabulary, with these logits."""
+        products, states = self.products.taken(rows), self.states[rows]
+        return Projected(products, states, logits, take_rows(self.rows, rows), None)
 
 
 class LinearWalk:
@@ -62,11 +74,18 @@ class LinearWalk:
     """
 
     def __init__(
-        self, call: LinearCall, order: RowOrder, needs: list[bool], *, exchanging: bool = True
+        self,
+        call: LinearCall,
+        order: RowOrder,
+        needs: list[bool],
+        kept: KeptRows | None = None,
+        *,
+        exchanging: bool = True,
     ) -> None:
         """`needs`: whether hidden, weight, bias, lora_a and lora_b need a gradient.
 
-        `exchanging`: whether statistics are computed, which ranks that split a vocabulary exchange.
+        `kept`: of all rows, in their own order. `exchanging`: whether statistics are computed,
+        which ranks that split a vocabulary exchange.
         """
         hidden, head = call.hidden, call.head()
         self._hidden, self._head, self._order, self._needs = hidden, head, order, needs
@@ -75,24 +94,29 @@ class LinearWalk:
         self._products = choose_products(
             hidden, head.weight, head.dtype, call.backend, call.operand_dtype
         )
-        #: whether dL/dlogits is bfloat16 in the second half of each row
-        self.narrow = self._products.narrow
         self._backend, self._parts = call.backend, call.parts
+        self._kept = None
+        if kept is not None:
+            assert order.indices is not None
+            self._kept = kept.taken(order.indices)
+        #: from how many kept tokens on a row is multiplied with the whole vocabulary
+        self._widest = widest(head.vocabulary, self._products, on_gpu=self._on_gpu)
         self._part = None
         if call.parts.split():
             assert self._rows.mask is not None
             self._part = PartRows.of(self._rows, self._rows.mask, call.parts)
-        count = order.trained + order.scored
+        sizes = ((rows.stop - rows.start, width) for rows, width in self._pieces())
+        whole = sum(size for size, width in sizes if self._by_gemm(width))
         buffers = 2 if exchanging and call.parts.split() else 1
         size = chunk_size(call.chunk_tokens, head, call.parts, buffers, on_gpu=self._on_gpu)
-        self._size = max(1, min(size, count))
-        number = sum(-(-rows // self._size) for rows in (order.trained, order.scored))
+        self._size = max(1, min(size, whole))
+        number = -(-whole // self._size)
         self._stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
         # a list: a generator would refer to self, and only the cyclic collector would free it
         self._buffers = itertools.cycle(
             [self._new_buffer(hidden) for _ in range(max(1, min(buffers, number)))]
         )
-        self._parameters = HeadGradients(head, self._products, tuple(needs[1:]))
+        self._parameters = HeadGradients(head, tuple(needs[1:]))
         summed = needs[0] and call.parts.split() and call.parts.reduce_hidden_gradient
         self._grad_hidden = HiddenGradient(
             hidden.new_zeros(hidden.shape, dtype=stored_dtype(hidden))
@@ -110,12 +134,27 @@ class LinearWalk:
 
     def trained(self) -> Iterator[slice]:
         """Yield chunks of the rows that may have a gradient."""
-        return chunks(0, self._order.trained, self._size, on_gpu=self._on_gpu)
+        return self._chunks(0, self._order.trained)
 
     def scored(self) -> Iterator[slice]:
         """Yield chunks of the rows of which only the statistics are needed."""
+        return self._chunks(self._order.trained, self._order.scored)
+
+    def _chunks(self, start: int, count: int) -> Iterator[slice]:
+        for rows, width in self._order.pieces(start, count):
+            size = self._size
+            if width is not None and not self._by_gemm(width):
+                size = kept_chunk_size(width, self._hidden, self._head.dtype, on_gpu=self._on_gpu)
+            yield from chunks(rows.start, rows.stop - rows.start, size, on_gpu=self._on_gpu)
+
+    def _pieces(self) -> Iterator[tuple[slice, int | None]]:
         order = self._order
-        return chunks(order.trained, order.scored, self._size, on_gpu=self._on_gpu)
+        yield from order.pieces(0, order.trained)
+        yield from order.pieces(order.trained, order.scored)
+
+    def _by_gemm(self, width: int | None) -> bool:
+        """Return whether rows are multiplied with the whole vocabulary."""
+        return width is None or width >= self._widest
 
     def with_stats(self, chunks: Iterable[slice]) -> Iterator[tuple[Projected, RowStats]]:
         """Project chunks; yield each with the statistics of its rows.
@@ -140,37 +179,57 @@ class LinearWalk:
 
     def project(self, chunk: slice) -> Projected:
         """Compute the logits of a chunk."""
-        indices, buffer = self._order.indices, next(self._buffers)
+        indices, rows = self._order.indices, take_rows(self._rows, chunk)
         hidden = self._hidden[chunk if indices is None else indices[chunk]]
-        states = buffer.states[: hidden.shape[0]].copy_(hidden)
-        logits = buffer.logits[: hidden.shape[0], : self._head.vocabulary]
-        rows = take_rows(self._rows, chunk)
-        if indices is None:  # includes masked rows: 0 * NaN would reach the weight
-            assert rows.mask is not None
-            states.masked_fill_(~rows.mask[:, None], 0.0)
-        self._head.project(self._products, states, logits)
+        width = self._order.width(chunk)
         part = None if self._part is None else self._part.taken(chunk)
-        return Projected(states, logits, rows, part)
+        states = logits = hidden.new_empty(0)
+        if self._by_gemm(width):
+            buffer = next(self._buffers)
+            states = buffer.states[: hidden.shape[0]].copy_(hidden)
+            logits = buffer.logits[: hidden.shape[0], : self._head.vocabulary]
+        products: Products = self._products
+        if width is None:
+            if indices is None:  # includes masked rows: 0 * NaN would reach the weight
+                assert rows.mask is not None
+                states.masked_fill_(~rows.mask[:, None], 0.0)
+        else:
+            assert self._kept is not None
+            columns = self._kept.taken(chunk).columns(rows.token_ids, width)
+            head, ids = self._head, local_columns(columns, self._parts)
+            products = KeptProducts(head.weight, head.dtype, ids, self._backend)
+            if self._by_gemm(width):
+                products = GemmKeptProducts(self._products, logits, products)
+            else:
+                states = hidden.to(head.dtype)
+            logits = hidden.new_empty(ids.shape, dtype=head.dtype)
+            rows = rows._replace(token_ids=columns.place, ignore_index=NO_ID)
+            if part is not None:
+                part = part.at(columns.place)
+        self._head.project(products, states, logits)
+        return Projected(products, states, logits, rows, part)
 
-    def gradient(self, logits: Tensor) -> Tensor:
+    def gradient(self, projected: Projected) -> Tensor:
         """Return dL/dlogits, which an operator has written over the logits of a chunk."""
-        if not self.narrow:
+        logits = projected.logits
+        if not projected.products.narrow:
             return logits
         stride, vocabulary = self._stride, self._head.vocabulary
         memory = logits.as_strided((logits.shape[0], stride), (stride, 1)).view(torch.bfloat16)
         return memory[:, stride : stride + vocabulary]
 
     def add_gradients(
-        self, chunk: slice, grad_logits: Tensor, states: Tensor, kept: Tensor | None = None
+        self, chunk: slice, projected: Projected, remaining: Tensor | None = None
     ) -> None:
-        """Run the gradient GEMMs of a chunk, or of its rows `kept`."""
+        """Add up the gradients of a chunk, or of what `remaining` says of its rows."""
+        products, states = projected.products, projected.states
         grad_states = torch.empty_like(states, dtype=self._head.dtype) if self._needs[0] else None
-        self._parameters.add(grad_logits, states, grad_states)
+        self._parameters.add(products, self.gradient(projected), states, grad_states)
         if grad_states is not None:
             place: slice | Tensor = chunk
             if self._order.indices is not None:
                 place = self._order.indices[chunk]
-                place = place if kept is None else place[kept]
+                place = place if remaining is None else place[remaining]
             self._grad_hidden.put(place, grad_states)
 
     def pass_on_nan(self, chunk: slice, logprobs: Tensor) -> None:

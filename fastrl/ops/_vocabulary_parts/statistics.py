@@ -49,7 +49,15 @@ class PartRows(NamedTuple):
         assert self.rows.mask is not None
         return self.rows.mask
 
-    def taken(self, index: slice) -> PartRows:
+    def flat(self) -> PartRows:
+        """Reshape rows `[B, T]` to `[N]`."""
+        rows, active = self.rows, self.active().reshape(-1)
+        temperatures = None if rows.temperatures is None else rows.temperatures.reshape(-1)
+        ids = rows.token_ids.reshape(-1)
+        flat = rows._replace(token_ids=ids, mask=active, temperatures=temperatures)
+        return PartRows(flat, self.own.reshape(-1), self.known.reshape(-1))
+
+    def taken(self, index: slice | Tensor) -> PartRows:
         """Index rows `[N]`."""
         rows = self.rows
         local = rows._replace(
@@ -58,6 +66,11 @@ class PartRows(NamedTuple):
             temperatures=None if rows.temperatures is None else rows.temperatures[index],
         )
         return PartRows(local, self.own[index], self.known[index])
+
+    def at(self, place: Tensor) -> PartRows:
+        """Return the rows with their tokens at other columns."""
+        ids = torch.where(self.own, place, 0)
+        return self._replace(rows=self.rows._replace(token_ids=ids))
 
     def slopes(self, slopes: Sequence[Tensor | None]) -> Slopes:
         """Return the slopes of logprob, entropy and logsumexp that this part's kernels take."""

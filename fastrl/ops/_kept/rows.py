@@ -1,0 +1,108 @@
+"""The tokens that rows have kept, as columns of a small matrix of logits.
+
+The logits of the tokens that a row has kept are a row of their own, over a small vocabulary: the
+kernels for rows of logits need not know of the rest. Rows of similar numbers of tokens are a chunk
+`[C, K]`, padded with logits of -inf.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
+
+#: In place of the number of tokens of a row that has the whole vocabulary.
+WHOLE_ROW = 2**31
+#: An id that no token has.
+NO_ID = -2
+#: Rows of up to twice the tokens of the first one, and this many more, share a chunk.
+_SIMILAR = 16
+
+
+class KeptArguments(NamedTuple):
+    """`KeptTokens` as operators take them; None: every row has the whole vocabulary."""
+
+    kept_ids: Tensor | None  # integers [M]
+    kept_offsets: Tensor | None  # integers [N + 1]
+
+
+EVERYTHING = KeptArguments(None, None)
+
+
+class KeptColumns(NamedTuple):
+    """The columns of a chunk of rows."""
+
+    ids: Tensor  # int32 [C, K]; -1: none
+    place: Tensor  # int64 [C], the column of the row's token; -1: the token is unknown
+
+
+class KeptRows(NamedTuple):
+    """What rows `[N]` have kept."""
+
+    ids: Tensor  # [M]
+    starts: Tensor  # [N], in `ids`
+    counts: Tensor  # [N]; 0: the whole vocabulary
+    lacking: Tensor  # bool [N]: the set lacks the row's own token, which is a member all the same
+    vocabulary: int
+
+    @classmethod
+    def of(cls, kept: KeptArguments, token_ids: Tensor, vocabulary: int) -> KeptRows:
+        """Return the sets of rows with these tokens `[N]`."""
+        assert kept.kept_ids is not None
+        assert kept.kept_offsets is not None
+        ids, offsets = kept.kept_ids, kept.kept_offsets.to(torch.int64)
+        counts = offsets.diff()
+        rows = torch.arange(counts.shape[0], device=counts.device)
+        row_of = rows.repeat_interleave(counts, output_size=ids.shape[0])
+        hits = torch.nn.functional.pad((ids == token_ids[row_of]).cumsum(0), (1, 0))
+        found = hits[offsets[1:]] > hits[offsets[:-1]]
+        known = (token_ids >= 0) & (token_ids < vocabulary)
+        return cls(ids, offsets[:-1], counts, (counts > 0) & known & ~found, vocabulary)
+
+    def widths(self) -> Tensor:
+        """Return how many tokens each row has, or `WHOLE_ROW`."""
+        return torch.where(self.counts > 0, self.counts + self.lacking, WHOLE_ROW)
+
+    def taken(self, rows: Tensor | slice) -> KeptRows:
+        """Index the rows."""
+        return self._replace(
+            starts=self.starts[rows], counts=self.counts[rows], lacking=self.lacking[rows]
+        )
+
+    def columns(self, token_ids: Tensor, width: int) -> KeptColumns:
+        """Return the columns of rows with these tokens, padded to `width`."""
+        place = torch.arange(width, device=token_ids.device)
+        entries = (self.starts[:, None] + place).clamp_(0, self.ids.shape[0] - 1)
+        own = token_ids[:, None]
+        ids = torch.where(place < self.counts[:, None], self.ids[entries].to(torch.int64), -1)
+        ids = torch.where((place == self.counts[:, None]) & self.lacking[:, None], own, ids)
+        # on a GPU nobody has looked at the values
+        ids = torch.where((ids >= 0) & (ids < self.vocabulary), ids, -1)
+        found = (ids == own) & (own >= 0)
+        places = torch.where(found.any(1), found.int().argmax(1), -1)
+        return KeptColumns(ids.to(torch.int32), places)
+
+
+def local_columns(columns: KeptColumns, parts: VocabularyParts) -> Tensor:
+    """Return the ids `[C, K]` of the columns in this rank's part, counted from its start."""
+    if not parts.split():
+        return columns.ids
+    start, size = parts.start(), parts.sizes[parts.rank]
+    own = (columns.ids >= start) & (columns.ids < start + size)
+    return torch.where(own, columns.ids - start, -1)
+
+
+def similar(widths: Sequence[int], start: int, count: int) -> Iterator[slice]:
+    """Split rows in rising order of their widths where these become much larger."""
+    end = start + count
+    while start < end:
+        stop = bisect_right(widths, 2 * widths[start] + _SIMILAR, start, end)
+        if widths[start] != WHOLE_ROW:
+            stop = bisect_left(widths, WHOLE_ROW, start, stop)
+        yield slice(start, stop)
+        start = stop

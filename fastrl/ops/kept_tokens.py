@@ -1,0 +1,239 @@
+"""The tokens that a sampler kept: top-p, top-k and min-p sample from a part of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastrl.checks import can_read, integer, on_device, tensor
+from fastrl.ops._kept.rows import EVERYTHING, KeptArguments
+
+
+class KeptTokens(NamedTuple):
+    """The tokens from which each token was sampled, in the order of `token_ids.flatten()`.
+
+    A sampler with top-p, top-k or min-p normalizes its probabilities over the tokens that it keeps.
+    Given to a function of logits or hidden states, its log-probabilities, entropies and all other
+    statistics are of the same distribution: those of the logits with -inf for all other tokens
+    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556). A row without tokens has the whole
+    vocabulary. A row's own token is a member, even if the set lacks it, as it may by rounding at
+    the edge of top-p.
+
+    Attributes:
+        token_ids: integers `[M]`, the sets of all rows one after another; none twice in a set.
+        offsets: integers `[rows + 1]`, where each set begins, from 0 to M.
+
+    Example:
+        >>> import torch, fastrl
+        >>> kept = fastrl.KeptTokens(torch.tensor([0, 2]), torch.tensor([0, 2, 2]))
+        >>> fastrl.token_logprobs(torch.zeros(2, 4), torch.tensor([2, 1]), kept=kept).exp()
+        tensor([0.5000, 0.2500])
+    """
+
+    token_ids: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def from_padded(cls, token_ids: Tensor, *, padding: int = -1) -> KeptTokens:
+        """Return sets from `[B, T, K]` or `[N, K]`, in which `padding` is no token.
+
+        Raises:
+            TypeError: `token_ids` are not integers.
+            ValueError: they have another shape.
+
+        Example:
+            >>> import torch, fastrl
+            >>> fastrl.KeptTokens.from_padded(torch.tensor([[3, 1, -1], [-1, -1, -1]])).offsets
+            tensor([0, 2, 2])
+        """
+        ids = integer("token_ids", token_ids)
+        if ids.dim() not in (2, 3):
+            raise ValueError(
+                f"token_ids must have shape [B, T, K] or [N, K], got {tuple(ids.shape)}"
+            )
+        rows = ids.flatten(0, -2)
+        is_token = rows != padding
+        return cls(rows[is_token], pad(is_token.sum(1).cumsum(0), (1, 0)))
+
+    @classmethod
+    def from_lists(
+        cls, sets: Sequence[Sequence[int]], *, device: torch.device | str | None = None
+    ) -> KeptTokens:
+        """Return one set of token ids per row; an empty one is the whole vocabulary.
+
+        Example:
+            >>> import fastrl
+            >>> fastrl.KeptTokens.from_lists([[3, 1], []]).offsets
+            tensor([0, 2, 2])
+        """
+        counts = torch.tensor([len(one) for one in sets], dtype=torch.int64)
+        ids = torch.tensor([i for one in sets for i in one], dtype=torch.int32)
+        return cls(ids.to(device), pad(counts.cumsum(0), (1, 0)).to(device))
+
+    @classmethod
+    def from_vllm(
+        cls,
+        outputs: Sequence[Any],
+        *,
+        length: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> KeptTokens:
+        """Return the sets of completions from a vLLM engine with `return_sampling_mask=True`.
+
+        Rows are `[len(outputs), length]`: completions that are padded on the right, as the losses
+        take them.
+
+        Args:
+            outputs: `CompletionOutput`s, of which each has a `sampling_mask` with a list of ids per
+                token (or flat `token_ids` and `offsets`), or None: the whole vocabulary.
+            length: tokens to which completions are padded or cut; None: those of the longest.
+            device: of the result.
+
+        Raises:
+            TypeError: an output has no `sampling_mask`.
+            ValueError: it has not as many sets as the completion has tokens.
+
+        Example:
+            >>> from types import SimpleNamespace as Output
+            >>> import fastrl
+            >>> output = Output(token_ids=[3, 7], sampling_mask=Output(token_ids=[[3, 5], [7]]))
+            >>> fastrl.KeptTokens.from_vllm([output], length=3).offsets
+            tensor([0, 2, 3, 3])
+        """
+        lengths = [len(output.token_ids) for output in outputs]
+        length = max(lengths, default=0) if length is None else length
+        sets: list[Sequence[int]] = []
+        for index, (output, count) in enumerate(zip(outputs, lengths, strict=True)):
+            if not hasattr(output, "sampling_mask"):
+                raise TypeError(
+                    "outputs must have a sampling_mask, as those of an engine with "
+                    f"return_sampling_mask=True; got {type(output).__name__} at {index}"
+                )
+            of_tokens = _sets_of(output.sampling_mask, count)
+            if len(of_tokens) != count:
+                raise ValueError(
+                    f"outputs must have a set for each token: {count} tokens and {len(of_tokens)} "
+                    f"sets at {index}"
+                )
+            of_tokens = of_tokens[:length]
+            sets += [*of_tokens, *[()] * (length - len(of_tokens))]
+        return cls.from_lists(sets, device=device)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+        """Return the sets of the rows of all parts, one after another.
+
+        Example:
+            >>> import fastrl
+            >>> one, two = (fastrl.KeptTokens.from_lists([ids]) for ids in ([1, 2], [3]))
+            >>> fastrl.KeptTokens.concatenate([one, two]).offsets
+            tensor([0, 2, 3])
+        """
+        counts = torch.cat([part.counts() for part in parts])
+        ids = torch.cat([part.token_ids for part in parts])
+        return cls(ids, pad(counts.cumsum(0), (1, 0)))
+
+    def counts(self) -> Tensor:
+        """Return how many tokens each row has kept, int64 `[rows]`; 0: the whole vocabulary.
+
+        Example:
+            >>> import fastrl
+            >>> fastrl.KeptTokens.from_lists([[3, 1], []]).counts()
+            tensor([2, 0])
+        """
+        return self.offsets.to(torch.int64).diff()
+
+    def take(self, rows: Tensor) -> KeptTokens:
+        """Return the sets of some rows, in their order: indices `[n]`, or bool `[rows]`.
+
+        Example:
+            >>> import torch, fastrl
+            >>> kept = fastrl.KeptTokens.from_lists([[3, 1], [], [2]])
+            >>> kept.take(torch.tensor([2, 0])).token_ids
+            tensor([2, 3, 1], dtype=torch.int32)
+        """
+        counts, starts = self.counts()[rows], self.offsets[:-1].to(torch.int64)[rows]
+        offsets = pad(counts.cumsum(0), (1, 0))
+        place = torch.arange(int(offsets[-1]), device=offsets.device)
+        shift = (starts - offsets[:-1]).repeat_interleave(counts)
+        return KeptTokens(self.token_ids[place + shift], offsets)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeptTokens:
+        """Return the sets on a device.
+
+        Example:
+            >>> import fastrl
+            >>> fastrl.KeptTokens.from_lists([[3, 1]]).to("cpu").token_ids.device.type
+            'cpu'
+        """
+        return KeptTokens(*(x.to(device, non_blocking=non_blocking) for x in self))
+
+
+def _sets_of(mask: Any, tokens: int) -> Sequence[Sequence[int]]:
+    """Return the set of each token of a completion from vLLM's mask of it."""
+    if mask is None:
+        return [()] * tokens
+    offsets = getattr(mask, "offsets", None)
+    if offsets is None:
+        return getattr(mask, "token_ids", mask)  # type: ignore[no-any-return]
+    bounds = pairwise(int(offset) for offset in offsets)
+    return [mask.token_ids[begin:end] for begin, end in bounds]
+
+
+def kept_arguments(kept: object, token_ids: Tensor) -> KeptArguments:
+    """Check the types and shapes of `kept` for rows with these tokens, but not its values."""
+    if kept is None:
+        return EVERYTHING
+    if not isinstance(kept, KeptTokens):
+        raise TypeError(f"kept must be KeptTokens or None, got {type(kept).__name__}")
+    ids, offsets = tensor("kept.token_ids", kept.token_ids), tensor("kept.offsets", kept.offsets)
+    for name, value in (("kept.token_ids", ids), ("kept.offsets", offsets)):
+        integer(name, value)
+        on_device(name, value, token_ids, "token_ids")
+    if ids.dim() != 1:
+        raise ValueError(f"kept.token_ids must have shape [M], got {tuple(ids.shape)}")
+    rows = token_ids.numel()
+    if offsets.shape != (rows + 1,):
+        raise ValueError(
+            f"kept.offsets must have shape ({rows + 1},) for {rows} tokens, got "
+            f"{tuple(offsets.shape)}"
+        )
+    wide = (torch.int32, torch.int64)
+    return KeptArguments(*(x if x.dtype in wide else x.to(torch.int64) for x in (ids, offsets)))
+
+
+def check_kept(kept: KeptArguments, active: Tensor, vocabulary: int) -> None:
+    """Raise, on a CPU, for offsets that do not fit and for wrong ids of an active row `[N]`."""
+    ids, offsets = kept
+    if ids is None or offsets is None or not (can_read(ids) and can_read(offsets)):
+        return
+    counts = offsets.to(torch.int64).diff()
+    total = ids.shape[0]
+    if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((counts < 0).any()):
+        ends = f"{int(offsets[0])} ... {int(offsets[-1])}"
+        raise ValueError(
+            f"kept.offsets must rise from 0 to the number of ids {total}, got "
+            f"{offsets.tolist() if offsets.numel() <= 16 else ends}"
+        )
+    row_of = torch.arange(counts.shape[0]).repeat_interleave(counts)
+    counted = active[row_of]
+    wrong = counted & ((ids < 0) | (ids >= vocabulary))
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"kept.token_ids must lie in [0, {vocabulary}), got {int(ids[first])} in the set of "
+            f"row {int(row_of[first])}"
+        )
+    keys = (row_of * vocabulary + ids)[counted].sort().values
+    repeated = keys[1:] == keys[:-1]
+    if bool(repeated.any()):
+        row, token = divmod(int(keys[1:][repeated][0]), vocabulary)
+        raise ValueError(
+            f"kept.token_ids must not repeat an id within a set, got {token} twice in that of "
+            f"row {row}"
+        )
