@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastrl.checks import can_read, integer, on_device, tensor
-from fastrl.ops._kept.rows import EVERYTHING, KeptArguments
+from fastrl.checks import can_read, integer, on_device, saveable, tensor
+from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, KeptRows
 
 
 class KeptTokens(NamedTuple):
@@ -105,15 +105,16 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.from_vllm([output], length=3).offsets
             tensor([0, 2, 3, 3])
         """
-        lengths = [len(output.token_ids) for output in outputs]
-        length = max(lengths, default=0) if length is None else length
-        sets: list[Sequence[int]] = []
-        for index, (output, count) in enumerate(zip(outputs, lengths, strict=True)):
+        for index, output in enumerate(outputs):
             if not hasattr(output, "sampling_mask"):
                 raise TypeError(
                     "outputs must have a sampling_mask, as those of an engine with "
                     f"return_sampling_mask=True; got {type(output).__name__} at {index}"
                 )
+        lengths = [len(output.token_ids) for output in outputs]
+        length = max(lengths, default=0) if length is None else length
+        sets: list[Sequence[int]] = []
+        for index, (output, count) in enumerate(zip(outputs, lengths, strict=True)):
             of_tokens = _sets_of(output.sampling_mask, count)
             if len(of_tokens) != count:
                 raise ValueError(
@@ -147,6 +148,21 @@ class KeptTokens(NamedTuple):
             tensor([2, 0])
         """
         return self.offsets.to(torch.int64).diff()
+
+    def lacking(self, token_ids: Tensor) -> Tensor:
+        """Return which tokens are not in the set of their row, as a mask in their shape.
+
+        They count as members all the same; their share of the tokens is worth a look.
+
+        Example:
+            >>> import torch, fastrl
+            >>> kept = fastrl.KeptTokens.from_lists([[3, 1], [], [2]])
+            >>> kept.lacking(torch.tensor([0, 0, 2]))
+            tensor([ True, False, False])
+        """
+        arguments = kept_arguments(self, integer("token_ids", token_ids))
+        rows = KeptRows.of(arguments, token_ids.reshape(-1).to(torch.int64), 2**31)
+        return rows.lacking.reshape(token_ids.shape)
 
     def take(self, rows: Tensor) -> KeptTokens:
         """Return the sets of some rows, in their order: indices `[n]`, or bool `[rows]`.
@@ -204,7 +220,8 @@ def kept_arguments(kept: object, token_ids: Tensor) -> KeptArguments:
             f"{tuple(offsets.shape)}"
         )
     wide = (torch.int32, torch.int64)
-    return KeptArguments(*(x if x.dtype in wide else x.to(torch.int64) for x in (ids, offsets)))
+    held = (x if x.dtype in wide else x.to(torch.int64) for x in (ids, offsets))
+    return KeptArguments(*map(saveable, held))
 
 
 def check_kept(kept: KeptArguments, active: Tensor, vocabulary: int) -> None:

@@ -36,6 +36,8 @@ def operator_calls(backend, wanted=lambda entry: True):
             outcome(entry, backend, inputs)
             if entry.packs and "mask" in inputs:
                 outcome(entry, backend, cut(entry, inputs, [3, 1]))
+        if backend == "cpu":
+            gathered_calls()
         leaf, ids = torch.randn(2, 3, 37).requires_grad_(), torch.randint(37, (2, 3))
         for heat, dtype in ((0.7, torch.float32), (torch.rand(2, 3) + 0.5, torch.int32)):
             options = {"mask": torch.ones(2, 3, dtype=dtype), "backend": backend}
@@ -46,6 +48,22 @@ def operator_calls(backend, wanted=lambda entry: True):
                 leaf * 1, ids, torch.ones(2), inplace=True, **options
             ).loss
             loss.backward()
+        kept = fastrl.KeptTokens.from_lists([[3, 1], [], [5], [7, 2, 36], [], [0]])
+        overwritten = leaf * 1
+        fastrl.token_logprobs(
+            overwritten, ids, inplace_backward=True, kept=kept, backend=backend
+        ).sum().backward()
         names = torch.tensor([5, -1, 5, 5, 9, -1])
         fastrl.group_advantages(torch.randn(6), group_ids=names, backend=backend)
     return {operator: [*forms.values()] for operator, forms in calls.by_operator.items()}
+
+
+def gathered_calls():
+    """Call what the linear forms call inside of an operator."""
+    ids = torch.tensor([[0, 2, -1], [1, -1, 2]], dtype=torch.int32)
+    states, factors, run = torch.randn(2, 5), torch.randn(2, 3), torch.ops.fastrl
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.randn(4, 5).to(dtype)
+        run.gathered_dots_(torch.zeros(2, 3), states, matrix, ids)
+        run.gathered_sums_(torch.zeros(2, 5), factors, matrix, ids)
+    run.scattered_sums_(torch.zeros(4, 5), factors, states, ids)

@@ -51,6 +51,7 @@ SIMPLEST: dict[str, Any] = {
     "ignore_index": -100,
     "outputs": ("logprobs",),
     "upstream": "ones",
+    "kept": None,  # or how many tokens of the vocabulary a row has kept: one, few, ragged, all
     "inplace": False,
     "autocast": False,
     # linear forms

@@ -74,6 +74,7 @@ class LinearCall:
             ENTERING[trial.device.partition(":")[0]] if alike else 0.0,
         )
         x, error = self.head.logits()
+        x, error = rows.kept(x), rows.kept(np.broadcast_to(error, x.shape), 0.0)
         ids = rows.ids[rows.active]
         self.oracle = noted(trial, Rows(x, ids, rows.head(trial), arithmetic, error))
 

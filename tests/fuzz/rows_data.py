@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fastrl
+
 from .case import Case
 from .oracle.bounded import of_results
 from .oracle.rows import Head, Rows
@@ -25,6 +27,7 @@ class LogitRows:
     ids: np.ndarray
     temperature: np.ndarray  # [N]
     active: np.ndarray  # [N]
+    sets: list[np.ndarray] | None  # the tokens that each row has kept
 
     def head(self, trial: Trial) -> Head:
         case, heat = self.case, self.temperature[self.active]
@@ -32,7 +35,19 @@ class LogitRows:
 
     def oracle(self, trial: Trial, logits: np.ndarray) -> Rows:
         active, arithmetic = self.active, of_results(self.case.dtype)
-        return noted(trial, Rows(logits[active], self.ids[active], self.head(trial), arithmetic))
+        x = self.kept(logits[active])
+        return noted(trial, Rows(x, self.ids[active], self.head(trial), arithmetic))
+
+    def kept(self, x: np.ndarray, others: float = -np.inf) -> np.ndarray:
+        """Return logits `[active, V]` with -inf for the tokens that a row has not kept."""
+        if self.sets is None:
+            return x
+        members = np.zeros(x.shape, bool)
+        for row, index in enumerate(np.flatnonzero(self.active)):
+            tokens = self.sets[index]
+            members[row, tokens if len(tokens) else slice(None)] = True
+            members[row, self.ids[index]] = True
+        return np.where(members, x, others)
 
 
 def noted(trial: Trial, oracle: Rows) -> Rows:
@@ -47,7 +62,26 @@ def rows_of(case: Case) -> LogitRows:
     if case.has("ignored"):
         ids = np.where(random.random(tokens.total) < 0.3, case.ignore_index, ids)
     active = tokens.valid & (ids != case.ignore_index)
-    return LogitRows(case, tokens, ids, _temperatures(case, tokens), active)
+    temperature, sets = _temperatures(case, tokens), _sets(case, ids, active)
+    return LogitRows(case, tokens, ids, temperature, active, sets)
+
+
+def _sets(case: Case, ids: np.ndarray, active: np.ndarray) -> list[np.ndarray] | None:
+    """Return the tokens that each row has kept, often without its own one."""
+    if case.kept is None:
+        return None
+    random, v = case.random("kept"), case.vocabulary
+    low, high = {"one": (1, 1), "few": (0, 4), "ragged": (0, v), "all": (v, v)}[case.kept]
+    sets = []
+    for token, counts in zip(ids, active, strict=True):
+        if not counts and case.masked_values != "usual":
+            sets.append(np.array([v, v, -1]))  # a set, too, may be anything under the mask
+            continue
+        tokens = random.permutation(v)[: random.integers(low, min(high, v) + 1)]
+        if len(tokens) and token not in tokens and random.random() < 0.7 and 0 <= token < v:
+            tokens[0] = token
+        sets.append(tokens)
+    return sets
 
 
 def _temperatures(case: Case, tokens: Tokens) -> np.ndarray:
@@ -77,10 +111,19 @@ def token_options(rows: LogitRows) -> dict[str, Any]:
             of_sequences[:] = held.reshape(tokens.shape)[:, 0] if held.size else 1.0
             temperature = flat_tensor(case, of_sequences, case.temperature_dtype)
             temperature = temperature.view(column)
+    kept = {} if rows.sets is None else {"kept": _kept_tokens(rows)}
     names = ("temperature", "logit_scale", "logit_softcap", "ignore_index")
     return {name: getattr(case, name) for name in names if name in case.options} | (
-        {"temperature": temperature} if isinstance(temperature, Tensor) else {}
+        kept | ({"temperature": temperature} if isinstance(temperature, Tensor) else {})
     )
+
+
+def _kept_tokens(rows: LogitRows) -> fastrl.KeptTokens:
+    assert rows.sets is not None
+    ids = np.concatenate([np.zeros(0, np.int64), *rows.sets])
+    offsets = np.cumsum([0, *map(len, rows.sets)])
+    dtype = rows.case.ids_dtype
+    return fastrl.KeptTokens(*(flat_tensor(rows.case, x, dtype) for x in (ids, offsets)))
 
 
 def ids_tensor(rows: LogitRows) -> Tensor:

@@ -78,7 +78,8 @@ class Trial:
         if isinstance(value, dict):
             return {name: self.moved(one) for name, one in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(map(self.moved, value))
+            moved = map(self.moved, value)
+            return value._make(moved) if hasattr(value, "_make") else type(value)(moved)
         if not isinstance(value, Tensor) or value.requires_grad:
             return value
         value = value.to(self.device)

@@ -87,6 +87,8 @@ class Entry(NamedTuple):
     def call(self, backend, inputs, **more):
         """The results that are tensors, by name, without those that are passed on."""
         given = {**inputs, **self.options, **more}
+        if "kept" in given:
+            given["kept"] = fastrl.KeptTokens.from_padded(given["kept"])
         if self.function in PLAIN or callable(surrogate_of(given)):
             backend = "reference" if backend == "reference" else "auto"
         found = flat(self.function(**given, backend=backend))
@@ -181,7 +183,7 @@ def from_logprobs(o):
     return draw
 
 
-def rows(form, *, scored):
+def rows(form, *, scored, kept=False):
     """Logits, or hidden states and weight, with token ids and log-probabilities of these."""
 
     def draw(B, T, dtype):
@@ -194,6 +196,12 @@ def rows(form, *, scored):
             given["weight"] = normal(VOCABULARY, WIDTH, dtype=dtype)
             logits = given["hidden"] @ given["weight"].T
         given["token_ids"] = ids
+        if kept:  # up to 7 tokens, most with their own; none is the whole vocabulary
+            tokens = torch.rand(B, T, VOCABULARY).argsort(-1)[..., :7]
+            tokens[..., 0] = torch.where(torch.rand(B, T) < 0.2, tokens[..., 0], ids)
+            tokens[..., 1:][tokens[..., 1:] == tokens[..., :1]] = -1
+            counts = torch.randint(8, (B, T, 1))
+            given["kept"] = torch.where(torch.arange(7) < counts, tokens, -1)
         if scored is None:
             temperature = normal(B, T, dtype=torch.float32).abs() + 0.5
             return {**given, "temperature": temperature} | draw_mask(B, T)
@@ -234,16 +242,16 @@ def draw_pair(B, T, dtype):
     return {name: make_logprobs(B, T, dtype=dtype) for name in ("logprobs", "ref_logprobs")}
 
 
-def losses(names, function, leaves, form=None, **options):
+def losses(names, function, leaves, form=None, *, kept=False, **options):
     for name in names:
         o = OBJECTIVES[name]
         own = {"objective": o, **({"group_size": 1} if name == "prompt-mean" else {})}
         by_sequence = () if o.aggregation in ("token-mean", "prompt-mean") else ("advantages",)
         yield (
-            f"{function.__name__} {name}",
+            f"{function.__name__} {name}{' kept' * kept}",
             Entry(
                 function,
-                from_logprobs(o) if form is None else rows(form, scored=o),
+                from_logprobs(o) if form is None else rows(form, scored=o, kept=kept),
                 leaves,
                 own | options,
                 "batch" if o.top_entropy_quantile < 1 else "loss",
@@ -260,16 +268,19 @@ ENTRIES = {
     **dict(losses(OBJECTIVES, fastrl.policy_loss, ("logprobs", "entropy"))),
     **dict(losses(FEW, fastrl.logits_policy_loss, ("logits",), "logits")),
     **dict(losses(FEW, fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", chunk_tokens=7)),
+    **dict(losses(FEW[:2], fastrl.logits_policy_loss, ("logits",), "logits", kept=True)),
+    **dict(losses(FEW[:2], fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", kept=True)),
     **{
-        f"{function.__name__}{''.join(f' {name}' for name in options)}": Entry(
+        f"{function.__name__}{''.join(f' {name}' for name in options)}{' kept' * kept}": Entry(
             function,
-            rows(form, scored=None),
+            rows(form, scored=None, kept=kept),
             leaves,
             options,
             infinite=() if "logit_softcap" in options else leaves[:1],
             packs=False,
             refuse_twice=BY_KERNELS if form == "logits" else EVERYWHERE,
         )
+        for kept in (False, True)
         for function, form, leaves, options in (
             (fastrl.token_logprobs, "logits", ("logits",), {}),
             (fastrl.token_stats, "logits", ("logits",), ALL),

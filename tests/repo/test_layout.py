@@ -45,9 +45,11 @@ EXTRAS = sorted({one for _, others in ALLOWED.values() for one in others.split()
 
 # The reference of a fused op is a composition of others and has no separate file. The linear forms
 # are Python loops for every device, tested and measured together.
-COMPOSED = {"logits_policy_loss", "linear_token_stats", "linear_policy_loss"}
-LOOPS = {"linear_token_stats", "linear_policy_loss"}
+COMPOSED = {"logits_policy_loss", "linear_token_stats", "linear_policy_loss", "kept_token_stats"}
+LOOPS = {"linear_token_stats", "linear_policy_loss", "kept_token_stats"}
 TOGETHER = {"linear_token_stats": "linear", "linear_policy_loss": "linear"}
+TOGETHER["kept_token_stats"] = "kept_tokens"
+INNER = {"kept_token_stats": "_kept/logits"}
 
 PASS = re.compile(r"_(fwd|bwd)_?$")
 
@@ -136,7 +138,7 @@ def registered_ops():
 def test_every_part_of_a_registered_op_exists(name):
     stem = name.removeprefix("fastrl::").removesuffix("_fwd")
     expected = [
-        f"fastrl/ops/{stem}.py",
+        f"fastrl/ops/{INNER.get(stem, stem)}.py",
         f"tests/ops/test_{TOGETHER.get(stem, stem)}.py",
         f"bench/bench_{TOGETHER.get(stem, stem)}.py",
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
-from fastrl.ops._kept.rows import NO_ID, KeptArguments, KeptRows, local_columns
+from fastrl.ops._kept.rows import NO_ID, KeptArguments, KeptRows, ids_of_part
 from fastrl.ops._linear.call import Arguments
 from fastrl.ops._linear.chunks import (
     chunk_stats,
@@ -153,7 +153,7 @@ class KeptCall(NamedTuple):
             for indices in order.indices[piece].split(at_once):
                 of_chunk = take_rows(rows, indices)
                 columns = kept.taken(indices).columns(of_chunk.token_ids, width)
-                ids = local_columns(columns, self.parts).to(torch.int64)
+                ids = ids_of_part(columns, self.parts).to(torch.int64)
                 place = (indices // tokens)[:, None], (indices % tokens)[:, None], ids.clamp(min=0)
                 local = None if part is None else part.flat().taken(indices).at(columns.place)
                 yield Chunk(

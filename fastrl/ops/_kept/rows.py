@@ -88,7 +88,7 @@ class KeptRows(NamedTuple):
         return KeptColumns(ids.to(torch.int32), places)
 
 
-def local_columns(columns: KeptColumns, parts: VocabularyParts) -> Tensor:
+def ids_of_part(columns: KeptColumns, parts: VocabularyParts) -> Tensor:
     """Return the ids `[C, K]` of the columns in this rank's part, counted from its start."""
     if not parts.split():
         return columns.ids

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastrl import native
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import stored_dtype
-from fastrl.ops._kept.rows import NO_ID, KeptRows, local_columns
+from fastrl.ops._kept.rows import NO_ID, KeptRows, ids_of_part
 from fastrl.ops._linear.call import LinearCall
 from fastrl.ops._linear.chunks import (
     RowOrder,
@@ -99,8 +99,10 @@ class LinearWalk:
         if kept is not None:
             assert order.indices is not None
             self._kept = kept.taken(order.indices)
-        #: from how many kept tokens on a row is multiplied with the whole vocabulary
-        self._widest = widest(head.vocabulary, self._products, on_gpu=self._on_gpu)
+        #: from how many kept tokens on a row is multiplied with the whole vocabulary; the ranks
+        #: exchange the same chunks
+        columns = max(call.parts.sizes) if call.parts.split() else head.vocabulary
+        self._widest = widest(columns, self._products, on_gpu=self._on_gpu)
         self._part = None
         if call.parts.split():
             assert self._rows.mask is not None
@@ -196,7 +198,7 @@ class LinearWalk:
         else:
             assert self._kept is not None
             columns = self._kept.taken(chunk).columns(rows.token_ids, width)
-            head, ids = self._head, local_columns(columns, self._parts)
+            head, ids = self._head, ids_of_part(columns, self._parts)
             products = KeptProducts(head.weight, head.dtype, ids, self._backend)
             if self._by_gemm(width):
                 products = GemmKeptProducts(self._products, logits, products)

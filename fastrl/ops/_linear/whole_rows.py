@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+_Self = TypeVar("_Self", bound="WholeRows")
 
 
 class WholeRows:
     """The products of a chunk of rows with the whole vocabulary."""
 
-    def taken(self, rows: Tensor) -> Self:
+    def taken(self: _Self, rows: Tensor) -> _Self:
         """Return the products for some rows of the chunk."""
         return self
 

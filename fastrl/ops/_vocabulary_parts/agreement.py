@@ -209,6 +209,9 @@ def _tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from _tensors(each)
+    elif isinstance(value, tuple):  # kept tokens
+        for each in value:
+            yield from _tensors(each)
 
 
 def _counted(active: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -28,6 +28,9 @@ MODULES = {
     "group_advantages": "fastrl.triton.groups.group_advantages",
     "sequence_weights": "fastrl.triton.tokens.sequence_weights",
     "scale": "fastrl.triton.scale",
+    **dict.fromkeys(
+        ("gathered_dots", "gathered_sums", "scattered_sums"), "fastrl.triton.vocabulary.gathered"
+    ),
 }
 OPERATORS = (
     "token_stats_fwd",
@@ -40,6 +43,9 @@ OPERATORS = (
     "group_advantages_fwd",
     "sequence_weights",
     "scale_",
+    "gathered_dots_",
+    "gathered_sums_",
+    "scattered_sums_",
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

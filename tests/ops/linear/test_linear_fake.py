@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastrl import Objective, library
 from fastrl.contract import LossArguments, RowArguments
+from fastrl.ops._kept.rows import EVERYTHING
 from fastrl.ops._linear import passes
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
 
@@ -81,6 +82,7 @@ def call(device, precision, head, chunk_tokens, backend):
         backend,
         operand,
         *WHOLE,
+        *EVERYTHING,
     ), tensor(ROWS)
 
 
@@ -125,7 +127,8 @@ def test_the_loops_of_a_gpu_on_a_part(
         pytest.skip("torch 2.10 has no fake of all_gather")
     skip_without_fake_of_addmm(precision)
     arguments, token = call(device, precision, head, chunk_tokens, backend)
-    assert_as_promised((*arguments[: -len(WHOLE)], *two_ranks), token, needs)
+    whole = len((*WHOLE, *EVERYTHING))
+    assert_as_promised((*arguments[:-whole], *two_ranks, *EVERYTHING), token, needs)
 
 
 def assert_as_promised(arguments, token, needs):

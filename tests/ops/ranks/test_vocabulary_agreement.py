@@ -38,6 +38,13 @@ def scaled(factor, power=1):
     return lambda new, old, ref, a: -(new - old).exp() * a * factor**power
 
 
+def kept_first(token):
+    """Two tokens that the first row has kept."""
+    offsets = torch.full((TOKENS + 1,), 2)
+    offsets[0] = 0
+    return fastrl.KeptTokens(torch.tensor([0, token]), offsets)
+
+
 #: parameter -> (what every rank gives in addition, what rank 1 gives for the parameter)
 CHANGES = {
     "hidden": [({}, GIVEN["hidden"].double()), ({}, GIVEN["hidden"].clone().requires_grad_())],
@@ -91,6 +98,11 @@ CHANGES = {
     ],
     "group_size": [({**BY_PROMPT, "group_size": 3}, 1)],
     "group_ids": [({**BY_PROMPT, "group_ids": torch.tensor([0, 1, 1])}, torch.tensor([0, 1, 0]))],
+    "kept": [
+        ({}, kept_first(1)),
+        ({"kept": kept_first(1)}, kept_first(2)),
+        ({"kept": kept_first(1)}, fastrl.KeptTokens(*(x.int() for x in kept_first(1)))),
+    ],
     "inplace": [({}, True)],
     "inplace_backward": [({}, True)],
     "reduce_hidden_gradient": [({}, False)],

@@ -29,6 +29,7 @@ SCALINGS = {
         "logit_scale": 1.3,
         "ignore_index": 1,
     },
+    "kept tokens": {"temperature": 0.7, "kept": True},
 }
 #: name -> (objective, options of the linear loss)
 LOSSES = {
@@ -78,6 +79,12 @@ def batch(V, dtype=torch.float32, banned=slice(0, 0)):
     advantages[::5] = 0.0
     tokens = {"token_ids": ids, "mask": mask, "advantages": advantages}
     return {name: x.to(dtype) for name, x in head.items()}, tokens
+
+
+def kept_of(token_ids, V):
+    """Few tokens of most rows, often of some parts alone, and often without a row's own."""
+    sets = [torch.randperm(V)[: torch.randint(6, ())].tolist() for _ in token_ids]
+    return fastrl.KeptTokens.from_lists(sets)
 
 
 def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), losses=tuple(LOSSES)):
@@ -137,6 +144,8 @@ def compared(tensors, tokens, sizes, backend, statistics, loss, scalings, losses
         options = {**SCALINGS[scaling], "mask": mask}
         ids = tokens["token_ids"]
         ids = torch.where(ids == -100, options.get("ignore_index", -100), ids)
+        if "kept" in options:
+            options["kept"] = kept_of(ids, sum(sizes))
 
         def asked(x, ids=ids, options=options, **more):
             given = {**options, "outputs": fastrl.TokenStats._fields, "backend": backend}

@@ -1,0 +1,168 @@
+"""Products of hidden states with some rows of an LM head, and the sums of their gradients.
+
+With ids `[C, K]` of rows of the matrix, below 0 for none; all sums are in float32. The terms of an id
+are added in their order, in blocks of terms sorted by id, whose edges depend on the number of terms
+alone: the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Ids and columns of the matrix in a tile; a lane of four warps reads 16 bytes of bfloat16.
+IDS, WIDTH = 8, 256
+WARPS = 2
+#: Sorted tokens of a block, at least, and blocks at most, which bounds the memory of their edges.
+BLOCK, MOST_BLOCKS = 64, 2048
+
+
+@triton.jit
+def gathered_dots_kernel(
+    out, states, matrix, ids, count, width, stride_out: tl.int64, stride_states: tl.int64,
+    stride_matrix: tl.int64, IDS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * IDS + tl.arange(0, IDS)
+    token = tl.load(ids + row * count + k, mask=k < count, other=-1).to(tl.int64)
+    sums = tl.zeros([IDS, WIDTH], tl.float32)
+    for first in range(0, width, WIDTH):
+        h = first + tl.arange(0, WIDTH)
+        x = tl.load(states + row * stride_states + h, mask=h < width, other=0.0).to(tl.float32)
+        mask = (token >= 0)[:, None] & (h < width)[None, :]
+        y = tl.load(matrix + token[:, None] * stride_matrix + h[None, :], mask=mask, other=0.0)
+        sums += x[None, :] * y.to(tl.float32)
+    place = out + row * stride_out + k
+    total = tl.load(place, mask=token >= 0, other=0.0) + tl.sum(sums, 1)
+    tl.store(place, total, mask=token >= 0)
+
+
+@triton.jit
+def gathered_sums_kernel(
+    out, factors, matrix, ids, count, width, stride_out: tl.int64, stride_factors: tl.int64,
+    stride_matrix: tl.int64, IDS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    sums = tl.zeros([IDS, WIDTH], tl.float32)
+    for first in range(0, count, IDS):
+        k = first + tl.arange(0, IDS)
+        token = tl.load(ids + row * count + k, mask=k < count, other=-1).to(tl.int64)
+        x = tl.load(factors + row * stride_factors + k, mask=token >= 0, other=0.0).to(tl.float32)
+        mask = (token >= 0)[:, None] & (h < width)[None, :]
+        y = tl.load(matrix + token[:, None] * stride_matrix + h[None, :], mask=mask, other=0.0)
+        sums += x[:, None] * y.to(tl.float32)
+    place = out + row * stride_out + h
+    total = tl.load(place, mask=h < width, other=0.0) + tl.sum(sums, 0)
+    tl.store(place, total, mask=h < width)
+
+
+@triton.jit
+def _continues(ids, place, total):
+    """Return whether the token at a place has the id of the one before."""
+    inside = (place > 0) & (place < total)
+    before = tl.load(ids + place - 1, mask=inside, other=-1)
+    return inside & (tl.load(ids + place, mask=inside, other=-2) == before)
+
+
+@triton.jit
+def scattered_sums_kernel(
+    out, heads, tails, factors, states, ids, order, total, block, count, width,
+    stride_out: tl.int64, stride_factors: tl.int64, stride_states: tl.int64, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of ids within a block of sorted tokens, and store those at its edges."""
+    index = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = h < width
+    edge = index * width + h
+    first = index * block
+    end = tl.minimum(first + block, total)
+    # whether the id began before this block; ids below 0 come first
+    before = _continues(ids, first, total) & (tl.load(ids + first) >= 0)
+    sums = tl.zeros([WIDTH], tl.float32)
+    for place in range(first, end):
+        token = tl.load(ids + place).to(tl.int64)
+        if token >= 0:
+            at = tl.load(order + place)
+            row = at // count
+            factor = tl.load(factors + row * stride_factors + (at - row * count)).to(tl.float32)
+            x = tl.load(states + row * stride_states + h, mask=mask, other=0.0).to(tl.float32)
+            sums += factor * x
+            goes_on = _continues(ids, place + 1, total)
+            if before & ((place + 1 == end) | (goes_on == 0)):
+                tl.store(heads + edge, sums, mask=mask)
+            elif goes_on == 0:
+                here = out + token * stride_out + h
+                tl.store(here, tl.load(here, mask=mask, other=0.0) + sums, mask=mask)
+            elif place + 1 == end:
+                tl.store(tails + edge, sums, mask=mask)
+            sums = tl.where(goes_on, sums, 0.0)
+            before = before & goes_on
+
+
+@triton.jit
+def edge_sums_kernel(
+    out, heads, tails, ids, total, block, width, stride_out: tl.int64, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of an id that began in a block of sorted tokens and goes on in the next ones."""
+    index = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = h < width
+    first = index * block
+    last = first + block - 1
+    goes_on = _continues(ids, last + 1, total)
+    token = tl.load(ids + last, mask=goes_on, other=-1).to(tl.int64)
+    began_before = _continues(ids, first, total) & (
+        tl.load(ids + first, mask=goes_on, other=-1) == token
+    )
+    if goes_on & (token >= 0) & (began_before == 0):
+        sums = tl.load(tails + index * width + h, mask=mask, other=0.0)
+        while goes_on:
+            index += 1
+            sums += tl.load(heads + index * width + h, mask=mask, other=0.0)
+            next_edge = (index + 1) * block
+            same = tl.load(ids + next_edge - 1, mask=next_edge < total, other=-1) == token
+            goes_on = same & _continues(ids, next_edge, total)
+        here = out + token * stride_out + h
+        tl.store(here, tl.load(here, mask=mask, other=0.0) + sums, mask=mask)
+
+
+def gathered_dots_(out: Tensor, states: Tensor, matrix: Tensor, ids: Tensor) -> None:
+    rows, count = ids.shape
+    if ids.numel():
+        gathered_dots_kernel[(rows, triton.cdiv(count, IDS))](
+            out, states, matrix, ids, count, matrix.shape[1],
+            out.stride(0), states.stride(0), matrix.stride(0),
+            IDS=IDS, WIDTH=WIDTH, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def gathered_sums_(out: Tensor, factors: Tensor, matrix: Tensor, ids: Tensor) -> None:
+    rows, count = ids.shape
+    width = matrix.shape[1]
+    if ids.numel():
+        gathered_sums_kernel[(rows, triton.cdiv(width, WIDTH))](
+            out, factors, matrix, ids, count, width,
+            out.stride(0), factors.stride(0), matrix.stride(0),
+            IDS=IDS, WIDTH=WIDTH, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def scattered_sums_(out: Tensor, factors: Tensor, states: Tensor, ids: Tensor) -> None:
+    total, width = ids.numel(), states.shape[1]
+    if not total:
+        return
+    block = max(BLOCK, triton.cdiv(total, MOST_BLOCKS))
+    blocks = triton.cdiv(total, block)
+    by_id, order = ids.flatten().sort(stable=True)
+    heads, tails = states.new_empty((2, blocks, width), dtype=torch.float32)
+    grid = (blocks, triton.cdiv(width, WIDTH))
+    scattered_sums_kernel[grid](
+        out, heads, tails, factors, states, by_id, order, total, block, ids.shape[1], width,
+        out.stride(0), factors.stride(0), states.stride(0), WIDTH=WIDTH, num_warps=1,
+    )  # fmt: skip
+    edge_sums_kernel[grid](
+        out, heads, tails, by_id, total, block, width, out.stride(0), WIDTH=WIDTH, num_warps=1
+    )
