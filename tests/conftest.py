@@ -93,6 +93,8 @@ def interpret_small_blocks():
     """Make test batches span several programs, and save the interpreter time."""
     gae = importlib.import_module("fastrl.triton.gae.gae")
     policy_loss = importlib.import_module("fastrl.triton.tokens.policy_loss")
+    gathered = importlib.import_module("fastrl.triton.vocabulary.gathered")
+    gathered.BLOCK = 4
     gae.BLOCK, gae.BEHIND = 64, type(gae.BEHIND)(4)
     policy_loss.BLOCK, policy_loss.MOST_PROGRAMS = 256, 4
 

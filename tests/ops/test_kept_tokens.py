@@ -1,0 +1,224 @@
+"""Rows that have kept a part of the vocabulary: sets, values against a full softmax, memory."""
+
+from types import SimpleNamespace as Output
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fastrl
+from fastrl import KeptTokens
+
+pytestmark = pytest.mark.kernels
+V, WIDTH, ROWS = 400, 24, 18
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def sets_of(count, token_ids, vocabulary=V):
+    """``count`` tokens of each row, of most with its own; None: of some rows none or all."""
+    counts = torch.full(token_ids.shape, count or 0)
+    if count is None:
+        counts = torch.randint(vocabulary // 4, token_ids.shape)
+        counts[::5], counts[1] = 0, vocabulary
+    sets = []
+    for row, token in enumerate(token_ids.tolist()):
+        order = torch.randperm(vocabulary).tolist()
+        if row % 4:
+            order.remove(token)
+            order.insert(0, token)
+        sets.append(order[: counts[row]])
+    return KeptTokens.from_lists(sets)
+
+
+def full_softmax(logits, token_ids, kept):
+    """Log-probabilities and entropies in float64, with -inf for what is not in a set."""
+    outside = torch.zeros(logits.shape, dtype=torch.bool)
+    for row, (tokens, own) in enumerate(
+        zip(kept.token_ids.split(kept.counts().tolist()), token_ids, strict=True)
+    ):
+        outside[row] = len(tokens) > 0
+        outside[row, tokens.long()] = outside[row, own] = False
+    logprobs = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs.masked_fill(outside, 0.0)).sum(-1)
+    return logprobs.gather(-1, token_ids[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("count", [1, 3, 33, V, None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_equal_to_a_full_softmax(backend, form, dtype, count):
+    """Log-probabilities to 2e-6, gradients to 2e-5 of the largest and the rounding of their dtype.
+
+    Logits up to 6 have 8 units of roundoff in float32; those of a GEMM are sums of 24 products.
+    """
+    ids, slopes = torch.randint(V, (ROWS,)), torch.randn(2, ROWS)
+    kept = sets_of(count, ids)
+    given = [1.5 * torch.randn(ROWS, V)]
+    if form == "hidden":
+        given = [torch.randn(ROWS, WIDTH), torch.randn(V, WIDTH) / 5, torch.randn(V)]
+    leaves = [x.to(dtype).requires_grad_() for x in given]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    if form == "logits":
+        stats, z = fastrl.token_stats(leaves[0], ids, kept=kept, backend=backend), exact[0]
+    else:
+        hidden, weight, bias = leaves
+        options = {"bias": bias, "kept": kept, "backend": backend}
+        stats = fastrl.linear_token_stats(hidden, weight, ids, **options)
+        z = exact[0] @ exact[1].t() + exact[2]
+    truth = full_softmax(z, ids, kept)
+    for got, want in zip(stats[:2], truth, strict=True):
+        torch.testing.assert_close(got, want.float(), rtol=0, atol=2e-6)
+    (slopes * torch.stack(stats[:2])).sum().backward()
+    (slopes * torch.stack(truth)).sum().backward()
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    if form == "hidden" and backend == "cuda":  # as on its tensor cores
+        rounding = max(rounding, torch.finfo(torch.bfloat16).eps)
+    for x, y in zip(leaves, exact, strict=True):
+        largest = y.grad.abs().max()
+        bound = (2e-5 * largest + rounding * y.grad.abs()).clamp(min=1e-8)
+        assert bool(((x.grad.double() - y.grad).abs() <= bound).all())
+
+
+def test_statistics_of_equal_logits(backend):
+    kept = KeptTokens.from_lists([[0, 3, 5], [], [2]])
+    outputs = fastrl.TokenStats._fields
+    ids = torch.tensor([5, 1, 2])
+    stats = fastrl.token_stats(torch.ones(3, 8), ids, outputs=outputs, kept=kept, backend=backend)
+    counts = torch.tensor([3.0, 8.0, 1.0])
+    torch.testing.assert_close(stats.logprobs, -counts.log())
+    torch.testing.assert_close(stats.entropy, counts.log())
+    torch.testing.assert_close(stats.logsumexp, 1 + counts.log())
+    torch.testing.assert_close(stats.sum_sq_probs, 1 / counts)
+    assert stats.is_top1.all()
+
+
+def test_a_token_that_its_set_lacks_is_a_member(backend):
+    logits, ids = torch.tensor([[0.0, 9.0, 1.0, 2.0]]), torch.tensor([3])
+    kept = KeptTokens.from_lists([[0]])
+    found = fastrl.token_logprobs(logits, ids, kept=kept, backend=backend)
+    torch.testing.assert_close(found, torch.tensor([2.0 - torch.tensor([0.0, 2.0]).logsumexp(0)]))
+    assert kept.lacking(ids).tolist() == [True]
+    assert kept.lacking(torch.tensor([0])).tolist() == [False]
+
+
+def test_rows_of_the_head_that_nobody_kept_have_no_effect(backend):
+    hidden, weight = torch.randn(5, WIDTH), torch.randn(V, WIDTH)
+    weight[100:] = torch.nan
+    ids = torch.randint(100, (5,))
+    kept = KeptTokens.from_lists([[*range(row, 100, 9)] for row in range(5)])
+    leaf = weight.clone().requires_grad_()
+    logprobs = fastrl.linear_token_logprobs(hidden, leaf, ids, kept=kept, backend=backend)
+    logprobs.sum().backward()
+    assert logprobs.isfinite().all()
+    assert leaf.grad[:100].isfinite().all()
+    assert (leaf.grad[100:] == 0).all()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor made in the block has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        given, made = (
+            {
+                x.untyped_storage().data_ptr(): x.numel()
+                for x in tree_leaves(tree)
+                if torch.is_tensor(x)
+            }
+            for tree in (args, result)
+        )
+        self.elements = max(self.elements, *(n for at, n in made.items() if at not in given), 0)
+        return result
+
+
+@pytest.mark.not_on("triton", "cuda")
+def test_nothing_has_the_size_of_the_vocabulary(backend):
+    """With a frozen head: its gradient would have."""
+    vocabulary, kept_of_row = 20_000, 6
+    hidden, weight = torch.randn(30, 8, requires_grad=True), torch.randn(vocabulary, 8)
+    ids = torch.randint(vocabulary, (30,))
+    kept = sets_of(kept_of_row, ids, vocabulary)
+    arguments = hidden, weight, ids, torch.randn(30), torch.ones(30)
+    with Largest() as largest:
+        fastrl.linear_policy_loss(
+            *arguments, kept=kept, objective="dapo", backend=backend
+        ).loss.backward()
+    gathered = 30 * (kept_of_row + 1) * 8 if backend == "reference" else 0
+    assert largest.elements <= max(gathered, hidden.numel(), 4 * len(kept.token_ids))
+
+
+def test_many_and_few_tokens_in_one_call_equal_calls_of_each(backend):
+    """Through chunks of similar sizes, the head's GEMMs, and rows of the whole vocabulary."""
+    ids = torch.randint(V, (40,))
+    hidden, weight = torch.randn(40, WIDTH), torch.randn(V, WIDTH) / 5
+    counts = [0, 1, 2, 5, 20, 21, 60, 300, V, 30]
+    kept = KeptTokens.from_lists([torch.randperm(V)[: counts[i % 10]].tolist() for i in range(40)])
+    options = {"chunk_tokens": 4, "backend": backend}
+    together = fastrl.linear_token_logprobs(hidden, weight, ids, kept=kept, **options)
+    for row in range(40):
+        one = torch.tensor([row])
+        alone = fastrl.linear_token_logprobs(
+            hidden[one], weight, ids[one], kept=kept.take(one), **options
+        )
+        torch.testing.assert_close(together[one], alone, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.not_on("triton", "cuda")
+def test_what_threads_and_repeats_share(backend):
+    hidden, weight = torch.randn(90, WIDTH), torch.randn(V, WIDTH, requires_grad=True)
+    ids = torch.randint(V, (90,))
+    kept, found = sets_of(9, ids), []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        weight.grad = None
+        fastrl.linear_token_logprobs(
+            hidden, weight, ids, kept=kept, backend=backend
+        ).sum().backward()
+        found.append(weight.grad)
+    torch.set_num_threads(before)
+    if backend != "reference":
+        assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
+
+
+def test_sets_from_padded_ids():
+    padded = torch.tensor([[[4, 2, -1], [-1, -1, -1]], [[-1, 7, 3], [5, -1, -1]]])
+    kept = KeptTokens.from_padded(padded)
+    assert kept.token_ids.tolist() == [4, 2, 7, 3, 5]
+    assert kept.offsets.tolist() == [0, 2, 2, 4, 5]
+    assert KeptTokens.from_padded(padded[0], padding=4).counts().tolist() == [2, 3]
+
+
+def test_sets_from_vllm():
+    nested = Output(token_ids=[9, 8], sampling_mask=Output(token_ids=[[9, 1], [8]]))
+    flat = Output(
+        token_ids=[7, 6, 5],
+        sampling_mask=Output(token_ids=[7, 2, 6, 5, 3], offsets=[0, 2, 3, 5]),
+    )
+    without = Output(token_ids=[4], sampling_mask=None)
+    kept = KeptTokens.from_vllm([nested, flat, without])
+    assert kept.counts().tolist() == [2, 1, 0, 2, 1, 2, 0, 0, 0]
+    assert kept.token_ids.tolist() == [9, 1, 8, 7, 2, 6, 5, 3]
+    assert KeptTokens.from_vllm([nested, flat], length=2).counts().tolist() == [2, 1, 2, 1]
+    flat.sampling_mask.offsets.pop()
+    with pytest.raises(ValueError, match="3 tokens and 2 sets at 0"):
+        KeptTokens.from_vllm([flat])
+
+
+def test_sets_taken_and_joined():
+    kept = KeptTokens.from_lists([[3, 1], [], [2, 5, 4], [6]])
+    taken = kept.take(torch.tensor([2, 1, 0, 2]))
+    assert taken.token_ids.tolist() == [2, 5, 4, 3, 1, 2, 5, 4]
+    assert taken.offsets.tolist() == [0, 3, 3, 5, 8]
+    some = kept.take(torch.tensor([True, False, False, True]))
+    assert some.token_ids.tolist() == [3, 1, 6]
+    both = KeptTokens.concatenate([some, taken])
+    assert both.counts().tolist() == [2, 1, 3, 0, 2, 3]
+    assert both.token_ids.tolist() == [3, 1, 6, 2, 5, 4, 3, 1, 2, 5, 4]
+    assert KeptTokens.from_lists([]).take(torch.tensor([], dtype=torch.int64)).offsets.tolist() == [
+        0
+    ]

@@ -107,16 +107,16 @@ class LinearWalk:
         if call.parts.split():
             assert self._rows.mask is not None
             self._part = PartRows.of(self._rows, self._rows.mask, call.parts)
-        sizes = ((rows.stop - rows.start, width) for rows, width in self._pieces())
-        whole = sum(size for size, width in sizes if self._by_gemm(width))
+        pieces = ((rows.stop - rows.start, width) for rows, width in self._pieces())
+        counts = [count for count, width in pieces if self._by_gemm(width)]
         buffers = 2 if exchanging and call.parts.split() else 1
         size = chunk_size(call.chunk_tokens, head, call.parts, buffers, on_gpu=self._on_gpu)
-        self._size = max(1, min(size, whole))
-        number = -(-whole // self._size)
+        self._size = max(1, min(size, sum(counts)))
+        number = sum(-(-count // self._size) for count in counts)
         self._stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
         # a list: a generator would refer to self, and only the cyclic collector would free it
         self._buffers = itertools.cycle(
-            [self._new_buffer(hidden) for _ in range(max(1, min(buffers, number)))]
+            [self._new_buffer(hidden) for _ in range(min(buffers, number))]
         )
         self._parameters = HeadGradients(head, tuple(needs[1:]))
         summed = needs[0] and call.parts.split() and call.parts.reduce_hidden_gradient
