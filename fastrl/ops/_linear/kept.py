@@ -73,11 +73,17 @@ class KeptProducts:
 
     def add_low_rank(self, logits: Tensor, low_rank: Tensor, factor: Tensor) -> None:
         """Add states `[C, r]` times rows of a factor `[V, r]`."""
-        _call("gathered_dots_", self._backend, logits, low_rank, _row_major(factor), self._ids)
+        states = self._held(low_rank)
+        _call("gathered_dots_", self._backend, logits, states, _row_major(factor), self._ids)
 
     def add_factor_gradient(self, grad_logits: Tensor, low_rank: Tensor, total: Tensor) -> None:
         """Add to `[V, r]`."""
-        _call("scattered_sums_", self._backend, total, grad_logits, low_rank, self._ids)
+        states = self._held(low_rank)
+        _call("scattered_sums_", self._backend, total, grad_logits, states, self._ids)
+
+    def _held(self, states: Tensor) -> Tensor:
+        """Return states as the kernels take them: on a GPU in any dtype."""
+        return states if states.is_cuda else states.to(self._dtype)
 
     def add_low_rank_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
         """Add to `[C, r]`."""

@@ -203,7 +203,7 @@ class LinearWalk:
             if self._by_gemm(width):
                 products = GemmKeptProducts(self._products, logits, products)
             else:
-                states = hidden.to(head.dtype)
+                states = hidden
             logits = hidden.new_empty(ids.shape, dtype=head.dtype)
             rows = rows._replace(token_ids=columns.place, ignore_index=NO_ID)
             if part is not None:

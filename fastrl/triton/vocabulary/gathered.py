@@ -1,8 +1,8 @@
 """Products of hidden states with some rows of an LM head, and the sums of their gradients.
 
-With ids `[C, K]` of rows of the matrix, below 0 for none; all sums are in float32. The terms of an id
-are added in their order, in blocks of terms sorted by id, whose edges depend on the number of terms
-alone: the same bits in every run.
+With ids `[C, K]` of rows of the matrix, below 0 for none; all sums are in float32. The terms of an
+id are added in their order, in blocks of terms sorted by id, whose edges depend on the number of
+terms alone: the same bits in every run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Ids and columns of the matrix in a tile; a lane of four warps reads 16 bytes of bfloat16.
+#: Ids and columns of the matrix in a tile, of which a lane reads 16 bytes at a time.
 IDS, WIDTH = 8, 256
 WARPS = 2
-#: Sorted tokens of a block, at least, and blocks at most, which bounds the memory of their edges.
+#: Columns of a sum of terms, for one warp: more terms each than what their ids and places cost.
+SCATTERED_WIDTH = 512
+#: Sorted terms of a block, at least, and blocks at most, which bounds the memory of their edges.
 BLOCK, MOST_BLOCKS = 64, 2048
 
 
@@ -60,72 +62,60 @@ def gathered_sums_kernel(
 
 
 @triton.jit
-def _continues(ids, place, total):
-    """Return whether the token at a place has the id of the one before."""
-    inside = (place > 0) & (place < total)
-    before = tl.load(ids + place - 1, mask=inside, other=-1)
-    return inside & (tl.load(ids + place, mask=inside, other=-2) == before)
-
-
-@triton.jit
 def scattered_sums_kernel(
     out, heads, tails, factors, states, ids, order, total, block, count, width,
     stride_out: tl.int64, stride_factors: tl.int64, stride_states: tl.int64, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of ids within a block of sorted tokens, and store those at its edges."""
+    """Add the sums of ids within a block of sorted terms, and store those at its edges."""
     index = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = h < width
     edge = index * width + h
     first = index * block
     end = tl.minimum(first + block, total)
+    token = tl.load(ids + first)
     # whether the id began before this block; ids below 0 come first
-    before = _continues(ids, first, total) & (tl.load(ids + first) >= 0)
+    before = (token >= 0) & (tl.load(ids + first - 1, mask=first > 0, other=-1) == token)
     sums = tl.zeros([WIDTH], tl.float32)
     for place in range(first, end):
-        token = tl.load(ids + place).to(tl.int64)
+        following = tl.load(ids + place + 1, mask=place + 1 < total, other=-1)
+        goes_on = following == token
         if token >= 0:
-            at = tl.load(order + place)
+            at = tl.load(order + place).to(tl.int32)
             row = at // count
             factor = tl.load(factors + row * stride_factors + (at - row * count)).to(tl.float32)
             x = tl.load(states + row * stride_states + h, mask=mask, other=0.0).to(tl.float32)
             sums += factor * x
-            goes_on = _continues(ids, place + 1, total)
             if before & ((place + 1 == end) | (goes_on == 0)):
                 tl.store(heads + edge, sums, mask=mask)
             elif goes_on == 0:
-                here = out + token * stride_out + h
+                here = out + token.to(tl.int64) * stride_out + h
                 tl.store(here, tl.load(here, mask=mask, other=0.0) + sums, mask=mask)
             elif place + 1 == end:
                 tl.store(tails + edge, sums, mask=mask)
             sums = tl.where(goes_on, sums, 0.0)
             before = before & goes_on
+        token = following
 
 
 @triton.jit
 def edge_sums_kernel(
-    out, heads, tails, ids, total, block, width, stride_out: tl.int64, WIDTH: tl.constexpr,
+    out, heads, tails, ids, stops, total, block, width, stride_out: tl.int64, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of an id that began in a block of sorted tokens and goes on in the next ones."""
+    """Add the sums of an id that began in a block of sorted terms and goes on in the next ones."""
     index = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = h < width
     first = index * block
-    last = first + block - 1
-    goes_on = _continues(ids, last + 1, total)
-    token = tl.load(ids + last, mask=goes_on, other=-1).to(tl.int64)
-    began_before = _continues(ids, first, total) & (
-        tl.load(ids + first, mask=goes_on, other=-1) == token
-    )
-    if goes_on & (token >= 0) & (began_before == 0):
+    last = tl.minimum(first + block, total) - 1
+    token = tl.load(ids + last)
+    before = tl.load(ids + first - 1, mask=first > 0, other=-1) == token
+    stop = tl.load(stops + index)  # behind the terms of this id
+    if (token >= 0) & (before == 0) & (stop > last + 1):
         sums = tl.load(tails + index * width + h, mask=mask, other=0.0)
-        while goes_on:
-            index += 1
-            sums += tl.load(heads + index * width + h, mask=mask, other=0.0)
-            next_edge = (index + 1) * block
-            same = tl.load(ids + next_edge - 1, mask=next_edge < total, other=-1) == token
-            goes_on = same & _continues(ids, next_edge, total)
-        here = out + token * stride_out + h
+        for after in range(index + 1, (stop - 1) // block + 1):
+            sums += tl.load(heads + after * width + h, mask=mask, other=0.0)
+        here = out + token.to(tl.int64) * stride_out + h
         tl.store(here, tl.load(here, mask=mask, other=0.0) + sums, mask=mask)
 
 
@@ -157,12 +147,16 @@ def scattered_sums_(out: Tensor, factors: Tensor, states: Tensor, ids: Tensor) -
     block = max(BLOCK, triton.cdiv(total, MOST_BLOCKS))
     blocks = triton.cdiv(total, block)
     by_id, order = ids.flatten().sort(stable=True)
+    stops = torch.searchsorted(by_id, by_id[block - 1 :: block].contiguous(), right=True)
+    if blocks > stops.shape[0]:  # the last one is shorter
+        stops = torch.nn.functional.pad(stops, (0, 1), value=total)
     heads, tails = states.new_empty((2, blocks, width), dtype=torch.float32)
-    grid = (blocks, triton.cdiv(width, WIDTH))
+    grid = (blocks, triton.cdiv(width, SCATTERED_WIDTH))
     scattered_sums_kernel[grid](
         out, heads, tails, factors, states, by_id, order, total, block, ids.shape[1], width,
-        out.stride(0), factors.stride(0), states.stride(0), WIDTH=WIDTH, num_warps=1,
+        out.stride(0), factors.stride(0), states.stride(0), WIDTH=SCATTERED_WIDTH, num_warps=1,
     )  # fmt: skip
     edge_sums_kernel[grid](
-        out, heads, tails, by_id, total, block, width, out.stride(0), WIDTH=WIDTH, num_warps=1
-    )
+        out, heads, tails, by_id, stops, total, block, width, out.stride(0),
+        WIDTH=SCATTERED_WIDTH, num_warps=1,
+    )  # fmt: skip
