@@ -15,7 +15,7 @@ FREE = {
 }
 _ABOVE_0 = {
     *("temperature", "learning_rate", "max_grad_norm", "reward_timeout", "gamma", "kl_target"),
-    *("stop_kl", "plan", "save_minutes"),
+    *("stop_kl", "plan", "save_minutes", "top_p"),
 }
 _AT_LEAST = {
     **dict.fromkeys(("seed", "warmup_steps", "warm_start_steps", "clip_low", "clip_high"), 0),
@@ -23,7 +23,8 @@ _AT_LEAST = {
     **dict.fromkeys(("steps", "epochs", "minibatches", "prompts_per_step", "group_size"), 1),
     **dict.fromkeys(("sampling_rounds", "max_prompt_tokens", "max_new_tokens", "mlp_tile"), 1),
     **dict.fromkeys(("tokens_per_generation", "tokens_per_micro_batch", "lora_rank"), 1),
-    **dict.fromkeys(("eval_every", "save_every"), 1),
+    **dict.fromkeys(("eval_every", "save_every", "top_k"), 1),
+    "min_p": 0,
 }
 
 
@@ -61,6 +62,13 @@ class RunConfig:
     """Longest completion, including its end token."""
     temperature: float = 1.0
     """Temperature of the sampling and of the loss."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens with this probability in all. The loss and all
+    log-probabilities are of the tokens that were kept; evaluation is greedy, and uses none."""
+    top_k: int | None = None
+    """Sample from this many tokens, the most likely ones."""
+    min_p: float = 0.0
+    """Sample from the tokens that are at least this share as likely as the most likely one."""
     stop: tuple[str, ...] = ()
     """What ends a completion besides the model's end tokens: tokens (<|im_end|>), or texts."""
     truncated: Literal["count", "mask"] = "count"
@@ -175,6 +183,9 @@ class RunConfig:
                 )
         if self.seed >= 2**31:
             raise ValueError(f"seed must be below 2**31, got {self.seed}")
+        for name in ("top_p", "min_p"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
         if self.out is not None and not (self.out.strip() and self.out.isprintable()):
             raise ValueError(f"out must be a path of printable characters, got {self.out[:80]!r}")
         if not 1 <= len(self.prompts) <= 2:
@@ -216,6 +227,11 @@ class RunConfig:
                 "lora_targets must be all-linear, or with lora_rank names of layers, got "
                 f"{targets}, lora_rank={self.lora_rank}"
             )
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
     @property
     def dtype(self) -> str:

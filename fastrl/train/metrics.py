@@ -77,8 +77,19 @@ def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
     """Tokens, mean length and share of truncated completions; tokens that the sampler computed.
 
     ``real_tokens`` are those of prompts and completions, ``padded_tokens`` are these and padding.
+    ``kept_tokens`` is the mean number of tokens that the sampler kept, ``kept_lacking`` the share
+    of sampled tokens that are not among them.
     """
+    kept = {}
+    if rollout.kept is not None:
+        counts, lacking = rollout.kept.counts(), rollout.kept.lacking(rollout.token_ids)
+        sampled = rollout.mask.sum()
+        kept = {
+            "kept_tokens": float(counts.view(rollout.mask.shape)[rollout.mask].double().mean()),
+            "kept_lacking": float((lacking & rollout.mask).sum() / sampled),
+        }
     return {
+        **kept,
         "tokens": float(rollout.mask.sum()),
         "length": float(rollout.mask.sum(1).double().mean()),
         "truncated": float(rollout.truncated.double().mean()),

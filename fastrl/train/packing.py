@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from fastrl import KeptTokens
 from fastrl.integrations.transformers.by_sequence import Layout, Span, make_layout
 from fastrl.train.config import RunConfig
 from fastrl.train.rollout import Rollout
@@ -27,6 +28,7 @@ class PackedBatch(NamedTuple):
     cu_seqlens: Tensor  # [S + 1], int32: where the scored tokens of each completion begin
     rows: Tensor  # [S], the completions in the rollout
     mask: Tensor  # bool [S, T], which of their tokens are scored
+    kept: KeptTokens | None  # of the scored tokens
 
     def take(self, values: Tensor) -> Tensor:
         """Values ``[n]`` at the scored tokens, of values ``[N, T]`` of the rollout."""
@@ -165,6 +167,10 @@ def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]
     samples = torch.tensor([sample for unit in units for sample in unit.rows], device=device)
     scored = mask[samples]
     of_row = pad_sequence(places, batch_first=True).to(device)
+    kept = rollout.kept
+    if kept is not None:
+        place = torch.arange(rollout.mask.numel(), device=device).view(rollout.mask.shape)
+        kept = kept.take(place[samples][scored])
     return PackedBatch(
         input_ids=torch.cat(row.ids)[None],
         position_ids=torch.cat(row.positions).to(device)[None],
@@ -174,4 +180,5 @@ def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]
         cu_seqlens=pad(scored.sum(1).cumsum(0), (1, 0)).to(torch.int32),
         rows=samples,
         mask=scored,
+        kept=kept,
     )

@@ -101,7 +101,11 @@ def _inputs(batch: PackedBatch, config: RunConfig) -> dict[str, Any]:
 
 def policy_logprobs(outputs: PolicyOutputs, batch: PackedBatch, config: RunConfig) -> Tensor:
     """Log-probabilities ``[n]`` of the scored tokens."""
-    options: dict[str, Any] = {"token_ids": batch.token_ids, "temperature": config.temperature}
+    options: dict[str, Any] = {
+        "token_ids": batch.token_ids,
+        "temperature": config.temperature,
+        "kept": batch.kept,
+    }
     if outputs.logits is not None:
         return token_logprobs(outputs.logits, **options)
     states, head = _states_and_head(outputs)
@@ -127,6 +131,7 @@ def policy_loss(
     """
     options: dict[str, Any] = {
         "temperature": config.temperature,
+        "kept": batch.kept,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
         "rollout_logprobs": rollout_logprobs,

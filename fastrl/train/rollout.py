@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from fastrl import KeptTokens
 from fastrl.train.prompts import Prompt
 
 
@@ -17,6 +18,7 @@ class Completion(NamedTuple):
     logprobs: Tensor  # float32 [T], of the sampler at the temperature
     ended: bool  # false if it reached the length limit without an end
     sampled: Tensor | None = None  # bool [T], false where a tool or the user wrote; None: all true
+    kept: KeptTokens | None = None  # of each of the T tokens; None: of the whole vocabulary
 
 
 class Rollout(NamedTuple):
@@ -31,6 +33,7 @@ class Rollout(NamedTuple):
     mask: Tensor  # bool [N, T], the tokens that the policy sampled, up to and including the end
     logprobs: Tensor  # float32 [N, T], of the sampler at the temperature; 0 where masked
     truncated: Tensor  # bool [N], true if the completion reached the length limit without an end
+    kept: KeptTokens | None = None  # of the N T tokens, in rows; None: of the whole vocabulary
 
     @property
     def lengths(self) -> list[int]:
@@ -41,7 +44,13 @@ class Rollout(NamedTuple):
         """The completions at ``index``."""
         at = index.to(self.mask.device)
         per_row = (self.token_ids, self.mask, self.logprobs, self.truncated)
-        return Rollout(self.prompts, self.prompt_of[index.cpu()], *(each[at] for each in per_row))
+        kept, length = self.kept, self.mask.shape[1]
+        if kept is not None:
+            kept = kept.take(
+                (at[:, None] * length + torch.arange(length, device=at.device)).flatten()
+            )
+        prompt_of = self.prompt_of[index.cpu()]
+        return Rollout(self.prompts, prompt_of, *(each[at] for each in per_row), kept)
 
     def counted(self, truncated: str) -> Tensor:
         """The mask of the tokens in the loss: without truncated completions if ``"mask"``."""
@@ -83,12 +92,28 @@ def rollout_of(
         mask=mask.to(device),
         logprobs=logprobs.to(device),
         truncated=torch.tensor([not one.ended for one in completions], device=device),
+        kept=_padded([one.kept for one in completions], mask, device),
     )
+
+
+def _padded(kept: list[KeptTokens | None], mask: Tensor, device: torch.device) -> KeptTokens | None:
+    """What the tokens of completions have kept, with empty sets as padding."""
+    if all(one is None for one in kept):
+        return None
+    counts = torch.zeros(mask.shape, dtype=torch.int64)
+    for row, one in enumerate(kept):
+        if one is not None:
+            counts[row, : len(one.offsets) - 1] = one.counts()
+    token_ids = torch.cat([one.token_ids for one in kept if one is not None])
+    return KeptTokens(token_ids, pad(counts.flatten().cumsum(0), (1, 0))).to(device)
 
 
 def concatenate(rollouts: list[Rollout]) -> Rollout:
     """The completions of several rollouts as one, each padded to the longest."""
     length = max(rollout.mask.shape[1] for rollout in rollouts)
+    kept = None
+    if any(rollout.kept is not None for rollout in rollouts):
+        kept = KeptTokens.concatenate([_kept(rollout, length) for rollout in rollouts])
     begins = torch.tensor([0] + [len(rollout.prompts) for rollout in rollouts]).cumsum(0)
 
     def joined(tensors: Any) -> Tensor:
@@ -101,4 +126,15 @@ def concatenate(rollouts: list[Rollout]) -> Rollout:
         joined(rollout.mask for rollout in rollouts),
         joined(rollout.logprobs for rollout in rollouts),
         torch.cat([rollout.truncated for rollout in rollouts]),
+        kept,
     )
+
+
+def _kept(rollout: Rollout, length: int) -> KeptTokens:
+    """What the tokens of a rollout that is padded to another length have kept."""
+    shape, device = rollout.mask.shape, rollout.mask.device
+    if rollout.kept is None:
+        return KeptTokens.from_lists([[]] * (shape[0] * length), device=device)
+    counts = pad(rollout.kept.counts().view(shape), (0, length - shape[1]))
+    offsets = pad(counts.flatten().cumsum(0), (1, 0))
+    return KeptTokens(rollout.kept.token_ids, offsets)

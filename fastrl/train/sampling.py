@@ -2,21 +2,25 @@
 
 import importlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
-from fastrl import RolloutCorrection
+from fastrl import KeptTokens, RolloutCorrection
 from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
@@ -40,7 +44,7 @@ class TokenCount(NamedTuple):
 
 
 class Engine(Protocol):
-    """What samples from softmax(logits / temperature), and from nothing else."""
+    """What samples from softmax(logits / temperature), or from the tokens of it that are kept."""
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
         """Complete each prompt, or with its most likely tokens, which uses no random numbers.
@@ -64,7 +68,7 @@ class Sampler:
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._config = model, tokenizer, config
         self._own: RolloutFunction | None = None  # what takes the place of a completion each
         self.engine: Engine
         if config.sampler == "vllm":
@@ -116,18 +120,22 @@ class Sampler:
                 f"prompts, got {len(completions)}"
             )
         if self._own is not None:
-            completions = [self._checked(*each) for each in zip(completions, asked, strict=True)]
+            completions = [
+                self._checked(one, prompt, greedy=greedy)
+                for one, prompt in zip(completions, asked, strict=True)
+            ]
         texts = [
             self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
             for one in completions
         ]
         return rollout_of(prompts, completions, self._model.device), texts
 
-    def _checked(self, one: Any, prompt: list[int]) -> Completion:
+    def _checked(self, one: Any, prompt: list[int], *, greedy: bool) -> Completion:
         """What a function of the user's returned, as tensors of the right types."""
         try:
             ids, logprobs = torch.as_tensor(one.token_ids), torch.as_tensor(one.logprobs).float()
             sampled = None if one.sampled is None else torch.as_tensor(one.sampled).bool()
+            kept = getattr(one, "kept", None)
             ids, ended = ids.long(), bool(one.ended)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"sampler must return completions of tensors: {error}") from error
@@ -142,7 +150,18 @@ class Sampler:
                 f"sampler must return at most {context - len(prompt)} tokens for a prompt of "
                 f"{len(prompt)}, since the model's context is {context}, got {len(ids)}"
             )
-        return Completion(ids, logprobs, ended, sampled)
+        if self._config.keeps_tokens and kept is None and not greedy:
+            raise ValueError(
+                "sampler must return the tokens that were kept (Completion.kept) with top_p, top_k "
+                "or min_p: the trainer's log-probabilities, normalized over the whole vocabulary, "
+                "would not be those of what was sampled, and every ratio would be biased"
+            )
+        if kept is not None and len(kept.offsets) != len(ids) + 1:
+            raise ValueError(
+                f"sampler must return a set of kept tokens for each of {len(ids)} tokens, got "
+                f"{len(kept.offsets) - 1}"
+            )
+        return Completion(ids, logprobs, ended, sampled, kept)
 
 
 class TransformersEngine:
@@ -197,7 +216,7 @@ class TransformersEngine:
         longest, pad = max(map(len, prompts)), self._tokenizer.pad_token_id
         input_ids = [[pad] * (longest - len(ids)) + ids for ids in prompts]
         attention_mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-        choice = _TokenChoice(self._config.temperature, uniforms)
+        choice = _TokenChoice(self._config, uniforms)
         out = self._model.generate(
             input_ids=torch.tensor(input_ids, device=self._model.device),
             attention_mask=torch.tensor(attention_mask, device=self._model.device),
@@ -215,13 +234,20 @@ class TransformersEngine:
         steps = token_ids.shape[1]
         chosen = torch.stack(choice.token_ids[:steps], 1).cpu()
         logprobs = torch.stack(choice.logprobs[:steps], 1).cpu()
+        kept = KeptTokens.concatenate(choice.kept[:steps]) if choice.kept else None
         completions = []
         for row in range(len(prompts)):
             length, ended = self._endings.length(token_ids[row])
             if not torch.equal(token_ids[row, :length], chosen[row, :length]):
                 raise RuntimeError("generate did not take the tokens that were chosen for it")
+            of_row = torch.arange(length) * len(prompts) + row
             completions.append(
-                Completion(token_ids[row, :length].clone(), logprobs[row, :length].clone(), ended)
+                Completion(
+                    token_ids[row, :length].clone(),
+                    logprobs[row, :length].clone(),
+                    ended,
+                    kept=None if kept is None else kept.take(of_row),
+                )
             )
         return completions
 
@@ -261,20 +287,41 @@ def import_function(path: str, option: str) -> Any:
     return function
 
 
-def choose(scores: Tensor, temperature: float, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
+def keeps(config: RunConfig) -> list[LogitsProcessor]:
+    """What takes tokens out of the logits at the temperature, in the order of `transformers`."""
+    processors: list[LogitsProcessor] = []
+    if config.top_k is not None:
+        processors.append(TopKLogitsWarper(config.top_k))
+    if config.top_p < 1:
+        processors.append(TopPLogitsWarper(config.top_p))
+    if config.min_p > 0:
+        processors.append(MinPLogitsWarper(config.min_p))
+    return processors
+
+
+def choose(
+    scores: Tensor,
+    temperature: float,
+    uniforms: Tensor | None,
+    keeps: Sequence[LogitsProcessor] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw a token from softmax(scores / temperature) for each row, by the inverse of its CDF.
 
     Args:
         scores: Logits, float32 [N, V].
         temperature: Positive.
         uniforms: Numbers in [0, 1), float64 [N]; None chooses the most likely tokens.
+        keeps: What takes tokens out of the distribution.
 
     Returns:
-        Token ids [N] and their log-probabilities, float32 [N]: NaN if the row has no distribution,
-        because a logit is NaN or infinite or all are -inf. Otherwise the token has a positive
-        probability.
+        Token ids [N], their log-probabilities, float32 [N], and which tokens were kept, bool
+        [N, V]. A log-probability is NaN if the row has no distribution, because a logit is NaN or
+        infinite or all are -inf. Otherwise the token has a positive probability.
     """
-    logprobs = (scores.float() / temperature).log_softmax(-1)
+    scaled = scores.float() / temperature
+    for processor in keeps:
+        scaled = processor(None, scaled)
+    logprobs = scaled.log_softmax(-1)
     token_ids = logprobs.argmax(-1, keepdim=True)
     if uniforms is not None:
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
@@ -284,19 +331,23 @@ def choose(scores: Tensor, temperature: float, uniforms: Tensor | None) -> tuple
         # A parallel sum need not be monotonic to the last bit, so check what it found.
         possible = logprobs.gather(-1, drawn).exp() > 0
         token_ids = torch.where(possible, drawn, token_ids)
-    return token_ids.squeeze(-1), logprobs.gather(-1, token_ids).squeeze(-1)
+    of_tokens = logprobs.gather(-1, token_ids).squeeze(-1)
+    return token_ids.squeeze(-1), of_tokens, logprobs != -torch.inf
 
 
 class _TokenChoice(LogitsProcessor):
     """Chooses the tokens of ``generate(do_sample=False)``, and records their log-probabilities.
 
-    It is the last processor: `transformers` adds its own before, and those for sampling not at all.
+    Where it samples from a part of the vocabulary, it records that, too. It is the last processor:
+    `transformers` adds its own before, and those for sampling not at all.
     """
 
-    def __init__(self, temperature: float, uniforms: Tensor | None) -> None:
+    def __init__(self, config: RunConfig, uniforms: Tensor | None) -> None:
         self.token_ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
-        self._temperature, self._uniforms = temperature, uniforms
+        self.kept: list[KeptTokens] = []  # of each step
+        self._temperature, self._uniforms = config.temperature, uniforms
+        self._keeps = [] if uniforms is None else keeps(config)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Choose a token for each row of ``scores`` [N, V], and forbid all others in place."""
@@ -305,10 +356,13 @@ class _TokenChoice(LogitsProcessor):
         for rows in torch.arange(len(scores)).split(max(1, _AT_ONCE // scores.shape[-1])):
             span = slice(int(rows[0]), int(rows[-1]) + 1)
             uniforms = None if self._uniforms is None else self._uniforms[span, step]
-            parts.append(choose(scores[span], self._temperature, uniforms))
-        token_ids, logprobs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            parts.append(choose(scores[span], self._temperature, uniforms, self._keeps))
+        token_ids, logprobs, kept = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
+        if self._keeps:
+            offsets = pad(kept.sum(1).cumsum(0), (1, 0))
+            self.kept.append(KeptTokens(kept.nonzero()[:, 1].int(), offsets).to("cpu"))
         return scores.fill_(-torch.inf).scatter_(1, token_ids[:, None], 0.0)
 
 

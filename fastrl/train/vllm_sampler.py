@@ -2,11 +2,12 @@
 
 import os
 import tempfile
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from fastrl import kl_divergence, token_logprobs
+from fastrl import KeptTokens, kl_divergence, token_logprobs
 from fastrl.integrations.vllm import hand_over_weights
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
@@ -38,6 +39,8 @@ class VllmEngine:
             raise ValueError(
                 "sampler=vllm needs vLLM: pip install 'fastrl-kernels[vllm]'"
             ) from error
+        if config.keeps_tokens:
+            _check_replay(config)
         if config.temperature < 0.01:  # vLLM raises lower ones to it, or takes the likeliest token
             raise ValueError(f"temperature must be at least 0.01 in vLLM, got {config.temperature}")
         needed = current_platform.device_type
@@ -56,6 +59,10 @@ class VllmEngine:
         """See `Engine.complete`; raises a `RuntimeError` if the engine has other weights."""
         from vllm import SamplingParams
 
+        keeps: dict[str, Any] = {}
+        if self._config.keeps_tokens and not greedy:
+            config = self._config
+            keeps = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
         parameters = [
             SamplingParams(  # its defaults change nothing about the distribution
                 temperature=0.0 if greedy else self._config.temperature,
@@ -66,12 +73,13 @@ class VllmEngine:
                 ignore_eos=True,  # the end tokens above are all that there are
                 detokenize=bool(self._endings.texts),
                 logprobs=0,  # of the sampled token alone
+                **keeps,
             )
             for _ in prompts
         ]
         with unchanged_generators():
             outputs = self._outputs(prompts, parameters)
-        completions = [_completion(output.outputs[0]) for output in outputs]
+        completions = [_completion(output.outputs[0], keeps=bool(keeps)) for output in outputs]
         self._check(prompts, completions, 1.0 if greedy else self._config.temperature)
         self._tokens += sum(map(len, prompts)) + sum(len(one.token_ids) for one in completions)
         return completions
@@ -104,7 +112,8 @@ class VllmEngine:
                 gpu_memory_utilization=0.3,  # must be free at the start; the cache is as above
                 enable_sleep_mode=self._can_sleep,
                 enforce_eager=not self._can_sleep,  # compiling for a CPU takes 15 seconds
-                logprobs_mode="processed_logprobs",  # at the temperature
+                logprobs_mode="processed_logprobs",  # at the temperature, of the tokens kept
+                **({"return_sampling_mask": True} if config.keeps_tokens else {}),
             )
 
     def _outputs(self, prompts: list[list[int]], parameters: list[Any]) -> list[Any]:
@@ -132,7 +141,10 @@ class VllmEngine:
                 ids = done[row].token_ids[: _CHECKED[1]].to(device)
                 inputs = torch.cat([torch.tensor(prompts[row], device=device), ids[:-1]])
                 logits = self._model(inputs[None], use_cache=False, logits_to_keep=len(ids)).logits
-                own = token_logprobs(logits[0], token_ids=ids, temperature=temperature)
+                kept = done[row].kept
+                if kept is not None:
+                    kept = kept.take(torch.arange(len(ids))).to(device)
+                own = token_logprobs(logits[0], ids, temperature=temperature, kept=kept)
                 kls.append(kl_divergence(done[row].logprobs[: len(ids)], own.cpu()))
         kl = float(torch.cat(kls).mean())
         if kl > most:  # a NaN is the model's, and told later
@@ -150,10 +162,27 @@ def _cache_bytes(architecture: Any, element: int) -> int:
     return int(2 * text.num_hidden_layers * heads * width * element)
 
 
-def _completion(output: Any) -> Completion:
+def _check_replay(config: RunConfig) -> None:
+    """Raise a `ValueError` if vLLM cannot tell which tokens it keeps."""
+    from vllm import EngineArgs
+
+    if "return_sampling_mask" not in {field.name for field in fields(EngineArgs)}:
+        raise ValueError(
+            "top_p, top_k and min_p must be left at their defaults with this vLLM, which has no "
+            "return_sampling_mask: without the tokens that it keeps, every ratio would be biased"
+        )
+    if config.top_k is None:
+        raise ValueError(
+            "top_k must be set with top_p or min_p in vLLM, which tells only up to top_k tokens"
+        )
+
+
+def _completion(output: Any, *, keeps: bool) -> Completion:
     """A completion of vLLM; a `RuntimeError` if it was cut for another reason than its length."""
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM did not finish a completion: {output.finish_reason}")
     ids = list(output.token_ids)
     logprobs = [each[token].logprob for each, token in zip(output.logprobs, ids, strict=True)]
-    return Completion(torch.tensor(ids), torch.tensor(logprobs), output.finish_reason == "stop")
+    kept = KeptTokens.from_vllm([output]) if keeps else None
+    ended = output.finish_reason == "stop"
+    return Completion(torch.tensor(ids), torch.tensor(logprobs), ended, kept=kept)
