@@ -103,6 +103,7 @@ def fastrl_provider(backend: str) -> Provider:
             inputs["advantages"][:, 0],
             inputs["mask"],
             old_logprobs=inputs["old_logprobs"],
+            kept=inputs.get("kept"),
             objective=objective,
             backend=backend,
         )

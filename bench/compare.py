@@ -18,6 +18,7 @@ from pathlib import Path
 
 import bench_gae
 import bench_group_advantages
+import bench_kept_tokens
 import bench_linear
 import bench_linear_skipped_rows
 import bench_logits_policy_loss
@@ -32,6 +33,7 @@ MODULES = (
     bench_logits_policy_loss,
     bench_linear,
     bench_linear_skipped_rows,
+    bench_kept_tokens,
     bench_policy_loss,
     bench_gae,
     bench_group_advantages,
@@ -45,6 +47,8 @@ REQUIRED = {
     "logits_policy_loss": {"compile": 5.0, "eager": 7.0, "floor": 2.5},
     "linear_policy_loss": {"floor": 1.25, "peer": 2.5, "same rows": 1.15, "all rows": 2.5},
     "linear_policy_loss bfloat16": {"peer": 5.0},
+    "linear_policy_loss, 32 kept": {"all rows": 8.0},
+    "linear_policy_loss, 512 kept": {"all rows": 1.0},
     "gae": {"loop": 200.0},
 }
 

@@ -1,9 +1,9 @@
 """Budgets of the products with the rows of an LM head that tokens have kept.
 
 An element is one of a row of the head, or of a hidden state. What is read and written beside them
-(ids, a vector for each row) is less than a tenth. Most instructions of the scattered sums are in the
-branches that store at the end of an id: counted for each of its terms, they make it look bound by
-their number.
+(ids, a vector for each row) is less than a tenth. Most instructions of scattered sums are in
+branches that store at the end of an id: counted for each of its terms, they make it look bound
+by their number.
 """
 
 from __future__ import annotations

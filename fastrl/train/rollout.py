@@ -43,14 +43,20 @@ class Rollout(NamedTuple):
     def rows(self, index: Tensor) -> "Rollout":
         """The completions at ``index``."""
         at = index.to(self.mask.device)
-        per_row = (self.token_ids, self.mask, self.logprobs, self.truncated)
         kept, length = self.kept, self.mask.shape[1]
         if kept is not None:
             kept = kept.take(
                 (at[:, None] * length + torch.arange(length, device=at.device)).flatten()
             )
-        prompt_of = self.prompt_of[index.cpu()]
-        return Rollout(self.prompts, prompt_of, *(each[at] for each in per_row), kept)
+        return Rollout(
+            self.prompts,
+            self.prompt_of[index.cpu()],
+            self.token_ids[at],
+            self.mask[at],
+            self.logprobs[at],
+            self.truncated[at],
+            kept,
+        )
 
     def counted(self, truncated: str) -> Tensor:
         """The mask of the tokens in the loss: without truncated completions if ``"mask"``."""

@@ -45,7 +45,7 @@ def drawn(scores, *numbers):
 
 def test_a_token_is_where_the_cumulative_probability_passes_the_number(monkeypatch):
     scores = torch.tensor([0.1, 0.0, 0.4, 0.5]).log().expand(6, -1)
-    ids, logprobs = drawn(scores, 0.0, 0.0999, 0.1001, 0.4999, 0.5001, 1 - 2**-53)
+    ids, logprobs, _ = drawn(scores, 0.0, 0.0999, 0.1001, 0.4999, 0.5001, 1 - 2**-53)
     assert ids.tolist() == [0, 0, 2, 2, 3, 3]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.1, 0.1, 0.4, 0.4, 0.5, 0.5]))
     many = 2**18 + 1  # whose tail sums in float32 would lose

@@ -1,0 +1,156 @@
+"""Sampling with top_p, top_k and min_p: what is kept is recorded, replayed, or the run refused."""
+
+import sys
+from dataclasses import make_dataclass, replace
+from types import SimpleNamespace as Output
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fastrl import KeptTokens
+from fastrl.train import vllm_sampler
+from fastrl.train.config import GrpoConfig
+from fastrl.train.loading import character_tokenizer
+from fastrl.train.metrics import lengths
+from fastrl.train.policy import completion_logprobs
+from fastrl.train.rollout import concatenate
+from fastrl.train.sampling import Sampler, TokenCount
+from tests.train.packed import make_model, padded, plain, prompts_of
+from tests.train.runs import rows, run
+
+TEXTS = ("7 + 5 =", "nine minus three =", "1")
+KEEPS = {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.95, "top_k": 30, "min_p": 0.02}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model, _ = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)
+    return model, character_tokenizer()
+
+
+def sampled(tiny, texts=TEXTS, size=4, **options):
+    model, tokenizer = tiny
+    config = GrpoConfig(max_new_tokens=6, temperature=1.3, **options)
+    return Sampler(model, tokenizer, config).sample(prompts_of(tokenizer, texts), size)[0], config
+
+
+def kept_by_hand(logprobs, top_p=1.0, top_k=None, min_p=0.0):
+    """Whether each token is kept, for one distribution."""
+    order = logprobs.argsort(descending=True)
+    p = logprobs[order].exp()
+    kept = torch.ones(len(p), dtype=torch.bool)
+    if top_k is not None:
+        kept[top_k:] = False
+    p = torch.where(kept, p, 0.0) / p[kept].sum()
+    kept &= p.cumsum(0) - p < top_p
+    p = torch.where(kept, p, 0.0) / p[kept].sum()
+    kept &= p >= min_p * p[0]
+    result = torch.zeros_like(kept)
+    result[order] = kept
+    return result
+
+
+@pytest.mark.parametrize("options", KEEPS, ids=str)
+def test_log_probabilities_are_of_the_tokens_that_were_kept(tiny, options):
+    rollout, config = sampled(tiny, **options)
+    logits, _ = padded(plain(tiny[0]), rollout)
+    full = (logits.double() / 1.3).log_softmax(-1)
+    sets = rollout.kept.token_ids.long().split(rollout.kept.counts().tolist())
+    for row, tokens in enumerate(sets):
+        i, j = divmod(row, rollout.mask.shape[1])
+        if not rollout.mask[i, j]:
+            assert len(tokens) == 0
+            continue
+        by_hand = kept_by_hand(full[i, j], **options)
+        # a token at the edge may be on either side by the rounding of float32
+        assert (by_hand.nonzero()[:, 0].tolist() == sorted(tokens.tolist())) or abs(
+            int(by_hand.sum()) - len(tokens)
+        ) <= 1
+        own = rollout.token_ids[i, j]
+        assert own in tokens
+        expected = full[i, j, own] - full[i, j, tokens].logsumexp(0)
+        torch.testing.assert_close(rollout.logprobs[i, j].double(), expected, rtol=0, atol=1e-5)
+    for loss in ("linear", "logits"):
+        replayed = completion_logprobs(
+            tiny[0], rollout, torch.arange(len(rollout.mask)), replace(config, loss=loss)
+        )
+        torch.testing.assert_close(replayed, rollout.logprobs, rtol=0, atol=1e-5)
+    found = lengths(rollout, TokenCount(1, 1))
+    assert found["kept_lacking"] == 0
+    assert found["kept_tokens"] == pytest.approx(len(rollout.kept.token_ids) / rollout.mask.sum())
+
+
+def test_sets_follow_their_rows(tiny):
+    one, _ = sampled(tiny, top_p=0.8)
+    two, _ = sampled(tiny, TEXTS[:1], size=2, top_k=3, stop=("1", "2", "3"))
+    whole, _ = sampled(tiny, TEXTS[:1], size=2)
+    assert whole.kept is None
+    both = concatenate([one, two, whole])
+    order = torch.tensor([13, 0, 15, 5])
+    rollout = both.rows(order)
+    length = both.mask.shape[1]
+    sets = rollout.kept.token_ids.split(rollout.kept.counts().tolist())
+    for place, (part, row) in enumerate([(two, 1), (one, 0), (whole, 1), (one, 5)]):
+        for token in range(length):
+            own = []
+            if part.kept is not None and token < part.mask.shape[1]:
+                own = part.kept.take(torch.tensor([row * part.mask.shape[1] + token])).token_ids
+            assert sets[place * length + token].tolist() == list(own)
+
+
+@pytest.mark.parametrize("loop", ["grpo", "ppo"])
+def test_on_policy_the_ratio_is_one(small, tmp_path, loop):
+    settings = {"steps": 2, "epochs": 2, "minibatches": 1, "learning_rate": 1e-12}
+    run(loop, {**small, **settings}, top_p=0.7, out=str(tmp_path / "run"))
+    for row in rows(tmp_path / "run"):
+        if "ratio_max" in row:
+            assert row["ratio_max"] == pytest.approx(1, abs=1e-5)
+            assert row["kl_sampler"] < 1e-9
+            assert 1 <= row["kept_tokens"] < 80
+
+
+def without_sets(prompts, group_size, complete, tokenizer):
+    asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+    return [one._replace(kept=None) for one in complete(asked)]
+
+
+def with_sets_of_others(prompts, group_size, complete, tokenizer):
+    asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+    return [one._replace(kept=KeptTokens.from_lists([[1]] * 99)) for one in complete(asked)]
+
+
+def test_without_the_sets_a_run_is_refused(tiny, monkeypatch):
+    for name in ("without_sets", "with_sets_of_others"):
+        monkeypatch.setattr(sys.modules[__name__], name, globals()[name], raising=False)
+    with pytest.raises(ValueError, match=r"tokens that were kept .* every ratio would be biased"):
+        sampled(tiny, sampler=f"{__name__}:without_sets", top_p=0.9)
+    with pytest.raises(ValueError, match=r"a set of kept tokens for each of \d+ tokens, got 99"):
+        sampled(tiny, sampler=f"{__name__}:with_sets_of_others", top_p=0.9)
+    sampled(tiny, sampler=f"{__name__}:without_sets")
+    model, tokenizer = tiny
+    config = GrpoConfig(sampler=f"{__name__}:without_sets", top_p=0.9)
+    Sampler(model, tokenizer, config).greedy(prompts_of(tokenizer, TEXTS))  # replays nothing
+
+
+def test_vllm_must_tell_what_it_keeps(monkeypatch):
+    old = make_dataclass("EngineArgs", ["model"])
+    monkeypatch.setitem(sys.modules, "vllm", Output(EngineArgs=old))
+    with pytest.raises(ValueError, match="top_p, top_k and min_p must be left at their defaults"):
+        vllm_sampler._check_replay(GrpoConfig(top_p=0.9))
+    new = make_dataclass("EngineArgs", ["return_sampling_mask"])
+    monkeypatch.setitem(sys.modules, "vllm", Output(EngineArgs=new))
+    with pytest.raises(ValueError, match="top_k must be set with top_p or min_p in vLLM"):
+        vllm_sampler._check_replay(GrpoConfig(top_p=0.9))
+    vllm_sampler._check_replay(GrpoConfig(top_p=0.9, top_k=50))
+    answer = Output(
+        token_ids=[5, 6],
+        logprobs=[{5: Output(logprob=-0.5)}, {6: Output(logprob=0.0)}],
+        finish_reason="stop",
+        sampling_mask=Output(token_ids=[[5, 9], [6]]),
+    )
+    assert vllm_sampler._completion(answer, keeps=True).kept.counts().tolist() == [2, 1]
+    assert vllm_sampler._completion(answer, keeps=False).kept is None
