@@ -21,8 +21,10 @@ struct LogitMap {
 
 // Sums over one block, with t = exponent of two relative to the block's largest logit.
 struct BlockPartial {
-  float max;                  // largest raw logit
-  double sum, sum_t, sum_sq;  // sum 2^t, sum t 2^t, sum 2^2t
+  float max;  // largest raw logit
+  // sum 2^t but for the 1 of the largest, beside which a small one would have no digits; sum t 2^t,
+  // sum 2^2t
+  double rest, sum_t, sum_sq;
 };
 
 // gradient_j = (constant + linear * t_j) * 2^t_j [* (1 - tanh^2)], t relative to `max`.

@@ -72,6 +72,45 @@ struct Sums {
   }
 };
 
+// Where a lane of the step's vectors lies: vector 0 to 3, in the order of the loads.
+FASTRL_INLINE int64_t column_of(const BFloat16*, int vector, int lane) {
+  return vector / 2 * 2 * kLanes + 2 * lane + vector % 2;
+}
+template <typename T>
+FASTRL_INLINE int64_t column_of(const T*, int vector, int lane) {
+  return vector * kLanes + lane;
+}
+
+// The sum without the 1 of the largest logit, where the others are far below it: of all lanes but
+// the one that has it, and of that lane's columns once more.
+template <typename T, bool kSoftcap>
+double rest_of_peak(const T* x, int64_t n, const Exponent<kSoftcap>& exponent,
+                    const vfloat (&sums)[4]) {
+  double rest = 0;
+  int64_t column = 0;
+  for (int vector = 0; vector < 4; ++vector) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (sums[vector][lane] > 0.5f) {
+        column = column_of(x, vector, lane);
+      } else {
+        rest += static_cast<double>(sums[vector][lane]);
+      }
+    }
+  }
+  while (column < n) {
+    T some[kStep];
+    copy_tail(some, x, 0);
+    for (int i = 0; i < kStep && column < n; ++i, column += kStep) some[i] = x[column];
+    const VecPair low = load_pair(some), high = load_pair(some + 2 * kLanes);
+    const vfloat values[4] = {low.a, low.b, high.a, high.b};
+    for (int vector = 0; vector < 4; ++vector) {
+      const vfloat t = exponent(values[vector]);
+      rest += sum_of_lanes(where(t < 0.0f, exp2(t), vfloat{}));
+    }
+  }
+  return rest;
+}
+
 template <typename T, bool kSoftcap, bool kEntropy, bool kSquares>
 void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPartial* partial) {
   const T* x = static_cast<const T*>(logits);
@@ -100,7 +139,11 @@ void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPart
     s3.add(exponent(high.b) + pad_high.b);
   }
   partial->max = max;
-  partial->sum = sum_of_lanes((s0.sum + s1.sum) + (s2.sum + s3.sum));
+  const vfloat sums[4] = {s0.sum, s1.sum, s2.sum, s3.sum};
+  partial->rest = sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])) - 1.0;
+  if (partial->rest > -0.5 && partial->rest < 0.0625) {
+    partial->rest = rest_of_peak(x, n, exponent, sums);
+  }
   partial->sum_t = kEntropy ? sum_of_lanes((s0.sum_t + s1.sum_t) + (s2.sum_t + s3.sum_t)) : 0.0;
   partial->sum_sq =
       kSquares ? sum_of_lanes((s0.sum_sq + s1.sum_sq) + (s2.sum_sq + s3.sum_sq)) : 0.0;

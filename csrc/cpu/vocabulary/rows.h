@@ -20,13 +20,15 @@ class RowSum {
  public:
   // `exponent` belongs to the block's largest logit.
   void add(const BlockPartial& block, double exponent) {
-    Sums next{block.sum, block.sum_t, block.sum_sq};
+    Sums next{1 + block.rest, block.sum_t, block.sum_sq};
     const double rise = exponent == exponent_ ? 0.0 : exponent - exponent_;
     if (rise > 0) {
       sums_.lower(rise);
       exponent_ = exponent;
-    } else if (rise < 0) {
-      next.lower(-rise);
+      rest_ = block.rest + sums_.sum;
+    } else {
+      if (rise < 0) next.lower(-rise);
+      rest_ += next.sum;
     }
     sums_.sum += next.sum;
     sums_.sum_t += next.sum_t;
@@ -37,7 +39,7 @@ class RowSum {
   float max() const { return max_; }
   bool empty() const { return sums_.sum == 0; }  // nothing but -inf: there is no softmax
   double log_sum() const {
-    return empty() ? std::numeric_limits<double>::quiet_NaN() : std::log(sums_.sum);
+    return empty() ? std::numeric_limits<double>::quiet_NaN() : std::log1p(rest_);
   }
   double entropy() const {
     const double entropy = log_sum() - kLn2 * sums_.sum_t / sums_.sum;
@@ -57,6 +59,7 @@ class RowSum {
     }
   };
   Sums sums_{0, 0, 0};
+  double rest_ = -1;  // the sum but for the 1 of the largest
   double exponent_ = -std::numeric_limits<double>::infinity();
   float max_ = -std::numeric_limits<float>::infinity();
 };
