@@ -41,7 +41,8 @@ row("gae", "layouts", **TOKENS, mask=MASKS, dtype=DTYPES, token_layout=LAYOUTS, 
 row("discounted_returns", **TOKENS, mask=MASKS, parameters=each(gamma=[0.9, 1, 0.0], **ENDS))
 
 GROUPS = {"sequences": 4, "tokens": 3, "groups": [None, "ids"]}
-BASELINES = {"baseline": ["mean", "leave_one_out", "none"], "scale": ["group", "batch", "none"]}
+SCALES = ["group", "batch", "none", "mean"]
+BASELINES = {"baseline": ["mean", "leave_one_out", "none"], "scale": SCALES}
 NORMS = each(**BASELINES, correction=[None, 0, 2, 1.5], singleton=["zero", "raw"])
 UNUSUAL = ["nan-rewards", "inf-rewards", "offset", "equal-groups", "zero-groups"]
 row("group_advantages", **GROUPS, ids_dtype=["int64", "int32"], values="real", parameters=NORMS)
