@@ -1,6 +1,7 @@
 """Losses and rejections against the formulas of the code that published them, in float64."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,3 +202,30 @@ def test_dppo_of_skyrl(backend, near, kind, low, high):
     region = TrustRegion(kind=kind, low=low, high=high)
     o = Objective.preset(f"dppo_{kind}", trust_region=region)
     assert_masked(backend, near, o, skyrl_dppo(near, kind, low or high, high))
+
+
+# --- IW-OPD
+
+
+def trl_iw_opd(b, gamma, epsilon=1e-8):
+    """TRL's `_compute_iw_opd_loss`, as gradient; the old policy is the teacher."""
+    rollout, teacher, _, mask = b
+    gap = torch.where(mask > 0, teacher - rollout, 0.0)
+    before = gap.abs().cumsum(1) - gap.abs()
+    total = gap.abs().sum(1, keepdim=True).clamp_min(epsilon)
+    return -(1 + gamma * (1 - before / total)) * gap * mask / mask.sum()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_iw_opd_of_the_docs(backend, near, packs):
+    text = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
+    names = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    rollout, teacher, _, mask = near
+    inputs = [teacher.masked_fill(mask == 0, math.nan), rollout, mask]
+    bounds = torch.arange(0, B * T + 1, T) if packs else None
+    shape = (-1,) if packs else (B, T)
+    inputs = [x.float().reshape(shape) for x in inputs]
+    advantages = names["iw_opd_advantages"](*inputs, gamma=0.7, cu_seqlens=bounds)
+    came = gradient(backend, inputs[1], advantages, inputs[2], objective="reinforce")
+    close(came.reshape(B, T), trl_iw_opd(near, 0.7))
