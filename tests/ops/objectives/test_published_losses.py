@@ -73,8 +73,8 @@ OF_VERL = [
     (f"{level}_{estimator}", *bounds)
     for level in LEVELS
     for estimator, bounds in (("k1", (0.85, 1.2)), ("k2", (None, 0.1)), ("k3", (None, 0.08)))
-    if (level, estimator) != ("seq_max", "k1")
-]
+    if level != "seq_max"
+] + [(f"seq_max_{estimator}", None, 0.01) for estimator in ("k2", "k3")]
 OF_AREAL = [
     (metric, level, agg, low, high)
     for level, agg in (("token", "mean"), *(("sequence", agg) for agg in ("sum", "mean", "max")))
