@@ -49,9 +49,9 @@ enum class Baseline : int { kMean, kLeaveOneOut, kNone };
 template <>
 inline constexpr Baseline kLast<Baseline> = Baseline::kNone;
 
-enum class Scale : int { kGroup, kBatch, kNone };
+enum class Scale : int { kGroup, kBatch, kNone, kMean };
 template <>
-inline constexpr Scale kLast<Scale> = Scale::kNone;
+inline constexpr Scale kLast<Scale> = Scale::kMean;
 
 enum class Singleton : int { kZero, kRaw };
 template <>

@@ -4,7 +4,9 @@ from fastrl import interrupt as _interrupt  # noqa: F401  first: torch takes sec
 from fastrl import native as _native  # noqa: F401  registers the operators
 from fastrl.backend import get_backend, set_backend
 from fastrl.objective import Objective
+from fastrl.objective.gamma_weights import GammaWeights
 from fastrl.objective.rollout_correction import RolloutCorrection
+from fastrl.objective.trust_region import TrustRegion
 from fastrl.ops.gae import Gae, discounted_returns, gae
 from fastrl.ops.global_normalizer import global_normalizer
 from fastrl.ops.group_advantages import GroupAdvantages, group_advantages
@@ -24,12 +26,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Gae",
+    "GammaWeights",
     "GroupAdvantages",
     "KeptTokens",
     "Objective",
     "PolicyLoss",
     "RolloutCorrection",
     "TokenStats",
+    "TrustRegion",
     "ValueLoss",
     "__version__",
     "discounted_returns",

@@ -69,6 +69,20 @@ def positive(name: str, value: object) -> float:
     return result
 
 
+def around_zero(name: str, value: object) -> float | tuple[float, float]:
+    """Return a positive number, or a pair (low, high) of which one may be infinite."""
+    if not isinstance(value, tuple):
+        return positive(name, value)
+    if len(value) != 2 or any(
+        isinstance(x, bool) or not isinstance(x, numbers.Real) for x in value
+    ):
+        raise TypeError(f"{name} must be a number or a pair (low, high), got {value}")
+    if not value[0] < 0 < value[1]:
+        raise ValueError(f"{name} must be (low, high) with low < 0 < high, got {value}")
+    low, high = (float(x) if x in (-math.inf, math.inf) else number(name, x) for x in value)
+    return low, high
+
+
 def whole(name: str, value: object, *, low: int = -(2**63)) -> int:
     """Return `value` as an int if it is a 64-bit integer >= low."""
     traced = isinstance(value, torch.SymInt)

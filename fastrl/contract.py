@@ -25,7 +25,7 @@ Aggregation = Literal[
     "prompt-mean",
 ]
 Baseline = Literal["mean", "leave_one_out", "none"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "none", "mean"]
 Singleton = Literal["zero", "raw"]
 
 SURROGATES: tuple[str, ...] = get_args(Surrogate)

@@ -230,7 +230,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if self.objective.level == "sequence":
             log_ratio = fastrl.masked_mean(log_ratio, mask, dim=-1)[:, None]
         ratio, o, advantages = log_ratio.exp(), self.objective, advantages[:, None]
-        clipped = (advantages > 0) & (ratio > 1 + o.clip_high)
+        clipped = (advantages > 0) & (ratio > 1 + o.arguments.coefficients.clip_high)
         if o.surrogate == "ppo_clip":
             clipped |= (advantages < 0) & (ratio < 1 - o.clip_low)
         elif o.surrogate == "sapo":

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from math import inf
-from numbers import Real
 from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
-from fastrl.checks import flag, number, one_of, positive
+from fastrl.checks import around_zero, flag, number, one_of, positive
 from fastrl.contract import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -29,8 +28,10 @@ from fastrl.contract import (
     ObjectiveArguments,
     Surrogate,
 )
+from fastrl.objective.gamma_weights import GammaWeights
 from fastrl.objective.presets import PRESETS, Convention, Preset, preset_fields, values_of
 from fastrl.objective.rollout_correction import RolloutCorrection
+from fastrl.objective.trust_region import TrustRegion
 
 RolloutWeighs = Literal["policy-and-kl", "policy"]
 #: (logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token
@@ -47,6 +48,7 @@ _USED_BY = {
     **dict.fromkeys(("dual_clip", "delta"), ("ppo_clip",)),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
     "log_ratio_clamp": ("ppo_clip", "cispo", "sapo", "gmpo"),
+    "gamma_weights": ("reinforce",),
 }
 #: The field that must be set for another to have an effect.
 _NEEDS = {
@@ -91,7 +93,7 @@ class Objective:
         surrogate: a row of the first table, or a function of per-token tensors.
         level: `"token"`, `"sequence"` for one ratio per sequence (GSPO), or `"sequence-token"`.
         clip_low: distance of the lower bound from 1 (`gmpo`: from 0, on the log ratio).
-        clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio).
+        clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio), or None.
         dual_clip: `c > 1`, bounds the loss by `-c A` if `A < 0` (dual-clip PPO), or None.
         delta: upper bound of the unclipped ratio, above 1 + clip_high (INTELLECT-2), or None.
         sapo_temperature_pos: `tau` for positive advantages.
@@ -119,6 +121,8 @@ class Objective:
         top_entropy_quantile: the fraction of tokens, those with the highest entropy, that keep the
             policy term and the entropy bonus; the rest keep only the KL (arXiv 2506.01939). A token
             whose entropy is NaN keeps both.
+        trust_region: drops tokens that have moved too far (DPPO, M2PO), or None.
+        gamma_weights: VESPO's weights of sequences, with `reinforce`, or None.
         convention: the trainer whose preset this is. The values that its presets set for the KL,
             the entropy bonus or the rollout correction are accepted even while that term is off;
             any others raise.
@@ -138,7 +142,7 @@ class Objective:
     surrogate: Surrogate | TokenLoss = "ppo_clip"
     level: Level = "token"
     clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_high: float | None = 0.2
     dual_clip: float | None = None
     delta: float | None = None
     sapo_temperature_pos: float = 1.0
@@ -158,6 +162,8 @@ class Objective:
     rollout_weighs: RolloutWeighs = "policy-and-kl"
     off_policy_threshold: float | None = None
     top_entropy_quantile: float = 1.0
+    trust_region: TrustRegion | None = None
+    gamma_weights: GammaWeights | None = None
     convention: Convention = "fastrl"
 
     def __post_init__(self) -> None:
@@ -183,9 +189,12 @@ class Objective:
         keep(self, "clip_low", number("clip_low", self.clip_low, low=0.0, high=max_low))
         # the weight of cispo may be capped below 1, but not below its lower bound
         min_high = -self.clip_low if self.surrogate == "cispo" else 0.0
-        keep(self, "clip_high", number("clip_high", self.clip_high, low=min_high))
+        if self.clip_high is not None:
+            keep(self, "clip_high", number("clip_high", self.clip_high, low=min_high))
         keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
-        keep(self, "log_ratio_clamp", _log_ratio_clamp(self.log_ratio_clamp))
+        if self.log_ratio_clamp is not None:
+            clamp = around_zero("log_ratio_clamp", self.log_ratio_clamp)
+            keep(self, "log_ratio_clamp", clamp)
 
         if self.top_entropy_quantile > 1:
             raise ValueError(
@@ -193,10 +202,14 @@ class Objective:
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
-        if self.delta is not None and self.delta <= 1 + self.clip_high:
-            raise ValueError(
-                f"delta must be above 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}"
-            )
+        highest = inf if self.clip_high is None else 1 + self.clip_high
+        if self.delta is not None and self.delta <= highest:
+            raise ValueError(f"delta must be above 1 + clip_high = {highest:g}, got {self.delta}")
+        for name, kind in (("trust_region", TrustRegion), ("gamma_weights", GammaWeights)):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, kind)):
+                given = type(value).__name__
+                raise TypeError(f"{name} must be a {kind.__name__} or None, got {given}")
         for correction in self.rollout_corrections:
             if not isinstance(correction, RolloutCorrection):
                 raise TypeError(
@@ -221,11 +234,18 @@ class Objective:
                 "kl_gradient must not be 'bias-corrected' with surrogate gmpo: its ratio is not an "
                 "importance weight"
             )
-        if surrogate == "gmpo" and self.top_entropy_quantile < 1:
-            raise ValueError(
-                "top_entropy_quantile must be 1 with surrogate gmpo, whose tokens share one ratio, "
-                f"got {self.top_entropy_quantile}"
-            )
+        for name, value in (("top_entropy_quantile", 1), ("trust_region", None)):
+            if surrogate == "gmpo" and getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} must be {value} with surrogate gmpo, whose tokens share one ratio, "
+                    f"got {getattr(self, name)}"
+                )
+        for correction in self.rollout_corrections if self.gamma_weights else ():
+            if correction.kind != "filter" and correction.level != "token":
+                raise ValueError(
+                    f"rollout_correction.level must be 'token' with gamma_weights and kind "
+                    f"{correction.kind}, got {correction.level!r}"
+                )
         aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
         if self.length_norm is not None and "seq-mean-token-sum-norm" not in aggregations:
             raise ValueError(
@@ -305,6 +325,10 @@ class Objective:
         | `sapo` | sapo 1.0 / 1.05, seq-mean-token-mean | Gao et al. 2025, arXiv 2511.20347 | TRL `sapo`, verl `sapo` |
         | `luspo` | gspo, each sequence weighted by its length | arXiv 2602.05261 | TRL `luspo` |
         | `reinforce` | reinforce, token-mean | Williams 1992 | tinker `importance_sampling` on policy |
+        | `m2po` | `r A` in a trust region of mean squared log-ratio 0.04, token-mean | Zheng et al. 2025, arXiv 2510.01161 | AReaL `m2_threshold` |
+        | `dppo_tv` | `r A` in a trust region of total variation 0.2, token-mean | arXiv 2602.04879 | verl `dppo_tv`, SkyRL `binary_tv` |
+        | `dppo_kl` | `r A` in a trust region of KL 0.05, token-mean | arXiv 2602.04879 | verl `dppo_kl`, SkyRL `binary_kl` |
+        | `vespo` | reinforce, sequences weighted by `GammaWeights`, token-mean | arXiv 2602.10693 | TRL `vespo`, Liger `vespo` |
 
         Trainers use the same name for different formulas; `convention` selects the formula and the
         defaults of one of them.
@@ -312,6 +336,7 @@ class Objective:
         | | `fastrl` | `trl` (1.16) | `verl` (0.9) | `openrlhf` (0.11) |
         | --- | --- | --- | --- | --- |
         | bound on the log-ratio | 80 | 80 (TRL: none) | 20 | 20, `gspo` 80 |
+        | ratio of `dppo_*` | through it, no cap | - | `cispo`, capped at 20 | - |
         | aggregation of `grpo` | sequence mean | sequence mean | token mean | token mean |
         | `dapo` upper clip | 0.28 | 0.2 | 0.28 | 0.28 |
         | dual clip | none | none | 3, always (not `gspo`, `cispo`) | none |
@@ -346,19 +371,6 @@ class Objective:
         """  # noqa: E501
         fields = preset_fields(name, convention, changes)
         return cls(**fields, convention=convention)
-
-
-def _log_ratio_clamp(clamp: object) -> float | tuple[float, float] | None:
-    if clamp is None:
-        return None
-    if not isinstance(clamp, tuple):
-        return positive("log_ratio_clamp", clamp)
-    if len(clamp) != 2 or any(isinstance(x, bool) or not isinstance(x, Real) for x in clamp):
-        raise TypeError(f"log_ratio_clamp must be a number or a pair (low, high), got {clamp}")
-    if not clamp[0] < 0 < clamp[1]:
-        raise ValueError(f"log_ratio_clamp must be (low, high) with low < 0 < high, got {clamp}")
-    low, high = (float(x) if x in (-inf, inf) else number("log_ratio_clamp", x) for x in clamp)
-    return low, high
 
 
 def as_objective(objective: object) -> Objective:

@@ -6,6 +6,8 @@ from math import inf
 from typing import Any, Literal
 
 from fastrl.checks import one_of
+from fastrl.objective.gamma_weights import GammaWeights
+from fastrl.objective.trust_region import TrustRegion
 
 Preset = Literal[
     "ppo",
@@ -19,12 +21,17 @@ Preset = Literal[
     "sapo",
     "luspo",
     "reinforce",
+    "m2po",
+    "dppo_tv",
+    "dppo_kl",
+    "vespo",
 ]
 Convention = Literal["fastrl", "trl", "verl", "openrlhf"]
 Fields = dict[str, Any]
 
 _SEQUENCE_RATIO: Fields = {"level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
 _GEOMETRIC: Fields = {"surrogate": "gmpo", "level": "sequence", "clip_low": 0.4, "clip_high": 0.4}
+_UNCLIPPED: Fields = {"clip_low": 1.0, "clip_high": None, "aggregation": "token-mean"}
 
 #: The losses of the papers.
 PRESETS: dict[str, Fields] = {
@@ -39,6 +46,14 @@ PRESETS: dict[str, Fields] = {
     "sapo": {"surrogate": "sapo", "aggregation": "seq-mean-token-mean"},
     "luspo": {**_SEQUENCE_RATIO, "aggregation": "seq-mean-token-sum"},
     "reinforce": {"surrogate": "reinforce", "aggregation": "token-mean"},
+    "m2po": {**_UNCLIPPED, "trust_region": TrustRegion(kind="m2", high=0.04)},
+    "dppo_tv": {**_UNCLIPPED, "trust_region": TrustRegion(kind="tv", high=0.2)},
+    "dppo_kl": {**_UNCLIPPED, "trust_region": TrustRegion(kind="kl", high=0.05)},
+    "vespo": {
+        "surrogate": "reinforce",
+        "gamma_weights": GammaWeights(),
+        "aggregation": "token-mean",
+    },
 }
 
 
@@ -64,7 +79,7 @@ _OPENRLHF: Fields = {"rollout_weighs": "policy", "kl_clamp": 10.0}
 CONVENTIONS: dict[str, dict[str, Fields]] = {
     "fastrl": PRESETS,
     "trl": {
-        **_changed("bnpo dapo cispo", _TRL, dapo={"clip_high": 0.2}),
+        **_changed("bnpo dapo cispo vespo", _TRL, dapo={"clip_high": 0.2}),
         **_changed("grpo dr_grpo gspo gmpo sapo luspo", {**_TRL, **_BY_SEQUENCE}),
     },
     "verl": {
@@ -80,6 +95,11 @@ CONVENTIONS: dict[str, dict[str, Fields]] = {
             gmpo=_BY_SEQUENCE,
         ),
         **_changed("reinforce", _VERL),
+        **_changed(
+            "dppo_tv dppo_kl",
+            {**_VERL, **_WITHIN_20, "surrogate": "cispo", "clip_high": 19.0},
+            dppo_kl={"trust_region": TrustRegion(kind="kl", high=0.2)},
+        ),
     },
     "openrlhf": {
         **_changed("ppo grpo dapo", {**_OPENRLHF, **_WITHIN_20}, grpo=PRESETS["bnpo"]),

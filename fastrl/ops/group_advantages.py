@@ -52,12 +52,13 @@ def group_advantages(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> GroupAdvantages:
-    """Return (r - baseline) / (std + eps) within each group of responses to the same prompt.
+    """Return (r - baseline) / (scale + eps) within each group of responses to the same prompt.
 
     The defaults are GRPO (Shao et al. 2024) with TRL's eps and unbiased std. Dr. GRPO is
-    `scale="none"`, RLOO (Ahmadian et al. 2024) is `baseline="leave_one_out", scale="none"`. Mean
-    and variance are computed in two passes in float64. A group of equal rewards gives exactly 0
-    (unless `baseline="none"`). A non-finite reward affects only its group.
+    `scale="none"`, RLOO (Ahmadian et al. 2024) is `baseline="leave_one_out", scale="none"`, MaxRL
+    (arXiv 2602.02710), for rewards of at least 0, is `scale="mean", eps=1e-6`. Mean and variance
+    are computed in two passes in float64. A group of equal rewards gives exactly 0 (unless
+    `baseline="none"`). A non-finite reward affects only its group.
 
     With `process_group` the batch is the rewards of all its ranks, concatenated in their order, and
     the result this rank's part of the result for that batch, to the bit. A group may thus be spread
@@ -69,9 +70,10 @@ def group_advantages(
         group_size: number of consecutive rewards in a group (not needed for `[P, G]`).
         group_ids: integers, the shape of `rewards`: the group of each, in any order.
         baseline: `mean`, `leave_one_out` (mean of the others) or `none`.
-        scale: divide by the std of the `group`, of the whole `batch`, or not at all (`none`).
+        scale: divide by the std of the `group`, of the whole `batch`, by the `mean` of the group,
+            or not at all (`none`).
         correction: subtracted from n in the variance, as in `torch.std`; None is 1.
-        eps: added to the std; None means the value of the convention.
+        eps: added to the divisor; None means the value of the convention.
         singleton: the advantage in a group of one: `zero`, or the reward itself (`raw`); None
             means the value of the convention.
         convention: the trainer whose `eps` and `singleton` are the defaults: `fastrl` and `trl`

@@ -1,6 +1,7 @@
 """The reference backend: the definition of every op, in eager torch on any device."""
 
 from fastrl.reference.gae import gae as gae
+from fastrl.reference.gamma_weights import gamma_weights as gamma_weights
 from fastrl.reference.group_advantages import group_advantages as group_advantages
 from fastrl.reference.inner_graph import inner_graph as inner_graph
 from fastrl.reference.kept_tokens import kept_logits as kept_logits
@@ -10,6 +11,7 @@ from fastrl.reference.rollout_correction import rollout_correction as rollout_co
 from fastrl.reference.sequences import Sequences as Sequences
 from fastrl.reference.sequences import sequences_of as sequences_of
 from fastrl.reference.token_masks import off_policy as off_policy
+from fastrl.reference.token_masks import outside_trust_region as outside_trust_region
 from fastrl.reference.token_masks import top_entropy as top_entropy
 from fastrl.reference.token_stats import token_stats as token_stats
 from fastrl.reference.token_weights import local_count as local_count

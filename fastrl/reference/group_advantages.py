@@ -1,4 +1,4 @@
-"""Group-relative advantages: GRPO, Dr. GRPO, RLOO."""
+"""Group-relative advantages: GRPO, Dr. GRPO, RLOO, MaxRL."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def group_advantages(
     divisor: Tensor | float = 1.0
     if scale == "group":
         divisor = std + eps
+    elif scale == "mean":
+        divisor = mean + eps
     elif scale == "batch":
         count = finite.sum()
         batch_mean = torch.where(finite, x, 0.0).sum() / count.clamp(min=1)

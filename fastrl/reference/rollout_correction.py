@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl.objective.rollout_correction import RolloutCorrection
-from fastrl.reference.objectives import difference, saturate
+from fastrl.reference.objectives import difference, kl_estimate, saturate
 from fastrl.reference.sequences import Sequences
 
 
@@ -18,15 +18,25 @@ def rollout_correction(
     correction: RolloutCorrection,
 ) -> Tensor:
     """Return the detached importance weight of every token, `[B, T]`."""
-    log_ratio = torch.where(mask, difference(logprobs.detach(), rollout_logprobs), 0.0)
-    if correction.level == "sequence":
-        log_ratio = sequences.spread(sequences.total(log_ratio), log_ratio)
-    elif correction.level == "geometric":
-        log_ratio = sequences.mean(log_ratio, mask)
-    ratio = saturate(log_ratio).exp()
+    estimator, level = correction.estimator, correction.level
+    if estimator == "ratio":
+        bounded = difference(logprobs.detach(), rollout_logprobs)
+    elif estimator == "reverse-k3":
+        bounded = kl_estimate(logprobs.detach(), rollout_logprobs, "k3")
+    else:
+        bounded = kl_estimate(rollout_logprobs, logprobs.detach(), estimator)
+    bounded = torch.where(mask, bounded, 0.0)
+    if level == "sequence":
+        bounded = sequences.spread(sequences.total(bounded), bounded)
+    elif level == "geometric":
+        bounded = sequences.mean(bounded, mask)
+    elif level == "max":
+        bounded = sequences.greatest(bounded, mask)
+    if estimator == "ratio":
+        bounded = saturate(bounded).exp()
     if correction.kind == "truncate":
-        return ratio.clamp(correction.low, correction.high)
+        return bounded.clamp(correction.low, correction.high)
     # false for NaN, which is propagated
-    outside = (ratio < correction.low) | (ratio > correction.high)
-    kept = torch.where(ratio.isnan(), ratio, 1.0) if correction.kind == "filter" else ratio
+    outside = (bounded < correction.low) | (bounded > correction.high)
+    kept = torch.where(bounded.isnan(), bounded, 1.0) if correction.kind == "filter" else bounded
     return torch.where(outside, 0.0, kept)

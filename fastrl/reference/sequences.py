@@ -45,6 +45,16 @@ class Sequences:
         count = self.total(mask.to(x.dtype)).clamp(min=1)
         return self.spread(total / count, x)
 
+    def greatest(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Masked maximum over each sequence, for each of its tokens (-inf if all are masked)."""
+        x = torch.where(mask, x, -torch.inf)
+        if x.numel() == 0:
+            return x
+        if self.index is None:
+            return x.amax(-1, keepdim=True).expand(x.shape)
+        lowest = x.new_full((self.count,), -torch.inf)
+        return self.spread(lowest.scatter_reduce(0, self.index, x.reshape(-1), "amax"), x)
+
 
 def sequences_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Sequences:
     """Return the sequences of `[B, T]` tokens, or of packed `[1, N]` tokens with `cu_seqlens`."""

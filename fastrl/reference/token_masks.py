@@ -1,11 +1,12 @@
-"""Tokens that are dropped from the policy term: off-policy negatives, and low entropy."""
+"""Tokens that are dropped from the policy term: far from the old policy, or of low entropy."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fastrl.reference.objectives import difference
+from fastrl.objective.trust_region import TrustRegion
+from fastrl.reference.objectives import difference, saturate
 from fastrl.reference.sequences import Sequences
 
 
@@ -25,6 +26,36 @@ def off_policy(
     gap = difference(sampled_logprobs, logprobs.detach())
     drift = sequences.mean(torch.where(gap.isnan(), 0.0, gap), mask)
     return mask & (advantages < 0) & (drift > threshold)
+
+
+def outside_trust_region(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, region: TrustRegion
+) -> Tensor:
+    """Return which tokens a `TrustRegion` drops."""
+    logprobs = logprobs.detach()
+    log_ratio = saturate(difference(logprobs, old_logprobs))
+    up = mask & (advantages > 0) & (log_ratio > 0)
+    down = mask & (advantages < 0) & (log_ratio < 0)
+    if region.kind == "m2":
+        return _largest_squares(log_ratio, up | down, region.high)
+    old = old_logprobs.exp()
+    if region.kind == "tv":
+        distance = (logprobs.exp() - old).abs()
+    else:
+        others, old_others = (1e-8 - torch.expm1(x) for x in (logprobs, old_logprobs))
+        distance = (1 - old) * (old_others / others).log() - old * log_ratio
+    low = region.high if region.low is None else region.low
+    return up & (distance > region.high) | down & (distance > low)
+
+
+def _largest_squares(x: Tensor, among: Tensor, bound: float) -> Tensor:
+    """Return the entries without which the mean square of the others in `among` is in bounds."""
+    squares = torch.where(among, x.square(), torch.inf)
+    ordered = squares.flatten().sort().values
+    ranks = torch.arange(1, ordered.shape[0] + 1, device=x.device)
+    kept = (ordered.double().cumsum(0) / ranks <= bound).sum(0, keepdim=True)
+    smallest_dropped = torch.cat([ordered, ordered.new_full((1,), torch.inf)])[kept]
+    return among & (squares >= smallest_dropped)
 
 
 def top_entropy(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:

@@ -17,6 +17,7 @@ DEFAULTS = OBJECTIVE.coefficients
 CASES = {
     "ppo_clip": ("ppo_clip", {}),
     "ppo_clip, no lower bound": ("ppo_clip", {"clip_low": 1.0}),
+    "ppo_clip, no bounds": ("ppo_clip", {"clip_low": 1.0, "clip_high": inf}),
     "ppo_clip, no room": ("ppo_clip", {"clip_low": 0.0, "clip_high": 0.0}),
     "dual clip": ("ppo_clip", {"dual_clip": 3.0}),
     "delta": ("ppo_clip", {"delta": 4.0}),
@@ -27,10 +28,12 @@ CASES = {
     "log ratio clamp, two bounds": ("sapo", {"log_ratio_low": 0.4, "log_ratio_high": 0.1}),
     "cispo": ("cispo", {"clip_low": 1.0, "clip_high": 4.0}),
     "cispo, both bounds": ("cispo", {}),
+    "cispo, no bounds": ("cispo", {"clip_low": 1.0, "clip_high": inf}),
     "sapo": ("sapo", {}),
     "sapo, sharp": ("sapo", {"sapo_temperature_pos": 10.0, "sapo_temperature_neg": 0.1}),
     "sapo, steep": ("sapo", {"sapo_temperature_pos": 1e3, "sapo_temperature_neg": 2e3}),
     "gmpo": ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}),
+    "gmpo, no upper bound": ("gmpo", {"clip_low": 0.4, "clip_high": inf}),
     "reinforce": ("reinforce", {}),
 }
 BOUNDS = (0.8, 1.28, 1.0, 1.1, 2.0, 3.0, 4.0, 5.0)

@@ -74,11 +74,13 @@ def _bounds(chance: Chance, usual: dict) -> dict[str, Any]:
     ratio, fields = usual["surrogate"], {}
     if ratio in ("ppo_clip", "cispo", "gmpo") and chance.of(0.35):
         fields["clip_low"] = chance.pick((0.0, 0.2, 0.5, 1.0))
-        fields["clip_high"] = chance.pick((0.0, 0.2, 0.5, 3.0))
+        fields["clip_high"] = chance.pick((0.0, 0.2, 0.5, 3.0, None))
     high = fields.get("clip_high", usual["clip_high"])
     if ratio == "ppo_clip":
+        fields |= chance.some({"dual_clip": (0.15, (1.5, 3.0, 10.0))})
+    if ratio == "ppo_clip" and high is not None:
         beyond = [1 + high + more for more in (0.125, 0.5, 4.0)]
-        fields |= chance.some({"dual_clip": (0.15, (1.5, 3.0, 10.0)), "delta": (0.15, beyond)})
+        fields |= chance.some({"delta": (0.15, beyond)})
     if ratio in ("ppo_clip", "cispo", "sapo", "gmpo") and chance.of(0.2):
         fields["log_ratio_clamp"] = chance.pick((0.5, 2.0, 20.0, (-1.0, 2.0), (-inf, 10.0)))
     if ratio == "sapo" and chance.of(0.3):
@@ -115,6 +117,14 @@ def _masks(chance: Chance, usual: dict) -> dict[str, Any]:
     fields |= chance.some({"off_policy_threshold": (0.08, (-0.5, 0.0, 0.25, 2.0))})
     if usual["surrogate"] != "gmpo":
         fields |= chance.some({"top_entropy_quantile": (0.08, (0.2, 0.5, 0.25, 0.9))})
+        if chance.of(0.08):
+            fields["trust_region"] = _trust_region(chance)
+    if usual["surrogate"] == "reinforce" and chance.of(0.3):
+        fields["gamma_weights"] = {"k_pos": chance.pick((0.0, 1.0)), "lambda_neg": 0.5}
+    if {**usual, **fields}["gamma_weights"] is not None:
+        for correction in fields.get("rollout_correction", ()):
+            if correction["kind"] != "filter":
+                correction["level"] = "token"
     return fields
 
 
@@ -124,7 +134,20 @@ def _correction(chance: Chance) -> dict[str, Any]:
     if chance.of(0.15) and (kind == "truncate" or low > 0):
         high = inf
     level = chance.pick(("token", "sequence", "geometric"))
-    return {"kind": kind, "level": level, "low": low, "high": high}
+    correction = {"kind": kind, "level": level, "low": low, "high": high}
+    if kind == "filter" and chance.of(0.7):
+        estimator = chance.pick(("ratio", "k1", "k2", "k3", "reverse-k3"))
+        correction |= {"estimator": estimator, "level": chance.pick((level, "max"))}
+        if estimator == "k1":
+            correction["low"] = chance.pick((-0.5, -0.125, -2.0, -inf))
+            correction["high"] = chance.pick((0.125, 0.5, 2.0))
+    return correction
+
+
+def _trust_region(chance: Chance) -> dict[str, Any]:
+    kind = chance.pick(("tv", "kl", "m2"))
+    region = {"kind": kind, "high": chance.pick((0.04, 0.2, 0.5, 2.0**-6))}
+    return region | ({"low": 0.125} if kind != "m2" and chance.of(0.3) else {})
 
 
 def _aggregations(chance: Chance, options: dict, full: dict, fields: dict) -> dict[str, Any] | None:
@@ -134,6 +157,7 @@ def _aggregations(chance: Chance, options: dict, full: dict, fields: dict) -> di
     if unknown and (
         full["level"] != "token"
         or full["off_policy_threshold"] is not None
+        or full["gamma_weights"] is not None
         or any(correction["level"] != "token" for correction in corrections)
     ):
         return None

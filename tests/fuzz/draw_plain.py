@@ -9,7 +9,7 @@ ESTIMATORS = ("k1", "k2", "k3", "abs")
 VALUES = ("grid", "real")
 GROUPS = {
     "baseline": (0.4, ("leave_one_out", "none", "mean")),
-    "scale": (0.4, ("batch", "none", "group")),
+    "scale": (0.4, ("batch", "none", "group", "mean")),
     "correction": (0.3, (0, 1, 0.5, 2)),
     "eps": (0.4, (0.0, 0.0, 0, 1e-8, 1e-4, 1.0)),
     "singleton": (0.3, ("raw", "zero")),

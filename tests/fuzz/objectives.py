@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastrl import Objective, RolloutCorrection
+from fastrl import GammaWeights, Objective, RolloutCorrection, TrustRegion
 from fastrl.objective.presets import CONVENTIONS as CONVENTIONS
 
 from .case import Case
@@ -30,6 +30,9 @@ def objective_of(case: Case) -> Any:
     if corrections is not None:
         built = tuple(RolloutCorrection(**correction) for correction in corrections)
         changes["rollout_correction"] = built[0] if len(built) == 1 else built
+    for name, kind in (("trust_region", TrustRegion), ("gamma_weights", GammaWeights)):
+        if isinstance(changes.get(name), dict):
+            changes[name] = kind(**changes[name])
     if case.objective in OWN:
         function = OWN[case.objective][0]
         return Objective(surrogate=function, **changes) if changes else function

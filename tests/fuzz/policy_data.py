@@ -72,14 +72,22 @@ def bounds_of(name: str, fields: dict) -> list[float]:
         return [0.0, 80.0, -80.0, 40.0, -40.0, 17.0, 30.0, *around]
     if name == "rollout":  # old - rollout
         corrections, threshold = fields["rollout_correction"], fields["off_policy_threshold"]
-        bounds = [x for one in corrections or () for x in (one["low"], one["high"])]
-        found = [0.0, 80.0, -80.0, *(log(x) for x in bounds if 0 < x < inf)]
+        found = [0.0, 80.0, -80.0]
+        for one in corrections or ():
+            bounds = [x for x in (one["low"], one["high"]) if isfinite(x)]
+            if one["estimator"] == "ratio":
+                found += [log(x) for x in bounds if x > 0]
+            else:
+                found += [-x for x in bounds] + [sqrt(2 * x) for x in bounds if x > 0]
         return found if threshold is None else [*found, threshold, -threshold]
     clamp = fields["log_ratio_clamp"]
     clamps = clamp if isinstance(clamp, tuple) else (clamp, -clamp) if clamp else ()
     low, high = fields["clip_low"], fields["clip_high"]
-    found = [0.0, 80.0, -80.0, 40.0, -40.0, low, -low, high, -high, log1p(max(high, -0.99))]
+    found = [0.0, 80.0, -80.0, 40.0, -40.0, low, -low]
+    found += [high, -high, log1p(max(high, -0.99))] if isfinite(high) else []
     found += [x for x in clamps if isfinite(x)]
+    region = fields["trust_region"]
+    found += [] if region is None else [sqrt(region["high"]), -sqrt(region["high"])]
     found += [log1p(-low)] if low < 1 else []
     found += [log(x) for x in (fields["dual_clip"], fields["delta"]) if x]
     return found

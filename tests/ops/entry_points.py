@@ -23,13 +23,9 @@ EVERYTHING = {
     "entropy_coef": 0.05,
     "rollout_correction": RolloutCorrection(level="geometric"),
 }
+OWN = {"dr_grpo": {"length_norm": 9.0}, "vespo": {"rollout_correction": RolloutCorrection()}}
 OBJECTIVES = {
-    **{
-        name: Objective.preset(
-            name, **EVERYTHING, **({"length_norm": 9.0} if name == "dr_grpo" else {})
-        )
-        for name in PRESETS
-    },
+    **{name: Objective.preset(name, **EVERYTHING | OWN.get(name, {})) for name in PRESETS},
     "gspo-token": Objective(level="sequence-token", clip_low=0.1),
     "bias-corrected": Objective(level="sequence", kl_coef=0.3, kl_gradient="bias-corrected"),
     "prompt-mean": Objective(aggregation="prompt-mean", dual_clip=3.0, delta=1.5),
@@ -40,6 +36,7 @@ OBJECTIVES = {
         rollout_correction=(
             RolloutCorrection(level="sequence", low=0.5, high=2.0),
             RolloutCorrection(kind="filter", level="geometric", low=0.6, high=1.5),
+            RolloutCorrection(kind="filter", level="max", estimator="k3", high=0.5),
             RolloutCorrection(kind="mask", low=0.2, high=3.0),
         ),
         rollout_weighs="policy",
@@ -61,7 +58,7 @@ OBJECTIVES = {
     ),
 }
 #: Those of the forms that make the log-probabilities themselves, and of the slower backends.
-FEW = ("ppo", "gspo", "gmpo", "by term", "function")
+FEW = ("ppo", "gspo", "gmpo", "m2po", "vespo", "by term", "function")
 
 
 class Entry(NamedTuple):
@@ -246,6 +243,7 @@ def losses(names, function, leaves, form=None, *, kept=False, **options):
     for name in names:
         o = OBJECTIVES[name]
         own = {"objective": o, **({"group_size": 1} if name == "prompt-mean" else {})}
+        by_batch = o.top_entropy_quantile < 1 or name == "m2po"
         by_sequence = () if o.aggregation in ("token-mean", "prompt-mean") else ("advantages",)
         yield (
             f"{function.__name__} {name}{' kept' * kept}",
@@ -254,7 +252,7 @@ def losses(names, function, leaves, form=None, *, kept=False, **options):
                 from_logprobs(o) if form is None else rows(form, scored=o, kept=kept),
                 leaves,
                 own | options,
-                "batch" if o.top_entropy_quantile < 1 else "loss",
+                "batch" if by_batch else "loss",
                 by_sequence,
                 refuse_twice=EVERYWHERE,
             ),

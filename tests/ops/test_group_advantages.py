@@ -13,7 +13,7 @@ from tests.ops.closeness import assert_within_budget
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 BASELINES = ("mean", "leave_one_out", "none")
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "none", "mean")
 nan = math.nan
 
 
@@ -100,6 +100,18 @@ def test_any_ids(backend, ids, repeat):
         fastrl.group_advantages(rewards, group_ids=names, backend=backend) for names in (ids, small)
     )
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_maxrl(backend, baseline):
+    # MaxRL's compute_p_normalization_outcome_advantage: (r - mean) / (mean + 1e-6)
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    options = {"scale": "mean", "eps": 1e-6, "baseline": baseline, "backend": backend}
+    came = fastrl.group_advantages(rewards, **options).advantages
+    mean = rewards.double().mean(1, keepdim=True)
+    others = 4 / 3 if baseline == "leave_one_out" else 1.0
+    expected = (rewards - mean) * others / (mean + 1e-6)
+    torch.testing.assert_close(came.double(), expected, rtol=1e-6, atol=0)
 
 
 def test_no_rewards_no_gradient(backend):

@@ -41,7 +41,8 @@ row("gae", "layouts", **TOKENS, mask=MASKS, dtype=DTYPES, token_layout=LAYOUTS, 
 row("discounted_returns", **TOKENS, mask=MASKS, parameters=each(gamma=[0.9, 1, 0.0], **ENDS))
 
 GROUPS = {"sequences": 4, "tokens": 3, "groups": [None, "ids"]}
-BASELINES = {"baseline": ["mean", "leave_one_out", "none"], "scale": ["group", "batch", "none"]}
+SCALES = ["group", "batch", "none", "mean"]
+BASELINES = {"baseline": ["mean", "leave_one_out", "none"], "scale": SCALES}
 NORMS = each(**BASELINES, correction=[None, 0, 2, 1.5], singleton=["zero", "raw"])
 UNUSUAL = ["nan-rewards", "inf-rewards", "offset", "equal-groups", "zero-groups"]
 row("group_advantages", **GROUPS, ids_dtype=["int64", "int32"], values="real", parameters=NORMS)
@@ -104,6 +105,16 @@ CORRECTIONS = [
     for level in ("token", "sequence", "geometric")
     for low, high in ((0.5, 1.0), (1.0, 1.1))
 ]
+REJECTIONS = [
+    {"kind": "filter", "level": level, "estimator": estimator, "low": low, "high": 0.125}
+    for level in ("token", "sequence", "geometric", "max")
+    for estimator, low in (("k1", -0.125), ("k2", 0.0), ("k3", 0.0), ("reverse-k3", 0.0))
+]
+REJECTED = [{"rollout_correction": [one]} for one in REJECTIONS]
+REGIONS = [
+    {"trust_region": {"kind": kind, "high": 0.0625}, "clip_low": 1.0, "clip_high": None}
+    for kind in ("tv", "kl", "m2")
+]
 BROKEN_KLS = [{**one, "kl_gradient": name} for one in KLS for name in ("exact", "straight-through")]
 BY_PROMPT = {"fields": {"aggregation": "prompt-mean"}, "groups": 1}
 NAN = ["nan-logprob", "nan-old", "nan-ref", "nan-rollout", "nan-entropy", "nan-advantages"]
@@ -118,6 +129,9 @@ BY = ["token", "sequence"]
 OF_LOGPROBS = {**TOKENS, "mask": "holes", "entropy": True}
 row("policy_loss", **OF_LOGPROBS, **OBJECTIVES, **BESIDE, dtype=DTYPES, advantages=BY)
 row("policy_loss", "masks", **CLIPPED)
+OFF = {"layout": ["padded", "cut"], "features": [(), ("nan-old", "old-inf")]}
+row("policy_loss", "rejected", **OF_LOGPROBS, **OFF, rollout=["bounds", "far"], fields=REJECTED)
+row("policy_loss", "regions", **OF_LOGPROBS, **OFF, old=["bounds", "near", "huge"], fields=REGIONS)
 row("policy_loss", "packed", **PACKED, advantages=BY)
 
 #: Log-ratios of up to +-200, all kinks, and slopes whose parts of size e^x cancel.

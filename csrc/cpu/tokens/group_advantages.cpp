@@ -80,6 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
     const double std = equal ? 0.0 : groups[g].std;
     const double divisor = kinds.scale == Scale::kNone    ? 1.0
                            : kinds.scale == Scale::kGroup ? std + eps
+                           : kinds.scale == Scale::kMean  ? mean + eps
                                                           : batch_std + eps;
     const bool raw = kinds.singleton == Singleton::kRaw;
     for (int64_t i = begin; i < end; ++i) {

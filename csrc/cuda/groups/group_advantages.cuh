@@ -22,8 +22,9 @@ __device__ __forceinline__ void write_reward(const GroupAdvantagesParams& p, int
                        : reward - group.mean;
     if (p.kinds.baseline == Baseline::kLeaveOneOut && !alone) advantage *= n / (n - 1.0f);
   }
-  if (p.kinds.scale == Scale::kGroup && (advantage != 0.0f || !finite)) {  // 0 / 0 is 0 here
-    advantage /= group.std + p.eps;
+  const bool by_mean = p.kinds.scale == Scale::kMean;
+  if ((p.kinds.scale == Scale::kGroup || by_mean) && (advantage != 0.0f || !finite)) {
+    advantage /= (by_mean ? group.mean : group.std) + p.eps;  // 0 / 0 is 0 here
   }
   if (alone) advantage = raw ? reward : 0.0f * reward;
   p.advantages[i] = advantage;

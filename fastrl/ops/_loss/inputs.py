@@ -119,7 +119,8 @@ def loss_inputs(
             "objective.off_policy_threshold is set"
         )
     sequence_level = o.level != "token" or any(c.level != "token" for c in corrections)
-    if packed and bounds is None and (sequence_level or off_policy_mask):
+    sequence_level = sequence_level or off_policy_mask or o.gamma_weights is not None
+    if packed and bounds is None and sequence_level:
         raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
 
     def per_token(name: str, value: object) -> Tensor | None:

@@ -99,8 +99,11 @@ class TermMasks(NamedTuple):
     def need_logprobs(self, arguments: LossArguments) -> bool:
         """Return whether the weights depend on the current log-probabilities or entropies."""
         o = self.objective
-        on_policy = arguments.old_logprobs is None and bool(o.rollout_corrections)
-        return on_policy or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
+        if arguments.old_logprobs is None:
+            by_old = bool(o.rollout_corrections)
+        else:
+            by_old = o.trust_region is not None or o.gamma_weights is not None
+        return by_old or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
 
     def apply(
         self, arguments: LossArguments, logprobs: Tensor, entropy: Tensor | None
@@ -111,7 +114,11 @@ class TermMasks(NamedTuple):
         """
         o, active = self.objective, self.active
         entropy_mask = o.top_entropy_quantile < 1 and entropy is not None
-        if not (o.rollout_corrections or o.off_policy_threshold is not None or entropy_mask):
+        on_policy = arguments.old_logprobs is None  # ratio 1
+        region = None if on_policy else o.trust_region
+        gamma = None if on_policy and not o.rollout_corrections else o.gamma_weights
+        of_tokens = (o.off_policy_threshold, region, gamma)
+        if not (o.rollout_corrections or entropy_mask or any(x is not None for x in of_tokens)):
             return arguments
         sequences = reference.sequences_of(active, arguments.cu_seqlens)
 
@@ -122,19 +129,31 @@ class TermMasks(NamedTuple):
         old = logprobs if arguments.old_logprobs is None else arguments.old_logprobs
         sampled = old if self.rollout_logprobs is None else self.rollout_logprobs
         policy_weights = torch.ones_like(active, dtype=arguments.weights.dtype)
+        factors_of_w = policy_weights
         if arguments.policy_weights is not None:
             policy_weights = per_token(arguments.policy_weights)
         for correction in o.rollout_corrections:
             ratio = reference.rollout_correction(old, sampled, active, sequences, correction)
-            policy_weights = policy_weights * ratio
+            if gamma is not None and correction.kind != "filter":
+                factors_of_w = factors_of_w * ratio
+            else:
+                policy_weights = policy_weights * ratio
             if o.rollout_weighs == "policy-and-kl" and o.kl_coef:
                 kl_weights = arguments.weights if kl_weights is None else kl_weights
                 kl_weights = per_token(kl_weights) * ratio
-        if o.off_policy_threshold is not None:
-            advantages = per_token(arguments.advantages)
-            dropped = reference.off_policy(
-                logprobs, sampled, advantages, active, sequences, o.off_policy_threshold
+        advantages, drops = per_token(arguments.advantages), []
+        if gamma is not None:
+            policy_weights = policy_weights * reference.gamma_weights(
+                logprobs, old, factors_of_w, advantages, active, sequences, gamma
             )
+        if region is not None:
+            drops.append(reference.outside_trust_region(logprobs, old, advantages, active, region))
+        if o.off_policy_threshold is not None:
+            threshold = o.off_policy_threshold
+            drops.append(
+                reference.off_policy(logprobs, sampled, advantages, active, sequences, threshold)
+            )
+        for dropped in drops:
             policy_weights = torch.where(dropped, 0.0, policy_weights)
         if entropy_mask and entropy is not None:
             kept = reference.top_entropy(entropy, active, o.top_entropy_quantile)

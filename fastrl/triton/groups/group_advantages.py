@@ -27,6 +27,7 @@ LEAVE_ONE_OUT = tl.constexpr(BASELINES.index("leave_one_out"))
 NO_BASELINE = tl.constexpr(BASELINES.index("none"))
 BY_BATCH = tl.constexpr(SCALES.index("batch"))
 NO_SCALE = tl.constexpr(SCALES.index("none"))
+BY_MEAN = tl.constexpr(SCALES.index("mean"))
 
 # how the members of a group are found
 CONSECUTIVE = tl.constexpr(0)
@@ -242,6 +243,8 @@ def group_advantages_kernel(
         divisor = std
         if SCALE == BY_BATCH:
             divisor = tl.zeros_like(std) + tl.load(batch_std)
+        elif SCALE == BY_MEAN:
+            divisor = tl.where(mixed, mean, x)
         advantage = tl.where(advantage == 0, 0.0, tl.div_rn(advantage, divisor + eps))
     alone = size == 1
     advantage = tl.where(alone, x if RAW else 0.0 * x, advantage)

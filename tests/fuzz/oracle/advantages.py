@@ -47,7 +47,7 @@ def group_advantages(
             advantages[inside] = r if raw else np.where(np.isfinite(r), 0.0, np.nan)
             informative[inside] = raw and np.isfinite(r).all()
             continue
-        divisor = _divisor(deviation, together, options)
+        divisor = _divisor(deviation, together, mean[inside][0], options)
         centred, error = _centred(r, size, options["baseline"])
         if equal and options["baseline"] != "none":
             centred, error = np.zeros(len(r)), 0.0
@@ -55,9 +55,10 @@ def group_advantages(
         made = np.where(nothing, 0.0, centred / divisor)
         advantages[inside] = made
         # what float64 loses in the deviation, if that is next to nothing, counts here
-        lost = OF_FLOAT64 * size / divisor
-        off = _relative(made, of_made * unit + lost) + np.where(error, error / divisor, 0)
-        if arithmetic is FLOAT64 and not divisor > OF_FLOAT64 * size:
+        of_divisor = errors[1, inside].max() if options["scale"] == "mean" else OF_FLOAT64 * size
+        lost = of_divisor / np.abs(divisor)
+        off = _relative(made, of_made * unit + lost) + np.where(error, error / np.abs(divisor), 0)
+        if not abs(divisor) > of_divisor and (arithmetic is FLOAT64 or options["scale"] == "mean"):
             off = np.where(nothing, 0.0, np.inf)
         by_batch = options["baseline"] == "none" and options["scale"] == "batch"
         if by_batch and np.isnan(r).any():  # unspecified: whether the others of the group are NaN
@@ -107,12 +108,13 @@ def _in_finite_groups(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return ~np.isin(groups, groups[~np.isfinite(rewards)])
 
 
-def _divisor(deviation: float, together: float, options: dict) -> np.float64:
+def _divisor(deviation: float, together: float, mean: float, options: dict) -> np.float64:
     """The divisor as a NumPy number, for which a division by 0 is infinite."""
     scale = options["scale"]
     if scale == "none":
         return np.float64(1)
-    return np.float64((together if scale == "batch" else deviation) + options["eps"])
+    chosen = {"group": deviation, "batch": together, "mean": mean}[scale]
+    return np.float64(chosen + options["eps"])
 
 
 def gae(

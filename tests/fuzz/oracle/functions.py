@@ -22,6 +22,15 @@ def expm1(x: Bounded) -> Bounded:
     return x.function(value, grown, exact, abs(finite))
 
 
+def log(x: Bounded) -> Bounded:
+    """Return log x; NaN below 0, anything where the sign is in doubt."""
+    unsure = (np.abs(x.value) <= x.error) & (x.error > 0)
+    value = np.log(np.where(unsure, 1.0, x.value))
+    room = np.where(unsure | (x.error == 0), 1.0, np.abs(x.value) - x.error)
+    grown = np.where(unsure, np.inf, np.log1p(np.where(unsure, 0.0, x.error / room)))
+    return x.function(value, grown, (x.error == 0) & ((value == 0) | ~np.isfinite(value)))
+
+
 def sigmoid(x: Bounded) -> Bounded:
     """Return 1 / (1 + e^-x)."""
     value = 1 / (1 + np.exp(-x.value))

@@ -14,7 +14,13 @@ import numpy as np
 from . import terms
 from .bounded import Bounded, Decision, Doubts, choose, unbounded, where
 from .functions import exp, expm1, held, mean
-from .masks import off_policy, rollout_weights, top_entropy
+from .masks import (
+    gamma_weights,
+    off_policy,
+    outside_trust_region,
+    rollout_weights,
+    top_entropy,
+)
 from .terms import Ratio, Term, difference, geometric_ratio, zeros
 from .tokens import Tokens, Weights, means
 
@@ -36,6 +42,7 @@ Function = Callable[[Tokens, Bounded], Term]
 def fields_of(objective: object) -> dict[str, Any]:
     """Return the fields of an `Objective`, with `rollout_correction` as a list."""
     fields = dataclasses.asdict(objective)
+    fields["clip_high"] = inf if fields["clip_high"] is None else fields["clip_high"]
     corrections = fields["rollout_correction"]
     fields["rollout_correction"] = [corrections] if isinstance(corrections, dict) else corrections
     return fields
@@ -75,11 +82,16 @@ def policy_loss(
     doubts.add("clip", (term.low | term.high).doubtful)
     doubts.add("log ratio bound", ratio.stuck.doubtful)
     importance = rollout_weights(tokens, fields, doubts)
+    of_policy, gamma = importance, None
+    if fields["gamma_weights"] is not None:
+        of_policy = rollout_weights(tokens, fields, doubts, ("filter",))
+        factors = rollout_weights(tokens, fields, doubts, ("truncate", "mask"))
+        gamma = gamma_weights(tokens, fields, factors)
     off, top = off_policy(tokens, fields, doubts), top_entropy(tokens, fields, doubts)
     weight = weights.policy
-    for factor in (importance, tokens.policy_weights):
+    for factor in (of_policy, gamma, tokens.policy_weights):
         weight = weight if factor is None else weight * factor
-    for dropped in (off, top):
+    for dropped in (outside_trust_region(tokens, fields, doubts), off, top):
         if dropped is not None:
             weight = choose(dropped, zeros(weight), weight)
     policy = _times(weight, _finite_where_weightless(weight, term.value), doubts)

@@ -38,6 +38,15 @@ def means(x: Bounded, sequence: np.ndarray, count: int) -> Bounded:
     return sums(x, sequence, count) / np.maximum(lengths, 1)
 
 
+def maxima(x: Bounded, sequence: np.ndarray, count: int) -> Bounded:
+    """Return the maximum over each sequence, `[count]`; 0 of an empty one."""
+    value, error = np.zeros(count), np.zeros(count)
+    for which in np.unique(sequence):
+        one = x[sequence == which]
+        value[which], error[which] = one.value.max(), one.error.max()
+    return Bounded(value, error, x.arithmetic)
+
+
 @dataclasses.dataclass(frozen=True)
 class Weighing:
     """The inputs of the weights besides the aggregation."""

@@ -230,7 +230,7 @@ void of_tokens(const Batch& batch) {
 
 void of_groups(int groups, int size, bool by_id) {
   const int64_t n = static_cast<int64_t>(groups) * size;
-  for (const Scale scale : {Scale::kGroup, Scale::kBatch, Scale::kNone}) {
+  for (const Scale scale : {Scale::kGroup, Scale::kBatch, Scale::kNone, Scale::kMean}) {
     Tensors t(8);
     GroupAdvantagesParams p{};
     p.rewards = t.normal(n);

@@ -82,6 +82,7 @@ TRL = {
     "gspo": ({"loss_type": "grpo", "level": "sequence", "epsilon": NARROW}, CLIP),
     "luspo": ({"loss_type": "luspo", "level": "sequence", "epsilon": NARROW}, CLIP),
     "gmpo": ({"loss_type": "gmpo", "epsilon": (0.4, 0.4)}, {}),
+    "vespo": ({"loss_type": "vespo", "num_items": 50.0}, {}),
 }
 MODES = [
     ("token_truncate", None, 1.1),
@@ -151,6 +152,8 @@ VERL = {
     "gspo": ({"loss_mode": "gspo", "clip": NARROW}, CLIP),
     "gmpo": ({"loss_mode": "geo_mean", "clip": (0.4, 0.4)}, {}),
     "reinforce": ({"loss_mode": "reinforce"}, {}),
+    "dppo_tv": ({"loss_mode": "dppo_tv"}, {}),
+    "dppo_kl": ({"loss_mode": "dppo_kl"}, {}),
 }
 VERL_OPTIONS = {
     "plain": ({}, {}),
@@ -278,8 +281,12 @@ def exists(convention, preset, more, batch_name):
     """Whether a trainer has this, and its formula is the preset's."""
     if convention == "trl":  # log-ratios beyond 20 are where trainers part
         extra = {"entropy_coef", "top_entropy_quantile", "bias_correction"} & more.keys()
+        if preset == "vespo" and more.get("sampling", ("token",))[0].startswith("sequence"):
+            return False
         return batch_name != "far" and (preset != "gmpo" or (batch_name == "[B]" and not extra))
     if convention == "verl":  # its gmpo takes the geometric mean of the rollout weights
+        if preset == "dppo_kl" and batch_name == "far":  # where probabilities are above 1
+            return False
         return preset != "gmpo" or "rollout" not in more
     return preset != "gspo" or "is_correction_level" not in more  # rollout instead of old ones
 

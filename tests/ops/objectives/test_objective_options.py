@@ -15,6 +15,16 @@ CORRECTIONS = [
     for kind in ("truncate", "mask", "filter")
     for level in ("token", "sequence", "geometric")
 ]
+REJECTIONS = [
+    {"kind": "filter", "level": level, "estimator": estimator, "low": low, "high": high}
+    for level in ("token", "sequence", "geometric", "max")
+    for estimator, low, high in (
+        ("k1", -0.1, 0.1),
+        ("k2", 0.0, 0.02),
+        ("k3", 0.001, 0.02),
+        ("reverse-k3", 0.0, 0.02),
+    )
+]
 COUNTED = [
     ("seq-mean-token-mean", {}),
     ("seq-mean-token-sum", {}),
@@ -98,6 +108,16 @@ OPTIONS = [
     {"rollout_correction": [CORRECTIONS[1], {"high": math.inf}], "rollout_weighs": "policy"},
     *({"off_policy_threshold": bound, "kl_coef": 0.2} for bound in (0.0, 0.1)),
     {"off_policy_threshold": -0.05, "rollout_correction": CORRECTIONS[:1], "level": "sequence"},
+    *({"rollout_correction": [one], "kl_coef": 0.1} for one in REJECTIONS),
+    *(
+        {"trust_region": {"kind": kind, "high": high, **low}, "clip_high": None, **more}
+        for kind, high, low in (("tv", 0.03, {}), ("kl", 0.02, {"low": 0.005}), ("m2", 0.02, {}))
+        for more in ({"kl_coef": 0.2}, {"surrogate": "sapo"} | {"clip_high": 0.2})
+    ),
+    *(
+        {"surrogate": "reinforce", "gamma_weights": {"k_neg": 1.5, "lambda_pos": 0.5}, **more}
+        for more in ({"kl_coef": 0.1}, {"rollout_correction": [CORRECTIONS[0], REJECTIONS[1]]})
+    ),
     *({"top_entropy_quantile": share, "kl_coef": 0.2} for share in (0.25, 0.5)),
     {"top_entropy_quantile": 0.25, "entropy_coef": 0.1, "level": "sequence"},
     {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "entropy_aggregation": "token-mean"},

@@ -53,6 +53,17 @@ def trl_sampling_ratio(b, mode, low, high):
     return ratio * ((ratio >= (low or 0)) & (ratio <= high))
 
 
+def gamma_weights(A, log_ratio, mask, factors=None):
+    """TRL's `get_gamma_weights` with its defaults."""
+    lowest = math.log(1e-8)
+    log_w = (log_ratio.clamp(-20, 20) * mask).sum(-1, keepdim=True)
+    if factors is not None:
+        log_w = log_w + factors.log().clamp(lowest, 20).sum(-1, keepdim=True)
+    log_w = log_w.clamp(lowest, 20)
+    k, decay = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)
+    return (decay + k * log_w - decay * log_w.exp()).exp().detach()
+
+
 def trl(
     b,
     loss_type,
@@ -74,6 +85,7 @@ def trl(
     if level == "sequence":
         log_ratio = sequence_mean(log_ratio, mask)[:, None]
     ratio = log_ratio.exp()
+    factors = None if sampling is None else trl_sampling_ratio(b, *sampling)
     top = torch.ones_like(mask)
     if top_entropy_quantile < 1:
         cut = torch.quantile(b.entropy[mask > 0], 1 - top_entropy_quantile)
@@ -84,6 +96,8 @@ def trl(
     elif loss_type == "sapo":
         tau = torch.where(A > 0, *(torch.tensor(t, dtype=A.dtype) for t in temperatures))
         loss = -A * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    elif loss_type == "vespo":
+        loss = -gamma_weights(A, log_ratio, mask, factors) * A * b.logprobs
     elif loss_type == "gmpo":
         held = log_ratio.clamp(-epsilon[0], epsilon[1])
         one_sided = torch.where(
@@ -100,8 +114,8 @@ def trl(
         drift = sequence_mean(sampled - b.logprobs.detach(), mask)[:, None]
         loss = loss * ((A >= 0) | (drift <= off_policy_mask_threshold))
     loss = loss * top
-    if sampling is not None:
-        loss = loss * trl_sampling_ratio(b, *sampling)
+    if sampling is not None and loss_type != "vespo":
+        loss = loss * factors
     if beta:
         difference = b.ref - b.logprobs
         kl = difference.exp() - difference - 1

@@ -1,0 +1,34 @@
+"""VESPO's weight of a sequence, a gamma density of its importance ratio."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+from fastrl.objective.gamma_weights import GammaWeights
+from fastrl.reference.objectives import MAX_LOG_RATIO, clamp, difference
+from fastrl.reference.sequences import Sequences
+
+_LOWEST, _HIGHEST = log(1e-8), 20.0
+
+
+def gamma_weights(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    corrections: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    options: GammaWeights,
+) -> Tensor:
+    """Return the detached weight of every token, `[B, T]`; `corrections` are factors of `w`."""
+    log_ratio = clamp(difference(logprobs.detach(), old_logprobs), -_HIGHEST, _HIGHEST)
+    log_ratio = log_ratio + clamp(corrections.log(), _LOWEST, _HIGHEST)
+    log_w = sequences.total(torch.where(mask, log_ratio, 0.0))
+    log_w = sequences.spread(clamp(log_w, _LOWEST, _HIGHEST), log_ratio)
+    rises = advantages >= 0
+    k = torch.where(rises, options.k_pos, options.k_neg)
+    decay = torch.where(rises, options.lambda_pos, options.lambda_neg)
+    return (k * log_w - decay * torch.expm1(log_w)).clamp(max=MAX_LOG_RATIO).exp()
