@@ -203,3 +203,22 @@ def test_a_weight_of_zero_drops_an_infinite_advantage(backend, preset, advantage
         found.append((loss, leaf.grad))
     assert all(map(torch.equal, *found))
     assert all(x.isfinite().all() for x in found[0])
+
+
+@pytest.mark.not_on("cuda")  # whose sum near 1 does not tell
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [2, 33, 1000, 9001])
+def test_the_log_probability_of_a_token_far_ahead_keeps_its_digits(backend, vocabulary, dtype):
+    """It is -log1p of the sum of the others: 1e-5 is 80 units of roundoff."""
+    gaps = torch.tensor([4.0, 10, 16, 17, 20, 40, 60, 66])
+    logits = torch.randn(len(gaps), vocabulary)
+    ids = torch.arange(len(gaps)) * (vocabulary - 1) // (len(gaps) - 1)
+    logits[range(len(gaps)), ids] = logits.amax(1) + gaps
+    logits = logits.to(dtype)
+    below = logits.double() - logits.double().gather(1, ids[:, None])
+    expected = below.scatter(1, ids[:, None], -torch.inf).exp().sum(1).log1p()
+    found = -fastrl.token_logprobs(logits, ids, backend=backend)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    weight, one = logits.float().t().contiguous(), torch.eye(len(gaps))
+    found = -fastrl.linear_token_logprobs(one, weight, ids, backend=backend)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
