@@ -95,7 +95,7 @@ test-vllm:
 # kernels built for the host.
 COVERED := --cov=fastrl/ops/_linear --cov-branch --cov-report=
 coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	$(PYTEST) -q $(COVERED) tests/ops/linear $(ARGS)
+	$(PYTEST) -q $(COVERED) tests/ops/linear tests/ops/test_kept_tokens.py $(ARGS)
 	FASTRL_TESTED=cuda $(PYTEST) -q $(COVERED) --cov-append tests/ops/test_linear.py tests/ops/test_values.py -k linear $(ARGS)
 	$(PY) -m coverage report -m --include='*/tensor_cores.py,*/walk.py' --fail-under=100
 

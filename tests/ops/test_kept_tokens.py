@@ -222,3 +222,27 @@ def test_sets_taken_and_joined():
     assert KeptTokens.from_lists([]).take(torch.tensor([], dtype=torch.int64)).offsets.tolist() == [
         0
     ]
+
+
+@pytest.mark.parametrize("count", [3, V // 2, 0])
+def test_clipped_rows_have_no_gradient(backend, count):
+    """Among rows that have one, of which the chunk is then."""
+    ids = torch.randint(V, (12,))
+    kept, clipped = sets_of(count, ids), torch.arange(12) % 3 == 1
+    hidden, weight = torch.randn(12, WIDTH), torch.randn(V, WIDTH) / 5
+    old = fastrl.linear_token_logprobs(hidden, weight, ids, kept=kept, backend="reference")
+    found = []
+    for mask in (torch.ones(12), (~clipped).float()):
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        fastrl.linear_policy_loss(
+            *(x, w, ids, torch.ones(12), mask),
+            old_logprobs=torch.where(clipped, old - 1, old),  # a ratio of e
+            kept=kept,
+            objective="dapo",
+            normalizer=12.0,
+            backend=backend,
+        ).loss.backward()
+        found.append((x.grad, w.grad))
+    assert (found[0][0][clipped] == 0).all()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

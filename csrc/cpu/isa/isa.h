@@ -15,9 +15,9 @@ namespace FASTRL_ISA {
 
 #include "vec.h"
 // the others build on it
+#include "../kept/gathered_rows.h"
 #include "../tokens/policy_tokens.h"
 #include "../vocabulary/row_blocks.h"
-#include "../kept/gathered_rows.h"
 
 #define FASTRL_PARTIALS(T, softcap)                                                      \
   {                                                                                      \

@@ -206,8 +206,7 @@ class LinearWalk:
                 states = hidden
             logits = hidden.new_empty(ids.shape, dtype=head.dtype)
             rows = rows._replace(token_ids=columns.place, ignore_index=NO_ID)
-            if part is not None:
-                part = part.at(columns.place)
+            part = None if part is None else part.at(columns.place)
         self._head.project(products, states, logits)
         return Projected(products, states, logits, rows, part)
 
