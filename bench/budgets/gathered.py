@@ -29,6 +29,7 @@ def _target(name: str, kernel: Any, size: int, types: dict[str, str], **costs: A
         divisible,
         element_bytes=size,
         bytes_per_element=size,
+        options={"enable_fp_fusion": True},
         **costs,
     )
 

@@ -171,7 +171,7 @@ from fastrl.triton import scale
 from fastrl.triton.gae import gae
 from fastrl.triton.groups import group_advantages
 from fastrl.triton.tokens import policy_loss, sequence_weights
-from fastrl.triton.vocabulary import logits_policy_loss, rows, token_stats
+from fastrl.triton.vocabulary import gathered, logits_policy_loss, rows, token_stats
 row, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
 gae.gae_fwd(row, row, None, None, None, None, None, 0.9, 0.9)
 gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, None, 0.9, 0.9)
@@ -187,6 +187,10 @@ def arguments(x):
 for level in range(len(LEVELS)):
     loss, objective = arguments(row)
     policy_loss.policy_loss_fwd(row, row, mask, *loss, *objective._replace(level=level))
+ids = torch.zeros(2, 1, dtype=torch.int32)
+gathered.gathered_dots_(row[:, :1], row, row, ids)
+gathered.gathered_sums_(row, row[:, :1], row, ids)
+gathered.scattered_sums_(row, row[:, :1], row, ids)
 for rows.processors in (lambda device: 0, lambda device: 132):
     logits, one = torch.zeros(1, 1, 40_000), row[:1, :1]
     of_rows = RowArguments(one.long(), one > 0, -100, None, 1.0, 1.0, 0.0)

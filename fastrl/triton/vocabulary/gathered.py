@@ -125,7 +125,7 @@ def gathered_dots_(out: Tensor, states: Tensor, matrix: Tensor, ids: Tensor) -> 
         gathered_dots_kernel[(rows, triton.cdiv(count, IDS))](
             out, states, matrix, ids, count, matrix.shape[1],
             out.stride(0), states.stride(0), matrix.stride(0),
-            IDS=IDS, WIDTH=WIDTH, num_warps=WARPS,
+            IDS=IDS, WIDTH=WIDTH, num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def gathered_sums_(out: Tensor, factors: Tensor, matrix: Tensor, ids: Tensor) ->
         gathered_sums_kernel[(rows, triton.cdiv(width, WIDTH))](
             out, factors, matrix, ids, count, width,
             out.stride(0), factors.stride(0), matrix.stride(0),
-            IDS=IDS, WIDTH=WIDTH, num_warps=WARPS,
+            IDS=IDS, WIDTH=WIDTH, num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -154,9 +154,10 @@ def scattered_sums_(out: Tensor, factors: Tensor, states: Tensor, ids: Tensor) -
     grid = (blocks, triton.cdiv(width, SCATTERED_WIDTH))
     scattered_sums_kernel[grid](
         out, heads, tails, factors, states, by_id, order, total, block, ids.shape[1], width,
-        out.stride(0), factors.stride(0), states.stride(0), WIDTH=SCATTERED_WIDTH, num_warps=1,
+        out.stride(0), factors.stride(0), states.stride(0),
+        WIDTH=SCATTERED_WIDTH, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     edge_sums_kernel[grid](
         out, heads, tails, by_id, stops, total, block, width, out.stride(0),
-        WIDTH=SCATTERED_WIDTH, num_warps=1,
+        WIDTH=SCATTERED_WIDTH, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
