@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastrl
+from fastrl.library import operators
 from tests.ops.entry_points import ENTRIES, cut, outcome
 
 #: Calls of one operator that are kept: with and without the optional arguments.
@@ -36,8 +37,8 @@ def operator_calls(backend, wanted=lambda entry: True):
             outcome(entry, backend, inputs)
             if entry.packs and "mask" in inputs:
                 outcome(entry, backend, cut(entry, inputs, [3, 1]))
-        if backend == "cpu":
-            gathered_calls()
+        if backend in ("cpu", "triton"):
+            gathered_calls(backend)
         leaf, ids = torch.randn(2, 3, 37).requires_grad_(), torch.randint(37, (2, 3))
         for heat, dtype in ((0.7, torch.float32), (torch.rand(2, 3) + 0.5, torch.int32)):
             options = {"mask": torch.ones(2, 3, dtype=dtype), "backend": backend}
@@ -58,10 +59,10 @@ def operator_calls(backend, wanted=lambda entry: True):
     return {operator: [*forms.values()] for operator, forms in calls.by_operator.items()}
 
 
-def gathered_calls():
+def gathered_calls(backend):
     """Call what the linear forms call inside of an operator."""
     ids = torch.tensor([[0, 2, -1], [1, -1, 2]], dtype=torch.int32)
-    states, factors, run = torch.randn(2, 5), torch.randn(2, 3), torch.ops.fastrl
+    states, factors, run = torch.randn(2, 5), torch.randn(2, 3), operators(backend)
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.randn(4, 5).to(dtype)
         run.gathered_dots_(torch.zeros(2, 3), states, matrix, ids)

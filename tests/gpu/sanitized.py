@@ -140,7 +140,7 @@ def main(backend, built, first, cases):
         else:  # an operator for tests
             tokens = [torch.zeros(5, dtype=torch.float64)] * 4
             torch.ops.fastrl.objective_eval(*tokens, *fastrl.Objective().arguments)
-            gathered_calls()  # which another operator makes, unseen
+            gathered_calls(backend)  # which another operator makes, unseen
         report = perform(run, before=lambda case: sys.stderr.write(f"{case}\n"))
     # what CUDA kernels compute is compared elsewhere
     failures = [kind for kind in report.failures if backend == "cpu" or "raised" in kind[2]]
