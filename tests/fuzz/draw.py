@@ -141,9 +141,11 @@ def _row_options(chance: Chance, function: str, options: dict, interpreted: bool
         "temperature": chance.weighed(
             {1.0: 8, 0.7: 2, 1e-3: 0.5, 100.0: 0.3, 1e-28: 0.1, "per-token": 1.5, "0-d": 0.5}
         ),
-        "kept": chance.weighed({None: 8, "one": 0.5, "few": 1, "ragged": 1, "all": 0.3}),
         "autocast": chance.of(0.03),
     }
+    # of its own numbers, so that the other options are as they were
+    sets = Chance(f"kept {options['seed']}")
+    drawn["kept"] = sets.weighed({None: 8, "one": 0.5, "few": 1, "ragged": 1, "all": 0.3})
     drawn["threads"] = 2 if chance.of(0.1 if size == "small" else 0.5) else 1
     if size == "large":  # few rows take another path than many
         drawn["sequences"] = min(options["sequences"], chance.pick((1, 2, 4)))
