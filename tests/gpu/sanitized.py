@@ -141,6 +141,12 @@ def main(backend, built, first, cases):
             tokens = [torch.zeros(5, dtype=torch.float64)] * 4
             torch.ops.fastrl.objective_eval(*tokens, *fastrl.Objective().arguments)
             gathered_calls(backend)  # which another operator makes, unseen
+        # weights of every term, which few cases have
+        leaf, ids = torch.randn(1, 3, 5, requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
+        terms = {"entropy_aggregation": "token-sum", "kl_aggregation": "token-sum"}
+        objective = fastrl.Objective(entropy_coef=0.1, kl_coef=0.1, **terms)
+        options = {"ref_logprobs": torch.zeros(1, 3), "objective": objective, "backend": backend}
+        fastrl.logits_policy_loss(leaf, ids, torch.ones(1), torch.ones(1, 3), **options)
         report = perform(run, before=lambda case: sys.stderr.write(f"{case}\n"))
     # what CUDA kernels compute is compared elsewhere
     failures = [kind for kind in report.failures if backend == "cpu" or "raised" in kind[2]]
