@@ -27,8 +27,8 @@ class RolloutCorrection:
     | `filter` | 1, or 0 outside `[low, high]` | rejection; verl `rollout_rs`, AReaL `mask` |
 
     A `filter` may look at an estimate of the KL from the engine to the trainer instead, as in
-    `kl_divergence(rollout_logprobs, old_logprobs)`: that of the token, or its sum (`"sequence"`),
-    arithmetic mean (`"geometric"`) or maximum (`"max"`) over the sequence. With
+    `kl_divergence(rollout_logprobs, old_logprobs)`: the estimate of the token, or the sum
+    (`"sequence"`), arithmetic mean (`"geometric"`) or maximum (`"max"`) over the sequence. With
     `x = old_logprobs - rollout_logprobs`:
 
     | estimator | estimate | also known as |

@@ -26,7 +26,7 @@ class TrustRegion:
 
     Attributes:
         kind: `"tv"`, `"kl"` or `"m2"`.
-        high: the bound for tokens with `A > 0`, and that of `m2`.
+        high: the bound for tokens with `A > 0`; for `m2`, the only bound.
         low: the bound for tokens with `A < 0`; None means as `high`.
 
     Raises:

@@ -251,6 +251,5 @@ def check_kept(kept: KeptArguments, active: Tensor, vocabulary: int) -> None:
     if bool(repeated.any()):
         row, token = divmod(int(keys[1:][repeated][0]), vocabulary)
         raise ValueError(
-            f"kept.token_ids must not repeat an id within a set, got {token} twice in that of "
-            f"row {row}"
+            f"kept.token_ids must not repeat an id within a set, got id {token} twice in row {row}"
         )

@@ -15,7 +15,14 @@ from torch import Tensor
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
-from fastrl.ops._kept.rows import NO_ID, KeptArguments, KeptRows, ids_of_part
+from fastrl.ops._kept.rows import (
+    CHUNK_BYTES,
+    COLUMN_BYTES,
+    NO_ID,
+    KeptArguments,
+    KeptRows,
+    ids_of_part,
+)
 from fastrl.ops._linear.call import Arguments
 from fastrl.ops._linear.chunks import (
     chunk_stats,
@@ -35,11 +42,6 @@ from fastrl.ops._vocabulary_parts.statistics import (
     part_stats,
 )
 from fastrl.tracing import refuse_transforms
-
-#: Bytes of what a chunk of gathered rows has in memory, on a CPU and on a GPU.
-_CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
-#: Bytes of the temporary tensors for each column.
-_COLUMN_BYTES = 32
 
 
 class Chunk(NamedTuple):
@@ -149,7 +151,7 @@ class KeptCall(NamedTuple):
         for piece, width in order.pieces(0, order.trained):
             if width is None:
                 continue
-            at_once = max(1, _CHUNK_BYTES[logits.is_cuda] // (_COLUMN_BYTES * width))
+            at_once = max(1, CHUNK_BYTES[logits.is_cuda] // (COLUMN_BYTES * width))
             for indices in order.indices[piece].split(at_once):
                 of_chunk = take_rows(rows, indices)
                 columns = kept.taken(indices).columns(of_chunk.token_ids, width)

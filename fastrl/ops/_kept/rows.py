@@ -16,6 +16,10 @@ from torch import Tensor
 
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
+#: Bytes of what a chunk of such rows has in memory, on a CPU and on a GPU.
+CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
+#: Bytes of the temporary tensors for each column: ids in 32 and 64 bits, logits, comparisons.
+COLUMN_BYTES = 32
 #: In place of the number of tokens of a row that has the whole vocabulary.
 WHOLE_ROW = 2**31
 #: An id that no token has.

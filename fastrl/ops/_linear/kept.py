@@ -14,21 +14,18 @@ import torch
 from torch import Tensor
 
 from fastrl.library import NAMESPACES
+from fastrl.ops._kept.rows import CHUNK_BYTES, COLUMN_BYTES
 from fastrl.ops._linear.products import Products, TileProducts
 from fastrl.ops._linear.tensor_cores import TensorCoreProducts
 
-#: Bytes of what a chunk of such rows has in memory, on a CPU and on a GPU.
-_CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
-#: Bytes of the temporary tensors for each column: ids in 32 and 64 bits, logits, comparisons.
-_COLUMN_BYTES = 32
 #: Elements of gathered rows that exist at once without kernels for them.
 _AT_ONCE = 2**22
 # A GPU multiplies so many times faster than it reads: a GEMM over V columns takes as long as
 # reading V / ratio rows of the weight. On an H100, in 16 bits: 2 V H / (800 Tflop/s) against
 # 2 K H bytes / (3.35 TB/s) gives K = V / 239; in float32 (60 Tflop/s) K = V / 36.
 _TENSOR_CORE_RATIO, _FLOAT32_RATIO = 256, 32
-# Measured on a CPU with AVX-512 (bench/kept_tokens.py): 512 of 32,768 take 1/6 of the time. AMX
-# multiplies about five times faster.
+# On a CPU with AVX-512, 512 of 32,768 tokens take 1/5 of the time (bench/bench_kept_tokens.py). The
+# ratio for AMX assumes GEMMs five times as fast, and has not been measured.
 _CPU_RATIO, _TILE_RATIO = 12, 64
 
 
@@ -41,8 +38,6 @@ class KeptProducts:
     def __init__(self, weight: Tensor, dtype: torch.dtype, ids: Tensor, backend: str) -> None:
         """`weight`: `[V, H]`; `dtype`: of the results."""
         self._weight, self._dtype, self._ids, self._backend = weight, dtype, ids, backend
-        #: of the hidden states
-        self.operand_dtype = dtype
 
     def taken(self, rows: Tensor) -> KeptProducts:
         """Return the products for some rows of the chunk."""
@@ -97,7 +92,6 @@ class GemmKeptProducts(KeptProducts):
         """`products`: of whole rows; `all_logits`: memory for a chunk of their logits `[C, V]`."""
         super().__init__(kept._weight, kept._dtype, kept._ids, kept._backend)
         self._products, self._all = products, all_logits
-        self.operand_dtype = products.operand_dtype
         self._scattered = False
 
     def taken(self, rows: Tensor) -> GemmKeptProducts:
@@ -147,8 +141,8 @@ def widest(vocabulary: int, products: Products, *, on_gpu: bool) -> int:
 
 def kept_chunk_size(width: int, hidden: Tensor, dtype: torch.dtype, *, on_gpu: bool) -> int:
     """Return how many rows with `width` kept tokens a chunk has."""
-    row_bytes = _COLUMN_BYTES * width + 3 * hidden.shape[1] * dtype.itemsize
-    return max(1, _CHUNK_BYTES[on_gpu] // row_bytes)
+    row_bytes = COLUMN_BYTES * width + 3 * hidden.shape[1] * dtype.itemsize
+    return max(1, CHUNK_BYTES[on_gpu] // row_bytes)
 
 
 def _row_major(matrix: Tensor) -> Tensor:
