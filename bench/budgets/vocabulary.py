@@ -82,7 +82,7 @@ def _token_stats() -> list[Target]:
             _target(
                 f"token_stats_fwd{suffix}", forward, rows, {"out": out},
                 bytes_per_element=size,
-                instructions=18 if capped else 9 if rows.aligned else UNALIGNED * 8.4,
+                instructions=18 if capped else 9 if rows.aligned else UNALIGNED * 8.5,
                 mufu=3.4 if capped else 1.2,
             ),
             _target(
@@ -122,7 +122,7 @@ def _logits_policy_loss() -> list[Target]:
                 **dict.fromkeys(("logprobs", "entropies"), "*fp32"),
             },
             bytes_per_element=(_BITS[rows.dtype] + _BITS[rows.grad or rows.dtype]) // 8,
-            instructions=36 if rows.softcap else 16 if rows.aligned else UNALIGNED * 15.4,
+            instructions=36 if rows.softcap else 16.5 if rows.aligned else UNALIGNED * 15.4,
             mufu=6.4 if rows.softcap else 2.2,
             spills=_ONE_PASS_SPILLS.get(suffix),
             # the search for the sequence of a row does not stream

@@ -64,7 +64,11 @@ def whole_stats(parts: PartStats, rows: RowArguments, active: Tensor, known: Ten
     below = _scaled(parts.row_max, rows, active) - top
     weights = torch.where(parts.row_max == float("-inf"), 0.0, parts.log_sum.exp() * below.exp())
     total = weights.sum(0)
-    log_sum = torch.where(total == 0, float("nan"), total.log())
+    # the part with the maximum has the weight 1 + expm1(log s), of which S - 1 takes no 1
+    ranks = torch.arange(len(weights), device=weights.device).view(-1, *[1] * (weights.dim() - 1))
+    first = ranks == parts.row_max.argmax(0)
+    beside_1 = torch.where(first, parts.log_sum.expm1(), weights).sum(0)
+    log_sum = torch.where(total == 0, float("nan"), beside_1.log1p())
     shares = weights / total
     # the mean of z - max z over the part; a part of weight 0 may be infinitely far below
     means = torch.where(weights == 0, 0.0, parts.log_sum - parts.entropy + below)

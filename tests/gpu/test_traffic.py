@@ -92,6 +92,20 @@ def chosen(token_ids, mask, V):
     return (own * mask[..., None])[0].numpy()
 
 
+def assert_read(backend, loads, times, chosen):
+    """Of the logits of a row one pass reads each equally often.
+
+    Triton's reads the 32 of the token's lane once more, over which it sums without the token.
+    """
+    more = loads - times
+    if backend == "triton":
+        assert ((more == 0) | (more == 1)).all()
+        assert (more.sum(-1) <= 32 * chosen.any(-1)).all()
+        assert (more[chosen > 0] == 1).all()
+    else:
+        assert not more.any()
+
+
 UNALIGNED = pytest.mark.not_on("triton")  # which reads whole granules at the ends of rows
 
 
@@ -113,7 +127,7 @@ def test_one_pass_reads_logits_and_writes_the_gradient_once(
             one_pass(backend, logits, rows, *loss)
     loads, stores = (elements(x, (N + 1, V + beside), 2) for x in found[0])
     counts, again = mask[0].numpy()[:, None], chosen(token_ids, mask, V)
-    assert (loads[:N, :V] == reads * counts + (again if backend == "triton" else 0)).all()
+    assert_read(backend, loads[:N, :V], reads * counts, again)
     assert not loads[:, V:].any()  # nothing beside the rows, nor of one that does not count
     assert not loads[N].any()
     assert not stores[:, V:].any()
@@ -138,9 +152,12 @@ def test_a_narrow_gradient_is_half_of_what_is_read(backend, monkeypatch, operato
     loads = elements(found[0][0], (N, stride), 4)
     stores = elements(found[0][1], (N, 2 * stride), 2)
     again = chosen(token_ids, mask, V)
-    reads = READS[backend] if in_one_pass else 1
-    looked_at = again if backend == "triton" or not in_one_pass else 0
-    assert (loads[:, :V] == reads * mask[0].numpy()[:, None] + looked_at).all()
+    reads = READS[backend]
+    counts = mask[0].numpy()[:, None]
+    if in_one_pass:
+        assert_read(backend, loads[:, :V], reads * counts, again)
+    else:
+        assert (loads[:, :V] == counts + again).all()
     assert not loads[:, V:].any()
     assert (stores[:, stride : stride + V] == 1 + again).all()
     assert not stores[:, :stride].any()

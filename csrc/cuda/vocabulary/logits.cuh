@@ -98,8 +98,8 @@ struct Scaling {
     const float natural = temperatures ? scale / temperature : scale;
     const float multiplier = natural * kLog2E;
     // below this, the rounding error of a product would overflow when exponentiated
-    const float low = -1e9f / (multiplier > 1.0f ? multiplier : 1.0f);
-    const float finite = Element<T>::value(Element<T>::from(std::fmax(low, Element<T>::kLowest)));
+    const float low = std::fmax(-1e9f / multiplier, Element<T>::kLowest);
+    const float finite = Element<T>::value(Element<T>::from(low));
     const float floor = squash > 0 ? -INFINITY : finite;  // a softcap bounds all but -inf
     return {multiplier, natural, squash, temperatures ? gain / temperature : gain, floor};
   }

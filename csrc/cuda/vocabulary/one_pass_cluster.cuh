@@ -163,7 +163,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       wait(&s.full[stage], parity >> stage & 1);
       parity ^= 1u << stage;
       const RowSums sums = reduce_sums<Wanted::kEntropy>(
-          sweep_sums<T, kSoftcap, Wanted::kEntropy, kThreads>(source, exponents), exponents);
+          sweep_sums<T, kSoftcap, Wanted::kEntropy, kThreads>(source, token, exponents), exponents);
       if (lane == 0) s.warps[warp] = {sums.max, sums.sum, sums.sum_t};
       sync_block();
     }
@@ -190,7 +190,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
         const RowSums total =
             reduce_sums<Wanted::kEntropy>(splits, static_cast<int>(ranks), exponents);
         const float x = id >= 0 ? splits[id / rows.splits.columns].token : NAN;
-        outcome = outcome_of(p, in, total, x, exponents);
+        outcome = outcome_of(p, in, total, x, id >= 0, exponents);
       }
       if (lane == 0) {
         s.terms = outcome.terms;

@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (active) {
       exponents.map = call.scaling.map<T>(p.in.temperatures ? p.in.temperatures[row] : 1.0f);
       const auto row_bytes = reinterpret_cast<const unsigned char*>(data);
-      shared.template sweep<T, kAligned, Wanted::kEntropy, false>(call.rows, row_bytes, exponents);
+      shared.template sweep<T, kAligned, Wanted::kEntropy, false>(call.rows, row_bytes,
+                                                                  p.in.token_ids[row], exponents);
       if (thread_index() < kWarp) {
         for (int i = thread_index(); i < RowInputs::kWords; i += kWarp) {
           s.inputs.word[i] = fetch_input(call, i, row);
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int id = in.token(call.rows);
         const float token = id >= 0 ? Element<T>::value(load_element(data + id)) : NAN;
         const RowSums sums = reduce_sums<Wanted::kEntropy>(shared.splits, shared.count, exponents);
-        const RowOutcome outcome = outcome_of(p, in, sums, token, exponents);
+        const RowOutcome outcome = outcome_of(p, in, sums, token, id >= 0, exponents);
         if (thread_index() == 0) s.outcome = outcome;
       }
       sync_block();

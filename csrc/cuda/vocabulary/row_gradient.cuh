@@ -23,7 +23,7 @@ struct GradientTerms {
   float center, constant, linear, token_gradient;
 };
 
-// Below this, the logarithm of a sum near 1 is rounding noise.
+// Below this, the logarithm of a sum near 1 is rounding noise, unless it is of the others alone.
 constexpr float kResolution = 1.2e-7f;
 
 // The exponent of the largest logit: not quite 0, as the center is rounded.
@@ -41,18 +41,28 @@ __device__ __forceinline__ float logprob_of(float token, float max, float log_su
   return std::fma(below, exponents.map.natural, -log_sum);
 }
 
+// The statistics of a row from the sums over the others and the token, if it is `known`.
 template <bool kSoftcap>
-__device__ __forceinline__ RowStats finish(const RowSums& sums, float token,
+__device__ __forceinline__ RowStats finish(const RowSums& others, float token, bool known,
                                            const Exponents<kSoftcap>& exponents) {
   const LogitMap& map = exponents.map;
+  const float x = known ? max_nan(token, map.floor) : map.floor;
+  RowSums sums = exponents.moved(others, max_nan(others.max, x));
+  const float rest = sums.sum, t = exponents(x, exponents.center(sums.max));
+  const float e = known ? fast_exp2(t) : 0.0f;
+  sums.sum += e;
+  sums.sum_t = std::fma(e, t, sums.sum_t);
+  sums.sum_sq = std::fma(e, e, sums.sum_sq);
   const bool empty = sums.max <= map.floor;  // nothing but -inf: there is no softmax
   const float sum = empty ? NAN : sums.sum;
   const float log_of_sum = std::log(sum);
   RowStats stats;
   stats.max = sums.max;
   // explicit multiply-adds, here and below: every kernel computes the same bits
-  const float log_sum = std::fma(residue(sums.max, exponents), -kLn2, log_of_sum);
+  const float of_max = residue(sums.max, exponents);
+  const float log_sum = std::fma(of_max, -kLn2, log_of_sum);
   stats.log_sum = log_sum < kResolution ? 0.0f : log_sum;
+  if (x >= others.max && !empty) stats.log_sum = std::log1p(rest * std::exp2(-of_max));
   stats.logprob = logprob_of(token, sums.max, stats.log_sum, exponents);
   const float entropy = std::fma(sums.sum_t / sum, -kLn2, log_of_sum);
   stats.entropy = entropy < kResolution ? 0.0f : entropy;

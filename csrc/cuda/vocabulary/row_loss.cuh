@@ -121,9 +121,9 @@ struct RowOutcome {
 template <bool kSoftcap>
 __device__ __forceinline__ RowOutcome outcome_of(const LogitsPolicyLossParams& p,
                                                  const RowInputs& in, const RowSums& sums,
-                                                 float token,
+                                                 float token, bool known,
                                                  const Exponents<kSoftcap>& exponents) {
-  const RowStats stats = finish(sums, token, exponents);
+  const RowStats stats = finish(sums, token, known, exponents);
   const RowFlow flow = row_flow(p, in, stats.logprob);
   RowOutcome outcome;
   outcome.zero = flow.logprob == 0 && flow.entropy == 0;

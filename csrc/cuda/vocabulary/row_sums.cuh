@@ -6,7 +6,8 @@
 
 namespace fastrl::cuda {
 
-// With t_j = multiplier * x_j - center(max), an exponent of two.
+// Of all logits but the chosen token's, with t_j = multiplier * x_j - center(max), an exponent of
+// two.
 struct RowSums {
   float max;                 // largest raw logit, at least the floor
   float sum, sum_t, sum_sq;  // sum 2^t, sum t 2^t, sum 2^2t
@@ -90,9 +91,10 @@ __device__ __forceinline__ void add_vectors(RowSums* sums, const Vec16* x, uint3
            before.sum_sq + (sum_sq[0] + sum_sq[1])};
 }
 
-// This thread's share of a split: vectors k = thread, thread + kThreads, ...
+// This thread's share of a split: vectors k = thread, thread + kThreads, ... The column `token` of
+// the split, if it is one, is left out: a sum near 1 does not tell how far a token is ahead.
 template <typename T, bool kSoftcap, Wanted kWanted, int kThreads, typename Source>
-__device__ __forceinline__ RowSums sweep_sums(const Source& source,
+__device__ __forceinline__ RowSums sweep_sums(const Source& source, int64_t token,
                                               const Exponents<kSoftcap>& exponents) {
   constexpr int kLanes = Element<T>::kLanes, kAtOnce = 4;
   // with a constant distance between the vectors of a step, addresses cost no instructions
@@ -101,9 +103,14 @@ __device__ __forceinline__ RowSums sweep_sums(const Source& source,
   const unsigned shift = source.shift(0);
   RowSums sums = exponents.nothing();
   ptrdiff_t column = thread_index() * kLanes;
+  const bool own =
+      token >= 0 && token < source.columns && token / kLanes % kThreads == thread_index();
+  // the step with the token is left to the end, when its vectors are added one by one
+  constexpr ptrdiff_t kStep = kAtOnce * kStride;
+  const ptrdiff_t own_step = own ? token / kStep * kStep + column : -1;
   const auto add_steps = [&](unsigned known) {
-    for (; column + (kAtOnce - 1) * kStride + kLanes <= source.columns;
-         column += kAtOnce * kStride) {
+    for (; column + (kAtOnce - 1) * kStride + kLanes <= source.columns; column += kStep) {
+      if (column == own_step) continue;
       Vec16 x[kAtOnce];
 #pragma unroll
       for (int v = 0; v < kAtOnce; ++v) x[v] = source.vector(column + v * kStride, known);
@@ -111,10 +118,21 @@ __device__ __forceinline__ RowSums sweep_sums(const Source& source,
     }
   };
   with_known_words<Source>(shift, add_steps);
+  int postponed = own && own_step < column ? kAtOnce : 0;
 #pragma unroll 1
-  for (; column < source.columns; column += kStride) {
-    const Vec16 x = source.last_vector(column, shift);
+  for (; column < source.columns || postponed > 0; column += kStride) {
+    const ptrdiff_t at =
+        column < source.columns ? column : own_step + (kAtOnce - postponed--) * kStride;
+    const int place = own ? static_cast<int>(token - at) : -1;
+    const Vec16 x = exclude_lanes<T>(source.last_vector(at, shift),
+                                     [place](int lane) { return lane == place; });
     add_vectors<T, kSoftcap, kWanted, 1>(&sums, &x, floor, exponents);
+  }
+  if (own) {  // in float16 the floor times a tiny multiplier has an exponential
+    const float t = exponents(exponents.map.floor, exponents.center(sums.max)), e = fast_exp2(t);
+    sums.sum -= e;
+    sums.sum_t -= e * t;
+    sums.sum_sq -= e * e;
   }
   return sums;
 }

@@ -46,19 +46,25 @@ __device__ __forceinline__ void with_known_words(unsigned shift, const F& f) {
   }
 }
 
-// Replaces lane `n` and those after it by -inf.
-template <typename T>
-__device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
+// Replaces the lanes of which `excluded` is true by -inf.
+template <typename T, typename Excluded>
+__device__ __forceinline__ Vec16 exclude_lanes(Vec16 x, const Excluded& excluded) {
   constexpr int kPerWord = Element<T>::kPerWord, kBits = 32 / kPerWord;
 #pragma unroll
   for (int i = 0; i < Element<T>::kLanes; ++i) {
     const uint32_t mask = static_cast<uint32_t>((uint64_t{1} << kBits) - 1)
                           << (i % kPerWord * kBits);
-    const uint32_t excluded = Element<T>::kMinusInfinity << (i % kPerWord * kBits);
+    const uint32_t infinity = Element<T>::kMinusInfinity << (i % kPerWord * kBits);
     uint32_t& word = x.word[i / kPerWord];
-    if (i >= n) word = (word & ~mask) | excluded;
+    if (excluded(i)) word = (word & ~mask) | infinity;
   }
   return x;
+}
+
+// Replaces lane `n` and those after it by -inf.
+template <typename T>
+__device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
+  return exclude_lanes<T>(x, [n](int lane) { return lane >= n; });
 }
 
 // `vector(column, shift)`: the values from this column on, all inside the split. With kAligned a

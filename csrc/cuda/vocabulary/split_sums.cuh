@@ -42,15 +42,15 @@ struct SplitSums {
   // block that is ahead would overwrite what another still reads.
   template <typename T, bool kAligned, Wanted kWanted, bool kStreaming, bool kSoftcap>
   __device__ __forceinline__ void sweep(const RowGeometry& rows, const unsigned char* row,
-                                        const Exponents<kSoftcap>& exponents) const {
+                                        int64_t token, const Exponents<kSoftcap>& exponents) const {
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
     const int rank = static_cast<int>(cluster_rank()), ranks = static_cast<int>(cluster_size());
     for (int split = rank; split < count; split += ranks) {
-      const T* data =
-          reinterpret_cast<const T*>(row) + static_cast<int64_t>(split) * rows.splits.columns;
+      const int64_t first = static_cast<int64_t>(split) * rows.splits.columns;
+      const T* data = reinterpret_cast<const T*>(row) + first;
       const GlobalSource<T, kAligned, kStreaming> source{data, rows.columns(split)};
       const RowSums sums = reduce_sums<kWanted>(
-          sweep_sums<T, kSoftcap, kWanted, kThreads>(source, exponents), exponents);
+          sweep_sums<T, kSoftcap, kWanted, kThreads>(source, token - first, exponents), exponents);
       if (lane == 0) warps[split * kWarps + warp] = sums;
     }
     sync_block();

@@ -26,12 +26,13 @@ __global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
       const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
       const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
       const unsigned char* data = call.rows.row(row);
-      shared.template sweep<T, kAligned, kWanted, true>(call.rows, data, exponents);
+      shared.template sweep<T, kAligned, kWanted, true>(call.rows, data, token, exponents);
       if (thread_index() < kWarp) {
         const bool known = token >= 0 && token < call.rows.vocabulary;
         const float x =
             known ? Element<T>::value(load_element(reinterpret_cast<const T*>(data) + token)) : NAN;
-        stats = finish(reduce_sums<kWanted>(shared.splits, shared.count, exponents), x, exponents);
+        stats = finish(reduce_sums<kWanted>(shared.splits, shared.count, exponents), x, known,
+                       exponents);
       }
     }
     if (thread_index() == 0 && cluster_rank() == 0) {

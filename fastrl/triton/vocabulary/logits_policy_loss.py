@@ -22,10 +22,12 @@ from fastrl.triton.objectives import (
 from fastrl.triton.sequences import packed_sequence
 from fastrl.triton.vocabulary.row_gradient import Slopes, row_gradient
 from fastrl.triton.vocabulary.row_sums import (
+    OF_TOKEN,
     Statistics,
     row_statistics,
     row_sums,
     sums_of_blocks,
+    token_column,
     token_logprob,
 )
 from fastrl.triton.vocabulary.rows import (
@@ -68,7 +70,7 @@ def _slopes(
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
 def logits_policy_loss_kernel(
     logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash,
-    length, stride_b: tl.int64, stride_t: tl.int64, vocabulary, partial_sums, token_logits,
+    length, stride_b: tl.int64, stride_t: tl.int64, vocabulary, partial_sums, of_tokens,
     loss, sequences, c, logprobs, entropies,
     grad, grad_stride_b: tl.int64, grad_stride_t: tl.int64, splits, BY_SEQUENCE: tl.constexpr,
     SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
@@ -85,11 +87,14 @@ def logits_policy_loss_kernel(
     if partial_sums is None:
         x = token_logit(row, token_id, vocabulary, counts)
     else:
-        x = tl.load(token_logits + index, mask=counts, other=0.0)
+        x = tl.load(of_tokens + index * OF_TOKEN, mask=counts, other=0.0)
     logprob, entropy, row_max, log_sum, of_logprob, of_entropy = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if counts:
-        sums = row_sums(row, partial_sums, index, vocabulary, binary_gain, squash, SPEC)
-        stats = row_statistics(sums, binary_gain, squash, SPEC)
+        token = token_column(token_id, vocabulary)
+        others = row_sums(
+            row, partial_sums, of_tokens, index, token, vocabulary, binary_gain, squash, SPEC
+        )
+        _, stats = row_statistics(others, x, token, binary_gain, squash, SPEC)
         row_max, log_sum, entropy = stats.row_max, stats.log_sum, stats.entropy
         logprob = token_logprob(x, row_max, log_sum, gain, squash, SPEC)
         of_logprob, of_entropy = _slopes(
@@ -124,16 +129,16 @@ def _one_pass(grad: Tensor, logits: Tensor, *arguments: Any) -> tuple[Tensor, Te
     of_rows = row_arguments(logits, rows)
     options = launch_options(logits, grad, softcap=rows.logit_softcap, entropy=True)
     splits = splits_of(logits) if grad.dtype == logits.dtype else 1
-    partial_sums, token_logits = None, None
+    partial_sums, of_tokens = None, None
     if splits > 1:
-        partial_sums, token_logits = sums_of_blocks(of_rows, options)
+        partial_sums, of_tokens = sums_of_blocks(of_rows, options)
     constants = compiled_for(objective)
     if not c.kl_coef:
         constants["KL_ESTIMATOR"] = None
     logits_policy_loss_kernel[(rows.token_ids.numel() * splits,)](
         **of_rows,
         partial_sums=partial_sums,
-        token_logits=token_logits,
+        of_tokens=of_tokens,
         loss=loss,
         sequences=0 if loss.cu_seqlens is None else loss.cu_seqlens.shape[0] - 1,
         c=c,

@@ -33,6 +33,9 @@ from fastrl.triton.vocabulary.rows import (
     value,
 )
 
+#: Numbers of a row that belong to its token: the logit, and the sums over the rest of its lane.
+OF_TOKEN = tl.constexpr(5)
+
 
 class Sums(NamedTuple):
     """Sums over logits, per lane or of a row; t is relative to the exponent of the largest."""
@@ -52,8 +55,13 @@ class Statistics(NamedTuple):
 
 
 @triton.jit
-def block_sums(block, columns_left, binary_gain, squash, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Return the sums [lanes] of a block, masked if it has more columns than are left."""
+def block_sums(
+    block, columns_left, token, binary_gain, squash, MASKED: tl.constexpr, SPEC: tl.constexpr
+):  # fmt: skip
+    """Return the sums [lanes] of a block, masked if it has more columns than are left.
+
+    They are nothing in the lane with the column `token`, which `token_lane_sums` has.
+    """
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     tiles = load_columns(block, columns_left, MASKED, SPEC)
     largest = tiles[0]
@@ -73,7 +81,47 @@ def block_sums(block, columns_left, binary_gain, squash, MASKED: tl.constexpr, S
             s, st, ss = e, e * t, e * e
         else:
             s, st, ss = s + e, tl.fma(e, t, st), tl.fma(e, e, ss)
-    return Sums(largest, tl.sum(s, axis=1), tl.sum(st, axis=1), tl.sum(ss, axis=1))
+    lane = tl.arange(0, SPEC.lanes)
+    others = (token < 0) | (token >= COLUMNS_PER_LANE * SPEC.lanes) | (lane != lane_of(token, SPEC))
+    largest = tl.where(others, largest, float("-inf"))  # `fold` multiplies the sums by 0
+    s, st, ss = tl.sum(s, axis=1), tl.sum(st, axis=1), tl.sum(ss, axis=1)
+    if SPEC.softcap:  # but not where -inf has a value
+        s, st, ss = tl.where(others, s, 0.0), tl.where(others, st, 0.0), tl.where(others, ss, 0.0)
+    return Sums(largest, s, st, ss)
+
+
+@triton.jit
+def token_column(token_id, vocabulary):
+    """Return the column of a token, -1 if its id is outside the vocabulary."""
+    return tl.where((token_id >= 0) & (token_id < vocabulary), token_id, -1).to(tl.int32)
+
+
+@triton.jit
+def lane_of(column, SPEC: tl.constexpr):
+    """Return which lane has a column of a block."""
+    return column % (SPEC.lanes * SPEC.width) // SPEC.width
+
+
+@triton.jit
+def token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC: tl.constexpr):
+    """Return the sums over the columns that share a lane of their block with the token.
+
+    They are without the token: a sum near 1 would not tell how far it is ahead of the others.
+    """
+    BLOCK: tl.constexpr = COLUMNS_PER_LANE * SPEC.lanes
+    start = token // BLOCK * BLOCK
+    i = tl.arange(0, COLUMNS_PER_LANE)
+    column = start + i // SPEC.width * (SPEC.lanes * SPEC.width)
+    column += lane_of(token - start, SPEC) * SPEC.width + i % SPEC.width
+    wanted = (column != token) & (column < vocabulary) & (token >= 0)
+    x = tl.load(row + column, mask=wanted, other=float("-inf")).to(tl.float32)
+    largest = tl.max(x, axis=0)
+    v = value(largest, squash, SPEC)
+    factor = exponent_factor(v, binary_gain)
+    reference = finite_or_zero(v * factor)
+    t = at_least(exponent(x, value(x, squash, SPEC), factor, reference, SPEC))
+    e = tl.exp2(t)
+    return Sums(largest, tl.sum(e, axis=0), tl.sum(e * t, axis=0), tl.sum(e * e, axis=0))
 
 
 @triton.jit
@@ -94,8 +142,14 @@ def fold(sums, following, binary_gain, squash, SPEC: tl.constexpr):
 
 
 @triton.jit
-def row_sums(row, partial_sums, index, vocabulary, binary_gain, squash, SPEC: tl.constexpr):
-    """Return the sums of the row of that index, from the `partial_sums` of all rows if given."""
+def row_sums(
+    row, partial_sums, of_tokens, index, token, vocabulary, binary_gain, squash,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of the row of that index, from those of `sums_of_blocks` if given.
+
+    They are without the token, which `row_statistics` adds.
+    """
     LANES: tl.constexpr = SPEC.lanes
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * LANES
     nothing = tl.zeros([LANES], tl.float32)
@@ -105,16 +159,20 @@ def row_sums(row, partial_sums, index, vocabulary, binary_gain, squash, SPEC: tl
         for block in range(blocks):
             following = _load_sums(partial_sums, index * blocks + block, LANES)
             sums = fold(sums, following, binary_gain, squash, SPEC)
+        at = of_tokens + index * OF_TOKEN + 1
+        beside = Sums(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     else:
         full = vocabulary // BLOCK * BLOCK
         for start in range(0, full, BLOCK):
             following = block_sums(
-                row + start, vocabulary - start, binary_gain, squash, False, SPEC
+                row + start, vocabulary - start, token - start, binary_gain, squash, False, SPEC
             )
             sums = fold(sums, following, binary_gain, squash, SPEC)
         if full < vocabulary:
-            following = block_sums(row + full, vocabulary - full, binary_gain, squash, True, SPEC)
+            left = vocabulary - full
+            following = block_sums(row + full, left, token - full, binary_gain, squash, True, SPEC)
             sums = fold(sums, following, binary_gain, squash, SPEC)
+        beside = token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC)
     largest = tl.max(sums.largest, axis=0)
     reference = finite_or_zero(value(largest, squash, SPEC) * binary_gain)
     fall = at_least(value(sums.largest, squash, SPEC) * binary_gain - reference)
@@ -122,7 +180,7 @@ def row_sums(row, partial_sums, index, vocabulary, binary_gain, squash, SPEC: tl
     s = tl.sum(sums.s * factor, axis=0)
     st = tl.sum(tl.fma(sums.s, fall, sums.st) * factor, axis=0)
     ss = tl.sum(sums.ss * (factor * factor), axis=0)
-    return Sums(largest, s, st, ss)
+    return fold(Sums(largest, s, st, ss), beside, binary_gain, squash, SPEC)
 
 
 @triton.jit
@@ -146,18 +204,44 @@ def _store_sums(partial_sums, block, sums, LANES: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(sums, binary_gain, squash, SPEC: tl.constexpr):
-    """Return the statistics of a row; one of nothing but -inf has no softmax."""
-    v = value(sums.largest, squash, SPEC)
-    log_s = tl.where(sums.s == 0, float("nan"), tl.log(sums.s))
-    entropy = tl.fma(-LN2, sums.st / sums.s, log_s)
-    # the sums are relative to the rounded exponent, log_sum to the largest logit itself
+def log1p(x):
+    """Return log(1 + x) with all its digits."""
+    u = 1.0 + x
+    none = u == 1.0
+    return tl.where(none, x, tl.log(u) * (x / tl.where(none, 1.0, u - 1.0)))
+
+
+@triton.jit
+def row_statistics(others, x, token, binary_gain, squash, SPEC: tl.constexpr):
+    """Return the sums and statistics of a row; one of nothing but -inf has no softmax.
+
+    `others` are the sums of all but the token, whose logit is `x`.
+    """
+    x = tl.where(token >= 0, x, float("-inf"))
+    largest = tl.maximum(others.largest, x)
+    v = value(largest, squash, SPEC)
     factor = exponent_factor(v, binary_gain)
-    rest = tl.fma(v, factor, -finite_or_zero(v * factor))
-    log_sum = tl.fma(-LN2, rest, log_s)
-    # no closer to 0 than a sum near 1 can tell
+    reference = finite_or_zero(v * factor)
+    below = value(others.largest, squash, SPEC) * binary_gain
+    fall = at_least(below - finite_or_zero(v * binary_gain))
+    falling = tl.exp2(fall)
+    t = at_least(exponent(x, value(x, squash, SPEC), factor, reference, SPEC))
+    e = tl.exp2(t)
+    rest = others.s * falling
+    s = rest + e
+    st = tl.fma(e, t, tl.fma(others.s, fall, others.st) * falling)
+    ss = tl.fma(e, e, others.ss * (falling * falling))
+    # the sums are relative to the rounded exponent, log_sum to the largest logit itself
+    residue = tl.fma(v, factor, -reference)
+    log_s = tl.where(s == 0, float("nan"), tl.log(s))
+    log_sum = tl.fma(-LN2, residue, log_s)
+    # no closer to 0 than a sum near 1 can tell, unless the token is the largest
     log_sum = tl.where(log_sum < 1.2e-7, 0.0, log_sum)
-    return Statistics(sums.largest, log_sum, tl.where(entropy < 1.2e-7, 0.0, entropy))
+    leads = (x >= others.largest) & (s != 0) & (s == s)
+    log_sum = tl.where(leads, log1p(rest * tl.exp2(-residue)), log_sum)
+    entropy = tl.fma(-LN2, st / s, log_s)
+    stats = Statistics(largest, log_sum, tl.where(entropy < 1.2e-7, 0.0, entropy))
+    return Sums(largest, s, st, ss), stats
 
 
 @triton.jit
@@ -171,7 +255,7 @@ def token_logprob(x, row_max, log_sum, gain, squash, SPEC: tl.constexpr):
 def sums_of_blocks_kernel(
     logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash,
     length, stride_b: tl.int64, stride_t: tl.int64, vocabulary,
-    partial_sums, token_logits, SPEC: tl.constexpr,
+    partial_sums, of_tokens, SPEC: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = SPEC.lanes
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * LANES
@@ -182,27 +266,36 @@ def sums_of_blocks_kernel(
         start = ((program - index * tl.cdiv(vocabulary, BLOCK)) * BLOCK).to(tl.int32)
         _, binary_gain = row_gain(index, temperatures, scale, True)
         row = row_start(logits, index, length, stride_b, stride_t, SPEC)
+        token = token_column(token_id, vocabulary)
+        left, place = vocabulary - start, token - start
         if start + BLOCK <= vocabulary:
-            sums = block_sums(row + start, vocabulary - start, binary_gain, squash, False, SPEC)
+            sums = block_sums(row + start, left, place, binary_gain, squash, False, SPEC)
         else:
-            sums = block_sums(row + start, vocabulary - start, binary_gain, squash, True, SPEC)
+            sums = block_sums(row + start, left, place, binary_gain, squash, True, SPEC)
         _store_sums(partial_sums, program, sums, LANES)
         if start == 0:
-            tl.store(token_logits + index, token_logit(row, token_id, vocabulary, True))
+            at = of_tokens + index * OF_TOKEN
+            tl.store(at, token_logit(row, token_id, vocabulary, True))
+            beside = token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC)
+            tl.store(at + 1, beside.largest)
+            tl.store(at + 2, beside.s)
+            tl.store(at + 3, beside.st)
+            tl.store(at + 4, beside.ss)
 
 
 def sums_of_blocks(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the sums of every block, each by a separate program, and the tokens' logits.
+    """Return the sums of every block, each by a separate program, and what rows have of tokens.
 
-    The logits, since a gradient written by other programs may overwrite them.
+    That is the token's logit and `token_lane_sums`, since a gradient that other programs write may
+    overwrite the logits.
     """
     logits = arguments["logits"]
     B, T, V = logits.shape
     blocks = blocks_of(V)
     shape = (B * T, blocks, len(Sums._fields), options["SPEC"].lanes)
     partial_sums = logits.new_empty(shape, dtype=torch.float32)
-    token_logits = logits.new_empty((B, T), dtype=torch.float32)
+    of_tokens = logits.new_empty((B, T, OF_TOKEN.value), dtype=torch.float32)
     sums_of_blocks_kernel[(B * T * blocks,)](
-        **arguments, partial_sums=partial_sums, token_logits=token_logits, **options
+        **arguments, partial_sums=partial_sums, of_tokens=of_tokens, **options
     )
-    return partial_sums, token_logits
+    return partial_sums, of_tokens

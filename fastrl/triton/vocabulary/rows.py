@@ -245,6 +245,7 @@ def exact_difference(x, largest, squash, SPEC: tl.constexpr):
     difference = x - largest
     if SPEC.softcap:  # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b)
         inside = squash * LN2
+        difference = tl.where(x == largest, 0.0, difference)  # which may both be +inf
         product = tanh_of_half(x * inside) * tanh_of_half(largest * inside)
         difference = 0.5 * tanh_of_half(difference * inside) * (1.0 - product)
     return difference

@@ -12,10 +12,12 @@ from torch import Tensor
 from fastrl.contract import RowArguments, RowStats
 from fastrl.triton.vocabulary.row_gradient import Slopes, row_gradient
 from fastrl.triton.vocabulary.row_sums import (
+    OF_TOKEN,
     Statistics,
     row_statistics,
     row_sums,
     sums_of_blocks,
+    token_column,
     token_logprob,
 )
 from fastrl.triton.vocabulary.rows import (
@@ -40,7 +42,7 @@ SAVED = ("row_max", "log_sum", "entropy", "grad_logprobs", "grad_entropy", "grad
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
 def token_stats_fwd_kernel(
     logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash,
-    length, stride_b: tl.int64, stride_t: tl.int64, vocabulary, partial_sums, token_logits,
+    length, stride_b: tl.int64, stride_t: tl.int64, vocabulary, partial_sums, of_tokens,
     out, SPEC: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -51,9 +53,12 @@ def token_stats_fwd_kernel(
         if partial_sums is None:
             x = token_logit(row, token_id, vocabulary, True)
         else:
-            x = tl.load(token_logits + index)
-        sums = row_sums(row, partial_sums, index, vocabulary, binary_gain, squash, SPEC)
-        stats = row_statistics(sums, binary_gain, squash, SPEC)
+            x = tl.load(of_tokens + index * OF_TOKEN)
+        token = token_column(token_id, vocabulary)
+        others = row_sums(
+            row, partial_sums, of_tokens, index, token, vocabulary, binary_gain, squash, SPEC
+        )
+        sums, stats = row_statistics(others, x, token, binary_gain, squash, SPEC)
         top = exact_value(stats.row_max, squash, SPEC)
         logprob = token_logprob(x, stats.row_max, stats.log_sum, gain, squash, SPEC)
         logsumexp = tl.fma(top, gain, stats.log_sum)
@@ -89,11 +94,11 @@ def token_stats_fwd(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         options = launch_options(
             logits, softcap=rows.logit_softcap, entropy=with_entropy, squares=with_sum_sq_probs
         )
-        partial_sums = token_logits = None
+        partial_sums = of_tokens = None
         if splits_of(logits) > 1:
-            partial_sums, token_logits = sums_of_blocks(given, options)
+            partial_sums, of_tokens = sums_of_blocks(given, options)
         token_stats_fwd_kernel[(rows.token_ids.numel(),)](
-            **given, partial_sums=partial_sums, token_logits=token_logits, out=out, **options
+            **given, partial_sums=partial_sums, of_tokens=of_tokens, out=out, **options
         )
     return tuple(out)
 
