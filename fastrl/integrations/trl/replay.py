@@ -204,7 +204,5 @@ class _Recorder:
         ]
         for sets, ids in zip(found, completions, strict=True):
             if bool(sets.lacking(torch.tensor(ids)).any()):
-                raise RuntimeError(
-                    "replay_kept_tokens found completions that lack their own tokens"
-                )
+                raise RuntimeError("replay_kept_tokens found a token that its set lacks")
         return found
