@@ -158,6 +158,7 @@ class Handle(Undoable):
             self._set[_LOSS] = loss
         if replay is not None:
             self._set |= replay.methods
+        self._patched = {k: v for k, v in trainer.__dict__.items() if k in self._set}
         for name, function in self._set.items():
             setattr(trainer, name, function)
         self._warn_of_hooks()
@@ -171,7 +172,11 @@ class Handle(Undoable):
         if self._replay is not None:
             self._replay.undo()
         for name, function in self._set.items():
-            if self._trainer.__dict__.get(name) is function:
+            if self._trainer.__dict__.get(name) is not function:
+                continue
+            if name in self._patched:
+                setattr(self._trainer, name, self._patched[name])
+            else:
                 delattr(self._trainer, name)
 
     def _score(

@@ -63,6 +63,7 @@ class Replay:
             if rule.applies is not None and rule.applies(trainer):
                 raise ValueError(f"replay_kept_tokens does not support {rule.option}: {rule.note}")
         self._trainer = trainer
+        self._temperature = trainer.temperature  # which TRL reads once, too
         self._sets: Sequence[KeptTokens] | None = None
         self._undone = False
         causal = causal_model(trainer.model)
@@ -109,7 +110,7 @@ class Replay:
     def _recorded(self, generate: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if self._undone:
             return generate(*arguments, **options)
-        recorder = _Recorder(self._trainer.temperature)
+        recorder = _Recorder(self._temperature)
         with recorder.of(causal_model(self._trainer.model)):
             generated = generate(*arguments, **options)
         completions = generated[0] if isinstance(generated, tuple) else generated

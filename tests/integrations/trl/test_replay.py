@@ -8,6 +8,7 @@ from tests.integrations.trl.runs import VOCABULARY, make_trainer
 
 trl = needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl.loss import can_be_fused  # noqa: E402
 from fastrl.integrations.trl.replay import kept_of  # noqa: E402
 from fastrl.integrations.trl.rules import NOT_REPLAYED  # noqa: E402
 from fastrl.ops.kept_tokens import KeptTokens  # noqa: E402
@@ -103,6 +104,7 @@ def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, **options
     def loss(model, inputs):
         scored.clear()
         drawn = inputs.pop("sampled")
+        assert can_be_fused(inputs)
         value = compute(model, inputs)
         inputs["sampled"] = drawn  # TRL may use the batch again
         assert value.isfinite()
@@ -234,7 +236,11 @@ def test_scores_without_sets_are_refused(trainer):
             trainer._compute_loss(trainer.model, {"prompt_ids": ids})
 
 
-def test_undo_restores_the_methods(trainer):
+def test_undo_restores_the_methods(trainer, monkeypatch):
+    def patched(*arguments):
+        return trl.GRPOTrainer._compute_loss(trainer, *arguments)
+
+    monkeypatch.setitem(trainer.__dict__, LOSS, patched)
     before = dict(trainer.__dict__)
     with use_fastrl(trainer, replay_kept_tokens=True):
         replaced = {name: trainer.__dict__[name] for name in (GENERATE, BATCH, SCORES, LOSS)}
