@@ -1,6 +1,7 @@
 """The changes that `docs/replace-the-loss.md` shows for other packages, on stand-ins of these."""
 
 import functools
+import math
 import sys
 import types
 
@@ -74,6 +75,33 @@ def test_nemo_rl(modules):
     batch = (torch.randn(5, 2, 4), torch.randn(7, 4), False, torch.randint(7, (2, 5)), 0, 7, None)
     results = [function(*batch).double() for function in used]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_prime_rl_and_skyrl():
+    """Against the log-softmax of logits that are -inf for all tokens but those kept."""
+    ((_, code),) = blocks("prime-rl and SkyRL")
+    exec(code, names := {})
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 5, 4), torch.randn(7, 4)
+    ids = torch.tensor([[3, 0, 6, 2, 1]])
+    padded = torch.tensor([[3, 1], [-1, -1], [6, 2], [2, -1], [0, 1]], dtype=torch.int32)
+    temperatures = torch.tensor([[0.5, 1.0, 1.0, 2.0, 0.7]])
+    forbidden = torch.full((1, 5, 7), -torch.inf)
+    forbidden[0, 1] = 0
+    for row, members in enumerate(padded.tolist()):
+        forbidden[0, row, [i for i in members if i >= 0]] = 0
+    logits = hidden @ weight.T
+    expected = (logits / temperatures[..., None] + forbidden).log_softmax(-1)
+    expected = expected.gather(-1, ids[..., None]).squeeze(-1)
+    ours = names["prime_rl_logprobs"](hidden, weight, ids, temperatures, padded[None])
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    support = types.SimpleNamespace(values=padded, cu_seqlens=torch.tensor([0, 2, 5]))
+    advantages = torch.tensor([1.0, -2.0])
+    new = (logits + forbidden).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+    rows = (hidden[0], weight, ids[0], advantages, torch.ones(5), new[0] - 0.1, support)
+    loss = names["skyrl_loss"](*rows)
+    # of both sequences, the mean of the ratio exp(0.1) times the advantage
+    assert loss.item() == pytest.approx(-math.exp(0.1) * advantages.mean().item(), rel=1e-5)
 
 
 def test_liger():

@@ -28,6 +28,7 @@ from fastrl.integrations.transformers.hooks import has_own_hooks
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_scorer
 from fastrl.integrations.trl.other_trainers import way_on
+from fastrl.integrations.trl.replay import Replay
 from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, REFUSED, why_not_fused
 from fastrl.integrations.trl.rules import SUPPORT as SUPPORT
 from fastrl.integrations.trl.saturation import (
@@ -58,7 +59,13 @@ _ARGUMENTS = (
 _COMPARED_CALLS = 16
 
 
-def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "auto") -> Handle:
+def use_fastrl(
+    trainer: Any,
+    *,
+    fused: bool | None = None,
+    replay_kept_tokens: bool = False,
+    backend: Backend = "auto",
+) -> Handle:
     """Let a TRL trainer compute log-probabilities, and its loss if possible, with fastrl.
 
     In the fused loss, log-ratios saturate at 80 (the two of the bias-corrected KL at 40), where
@@ -73,6 +80,9 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "a
         trainer: an instance of `GRPOTrainer` or `RLOOTrainer`, before `train()`.
         fused: None computes loss and gradient in one pass where `docs/support.md` says so; True
             requires it; False replaces only log-probabilities and entropies.
+        replay_kept_tokens: compute old, reference and new log-probabilities over the tokens that
+            `top_p`, `top_k` or `min_p` kept when each token was sampled by `transformers`. They
+            are then the sampler's, and not TRL's, which are of the whole vocabulary.
         backend: `auto`, or the backend that works on the chunks.
 
     Returns:
@@ -98,7 +108,8 @@ def use_fastrl(trainer: Any, *, fused: bool | None = None, backend: Backend = "a
         raise ValueError(f"fused must be None or False: {reason}")
     if fused is False:
         reason = "fused is False"
-    return Handle(trainer, reason, backend)
+    replay = Replay(trainer) if replay_kept_tokens else None
+    return Handle(trainer, reason, backend, replay)
 
 
 class Handle(Undoable):
@@ -111,12 +122,15 @@ class Handle(Undoable):
         reason: why they are not, or None.
     """
 
-    def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
+    def __init__(
+        self, trainer: Any, reason: str | None, backend: Backend, replay: Replay | None
+    ) -> None:
         """Replace the methods of the instance."""
         self.fused = reason is None
         self.reason = reason
         self._trainer = trainer
         self._backend = backend
+        self._replay = replay
         self._temperature = trainer.temperature  # which TRL reads once, too
         self._undone = False
         self._fusing: dict[str, Any] | None = None  # the batch whose loss is being computed
@@ -133,9 +147,18 @@ class Handle(Undoable):
 
         @functools.wraps(self._loss)
         def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            return self._fused(model, inputs)
+            compute = self._fused if self.fused else self._loss
+            if replay is None or self._undone:
+                return compute(model, inputs)
+            with replay.of_batch(inputs):
+                return compute(model, inputs)
 
-        self._set = {_SCORES: scores, _LOSS: loss} if self.fused else {_SCORES: scores}
+        self._set: dict[str, Any] = {_SCORES: scores}
+        if self.fused or replay is not None:
+            self._set[_LOSS] = loss
+        if replay is not None:
+            self._set |= replay.methods
+        self._patched = {k: v for k, v in trainer.__dict__.items() if k in self._set}
         for name, function in self._set.items():
             setattr(trainer, name, function)
         self._warn_of_hooks()
@@ -146,8 +169,14 @@ class Handle(Undoable):
         Methods that have been patched since then are kept, and call TRL's.
         """
         self._undone = True
+        if self._replay is not None:
+            self._replay.undo()
         for name, function in self._set.items():
-            if self._trainer.__dict__.get(name) is function:
+            if self._trainer.__dict__.get(name) is not function:
+                continue
+            if name in self._patched:
+                setattr(self._trainer, name, self._patched[name])
+            else:
                 delattr(self._trainer, name)
 
     def _score(
@@ -165,7 +194,8 @@ class Handle(Undoable):
         if not self._undone:
             self._warn_of_hooks()
             scorer = self._scorer(with_entropy=compute_entropy)
-            scored = ScoredModel(self._trainer, model, logits_to_keep, scorer, self._compiled)
+            sets = None if self._replay is None else self._replay.sets(len(input_ids))
+            scored = ScoredModel(self._trainer, model, logits_to_keep, scorer, self._compiled, sets)
         result = self._scores(
             model if scored is None else scored,
             input_ids,

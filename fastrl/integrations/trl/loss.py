@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl import Objective
+from fastrl import KeptTokens, Objective
 from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead
+from fastrl.integrations.trl.replay import KEPT
 from fastrl.integrations.trl.rules import is_rloo, objective_of
 from fastrl.integrations.trl.scoring import Scorer, Scores, precision_of_head, token_scorer
 
@@ -29,6 +30,7 @@ LOSS_INPUTS = frozenset(
         "num_items_in_batch",
         "sampling_per_token_logps",
         "importance_sampling_ratio",
+        KEPT,
     }
 )
 
@@ -69,8 +71,8 @@ def _rloo_scorer(
     objective = objective_of(trainer)
     of_tokens = token_scorer(trainer, temperature, backend, with_entropy=True)
 
-    def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead) -> Scores:
-        _, logprobs, entropy = of_tokens(hidden, token_ids, head)
+    def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead, kept: KeptTokens | None) -> Scores:
+        _, logprobs, entropy = of_tokens(hidden, token_ids, head, kept)
         of_sequences = logprobs.sum(1, keepdim=True)  # [B, 1]; 0 where masked
         loss = fastrl.policy_loss(
             of_sequences,
@@ -90,7 +92,7 @@ def _grpo_scorer(
     mask = loss_mask(inputs)
     objective = objective_of(trainer)
 
-    def scorer(hidden: Tensor, _: Tensor, head: LmHead) -> Scores:
+    def scorer(hidden: Tensor, _: Tensor, head: LmHead, kept: KeptTokens | None) -> Scores:
         with precision_of_head(trainer):
             result = fastrl.linear_policy_loss(
                 hidden,
@@ -105,6 +107,7 @@ def _grpo_scorer(
                 objective=objective,
                 normalizer=normalizers(trainer, inputs, objective),
                 backend=backend,
+                kept=kept,
                 **head.arguments(),
             )
         return Scores(result.loss, _unscored(result.logprobs, inputs), result.entropy)

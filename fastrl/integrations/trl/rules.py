@@ -115,6 +115,34 @@ REFUSED: tuple[Support, ...] = (
     ),
 )
 
+#: Asked for `replay_kept_tokens=True`.
+NOT_REPLAYED: tuple[Support, ...] = (
+    Support(
+        option="`replay_kept_tokens=True` with `use_vllm`",
+        handling="refused",
+        note="TRL would have to start vLLM with `return_sampling_mask=True`, and to return the "
+        "`sampling_mask` of each completion from its `VLLMGeneration.generate` and its server",
+        applies=lambda t: t.use_vllm,
+    ),
+    Support(
+        option="`replay_kept_tokens=True` with `use_transformers_continuous_batching`",
+        handling="refused",
+        note="its logits are those of whichever sequences run; `generate_batch` would have to "
+        "return the tokens that each kept",
+        applies=lambda t: t.use_transformers_continuous_batching,
+    ),
+    Support(
+        option="`replay_kept_tokens=True` with `rollout_func`, tools or environments",
+        handling="refused",
+        note="their completions are not those of one generation by `transformers`",
+        applies=lambda t: (
+            getattr(t, "rollout_func", None) is not None
+            or bool(getattr(t, "tools", None))
+            or getattr(t, "environment_factories", None) is not None
+        ),
+    ),
+)
+
 OWN_LOSS = Support(
     option="a subclass, or a patched instance, with a `_compute_loss` or `compute_loss` that is "
     "not TRL's (`GMPOTrainer`, ...)",
@@ -171,6 +199,13 @@ FUSED: tuple[Support, ...] = (
         handling="fused",
         note="the rows are visited twice, in the same memory: what they need is known only after "
         "the last token",
+    ),
+    Support(
+        option="`top_p`, `top_k`, `min_p` and generation by `transformers`, with "
+        "`use_fastrl(trainer, replay_kept_tokens=True)`",
+        handling="fused",
+        note="log-probabilities are those of the sampler, over the tokens that it kept; without it "
+        "over the whole vocabulary, as in TRL",
     ),
     Support(
         option="`use_vllm`, every `vllm_importance_sampling_mode`",
@@ -232,6 +267,12 @@ OTHERS: tuple[Support, ...] = (
         "logits of any model",
     ),
     Support(
+        option="`replay_kept_tokens=True` with an option that changes the logits of kept tokens "
+        "(`repetition_penalty`, ...), another temperature in `generation_kwargs`, beams",
+        handling="refused",
+        note="by an error in the first generation",
+    ),
+    Support(
         option="hooks on the LM head (`register_forward_hook`, ...)",
         handling="fused",
         note="they do not fire, as in TRL, and a warning says so",
@@ -243,7 +284,14 @@ OTHERS: tuple[Support, ...] = (
     ),
 )
 
-SUPPORT: tuple[Support, ...] = (*FUSED, OWN_LOSS, *PRIMITIVE, *REFUSED, *OTHERS)
+SUPPORT: tuple[Support, ...] = (
+    *FUSED,
+    OWN_LOSS,
+    *PRIMITIVE,
+    *REFUSED,
+    *NOT_REPLAYED,
+    *OTHERS,
+)
 
 
 def why_not_fused(trainer: Any, rules: tuple[Support, ...] = PRIMITIVE) -> str | None:

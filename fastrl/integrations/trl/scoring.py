@@ -7,7 +7,7 @@ code around it stays: how a batch is split, images are passed on, and the model 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +20,8 @@ from fastrl.integrations.transformers import LmHead, backbone
 from fastrl.integrations.transformers.forward import call_with_forward, inside_head
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import causal_model, is_compiled, wrappers
+from fastrl.integrations.trl.replay import kept_of
+from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.linear_token_stats import linear_token_stats
 
 
@@ -37,8 +39,8 @@ class Scores(NamedTuple):
     entropy: Tensor | None
 
 
-#: (hidden states `[B, K, H]` that predict the tokens, token ids `[B, K]`, head) -> scores
-Scorer = Callable[[Tensor, Tensor, LmHead], Scores]
+#: (hidden states `[B, K, H]` that predict the tokens, token ids `[B, K]`, head, kept) -> scores
+Scorer = Callable[[Tensor, Tensor, LmHead, KeptTokens | None], Scores]
 
 
 class ScoredModel:
@@ -55,8 +57,9 @@ class ScoredModel:
         count: int,
         scorer: Scorer,
         compiled: CompiledBackbones,
+        sets: Sequence[KeptTokens] | None = None,
     ) -> None:
-        """`count` is the number K of tokens in a completion."""
+        """`count` is the number K of tokens in a completion, `sets` are of each completion."""
         self.outputs: list[Any] = []
         self._trainer = trainer
         self._model = model
@@ -64,6 +67,7 @@ class ScoredModel:
         self._count = count
         self._scorer = scorer
         self._compiled = compiled
+        self._sets = sets  # of completions that are not scored yet
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, wrappers included, with `inputs` as TRL gives them."""
@@ -90,8 +94,9 @@ class ScoredModel:
         if is_head_float32(self._trainer):
             hidden = hidden.float()
         token_ids = labels[:, -self._count :]
+        kept = self._next_kept(token_ids)
         scores = inside_head(
-            self._causal, lambda states, head: self._scorer(states, token_ids, head), hidden
+            self._causal, lambda states, head: self._scorer(states, token_ids, head, kept), hidden
         )
         aux_loss = None
         if inputs.get("output_router_logits"):
@@ -108,6 +113,14 @@ class ScoredModel:
             label_mask=pad(mask, (before, 0)),
             aux_loss=aux_loss,
         )
+
+    def _next_kept(self, token_ids: Tensor) -> KeptTokens | None:
+        """Return the sets of the next part of the batch, in the order in which TRL scores it."""
+        if self._sets is None:
+            return None
+        count = len(token_ids)
+        now, self._sets = self._sets[:count], self._sets[count:]
+        return kept_of(now, token_ids)
 
     def _run_backbone(self, **inputs: Any) -> Any:
         own = backbone(self._causal)
@@ -155,13 +168,14 @@ def token_scorer(
     """Return what computes log-probabilities, and entropies if wanted."""
     wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)
 
-    def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead) -> Scores:
+    def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead, kept: KeptTokens | None) -> Scores:
         with precision_of_head(trainer):
             stats = linear_token_stats(
                 hidden,
                 token_ids=token_ids,
                 temperature=temperature,
                 outputs=wanted,
+                kept=kept,
                 backend=backend,
                 **head.arguments(),
             )

@@ -246,6 +246,11 @@ SUPPORT = [
         note="by verl",
     ),
     Support(
+        option="`top_p < 1` or `top_k` of the rollout",
+        handling="unchanged",
+        note="log-probabilities are of the whole vocabulary: verl's batches have no kept tokens",
+    ),
+    Support(
         option="logits that are a nested tensor or a DTensor",
         handling="refused",
         note="verl's engines gather and unpad them first",

@@ -33,7 +33,8 @@ def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), **options):
         world: How many ranks.
         uses: Keys of `USES`.
         **options: Of `GRPOConfig`, or ``lora`` with options of `LoraConfig`, or ``compiled=True``
-            where fastrl is used, or ``unknown_input=True`` for the batches of the last rank.
+            where fastrl is used, or ``unknown_input=True`` for the batches of the last rank, or
+            ``replay=True`` for the tokens that were kept.
     """
     arguments = (environments(world), layout, model, path, uses, options)
     torch.multiprocessing.start_processes(_rank, arguments, nprocs=world, start_method="fork")
@@ -116,7 +117,7 @@ def _train(layout, model, path, options, fused):
 
     if options.pop("compiled", False) and fused is not None:
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    unknown_input = options.pop("unknown_input", False)
+    unknown_input, replay = options.pop("unknown_input", False), options.pop("replay", False)
     lora, peft_config = options.pop("lora", None), None
     if lora is not None:
         import peft
@@ -131,7 +132,8 @@ def _train(layout, model, path, options, fused):
     )
     if unknown_input and os.environ["RANK"] == str(trainer.accelerator.num_processes - 1):
         _add_unknown_input(trainer)
-    used = contextlib.nullcontext if fused is None else functools.partial(use_fastrl, fused=fused)
+    use = functools.partial(use_fastrl, fused=fused, replay_kept_tokens=replay)
+    used = contextlib.nullcontext if fused is None else use
     steps, losses, handle = run(trainer, used)
     wrapped = trainer.model_wrapped
     found = {

@@ -94,3 +94,15 @@ def test_three_steps_with_deepspeed_are_equal(stage, on_ranks, tmp_path):
     model = save_model(tmp_path / "model", **PLAIN[1])
     found = on_ranks(f"zero{stage}", model, tmp_path, gradient_accumulation_steps=2)
     check_ranks(found, "DeepSpeedEngine")
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_each_rank_replays_the_tokens_it_kept(layout, on_ranks, tmp_path):
+    """Both losses are over sets, which are checked to have the tokens that the rank sampled."""
+    model = save_model(tmp_path / "model", **PLAIN[1])
+    options = {"replay": True, "top_p": 0.6, "max_completion_length": 20}
+    found = on_ranks(layout, model, tmp_path, uses=("fused", "primitive"), **options)
+    for mine, others in zip(found["fused"], found["primitive"], strict=True):
+        assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
+    check_equal(found["fused"][0]["steps"], found["primitive"][0]["steps"])
+    assert max(step["entropy"] for step in found["fused"][0]["steps"]) < 2.5

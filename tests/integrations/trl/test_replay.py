@@ -1,0 +1,249 @@
+"""`replay_kept_tokens`: a trainer's log-probabilities are those that its sampler sampled with."""
+
+import pytest
+import torch
+
+from tests.integrations.packages import needed
+from tests.integrations.trl.runs import VOCABULARY, make_trainer
+
+trl = needed("trl")
+from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl.loss import can_be_fused  # noqa: E402
+from fastrl.integrations.trl.replay import kept_of  # noqa: E402
+from fastrl.integrations.trl.rules import NOT_REPLAYED  # noqa: E402
+from fastrl.ops.kept_tokens import KeptTokens  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SCORES, LOSS = "_get_per_token_logps_and_entropies", "_compute_loss"
+GENERATE, BATCH = "_generate_single_turn", "_generate_and_score_completions"
+
+TWICE = {"num_iterations": 2, "epsilon": 0.05}
+CASES = {
+    "top_p": {"top_p": 0.7},
+    "top_k": {"top_k": 5, "temperature": 0.7},
+    "min_p": {"min_p": 0.2, "loss_type": "grpo"},
+    "all, in parts": {
+        "top_p": 0.8,
+        "top_k": 9,
+        "min_p": 0.05,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+    },
+    "twice, with KL": {"top_p": 0.7, "beta": 0.04, **TWICE},
+    "sequences": {"top_p": 0.7, "importance_sampling_level": "sequence", **TWICE},
+    "truncated and padded": {
+        "top_p": 0.7,
+        "mask_truncated_completions": True,
+        "pad_to_multiple_of": 8,
+        "max_completion_length": 40,
+    },
+    "TRL's loss": {"top_p": 0.7, "loss_type": "vespo", **TWICE},
+    "RLOO": {"kind": "RLOO", "top_p": 0.7, "learning_rate": 0.02, "beta": 0.04},
+    "RLOO, twice": {"kind": "RLOO", "top_p": 0.7, "learning_rate": 0.02, "num_iterations": 2},
+    "an adapter": {"top_p": 0.7, "peft_config": "q_proj", "beta": 0.04, **TWICE},
+    "suppressed tokens": {"top_k": 9, "generation_kwargs": {"suppress_tokens": [5, 6, 7]}},
+    "all kept": {},
+}
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The tokens that `generate` draws, and the log-probabilities by which it does."""
+    steps, multinomial = [], torch.multinomial
+
+    def drawn(probabilities, *arguments, **options):
+        ids = multinomial(probabilities, *arguments, **options)
+        if probabilities.shape[-1] == VOCABULARY:
+            steps.append((ids[:, 0], probabilities.gather(1, ids)[:, 0].log()))
+        return ids
+
+    monkeypatch.setattr(torch, "multinomial", drawn)
+    return steps
+
+
+def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, **options):
+    """Train two steps; compare what is scored with what was sampled.
+
+    Returns:
+        The handle, the differences of the new log-probabilities in the first step, those of old and
+        reference ones in the first batch, and how many tokens were kept for each.
+    """
+    if peft_config is not None:
+        peft_config = needed("peft").LoraConfig(r=2, target_modules=[peft_config])
+    options = {"output_dir": out, "max_steps": 2, "peft_config": peft_config, **options}
+    trainer = make_trainer(path, kind, **options)
+    handle = use_fastrl(trainer, replay_kept_tokens=replay)
+    generate, score, compute = (getattr(trainer, name) for name in (BATCH, SCORES, LOSS))
+    new, others, counts, scored = [], [], [], []
+
+    def generated(inputs):
+        sampled.clear()
+        batch = generate(inputs)
+        mask = batch["completion_mask"].bool()
+        ids, logprobs = (torch.stack(x, 1) for x in zip(*sampled, strict=True))
+        logprobs = torch.nn.functional.pad(logprobs, (0, mask.shape[1] - logprobs.shape[1]))
+        drawn = mask[:, : ids.shape[1]]
+        assert torch.equal(ids[drawn], batch["completion_ids"][:, : ids.shape[1]][drawn])
+        if trainer.state.global_step == 0:
+            others.extend(
+                (batch[name] - logprobs)[mask]
+                for name in ("old_per_token_logps", "ref_per_token_logps")
+                if name in batch
+            )
+            if kind == "RLOO":
+                others.append(batch["old_logps"] - (logprobs * mask).sum(1))
+        counts.extend(one.counts() for one in batch.get("kept_tokens", ()))
+        return batch | {"sampled": logprobs}
+
+    def scores(*arguments, **options):
+        result = score(*arguments, **options)
+        scored.append(result[0].detach())
+        return result
+
+    def loss(model, inputs):
+        scored.clear()
+        drawn = inputs.pop("sampled")
+        assert can_be_fused(inputs)
+        value = compute(model, inputs)
+        inputs["sampled"] = drawn  # TRL may use the batch again
+        assert value.isfinite()
+        if trainer.state.global_step == 0:
+            new.append((scored[0] - drawn)[inputs["completion_mask"].bool()])
+        return value
+
+    for name, function in ((BATCH, generated), (SCORES, scores), (LOSS, loss)):
+        setattr(trainer, name, function)
+    trainer.train()
+    return handle, torch.cat(new).abs(), [gap.abs() for gap in others], counts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainer_scores_what_was_sampled(name, tiny_path, tmp_path, sampled):
+    handle, new, others, counts = gaps(tiny_path, tmp_path, sampled, replay=True, **CASES[name])
+    assert handle.fused == (name != "TRL's loss")
+    assert len(new) > 0
+    for gap in (new, *others):
+        assert gap.mean() <= 1e-5
+    assert len(others) >= ("num_iterations" in CASES[name]) + ("beta" in CASES[name])
+    kept = torch.cat(counts)
+    assert kept.max() < VOCABULARY
+    assert (kept.max() > 0) == (name != "all kept")
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_without_replay_it_scores_over_the_whole_vocabulary(kind, tiny_path, tmp_path, sampled):
+    _, new, _, counts = gaps(tiny_path, tmp_path, sampled, replay=False, kind=kind, top_p=0.7)
+    assert new.mean() > 1e-2
+    assert counts == []
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_evaluation(fused, tiny_path, tmp_path, sampled):
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, top_p=0.7, beta=0.04)
+    use_fastrl(trainer, replay_kept_tokens=True, fused=fused)
+    trainer.eval_dataset = trainer.train_dataset
+    values = trainer.evaluate()
+    assert values["eval_kl"] == pytest.approx(0, abs=1e-6)
+    assert 0 < values["eval_entropy"] < torch.tensor(VOCABULARY).log()
+
+
+def test_sets_of_sequences_of_other_lengths():
+    sets = [KeptTokens.from_lists(x) for x in ([[3, 4], [5]], [[6]])]
+    kept = kept_of(sets, torch.zeros(2, 3, dtype=torch.int64))
+    assert kept.token_ids.tolist() == [3, 4, 5, 6]
+    assert kept.counts().tolist() == [2, 1, 0, 1, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_path, tmp_path_factory):
+    return make_trainer(tiny_path, output_dir=tmp_path_factory.mktemp("out"), top_p=0.7)
+
+
+REFUSED = {
+    "use_vllm": (True, "`use_vllm`: TRL would have to start vLLM with `return_sampling_mask=True`"),
+    "use_transformers_continuous_batching": (True, "continuous_batching`: its logits are"),
+    "rollout_func": (print, "`rollout_func`, tools or environments: their completions are not"),
+    "tools": ([print], "tools or environments"),
+    "environment_factories": ({None: print}, "tools or environments"),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_sets_that_cannot_be_recorded_are_refused(option, trainer, monkeypatch):
+    value, sentence = REFUSED[option]
+    monkeypatch.setattr(trainer, option, value)
+    before = dict(trainer.__dict__)
+    with pytest.raises(ValueError, match=f"replay_kept_tokens does not support .*{sentence}"):
+        use_fastrl(trainer, replay_kept_tokens=True)
+    assert trainer.__dict__ == before
+    use_fastrl(trainer).undo()
+
+
+def test_every_rule_is_tested():
+    assert len(NOT_REPLAYED) == 3
+
+
+def test_a_trl_without_a_method_is_refused(trainer, monkeypatch):
+    monkeypatch.delattr(trl.GRPOTrainer, GENERATE)
+    with pytest.raises(ValueError, match=f"must be False .* GRPOTrainer has no {GENERATE}"):
+        use_fastrl(trainer, replay_kept_tokens=True)
+
+
+GENERATIONS = {
+    "RepetitionPenaltyLogitsProcessor": {"repetition_penalty": 1.2},
+    "SequenceBiasLogitsProcessor": {"generation_kwargs": {"sequence_bias": [[[5], 2.0]]}},
+    "temperature 1.0 with replay_kept_tokens, got 0.5": {"generation_kwargs": {"temperature": 0.5}},
+    "a generation by greedy_search": {"generation_kwargs": {"do_sample": False}},
+    "a generation by beam_sample": {"generation_kwargs": {"num_beams": 2}},
+}
+
+
+@pytest.mark.parametrize("sentence", GENERATIONS)
+def test_a_generation_with_another_distribution_is_refused(sentence, tiny_path, tmp_path):
+    options = {"top_p": 0.7, **GENERATIONS[sentence]}
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **options)
+    use_fastrl(trainer, replay_kept_tokens=True)
+    with pytest.raises(ValueError, match=sentence):
+        trainer.train()
+    assert "_get_logits_processor" not in trainer.model.__dict__
+
+
+def test_completions_of_another_sampler_stop_the_run(tiny_path, tmp_path, monkeypatch):
+    own = getattr(trl.GRPOTrainer, GENERATE)
+
+    def rewritten(self, *arguments, **options):
+        completions, logprobs = own(self, *arguments, **options)
+        return [[3] * len(ids) for ids in completions], logprobs
+
+    def written(self, prompts, *_, **__):
+        return [[3, 4] for _ in prompts], None
+
+    for changed, sentence in ((rewritten, "that its set lacks"), (written, "sampled 0 for")):
+        monkeypatch.setattr(trl.GRPOTrainer, GENERATE, changed)
+        trainer = make_trainer(tiny_path, output_dir=tmp_path, top_k=2)
+        use_fastrl(trainer, replay_kept_tokens=True)
+        with pytest.raises(RuntimeError, match=sentence):
+            trainer.train()
+
+
+def test_scores_without_sets_are_refused(trainer):
+    ids = torch.tensor([[3, 4, 5]])
+    with use_fastrl(trainer, replay_kept_tokens=True):
+        with pytest.raises(ValueError, match=r"replay_kept_tokens must be False where .* 1 sequ"):
+            getattr(trainer, SCORES)(trainer.model, ids, torch.ones_like(ids), 1)
+        with pytest.raises(ValueError, match=r"inputs must have kept_tokens, got prompt_ids"):
+            trainer._compute_loss(trainer.model, {"prompt_ids": ids})
+
+
+def test_undo_restores_the_methods(trainer, monkeypatch):
+    def patched(*arguments):
+        return trl.GRPOTrainer._compute_loss(trainer, *arguments)
+
+    monkeypatch.setitem(trainer.__dict__, LOSS, patched)
+    before = dict(trainer.__dict__)
+    with use_fastrl(trainer, replay_kept_tokens=True):
+        replaced = {name: trainer.__dict__[name] for name in (GENERATE, BATCH, SCORES, LOSS)}
+    assert trainer.__dict__ == before
+    batch = replaced[BATCH]([trainer.train_dataset[0]] * 4)
+    assert "kept_tokens" not in batch
