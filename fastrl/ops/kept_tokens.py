@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastrl.checks import can_read, integer, on_device, saveable, tensor
-from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, KeptRows
+from fastrl.checks import integer, on_device, saveable, tensor, whole
+from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, KeptRows, check_offsets
 
 
 class KeptTokens(NamedTuple):
@@ -43,8 +43,8 @@ class KeptTokens(NamedTuple):
         """Return sets from `[B, T, K]` or `[N, K]`, in which `padding` is no token.
 
         Raises:
-            TypeError: `token_ids` are not integers.
-            ValueError: they have another shape.
+            TypeError: `token_ids` or `padding` are not integers.
+            ValueError: they have another shape, or a dtype without `padding`.
 
         Example:
             >>> import torch, fastrl
@@ -56,6 +56,9 @@ class KeptTokens(NamedTuple):
             raise ValueError(
                 f"token_ids must have shape [B, T, K] or [N, K], got {tuple(ids.shape)}"
             )
+        padding, held = whole("padding", padding), torch.iinfo(ids.dtype)
+        if not held.min <= padding <= held.max:
+            raise ValueError(f"padding must be a number of {ids.dtype}, got {padding}")
         rows = ids.flatten(0, -2)
         is_token = rows != padding
         return cls(rows[is_token], pad(is_token.sum(1).cumsum(0), (1, 0)))
@@ -66,14 +69,22 @@ class KeptTokens(NamedTuple):
     ) -> KeptTokens:
         """Return one set of token ids per row; an empty one is the whole vocabulary.
 
+        Raises:
+            TypeError: an id is not an integer.
+            ValueError: it does not fit in int32.
+
         Example:
             >>> import fastrl
             >>> fastrl.KeptTokens.from_lists([[3, 1], []]).offsets
             tensor([0, 2, 2])
         """
         counts = torch.tensor([len(one) for one in sets], dtype=torch.int64)
-        ids = torch.tensor([i for one in sets for i in one], dtype=torch.int32)
-        return cls(ids.to(device), pad(counts.cumsum(0), (1, 0)).to(device))
+        flat = [i for one in sets for i in one]
+        ids = torch.tensor(flat, dtype=torch.int64) if not flat else torch.as_tensor(flat)
+        integer("sets", ids)
+        if flat and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+            raise ValueError(f"sets must have ids of int32, got {int(ids.abs().max())}")
+        return cls(ids.to(device, torch.int32), pad(counts.cumsum(0), (1, 0)).to(device))
 
     @classmethod
     def from_vllm(
@@ -96,7 +107,8 @@ class KeptTokens(NamedTuple):
 
         Raises:
             TypeError: an output has no `sampling_mask`.
-            ValueError: it has not as many sets as the completion has tokens.
+            ValueError: it has not as many sets as the completion has tokens, or its offsets do not
+                rise from 0 to the number of ids; `length` is below 0.
 
         Example:
             >>> from types import SimpleNamespace as Output
@@ -112,10 +124,10 @@ class KeptTokens(NamedTuple):
                     f"return_sampling_mask=True; got {type(output).__name__} at {index}"
                 )
         lengths = [len(output.token_ids) for output in outputs]
-        length = max(lengths, default=0) if length is None else length
+        length = max(lengths, default=0) if length is None else whole("length", length, low=0)
         sets: list[Sequence[int]] = []
         for index, (output, count) in enumerate(zip(outputs, lengths, strict=True)):
-            of_tokens = _sets_of(output.sampling_mask, count)
+            of_tokens = _sets_of(output.sampling_mask, count, index)
             if len(of_tokens) != count:
                 raise ValueError(
                     f"outputs must have a set for each token: {count} tokens and {len(of_tokens)} "
@@ -129,12 +141,17 @@ class KeptTokens(NamedTuple):
     def concatenate(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
         """Return the sets of the rows of all parts, one after another.
 
+        Raises:
+            ValueError: there are no parts.
+
         Example:
             >>> import fastrl
             >>> one, two = (fastrl.KeptTokens.from_lists([ids]) for ids in ([1, 2], [3]))
             >>> fastrl.KeptTokens.concatenate([one, two]).offsets
             tensor([0, 2, 3])
         """
+        if not parts:
+            raise ValueError("parts must have an element, got none")
         counts = torch.cat([part.counts() for part in parts])
         ids = torch.cat([part.token_ids for part in parts])
         return cls(ids, pad(counts.cumsum(0), (1, 0)))
@@ -161,6 +178,7 @@ class KeptTokens(NamedTuple):
             tensor([ True, False, False])
         """
         arguments = kept_arguments(self, integer("token_ids", token_ids))
+        check_offsets(self.token_ids, self.offsets)
         rows = KeptRows.of(arguments, token_ids.reshape(-1).to(torch.int64), 2**31)
         return rows.lacking.reshape(token_ids.shape)
 
@@ -173,6 +191,7 @@ class KeptTokens(NamedTuple):
             >>> kept.take(torch.tensor([2, 0])).token_ids
             tensor([2, 3, 1], dtype=torch.int32)
         """
+        check_offsets(self.token_ids, self.offsets)
         counts, starts = self.counts()[rows], self.offsets[:-1].to(torch.int64)[rows]
         offsets = pad(counts.cumsum(0), (1, 0))
         place = torch.arange(int(offsets[-1]), device=offsets.device)
@@ -190,14 +209,21 @@ class KeptTokens(NamedTuple):
         return KeptTokens(*(x.to(device, non_blocking=non_blocking) for x in self))
 
 
-def _sets_of(mask: Any, tokens: int) -> Sequence[Sequence[int]]:
+def _sets_of(mask: Any, tokens: int, index: int) -> Sequence[Sequence[int]]:
     """Return the set of each token of a completion from vLLM's mask of it."""
     if mask is None:
         return [()] * tokens
     offsets = getattr(mask, "offsets", None)
     if offsets is None:
         return getattr(mask, "token_ids", mask)  # type: ignore[no-any-return]
-    bounds = pairwise(int(offset) for offset in offsets)
+    bounds = list(pairwise(int(offset) for offset in offsets))
+    total = len(mask.token_ids)
+    ends = (int(offsets[0]), int(offsets[-1])) if bounds else (0, 0)
+    if ends != (0, total) or any(begin > end for begin, end in bounds):
+        raise ValueError(
+            f"outputs must have offsets that rise from 0 to the number of ids {total}, got "
+            f"{list(offsets)} at {index}"
+        )
     return [mask.token_ids[begin:end] for begin, end in bounds]
 
 
@@ -222,34 +248,3 @@ def kept_arguments(kept: object, token_ids: Tensor) -> KeptArguments:
     wide = (torch.int32, torch.int64)
     held = (x if x.dtype in wide else x.to(torch.int64) for x in (ids, offsets))
     return KeptArguments(*map(saveable, held))
-
-
-def check_kept(kept: KeptArguments, active: Tensor, vocabulary: int) -> None:
-    """Raise, on a CPU, for offsets that do not fit and for wrong ids of an active row `[N]`."""
-    ids, offsets = kept
-    if ids is None or offsets is None or not (can_read(ids) and can_read(offsets)):
-        return
-    counts = offsets.to(torch.int64).diff()
-    total = ids.shape[0]
-    if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((counts < 0).any()):
-        ends = f"{int(offsets[0])} ... {int(offsets[-1])}"
-        raise ValueError(
-            f"kept.offsets must rise from 0 to the number of ids {total}, got "
-            f"{offsets.tolist() if offsets.numel() <= 16 else ends}"
-        )
-    row_of = torch.arange(counts.shape[0]).repeat_interleave(counts)
-    counted = active[row_of]
-    wrong = counted & ((ids < 0) | (ids >= vocabulary))
-    if bool(wrong.any()):
-        first = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"kept.token_ids must lie in [0, {vocabulary}), got {int(ids[first])} in the set of "
-            f"row {int(row_of[first])}"
-        )
-    keys = (row_of * vocabulary + ids)[counted].sort().values
-    repeated = keys[1:] == keys[:-1]
-    if bool(repeated.any()):
-        row, token = divmod(int(keys[1:][repeated][0]), vocabulary)
-        raise ValueError(
-            f"kept.token_ids must not repeat an id within a set, got id {token} twice in row {row}"
-        )

@@ -15,14 +15,14 @@ from fastrl.contract import RowArguments, RowStats
 from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._kept.logits import kept_token_stats
-from fastrl.ops._kept.rows import EVERYTHING, KeptArguments
+from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, check_kept
 from fastrl.ops._row_stats import TokenStats as TokenStats
 from fastrl.ops._row_stats import public_stats, slopes_of, token_stats_result, without_gradient
 from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits, stats_of_part
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
-from fastrl.ops.kept_tokens import KeptTokens, check_kept, kept_arguments
+from fastrl.ops.kept_tokens import KeptTokens, kept_arguments
 from fastrl.tracing import refuse_transforms
 
 
@@ -198,12 +198,12 @@ def stats_of_rows(
         vocabulary = sum(parts.sizes) if parts.split() else logits.shape[-1]
         active = active_rows(rows, vocabulary)
         rows = rows._replace(mask=active)
-        check_kept(kept, active.reshape(-1), vocabulary)
         if backend != "reference":
             logits = with_unit_vocabulary_stride(logits)
             return kept_token_stats(
                 logits, rows, kept, parts, backend, inplace_backward=inplace_backward
             )
+        check_kept(kept, active.reshape(-1), vocabulary)  # as the operator does
         start = parts.start() if parts.split() else 0
         logits = reference.kept_logits(
             logits, rows.token_ids, kept.kept_ids, kept.kept_offsets, start

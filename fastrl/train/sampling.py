@@ -24,7 +24,8 @@ from fastrl import KeptTokens, RolloutCorrection
 from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
-from fastrl.train.loading import autocast, context_of
+from fastrl.train.loading import autocast
+from fastrl.train.own_completions import checked_completion
 from fastrl.train.prompts import Prompt
 from fastrl.train.rollout import Completion, Rollout, rollout_of
 
@@ -121,7 +122,7 @@ class Sampler:
             )
         if self._own is not None:
             completions = [
-                self._checked(one, prompt, greedy=greedy)
+                checked_completion(one, prompt, self._model, self._config, greedy=greedy)
                 for one, prompt in zip(completions, asked, strict=True)
             ]
         texts = [
@@ -129,39 +130,6 @@ class Sampler:
             for one in completions
         ]
         return rollout_of(prompts, completions, self._model.device), texts
-
-    def _checked(self, one: Any, prompt: list[int], *, greedy: bool) -> Completion:
-        """What a function of the user's returned, as tensors of the right types."""
-        try:
-            ids, logprobs = torch.as_tensor(one.token_ids), torch.as_tensor(one.logprobs).float()
-            sampled = None if one.sampled is None else torch.as_tensor(one.sampled).bool()
-            kept = getattr(one, "kept", None)
-            ids, ended = ids.long(), bool(one.ended)
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"sampler must return completions of tensors: {error}") from error
-        vocabulary = len(self._model.get_input_embeddings().weight)
-        context = context_of(self._model) or len(prompt) + len(ids)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            raise ValueError(f"sampler must return ids from 0 to {vocabulary - 1}, got {ids}")
-        if (logprobs > 1e-3).any():
-            raise ValueError(f"sampler must return log-probabilities up to 0, got {logprobs}")
-        if len(prompt) + len(ids) > context:
-            raise ValueError(
-                f"sampler must return at most {context - len(prompt)} tokens for a prompt of "
-                f"{len(prompt)}, since the model's context is {context}, got {len(ids)}"
-            )
-        if self._config.keeps_tokens and kept is None and not greedy:
-            raise ValueError(
-                "sampler must return the tokens that were kept (Completion.kept) with top_p, top_k "
-                "or min_p: the trainer's log-probabilities, normalized over the whole vocabulary, "
-                "would not be those of what was sampled, and every ratio would be biased"
-            )
-        if kept is not None and len(kept.offsets) != len(ids) + 1:
-            raise ValueError(
-                f"sampler must return a set of kept tokens for each of {len(ids)} tokens, got "
-                f"{len(kept.offsets) - 1}"
-            )
-        return Completion(ids, logprobs, ended, sampled, kept)
 
 
 class TransformersEngine:

@@ -33,6 +33,8 @@ class VllmEngine:
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the weights would be copied
+        if config.keeps_tokens:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns what it keeps
         try:
             from vllm.platforms import current_platform
         except ModuleNotFoundError as error:
@@ -59,15 +61,17 @@ class VllmEngine:
         """See `Engine.complete`; raises a `RuntimeError` if the engine has other weights."""
         from vllm import SamplingParams
 
+        config, temperature = self._config, 0.0 if greedy else self._config.temperature
         keeps: dict[str, Any] = {}
-        if self._config.keeps_tokens and not greedy:
-            config = self._config
+        if config.keeps_tokens:
             keeps = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+        if config.keeps_tokens and greedy:  # that engine has no temperature of 0
+            keeps, temperature = {"top_k": 1}, 1.0
         parameters = [
             SamplingParams(  # its defaults change nothing about the distribution
-                temperature=0.0 if greedy else self._config.temperature,
+                temperature=temperature,
                 seed=None if greedy else int(torch.randint(2**31, (1,))),
-                max_tokens=self._config.max_new_tokens,
+                max_tokens=config.max_new_tokens,
                 stop=list(self._endings.texts),
                 stop_token_ids=self._endings.token_ids,
                 ignore_eos=True,  # the end tokens above are all that there are
@@ -80,7 +84,7 @@ class VllmEngine:
         with unchanged_generators():
             outputs = self._outputs(prompts, parameters)
         completions = [_completion(output.outputs[0], keeps=bool(keeps)) for output in outputs]
-        self._check(prompts, completions, 1.0 if greedy else self._config.temperature)
+        self._check(prompts, completions, temperature or 1.0)
         self._tokens += sum(map(len, prompts)) + sum(len(one.token_ids) for one in completions)
         return completions
 
@@ -183,6 +187,11 @@ def _completion(output: Any, *, keeps: bool) -> Completion:
         raise RuntimeError(f"vLLM did not finish a completion: {output.finish_reason}")
     ids = list(output.token_ids)
     logprobs = [each[token].logprob for each, token in zip(output.logprobs, ids, strict=True)]
+    if keeps and output.sampling_mask is None and ids:
+        raise RuntimeError(
+            "vLLM did not return the tokens that it kept, without which every ratio would be "
+            'biased: use sampler "transformers", or leave top_p, top_k and min_p at their defaults'
+        )
     kept = KeptTokens.from_vllm([output]) if keeps else None
     ended = output.finish_reason == "stop"
     return Completion(torch.tensor(ids), torch.tensor(logprobs), ended, kept=kept)

@@ -113,27 +113,55 @@ def test_on_policy_the_ratio_is_one(small, tmp_path, loop):
             assert 1 <= row["kept_tokens"] < len(character_tokenizer())
 
 
-def without_sets(prompts, group_size, complete, tokenizer):
+BIASED = r"tokens that were kept .* every ratio would be biased"
+REFUSED = {
+    "none": (lambda one: None, BIASED),
+    "one empty": (lambda one: [ids.tolist() * (i > 0) for i, ids in enumerate(sets(one))], BIASED),
+    "a list": (lambda one: KeptTokens([[1]], [0]), "kept tokens that fit: 'list' object"),
+    "another object": (lambda one: {}, "kept tokens that fit: kept must be KeptTokens"),
+    "too many": (lambda one: [[1]] * 99, r"kept.offsets must have shape .*, got \(100,\)"),
+    "falling": (lambda one: one.kept._replace(offsets=-one.kept.offsets), "kept.offsets must rise"),
+    "outside": (lambda one: [[9999]] * len(one.token_ids), r"kept.token_ids must lie in \[0, "),
+    "twice": (lambda one: [[1, 1]] * len(one.token_ids), "must not repeat an id"),
+    "of others": (
+        lambda one: [[1]] * len(one.token_ids),
+        r"got \d of \d that are not among theirs",
+    ),
+}
+GIVEN = None
+
+
+def sets(one):
+    return one.kept.token_ids.split(one.kept.counts().tolist())
+
+
+def own_sampler(prompts, group_size, complete, tokenizer):
     asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
-    return [one._replace(kept=None) for one in complete(asked)]
+    found = []
+    for one in complete(asked):
+        kept = GIVEN(one) if one.kept is not None or GIVEN is REFUSED["none"][0] else None
+        kept = KeptTokens.from_lists(kept) if isinstance(kept, list) else kept
+        found.append(one._replace(kept=kept))
+    return found
 
 
-def with_sets_of_others(prompts, group_size, complete, tokenizer):
-    asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
-    return [one._replace(kept=KeptTokens.from_lists([[1]] * 99)) for one in complete(asked)]
+@pytest.mark.parametrize("what", REFUSED)
+def test_without_the_right_sets_a_run_is_refused(tiny, monkeypatch, what):
+    given, message = REFUSED[what]
+    monkeypatch.setattr(sys.modules[__name__], "GIVEN", given)
+    own = f"{__name__}:own_sampler"
+    with pytest.raises(ValueError, match=message):
+        sampled(tiny, sampler=own, top_p=0.9)
 
 
-def test_without_the_sets_a_run_is_refused(tiny, monkeypatch):
-    for name in ("without_sets", "with_sets_of_others"):
-        monkeypatch.setattr(sys.modules[__name__], name, globals()[name], raising=False)
-    with pytest.raises(ValueError, match=r"tokens that were kept .* every ratio would be biased"):
-        sampled(tiny, sampler=f"{__name__}:without_sets", top_p=0.9)
-    with pytest.raises(ValueError, match=r"a set of kept tokens for each of \d+ tokens, got 99"):
-        sampled(tiny, sampler=f"{__name__}:with_sets_of_others", top_p=0.9)
-    sampled(tiny, sampler=f"{__name__}:without_sets")
-    model, tokenizer = tiny
-    config = GrpoConfig(sampler=f"{__name__}:without_sets", top_p=0.9)
+def test_what_needs_no_sets_is_not_refused(tiny, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "GIVEN", REFUSED["none"][0])
+    own, (model, tokenizer) = f"{__name__}:own_sampler", tiny
+    sampled(tiny, sampler=own)
+    config = GrpoConfig(sampler=own, top_p=0.9)
     Sampler(model, tokenizer, config).greedy(prompts_of(tokenizer, TEXTS))  # replays nothing
+    monkeypatch.setattr(sys.modules[__name__], "GIVEN", lambda one: one.kept)
+    sampled(tiny, sampler=own, top_p=0.9)
 
 
 def test_vllm_must_tell_what_it_keeps(monkeypatch):
@@ -154,3 +182,6 @@ def test_vllm_must_tell_what_it_keeps(monkeypatch):
     )
     assert vllm_sampler._completion(answer, keeps=True).kept.counts().tolist() == [2, 1]
     assert vllm_sampler._completion(answer, keeps=False).kept is None
+    answer.sampling_mask = None
+    with pytest.raises(RuntimeError, match="vLLM did not return the tokens that it kept"):
+        vllm_sampler._completion(answer, keeps=True)

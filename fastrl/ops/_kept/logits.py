@@ -21,6 +21,7 @@ from fastrl.ops._kept.rows import (
     NO_ID,
     KeptArguments,
     KeptRows,
+    check_kept,
     ids_of_part,
 )
 from fastrl.ops._linear.call import Arguments
@@ -34,6 +35,7 @@ from fastrl.ops._linear.chunks import (
 )
 from fastrl.ops._process_groups import gathered
 from fastrl.ops._row_stats import public_stats, slopes_of, without_gradient
+from fastrl.ops._rows import check_ids
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops._vocabulary_parts.statistics import (
     PartRows,
@@ -127,6 +129,15 @@ class KeptCall(NamedTuple):
         assert self.rows.mask is not None
         return self.rows.mask
 
+    def vocabulary(self) -> int:
+        """Return the size of the whole vocabulary."""
+        return sum(self.parts.sizes) if self.parts.split() else self.logits.shape[-1]
+
+    def check(self) -> None:
+        """Raise for values that do not fit, as the trace of a function cannot."""
+        check_ids(self.rows, self.active(), self.vocabulary())
+        check_kept(self.kept, self.active().flatten(), self.vocabulary())
+
     def part(self) -> PartRows | None:
         """Return the rows of this rank's part, or None if the vocabulary is whole."""
         parts = self.parts
@@ -141,9 +152,8 @@ class KeptCall(NamedTuple):
     def chunks(self) -> Iterator[Chunk]:
         """Yield the active rows that have kept a part of the vocabulary, with their logits."""
         logits, tokens, part = self.logits, self.logits.shape[1], self.part()
-        size = sum(self.parts.sizes) if part else logits.shape[-1]
         rows = flat_rows(self.rows)
-        kept = KeptRows.of(self.kept, rows.token_ids, size)
+        kept = KeptRows.of(self.kept, rows.token_ids, self.vocabulary())
         # the only synchronization on a GPU
         active = self.active().flatten()
         order = order_rows(active, active, compact=True, kept=kept)
@@ -195,6 +205,7 @@ class KeptCall(NamedTuple):
 def kept_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the fields of `RowStats`, `[B, T]`; 0 at inactive rows."""
     call = Arguments(arguments).take(KeptCall)
+    call.check()
     part, whole = call.part(), call.whole()
     if part is None:
         rows = call.rows._replace(mask=whole)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.checks import can_read
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 #: Bytes of what a chunk of such rows has in memory, on a CPU and on a GPU.
@@ -90,6 +91,44 @@ class KeptRows(NamedTuple):
         found = (ids == own) & (own >= 0)
         places = torch.where(found.any(1), found.int().argmax(1), -1)
         return KeptColumns(ids.to(torch.int32), places)
+
+
+def check_offsets(ids: Tensor, offsets: Tensor) -> None:
+    """Raise, on a CPU, for offsets `[N + 1]` that do not fit the ids."""
+    if not can_read(offsets):
+        return
+    total, counts = ids.shape[0], offsets.to(torch.int64).diff()
+    if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((counts < 0).any()):
+        ends = f"{int(offsets[0])} ... {int(offsets[-1])}"
+        raise ValueError(
+            f"kept.offsets must rise from 0 to the number of ids {total}, got "
+            f"{offsets.tolist() if offsets.numel() <= 16 else ends}"
+        )
+
+
+def check_kept(kept: KeptArguments, active: Tensor, vocabulary: int) -> None:
+    """Raise, on a CPU, for offsets that do not fit and for wrong ids of an active row `[N]`."""
+    ids, offsets = kept
+    if ids is None or offsets is None or not (can_read(ids) and can_read(offsets)):
+        return
+    check_offsets(ids, offsets)
+    counts = offsets.to(torch.int64).diff()
+    row_of = torch.arange(counts.shape[0]).repeat_interleave(counts)
+    counted = active[row_of]
+    wrong = counted & ((ids < 0) | (ids >= vocabulary))
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"kept.token_ids must lie in [0, {vocabulary}), got {int(ids[first])} in the set of "
+            f"row {int(row_of[first])}"
+        )
+    keys = (row_of * vocabulary + ids)[counted].sort().values
+    repeated = keys[1:] == keys[:-1]
+    if bool(repeated.any()):
+        row, token = divmod(int(keys[1:][repeated][0]), vocabulary)
+        raise ValueError(
+            f"kept.token_ids must not repeat an id within a set, got id {token} twice in row {row}"
+        )
 
 
 def ids_of_part(columns: KeptColumns, parts: VocabularyParts) -> Tensor:

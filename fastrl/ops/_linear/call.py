@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fastrl.contract import Coefficients, RowArguments
 from fastrl.library import arithmetic_dtype
-from fastrl.ops._kept.rows import KeptArguments, KeptRows
+from fastrl.ops._kept.rows import KeptArguments, KeptRows, check_kept
 from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._rows import check_ids
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 Fields = TypeVar("Fields")
@@ -48,11 +49,17 @@ class LinearCall(NamedTuple):
             raise ValueError(f"mask must be a bool tensor for a linear form, got {came}")
         return mask
 
-    def kept_rows(self) -> KeptRows | None:
-        """Return what the rows have kept, or None if all have the whole vocabulary."""
+    def kept_rows(self, *, checked: bool = False) -> KeptRows | None:
+        """Return what the rows have kept, or None if all have the whole vocabulary.
+
+        `checked`: raise for values that do not fit, as the trace of a function cannot.
+        """
         if self.kept.kept_ids is None:
             return None
         vocabulary = sum(self.parts.sizes) if self.parts.split() else self.weight.shape[0]
+        if checked:
+            check_ids(self.rows, self.active(), vocabulary)
+            check_kept(self.kept, self.active(), vocabulary)
         return KeptRows.of(self.kept, self.rows.token_ids, vocabulary)
 
     def on_gpu(self) -> bool:

@@ -102,7 +102,8 @@ def order_rows(
     On a GPU this is the only synchronization of a call, so a captured graph processes all rows.
     Rows that have kept a part of the vocabulary are always ordered, by its size.
     """
-    captured = active.is_cuda and torch.cuda.is_current_stream_capturing()
+    on_gpu = active.is_cuda and torch.cuda.is_initialized()  # fake tensors need no driver
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
     if kept is not None and captured:
         raise ValueError("kept must be None while a CUDA graph is captured: the host reads it")
     if kept is None and (captured or not compact):

@@ -17,7 +17,7 @@ from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows, check_ids, counted_rows
 from fastrl.ops._vocabulary_parts.agreement import agreement_of
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
-from fastrl.ops.kept_tokens import check_kept, kept_arguments
+from fastrl.ops.kept_tokens import kept_arguments
 from fastrl.tracing import refuse_transforms
 
 
@@ -100,7 +100,6 @@ def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> 
     parts = WHOLE if agreement is None else agreement.parts(head.vocabulary, active, backend)
     vocabulary = sum(parts.sizes) if parts.split() else head.vocabulary
     check_ids(rows, active, vocabulary)
-    check_kept(kept, active.reshape(-1), vocabulary)
     flat = flat_rows(rows._replace(mask=active))
     return LinearInputs(hidden.reshape(-1, hidden.shape[-1]), flat, head, parts, kept)
 

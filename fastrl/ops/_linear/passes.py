@@ -52,7 +52,7 @@ def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the fields of `RowStats` for all rows, `[N]`; 0 at inactive rows."""
     call = Arguments(arguments).take(LinearCall)
     active = call.active()
-    kept = call.kept_rows()
+    kept = call.kept_rows(checked=True)
     order = order_rows(active, active, compact=call.compact, kept=kept)
     walk = LinearWalk(call, order, [False] * 5, kept)
     stats = walk.no_stats()
@@ -80,7 +80,7 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
         may_flow = may_flow if grad is None else may_flow | (grad != 0)
     if call.parts.split() and call.parts.reduce_hidden_gradient and needs[0]:
         # the ranks add up the gradients of the same rows, also where a loss differs by rounding
-        may_flow = gathered(may_flow.byte(), call.parts.process_group()).any(0)
+        may_flow = gathered(may_flow.byte(), call.parts.process_group()).bool().any(0)
     kept = call.kept_rows()
     order = order_rows(active, may_flow, compact=call.compact, kept=kept)
     order = order._replace(scored=0)
@@ -121,7 +121,7 @@ def linear_loss_pass(
     call: LinearCall, slopes: TokenSlopes, needs: list[bool], *, metrics: bool
 ) -> tuple[Tensor, ...]:
     """Compute the statistics of every row and the gradients in a single pass."""
-    kept = call.kept_rows()
+    kept = call.kept_rows(checked=True)
     order = order_rows(call.active(), slopes.may_flow(), compact=call.compact, kept=kept)
     if not metrics:
         order = order._replace(scored=0)

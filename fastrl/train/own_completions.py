@@ -1,0 +1,71 @@
+"""Completions from a rollout function of the user's own, checked before they are learned from."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fastrl import KeptTokens
+from fastrl.ops._kept.rows import check_kept
+from fastrl.ops.kept_tokens import kept_arguments
+from fastrl.train.config import RunConfig
+from fastrl.train.loading import context_of
+from fastrl.train.rollout import Completion
+
+
+def checked_completion(
+    one: Any, prompt: list[int], model: Any, config: RunConfig, *, greedy: bool
+) -> Completion:
+    """A completion from a user's function, as tensors of the right types.
+
+    Raises:
+        ValueError: It does not fit the model or the settings.
+    """
+    try:
+        ids, logprobs = torch.as_tensor(one.token_ids), torch.as_tensor(one.logprobs).float()
+        sampled = None if one.sampled is None else torch.as_tensor(one.sampled).bool()
+        ids, ended = ids.long(), bool(one.ended)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"sampler must return completions of tensors: {error}") from error
+    vocabulary = len(model.get_input_embeddings().weight)
+    context = context_of(model) or len(prompt) + len(ids)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(f"sampler must return ids from 0 to {vocabulary - 1}, got {ids}")
+    if (logprobs > 1e-3).any():
+        raise ValueError(f"sampler must return log-probabilities up to 0, got {logprobs}")
+    if len(prompt) + len(ids) > context:
+        raise ValueError(
+            f"sampler must return at most {context - len(prompt)} tokens for a prompt of "
+            f"{len(prompt)}, since the model's context is {context}, got {len(ids)}"
+        )
+    kept = getattr(one, "kept", None)
+    if kept is not None:
+        kept = _checked_kept(kept, ids, vocabulary)
+    of_sampler = slice(None) if sampled is None else sampled.cpu()
+    if config.keeps_tokens and not greedy:
+        if kept is None or bool((kept.counts() == 0)[of_sampler].any()):
+            raise ValueError(
+                "sampler must return the tokens that were kept (Completion.kept) for each that "
+                "it sampled with top_p, top_k or min_p: the trainer's log-probabilities, "
+                "normalized over the whole vocabulary, would not be those of what was sampled, "
+                "and every ratio would be biased"
+            )
+        lacking = kept.lacking(ids.cpu())[of_sampler]
+        if lacking.sum() > max(1, 0.1 * len(lacking)):  # by rounding, one of thousands
+            raise ValueError(
+                "sampler must return for each token the tokens that it was sampled from, got "
+                f"{int(lacking.sum())} of {len(lacking)} that are not among theirs"
+            )
+    return Completion(ids, logprobs, ended, sampled, kept)
+
+
+def _checked_kept(kept: object, ids: Tensor, vocabulary: int) -> KeptTokens:
+    """The sets of tokens ``ids`` [T] from a user's function."""
+    try:
+        if isinstance(kept, KeptTokens):
+            kept = kept.to("cpu")  # where values are checked
+        arguments = kept_arguments(kept, ids.cpu())
+        check_kept(arguments, torch.ones(len(ids), dtype=torch.bool), vocabulary)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"sampler must return kept tokens that fit: {error}") from error
+    return cast("KeptTokens", kept)
