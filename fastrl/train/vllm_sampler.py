@@ -41,11 +41,11 @@ class VllmEngine:
             raise ValueError(
                 "sampler=vllm needs vLLM: pip install 'fastrl-kernels[vllm]'"
             ) from error
+        needed = current_platform.device_type
         if config.keeps_tokens:
-            _check_replay(config)
+            _check_replay(config, needed)
         if config.temperature < 0.01:  # vLLM raises lower ones to it, or takes the likeliest token
             raise ValueError(f"temperature must be at least 0.01 in vLLM, got {config.temperature}")
-        needed = current_platform.device_type
         if model.device.type != needed:
             raise ValueError(f"this vLLM needs a model on {needed}, got {model.device}")
         self._model, self._tokenizer, self._config = model, tokenizer, config
@@ -166,10 +166,15 @@ def _cache_bytes(architecture: Any, element: int) -> int:
     return int(2 * text.num_hidden_layers * heads * width * element)
 
 
-def _check_replay(config: RunConfig) -> None:
+def _check_replay(config: RunConfig, device: str) -> None:
     """Raise a `ValueError` if vLLM cannot tell which tokens it keeps."""
     from vllm import EngineArgs
 
+    if device == "cpu":  # where it has no Model Runner V2
+        raise ValueError(
+            "top_p, top_k and min_p must be left at their defaults with vLLM on a CPU, which does "
+            'not return the tokens that it keeps: use sampler "transformers"'
+        )
     if "return_sampling_mask" not in {field.name for field in fields(EngineArgs)}:
         raise ValueError(
             "top_p, top_k and min_p must be left at their defaults with this vLLM, which has no "

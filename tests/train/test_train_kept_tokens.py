@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from fastrl import KeptTokens
 from fastrl.train import vllm_sampler
 from fastrl.train.config import GrpoConfig
+from fastrl.train.endings import Endings
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.metrics import lengths
 from fastrl.train.policy import completion_logprobs
@@ -168,20 +169,45 @@ def test_vllm_must_tell_what_it_keeps(monkeypatch):
     old = make_dataclass("EngineArgs", ["model"])
     monkeypatch.setitem(sys.modules, "vllm", Output(EngineArgs=old))
     with pytest.raises(ValueError, match="top_p, top_k and min_p must be left at their defaults"):
-        vllm_sampler._check_replay(GrpoConfig(top_p=0.9))
+        vllm_sampler._check_replay(GrpoConfig(top_p=0.9), "cuda")
     new = make_dataclass("EngineArgs", ["return_sampling_mask"])
     monkeypatch.setitem(sys.modules, "vllm", Output(EngineArgs=new))
     with pytest.raises(ValueError, match="top_k must be set with top_p or min_p in vLLM"):
-        vllm_sampler._check_replay(GrpoConfig(top_p=0.9))
-    vllm_sampler._check_replay(GrpoConfig(top_p=0.9, top_k=50))
-    answer = Output(
+        vllm_sampler._check_replay(GrpoConfig(top_p=0.9), "cuda")
+    vllm_sampler._check_replay(GrpoConfig(top_p=0.9, top_k=50), "cuda")
+    with pytest.raises(ValueError, match="with vLLM on a CPU"):
+        vllm_sampler._check_replay(GrpoConfig(top_p=0.9, top_k=50), "cpu")
+    answer = answered([[5, 9], [6]])
+    assert vllm_sampler._completion(answer, keeps=True).kept.counts().tolist() == [2, 1]
+    assert vllm_sampler._completion(answer, keeps=False).kept is None
+    with pytest.raises(RuntimeError, match="vLLM did not return the tokens that it kept"):
+        vllm_sampler._completion(answered(None), keeps=True)
+
+
+def answered(sets):
+    """What vLLM answers."""
+    return Output(
         token_ids=[5, 6],
         logprobs=[{5: Output(logprob=-0.5)}, {6: Output(logprob=0.0)}],
         finish_reason="stop",
-        sampling_mask=Output(token_ids=[[5, 9], [6]]),
+        sampling_mask=None if sets is None else Output(token_ids=sets),
     )
-    assert vllm_sampler._completion(answer, keeps=True).kept.counts().tolist() == [2, 1]
-    assert vllm_sampler._completion(answer, keeps=False).kept is None
-    answer.sampling_mask = None
-    with pytest.raises(RuntimeError, match="vLLM did not return the tokens that it kept"):
-        vllm_sampler._completion(answer, keeps=True)
+
+
+def test_greedy_is_top_1_in_a_vllm_that_returns_sets(tiny, monkeypatch):
+    """It refuses a temperature of 0, and requests without top_k."""
+    asked = []
+
+    def outputs(prompts, parameters):
+        asked.append(parameters[0])
+        return [Output(outputs=[answered([[5], [6]])])]
+
+    monkeypatch.setitem(sys.modules, "vllm", Output(SamplingParams=lambda **given: Output(**given)))
+    engine, (model, tokenizer) = object.__new__(vllm_sampler.VllmEngine), tiny
+    config = GrpoConfig(temperature=1.3, top_p=0.9, top_k=50)
+    engine._config, engine._endings = config, Endings(model, tokenizer, config)
+    engine._tokens, engine._outputs, engine._check = 0, outputs, lambda *given: None
+    engine.complete([[1, 2]], greedy=False)
+    engine.complete([[1, 2]], greedy=True)
+    assert [(one.temperature, one.top_k) for one in asked] == [(1.3, 50), (1.0, 1)]
+    assert asked[0].top_p == 0.9

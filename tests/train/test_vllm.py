@@ -169,3 +169,8 @@ def test_completions_end_where_they_must():
         model.lm_head.weight.fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="not finite while sampling"):
         sampler.sample(prompts_of(tokenizer, TEXTS), 2)
+
+
+def test_on_a_cpu_it_does_not_tell_what_it_keeps():
+    with pytest.raises(ValueError, match="top_p, top_k and min_p .* with vLLM on a CPU"):
+        started(*of("llama"), top_p=0.9, top_k=20)
