@@ -185,6 +185,24 @@ def test_what_threads_and_repeats_share(backend):
     assert torch.equal(found[1], found[2])
 
 
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_a_compiled_graph_checks_the_values_of_sets(form):
+    def call(ids, kept):
+        if form == "logits":
+            return fastrl.token_logprobs(torch.zeros(1, V), ids, kept=kept).exp()
+        return fastrl.linear_token_logprobs(torch.zeros(1, 8), torch.ones(V, 8), ids, kept=kept)
+
+    compiled = torch.compile(call, backend="aot_eager")
+    for sets, token, message in (
+        ([[3, 5, 5]], 3, "not repeat an id within a set, got id 5 twice in row 0"),
+        ([[3, V]], 3, f"kept.token_ids must lie in .*, got {V} in the set of row 0"),
+        ([[3, 5]], V, f"token_ids must lie in .*, got {V} at"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compiled(torch.tensor([token]), KeptTokens.from_lists(sets))
+    assert compiled(torch.tensor([3]), KeptTokens.from_lists([[3, 5]])).exp() >= 0.5
+
+
 def test_sets_from_padded_ids():
     padded = torch.tensor([[[4, 2, -1], [-1, -1, -1]], [[-1, 7, 3], [5, -1, -1]]])
     kept = KeptTokens.from_padded(padded)
@@ -204,9 +222,13 @@ def test_sets_from_vllm():
     assert kept.counts().tolist() == [2, 1, 0, 2, 1, 2, 0, 0, 0]
     assert kept.token_ids.tolist() == [9, 1, 8, 7, 2, 6, 5, 3]
     assert KeptTokens.from_vllm([nested, flat], length=2).counts().tolist() == [2, 1, 2, 1]
-    flat.sampling_mask.offsets.pop()
-    with pytest.raises(ValueError, match="3 tokens and 2 sets at 0"):
-        KeptTokens.from_vllm([flat])
+    nested.sampling_mask.token_ids.pop()
+    with pytest.raises(ValueError, match="2 tokens and 1 sets at 1"):
+        KeptTokens.from_vllm([flat, nested])
+    for offsets in ([0, 2, 3], [0, 3, 2, 5], [1, 2, 3, 5]):
+        flat.sampling_mask.offsets = offsets
+        with pytest.raises(ValueError, match="offsets that rise from 0 to the number of ids 5"):
+            KeptTokens.from_vllm([flat])
 
 
 def test_sets_taken_and_joined():

@@ -172,5 +172,5 @@ def test_completions_end_where_they_must():
 
 
 def test_on_a_cpu_it_does_not_tell_what_it_keeps():
-    with pytest.raises(ValueError, match="top_p, top_k and min_p .* with vLLM on a CPU"):
+    with pytest.raises(ValueError, match=r"top_p, top_k and min_p .* with vLLM on a CPU"):
         started(*of("llama"), top_p=0.9, top_k=20)
