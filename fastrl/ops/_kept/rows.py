@@ -7,7 +7,7 @@ kernels for rows of logits need not know of the rest. Rows of similar numbers of
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
 #: Bytes of the temporary tensors for each column: ids in 32 and 64 bits, logits, comparisons.
 COLUMN_BYTES = 32
-#: In place of the number of tokens of a row that has the whole vocabulary.
+#: In place of the number of tokens of a row that has the whole vocabulary: similar to no other.
 WHOLE_ROW = 2**31
 #: An id that no token has.
 NO_ID = -2
@@ -145,7 +145,5 @@ def similar(widths: Sequence[int], start: int, count: int) -> Iterator[slice]:
     end = start + count
     while start < end:
         stop = bisect_right(widths, 2 * widths[start] + _SIMILAR, start, end)
-        if widths[start] != WHOLE_ROW:
-            stop = bisect_left(widths, WHOLE_ROW, start, stop)
         yield slice(start, stop)
         start = stop
