@@ -204,3 +204,17 @@ def test_nan_at_a_token_without_slope_reaches_the_gradients():
     assert parameters["hidden"].grad.isnan().nonzero()[:, :2].unique(dim=0).tolist() == [[1, 2]]
     for name in ("weight", "bias", "lora_a", "lora_b"):
         assert parameters[name].grad.isnan().all(), name
+
+
+def test_a_token_is_added_to_the_sum_of_the_others():
+    """It may be far ahead; at a high temperature no logit in float16 counts as nothing."""
+    logits = torch.randn(3, 5000)
+    ids, lead = torch.tensor([0, 2500, 4999]), torch.tensor([20.0, 40.0, 60.0])
+    logits[range(3), ids] = logits.amax(1) + lead
+    below = logits.double() - logits.double().amax(1, keepdim=True)
+    others = below.scatter(1, ids[:, None], -torch.inf).exp().sum(1)
+    found = -fastrl.token_logprobs(logits, ids, backend="cuda")
+    torch.testing.assert_close(found.double(), others.log1p(), rtol=1e-5, atol=0)
+    flat = torch.randn(3, 16, dtype=torch.float16)  # two vectors
+    found = fastrl.token_logprobs(flat, ids % 16, temperature=1e6, backend="cuda")
+    torch.testing.assert_close(found, torch.full((3,), 1 / 16).log(), rtol=1e-5, atol=0)

@@ -230,3 +230,12 @@ def test_an_infinite_logit_is_the_cap_of_a_softcap(backend):
     logprobs.sum().backward()
     torch.testing.assert_close(logprobs[0], logprobs[1], rtol=1e-6, atol=0)
     torch.testing.assert_close(leaf.grad[0], leaf.grad[1], rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("rows", [2, 64])  # few rows are split over programs of a GPU
+def test_a_column_behind_whole_blocks_counts(backend, rows):
+    logits, ids = torch.randn(rows, 4097), torch.tensor([0, 4096]).repeat(rows // 2)
+    logits[:, -1] = 9.0
+    found = fastrl.token_logprobs(logits, ids, backend=backend)
+    expected = logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
