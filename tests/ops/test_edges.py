@@ -232,9 +232,8 @@ def test_an_infinite_logit_is_the_cap_of_a_softcap(backend):
     torch.testing.assert_close(leaf.grad[0], leaf.grad[1], rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("rows", [2, 64])  # few rows are split over programs of a GPU
-def test_a_column_behind_whole_blocks_counts(backend, rows):
-    logits, ids = torch.randn(rows, 4097), torch.tensor([0, 4096]).repeat(rows // 2)
+def test_a_column_behind_whole_blocks_counts(backend):
+    logits, ids = torch.randn(2, 8193), torch.tensor([0, 8192])
     logits[:, -1] = 9.0
     found = fastrl.token_logprobs(logits, ids, backend=backend)
     expected = logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
