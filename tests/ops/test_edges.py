@@ -233,7 +233,7 @@ def test_an_infinite_logit_is_the_cap_of_a_softcap(backend):
 
 
 def test_a_column_behind_whole_blocks_counts(backend):
-    logits, ids = torch.randn(2, 8193), torch.tensor([0, 8192])
+    logits, ids = torch.randn(2, 16385), torch.tensor([0, 16384])
     logits[:, -1] = 9.0
     found = fastrl.token_logprobs(logits, ids, backend=backend)
     expected = logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
