@@ -27,7 +27,6 @@ from fastrl.triton.vocabulary.row_sums import (
     row_statistics,
     row_sums,
     sums_of_blocks,
-    token_column,
     token_logprob,
 )
 from fastrl.triton.vocabulary.rows import (
@@ -40,6 +39,7 @@ from fastrl.triton.vocabulary.rows import (
     row_gain,
     row_start,
     splits_of,
+    token_column,
     token_logit,
 )
 
@@ -84,13 +84,13 @@ def logits_policy_loss_kernel(
     token_id = tl.load(token_ids + index)
     counts = row_counts(index, token_id, mask, ignore_index)
     gain, binary_gain = row_gain(index, temperatures, scale, counts)
+    token = token_column(token_id, vocabulary)
     if partial_sums is None:
-        x = token_logit(row, token_id, vocabulary, counts)
+        x = token_logit(row, token, counts)
     else:
         x = tl.load(of_tokens + index * OF_TOKEN, mask=counts, other=0.0)
     logprob, entropy, row_max, log_sum, of_logprob, of_entropy = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if counts:
-        token = token_column(token_id, vocabulary)
         others = row_sums(
             row, partial_sums, of_tokens, index, token, vocabulary, binary_gain, squash, SPEC
         )
@@ -108,7 +108,7 @@ def logits_policy_loss_kernel(
     stats = Statistics(row_max, log_sum, entropy)
     slopes = Slopes(of_logprob, of_entropy, 0.0)
     row_gradient(
-        row, grad_row, has_gradient, token_id, x, stats, slopes, vocabulary, gain, binary_gain,
+        row, grad_row, has_gradient, token, x, stats, slopes, vocabulary, gain, binary_gain,
         squash, split, splits, GRADIENT_SPEC,
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def _token_gradient(x, stats, slopes, gain, squash, SPEC: tl.constexpr):
 
 @triton.jit
 def row_gradient(
-    row, grad, has_gradient, token_id, x, stats, slopes, vocabulary, gain, binary_gain, squash,
+    row, grad, has_gradient, token, x, stats, slopes, vocabulary, gain, binary_gain, squash,
     split, splits, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks split, split + splits, ... of a row's gradient, from the last to the first.
@@ -136,8 +136,8 @@ def row_gradient(
         row: pointer to the logits.
         grad: pointer to the gradient; may be the same, or half a row on with half the width.
         has_gradient: whether the gradient of the row may be other than zero.
-        token_id: of the row.
-        x: its logit, NaN where the id is outside the vocabulary; used by the block it is in.
+        token: its column, -1 where the id is outside the vocabulary.
+        x: its logit, NaN where it has no column; used by the block it is in.
         stats: `Statistics` of the row.
         slopes: `Slopes` of the row.
         vocabulary: columns of the row.
@@ -162,7 +162,7 @@ def row_gradient(
     has_tail = (limit > 0) & (full % splits == split)
     mine = (full - split + splits - 1) // splits
     if has_gradient:
-        known = (token_id >= 0) & (token_id < vocabulary)
+        known = token >= 0
         v = value(stats.row_max, squash, SPEC)
         binary_gain = exponent_factor(v, binary_gain)
         reference = finite_or_zero(v * binary_gain)
@@ -195,10 +195,10 @@ def row_gradient(
         tl.debug_barrier()  # what follows overwrites logits, and an element of the token's block
         if SPEC.edges:
             g = _gradient(x_edges, row_terms, binary_gain, reference, squash, SPEC)
-            mask = is_mine & (edges != token_id)
+            mask = is_mine & (edges != token)
             tl.store(grad + edges, g.to(grad.dtype.element_ty), mask=mask)
-        owner = known & ((token_id - head) // BLOCK % splits == split)
-        tl.store(grad + token_id, at_token.to(grad.dtype.element_ty), mask=owner)
+        owner = known & ((token - head) // BLOCK % splits == split)
+        tl.store(grad + token, at_token.to(grad.dtype.element_ty), mask=owner)
     else:
         if has_tail:
             _block_zeros(grad_blocks + tail, limit, True, SPEC)

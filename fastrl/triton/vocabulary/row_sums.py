@@ -29,6 +29,7 @@ from fastrl.triton.vocabulary.rows import (
     row_counts,
     row_gain,
     row_start,
+    token_column,
     token_logit,
     value,
 )
@@ -88,12 +89,6 @@ def block_sums(
     if SPEC.softcap:  # but not where -inf has a value
         s, st, ss = tl.where(others, s, 0.0), tl.where(others, st, 0.0), tl.where(others, ss, 0.0)
     return Sums(largest, s, st, ss)
-
-
-@triton.jit
-def token_column(token_id, vocabulary):
-    """Return the column of a token, -1 if its id is outside the vocabulary."""
-    return tl.where((token_id >= 0) & (token_id < vocabulary), token_id, -1).to(tl.int32)
 
 
 @triton.jit
@@ -275,7 +270,7 @@ def sums_of_blocks_kernel(
         _store_sums(partial_sums, program, sums, LANES)
         if start == 0:
             at = of_tokens + index * OF_TOKEN
-            tl.store(at, token_logit(row, token_id, vocabulary, True))
+            tl.store(at, token_logit(row, token, True))
             beside = token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC)
             tl.store(at + 1, beside.largest)
             tl.store(at + 2, beside.s)

@@ -284,7 +284,12 @@ def finite_or_zero(reference):
 
 
 @triton.jit
-def token_logit(row, token_id, vocabulary, wanted):
-    """Return the logit of the token; NaN for an id outside the vocabulary, which is not read."""
-    known = (token_id >= 0) & (token_id < vocabulary)
-    return tl.load(row + token_id, mask=known & wanted, other=float("nan")).to(tl.float32)
+def token_column(token_id, vocabulary):
+    """Return the column of a token, -1 if its id is outside the vocabulary."""
+    return tl.where((token_id >= 0) & (token_id < vocabulary), token_id, -1).to(tl.int32)
+
+
+@triton.jit
+def token_logit(row, token, wanted):
+    """Return the logit in the column of a token; NaN where it has none."""
+    return tl.load(row + token, mask=(token >= 0) & wanted, other=float("nan")).to(tl.float32)

@@ -17,7 +17,6 @@ from fastrl.triton.vocabulary.row_sums import (
     row_statistics,
     row_sums,
     sums_of_blocks,
-    token_column,
     token_logprob,
 )
 from fastrl.triton.vocabulary.rows import (
@@ -32,6 +31,7 @@ from fastrl.triton.vocabulary.rows import (
     row_gain,
     row_start,
     splits_of,
+    token_column,
     token_logit,
 )
 
@@ -50,11 +50,11 @@ def token_stats_fwd_kernel(
     if row_counts(index, token_id, mask, ignore_index):
         gain, binary_gain = row_gain(index, temperatures, scale, True)
         row = row_start(logits, index, length, stride_b, stride_t, SPEC)
+        token = token_column(token_id, vocabulary)
         if partial_sums is None:
-            x = token_logit(row, token_id, vocabulary, True)
+            x = token_logit(row, token, True)
         else:
             x = tl.load(of_tokens + index * OF_TOKEN)
-        token = token_column(token_id, vocabulary)
         others = row_sums(
             row, partial_sums, of_tokens, index, token, vocabulary, binary_gain, squash, SPEC
         )
@@ -128,9 +128,10 @@ def token_stats_bwd_kernel(
     slopes = Slopes(of_logprob, of_entropy, of_logsumexp)
     gain, binary_gain = row_gain(index, temperatures, scale, has_gradient)
     stats = Statistics(tl.load(row_max + index), tl.load(log_sum + index), tl.load(entropy + index))
-    x = token_logit(row, token_id, vocabulary, has_gradient)
+    token = token_column(token_id, vocabulary)
+    x = token_logit(row, token, has_gradient)
     row_gradient(
-        row, grad_row, has_gradient, token_id, x, stats, slopes, vocabulary, gain, binary_gain,
+        row, grad_row, has_gradient, token, x, stats, slopes, vocabulary, gain, binary_gain,
         squash, split, splits, SPEC,
     )  # fmt: skip
 
