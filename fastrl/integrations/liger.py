@@ -5,6 +5,8 @@ from fastrl.integrations.liger import LigerFusedLinearGRPOLoss
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import warnings
 
 import torch
@@ -30,6 +32,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     | `luspo` | the same | mean over B of the token sums |
     | `cispo` | `-sg[min(r, epsilon_high)] A logprob` | as dapo |
     | `sapo` | `-4/tau sigmoid(tau (r - 1)) A` | as grpo |
+    | `vespo` | `-phi A logprob`, phi of `fastrl.GammaWeights` | as dapo |
 
     Args:
         beta: weight of the KL (k3) to the reference.
@@ -46,10 +49,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         temperature: divides the logits.
         delta: upper bound of the unclipped ratio, or None.
         use_bias_correction_kl: multiply the KL by the ratio (DeepSeek-V3.2).
-        vespo_k_pos: ignored; the loss vespo is refused.
-        vespo_lambda_pos: ignored.
-        vespo_k_neg: ignored.
-        vespo_lambda_neg: ignored.
+        vespo_k_pos: exponent of vespo's weights for advantages of at least 0.
+        vespo_lambda_pos: their decay.
+        vespo_k_neg: exponent for the others.
+        vespo_lambda_neg: their decay.
 
     Raises:
         ValueError: an option is invalid or missing, or two options conflict.
@@ -89,8 +92,16 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_neg: float = 2.0,
     ) -> None:
         super().__init__()
-        del compiled, chunk_size, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg
+        del compiled, chunk_size
         refuse(loss_type, importance_sampling_level, beta, max_completion_length)
+        gamma_weights = None
+        if loss_type == "vespo":
+            gamma_weights = fastrl.GammaWeights(
+                k_pos=vespo_k_pos,
+                lambda_pos=vespo_lambda_pos,
+                k_neg=vespo_k_neg,
+                lambda_neg=vespo_lambda_neg,
+            )
         self.beta, self.loss_type, self.temperature = beta, loss_type, temperature
         self.use_ref_model = use_ref_model
         self.objective = trl_objective(
@@ -105,6 +116,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             beta=beta if use_ref_model else 0.0,
             bias_correction=use_bias_correction_kl,
             max_completion_length=max_completion_length,
+            gamma_weights=gamma_weights,
         )
 
     def forward(
@@ -139,8 +151,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ref_input: hidden states of the reference, if its log-probabilities are not given.
             ref_weight: weight of the reference's head.
             ref_bias: bias of the reference's head.
-            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, factors of the policy term, or None.
-            num_items_in_batch: tokens of the whole batch on all ranks, for dapo and cispo.
+            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, factors of the policy term, or
+                None; with vespo `[B, T]`, factors of the sequence's ratio.
+            num_items_in_batch: tokens of the whole batch on all ranks, for dapo, cispo and vespo.
         """
         ids, mask = selected_token_ids, attention_mask
         if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
@@ -153,8 +166,19 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             reference = ref_per_token_logps
             if reference is None:
                 reference = self._reference(ids, mask, ref_input, ref_weight, ref_bias)
+        factors = rollout_logprobs = None
+        objective = self.objective
         if vllm_is_ratio is not None:
-            vllm_is_ratio = self._factors(vllm_is_ratio, ids)
+            factors = self._factors(vllm_is_ratio, ids)
+            if objective.gamma_weights:  # the ratios enter these, and do not multiply the loss
+                if old_per_token_logps is None:
+                    raise NotImplementedError(
+                        "old_per_token_logps is needed with vllm_is_ratio and loss_type vespo, "
+                        "got None"
+                    )
+                rollout_logprobs, factors = old_per_token_logps - factors.log(), None
+                ratios = fastrl.RolloutCorrection(kind="truncate", high=math.inf)
+                objective = dataclasses.replace(objective, rollout_correction=ratios)
         result = fastrl.linear_policy_loss(
             _input,
             lin_weight,
@@ -165,8 +189,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             temperature=self.temperature,
             old_logprobs=old_per_token_logps,
             ref_logprobs=reference,
-            policy_weights=vllm_is_ratio,
-            objective=self.objective,
+            rollout_logprobs=rollout_logprobs,
+            policy_weights=factors,
+            objective=objective,
             normalizer=self._normalizer(mask, num_items_in_batch),
         )
         clip_ratio = self._clip_ratio(result.logprobs, advantages, mask, old_per_token_logps)
@@ -200,15 +225,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 f"({sequences}, {tokens}), got {tuple(ratio.shape)}"
             )
         ratio = ratio.reshape(sequences, -1)
-        if self.loss_type == "luspo" and ratio.shape[1] != 1:
+        lengths = {"luspo": ("[B] or [B, 1]", 1), "vespo": ("[B, T]", tokens)}
+        allowed, length = lengths.get(self.loss_type, ("", ratio.shape[1]))
+        if ratio.shape[1] != length:
             raise NotImplementedError(
-                "vllm_is_ratio must have shape [B] or [B, 1] with loss_type luspo, "
+                f"vllm_is_ratio must have shape {allowed} with loss_type {self.loss_type}, "
                 f"got {tuple(ratio.shape)}"
             )
         return ratio.expand(ids.shape)
 
     def _normalizer(self, mask: Tensor, count: float | Tensor | None) -> Tensor | None:
-        if self.loss_type not in ("dapo", "cispo"):
+        if self.loss_type not in ("dapo", "cispo", "vespo"):
             return None
         ranks, several = 1, torch.distributed.is_available() and torch.distributed.is_initialized()
         if several:
@@ -233,6 +260,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         clipped = (advantages > 0) & (ratio > 1 + o.arguments.coefficients.clip_high)
         if o.surrogate == "ppo_clip":
             clipped |= (advantages < 0) & (ratio < 1 - o.clip_low)
-        elif o.surrogate == "sapo":
+        elif o.surrogate in ("sapo", "reinforce"):
             clipped = torch.zeros_like(clipped)
         return fastrl.masked_mean(clipped.to(logprobs.dtype).expand(mask.shape), mask)

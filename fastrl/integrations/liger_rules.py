@@ -28,8 +28,14 @@ SUPPORT = [
     ),
     Support(
         option='`loss_type="vespo"`',
+        handling="primitive",
+        note="its weights depend on the whole sequence, so the rows are visited twice",
+    ),
+    Support(
+        option='`vllm_is_ratio` with `loss_type="vespo"`, of shape `[B]` or `[B, 1]`, or without '
+        "`old_per_token_logps`",
         handling="refused",
-        note="its weights depend on whole sequences under the current policy",
+        note="the ratio of a token enters the weight of its sequence",
     ),
     Support(
         option='`importance_sampling_level="sequence"` with `"cispo"`, `"sapo"` or `"vespo"`',
@@ -61,13 +67,9 @@ def refuse(loss_type: str, level: str, beta: float, max_completion_length: int |
             f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}: "
             "importance_sampling_level must be 'token', got 'sequence'"
         )
-    if loss_type == "vespo":
-        raise NotImplementedError(
-            f"loss_type must be one of {', '.join(LOSS_TYPES)}; vespo weighs whole sequences under "
-            "the current policy, which fastrl does not support"
-        )
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {loss_type!r}")
+    names = (*LOSS_TYPES, "vespo")
+    if loss_type not in names:
+        raise ValueError(f"loss_type must be one of {', '.join(names)}; got {loss_type!r}")
     if level not in ("token", "sequence"):
         raise ValueError(f"importance_sampling_level must be token or sequence, got {level!r}")
     if loss_type == "luspo" and (level == "token" or beta):

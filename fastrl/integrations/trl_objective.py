@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from fastrl import Objective
+from fastrl import GammaWeights, Objective
 from fastrl.objective.presets import Preset
 
 #: The values of `loss_type` that are presets.
@@ -26,6 +26,7 @@ def trl_objective(
     entropy_coef: float = 0.0,
     off_policy_threshold: float | None = None,
     top_entropy_quantile: float = 1.0,
+    gamma_weights: GammaWeights | None = None,
 ) -> Objective:
     """Return the objective of a `loss_type`; options that it does not use are not looked at.
 
@@ -47,6 +48,8 @@ def trl_objective(
             "sapo_temperature_pos": sapo_temperature_pos,
             "sapo_temperature_neg": sapo_temperature_neg,
         }
+    elif loss_type == "vespo":
+        fields["gamma_weights"] = gamma_weights
     else:
         fields |= {"clip_low": epsilon_low, "clip_high": epsilon_high, "delta": delta}
     if loss_type == "dr_grpo":

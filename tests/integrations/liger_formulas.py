@@ -1,5 +1,6 @@
 """What liger-kernel 0.8 computes for GRPO and its variants, transcribed in float64."""
 
+import math
 import types
 import warnings
 
@@ -7,6 +8,7 @@ import torch
 
 #: The losses without sequence-level ratios, and Liger's message about them.
 NO_SEQUENCES = ("cispo", "sapo", "vespo")
+LOWEST = math.log(1e-8)
 SEQUENCES = "Sequence-level importance sampling is not supported for loss_type="
 
 
@@ -23,6 +25,10 @@ DEFAULTS = {
     "temperature": 1.0,
     "delta": None,
     "use_bias_correction_kl": False,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
 }
 
 
@@ -77,12 +83,20 @@ class Transcription:
         elif o.loss_type == "sapo":
             tau = torch.where(A > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
             f = -4 / tau * torch.sigmoid(tau * (r - 1)) * A
+        elif o.loss_type == "vespo":
+            log_w = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True)
+            if vllm_is_ratio is not None:
+                log_w += vllm_is_ratio.log().clamp(LOWEST, 20).sum(-1, keepdim=True)
+            log_w = log_w.clamp(LOWEST, 20)
+            k = torch.where(A >= 0, o.vespo_k_pos, o.vespo_k_neg)
+            decay = torch.where(A >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg)
+            f = -torch.exp(decay + k * log_w - decay * log_w.exp()) * A * lp
         else:
             low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
             free = r if o.delta is None else r.clamp(max=o.delta)
             f = -torch.minimum(free * A, r.clamp(low, high) * A)
             clipped = (r < low) & (A < 0) | (r > high) & (A > 0)
-        if vllm_is_ratio is not None:
+        if vllm_is_ratio is not None and o.loss_type != "vespo":
             f = f * (vllm_is_ratio if vllm_is_ratio.dim() == 2 else vllm_is_ratio[:, None])
         metrics = []
         if o.beta:
@@ -101,5 +115,7 @@ class Transcription:
             "dapo": lambda: f.sum() / items,
             "luspo": lambda: f.sum() / B,
         }
-        total = loss[{"cispo": "dapo", "sapo": "grpo"}.get(o.loss_type, o.loss_type)]()
+        total = loss[
+            {"cispo": "dapo", "vespo": "dapo", "sapo": "grpo"}.get(o.loss_type, o.loss_type)
+        ]()
         return total, tuple(metrics)

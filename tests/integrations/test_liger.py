@@ -80,6 +80,7 @@ LOSSES = {
     "dapo": {"epsilon_low": 0.1, "epsilon_high": 0.28},
     "cispo": {"epsilon_high": 1.2},
     "sapo": {"sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.3},
+    "vespo": {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0},
 }
 
 
@@ -126,6 +127,12 @@ OPTIONS = {
         {"loss_type": "grpo"},
         {"vllm_is_ratio": lambda data: data.ratio[:, 0]},
     ),
+    "rollout weights of vespo": (
+        {"loss_type": "vespo"},
+        # Liger also adds those of masked tokens; trainers set them to 1
+        {"vllm_is_ratio": lambda data: data.ratio.where(data.mask > 0, 1.0)},
+    ),
+    "items in batch of vespo": ({"loss_type": "vespo"}, {"num_items_in_batch": lambda data: 90}),
     "no reference": ({"use_ref_model": False}, {}),
     "reference from hidden states": (
         {},
@@ -166,11 +173,12 @@ def test_tokens_are_counted_over_all_ranks(items, monkeypatch):
     torch.testing.assert_close(found, expected * tokens / share)
 
 
-def test_masked_tokens_are_inert():
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_masked_tokens_are_inert(loss_type):
     data, poisoned = batch(), batch()
     for x in (poisoned.old, poisoned.ref, poisoned.ratio, poisoned.tensors[0]):
         x[poisoned.mask == 0] = float("nan")
-    loss_function = ours.LigerFusedLinearGRPOLoss()
+    loss_function = ours.LigerFusedLinearGRPOLoss(loss_type=loss_type)
     a, b = (
         outcome(
             loss_function,
@@ -186,7 +194,6 @@ def test_masked_tokens_are_inert():
 
 REFUSALS = (ValueError, NotImplementedError)
 REFUSED = {
-    "loss_type must be one of .*vespo weighs whole sequences": {"loss_type": "vespo"},
     "loss_type must be one of .*got 'ppo'": {"loss_type": "ppo"},
     "importance_sampling_level must be token or sequence, got 'word'": {
         "importance_sampling_level": "word"
@@ -201,6 +208,10 @@ REFUSED = {
     "sapo_temperature_pos must be above 0, got 0": {
         "loss_type": "sapo",
         "sapo_temperature_pos": 0,
+    },
+    "gamma_weights.lambda_neg must be above 0, got 0": {
+        "loss_type": "vespo",
+        "vespo_lambda_neg": 0,
     },
 }
 
@@ -248,11 +259,15 @@ def test_missing_arguments_are_named():
     luspo = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
     for options, ratio, sentence in (
         (luspo, data.ratio, r"\[B\] or \[B"),
+        ({"loss_type": "vespo"}, data.ratio[:, 0], r"\[B, T\] with loss_type vespo, got \(4, 1\)"),
         ({}, data.ratio[:1], r"\(4,\), \(4, 1\) or"),
     ):
         loss_function = ours.LigerFusedLinearGRPOLoss(beta=0.0, **options)
         with pytest.raises(REFUSALS, match=f"vllm_is_ratio must have shape {sentence}"):
-            outcome(loss_function, data, vllm_is_ratio=ratio)
+            outcome(loss_function, data, old_per_token_logps=data.old, vllm_is_ratio=ratio)
+    loss_function = ours.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="vespo")
+    with pytest.raises(NotImplementedError, match="old_per_token_logps is needed with vllm_is_rat"):
+        outcome(loss_function, data, vllm_is_ratio=data.ratio)
 
 
 def test_with_as_many_sequences_as_tokens_a_ratio_is_per_sequence():
