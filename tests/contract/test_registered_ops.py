@@ -81,7 +81,9 @@ def arguments(length):
     )
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled_without_a_graph_break(backend, compiler):
     torch.compiler.reset()
     given = arguments(4)
