@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ class KeptTokens(NamedTuple):
         return cls.from_lists(sets, device=device)
 
     @classmethod
-    def concatenate(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+    def concatenate(cls, parts: Iterable[KeptTokens]) -> KeptTokens:
         """Return the sets of the rows of all parts, one after another.
 
         Raises:
@@ -150,6 +150,7 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.concatenate([one, two]).offsets
             tensor([0, 2, 3])
         """
+        parts = list(parts)
         if not parts:
             raise ValueError("parts must have an element, got none")
         counts = torch.cat([part.counts() for part in parts])
@@ -185,12 +186,17 @@ class KeptTokens(NamedTuple):
     def take(self, rows: Tensor) -> KeptTokens:
         """Return the sets of some rows, in their order: indices `[n]`, or bool `[rows]`.
 
+        Raises:
+            ValueError: `rows` has another shape.
+
         Example:
             >>> import torch, fastrl
             >>> kept = fastrl.KeptTokens.from_lists([[3, 1], [], [2]])
             >>> kept.take(torch.tensor([2, 0])).token_ids
             tensor([2, 3, 1], dtype=torch.int32)
         """
+        if rows.dim() != 1:
+            raise ValueError(f"rows must have shape [n], got {tuple(rows.shape)}")
         check_offsets(self.token_ids, self.offsets)
         counts, starts = self.counts()[rows], self.offsets[:-1].to(torch.int64)[rows]
         offsets = pad(counts.cumsum(0), (1, 0))

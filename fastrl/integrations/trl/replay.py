@@ -26,7 +26,7 @@ _GENERATE = "_generate_single_turn"
 _BATCH = "_generate_and_score_completions"
 _PROCESSORS = "_get_logits_processor"
 
-#: Processors of `transformers` that take tokens out and leave the other logits as they are.
+#: Processors of `transformers` that take tokens out and leave the softmax of the others as it is.
 _TAKING_OUT = frozenset(
     {
         "TopKLogitsWarper",
@@ -42,6 +42,7 @@ _TAKING_OUT = frozenset(
         "NoRepeatNGramLogitsProcessor",
         "MinLengthLogitsProcessor",
         "MinNewTokensLengthLogitsProcessor",
+        "LogitNormalization",
     }
 )
 
@@ -65,6 +66,7 @@ class Replay:
         self._trainer = trainer
         self._temperature = trainer.temperature  # which TRL reads once, too
         self._sets: Sequence[KeptTokens] | None = None
+        self._completions: list[list[int]] = []  # of the last generation
         self._undone = False
         causal = causal_model(trainer.model)
         for owner, name in ((trainer, _GENERATE), (trainer, _BATCH), (causal, _PROCESSORS)):
@@ -80,8 +82,12 @@ class Replay:
         }
 
     def undo(self) -> None:
-        """Let the methods call TRL's from now on, wherever they are still called."""
-        self._undone = True
+        """Let the methods call TRL's from now on, wherever they are still called.
+
+        TRL generates anew: its batches have old log-probabilities over their sets.
+        """
+        if not self._undone:
+            self._undone, self._trainer._buffered_inputs = True, None
 
     @contextlib.contextmanager
     def of_batch(self, inputs: dict[str, Any]) -> Iterator[None]:
@@ -115,6 +121,7 @@ class Replay:
             generated = generate(*arguments, **options)
         completions = generated[0] if isinstance(generated, tuple) else generated
         self._sets = recorder.sets(completions)
+        self._completions = [list(ids) for ids in completions]
         return generated
 
     def _with_sets(self, generate: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -122,7 +129,16 @@ class Replay:
             return generate(*arguments, **options)
         try:
             batch = generate(*arguments, **options)
-            return {**batch, KEPT: self.sets(len(batch["completion_ids"]))}
+            rows = batch["completion_ids"].tolist()
+            if len(rows) != len(self._completions) or any(
+                row[: len(ids)] != ids for row, ids in zip(rows, self._completions, strict=True)
+            ):
+                raise ValueError(
+                    f"replay_kept_tokens must be False with this {type(self._trainer).__name__}, "
+                    f"whose {_BATCH} does not return the completions of its last generation in "
+                    "their order"
+                )
+            return {**batch, KEPT: self.sets(len(rows))}
         finally:
             self._sets = None
 
@@ -204,6 +220,12 @@ class _Recorder:
             every.take(torch.arange(len(ids)) * count + row) for row, ids in enumerate(completions)
         ]
         for sets, ids in zip(found, completions, strict=True):
-            if bool(sets.lacking(torch.tensor(ids)).any()):
-                raise RuntimeError("replay_kept_tokens found a token that its set lacks")
+            lacking = sets.lacking(torch.tensor(ids)).nonzero()
+            if lacking.numel():
+                place = int(lacking[0])
+                raise RuntimeError(
+                    f"replay_kept_tokens found a token that its set lacks, {ids[place]} at place "
+                    f"{place} of a completion: generation_kwargs must have no eos_token_id, and "
+                    "completions must be those that transformers sampled"
+                )
         return found

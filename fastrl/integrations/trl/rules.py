@@ -141,6 +141,14 @@ NOT_REPLAYED: tuple[Support, ...] = (
             or getattr(t, "environment_factories", None) is not None
         ),
     ),
+    Support(
+        option="`replay_kept_tokens=True` with prompt or prefix tuning (`peft`)",
+        handling="refused",
+        note="TRL's log-probabilities differ from its sampler's over the whole vocabulary, too",
+        applies=lambda t: getattr(
+            getattr(t.model, "active_peft_config", None), "is_prompt_learning", False
+        ),
+    ),
 )
 
 OWN_LOSS = Support(

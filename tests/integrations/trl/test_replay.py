@@ -1,5 +1,7 @@
 """`replay_kept_tokens`: a trainer's log-probabilities are those that its sampler sampled with."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from tests.integrations.packages import needed
 from tests.integrations.trl.runs import VOCABULARY, make_trainer
 
 trl = needed("trl")
+from transformers import TrainerCallback  # noqa: E402
+
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.loss import can_be_fused  # noqa: E402
 from fastrl.integrations.trl.replay import kept_of  # noqa: E402
@@ -42,7 +46,10 @@ CASES = {
     "RLOO": {"kind": "RLOO", "top_p": 0.7, "learning_rate": 0.02, "beta": 0.04},
     "RLOO, twice": {"kind": "RLOO", "top_p": 0.7, "learning_rate": 0.02, "num_iterations": 2},
     "an adapter": {"top_p": 0.7, "peft_config": "q_proj", "beta": 0.04, **TWICE},
-    "suppressed tokens": {"top_k": 9, "generation_kwargs": {"suppress_tokens": [5, 6, 7]}},
+    "suppressed tokens": {
+        "top_k": 9,
+        "generation_kwargs": {"suppress_tokens": [5, 6, 7], "renormalize_logits": True},
+    },
     "all kept": {},
 }
 
@@ -166,13 +173,19 @@ REFUSED = {
     "rollout_func": (print, "`rollout_func`, tools or environments: their completions are not"),
     "tools": ([print], "tools or environments"),
     "environment_factories": ({None: print}, "tools or environments"),
+    "model.active_peft_config": (
+        SimpleNamespace(is_prompt_learning=True),
+        r"prompt or prefix tuning .*: TRL's log-probabilities differ",
+    ),
 }
 
 
 @pytest.mark.parametrize("option", REFUSED)
 def test_sets_that_cannot_be_recorded_are_refused(option, trainer, monkeypatch):
     value, sentence = REFUSED[option]
-    monkeypatch.setattr(trainer, option, value)
+    *owner, name = option.split(".")
+    owner = getattr(trainer, *owner) if owner else trainer
+    monkeypatch.setattr(owner, name, value, raising=owner is trainer)
     before = dict(trainer.__dict__)
     with pytest.raises(ValueError, match=f"replay_kept_tokens does not support .*{sentence}"):
         use_fastrl(trainer, replay_kept_tokens=True)
@@ -181,7 +194,7 @@ def test_sets_that_cannot_be_recorded_are_refused(option, trainer, monkeypatch):
 
 
 def test_every_rule_is_tested():
-    assert len(NOT_REPLAYED) == 3
+    assert len(NOT_REPLAYED) == 4
 
 
 def test_a_trl_without_a_method_is_refused(trainer, monkeypatch):
@@ -219,12 +232,64 @@ def test_completions_of_another_sampler_stop_the_run(tiny_path, tmp_path, monkey
     def written(self, prompts, *_, **__):
         return [[3, 4] for _ in prompts], None
 
-    for changed, sentence in ((rewritten, "that its set lacks"), (written, "sampled 0 for")):
+    for changed, sentence in (
+        (rewritten, "its set lacks, 3 at place 0"),
+        (written, "sampled 0 for"),
+    ):
         monkeypatch.setattr(trl.GRPOTrainer, GENERATE, changed)
         trainer = make_trainer(tiny_path, output_dir=tmp_path, top_k=2)
         use_fastrl(trainer, replay_kept_tokens=True)
         with pytest.raises(RuntimeError, match=sentence):
             trainer.train()
+
+
+def reversed_batch(generate, inputs):
+    batch = generate(inputs)
+    return batch | {"completion_ids": batch["completion_ids"].flip(0)}
+
+
+def generated_twice(generate, inputs):
+    batch = generate(inputs)
+    generate(inputs)
+    return batch
+
+
+def cut_batch(generate, inputs):
+    batch = generate(inputs)
+    return batch | {"completion_ids": batch["completion_ids"][:-1]}
+
+
+@pytest.mark.parametrize("changed", [reversed_batch, generated_twice, cut_batch])
+def test_a_subclass_with_batches_of_its_own_is_refused(changed, tiny_path, tmp_path, monkeypatch):
+    own = getattr(trl.GRPOTrainer, BATCH)
+    monkeypatch.setattr(
+        trl.GRPOTrainer, BATCH, lambda self, inputs: changed(lambda x: own(self, x), inputs)
+    )
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, top_p=0.7)
+    use_fastrl(trainer, replay_kept_tokens=True)
+    with pytest.raises(ValueError, match="does not return the completions of its last generation"):
+        trainer.train()
+
+
+def test_after_undo_nothing_is_left_of_the_sets(tiny_path, tmp_path):
+    """A batch that TRL has kept for a second step has old log-probabilities over its sets."""
+    options = {"output_dir": tmp_path, "top_p": 0.7, "max_steps": 2, "num_iterations": 2}
+    trainer = make_trainer(tiny_path, learning_rate=1e-9, **options)
+    handle = use_fastrl(trainer, replay_kept_tokens=True)
+    steps = []
+
+    class Undoing(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            steps.append(trainer._buffered_inputs[0].keys())
+            handle.undo()
+
+    trainer.add_callback(Undoing())
+    trainer.train()
+    assert ["kept_tokens" in names for names in steps] == [True, False]
+    assert trainer.state.log_history[1]["clip_ratio/region_mean"] == 0
+    batches = trainer._buffered_inputs
+    handle.undo()
+    assert trainer._buffered_inputs is batches
 
 
 def test_scores_without_sets_are_refused(trainer):
