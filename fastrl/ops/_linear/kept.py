@@ -24,8 +24,8 @@ _AT_ONCE = 2**22
 # reading V / ratio rows of the weight. On an H100, in 16 bits: 2 V H / (800 Tflop/s) against
 # 2 K H bytes / (3.35 TB/s) gives K = V / 239; in float32 (60 Tflop/s) K = V / 36.
 _TENSOR_CORE_RATIO, _FLOAT32_RATIO = 256, 32
-# On a CPU with AVX-512, 512 of 32,768 tokens take 1/5 of the time (bench/bench_kept_tokens.py). The
-# ratio for AMX assumes GEMMs five times as fast, and has not been measured.
+# On a CPU with AVX-512, K = V / 12 rows of the weight take as long as the GEMM and gathering from
+# its logits. The ratio for AMX assumes GEMMs five times as fast, and has not been measured.
 _CPU_RATIO, _TILE_RATIO = 12, 64
 
 
