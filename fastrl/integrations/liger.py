@@ -225,11 +225,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 f"({sequences}, {tokens}), got {tuple(ratio.shape)}"
             )
         ratio = ratio.reshape(sequences, -1)
-        lengths = {"luspo": ("[B] or [B, 1]", 1), "vespo": ("[B, T]", tokens)}
-        allowed, length = lengths.get(self.loss_type, ("", ratio.shape[1]))
-        if ratio.shape[1] != length:
+        only = {"luspo": ("[B] or [B, 1]", 1), "vespo": ("[B, T]", tokens)}.get(self.loss_type)
+        if only and ratio.shape[1] != only[1]:
             raise NotImplementedError(
-                f"vllm_is_ratio must have shape {allowed} with loss_type {self.loss_type}, "
+                f"vllm_is_ratio must have shape {only[0]} with loss_type {self.loss_type}, "
                 f"got {tuple(ratio.shape)}"
             )
         return ratio.expand(ids.shape)

@@ -49,7 +49,7 @@ def trl_objective(
             "sapo_temperature_neg": sapo_temperature_neg,
         }
     elif loss_type == "vespo":
-        fields["gamma_weights"] = gamma_weights
+        fields["gamma_weights"] = gamma_weights or GammaWeights()
     else:
         fields |= {"clip_low": epsilon_low, "clip_high": epsilon_high, "delta": delta}
     if loss_type == "dr_grpo":

@@ -187,7 +187,8 @@ class KeptTokens(NamedTuple):
         """Return the sets of some rows, in their order: indices `[n]`, or bool `[rows]`.
 
         Raises:
-            ValueError: `rows` has another shape.
+            TypeError: `rows` is not a tensor.
+            ValueError: it has another shape.
 
         Example:
             >>> import torch, fastrl
@@ -195,7 +196,7 @@ class KeptTokens(NamedTuple):
             >>> kept.take(torch.tensor([2, 0])).token_ids
             tensor([2, 3, 1], dtype=torch.int32)
         """
-        if rows.dim() != 1:
+        if tensor("rows", rows).dim() != 1:
             raise ValueError(f"rows must have shape [n], got {tuple(rows.shape)}")
         check_offsets(self.token_ids, self.offsets)
         counts, starts = self.counts()[rows], self.offsets[:-1].to(torch.int64)[rows]
