@@ -122,6 +122,15 @@ class RowArguments(NamedTuple):
     logit_softcap: float  # 0: no softcap
 
 
+class TeacherScaling(NamedTuple):
+    """How the logits of a teacher become those of a distribution, as in `RowArguments`."""
+
+    teacher_temperatures: Tensor | None  # float32 [B, T]
+    teacher_temperature: float
+    teacher_logit_scale: float
+    teacher_logit_softcap: float
+
+
 class RowStats(NamedTuple):
     """Statistics of rows of logits, `[B, T]`; 0 in inactive rows."""
 

@@ -21,6 +21,7 @@ from fastrl.contract import (
     ObjectiveArguments,
     RowArguments,
     RowStats,
+    TeacherScaling,
 )
 
 _TYPES = {
@@ -50,6 +51,13 @@ _PARTS = "str vocab_group, int vocab_rank, int[] vocab_sizes, bool reduce_hidden
 # The tokens that each of the rows [N] has kept: integers [M], [N + 1]; None: all of them.
 _KEPT = "Tensor? kept_ids, Tensor? kept_offsets"
 _KEPT_ROWS = f"{_ROWS}, {_PARTS}, {_KEPT}, str backend"
+# Rows of logits beside those of a teacher.
+_PAIR = f"Tensor teacher_logits, {_ROWS}, {_declared(TeacherScaling)}"
+_DIVERGENCE_BACKWARD = (
+    f"{_PAIR}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor teacher_row_max, "
+    "Tensor teacher_log_sum, float beta, Tensor slope_mean, Tensor grad_divergence, "
+    "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
+)
 # Linear forms: hidden [N, H], per-token tensors and constants [N].
 _LINEAR = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
@@ -72,6 +80,15 @@ _SCHEMAS = {
     ),
     "token_stats_bwd": f"(Tensor logits, {_STATS_BACKWARD}) -> Tensor",
     "token_stats_bwd_": f"(Tensor(a!) logits, {_STATS_BACKWARD}, bool narrow) -> ()",
+    # slope_mean: the sum of q times the derivative of the divergence by ln q, for the backward.
+    # agrees: whether the same column is the largest in both rows.
+    "divergence_fwd": (
+        f"(Tensor logits, {_PAIR}, Tensor row_max, Tensor log_sum, Tensor teacher_row_max, "
+        "Tensor teacher_log_sum, float beta) -> "
+        "(Tensor divergence, Tensor slope_mean, Tensor agrees)"
+    ),
+    "divergence_bwd": f"(Tensor logits, {_DIVERGENCE_BACKWARD}) -> Tensor",
+    "divergence_bwd_": f"(Tensor(a!) logits, {_DIVERGENCE_BACKWARD}, bool narrow) -> ()",
     # weights [S]: of an active token, per sequence. active: bool, the shape of the mask; empty if
     # it would equal the mask (mask is bool and token_ids is None).
     "sequence_weights": (
@@ -147,7 +164,7 @@ _ONLY_ONCE = (*IN_PYTHON, "cpu_", "has_", "huge_", "mixed_", "objective_eval")
 #: Operators that the CPU backend does without.
 ONLY_ON_GPUS = ("scale_",)
 #: Operators that the CUDA backend takes from Triton on a GPU, and from the CPU backend elsewhere.
-NOT_IN_CUDA = ("gathered_", "scattered_")
+NOT_IN_CUDA = ("gathered_", "scattered_", "divergence_")
 
 
 def operators(backend: str) -> Any:
@@ -231,13 +248,22 @@ def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
     return tuple(_stats(token_ids, arithmetic_dtype(logits, logits)))
 
 
+@_fake("divergence_fwd")
+def _(
+    logits: Tensor, teacher_logits: Tensor, token_ids: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    return _per_token(token_ids, torch.float32, torch.float32, torch.bool)
+
+
 @_fake("token_stats_bwd")
+@_fake("divergence_bwd")
 @_fake("kept_token_stats_bwd")
 def _(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
 @_fake("token_stats_bwd_")
+@_fake("divergence_bwd_")
 def _(logits: Tensor, *_: object) -> None:
     return None
 

@@ -1,5 +1,8 @@
 """The reference backend: the definition of every op, in eager torch on any device."""
 
+from fastrl.reference.divergence import divergence as divergence
+from fastrl.reference.divergence import divergence_gradient as divergence_gradient
+from fastrl.reference.divergence import divergence_terms as divergence_terms
 from fastrl.reference.gae import gae as gae
 from fastrl.reference.gamma_weights import gamma_weights as gamma_weights
 from fastrl.reference.group_advantages import group_advantages as group_advantages

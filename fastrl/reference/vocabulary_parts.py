@@ -117,20 +117,28 @@ def part_gradient(
         )
         with torch.no_grad():
             logprobs = shifted - stats.log_sum[..., None]
-            probs = logprobs.exp()
-            finite = torch.where(probs == 0, 0.0, logprobs)
-            of_logprob, of_entropy, of_logsumexp = (
-                torch.zeros_like(probs[..., :1]) if slope is None else slope[..., None]
-                for slope in slopes
-            )
-            columns = torch.arange(probs.shape[-1], device=probs.device)
-            own = (columns == token_ids[..., None]) & (of_logprob != 0)
-            slope = torch.where(own, -logprobs.expm1(), -probs) * of_logprob
-            slope = slope + of_logsumexp * probs
-            slope = slope - of_entropy * probs * (finite + stats.entropy[..., None])
+            slope = part_slope(logprobs, token_ids, stats.entropy, slopes)
             slope = torch.where(active[..., None], slope, 0.0)
         (gradient,) = torch.autograd.grad(shifted, leaf, slope)
     return gradient
+
+
+def part_slope(
+    logprobs: Tensor,
+    token_ids: Tensor,
+    entropy: Tensor,
+    slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> Tensor:
+    """Return dL/dz of log-probabilities `[..., V]`; for the slopes see `part_gradient`."""
+    probs = logprobs.exp()
+    finite = torch.where(probs == 0, 0.0, logprobs)
+    of_logprob, of_entropy, of_logsumexp = (
+        torch.zeros_like(probs[..., :1]) if slope is None else slope[..., None] for slope in slopes
+    )
+    columns = torch.arange(probs.shape[-1], device=probs.device)
+    own = (columns == token_ids[..., None]) & (of_logprob != 0)
+    slope = torch.where(own, -logprobs.expm1(), -probs) * of_logprob
+    return slope + of_logsumexp * probs - of_entropy * probs * (finite + entropy[..., None])
 
 
 def _squashed(logits: Tensor, rows: RowArguments) -> Tensor:

@@ -18,6 +18,8 @@ namespace FASTRL_ISA {
 #include "../kept/gathered_rows.h"
 #include "../tokens/policy_tokens.h"
 #include "../vocabulary/row_blocks.h"
+// builds on row_blocks.h
+#include "../vocabulary/divergence_blocks.h"
 
 #define FASTRL_PARTIALS(T, softcap)                                                      \
   {                                                                                      \
@@ -25,6 +27,10 @@ namespace FASTRL_ISA {
       block_partial<T, softcap, true, false>, block_partial<T, softcap, true, true>      \
     }                                                                                    \
   }
+#define FASTRL_BY_TYPE(name)                        \
+  {{name<float, false>, name<float, true>},         \
+   {name<BFloat16, false>, name<BFloat16, true>},   \
+   {name<Half, false>, name<Half, true>}}
 #define FASTRL_GRADIENTS(T, softcap) \
   {block_gradient<T, softcap, false>, block_gradient<T, softcap, true>}
 
@@ -39,6 +45,11 @@ constexpr Kernels kKernels = {
     lane_tanh,
     {gathered_dots<float>, gathered_dots<BFloat16>, gathered_dots<Half>},
     {gathered_sum<float>, gathered_sum<BFloat16>, gathered_sum<Half>},
+    FASTRL_BY_TYPE(block_values),
+    FASTRL_BY_TYPE(block_slopes),
+    {block_divergence<kForwardKl>, block_divergence<kReverseKl>, block_divergence<kJensenShannon>},
+    {block_divergence_slopes<kForwardKl>, block_divergence_slopes<kReverseKl>,
+     block_divergence_slopes<kJensenShannon>},
     token_losses,
     sum_log_ratios,
     sum_slopes,

@@ -33,6 +33,27 @@ struct GradientTerms {
   float constant, linear;
 };
 
+// Two rows that are compared, a student's and a teacher's. Values are logits, or tanh of them under
+// a softcap; a multiplier makes exponents of two of them.
+struct DivergenceMap {
+  float multiplier, max, log2_sum;  // of the student; log2_sum is relative to max
+  float teacher_multiplier, teacher_max, teacher_log2_sum;
+  float offset;  // log2 of the student's sum of exponentials over the teacher's
+  float beta;
+};
+
+// Of a row: its divergence, the sum of q times the derivative by ln q, and whether the same column
+// is the largest in both.
+struct DivergenceSums {
+  double value, slope;
+  bool agrees;
+};
+
+// dL/dz_j = divergence * (slope_j - q_j mean) + q_j (constant + linear log2 q_j)
+struct DivergenceSlopes {
+  float divergence, mean, constant, linear;
+};
+
 // The tokens of a policy loss; absent inputs are null.
 struct TokenInputs {
   const float *logprobs, *entropy;
@@ -80,6 +101,18 @@ struct Kernels {
   using Gathered = void (*)(const float* x, const void* rows, int64_t stride, const int32_t* ids,
                             int64_t count, int64_t width, float* out);
   Gathered gathered_dots[kNumLogitsTypes], gathered_sum[kNumLogitsTypes];
+
+  // [softcap]; see divergence_blocks.h. Rows of floats that block_values has written, or slopes.
+  using Values = void (*)(const void* x, int64_t n, float squash, float* out);
+  Values values[kNumLogitsTypes][2];
+  using Slopes = void (*)(const void* x, const float* slopes, int64_t n, float squash, float gain,
+                          void* grad);
+  Slopes slopes[kNumLogitsTypes][2];
+  // [forward KL, reverse KL, Jensen-Shannon]
+  void (*divergence[3])(const float* u, const float* v, int64_t n, const DivergenceMap& map,
+                        DivergenceSums* sums);
+  void (*divergence_slopes[3])(const float* u, const float* v, int64_t n, const DivergenceMap& map,
+                               const DivergenceSlopes& by, float* slopes);
 
   // Loss, slope and metrics of the tokens of these segments.
   void (*token_losses)(const TokenInputs& in, const Segment* segments, int64_t count,

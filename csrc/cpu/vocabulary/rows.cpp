@@ -1,4 +1,4 @@
-#include "rows.h"
+#include "teacher_rows.h"
 
 namespace fastrl::cpu {
 namespace {
@@ -75,7 +75,8 @@ Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
                                           const RowGradient& flow) const {
   PlannedGradient planned{};
   planned.row = row;
-  planned.zero = flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0;
+  planned.zero = flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0 &&
+                 flow.divergence == 0;
   if (planned.zero) return planned;
   const double gain = scaling_.gain(row), scale = gain * std::exp(-stats.log_sum);
   planned.map = scaling_.map(row);
@@ -90,6 +91,13 @@ Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
   double gradient = -flow.logprob * std::expm1(stats.logprob) + flow.logsumexp * p;
   if (p != 0) gradient -= flow.entropy * (stats.logprob + stats.entropy) * p;
   if (stats.logprob == -HUGE_VAL) gradient = 0;  // a logit of -inf excludes its token
+  if (flow.divergence != 0) {
+    planned.gain = static_cast<float>(gain);
+    planned.by = {with_plain_nan(flow.divergence), with_plain_nan(flow.slope_mean),
+                  with_plain_nan(flow.logsumexp - flow.logprob - flow.entropy * stats.entropy),
+                  with_plain_nan(-flow.entropy * kLn2)};
+    gradient += teacher_->slope(row, token_ids_[row], flow.divergence, flow.slope_mean);
+  }
   if (scaling_.softcap()) {
     const double x = logits_.value(row, token_ids_[row]);
     const double decay = std::exp(-2 * std::fabs(x * scaling_.squash()));
@@ -106,8 +114,13 @@ void Rows::write_gradient(const PlannedGradient& planned, int64_t block, const L
     std::memset(out, 0, size * grad.element_size());
     return;
   }
-  kernels_.gradient[logits_.type()][scaling_.softcap()][planned.linear](
-      logits_.at(planned.row, begin), out, size, planned.map, planned.terms);
+  const char* x = logits_.at(planned.row, begin);
+  if (planned.by.divergence != 0) {  // also if it is NaN
+    teacher_->write_gradient(planned.row, begin, size, planned.by, planned.gain, out);
+  } else {
+    kernels_.gradient[logits_.type()][scaling_.softcap()][planned.linear](
+        x, out, size, planned.map, planned.terms);
+  }
   const int64_t token = token_ids_[planned.row];
   if (token >= begin && token < begin + size) grad.set(planned.row, token, planned.token_gradient);
 }

@@ -71,10 +71,13 @@ struct RowStats {
   bool is_top1 = false;
 };
 
-// The gradient of the loss in the statistics of a row.
+// The gradient of the loss in the statistics of a row, and in its divergence from a teacher's, whose
+// own gradient needs `slope_mean`.
 struct RowGradient {
-  double logprob = 0, logsumexp = 0, entropy = 0;
+  double logprob = 0, logsumexp = 0, entropy = 0, divergence = 0, slope_mean = 0;
 };
+
+class TeacherRows;
 
 constexpr int64_t kTaskBytes = int64_t{8} << 20;
 
@@ -163,7 +166,12 @@ class Rows {
   // Statistics from what the forward saved, for a gradient without the first sweep.
   RowStats restore(int64_t row, float max, double log_sum, double entropy) const;
 
+  // What `RowGradient::divergence` refers to.
+  void compare_with(const TeacherRows* teacher) { teacher_ = teacher; }
+
   const Logits& logits() const { return logits_; }
+  const Scaling& scaling() const { return scaling_; }
+  bool active(int64_t row) const { return active_[row]; }
 
  private:
   // A row's gradient, ready to be written block by block.
@@ -173,6 +181,8 @@ class Rows {
     GradientTerms terms;
     float token_gradient;
     bool zero, linear;
+    DivergenceSlopes by;  // with a divergence, instead of `terms`
+    float gain;
   };
 
   BlockPartial block_partial(int64_t row, int64_t block, const Reduction& reduction) const;
@@ -190,6 +200,7 @@ class Rows {
   const int64_t* token_ids_;
   std::vector<char> active_;
   int64_t num_active_ = 0;
+  const TeacherRows* teacher_ = nullptr;
 };
 
 }  // namespace fastrl::cpu

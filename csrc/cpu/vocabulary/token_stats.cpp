@@ -2,7 +2,7 @@
 #include <tuple>
 
 #include "../huge_pages.h"
-#include "rows.h"
+#include "row_saved.h"
 
 namespace fastrl::cpu {
 namespace {
@@ -57,38 +57,10 @@ Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids,
           out.is_top1,  out.row_max, out.log_sum};
 }
 
-struct Backward {
-  Tensor row_max, log_sum, entropy;
-  std::optional<Tensor> grad_logprobs, grad_entropy, grad_logsumexp;
-};
-
-void write_grad(const Rows& rows, const Tensor& token_ids, const Backward& saved,
+void write_grad(const Rows& rows, const Tensor& token_ids, const Saved& saved,
                 const Logits& grad) {
-  const auto check = [&](const auto& tensor, const char* name) {
-    check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
-  };
-  check(saved.row_max, "row_max");
-  check(saved.log_sum, "log_sum");
-  check(saved.entropy, "entropy");
-  check(saved.grad_logprobs, "grad_logprobs");
-  check(saved.grad_entropy, "grad_entropy");
-  check(saved.grad_logsumexp, "grad_logsumexp");
-  const float* row_max = saved.row_max.const_data_ptr<float>();
-  const float* log_sum = saved.log_sum.const_data_ptr<float>();
-  const float* entropy = saved.entropy.const_data_ptr<float>();
-  const float* grad_logprobs = data_or_null<float>(saved.grad_logprobs);
-  const float* grad_entropy = data_or_null<float>(saved.grad_entropy);
-  const float* grad_logsumexp = data_or_null<float>(saved.grad_logsumexp);
-  const auto at = [](const float* values, int64_t row) {
-    return values ? static_cast<double>(values[row]) : 0.0;
-  };
-  rows.walk(
-      nullptr, &grad,
-      [&](int64_t row, RowStats& stats) {
-        stats = rows.restore(row, row_max[row], log_sum[row], entropy[row]);
-        return RowGradient{at(grad_logprobs, row), at(grad_logsumexp, row), at(grad_entropy, row)};
-      },
-      [](int64_t) {});
+  check_saved(saved, token_ids);
+  walk_saved(rows, saved, grad, [](int64_t, const RowGradient& flow) { return flow; });
 }
 
 Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids,

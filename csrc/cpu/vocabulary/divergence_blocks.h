@@ -1,0 +1,180 @@
+// The divergence of a block of two rows and its derivative by the logits of the first one, the
+// student's. Included by isa.h only, inside the namespace of one instruction set.
+//
+// With q of the student and p of the teacher, everything is made of y = log2 q/p, which is computed
+// from the logits themselves, of the larger of the two, and of expm1(-|ln q/p|): where the rows are
+// almost equal, their differences keep their digits.
+
+FASTRL_INLINE vfloat load_lanes(const float* x) {
+  vfloat value;
+  __builtin_memcpy(&value, x, kVecBytes);
+  return value;
+}
+FASTRL_INLINE vfloat load_lanes(const Half* x) { return load_half(x); }
+FASTRL_INLINE vfloat load_lanes(const BFloat16* x) {
+  vhalfwords words;
+  __builtin_memcpy(&words, x, kVecBytes / 2);
+  return float_of(__builtin_convertvector(words, vuint) << 16);
+}
+FASTRL_INLINE void store_lanes(float* x, vfloat y) { __builtin_memcpy(x, &y, kVecBytes); }
+FASTRL_INLINE void store_lanes(Half* x, vfloat y) { store_half(x, y); }
+FASTRL_INLINE void store_lanes(BFloat16* x, vfloat y) {
+  const vhalfwords words = __builtin_convertvector(round_to_bfloat16(y) >> 16, vhalfwords);
+  __builtin_memcpy(x, &words, kVecBytes / 2);
+}
+
+// The next of the n elements that are left, as many as a vector has; -inf beyond them.
+template <typename T>
+FASTRL_INLINE vfloat load_next(const T* x, int64_t n) {
+  if (n >= kLanes) return load_lanes(x);
+  T lanes[kLanes];
+  for (int64_t i = n; i < kLanes; ++i) set_minus_infinity(lanes + i);
+  __builtin_memcpy(lanes, x, n * sizeof(T));
+  return load_lanes(lanes);
+}
+template <typename T>
+FASTRL_INLINE void store_next(T* x, int64_t n, vfloat y) {
+  if (n >= kLanes) return store_lanes(x, y);
+  T lanes[kLanes];
+  store_lanes(lanes, y);
+  __builtin_memcpy(x, lanes, n * sizeof(T));
+}
+
+// Logits under the softcap, if there is one, as floats.
+template <typename T, bool kSoftcap>
+void block_values(const void* logits, int64_t n, float squash_by, float* out) {
+  const T* x = static_cast<const T*>(logits);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    prefetch_step(x + i, kPrefetchSums);
+    vfloat value = load_next(x + i, n - i);
+    if (kSoftcap) value = squash(value, squash_by).value;
+    store_next(out + i, n - i, value);
+  }
+}
+
+// Stores gain * slope, under a softcap times its derivative, as the gradient of these logits.
+template <typename T, bool kSoftcap>
+void block_slopes(const void* logits, const float* slopes, int64_t n, float squash_by, float gain,
+                  void* grad_logits) {
+  const T* x = static_cast<const T*>(logits);
+  T* grad = static_cast<T*>(grad_logits);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    vfloat slope = load_next(slopes + i, n - i) * gain;
+    if (kSoftcap) slope *= squash(load_next(x + i, n - i), squash_by).derivative;
+    store_next(grad + i, n - i, slope);
+  }
+}
+
+// log(1 + c) for c in [-1, 0], with all its digits next to 0.
+FASTRL_INLINE vfloat log1p_of_negative(vfloat c) {
+  const vfloat v = 1.0f + c;
+  // v = m 2^k with m in [2/3, 4/3)
+  const vint k = reinterpret_cast<vint>(bits_of(v) - 0x3f2aaaabu) >> 23;
+  const vfloat m = float_of(bits_of(v) - (reinterpret_cast<vuint>(k) << 23));
+  const vfloat f = where(k == 0, c, m - 1.0f);
+  const vfloat s = f / (2.0f + f), s2 = s * s;
+  vfloat p = fill(0.151797686f);
+  p = p * s2 + 0.199789373f;
+  p = p * s2 + 0.333334734f;
+  const vfloat log_m = 2.0f * (s * s2 * p + s);
+  const vfloat value = __builtin_convertvector(k, vfloat) * 0.69314718f + log_m;
+  return where(v == 0.0f, fill(-HUGE_VALF), value);
+}
+
+enum Divergence { kForwardKl, kReverseKl, kJensenShannon };
+
+// One vector of both rows.
+struct RowPair {
+  vfloat y;            // log2 q/p
+  vfloat log2_q;
+  vfloat larger;       // of q and p
+  vfloat growth;       // the smaller one is larger * (1 + growth)
+  vint student_leads;  // q >= p
+  vfloat q, p;
+};
+
+FASTRL_INLINE RowPair compare(vfloat u, vfloat v, const DivergenceMap& map) {
+  const vfloat lowest = fill(-HUGE_VALF);
+  const vfloat multiplier = fill(map.multiplier), teacher_multiplier = fill(map.teacher_multiplier);
+  const vfloat rounded = v * teacher_multiplier;
+  const vfloat error = fused(v, teacher_multiplier, -rounded);
+  RowPair pair;
+  pair.y = fused(u, multiplier, -rounded) - where(error == error, error, vfloat{}) - map.offset;
+  const vint excluded = (u == lowest) & (v == lowest);
+  pair.y = where(excluded, vfloat{}, pair.y);
+  pair.student_leads = pair.y >= 0.0f;
+  pair.log2_q = (u - map.max) * multiplier - map.log2_sum;
+  const vfloat log2_p = (v - map.teacher_max) * teacher_multiplier - map.teacher_log2_sum;
+  pair.larger = exp2(where(pair.student_leads, pair.log2_q, log2_p));
+  const vfloat distance = where(pair.student_leads, -pair.y, pair.y) * 0.69314718f;
+  pair.growth = exponential(distance).minus_one;
+  const vfloat smaller = pair.larger * pair.growth + pair.larger;
+  pair.q = where(pair.student_leads, pair.larger, smaller);
+  pair.p = where(pair.student_leads, smaller, pair.larger);
+  return pair;
+}
+
+FASTRL_INLINE vfloat product_or_zero(vfloat probability, vfloat log) {
+  return where(probability == 0.0f, vfloat{}, probability * log);
+}
+
+// What a column adds to the divergence, and q times the derivative of the divergence by ln q.
+struct DivergenceTerms {
+  vfloat value, slope;
+};
+
+template <Divergence kKind>
+FASTRL_INLINE DivergenceTerms divergence_terms(const RowPair& pair, float beta) {
+  const vfloat log_ratio = pair.y * 0.69314718f;  // ln q/p
+  const vfloat change = pair.larger * pair.growth;
+  const vfloat excess = where(pair.student_leads, -change, change);  // q - p
+  if (kKind == kForwardKl) return {excess - product_or_zero(pair.p, log_ratio), excess};
+  if (kKind == kReverseKl) {
+    const vfloat slope = product_or_zero(pair.q, log_ratio);
+    return {slope - excess, slope};
+  }
+  // with m = (1 - beta) q + beta p
+  const vfloat share = where(pair.student_leads, fill(beta), fill(1.0f - beta));
+  const vfloat of_larger = -log1p_of_negative(share * pair.growth);  // ln larger/m
+  const vfloat of_smaller = of_larger - where(pair.student_leads, log_ratio, -log_ratio);
+  const vfloat of_q = where(pair.student_leads, of_larger, of_smaller);
+  const vfloat of_p = where(pair.student_leads, of_smaller, of_larger);
+  const vfloat slope = (1.0f - beta) * product_or_zero(pair.q, of_q);
+  return {beta * product_or_zero(pair.p, of_p) + slope, slope};
+}
+
+// `u` and `v` are what block_values writes.
+template <Divergence kKind>
+void block_divergence(const float* u, const float* v, int64_t n, const DivergenceMap& map,
+                      DivergenceSums* sums) {
+  vfloat value{}, slope{};
+  vint agrees{};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    prefetch_step(u + i, kPrefetchSums);
+    prefetch_step(v + i, kPrefetchSums);
+    const vfloat x = load_next(u + i, n - i), y = load_next(v + i, n - i);
+    const DivergenceTerms terms = divergence_terms<kKind>(compare(x, y, map), map.beta);
+    value += terms.value;
+    slope += terms.slope;
+    agrees |= (x == fill(map.max)) & (y == fill(map.teacher_max));
+  }
+  sums->value += sum_of_lanes(value);
+  sums->slope += sum_of_lanes(slope);
+  for (int i = 0; i < kLanes; ++i) sums->agrees |= agrees[i] != 0;
+}
+
+// The derivative of the loss by z; `slopes` may be `u`.
+template <Divergence kKind>
+void block_divergence_slopes(const float* u, const float* v, int64_t n, const DivergenceMap& map,
+                             const DivergenceSlopes& by, float* slopes) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    prefetch_step(u + i, kPrefetchGradient);
+    prefetch_step(v + i, kPrefetchGradient);
+    const RowPair pair = compare(load_next(u + i, n - i), load_next(v + i, n - i), map);
+    const vfloat of_divergence =
+        divergence_terms<kKind>(pair, map.beta).slope - product_or_zero(pair.q, fill(by.mean));
+    const vfloat of_row = by.linear * at_least(fill(-200.0f), pair.log2_q) + by.constant;
+    const vfloat slope = by.divergence * of_divergence + pair.q * of_row;
+    store_next(slopes + i, n - i, slope);
+  }
+}

@@ -1,0 +1,49 @@
+// What a backward gets beside its rows: the statistics that the forward saved, and their gradients.
+#pragma once
+
+#include "rows.h"
+
+namespace fastrl::cpu {
+
+struct Saved {
+  const Tensor &row_max, &log_sum, &entropy;
+  const std::optional<Tensor>&grad_logprobs, &grad_entropy, &grad_logsumexp;
+};
+
+inline void check_statistic(const std::optional<Tensor>& tensor, const Tensor& token_ids,
+                            const char* name) {
+  check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
+}
+
+inline void check_saved(const Saved& saved, const Tensor& token_ids) {
+  check_statistic(saved.row_max, token_ids, "row_max");
+  check_statistic(saved.log_sum, token_ids, "log_sum");
+  check_statistic(saved.entropy, token_ids, "entropy");
+  check_statistic(saved.grad_logprobs, token_ids, "grad_logprobs");
+  check_statistic(saved.grad_entropy, token_ids, "grad_entropy");
+  check_statistic(saved.grad_logsumexp, token_ids, "grad_logsumexp");
+}
+
+// Writes the gradient of all rows; `more(row, flow)` adds to the gradient of a row's statistics.
+template <typename More>
+void walk_saved(const Rows& rows, const Saved& saved, const Logits& grad, const More& more) {
+  const float* row_max = saved.row_max.const_data_ptr<float>();
+  const float* log_sum = saved.log_sum.const_data_ptr<float>();
+  const float* entropy = saved.entropy.const_data_ptr<float>();
+  const float* grad_logprobs = data_or_null<float>(saved.grad_logprobs);
+  const float* grad_entropy = data_or_null<float>(saved.grad_entropy);
+  const float* grad_logsumexp = data_or_null<float>(saved.grad_logsumexp);
+  const auto at = [](const float* values, int64_t row) {
+    return values ? static_cast<double>(values[row]) : 0.0;
+  };
+  rows.walk(
+      nullptr, &grad,
+      [&](int64_t row, RowStats& stats) {
+        stats = rows.restore(row, row_max[row], log_sum[row], entropy[row]);
+        return more(row, RowGradient{at(grad_logprobs, row), at(grad_logsumexp, row),
+                                     at(grad_entropy, row)});
+      },
+      [](int64_t) {});
+}
+
+}  // namespace fastrl::cpu

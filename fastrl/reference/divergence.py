@@ -1,0 +1,140 @@
+"""The divergence of a student's distribution from a teacher's, and its gradient by the logits.
+
+With q of the student, p of the teacher and m = (1 - beta) q + beta p:
+
+    beta = 0:  KL(p || q) = sum p log p/q
+    beta = 1:  KL(q || p) = sum q log q/p
+    else:      beta KL(p || m) + (1 - beta) KL(q || m)
+
+Each dD/dz_j is d_j - q_j sum d with d_j = q_j dD/dlog q_j, which is q_j - p_j, q_j log q_j/p_j and
+(1 - beta) q_j log q_j/m_j.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.contract import RowArguments, RowStats
+from fastrl.reference.inner_graph import inner_graph
+from fastrl.reference.token_stats import shifted_logits, squashed
+from fastrl.reference.vocabulary_parts import part_slope
+
+
+class DivergenceTerms(NamedTuple):
+    """What each event adds to the divergence, and its d."""
+
+    value: Tensor
+    slope: Tensor
+
+
+def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTerms:
+    """Return the terms of log-probabilities of the same events.
+
+    A term of the two KLs has q - p, or p - q, beside its logarithm: their sum is 0, no term is
+    negative, and an error in a normalizer has no effect to first order. Everything is made of the
+    larger probability and of expm1 of the distance, so nearly equal distributions keep their
+    digits.
+    """
+    excluded = (log_q == float("-inf")) & (log_p == float("-inf"))
+    log_ratio = torch.where(excluded, 0.0, log_q - log_p)
+    leads = log_ratio >= 0
+    larger = torch.where(leads, log_q, log_p).exp()
+    growth = torch.where(leads, -log_ratio, log_ratio).expm1()
+    smaller = larger + larger * growth
+    q, p = torch.where(leads, larger, smaller), torch.where(leads, smaller, larger)
+    excess = torch.where(leads, -larger * growth, larger * growth)
+    if beta == 0:
+        return DivergenceTerms(excess - _product(p, log_ratio), excess)
+    if beta == 1:
+        slope = _product(q, log_ratio)
+        return DivergenceTerms(slope - excess, slope)
+    share = torch.where(leads, beta, 1 - beta)
+    of_larger = -(share * growth).log1p()
+    of_smaller = of_larger - torch.where(leads, log_ratio, -log_ratio)
+    slope = (1 - beta) * _product(q, torch.where(leads, of_larger, of_smaller))
+    of_p = torch.where(leads, of_smaller, of_larger)
+    return DivergenceTerms(beta * _product(p, of_p) + slope, slope)
+
+
+def _product(probability: Tensor, log: Tensor) -> Tensor:
+    return torch.where(probability == 0, 0.0, probability * log)
+
+
+def divergence(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    active: Tensor,
+    rows: RowArguments,
+    teacher: RowArguments,
+    stats: RowStats,
+    teacher_stats: RowStats,
+    beta: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergence, sum d, and whether the same column is the largest in both, `[B, T]`.
+
+    The logits may be a part of the rows that the statistics are of: the sums are then this part's.
+    """
+    log_q = _logprobs(logits, active, rows, stats)
+    log_p = _logprobs(teacher_logits, active, teacher, teacher_stats)
+    terms = divergence_terms(log_q, log_p, beta)
+    tops = (
+        _is_largest(x, given, of.row_max)
+        for x, given, of in ((logits, rows, stats), (teacher_logits, teacher, teacher_stats))
+    )
+    agrees = torch.logical_and(*tops).any(-1) & active
+    sums = (torch.where(active, term.sum(-1), 0.0) for term in terms)
+    value, slope_mean = sums
+    return value, slope_mean, agrees
+
+
+def divergence_gradient(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    active: Tensor,
+    rows: RowArguments,
+    teacher: RowArguments,
+    stats: RowStats,
+    teacher_stats: RowStats,
+    beta: float,
+    slope_mean: Tensor,
+    grad_divergence: Tensor,
+    slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> Tensor:
+    """Return dL/dlogits from dL/ddivergence and from the slopes that `part_gradient` takes."""
+    with inner_graph():
+        leaf = logits.detach().clone().requires_grad_()
+        shifted = _shifted(leaf, active, rows, stats)
+        with torch.no_grad():
+            log_q = shifted - stats.log_sum[..., None]
+            log_p = _logprobs(teacher_logits, active, teacher, teacher_stats)
+            d = divergence_terms(log_q, log_p, beta).slope
+            slope = d - _product(log_q.exp(), slope_mean[..., None].expand_as(log_q))
+            slope = torch.where(grad_divergence == 0, 0.0, grad_divergence)[..., None] * slope
+            slope = torch.where(grad_divergence[..., None] == 0, 0.0, slope)
+            slope = slope + part_slope(log_q, rows.token_ids, stats.entropy, slopes)
+            slope = torch.where(active[..., None], slope, 0.0)
+        (gradient,) = torch.autograd.grad(shifted, leaf, slope)
+    return gradient
+
+
+def _shifted(logits: Tensor, active: Tensor, rows: RowArguments, stats: RowStats) -> Tensor:
+    x = torch.where(active[..., None], logits, 0.0).to(stats.log_sum.dtype)
+    temperature: float | Tensor = rows.temperature
+    if rows.temperatures is not None:
+        temperature = torch.where(active, rows.temperatures, 1.0)
+    softcap = rows.logit_softcap or None
+    return shifted_logits(x, temperature, rows.logit_scale, softcap, stats.row_max)[0]
+
+
+def _logprobs(logits: Tensor, active: Tensor, rows: RowArguments, stats: RowStats) -> Tensor:
+    return _shifted(logits, active, rows, stats) - stats.log_sum[..., None]
+
+
+def _is_largest(logits: Tensor, rows: RowArguments, row_max: Tensor) -> Tensor:
+    """Return which columns have the largest value under the softcap."""
+    softcap = rows.logit_softcap or None
+    values = (squashed(x, rows.logit_scale, softcap) for x in (logits, row_max[..., None]))
+    return torch.eq(*(x.to(row_max.dtype) for x in values))
