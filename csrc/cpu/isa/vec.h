@@ -33,17 +33,6 @@ FASTRL_INLINE vfloat at_least(vfloat bound, vfloat x) { return where(bound > x, 
 FASTRL_INLINE vfloat at_most(vfloat bound, vfloat x) { return where(bound < x, bound, x); }
 #endif
 
-// a b + c, rounded once where there is an instruction for it.
-#if FASTRL_VEC_BYTES == 64
-FASTRL_INLINE vfloat fused(vfloat a, vfloat b, vfloat c) {
-  return _mm512_maskz_fmadd_ps(kAllLanes, a, b, c);
-}
-#elif FASTRL_VEC_BYTES == 32
-FASTRL_INLINE vfloat fused(vfloat a, vfloat b, vfloat c) { return _mm256_fmadd_ps(a, b, c); }
-#else
-FASTRL_INLINE vfloat fused(vfloat a, vfloat b, vfloat c) { return a * b + c; }
-#endif
-
 FASTRL_INLINE float largest_lane(vfloat x) {
   float largest = x[0];
   for (int i = 1; i < kLanes; ++i) largest = largest < x[i] ? x[i] : largest;

@@ -96,10 +96,12 @@ struct RowPair {
 FASTRL_INLINE RowPair compare(vfloat u, vfloat v, const DivergenceMap& map) {
   const vfloat lowest = fill(-HUGE_VALF);
   const vfloat multiplier = fill(map.multiplier), teacher_multiplier = fill(map.teacher_multiplier);
-  const vfloat rounded = v * teacher_multiplier;
-  const vfloat error = fused(v, teacher_multiplier, -rounded);
   RowPair pair;
-  pair.y = fused(u, multiplier, -rounded) - where(error == error, error, vfloat{}) - map.offset;
+  if (map.multiplier == map.teacher_multiplier) {
+    pair.y = (u - v) * multiplier - map.offset;
+  } else {
+    pair.y = (u * multiplier - v * teacher_multiplier) - map.offset;
+  }
   const vint excluded = (u == lowest) & (v == lowest);
   pair.y = where(excluded, vfloat{}, pair.y);
   pair.student_leads = pair.y >= 0.0f;
