@@ -7,6 +7,7 @@ from fastrl.objective import Objective
 from fastrl.objective.gamma_weights import GammaWeights
 from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.objective.trust_region import TrustRegion
+from fastrl.ops.divergence import linear_divergence, token_divergence
 from fastrl.ops.gae import Gae, discounted_returns, gae
 from fastrl.ops.global_normalizer import global_normalizer
 from fastrl.ops.group_advantages import GroupAdvantages, group_advantages
@@ -18,6 +19,7 @@ from fastrl.ops.logits_policy_loss import logits_policy_loss
 from fastrl.ops.masked import masked_mean, whiten
 from fastrl.ops.metrics import reduce_metrics
 from fastrl.ops.policy_loss import PolicyLoss, policy_loss
+from fastrl.ops.teacher import Teacher
 from fastrl.ops.token_stats import TokenStats, token_logprobs, token_stats
 from fastrl.ops.token_weights import token_weights
 from fastrl.ops.value_loss import ValueLoss, value_loss
@@ -32,6 +34,7 @@ __all__ = [
     "Objective",
     "PolicyLoss",
     "RolloutCorrection",
+    "Teacher",
     "TokenStats",
     "TrustRegion",
     "ValueLoss",
@@ -42,6 +45,7 @@ __all__ = [
     "global_normalizer",
     "group_advantages",
     "kl_divergence",
+    "linear_divergence",
     "linear_policy_loss",
     "linear_token_logprobs",
     "linear_token_stats",
@@ -50,6 +54,7 @@ __all__ = [
     "policy_loss",
     "reduce_metrics",
     "set_backend",
+    "token_divergence",
     "token_logprobs",
     "token_stats",
     "token_weights",

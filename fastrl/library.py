@@ -65,6 +65,23 @@ _LINEAR = (
     "str backend, ScalarType? operand_dtype, "
     f"{_PARTS}, {_KEPT}"
 )
+# A teacher: hidden states [N, H] and a head, or logits, or the log-probabilities of tokens [N, K].
+_TEACHER = (
+    "Tensor? teacher_hidden, Tensor? teacher_weight, Tensor? teacher_bias, "
+    "Tensor? teacher_lora_a, Tensor? teacher_lora_b, float teacher_lora_scale, "
+    "Tensor? teacher_logits, Tensor? teacher_ids, Tensor? teacher_logprobs, bool has_tail, "
+    f"{_declared(TeacherScaling)}, ScalarType? teacher_operand_dtype, float beta"
+)
+_LINEAR = f"{_LINEAR}, {_TEACHER}"
+# Empty without a teacher. The last three are for the backward.
+_TEACHER_STATS = (
+    "Tensor divergence, Tensor teacher_entropy, Tensor agrees, Tensor slope_mean, "
+    "Tensor teacher_row_max, Tensor teacher_log_sum"
+)
+_TEACHER_SAVED = (
+    "Tensor? slope_mean, Tensor? teacher_row_max, Tensor? teacher_log_sum, Tensor? grad_divergence"
+)
+_COMPARED = f"Tensor {{}}logits, {_ROWS}, {_PARTS}, {_TEACHER}, str backend"
 _LINEAR_GRADIENTS = (
     "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
     "Tensor grad_lora_a, Tensor grad_lora_b)"
@@ -119,14 +136,27 @@ _SCHEMAS = {
     ),
     # gradient *= factor (one element), which costs no memory traffic where the factor is 1.
     "scale_": "(Tensor(a!) gradient, Tensor factor) -> ()",
-    "linear_token_stats_fwd": f"({_LINEAR}) -> ({_declared(RowStats)})",
+    "linear_token_stats_fwd": f"({_LINEAR}) -> ({_declared(RowStats)}, {_TEACHER_STATS})",
     "linear_token_stats_bwd": (
         f"({_LINEAR}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor? grad_logprobs, "
-        f"Tensor? grad_entropy, Tensor? grad_logsumexp, bool[] needs) -> {_LINEAR_GRADIENTS}"
+        f"Tensor? grad_entropy, Tensor? grad_logsumexp, {_TEACHER_SAVED}, bool[] needs) -> "
+        f"{_LINEAR_GRADIENTS}"
     ),
+    # divergence_weights [N]: the factor of each divergence in the loss.
     "linear_policy_loss_fwd": (
-        f"({_LINEAR}, {_LOSS}, bool[] needs, bool metrics) -> "
-        f"(Tensor logprobs, Tensor entropy, {_LINEAR_GRADIENTS[1:]}"
+        f"({_LINEAR}, {_LOSS}, Tensor? divergence_weights, bool[] needs, bool metrics) -> "
+        f"(Tensor logprobs, Tensor entropy, Tensor divergence, Tensor teacher_entropy, "
+        f"Tensor agrees, {_LINEAR_GRADIENTS[1:]}"
+    ),
+    # token_stats of rows that are compared with a teacher's.
+    "compared_token_stats_fwd": (
+        f"({_COMPARED.format('')}) -> ({_declared(RowStats)}, {_TEACHER_STATS})"
+    ),
+    "compared_token_stats_bwd": (
+        f"({_COMPARED.format('')}, {_SAVED_AND_SLOPES}, {_TEACHER_SAVED}) -> Tensor"
+    ),
+    "compared_token_stats_bwd_": (
+        f"({_COMPARED.format('(a!) ')}, {_SAVED_AND_SLOPES}, {_TEACHER_SAVED}) -> ()"
     ),
     # token_stats of rows of which some have kept a part of the vocabulary.
     "kept_token_stats_fwd": (f"(Tensor logits, {_KEPT_ROWS}) -> ({_declared(RowStats)})"),
@@ -159,7 +189,7 @@ _SCHEMAS = {
 #: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered in the first
 #: alone: those in Python take the backend of their chunks as an argument.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
-IN_PYTHON = ("linear_", "kept_", "gather_", "exchange_")
+IN_PYTHON = ("linear_", "kept_", "compared_")
 _ONLY_ONCE = (*IN_PYTHON, "cpu_", "has_", "huge_", "mixed_", "objective_eval")
 #: Operators that the CPU backend does without.
 ONLY_ON_GPUS = ("scale_",)
@@ -249,14 +279,13 @@ def _(logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
 
 
 @_fake("divergence_fwd")
-def _(
-    logits: Tensor, teacher_logits: Tensor, token_ids: Tensor, *_: object
-) -> tuple[Tensor, ...]:
+def _(logits: Tensor, teacher_logits: Tensor, token_ids: Tensor, *_: object) -> tuple[Tensor, ...]:
     return _per_token(token_ids, torch.float32, torch.float32, torch.bool)
 
 
 @_fake("token_stats_bwd")
 @_fake("divergence_bwd")
+@_fake("compared_token_stats_bwd")
 @_fake("kept_token_stats_bwd")
 def _(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
@@ -264,6 +293,7 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 @_fake("token_stats_bwd_")
 @_fake("divergence_bwd_")
+@_fake("compared_token_stats_bwd_")
 def _(logits: Tensor, *_: object) -> None:
     return None
 
@@ -340,45 +370,48 @@ def stored_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
 
 
+def _named(name: str, arguments: tuple[object, ...]) -> dict[str, Any]:
+    """Return the arguments of an operator in Python by their names."""
+    schema = getattr(torch.ops.fastrl, name).default._schema
+    return dict(zip((argument.name for argument in schema.arguments), arguments, strict=False))
+
+
+def _teacher_stats(given: dict[str, Any], real: torch.dtype) -> tuple[Tensor, ...]:
+    """Return divergence, entropy, whether the top tokens agree, and what the backward needs."""
+    like = given["token_ids"]
+    names = ("teacher_hidden", "teacher_logits", "teacher_logprobs")
+    if all(given[name] is None for name in names):
+        like = like.new_empty(0)
+    return _per_token(like, real, real, torch.bool, real, real, real)
+
+
+def _parameters(given: dict[str, Any]) -> tuple[Tensor, ...]:
+    names = ("hidden", "weight", "bias", "lora_a", "lora_b")
+    return tuple(_linear_gradients(*(given[x] for x in names), needs=given["needs"]))
+
+
+@_fake("compared_token_stats_fwd")
+def _(*arguments: object) -> tuple[Tensor, ...]:
+    given = _named("compared_token_stats_fwd", arguments)
+    real = arithmetic_dtype(given["logits"], given["logits"])
+    return (*_stats(given["token_ids"], real), *_teacher_stats(given, real))
+
+
 @_fake("linear_token_stats_fwd")
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    token_ids: Tensor,
-    *_: object,
-) -> tuple[Tensor, ...]:
-    return tuple(_stats(token_ids, arithmetic_dtype(hidden, weight)))
+def _(*arguments: object) -> tuple[Tensor, ...]:
+    given = _named("linear_token_stats_fwd", arguments)
+    real = arithmetic_dtype(given["hidden"], given["weight"])
+    return (*_stats(given["token_ids"], real), *_teacher_stats(given, real))
 
 
 @_fake("linear_token_stats_bwd")
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    *others: object,
-) -> tuple[Tensor, ...]:
-    needs = cast("list[bool]", others[-1])
-    return tuple(_linear_gradients(hidden, weight, bias, lora_a, lora_b, needs=needs))
+def _(*arguments: object) -> tuple[Tensor, ...]:
+    return _parameters(_named("linear_token_stats_bwd", arguments))
 
 
 @_fake("linear_policy_loss_fwd")
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    token_ids: Tensor,
-    *others: object,
-) -> tuple[Tensor, ...]:
-    real = arithmetic_dtype(hidden, weight)
-    needs = cast("list[bool]", others[-2])
-    gradients = _linear_gradients(hidden, weight, bias, lora_a, lora_b, needs=needs)
-    return (*_per_token(token_ids, real, real), *gradients)
+def _(*arguments: object) -> tuple[Tensor, ...]:
+    given = _named("linear_policy_loss_fwd", arguments)
+    real = arithmetic_dtype(given["hidden"], given["weight"])
+    logprobs, entropy = _per_token(given["token_ids"], real, real)
+    return (logprobs, entropy, *_teacher_stats(given, real)[:3], *_parameters(given))

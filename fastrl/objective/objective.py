@@ -33,6 +33,8 @@ from fastrl.objective.presets import PRESETS, Convention, Preset, preset_fields,
 from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.objective.trust_region import TrustRegion
 
+#: The sampled token's estimate, or the divergence itself, from the reference's distribution.
+KlTerm = KlEstimator | Literal["exact"]
 RolloutWeighs = Literal["policy-and-kl", "policy"]
 #: (logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token
 TokenLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
@@ -100,9 +102,11 @@ class Objective:
         sapo_temperature_neg: `tau` for all other advantages.
         kl_coef: weight `beta` of the KL to `ref_logprobs`. If it is 0, even at the end of a
             schedule, the other KL fields must be left at their defaults.
-        kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`.
+        kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`; or `exact`: the KL itself,
+            KL(policy, reference), of the distributions that are given as `teacher`.
         kl_clamp: bound on the absolute value of the estimate of a token, or None.
         kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.
+        teacher_coef: weight of the divergence from a `Teacher`, averaged as in `aggregation`.
         entropy_coef: weight of the entropy bonus.
         log_ratio_clamp: bound on `|log r|`, or bounds (low, high) with `low <= log r <= high`, of
             which one may be infinite, or None.
@@ -148,9 +152,10 @@ class Objective:
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     kl_coef: float = 0.0
-    kl_estimator: KlEstimator = "k3"
+    kl_estimator: KlTerm = "k3"
     kl_clamp: float | None = None
     kl_gradient: KlGradient = "exact"
+    teacher_coef: float = 0.0
     entropy_coef: float = 0.0
     log_ratio_clamp: float | tuple[float, float] | None = None
     aggregation: Aggregation = "token-mean"
@@ -170,7 +175,7 @@ class Objective:
         if isinstance(self.surrogate, type) or not callable(self.surrogate):
             one_of("surrogate", self.surrogate, SURROGATES)
         one_of("level", self.level, LEVELS)
-        one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        one_of("kl_estimator", self.kl_estimator, (*KL_ESTIMATORS, "exact"))
         one_of("kl_gradient", self.kl_gradient, KL_GRADIENTS)
         one_of("aggregation", self.aggregation, AGGREGATIONS)
         for name in ("kl_aggregation", "entropy_aggregation"):
@@ -192,6 +197,7 @@ class Objective:
         if self.clip_high is not None:
             keep(self, "clip_high", number("clip_high", self.clip_high, low=min_high))
         keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
+        keep(self, "teacher_coef", number("teacher_coef", self.teacher_coef, low=0.0))
         if self.log_ratio_clamp is not None:
             clamp = around_zero("log_ratio_clamp", self.log_ratio_clamp)
             keep(self, "log_ratio_clamp", clamp)
@@ -246,6 +252,12 @@ class Objective:
                     f"rollout_correction.level must be 'token' with gamma_weights and kind "
                     f"{correction.kind}, got {correction.level!r}"
                 )
+        for term, only in (("kl_gradient", "exact"), ("kl_clamp", None), ("teacher_coef", 0)):
+            if self.has_exact_kl and getattr(self, term) != only:
+                raise ValueError(
+                    f"{term} must be {only!r} with kl_estimator 'exact', "
+                    f"got {getattr(self, term)!r}"
+                )
         aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
         if self.length_norm is not None and "seq-mean-token-sum-norm" not in aggregations:
             raise ValueError(
@@ -277,6 +289,11 @@ class Objective:
                 )
 
     @property
+    def has_exact_kl(self) -> bool:
+        """Whether the KL term is the divergence from a reference's distributions."""
+        return self.kl_estimator == "exact" and self.kl_coef > 0
+
+    @property
     def arguments(self) -> ObjectiveArguments:
         """The objective as the operators take it; a function as surrogate is left out."""
         return self._arguments  # type: ignore[attr-defined,no-any-return]
@@ -286,11 +303,13 @@ class Objective:
         low, high = clamp if isinstance(clamp, tuple) else (-(clamp or inf), clamp or inf)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields |= {"log_ratio_low": -low, "log_ratio_high": high}
-        surrogate = self.surrogate
+        surrogate, estimator = self.surrogate, self.kl_estimator
+        if estimator == "exact":  # a term of its own: the operators have none
+            estimator, fields["kl_coef"] = "k3", 0.0
         return ObjectiveArguments(
             surrogate=0 if callable(surrogate) else SURROGATES.index(surrogate),
             level=LEVELS.index(self.level),
-            kl_estimator=KL_ESTIMATORS.index(self.kl_estimator),
+            kl_estimator=KL_ESTIMATORS.index(estimator),
             kl_gradient=KL_GRADIENTS.index(self.kl_gradient),
             coefficients=Coefficients._make(
                 inf if fields[name] is None else float(fields[name])

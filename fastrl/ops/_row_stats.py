@@ -8,10 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.checks import one_of
 from fastrl.contract import RowStats
 
 #: The fields of `TokenStats` with a gradient, in the order in which kernels take their slopes.
 DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp")
+#: Those that need a teacher.
+OF_TEACHER = ("divergence", "teacher_entropy", "agrees")
 
 
 class TokenStats(NamedTuple):
@@ -23,6 +26,9 @@ class TokenStats(NamedTuple):
         logsumexp: log sum exp z.
         sum_sq_probs: sum p^2 (no gradient).
         is_top1: bool, whether no logit is greater than the token's.
+        divergence: from the teacher's distribution, see `Teacher`.
+        teacher_entropy: of the teacher (no gradient).
+        agrees: bool, whether the same token is the most probable in both.
 
     Example:
         >>> import torch, fastrl
@@ -36,28 +42,46 @@ class TokenStats(NamedTuple):
     logsumexp: Tensor | None
     sum_sq_probs: Tensor | None
     is_top1: Tensor | None
+    divergence: Tensor | None = None
+    teacher_entropy: Tensor | None = None
+    agrees: Tensor | None = None
+
+
+#: The others.
+OF_ROW = tuple(name for name in TokenStats._fields if name not in OF_TEACHER)
+
+
+def checked_outputs(outputs: object, teacher: object) -> Sequence[str]:
+    """Return the names of requested fields if they are some of `TokenStats`."""
+    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+        raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
+    for name in outputs:
+        one_of("outputs", name, TokenStats._fields)
+        if teacher is None and name in OF_TEACHER:
+            raise ValueError(f"outputs must not have {name!r} without a teacher")
+    return outputs
 
 
 def public_stats(stats: RowStats) -> tuple[Tensor, ...]:
-    """Return the statistics that are fields of `TokenStats`."""
-    return tuple(getattr(stats, name) for name in TokenStats._fields)
+    """Return the statistics that are fields of `TokenStats`, in their order."""
+    return tuple(getattr(stats, name) for name in OF_ROW)
 
 
 def without_gradient(stats: RowStats) -> tuple[Tensor, ...]:
     """Return those fields of `TokenStats` that are not differentiable."""
-    names = (name for name in TokenStats._fields if name not in DIFFERENTIABLE)
+    names = (name for name in OF_ROW if name not in DIFFERENTIABLE)
     return tuple(getattr(stats, name) for name in names)
 
 
 def slopes_of(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients of the differentiable ones among the fields of `TokenStats`."""
-    named = zip(TokenStats._fields, grads, strict=True)
+    named = zip(OF_ROW, grads, strict=True)
     return tuple(grad for name, grad in named if name in DIFFERENTIABLE)
 
 
 def token_stats_result(
     stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
 ) -> TokenStats:
-    """Return the requested statistics, in the caller's shape."""
-    named = zip(TokenStats._fields, stats, strict=True)
+    """Return the requested statistics, in the caller's shape; those of a teacher come last."""
+    named = zip(TokenStats._fields, stats, strict=False)
     return TokenStats(*(stat.reshape(shape) if name in outputs else None for name, stat in named))

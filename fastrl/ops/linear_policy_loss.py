@@ -21,11 +21,13 @@ from fastrl.ops._linear.inputs import (
 from fastrl.ops._linear.passes import linear_loss_pass
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
+from fastrl.ops._loss.teacher_term import Compared, add_divergence, divergence_weights
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.linear_token_stats import Lora, stats_of_hidden
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
+from fastrl.ops.teacher import Teacher
 from fastrl.tracing import is_traced
 
 
@@ -34,7 +36,7 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     token_ids: Tensor,
-    advantages: Tensor,
+    advantages: Tensor | None,
     mask: Tensor,
     *,
     bias: Tensor | None = None,
@@ -56,6 +58,7 @@ def linear_policy_loss(
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     kept: KeptTokens | None = None,
+    teacher: Teacher | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
@@ -78,7 +81,7 @@ def linear_policy_loss(
         hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
         weight: the LM head, `[V, H]` as in `nn.Linear`; a DTensor as in `linear_token_logprobs`.
         token_ids: integers `[B, T]` or `[N]`.
-        advantages: as in `policy_loss`.
+        advantages: as in `policy_loss`; None for distillation alone, with `teacher_coef`.
         mask: 0/1, the shape of `token_ids`.
         bias: `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
@@ -102,6 +105,9 @@ def linear_policy_loss(
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
         kept: as in `linear_token_logprobs`.
+        teacher: the distributions from which the policy diverges, for `objective.teacher_coef`, or
+            those of the reference for an exact KL. Its head takes 2NVH more operations; there is no
+            second projection of the policy.
         vocab_group: as in `linear_token_logprobs`.
         reduce_hidden_gradient: as in `linear_token_logprobs`.
         backend: `auto`, or the backend for the chunks. A function as objective needs `auto` or
@@ -141,6 +147,7 @@ def linear_policy_loss(
         vocab_group,
         reduce_hidden_gradient,
         kept,
+        teacher,
     )
     unsupported = unsupported_reason(chosen)
     options = chunk_options(chunk_tokens, compact, backend, checked, unsupported)
@@ -159,6 +166,7 @@ def linear_policy_loss(
         cu_seqlens=cu_seqlens,
         dtype=checked.head.dtype,
         backend="reference" if unsupported else options.backend,
+        teacher=checked.teacher,
     )
     flag("metrics", metrics)
     linear = linear_inputs(checked, options.backend, vocab_group)
@@ -167,10 +175,17 @@ def linear_policy_loss(
     if inputs.tokenwise() and not unrolled:
         result = _one_pass(linear, inputs, options, token_ids.shape, metrics=metrics)
     else:
-        logprobs, entropy, *_ = stats_of_hidden(linear, options)
         shape = inputs.masks.active.shape
+        logprobs, entropy, *_, divergence, teacher_entropy, agrees = stats_of_hidden(
+            linear, options
+        )
+        compared = None
+        if linear.teacher.given():
+            compared = Compared(
+                *(values.reshape(shape) for values in (divergence, teacher_entropy, agrees))
+            )
         result = loss_of_logprobs(
-            logprobs.reshape(shape), entropy.reshape(shape), inputs, token_ids.shape
+            logprobs.reshape(shape), entropy.reshape(shape), inputs, token_ids.shape, compared
         )
     return result if metrics else result._replace(metrics={})
 
@@ -183,7 +198,7 @@ def _one_pass(
     *,
     metrics: bool,
 ) -> PolicyLoss:
-    hidden, rows, head, parts, kept = linear
+    hidden, rows, head, parts, kept, teacher = linear
     tensors = (hidden, *head.parameters())
     differentiable = torch.is_grad_enabled()
     needs = [differentiable and x is not None and x.requires_grad for x in tensors]
@@ -193,9 +208,13 @@ def _one_pass(
     flat = flat_arguments(constants, active)
     function = objective.surrogate if callable(objective.surrogate) else None
     slopes = TokenSlopes(active.reshape(-1), flat, objective.arguments, function, inputs.backend)
+    weights = None
+    if teacher.given():
+        weights = divergence_weights(objective, constants, active)
+    flat_weights = None if weights is None else weights.reshape(-1)
     if function is not None:
-        call = LinearCall(*tensors, head.lora_scale, rows, *options, parts, kept)
-        outputs = linear_loss_pass(call, slopes, needs, metrics=metrics)
+        call = LinearCall(*tensors, head.lora_scale, rows, *options, parts, kept, teacher)
+        outputs = linear_loss_pass(call, slopes, flat_weights, needs, metrics=metrics)
     else:
         outputs = torch.ops.fastrl.linear_policy_loss_fwd(
             *(None if x is None else x.detach() for x in tensors),
@@ -204,17 +223,25 @@ def _one_pass(
             *options,
             *parts,
             *kept,
+            *teacher.flat(),
             *flat,
             *objective.arguments.flat(),
+            flat_weights,
             needs,
             metrics,
         )
-    logprobs, entropy, *grads = outputs
+    logprobs, entropy, *rest = outputs
+    compared, grads = rest[:3], rest[3:]
     logprobs, entropy = logprobs.reshape(active.shape), entropy.reshape(active.shape)
     if not metrics:  # rows of weight 0 were not projected, and 0 times their loss could be NaN
-        projected = active & slopes.weighted().reshape(active.shape)
+        projected = slopes.weighted().reshape(active.shape)
+        projected = active & (projected if weights is None else projected | (weights != 0))
         inputs = inputs._replace(masks=inputs.masks._replace(active=projected))
     loss, _, _, values = inputs.evaluate(logprobs, entropy, constants)
+    if weights is not None:
+        of_rows = Compared(*(x.reshape(active.shape) for x in compared))
+        active = inputs.masks.active
+        loss, values = add_divergence(loss, values, of_rows, weights, active, objective)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
         given = [(x, grad if need else None) for x, grad, need in pairs]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastrl.backend import Backend
-from fastrl.checks import one_of
 from fastrl.contract import RowArguments, RowStats
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
@@ -23,14 +22,18 @@ from fastrl.ops._linear.inputs import (
 )
 from fastrl.ops._row_stats import (
     TokenStats,
+    checked_outputs,
     public_stats,
     slopes_of,
     token_stats_result,
     without_gradient,
 )
+from fastrl.ops._teacher.arguments import TeacherArguments
+from fastrl.ops._teacher.rows import TeacherStats
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops.kept_tokens import KeptTokens
+from fastrl.ops.teacher import Teacher
 
 Lora = tuple[Tensor, Tensor, float]
 
@@ -151,6 +154,7 @@ def linear_token_stats(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     kept: KeptTokens | None = None,
+    teacher: Teacher | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     reduce_hidden_gradient: bool = True,
     backend: Backend = "auto",
@@ -172,12 +176,14 @@ def linear_token_stats(
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
         kept: as in `linear_token_logprobs`.
+        teacher: the distributions for `divergence`, `teacher_entropy` and `agrees`, or None.
         vocab_group: as in `linear_token_logprobs`.
         reduce_hidden_gradient: as in `linear_token_logprobs`.
         backend: `auto`, or the backend for the chunks.
 
     Returns:
-        `TokenStats`, fp32 (is_top1 bool), each the shape of `token_ids`; 0 at masked rows.
+        `TokenStats`, fp32 (is_top1 and agrees bool), each the shape of `token_ids`; 0 at masked
+        rows.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -191,10 +197,7 @@ def linear_token_stats(
         >>> round(stats.entropy.item(), 4)
         1.3863
     """
-    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
-        raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
-    for name in outputs:
-        one_of("outputs", name, TokenStats._fields)
+    checked_outputs(outputs, teacher)
     checked = checked_inputs(
         hidden,
         weight,
@@ -209,6 +212,7 @@ def linear_token_stats(
         vocab_group,
         reduce_hidden_gradient,
         kept,
+        teacher,
     )
     options = chunk_options(chunk_tokens, compact, backend, checked)
     inputs = linear_inputs(checked, options.backend, vocab_group)
@@ -217,12 +221,12 @@ def linear_token_stats(
 
 
 def stats_of_hidden(inputs: LinearInputs, options: ChunkOptions) -> tuple[Tensor, ...]:
-    """Return the fields of `TokenStats`, `[N]` and differentiable."""
-    hidden, rows, head, parts, kept = inputs
+    """Return the fields of `TokenStats`, `[N]` and differentiable; a teacher's may be empty."""
+    hidden, rows, head, parts, kept, teacher = inputs
     return cast(
         "tuple[Tensor, ...]",
         _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
-            hidden, *head.parameters(), head.lora_scale, rows, options, parts, kept
+            hidden, *head.parameters(), head.lora_scale, rows, options, parts, kept, teacher
         ),
     )
 
@@ -241,27 +245,32 @@ class _LinearTokenStats(torch.autograd.Function):
         options: ChunkOptions,
         parts: VocabularyParts,
         kept: KeptArguments,
+        teacher: TeacherArguments,
     ) -> tuple[Tensor, ...]:
         parameters = (hidden, weight, bias, lora_a, lora_b)
-        stats = RowStats._make(
-            torch.ops.fastrl.linear_token_stats_fwd(
-                *parameters, lora_scale, *rows, *options, *parts, *kept
-            )
+        outputs = torch.ops.fastrl.linear_token_stats_fwd(
+            *parameters, lora_scale, *rows, *options, *parts, *kept, *teacher.flat()
         )
+        stats = RowStats._make(outputs[: len(RowStats._fields)])
+        compared = TeacherStats._make(outputs[len(RowStats._fields) :])
         row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
-        save(ctx, *parameters, *row_tensors, *kept, stats.row_max, stats.log_sum, stats.entropy)
+        of_stats = (stats.row_max, stats.log_sum, stats.entropy, *compared.saved())
+        save(ctx, *parameters, *row_tensors, *kept, *of_stats, *teacher.tensors())
+        ctx.teacher = teacher.with_tensors([None] * len(teacher.tensors()))
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.lora_scale, ctx.options, ctx.parts = lora_scale, options, parts
-        ctx.mark_non_differentiable(*without_gradient(stats))
+        ctx.mark_non_differentiable(*without_gradient(stats), *compared.without_gradient())
         ctx.set_materialize_grads(False)
-        return public_stats(stats)
+        return (*public_stats(stats), *compared.public())
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = saved(ctx)
         parameters, (token_ids, mask, temperatures) = tensors[:5], tensors[5:8]
-        kept, (row_max, log_sum, entropy) = tensors[8:10], tensors[10:]
+        kept, (row_max, log_sum, entropy), compared = tensors[8:10], tensors[10:13], tensors[13:16]
+        teacher = ctx.teacher.with_tensors(tensors[16:])
+        *of_row, grad_divergence, _, _ = grads
         rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
         needs = list(ctx.needs_input_grad[:5])
         grads_out = torch.ops.fastrl.linear_token_stats_bwd(
@@ -271,14 +280,17 @@ class _LinearTokenStats(torch.autograd.Function):
             *ctx.options,
             *ctx.parts,
             *kept,
+            *teacher.flat(),
             row_max,
             log_sum,
             entropy,
-            *slopes_of(grads),
+            *slopes_of(of_row),
+            *compared,
+            grad_divergence if teacher.given() else None,
             needs,
         )
         outputs = zip(grads_out, parameters, needs, strict=True)
         return (
             *(grad.to(x.dtype) if need else None for grad, x, need in outputs),
-            *([None] * 5),
+            *([None] * 6),
         )

@@ -17,12 +17,14 @@ from fastrl.ops._autograd.known_gradient import (
     with_gradients,
 )
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
+from fastrl.ops._loss.teacher_term import Compared
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits
 from fastrl.ops.kept_tokens import KeptTokens, kept_arguments
 from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
+from fastrl.ops.teacher import Teacher, teacher_arguments, with_operand_dtype
 from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
 from fastrl.tracing import refuse_transforms
 
@@ -31,7 +33,7 @@ from fastrl.tracing import refuse_transforms
 def logits_policy_loss(
     logits: Tensor,
     token_ids: Tensor,
-    advantages: Tensor,
+    advantages: Tensor | None,
     mask: Tensor,
     *,
     temperature: float | Tensor = 1.0,
@@ -49,6 +51,7 @@ def logits_policy_loss(
     cu_seqlens: Tensor | None = None,
     inplace: bool = False,
     kept: KeptTokens | None = None,
+    teacher: Teacher | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> PolicyLoss:
@@ -69,7 +72,7 @@ def logits_policy_loss(
         logits: `[B, T, V]` or packed `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64:
             reference).
         token_ids: integers `[B, T]` or `[N]`.
-        advantages: as in `policy_loss`.
+        advantages: as in `policy_loss`; None for distillation alone, with `teacher_coef`.
         mask: 0/1, the shape of `token_ids`.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
@@ -88,6 +91,7 @@ def logits_policy_loss(
             reference backend never does). The logits cannot be used afterwards: a gradient
             through another use raises.
         kept: as in `token_logprobs`; the gradient is then written in the backward.
+        teacher: as in `linear_policy_loss`; the gradient is then written in the backward.
         vocab_group: as in `token_logprobs`. The ranks exchange a few numbers per row between two
             reads of the logits: one for the statistics, one in the backward for the gradient.
         backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`:
@@ -123,6 +127,9 @@ def logits_policy_loss(
         vocabulary=None if agreement is None else 1,
     )
     sets = kept_arguments(kept, rows.token_ids)
+    of_teacher = teacher_arguments(
+        teacher, rows, padded, logits.shape[-1], agreement, kept, flat=False
+    )
     chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
     row_backend = resolve(backend, logits.device, logits.dtype, unsupported, partial=True)
@@ -143,15 +150,16 @@ def logits_policy_loss(
         backend="reference" if unsupported else row_backend,
         token_ids=rows.token_ids,
         ignore_index=rows.ignore_index,
+        teacher=of_teacher,
     )
     rows = rows._replace(mask=inputs.masks.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
     parts = parts_of_logits(padded, rows, agreement, row_backend)
-    whole = kept is None and not parts.split()
+    whole = kept is None and teacher is None and not parts.split()
     if row_backend != "reference" and whole and _in_one_pass(logits, inputs):
         return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
-    logprobs, entropy, *_ = stats_of_rows(
+    logprobs, entropy, *others = stats_of_rows(
         padded,
         rows,
         parts,
@@ -159,8 +167,10 @@ def logits_policy_loss(
         with_entropy=True,
         kept=sets,
         inplace_backward=inplace,
+        teacher=with_operand_dtype(of_teacher, row_backend),
     )
-    return loss_of_logprobs(logprobs, entropy, inputs, token_ids.shape)
+    compared = Compared(*others[-3:]) if of_teacher.given() else None
+    return loss_of_logprobs(logprobs, entropy, inputs, token_ids.shape, compared)
 
 
 def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:

@@ -14,7 +14,10 @@ from fastrl.checks import floating, on_device, one_of
 from fastrl.contract import METRICS
 from fastrl.ops._process_groups import checked_group, gathered, size_of
 
-_INDEX = {name: index for index, name in enumerate(METRICS)}
+#: Further metrics of a loss with a teacher: means over the active tokens.
+TEACHER_METRICS = ("divergence", "teacher_entropy", "teacher_agreement")
+_NAMES = (*METRICS, *TEACHER_METRICS)
+_INDEX = {name: index for index, name in enumerate(_NAMES)}
 
 
 class LossMetrics(Mapping[str, Tensor]):
@@ -38,19 +41,22 @@ class LossMetrics(Mapping[str, Tensor]):
     __slots__ = ("vector",)
 
     def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
-        """`values`: the vector, or a mapping with all names."""
+        """`values`: the vector, or a mapping with all names; those of a teacher may be missing."""
         if isinstance(values, Mapping):
-            values = torch.stack([torch.as_tensor(values[name]) for name in METRICS])
+            names = _NAMES if set(TEACHER_METRICS) <= set(values) else METRICS
+            values = torch.stack([torch.as_tensor(values[name]) for name in names])
         self.vector = values
 
     def __getitem__(self, name: str) -> Tensor:
+        if _INDEX[name] >= len(self):
+            raise KeyError(name)
         return self.vector[_INDEX[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(METRICS)
+        return iter(_NAMES[: len(self)])
 
     def __len__(self) -> int:
-        return len(METRICS)
+        return len(self.vector)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -67,7 +73,7 @@ class LossMetrics(Mapping[str, Tensor]):
 
     def to_floats(self) -> dict[str, float]:
         """Return them as Python floats with one transfer from the device instead of twelve."""
-        return dict(zip(METRICS, self.vector.tolist(), strict=True))
+        return dict(zip(self, self.vector.tolist(), strict=True))
 
 
 _pytree.register_pytree_node(
@@ -122,9 +128,14 @@ def reduce_metrics(
     first, *others = vectors
     for number, vector in enumerate(others, 1):
         on_device(f"metrics[{number}]", vector, first, "the first")
+        if len(vector) != len(first):
+            raise ValueError(
+                f"metrics[{number}] must have the {len(first)} names of the first, "
+                f"got {len(vector)}: all or none must have a teacher"
+            )
     table = torch.stack(vectors)
     dtype, table = table.dtype, table.double()
-    columns = dict(zip(METRICS, table.unbind(1), strict=True))
+    columns = dict(zip(_NAMES, table.unbind(1), strict=False))
     tokens = columns["active_tokens"][:, None]
     has_tokens = tokens > 0
 
@@ -169,18 +180,19 @@ def _vector(metrics: object) -> Tensor:
         return metrics.vector.detach()
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be the metrics of a loss, got {type(metrics).__name__}")
-    if set(metrics) != set(METRICS):
+    names = _NAMES if len(metrics) > len(METRICS) else METRICS
+    if set(metrics) != set(names):
         raise ValueError(
-            f"metrics must have the names {', '.join(METRICS)}; "
+            f"metrics must have the names {', '.join(names)}; "
             f"got {', '.join(map(str, metrics)) or 'none'}"
         )
-    for name in METRICS:
+    for name in names:
         if floating(f"metrics[{name!r}]", metrics[name]).dim() != 0:
             raise ValueError(
                 f"metrics[{name!r}] must be a 0-d tensor, got shape {tuple(metrics[name].shape)}"
             )
         on_device(f"metrics[{name!r}]", metrics[name], metrics[METRICS[0]], "the others")
-    return torch.stack([metrics[name].detach() for name in METRICS])
+    return torch.stack([metrics[name].detach() for name in names])
 
 
 def _group(process_group: object) -> torch.distributed.ProcessGroup | None:

@@ -14,6 +14,7 @@ from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
+from fastrl.ops._loss.teacher_term import Compared, add_divergence, divergence_weights
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.metrics import LossMetrics
 from fastrl.tracing import refuse_transforms
@@ -29,6 +30,8 @@ class PolicyLoss(NamedTuple):
             (exact if known, else the sample estimate -log p), `ratio_mean`, `ratio_max`,
             `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (fractions of active tokens where
             the lower, the upper or either bound is active), `active_tokens`, `zero_grad_fraction`.
+            With a teacher also the means of `divergence`, `teacher_entropy` and `teacher_agreement`
+            (the same token is the most probable); with an exact KL, `kl` is its mean.
         logprobs: the log-probabilities of the tokens, detached, `[B, T]` or `[N]`. `policy_loss`
             does not copy them: they share memory with its argument, unless that had to be cast or
             made contiguous. Computed from logits or hidden states, they are 0 at masked tokens;
@@ -150,7 +153,11 @@ def policy_loss(
 
 
 def loss_of_logprobs(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, shape: torch.Size
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    inputs: LossInputs,
+    shape: torch.Size,
+    compared: Compared | None = None,
 ) -> PolicyLoss:
     """Return the differentiable loss of `[B, T]` log-probabilities, the results in `shape`."""
     detached = logprobs.detach()
@@ -159,6 +166,10 @@ def loss_of_logprobs(
     loss, slope, entropy_slope, metrics = inputs.evaluate(detached, detached_entropy, arguments)
     if torch.is_grad_enabled():
         loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)], inputs.backend)
+    if compared is not None:
+        active, objective = inputs.masks.active, inputs.objective
+        weights = divergence_weights(objective, arguments, active)
+        loss, metrics = add_divergence(loss, metrics, compared, weights, active, objective)
     return policy_loss_result(loss, metrics, detached, detached_entropy, shape)
 
 

@@ -10,19 +10,28 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.backend import Backend, resolve
-from fastrl.checks import flag, one_of
+from fastrl.checks import flag
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._kept.logits import kept_token_stats
 from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, check_kept
 from fastrl.ops._row_stats import TokenStats as TokenStats
-from fastrl.ops._row_stats import public_stats, slopes_of, token_stats_result, without_gradient
+from fastrl.ops._row_stats import (
+    checked_outputs,
+    public_stats,
+    slopes_of,
+    token_stats_result,
+    without_gradient,
+)
 from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
+from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments
+from fastrl.ops._teacher.logits import compared_token_stats
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits, stats_of_part
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops.kept_tokens import KeptTokens, kept_arguments
+from fastrl.ops.teacher import Teacher, teacher_arguments, with_operand_dtype
 from fastrl.tracing import refuse_transforms
 
 
@@ -111,6 +120,7 @@ def token_stats(
     ignore_index: int = -100,
     inplace_backward: bool = False,
     kept: KeptTokens | None = None,
+    teacher: Teacher | None = None,
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> TokenStats:
@@ -131,11 +141,13 @@ def token_stats(
         ignore_index: as in `token_logprobs`.
         inplace_backward: as in `token_logprobs`.
         kept: as in `token_logprobs`.
+        teacher: the distributions for `divergence`, `teacher_entropy` and `agrees`, or None.
         vocab_group: as in `token_logprobs`.
         backend: `auto`, or the backend to use.
 
     Returns:
-        `TokenStats`, fp32 (is_top1 bool), each the shape of `token_ids`; 0 at masked rows.
+        `TokenStats`, fp32 (is_top1 and agrees bool), each the shape of `token_ids`; 0 at masked
+        rows.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -148,10 +160,7 @@ def token_stats(
         >>> round(stats.logprobs.item(), 4), round(stats.entropy.item(), 4)
         (-0.6931, 0.6931)
     """
-    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
-        raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
-    for name in outputs:
-        one_of("outputs", name, TokenStats._fields)
+    checked_outputs(outputs, teacher)
     logits, agreement = split_logits(logits, vocab_group, "inplace_backward", inplace_backward)
     padded, rows = as_rows(
         logits,
@@ -167,6 +176,9 @@ def token_stats(
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)
     sets = kept_arguments(kept, rows.token_ids)
+    of_teacher = teacher_arguments(
+        teacher, rows, padded, logits.shape[-1], agreement, kept, flat=False
+    )
     chosen = resolve(backend, logits.device, logits.dtype)
     parts = parts_of_logits(padded, rows, agreement, chosen)
     stats = stats_of_rows(
@@ -178,6 +190,7 @@ def token_stats(
         kept=sets,
         with_sum_sq_probs="sum_sq_probs" in outputs,
         inplace_backward=inplace_backward,
+        teacher=with_operand_dtype(of_teacher, chosen),
     )
     return token_stats_result(stats, outputs, token_ids.shape)
 
@@ -192,8 +205,16 @@ def stats_of_rows(
     kept: KeptArguments = EVERYTHING,
     with_sum_sq_probs: bool = False,
     inplace_backward: bool = False,
+    teacher: TeacherArguments = NOBODY,
 ) -> tuple[Tensor, ...]:
-    """Return the fields of `TokenStats`, `[B, T]` and differentiable."""
+    """Return the fields of `TokenStats`, `[B, T]` and differentiable; a teacher's come last."""
+    if teacher.given():
+        vocabulary = sum(parts.sizes) if parts.split() else logits.shape[-1]
+        rows = rows._replace(mask=active_rows(rows, vocabulary))
+        logits = with_unit_vocabulary_stride(logits)
+        return compared_token_stats(
+            logits, rows, teacher, parts, backend, inplace_backward=inplace_backward
+        )
     if kept.kept_ids is not None and kept.kept_offsets is not None:
         vocabulary = sum(parts.sizes) if parts.split() else logits.shape[-1]
         active = active_rows(rows, vocabulary)

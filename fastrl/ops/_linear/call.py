@@ -14,6 +14,7 @@ from fastrl.library import arithmetic_dtype
 from fastrl.ops._kept.rows import KeptArguments, KeptRows, check_kept
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._rows import check_ids
+from fastrl.ops._teacher.arguments import TeacherArguments
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 Fields = TypeVar("Fields")
@@ -35,6 +36,7 @@ class LinearCall(NamedTuple):
     operand_dtype: torch.dtype | None
     parts: VocabularyParts
     kept: KeptArguments
+    teacher: TeacherArguments
 
     def head(self) -> LinearHead:
         """Return the LM head."""

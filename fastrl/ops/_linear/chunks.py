@@ -131,22 +131,26 @@ def chunk_size(
     head: LinearHead,
     parts: VocabularyParts,
     buffers: int,
+    teacher: LinearHead | None = None,
     *,
     on_gpu: bool,
 ) -> int:
     """Return the number of rows in a chunk: `chunk_tokens`, or a default.
 
     These are the rows in all `buffers`, and the same number on all ranks of a split vocabulary.
+    Those of a teacher's head are beside them.
     """
     vocabulary = head.vocabulary
     if parts.split():  # a GPU fills its memory by its own part; a CPU gains nothing from more rows
         vocabulary = max(parts.sizes) if on_gpu else sum(parts.sizes)
-    rows = chunk_tokens or _default_rows(head, vocabulary, on_gpu=on_gpu)
+    rows = chunk_tokens or _default_rows(head, teacher, vocabulary, on_gpu=on_gpu)
     tile = _GPU_TILE if chunk_tokens is None and on_gpu and rows >= buffers * _GPU_TILE else 1
     return max(1, rows // (buffers * tile) * tile)
 
 
-def _default_rows(head: LinearHead, vocabulary: int, *, on_gpu: bool) -> int:
+def _default_rows(
+    head: LinearHead, teacher: LinearHead | None, vocabulary: int, *, on_gpu: bool
+) -> int:
     """Return how many rows of logits of a vocabulary exist at once.
 
     On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
@@ -159,9 +163,13 @@ def _default_rows(head: LinearHead, vocabulary: int, *, on_gpu: bool) -> int:
         # hidden states as operands and their gradient, which is converted; for LoRA both in full
         of_states = 2 * wide + (2 if head.lora_a is None else 2 + wide)
         row_bytes = row_stride(vocabulary, on_gpu=True) * wide + width * of_states
+        if teacher is not None:
+            row_bytes += row_stride(vocabulary, on_gpu=True) * wide
+            row_bytes += teacher.weight.shape[1] * 2 * wide
         rows = _GPU_CHUNK_BYTES // row_bytes
         return max(1, rows // _GPU_TILE * _GPU_TILE or rows)
-    rows = _CPU_CHUNK_BYTES // (vocabulary * head.dtype.itemsize)
+    sides = 1 if teacher is None else 2
+    rows = _CPU_CHUNK_BYTES // (sides * vocabulary * head.dtype.itemsize)
     return max(16, min(rows, 4096))
 
 
@@ -240,6 +248,15 @@ def reference_stats(logits: Tensor, rows: RowArguments) -> tuple[Tensor, ...]:
         logit_scale=rows.logit_scale,
         logit_softcap=rows.logit_softcap or None,
     )
+
+
+def gradient_of(logits: Tensor, *, narrow: bool) -> Tensor:
+    """Return dL/dlogits `[C, V]`, which an operator has written over the logits of a chunk."""
+    if not narrow:
+        return logits
+    count, vocabulary, stride = *logits.shape, logits.stride(0)
+    memory = logits.as_strided((count, stride), (stride, 1)).view(torch.bfloat16)
+    return memory[:, stride : stride + vocabulary]
 
 
 def compact_rows(logits: Tensor, has_gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,11 @@ from fastrl.ops._linear.chunks import flat_rows
 from fastrl.ops._linear.head import LinearHead, as_head
 from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows, check_ids, counted_rows
+from fastrl.ops._teacher.arguments import TeacherArguments
 from fastrl.ops._vocabulary_parts.agreement import agreement_of
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
 from fastrl.ops.kept_tokens import kept_arguments
+from fastrl.ops.teacher import teacher_arguments, with_operand_dtype
 from fastrl.tracing import refuse_transforms
 
 
@@ -29,6 +31,7 @@ class LinearInputs(NamedTuple):
     head: LinearHead
     parts: VocabularyParts
     kept: KeptArguments
+    teacher: TeacherArguments
 
 
 class ChunkOptions(NamedTuple):
@@ -48,6 +51,7 @@ class CheckedInputs(NamedTuple):
     active: Tensor
     head: LinearHead
     kept: KeptArguments
+    teacher: TeacherArguments
 
 
 def checked_inputs(
@@ -64,6 +68,7 @@ def checked_inputs(
     vocab_group: object,
     reduce_hidden_gradient: object,
     kept: object,
+    teacher: object = None,
 ) -> CheckedInputs:
     """Check the common arguments, but not that ids lie in the vocabulary."""
     refuse_transforms("a function of hidden states")
@@ -87,7 +92,10 @@ def checked_inputs(
         vocabulary=head.vocabulary if group is None else 1,
     )
     sets = kept_arguments(kept, rows.token_ids)
-    return CheckedInputs(padded, rows, counted_rows(rows), head, sets)
+    of_teacher = teacher_arguments(
+        teacher, rows, padded, head.vocabulary, agreement, kept, flat=True
+    )
+    return CheckedInputs(padded, rows, counted_rows(rows), head, sets, of_teacher)
 
 
 def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> LinearInputs:
@@ -95,13 +103,15 @@ def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> 
 
     The ranks of a split vocabulary meet here, so everything else must have been checked.
     """
-    hidden, rows, active, head, kept = checked
+    hidden, rows, active, head, kept, teacher = checked
+    teacher = with_operand_dtype(teacher, backend)
     agreement = agreement_of(vocab_group)
     parts = WHOLE if agreement is None else agreement.parts(head.vocabulary, active, backend)
     vocabulary = sum(parts.sizes) if parts.split() else head.vocabulary
     check_ids(rows, active, vocabulary)
     flat = flat_rows(rows._replace(mask=active))
-    return LinearInputs(hidden.reshape(-1, hidden.shape[-1]), flat, head, parts, kept)
+    states = hidden.reshape(-1, hidden.shape[-1])
+    return LinearInputs(states, flat, head, parts, kept, teacher)
 
 
 def chunk_options(

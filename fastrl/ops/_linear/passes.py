@@ -29,6 +29,7 @@ from fastrl.ops._linear.chunks import (
 from fastrl.ops._linear.walk import LinearWalk, Projected
 from fastrl.ops._loss.slopes import TokenSlopes
 from fastrl.ops._process_groups import gathered
+from fastrl.ops._teacher.rows import TeacherStats
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,18 +50,25 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 @_without_autocast
 @torch.no_grad()
 def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return the fields of `RowStats` for all rows, `[N]`; 0 at inactive rows."""
+    """Return the fields of `RowStats` and `TeacherStats` of all rows, `[N]`; 0 at inactive ones."""
     call = Arguments(arguments).take(LinearCall)
     active = call.active()
     kept = call.kept_rows(checked=True)
     order = order_rows(active, active, compact=call.compact, kept=kept)
     walk = LinearWalk(call, order, [False] * 5, kept)
-    stats = walk.no_stats()
+    stats, compared = walk.no_stats(), walk.no_teacher_stats()
     chunks = list(walk.trained())
-    for chunk, (_, stats_of_chunk) in zip(chunks, walk.with_stats(chunks), strict=True):
-        for values, of_chunk in zip(stats, stats_of_chunk, strict=True):
-            values[chunk] = of_chunk
-    return tuple(walk.expanded(values) for values in stats)
+    for chunk, (projected, of_chunk) in zip(chunks, walk.with_stats(chunks), strict=True):
+        _store(stats, chunk, of_chunk)
+        comparison = walk.compare(chunk, projected)
+        if comparison is not None:
+            _store(compared, chunk, comparison.compare(of_chunk))
+    return tuple(walk.expanded(values) for values in (*stats, *compared))
+
+
+def _store(values: Sequence[Tensor], chunk: slice, of_chunk: Sequence[Tensor]) -> None:
+    for each, some in zip(values, of_chunk, strict=True):
+        each[chunk] = some
 
 
 @_without_autocast
@@ -69,14 +77,25 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Project all chunks again and return the gradients of hidden states and parameters.
 
     The arguments of the forward are followed by row_max, log_sum, entropy, the upstream gradients
-    of logprobs, entropy and logsumexp, and which gradients are needed.
+    of logprobs, entropy and logsumexp, slope_mean, row_max and log_sum of the teacher, the upstream
+    gradient of the divergence, and which gradients are needed.
     """
     flat = Arguments(arguments)
     call = flat.take(LinearCall)
-    row_max, log_sum, entropy, *grads, needs = flat.rest()
+    (
+        row_max,
+        log_sum,
+        entropy,
+        *grads,
+        slope_mean,
+        of_row_max,
+        of_log_sum,
+        grad_divergence,
+        needs,
+    ) = flat.rest()
     active = call.active()
     may_flow = torch.zeros_like(active)
-    for grad in grads:
+    for grad in (*grads, grad_divergence):
         may_flow = may_flow if grad is None else may_flow | (grad != 0)
     if call.parts.split() and call.parts.reduce_hidden_gradient and needs[0]:
         # the ranks add up the gradients of the same rows, also where a loss differs by rounding
@@ -90,48 +109,78 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     saved = saved._replace(row_max=row_max, log_sum=log_sum, entropy=entropy)
     saved = RowStats._make(order.of(stat) for stat in saved)
     grads = [None if grad is None else order.of(grad) for grad in grads]
+    compared = None
+    if grad_divergence is not None:
+        none = torch.empty_like(slope_mean)
+        compared = TeacherStats(none, none, none, slope_mean, of_row_max, of_log_sum)
+        compared = TeacherStats._make(order.of(value) for value in compared)
+        grad_divergence = order.of(grad_divergence)
     for chunk in walk.trained():
         projected = walk.project(chunk)
         stats = RowStats._make(stat[chunk] for stat in saved)
         of_chunk = [None if grad is None else grad[chunk] for grad in grads]
-        _write_gradient(projected, stats, of_chunk, call.backend)
+        comparison = None if compared is None else walk.compare(chunk, projected)
+        if comparison is None or compared is None:
+            _write_gradient(projected, stats, of_chunk, call.backend)
+        else:
+            comparison.write_gradient(
+                stats,
+                compared.indexed(chunk),
+                grad_divergence[chunk],
+                of_chunk,
+                narrow=projected.products.narrow,
+            )
         walk.add_gradients(chunk, projected)
     return tuple(walk.gradients())
 
 
 def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    """Return logprobs, entropy and the gradients of the loss, in one pass over the rows.
+    """Return statistics of all rows and the gradients of the loss, in one pass over the rows.
 
-    The arguments of `LinearCall` are followed by the loss and objective arguments, by which
-    gradients are needed, and by whether rows without a gradient are needed for the metrics.
+    They are log-probability, entropy, divergence, the teacher's entropy and whether the top tokens
+    agree. The arguments of `LinearCall` are followed by the loss and objective arguments, the
+    weights of the divergence, which gradients are needed, and whether rows without a gradient are
+    needed for the metrics.
     """
     flat = Arguments(arguments)
     call = flat.take(LinearCall)
     loss, objective = flat.take(LossArguments), flat.take(ObjectiveArguments)
-    needs, metrics = flat.rest()
+    weights, needs, metrics = flat.rest()
     if LEVELS[objective.level] != "token" or SURROGATES[objective.surrogate] == "gmpo":
         raise ValueError("level must be token: the rows of a chunk are scored by themselves")
     slopes = TokenSlopes(call.active(), loss, objective, None, call.backend)
-    return tuple(linear_loss_pass(call, slopes, needs, metrics=metrics))
+    return tuple(linear_loss_pass(call, slopes, weights, needs, metrics=metrics))
 
 
 @_without_autocast
 @torch.no_grad()
 def linear_loss_pass(
-    call: LinearCall, slopes: TokenSlopes, needs: list[bool], *, metrics: bool
+    call: LinearCall,
+    slopes: TokenSlopes,
+    divergence_weights: Tensor | None,
+    needs: list[bool],
+    *,
+    metrics: bool,
 ) -> tuple[Tensor, ...]:
     """Compute the statistics of every row and the gradients in a single pass."""
     kept = call.kept_rows(checked=True)
-    order = order_rows(call.active(), slopes.may_flow(), compact=call.compact, kept=kept)
+    may_flow = slopes.may_flow()
+    if divergence_weights is not None:
+        may_flow = may_flow | (divergence_weights != 0)
+    order = order_rows(call.active(), may_flow, compact=call.compact, kept=kept)
     if not metrics:
         order = order._replace(scored=0)
     walk = LinearWalk(call, order, needs, kept)
     slopes = slopes.taken(order.indices)
+    if divergence_weights is not None:
+        divergence_weights = order.of(divergence_weights)
     logprobs, entropy, *_ = walk.no_stats()
+    compared, with_teacher = walk.no_teacher_stats(), call.teacher.given()
     one_kernel = call.on_gpu() and slopes.function is None and not call.parts.split()
+    one_kernel = one_kernel and not with_teacher
     # where the vocabulary is split, the ranks add up the gradients of the same rows
     compacting = call.compact and call.hidden.device.type == "cpu"
-    compacting = compacting and not (one_kernel or call.parts.split())
+    compacting = compacting and not (one_kernel or call.parts.split() or with_teacher)
     differentiable = any(needs)
     in_one_kernel = one_kernel and differentiable
     chunks = [
@@ -142,7 +191,21 @@ def linear_loss_pass(
     stats_of_chunks = walk.with_stats(chunk for _, chunk in chunks)
     for (trained, chunk), (projected, stats) in zip(chunks, stats_of_chunks, strict=True):
         logprobs[chunk], entropy[chunk] = stats.logprobs, stats.entropy
-        if trained:
+        comparison = walk.compare(chunk, projected)
+        if comparison is not None:
+            of_chunk = comparison.compare(stats)
+            _store(compared, chunk, of_chunk)
+        if trained and comparison is not None and divergence_weights is not None:
+            slope, entropy_slope = slopes.of_chunk(stats.logprobs, stats.entropy, chunk)
+            comparison.write_gradient(
+                stats,
+                of_chunk,
+                divergence_weights[chunk],
+                (slope, entropy_slope, None),
+                narrow=projected.products.narrow,
+            )
+            walk.add_gradients(chunk, projected)
+        elif trained:
             _train(walk, chunk, projected, slopes, stats, call.backend, compacting=compacting)
         elif differentiable:
             walk.pass_on_nan(chunk, stats.logprobs)
@@ -150,7 +213,8 @@ def linear_loss_pass(
         for chunk in walk.trained():
             outputs = _train_in_one_kernel(walk, chunk, walk.project(chunk), slopes)
             logprobs[chunk], entropy[chunk] = outputs
-    return (walk.expanded(logprobs), walk.expanded(entropy), *walk.gradients())
+    stats_of_rows = (logprobs, entropy, *compared[:3])
+    return (*(walk.expanded(values) for values in stats_of_rows), *walk.gradients())
 
 
 def _train_in_one_kernel(

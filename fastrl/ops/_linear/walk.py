@@ -19,6 +19,7 @@ from fastrl.ops._linear.chunks import (
     chunk_size,
     chunk_stats,
     chunks,
+    gradient_of,
     in_batch,
     row_stride,
     take_rows,
@@ -27,6 +28,8 @@ from fastrl.ops._linear.head import HeadGradients, Products
 from fastrl.ops._linear.hidden_gradient import HiddenGradient
 from fastrl.ops._linear.kept import GemmKeptProducts, KeptProducts, kept_chunk_size, widest
 from fastrl.ops._linear.products import choose_products
+from fastrl.ops._teacher.chunks import Comparison, TeacherChunks, teacher_head
+from fastrl.ops._teacher.rows import TeacherStats
 from fastrl.ops._vocabulary_parts.statistics import Exchange, PartRows, part_stats
 
 
@@ -110,7 +113,10 @@ class LinearWalk:
         pieces = ((rows.stop - rows.start, width) for rows, width in self._pieces())
         counts = [count for count, width in pieces if self._by_gemm(width)]
         buffers = 2 if exchanging and call.parts.split() else 1
-        size = chunk_size(call.chunk_tokens, head, call.parts, buffers, on_gpu=self._on_gpu)
+        teacher = teacher_head(call.teacher, head.dtype)
+        size = chunk_size(
+            call.chunk_tokens, head, call.parts, buffers, teacher, on_gpu=self._on_gpu
+        )
         self._size = max(1, min(size, sum(counts)))
         number = sum(-(-count // self._size) for count in counts)
         self._stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
@@ -118,6 +124,11 @@ class LinearWalk:
         self._buffers = itertools.cycle(
             [self._new_buffer(hidden) for _ in range(min(buffers, number))]
         )
+        self._teacher = None
+        if call.teacher.given():
+            self._teacher = TeacherChunks(
+                call.teacher, order.indices, self._size, head.dtype, call.backend, call.parts
+            )
         self._parameters = HeadGradients(head, tuple(needs[1:]))
         summed = needs[0] and call.parts.split() and call.parts.reduce_hidden_gradient
         self._grad_hidden = HiddenGradient(
@@ -210,14 +221,15 @@ class LinearWalk:
         self._head.project(products, states, logits)
         return Projected(products, states, logits, rows, part)
 
+    def compare(self, chunk: slice, projected: Projected) -> Comparison | None:
+        """Return the comparison of a chunk with the teacher's, if there is one."""
+        if self._teacher is None:
+            return None
+        return self._teacher.beside(chunk, projected.logits, projected.rows, projected.part)
+
     def gradient(self, projected: Projected) -> Tensor:
         """Return dL/dlogits, which an operator has written over the logits of a chunk."""
-        logits = projected.logits
-        if not projected.products.narrow:
-            return logits
-        stride, vocabulary = self._stride, self._head.vocabulary
-        memory = logits.as_strided((logits.shape[0], stride), (stride, 1)).view(torch.bfloat16)
-        return memory[:, stride : stride + vocabulary]
+        return gradient_of(projected.logits, narrow=projected.products.narrow)
 
     def add_gradients(
         self, chunk: slice, projected: Projected, remaining: Tensor | None = None
@@ -252,9 +264,18 @@ class LinearWalk:
         stats = RowStats._make(torch.zeros_like(like, dtype=dtype) for _ in RowStats._fields)
         return stats._replace(is_top1=torch.zeros_like(like, dtype=torch.bool))
 
+    def no_teacher_stats(self) -> TeacherStats:
+        """Return a comparison of 0 for the rows in their order, without rows if not compared."""
+        like, dtype = self._rows.token_ids, self._head.dtype
+        like = like[:0] if self._teacher is None else like
+        zeros = TeacherStats._make(
+            torch.zeros_like(like, dtype=dtype) for _ in TeacherStats._fields
+        )
+        return zeros._replace(agrees=torch.zeros_like(like, dtype=torch.bool))
+
     def expanded(self, values: Tensor) -> Tensor:
         """Return values in the order of processing for all rows `[N]`, 0 at the others."""
-        if self._order.indices is None:
+        if self._order.indices is None or len(values) != len(self._order.indices):
             return values
         result = values.new_zeros(self._hidden.shape[0])
         result[self._order.indices] = values

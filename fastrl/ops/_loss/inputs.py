@@ -12,7 +12,9 @@ from fastrl.checks import floating, on_device, same_shape, saveable
 from fastrl.contract import LossArguments, ObjectiveArguments
 from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
+from fastrl.ops._loss.teacher_term import check_teacher
 from fastrl.ops._loss.term_weights import TermMasks, term_aggregations, term_weights
+from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments
 from fastrl.ops.token_weights import bounds_of
 
 
@@ -98,6 +100,7 @@ def loss_inputs(
     backend: str,
     token_ids: Tensor | None = None,
     ignore_index: int = 0,
+    teacher: TeacherArguments = NOBODY,
 ) -> LossInputs:
     """Check the arguments that the policy losses share.
 
@@ -105,9 +108,12 @@ def loss_inputs(
     the id `ignore_index` are masked, too.
     """
     o = objective
+    check_teacher(o, teacher)
+    if advantages is None and o.teacher_coef:  # distillation alone
+        advantages = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
     packed = tokens.dim() == 1
     bounds = bounds_of(tokens, cu_seqlens)
-    if ref_logprobs is None and o.kl_coef:
+    if ref_logprobs is None and o.kl_coef and not o.has_exact_kl:
         raise ValueError("ref_logprobs is needed when objective.kl_coef is above 0")
     corrections = o.rollout_corrections
     if rollout_logprobs is None and corrections:

@@ -130,6 +130,8 @@ class Agreement:
         if not self._waits and size > 0:
             return WHOLE
         given["backend"] = backend  # what computes is compared, not how it was chosen
+        if given.get("teacher") is not None:  # a part of it is this rank's own
+            given["teacher"] = given["teacher"].shared()
         if "objective" in given:
             given["objective"] = as_objective(given["objective"])
         texts = {name: described(x, _SPLIT.get(name)) for name, x in given.items()}

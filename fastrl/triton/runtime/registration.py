@@ -22,6 +22,7 @@ from fastrl.library import NAMESPACES
 #: The module with the functions X, X_, X_fwd, X_bwd, X_fwd_ and X_bwd_, by X.
 MODULES = {
     "token_stats": "fastrl.triton.vocabulary.token_stats",
+    "divergence": "fastrl.triton.vocabulary.divergence",
     "logits_policy_loss": "fastrl.triton.vocabulary.logits_policy_loss",
     "policy_loss": "fastrl.triton.tokens.policy_loss",
     "gae": "fastrl.triton.gae.gae",
@@ -36,6 +37,9 @@ OPERATORS = (
     "token_stats_fwd",
     "token_stats_bwd",
     "token_stats_bwd_",
+    "divergence_fwd",
+    "divergence_bwd",
+    "divergence_bwd_",
     "logits_policy_loss_fwd",
     "logits_policy_loss_fwd_",
     "policy_loss_fwd",

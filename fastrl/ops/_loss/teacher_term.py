@@ -1,0 +1,71 @@
+"""The term of a policy loss that is the divergence from a teacher, or from a reference policy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl import reference
+from fastrl.contract import METRICS, LossArguments
+from fastrl.objective import Objective
+from fastrl.ops._teacher.arguments import TeacherArguments
+
+
+class Compared(NamedTuple):
+    """The rows of a call beside the teacher's, `[B, T]`."""
+
+    divergence: Tensor
+    teacher_entropy: Tensor
+    agrees: Tensor
+
+
+def check_teacher(objective: Objective, teacher: TeacherArguments) -> None:
+    """Raise unless the objective and the teacher fit."""
+    if not teacher.given():
+        for needed, name in (
+            (objective.teacher_coef, "objective.teacher_coef is above 0"),
+            (objective.has_exact_kl, "objective.kl_estimator is 'exact'"),
+        ):
+            if needed:
+                raise ValueError(
+                    f"teacher is needed when {name}: give it to logits_policy_loss or "
+                    "linear_policy_loss"
+                )
+    elif objective.has_exact_kl and teacher.beta != 1:
+        raise ValueError(
+            "teacher.beta must be 1 with objective.kl_estimator 'exact', which is "
+            f"KL(policy, reference), got {teacher.beta}"
+        )
+
+
+def divergence_weights(objective: Objective, arguments: LossArguments, active: Tensor) -> Tensor:
+    """Return the factor of each divergence in the loss, `[B, T]`."""
+    weights, coefficient = arguments.weights, objective.teacher_coef
+    if objective.has_exact_kl:
+        coefficient = objective.kl_coef
+        weights = weights if arguments.kl_weights is None else arguments.kl_weights
+    sequences = reference.sequences_of(active, arguments.cu_seqlens)
+    return coefficient * torch.where(active, sequences.per_token(weights, active), 0.0)
+
+
+def add_divergence(
+    loss: Tensor,
+    metrics: Tensor,
+    compared: Compared,
+    weights: Tensor,
+    active: Tensor,
+    objective: Objective,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss with its divergence term, and its metrics with those of a teacher."""
+    loss = loss + torch.where(weights == 0, 0.0, weights * compared.divergence).sum()
+    count = active.sum().clamp(min=1)
+    means = [
+        torch.where(active, values.detach(), 0).sum(dtype=metrics.dtype) / count
+        for values in compared
+    ]
+    if objective.has_exact_kl:
+        place = METRICS.index("kl")
+        metrics = torch.cat([metrics[:place], means[0][None], metrics[place + 1 :]])
+    return loss, torch.cat([metrics, torch.stack(means)])

@@ -1,0 +1,1 @@
+"""A teacher's distributions beside a student's: their statistics, divergence and gradient."""

@@ -1,0 +1,89 @@
+"""A teacher as the operators take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.contract import RowArguments, TeacherScaling
+
+
+class TeacherArguments(NamedTuple):
+    """A teacher's hidden states and head, its logits, or its log-probabilities of some tokens.
+
+    Rows are `[N]`, or `[B, T]` beside logits `[B, T, V]`.
+    """
+
+    teacher_hidden: Tensor | None  # [N, H]
+    teacher_weight: Tensor | None
+    teacher_bias: Tensor | None
+    teacher_lora_a: Tensor | None
+    teacher_lora_b: Tensor | None
+    teacher_lora_scale: float
+    teacher_logits: Tensor | None  # [N, V] or [B, T, V]
+    teacher_ids: Tensor | None  # int64 [N, K]
+    teacher_logprobs: Tensor | None  # [N, K]
+    has_tail: bool  # the other tokens are one more event
+    scaling: TeacherScaling
+    teacher_operand_dtype: torch.dtype | None
+    beta: float
+
+    # not a property: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
+    def given(self) -> bool:
+        """Return whether there is a teacher."""
+        return not all(
+            x is None for x in (self.teacher_hidden, self.teacher_logits, self.teacher_logprobs)
+        )
+
+    def flat(self) -> tuple[Any, ...]:
+        """Return the arguments of an operator."""
+        at = self._fields.index("scaling")
+        return (*self[:at], *self.scaling, *self[at + 1 :])
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors, which autograd saves."""
+        return (*(getattr(self, name) for name in _TENSORS), self.scaling.teacher_temperatures)
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> TeacherArguments:
+        """Return the arguments with these instead of `tensors()`."""
+        *named, temperatures = tensors
+        scaling = self.scaling._replace(teacher_temperatures=temperatures)
+        changed: dict[str, Any] = dict(zip(_TENSORS, named, strict=True))
+        return self._replace(**changed, scaling=scaling)
+
+    def rows(self, rows: RowArguments) -> RowArguments:
+        """Return the student's rows with the teacher's scaling."""
+        temperatures, temperature, logit_scale, logit_softcap = self.scaling
+        return rows._replace(
+            temperatures=temperatures,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
+        )
+
+
+#: No teacher.
+NOBODY = TeacherArguments(
+    teacher_hidden=None,
+    teacher_weight=None,
+    teacher_bias=None,
+    teacher_lora_a=None,
+    teacher_lora_b=None,
+    teacher_lora_scale=1.0,
+    teacher_logits=None,
+    teacher_ids=None,
+    teacher_logprobs=None,
+    has_tail=False,
+    scaling=TeacherScaling(None, 1.0, 1.0, 0.0),
+    teacher_operand_dtype=None,
+    beta=0.0,
+)
+#: The fields with tensors, beside `scaling.teacher_temperatures`.
+_TENSORS = tuple(
+    name
+    for name in TeacherArguments._fields
+    if name not in ("teacher_lora_scale", "has_tail", "scaling", "teacher_operand_dtype", "beta")
+)

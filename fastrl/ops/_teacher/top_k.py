@@ -1,0 +1,216 @@
+"""Rows of logits compared with a teacher of which the log-probabilities of K tokens are known.
+
+The comparison is between two small rows: the logits of the K tokens, and the log-sum-exp of all
+others as one more event, if there is a tail. That is summed by itself, as 1 minus the rest would
+lose it, so its gradient goes to the other tokens in the shares that they have of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.contract import RowArguments, RowStats, TeacherScaling
+from fastrl.ops._linear.chunks import (
+    as_batch,
+    chunk_stats,
+    gradient_of,
+    in_batch,
+    write_chunk_gradient,
+)
+from fastrl.ops._process_groups import gathered, total
+from fastrl.ops._teacher.arguments import TeacherArguments
+from fastrl.ops._teacher.rows import Pair, TeacherStats
+from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
+from fastrl.ops._vocabulary_parts.statistics import PartRows, combined, part_stats
+from fastrl.reference.token_stats import squashed
+
+_AS_THEY_ARE = TeacherScaling(None, 1.0, 1.0, 0.0)
+
+
+class Events(NamedTuple):
+    """The student's side: `[C, K]`, and `[C]` for the tail."""
+
+    logits: Tensor  # of the K tokens
+    exponents: Tensor  # z of them
+    tail: Tensor | None  # log-sum-exp of z of all others
+
+
+class TopKRows:
+    """Rows `[C]` of logits `[C, V]`, in memory that may be written, and of a teacher's K tokens."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        rows: RowArguments,
+        teacher: TeacherArguments,
+        backend: str,
+        part: PartRows | None,
+        parts: VocabularyParts,
+    ) -> None:
+        """`teacher` has the ids and log-probabilities of these rows; `part` is of `[C]`."""
+        assert teacher.teacher_ids is not None
+        assert teacher.teacher_logprobs is not None
+        self._logits, self._rows, self._backend = logits, rows, backend
+        self._part, self._parts = part, parts
+        self._teacher = teacher._replace(scaling=_AS_THEY_ARE)
+        start, size = (parts.start() if part is not None else 0), logits.shape[1]
+        ids = teacher.teacher_ids - start
+        self._own = (ids >= 0) & (ids < size)
+        self._ids = torch.where(self._own, ids, 0)
+        self._token = rows.token_ids if part is None else part.rows.token_ids
+        self._has_token = torch.ones_like(self._token).bool() if part is None else part.own
+        self._events = self._read()
+
+    def _read(self) -> Events:
+        x = self._logits.gather(1, self._ids)
+        if self._part is None:  # on a GPU nobody has looked at the ids
+            held = torch.where(self._own, x, float("nan"))
+        else:
+            held = total(torch.where(self._own, x, 0.0), self._parts.process_group())
+        exponents = self._scaled(held)
+        if not self._teacher.has_tail:
+            return Events(held, exponents, None)
+        self._put(self._logits, torch.full_like(x, float("-inf")))
+        if self._part is None:
+            stats = chunk_stats(self._logits, self._rows, self._backend)
+        else:
+            batch = in_batch(self._part)
+            local = part_stats(self._logits[None], batch, self._backend)
+            whole = combined(gathered(local, self._parts.process_group()), batch)
+            stats = RowStats._make(stat[0] for stat in whole)
+        self._put(self._logits, x)
+        return Events(held, exponents, stats.logsumexp)
+
+    def student_stats(self) -> RowStats:
+        """Return the student's statistics, which the comparison does not need."""
+        return chunk_stats(self._logits, self._rows, self._backend)
+
+    def compare(self, stats: RowStats) -> TeacherStats:
+        """Return the comparison, `[C]` each; `stats` of the student have no effect."""
+        pair = self._pair()
+        return pair.compare(pair.student_stats()).indexed(0)
+
+    def write_gradient(
+        self,
+        stats: RowStats,
+        compared: TeacherStats,
+        grad_divergence: Tensor,
+        slopes: Sequence[Tensor | None],
+        *,
+        narrow: bool,
+    ) -> None:
+        """Overwrite the logits with dL/dlogits; `slopes` are as in `write_chunk_gradient`."""
+        pair = self._pair()
+        of_events = pair.gradient(
+            pair.student_stats(),
+            TeacherStats._make(x[None] for x in compared),
+            grad_divergence[None],
+            (None, None, None),
+        )[0]
+        of_tokens, tail = of_events[:, : self._ids.shape[1]], self._events.tail
+        of_logprob, of_entropy, of_logsumexp = slopes
+        policy = torch.zeros_like(of_tokens)
+        if tail is not None:
+            every = torch.cat([self._events.exponents, tail[:, None]], 1)
+            logsumexp = every.logsumexp(1)
+            log_q = self._events.exponents - logsumexp[:, None]
+            policy = self._policy(log_q, stats.entropy, slopes)
+            # the tail's tokens have q_j / q_tail of its gradient; what the K tokens get of it here
+            # is overwritten
+            share = (logsumexp - tail).exp()
+            of_tail = torch.where(share.isinf(), 0.0, of_events[:, -1] * share)
+            of_logsumexp = of_tail if of_logsumexp is None else of_tail + of_logsumexp
+        chosen = (of_logprob, of_entropy, of_logsumexp)
+        values = (policy + of_tokens) * self._derivative()
+        if all(slope is None for slope in chosen):
+            self._logits.zero_()
+        else:
+            write_chunk_gradient(
+                self._logits,
+                self._rows,
+                stats,
+                chosen,
+                self._backend,
+                narrow=narrow,
+                part=self._part,
+            )
+        target = gradient_of(self._logits, narrow=narrow)
+        if tail is None:
+            values = values + target.gather(1, self._ids).to(values.dtype)
+        self._put(target, values.to(target.dtype))
+
+    def _policy(self, log_q: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]) -> Tensor:
+        """Return dL/dz of the K tokens by the slopes of the student's statistics."""
+        of_logprob, of_entropy, of_logsumexp = (
+            0.0 if slope is None else slope[:, None] for slope in slopes
+        )
+        q = log_q.exp()
+        finite = torch.where(q == 0, 0.0, log_q)
+        is_token = (self._ids == self._token[:, None]) & self._has_token[:, None] & self._own
+        result = torch.where(is_token, -log_q.expm1(), -q) * of_logprob
+        return result + of_logsumexp * q - of_entropy * q * (finite + entropy[:, None])
+
+    def _pair(self) -> Pair:
+        logprobs = self._teacher.teacher_logprobs
+        assert logprobs is not None
+        exponents, tail = self._events.exponents, self._events.tail
+        logprobs = logprobs.to(exponents.dtype)
+        if tail is not None:
+            mass = logprobs.double().exp().sum(1, keepdim=True).clamp(max=1.0)
+            logprobs = torch.cat([logprobs, (-mass).log1p().to(logprobs.dtype)], 1)
+            exponents = torch.cat([exponents, tail[:, None]], 1)
+        rows = self._rows._replace(
+            token_ids=torch.zeros_like(self._rows.token_ids),
+            mask=self._active(),
+            ignore_index=-1,
+            temperatures=None,
+            temperature=1.0,
+            logit_scale=1.0,
+            logit_softcap=0.0,
+        )
+        return Pair(
+            exponents[None].contiguous(),
+            logprobs[None].contiguous(),
+            as_batch(rows),
+            self._teacher,
+            self._backend,
+            None,
+            WHOLE,
+        )
+
+    def _active(self) -> Tensor:
+        active = self._rows.token_ids != self._rows.ignore_index
+        return active if self._rows.mask is None else active & self._rows.mask
+
+    def _temperature(self) -> Tensor | float:
+        rows = self._rows
+        if rows.temperatures is None:
+            return rows.temperature
+        return torch.where(self._active(), rows.temperatures, 1.0)[:, None]
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        real = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        rows = self._rows
+        z = squashed(logits.to(real), rows.logit_scale, rows.logit_softcap or None)
+        return z * (1.0 if rows.logit_softcap else rows.logit_scale) / self._temperature()
+
+    def _derivative(self) -> Tensor:
+        """Return dz/dlogits of the K tokens."""
+        rows, gain = self._rows, self._rows.logit_scale / self._temperature()
+        if not rows.logit_softcap:
+            return torch.as_tensor(gain)
+        x = self._events.logits.to(self._events.exponents.dtype)
+        decay = (-2 * (x * (rows.logit_scale / rows.logit_softcap)).abs()).exp()
+        return gain * 4 * decay / (1 + decay).square()
+
+    def _put(self, target: Tensor, values: Tensor) -> None:
+        """Write values to the columns of the K tokens, where they are this rank's."""
+        if self._part is None:
+            target.scatter_(1, self._ids, values)
+            return
+        row, k = self._own.nonzero(as_tuple=True)
+        target[row, self._ids[row, k]] = values[row, k]

@@ -1,0 +1,163 @@
+"""The divergence of a student's distributions from a teacher's, from logits or hidden states."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fastrl.backend import Backend
+from fastrl.checks import floating
+from fastrl.ops._vocabulary_parts.agreement import ranks_agree
+from fastrl.ops.linear_token_stats import Lora, linear_token_stats
+from fastrl.ops.teacher import Teacher
+from fastrl.ops.token_stats import token_stats
+
+
+@ranks_agree
+def token_divergence(
+    logits: Tensor,
+    teacher: Teacher,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    inplace_backward: bool = False,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return the divergence of softmax(z) from a teacher's distribution at each token.
+
+    `Teacher` has the formulas. The gradient is, with q of the student, p of the teacher and
+    m = (1 - beta) q + beta p: dD/dz_j = d_j - q_j sum_k d_k, where d_j is q_j - p_j (beta 0),
+    q_j log(q_j/p_j) (beta 1), or (1 - beta) q_j log(q_j/m_j). Equal rows give exactly 0, others
+    never less. `token_stats(..., outputs=("logprobs", "divergence"), teacher=teacher)` has more of
+    the same softmax.
+
+    Args:
+        logits: of the student, `[B, T, V]` or `[N, V]`, as in `token_logprobs`.
+        teacher: hidden states and head, logits, or the log-probabilities of some tokens.
+        temperature: of the student, as in `token_logprobs`; the teacher has its own.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+        mask: 0/1, `[B, T]` or `[N]`; masked rows give 0, even if they contain NaN.
+        inplace_backward: as in `token_logprobs`.
+        vocab_group: as in `token_logprobs`; the teacher's logits or head are split likewise.
+        backend: `auto`, or the backend to use.
+
+    Returns:
+        Divergences in fp32, `[B, T]` or `[N]`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, or the backend cannot do the call.
+
+    Example:
+        >>> import torch, fastrl
+        >>> logits = torch.tensor([[2.0, 0.0]])
+        >>> fastrl.token_divergence(logits, fastrl.Teacher.from_logits(torch.zeros(1, 2)))
+        tensor([0.3278])
+    """
+    stats = token_stats(
+        logits,
+        _no_tokens("logits", logits),
+        outputs=("divergence",),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        mask=mask,
+        inplace_backward=inplace_backward,
+        teacher=teacher,
+        vocab_group=vocab_group,
+        backend=backend,
+    )
+    return cast("Tensor", stats.divergence)
+
+
+@ranks_agree
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Teacher,
+    *,
+    bias: Tensor | None = None,
+    lora: Lora | None = None,
+    chunk_tokens: int | None = None,
+    compact: bool = True,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
+    reduce_hidden_gradient: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return `token_divergence` of hidden @ weight^T + bias, without storing all logits at once.
+
+    Both sides are projected a chunk at a time, and again in the backward: with a teacher of H'
+    hidden features 2NV(H + H') floating-point operations in the forward, and 4NVH more than that in
+    the backward (2NVH with a frozen head). As the loss, or a term of it, in one pass:
+    `linear_policy_loss(..., teacher=teacher)`.
+
+    Args:
+        hidden: last hidden states of the student, `[B, T, H]` or `[N, H]`.
+        weight: its LM head, as in `linear_token_logprobs`.
+        teacher: hidden states and head, logits, or the log-probabilities of some tokens.
+        bias: `[V]`, or None.
+        lora: as in `linear_token_logprobs`.
+        chunk_tokens: as in `linear_token_logprobs`.
+        compact: as in `linear_token_logprobs`.
+        temperature: of the student, as in `token_logprobs`; the teacher has its own.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+        mask: 0/1, `[B, T]` or `[N]`; masked rows give 0 and cost nothing.
+        vocab_group: as in `linear_token_logprobs`; the teacher's logits or head are split likewise.
+        reduce_hidden_gradient: as in `linear_token_logprobs`.
+        backend: `auto`, or the backend for the chunks.
+
+    Returns:
+        Divergences in fp32, `[B, T]` or `[N]`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, ZeRO-3 has partitioned a weight, or
+            the backend cannot do the call.
+
+    Example:
+        >>> import torch, fastrl
+        >>> hidden, weight = torch.ones(1, 3), torch.zeros(2, 3)
+        >>> teacher = fastrl.Teacher.from_hidden(
+        ...     torch.ones(1, 2), torch.tensor([[2.0, 0.0], [0, 0]])
+        ... )
+        >>> fastrl.linear_divergence(hidden, weight, teacher)
+        tensor([0.4338])
+    """
+    stats = linear_token_stats(
+        hidden,
+        weight,
+        _no_tokens("hidden", hidden),
+        outputs=("divergence",),
+        bias=bias,
+        lora=lora,
+        chunk_tokens=chunk_tokens,
+        compact=compact,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        mask=mask,
+        teacher=teacher,
+        vocab_group=vocab_group,
+        reduce_hidden_gradient=reduce_hidden_gradient,
+        backend=backend,
+    )
+    return cast("Tensor", stats.divergence)
+
+
+def _no_tokens(name: str, inputs: object) -> Tensor:
+    """Return ids of some token for each row: the divergence depends on none."""
+    x = floating(name, inputs) if not hasattr(inputs, "full_tensor") else cast("Tensor", inputs)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{name} must have two or three dimensions, got {tuple(x.shape)}")
+    return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)

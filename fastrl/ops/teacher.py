@@ -1,0 +1,311 @@
+"""The distribution that a student is compared with: a teacher's, or a reference policy's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.checks import can_read, flag, floating, integer, number, on_device, saveable
+from fastrl.contract import RowArguments, TeacherScaling
+from fastrl.ops._linear.head import as_head
+from fastrl.ops._linear.tensor_cores import gemm_dtype
+from fastrl.ops._rows import as_rows
+from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments
+from fastrl.ops._vocabulary_parts.agreement import Agreement
+
+
+class Teacher(NamedTuple):
+    """A teacher's distribution p of each token, to be compared with a student's q.
+
+    The divergence is, with m = (1 - beta) q + beta p:
+
+    | beta | divergence | |
+    | --- | --- | --- |
+    | 0 | KL(p, q) = sum p log(p/q) | forward: infinite where the student alone excludes a token |
+    | 1 | KL(q, p) = sum q log(q/p) | reverse: infinite where the teacher alone excludes a token |
+    | else | beta KL(p, m) + (1 - beta) KL(q, m) | generalised Jensen-Shannon divergence |
+
+    as in TRL's `GKDTrainer` (Agarwal et al. 2023, arXiv 2306.13649). It has a gradient for the
+    student alone. A token that both exclude by a logit of -inf adds nothing. The vocabulary is the
+    student's: of a head with more rows pass the first ones, `weight[:V]`.
+
+    Make one with `from_hidden`, `from_logits` or `from_top_k`.
+
+    Attributes:
+        hidden: last hidden states, `[B, T, H]` or `[N, H]`; H may differ from the student's.
+        weight: the LM head, `[V, H]`.
+        bias: `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale), or None.
+        logits: `[B, T, V]` or `[N, V]`.
+        token_ids: integers `[B, T, K]` or `[N, K]`, no id twice in a row.
+        logprobs: of those tokens.
+        has_tail: whether all other tokens are one more event.
+        beta: which divergence, in [0, 1].
+        temperature: as in `token_logprobs`.
+        logit_scale: as in `token_logprobs`.
+        logit_softcap: as in `token_logprobs`.
+
+    Example:
+        >>> import torch, fastrl
+        >>> teacher = fastrl.Teacher.from_logits(torch.tensor([[2.0, 0.0]]), beta=0.0)
+        >>> fastrl.token_divergence(torch.zeros(1, 2), teacher)
+        tensor([0.3278])
+    """
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    lora: tuple[Tensor, Tensor, float] | None = None
+    logits: Tensor | None = None
+    token_ids: Tensor | None = None
+    logprobs: Tensor | None = None
+    has_tail: bool = True
+    beta: float = 1.0
+    temperature: float | Tensor = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @classmethod
+    def from_hidden(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        lora: tuple[Tensor, Tensor, float] | None = None,
+        beta: float = 1.0,
+        temperature: float | Tensor = 1.0,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+    ) -> Teacher:
+        """Return the teacher with logits hidden @ weight^T + bias, of which a chunk exists at once.
+
+        Example:
+            >>> import torch, fastrl
+            >>> hidden, weight = torch.ones(1, 2), torch.eye(2)
+            >>> teacher = fastrl.Teacher.from_hidden(hidden, weight)
+            >>> fastrl.linear_divergence(hidden, weight, teacher)
+            tensor([0.])
+        """
+        return cls(
+            hidden=hidden,
+            weight=weight,
+            bias=bias,
+            lora=lora,
+            beta=beta,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
+        )
+
+    @classmethod
+    def from_logits(
+        cls,
+        logits: Tensor,
+        *,
+        beta: float = 1.0,
+        temperature: float | Tensor = 1.0,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+    ) -> Teacher:
+        """Return the teacher with these logits.
+
+        Example:
+            >>> import torch, fastrl
+            >>> logits = torch.randn(2, 3, 5)
+            >>> fastrl.token_divergence(logits, fastrl.Teacher.from_logits(logits)).sum()
+            tensor(0.)
+        """
+        return cls(
+            logits=logits,
+            beta=beta,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
+        )
+
+    @classmethod
+    def from_top_k(
+        cls, token_ids: Tensor, logprobs: Tensor, *, has_tail: bool = True, beta: float = 1.0
+    ) -> Teacher:
+        """Return the teacher of which the log-probabilities of K tokens are known in each row.
+
+        Servers return these. The events are the K tokens and, with a tail, all others together;
+        without one, both distributions are normalised over the K tokens.
+
+        Example:
+            >>> import torch, fastrl
+            >>> ids, logprobs = torch.tensor([[0, 2]]), torch.tensor([[0.5, 0.25]]).log()
+            >>> teacher = fastrl.Teacher.from_top_k(ids, logprobs)
+            >>> fastrl.token_divergence(torch.zeros(1, 4), teacher)  # of (1/4, 1/4, 1/2)
+            tensor([0.1733])
+        """
+        return cls(token_ids=token_ids, logprobs=logprobs, has_tail=has_tail, beta=beta)
+
+    def shared(self) -> tuple[object, ...]:
+        """Return what is the same on the ranks that split a vocabulary."""
+        kinds = (self.hidden is None, self.weight is None, self.logits is None, self.bias is None)
+        return (*kinds, self.lora is None, *self[self._fields.index("token_ids") :])
+
+
+def teacher_arguments(
+    teacher: object,
+    rows: RowArguments,
+    inputs: Tensor,
+    vocabulary: int,
+    agreement: Agreement | None,
+    kept: object = None,
+    *,
+    flat: bool,
+) -> TeacherArguments:
+    """Check a teacher for rows `[B, T]` of these logits or hidden states; None is no teacher.
+
+    `vocabulary` is the size of this rank's part. The result has rows `[N]` if `flat`, as the linear
+    forms take them.
+    """
+    if teacher is None:
+        return NOBODY
+    if not isinstance(teacher, Teacher):
+        raise TypeError(f"teacher must be a Teacher or None, got {type(teacher).__name__}")
+    if kept is not None:
+        raise ValueError(
+            "kept must be None with a teacher: the student's rows would be a part of the "
+            "vocabulary, and the teacher's all of it"
+        )
+    pairs = {
+        "hidden and weight": (teacher.hidden, teacher.weight),
+        "logits": (teacher.logits,),
+        "token_ids and logprobs": (teacher.token_ids, teacher.logprobs),
+    }
+    found = [name for name, each in pairs.items() if any(x is not None for x in each)]
+    if len(found) != 1 or any(x is None for x in pairs[found[0]]):
+        came = [name for name in Teacher._fields[:7] if getattr(teacher, name) is not None]
+        raise ValueError(
+            "teacher must have either hidden and weight, or logits, or token_ids and logprobs, got "
+            f"{', '.join(came) or 'none'}"
+        )
+    beta = number("teacher.beta", teacher.beta, low=0.0, high=1.0)
+    known = flag("teacher.has_tail", teacher.has_tail)
+    result = NOBODY._replace(beta=beta, has_tail=known)
+    packed = inputs.shape[0] == 1 and rows.token_ids.shape[0] == 1
+    if teacher.logprobs is not None:
+        return _of_top_k(teacher, result, rows, vocabulary if agreement is None else None)
+    name = "hidden" if teacher.logits is None else "logits"
+    given = floating(
+        f"teacher.{name}", teacher.hidden if teacher.logits is None else teacher.logits
+    )
+    on_device(f"teacher.{name}", given, inputs, "the student")
+    if teacher.logits is not None and given.shape[-1:] != (vocabulary,):
+        raise ValueError(
+            f"teacher.logits must have a vocabulary of {vocabulary} like the student, got "
+            f"{tuple(given.shape)}"
+        )
+    ids = rows.token_ids[0] if given.dim() == 2 and packed else rows.token_ids
+    try:
+        padded, scaled = as_rows(
+            given,
+            ids,
+            None if rows.mask is None else rows.mask.reshape(ids.shape),
+            teacher.temperature,
+            teacher.logit_scale,
+            teacher.logit_softcap,
+            rows.ignore_index,
+            name=name,
+            vocabulary=vocabulary,
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"teacher.{error}") from None
+    temperatures = scaled.temperatures
+    if temperatures is not None:
+        real = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+        temperatures = temperatures.to(real)
+        temperatures = temperatures.reshape(-1) if flat else temperatures
+    scaling = TeacherScaling(
+        temperatures, scaled.temperature, scaled.logit_scale, scaled.logit_softcap
+    )
+    result = result._replace(scaling=scaling)
+    if teacher.logits is not None:
+        of_rows = padded.reshape(-1, vocabulary) if flat else padded
+        return result._replace(teacher_logits=saveable(of_rows.detach()))
+    group = None if agreement is None else agreement.group
+    try:
+        head = as_head(given.detach(), teacher.weight, teacher.bias, teacher.lora, group)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"teacher.{error}") from None
+    if head.vocabulary != vocabulary:
+        raise ValueError(
+            f"teacher.weight must have {vocabulary} rows like the student's vocabulary, got "
+            f"{head.vocabulary}: of the longer one pass the first {vocabulary}"
+        )
+    weight, bias, lora_a, lora_b = (
+        None if x is None else saveable(x.detach()) for x in head.parameters()
+    )
+    return result._replace(
+        teacher_hidden=saveable(padded.detach().reshape(-1, padded.shape[-1])),
+        teacher_weight=weight,
+        teacher_bias=bias,
+        teacher_lora_a=lora_a,
+        teacher_lora_b=lora_b,
+        teacher_lora_scale=head.lora_scale,
+    )
+
+
+def with_operand_dtype(arguments: TeacherArguments, backend: str) -> TeacherArguments:
+    """Return the teacher with the dtype in which this backend multiplies its head."""
+    hidden, weight = arguments.teacher_hidden, arguments.teacher_weight
+    if hidden is None or weight is None:
+        return arguments
+    return arguments._replace(teacher_operand_dtype=gemm_dtype(hidden, weight, backend))
+
+
+def _of_top_k(
+    teacher: Teacher, result: TeacherArguments, rows: RowArguments, vocabulary: int | None
+) -> TeacherArguments:
+    for name in ("bias", "lora", "logit_softcap"):
+        if getattr(teacher, name) is not None:
+            raise ValueError(f"teacher.{name} has no effect on log-probabilities")
+    for name in ("temperature", "logit_scale"):
+        if isinstance(getattr(teacher, name), Tensor) or getattr(teacher, name) != 1:
+            raise ValueError(f"teacher.{name} has no effect on log-probabilities")
+    ids = integer("teacher.token_ids", teacher.token_ids)
+    logprobs = floating("teacher.logprobs", teacher.logprobs)
+    for name, x in (("token_ids", ids), ("logprobs", logprobs)):
+        on_device(f"teacher.{name}", x, rows.token_ids, "the student")
+    shape = rows.token_ids.shape
+    leading = (shape, shape[1:]) if shape[0] == 1 else (shape,)
+    if ids.shape[:-1] not in leading or ids.shape[-1] == 0 or logprobs.shape != ids.shape:
+        raise ValueError(
+            f"teacher.token_ids and logprobs must have one shape, {tuple(leading[-1])} plus a last "
+            f"dimension of at least 1, got {tuple(ids.shape)} and {tuple(logprobs.shape)}"
+        )
+    flat = ids.reshape(-1, ids.shape[-1]).to(torch.int64)
+    of_tokens = logprobs.detach().reshape(flat.shape).float()
+    if vocabulary is not None and can_read(flat):
+        _check_top_k(flat, of_tokens, rows, vocabulary)
+    return result._replace(
+        teacher_ids=saveable(flat.contiguous()),
+        teacher_logprobs=saveable(of_tokens.contiguous()),
+        beta=result.beta,
+    )
+
+
+def _check_top_k(ids: Tensor, logprobs: Tensor, rows: RowArguments, vocabulary: int) -> None:
+    active = rows.token_ids.reshape(-1) != rows.ignore_index
+    if rows.mask is not None:
+        active = active & (rows.mask.reshape(-1) != 0)
+    ids, logprobs = ids[active], logprobs[active]
+    outside = (ids < 0) | (ids >= vocabulary)
+    if bool(outside.any()):
+        raise ValueError(
+            f"teacher.token_ids must lie in [0, {vocabulary}), got {int(ids[outside][0])}"
+        )
+    ordered = ids.sort(-1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise ValueError("teacher.token_ids must not repeat an id within a row")
+    if bool((logprobs.exp().sum(-1) > 1.001).any()):
+        most = float(logprobs.exp().sum(-1).max())
+        raise ValueError(
+            f"teacher.logprobs must be log-probabilities, which sum to at most 1, got {most:.6g}"
+        )
