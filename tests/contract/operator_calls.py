@@ -39,6 +39,7 @@ def operator_calls(backend, wanted=lambda entry: True):
                 outcome(entry, backend, cut(entry, inputs, [3, 1]))
         if backend in ("cpu", "triton"):
             gathered_calls(backend)
+            divergence_calls(backend)
         leaf, ids = torch.randn(2, 3, 37).requires_grad_(), torch.randint(37, (2, 3))
         for heat, dtype in ((0.7, torch.float32), (torch.rand(2, 3) + 0.5, torch.int32)):
             options = {"mask": torch.ones(2, 3, dtype=dtype), "backend": backend}
@@ -54,9 +55,28 @@ def operator_calls(backend, wanted=lambda entry: True):
         fastrl.token_logprobs(
             overwritten, ids, inplace_backward=True, kept=kept, backend=backend
         ).sum().backward()
+        teacher = fastrl.Teacher.from_logits(torch.randn(2, 3, 37), beta=0.4)
+        for inplace in (False, True):
+            of_teacher = {"inplace_backward": inplace, "backend": backend}
+            fastrl.token_divergence(leaf * 1, teacher, **of_teacher).sum().backward()
         names = torch.tensor([5, -1, 5, 5, 9, -1])
         fastrl.group_advantages(torch.randn(6), group_ids=names, backend=backend)
     return {operator: [*forms.values()] for operator, forms in calls.by_operator.items()}
+
+
+def divergence_calls(backend):
+    """Call what a comparison with a teacher calls inside of an operator."""
+    run, logits, teacher = operators(backend), torch.randn(1, 2, 5), torch.randn(1, 2, 5)
+    rows = (torch.tensor([[0, 3]]), torch.tensor([[True, True]]), -100, None, 1.0, 1.0, 0.0)
+    stats = run.token_stats_fwd(logits, *rows, True, False)
+    of_teacher = run.token_stats_fwd(teacher, *rows, True, False)
+    scaled = (*rows, None, 1.0, 1.0, 0.0)
+    both = (stats[5], stats[6], of_teacher[5], of_teacher[6])
+    _, mean, _ = run.divergence_fwd(logits, teacher, *scaled, *both, 0.5)
+    saved = (stats[5], stats[6], stats[1], of_teacher[5], of_teacher[6], 0.5, mean)
+    given = (logits, teacher, *scaled, *saved, torch.ones(1, 2), None, torch.ones(1, 2), None)
+    run.divergence_bwd(*given)
+    run.divergence_bwd_(*given, False)
 
 
 def gathered_calls(backend):

@@ -3,6 +3,7 @@
 A new op has a row in `ENTRIES`; `test_properties_of_calls.py` notices one without.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import PRESETS
+from fastrl.ops._row_stats import OF_ROW
 from tests.ops.inputs import cu_seqlens, make_logprobs, make_mask, packed
 
 VOCABULARY, WIDTH = 23, 4
+TEACHER_WEIGHT = torch.randn(VOCABULARY, 5, generator=torch.Generator().manual_seed(0))
 
 #: What a preset is combined with.
 EVERYTHING = {
@@ -86,11 +89,27 @@ class Entry(NamedTuple):
         given = {**inputs, **self.options, **more}
         if "kept" in given:
             given["kept"] = fastrl.KeptTokens.from_padded(given["kept"])
+        if "beta" in given:
+            given["teacher"] = teacher_of(given, given.pop("beta"))
         if self.function in PLAIN or callable(surrogate_of(given)):
             backend = "reference" if backend == "reference" else "auto"
         found = flat(self.function(**given, backend=backend))
         passed_on = ("logprobs", "entropy") if self.function is fastrl.policy_loss else ()
         return {name: x for name, x in found.items() if name not in passed_on}
+
+
+def teacher_of(given, beta):
+    """Take what is the teacher's out of the inputs."""
+    own = {name: given.pop(name) for name in [*given] if name.startswith("teacher_")}
+    if "teacher_logprobs" in own:
+        ids, logprobs = own["teacher_ids"], own["teacher_logprobs"]
+        return fastrl.Teacher.from_top_k(ids, logprobs, beta=beta)
+    if "teacher_hidden" in own:
+        weight = TEACHER_WEIGHT.to(own["teacher_hidden"].dtype)
+        return fastrl.Teacher.from_hidden(own["teacher_hidden"], weight, beta=beta)
+    return fastrl.Teacher.from_logits(
+        own["teacher_logits"], beta=beta, temperature=0.7, logit_softcap=9.0
+    )
 
 
 def surrogate_of(given):
@@ -180,7 +199,29 @@ def from_logprobs(o):
     return draw
 
 
-def rows(form, *, scored, kept=False):
+def draw_teacher(kind, B, T, dtype):
+    if kind == "logits":
+        return {"teacher_logits": 2 * normal(B, T, VOCABULARY, dtype=dtype)}
+    if kind == "hidden":
+        return {"teacher_hidden": normal(B, T, TEACHER_WEIGHT.shape[1], dtype=dtype)}
+    ids = torch.rand(B, T, VOCABULARY).argsort(-1)[..., :5]
+    logprobs = (2 * normal(B, T, VOCABULARY, dtype=dtype)).log_softmax(-1)[..., :5]
+    return {"teacher_ids": ids, "teacher_logprobs": logprobs}
+
+
+def compared(form, kind):
+    """The inputs of a divergence: of `rows` without tokens."""
+
+    def draw(B, T, dtype):
+        drawn = rows(form, scored=None)(B, T, dtype)
+        mask = drawn.pop("mask")
+        del drawn["token_ids"]
+        return {**drawn, **draw_teacher(kind, B, T, dtype), "mask": mask}
+
+    return draw
+
+
+def rows(form, *, scored, kept=False, teacher=None):
     """Logits, or hidden states and weight, with token ids and log-probabilities of these."""
 
     def draw(B, T, dtype):
@@ -199,6 +240,8 @@ def rows(form, *, scored, kept=False):
             tokens[..., 1:][tokens[..., 1:] == tokens[..., :1]] = -1
             counts = torch.randint(8, (B, T, 1))
             given["kept"] = torch.where(torch.arange(7) < counts, tokens, -1)
+        if teacher is not None:
+            given |= draw_teacher(teacher, B, T, dtype)
         if scored is None:
             temperature = normal(B, T, dtype=torch.float32).abs() + 0.5
             return {**given, "temperature": temperature} | draw_mask(B, T)
@@ -239,17 +282,19 @@ def draw_pair(B, T, dtype):
     return {name: make_logprobs(B, T, dtype=dtype) for name in ("logprobs", "ref_logprobs")}
 
 
-def losses(names, function, leaves, form=None, *, kept=False, **options):
+def losses(names, function, leaves, form=None, *, kept=False, teacher=None, **options):
     for name in names:
         o = OBJECTIVES[name]
+        if teacher is not None:
+            o = dataclasses.replace(o, teacher_coef=0.7)
         own = {"objective": o, **({"group_size": 1} if name == "prompt-mean" else {})}
         by_batch = o.top_entropy_quantile < 1 or name == "m2po"
         by_sequence = () if o.aggregation in ("token-mean", "prompt-mean") else ("advantages",)
         yield (
-            f"{function.__name__} {name}{' kept' * kept}",
+            f"{function.__name__} {name}{' kept' * kept}{f' {teacher}' if teacher else ''}",
             Entry(
                 function,
-                from_logprobs(o) if form is None else rows(form, scored=o, kept=kept),
+                from_logprobs(o) if form is None else rows(form, scored=o, kept=kept, teacher=teacher),
                 leaves,
                 own | options,
                 "batch" if by_batch else "loss",
@@ -259,7 +304,8 @@ def losses(names, function, leaves, form=None, *, kept=False, **options):
         )
 
 
-ALL = {"outputs": fastrl.TokenStats._fields}
+ALL = {"outputs": OF_ROW}
+WITH_TEACHER = {"outputs": fastrl.TokenStats._fields, "beta": 0.3}
 EVERYWHERE = ("reference", "cpu", "triton", "cuda")
 BY_KERNELS = ("cpu", "triton", "cuda")  # eager torch has second derivatives
 ENTRIES = {
@@ -267,6 +313,54 @@ ENTRIES = {
     **dict(losses(FEW, fastrl.logits_policy_loss, ("logits",), "logits")),
     **dict(losses(FEW, fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", chunk_tokens=7)),
     **dict(losses(FEW[:2], fastrl.logits_policy_loss, ("logits",), "logits", kept=True)),
+    **dict(
+        losses(
+            FEW[:2], fastrl.logits_policy_loss, ("logits",), "logits", teacher="logits", beta=1.0
+        )
+    ),
+    **dict(
+        losses(
+            (*FEW[:2], "function"),
+            fastrl.linear_policy_loss,
+            ("hidden", "weight"),
+            "hidden",
+            teacher="hidden",
+            beta=0.0,
+            chunk_tokens=7,
+        )
+    ),
+    **{
+        f"{function.__name__} {kind} {beta:g}": Entry(
+            function,
+            compared(form, kind),
+            leaves,
+            {"beta": beta},
+            infinite=leaves[:1],
+            packs=False,
+            refuse_twice=EVERYWHERE,
+        )
+        for function, form, leaves in (
+            (fastrl.token_divergence, "logits", ("logits",)),
+            (fastrl.linear_divergence, "hidden", ("hidden", "weight")),
+        )
+        for kind, beta in (("logits", 0.0), ("hidden", 1.0), ("top-k", 0.5), ("logits", 0.1))
+    },
+    **{
+        f"{function.__name__} {kind} beside": Entry(
+            function,
+            rows(form, scored=None, teacher=kind),
+            leaves,
+            WITH_TEACHER,
+            infinite=leaves[:1],
+            packs=False,
+            refuse_twice=EVERYWHERE,
+        )
+        for function, form, leaves, kind in (
+            (fastrl.token_stats, "logits", ("logits",), "logits"),
+            (fastrl.token_stats, "logits", ("logits",), "top-k"),
+            (fastrl.linear_token_stats, "hidden", ("hidden", "weight"), "hidden"),
+        )
+    },
     **dict(losses(FEW[:2], fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", kept=True)),
     **{
         f"{function.__name__}{''.join(f' {name}' for name in options)}{' kept' * kept}": Entry(
@@ -368,6 +462,7 @@ PLAIN = (
 ON_GPUS = (
     *("policy_loss ppo", "policy_loss gspo", "policy_loss gmpo", "policy_loss by term"),
     *("logits_policy_loss ppo", "logits_policy_loss gspo", "token_logprobs", "token_stats outputs"),
+    *("token_stats logits beside", "token_divergence logits 0", "token_divergence logits 0.1"),
     *("gae", "gae by token", "group_advantages mean group", "group_advantages mean batch"),
 )
 

@@ -63,7 +63,7 @@ def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
         comparison = walk.compare(chunk, projected)
         if comparison is not None:
             _store(compared, chunk, comparison.compare(of_chunk))
-    return tuple(walk.expanded(values) for values in (*stats, *compared))
+    return (*map(walk.expanded, stats), *walk.expanded_comparison(compared))
 
 
 def _store(values: Sequence[Tensor], chunk: slice, of_chunk: Sequence[Tensor]) -> None:
@@ -213,8 +213,9 @@ def linear_loss_pass(
         for chunk in walk.trained():
             outputs = _train_in_one_kernel(walk, chunk, walk.project(chunk), slopes)
             logprobs[chunk], entropy[chunk] = outputs
-    stats_of_rows = (logprobs, entropy, *compared[:3])
-    return (*(walk.expanded(values) for values in stats_of_rows), *walk.gradients())
+    divergence, teacher_entropy, agrees, *_ = walk.expanded_comparison(compared)
+    of_teacher = (divergence, teacher_entropy, agrees)
+    return (walk.expanded(logprobs), walk.expanded(entropy), *of_teacher, *walk.gradients())
 
 
 def _train_in_one_kernel(

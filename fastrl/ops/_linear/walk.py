@@ -275,11 +275,16 @@ class LinearWalk:
 
     def expanded(self, values: Tensor) -> Tensor:
         """Return values in the order of processing for all rows `[N]`, 0 at the others."""
-        if self._order.indices is None or len(values) != len(self._order.indices):
+        if self._order.indices is None:
             return values
         result = values.new_zeros(self._hidden.shape[0])
         result[self._order.indices] = values
         return result
+
+    def expanded_comparison(self, compared: TeacherStats) -> Iterator[Tensor]:
+        """Yield what there is of a comparison, for all rows."""
+        for values in compared:
+            yield values if self._teacher is None else self.expanded(values)
 
     def gradients(self) -> LinearGradients:
         """Return the gradients, accumulated over all chunks."""

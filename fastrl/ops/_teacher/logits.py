@@ -155,6 +155,8 @@ class _Call(NamedTuple):
         if temperatures is not None:
             scaling = teacher.scaling._replace(teacher_temperatures=temperatures.reshape(-1))
             teacher = teacher._replace(scaling=scaling)
+        if B * T == 0:
+            return
         size = min(size, B * T)
         sides = TeacherChunks(teacher, None, size, real, self.backend, self.parts)
         for start in range(0, B * T, size):
@@ -179,11 +181,13 @@ def compared_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     for chunk in call.chunks():
         of_chunk = chunk.stats(call.backend, call.parts)
         found.append((*of_chunk, *chunk.comparison.compare(of_chunk)))
-    shape = call.rows.token_ids.shape
+    ids = call.rows.token_ids
     if not found:
-        like = torch.empty(shape, dtype=arithmetic_dtype(call.logits, call.logits))
-        return tuple(like.to(call.logits.device) for _ in range(13))
-    return tuple(torch.cat(each).reshape(shape) for each in zip(*found, strict=True))
+        real = arithmetic_dtype(call.logits, call.logits)
+        names = (*RowStats._fields, *TeacherStats._fields)
+        of_answers = ("is_top1", "agrees")
+        return tuple(ids.to(torch.bool if name in of_answers else real) for name in names)
+    return tuple(torch.cat(each).reshape(ids.shape) for each in zip(*found, strict=True))
 
 
 @torch.no_grad()

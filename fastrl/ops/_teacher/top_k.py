@@ -141,6 +141,7 @@ class TopKRows:
         target = gradient_of(self._logits, narrow=narrow)
         if tail is None:
             values = values + target.gather(1, self._ids).to(values.dtype)
+        values = torch.where(self._active()[:, None], values, 0.0)
         self._put(target, values.to(target.dtype))
 
     def _policy(self, log_q: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]) -> Tensor:
