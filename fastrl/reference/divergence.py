@@ -42,8 +42,8 @@ def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTer
     log_ratio = torch.where(excluded, 0.0, log_q - log_p)
     leads = log_ratio >= 0
     larger = torch.where(leads, log_q, log_p).exp()
-    growth = torch.where(leads, -log_ratio, log_ratio).expm1()
-    smaller = larger + larger * growth
+    distance = torch.where(leads, -log_ratio, log_ratio)
+    growth, smaller = distance.expm1(), larger * distance.exp()
     q, p = torch.where(leads, larger, smaller), torch.where(leads, smaller, larger)
     excess = torch.where(leads, -larger * growth, larger * growth)
     if beta == 0:
@@ -51,8 +51,7 @@ def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTer
     if beta == 1:
         slope = _product(q, log_ratio)
         return DivergenceTerms(slope - excess, slope)
-    share = torch.where(leads, beta, 1 - beta)
-    of_larger = -(share * growth).log1p()
+    of_larger = -torch.where(leads, beta * growth, (1 - beta) * growth).log1p()
     of_smaller = of_larger - torch.where(leads, log_ratio, -log_ratio)
     slope = (1 - beta) * _product(q, torch.where(leads, of_larger, of_smaller))
     of_p = torch.where(leads, of_smaller, of_larger)

@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 
 LOSSES = ("policy_loss", "logits_policy_loss", "linear_policy_loss")
-WITH_LOGITS = ("token_logprobs", "token_stats", "logits_policy_loss")
-LINEAR = ("linear_token_logprobs", "linear_token_stats", "linear_policy_loss")
+WITH_LOGITS = ("token_logprobs", "token_stats", "token_divergence", "logits_policy_loss")
+LINEAR = (
+    "linear_token_logprobs",
+    "linear_token_stats",
+    "linear_divergence",
+    "linear_policy_loss",
+)
 #: Functions that have no compiled backend.
 IN_TORCH = ("value_loss", "kl_divergence", "token_weights", "whiten", "masked_mean")
 
@@ -54,6 +59,12 @@ SIMPLEST: dict[str, Any] = {
     "kept": None,  # or how many tokens of the vocabulary a row has kept: one, few, ragged, all
     "inplace": False,
     "autocast": False,
+    # a teacher
+    "beta": 1.0,
+    "teacher": "own",  # its logits are near the student's, the same, or of hidden states
+    "teacher_dtype": "like",
+    "teacher_temperature": 1.0,
+    "teacher_softcap": None,
     # linear forms
     "hidden": 1,
     "weight_dtype": "like",

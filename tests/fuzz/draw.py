@@ -15,6 +15,8 @@ FUNCTIONS = {
     "token_stats": 5,
     "linear_token_logprobs": 1,
     "linear_token_stats": 2,
+    "token_divergence": 3,
+    "linear_divergence": 2,
     "policy_loss": 8,
     "logits_policy_loss": 6,
     "linear_policy_loss": 4,
@@ -74,6 +76,8 @@ def draw(
         options |= _row_options(chance, function, options, interpreted)
     if function in LINEAR:
         options |= _head_options(chance, function)
+    if function.endswith("divergence"):
+        options |= _teacher_options(chance)
     if function in LOSSES:
         options |= objective_options(chance, function, options)
     if function in PLAIN:
@@ -163,16 +167,31 @@ def _row_options(chance: Chance, function: str, options: dict, interpreted: bool
         drawn["inplace"] = options["mode"] == "grad" and chance.of(0.15)
         if drawn["inplace"] and drawn["logits_layout"] == "expanded":
             drawn["logits_layout"] = "contiguous"
-    if chance.of(0.1):
+    if not function.endswith("divergence") and chance.of(0.1):
         drawn["ignore_index"] = chance.pick((-1, 0, 3))
     if function in ("token_stats", "linear_token_stats"):
         outputs = [name for name in (*DIFFERENTIABLE, "sum_sq_probs", "is_top1") if chance.of(0.6)]
         if options["mode"] == "grad" and not set(outputs) & set(DIFFERENTIABLE):
             outputs.append(chance.pick(DIFFERENTIABLE))
         drawn["outputs"] = tuple(outputs) or ("logprobs",)
-    if function.endswith(("stats", "logprobs")) and chance.of(0.2):
+    if function.endswith(("stats", "logprobs", "divergence")) and chance.of(0.2):
         drawn["mask"] = "absent"
     return drawn
+
+
+def _teacher_options(chance: Chance) -> dict[str, Any]:
+    drawn: dict[str, Any] = {
+        "beta": chance.weighed({0.0: 3, 1.0: 3, 0.5: 2, 0.1: 1, 0.9: 1, 1e-3: 0.3}),
+        "teacher": chance.weighed({"own": 4, "hidden": 2, "near": 2, "same": 1}),
+        "kept": None,
+    }
+    return drawn | chance.some(
+        {
+            "teacher_dtype": (0.3, ("float32", "bfloat16", "float16")),
+            "teacher_temperature": (0.3, (0.5, 0.7, 3.0)),
+            "teacher_softcap": (0.15, (1.0, 5.0, 30.0)),
+        }
+    )
 
 
 def _head_options(chance: Chance, function: str) -> dict[str, Any]:
@@ -209,6 +228,8 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
         own = str(options.get("objective", "")).startswith("own")
         known += [name for name in policy_data.FEATURES if not (own and "inf" in name)]
     known += PLAIN_FEATURES.get(function, ())
+    if function.endswith("divergence"):
+        known.remove("ignored")
     share = min(0.5, 1.5 / max(len(known), 1))
     found = () if chance.of(0.5) else tuple(name for name in known if chance.of(share))
     top = dict(options.get("fields", {})).get("top_entropy_quantile", 1.0) < 1

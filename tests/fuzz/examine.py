@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import linear_call, policy_call, rows_call, values_call
+from . import divergence_call, linear_call, policy_call, rows_call, values_call
 from .case import IN_TORCH, Case
 from .trial import Difference, NoResultError, Trial
 
@@ -17,6 +17,8 @@ EXAMINED: dict[str, Callable[[Trial], None]] = {
     "token_stats": rows_call.examine_rows,
     "linear_token_logprobs": linear_call.examine_linear_stats,
     "linear_token_stats": linear_call.examine_linear_stats,
+    "token_divergence": divergence_call.examine_divergence,
+    "linear_divergence": divergence_call.examine_linear_divergence,
     "policy_loss": policy_call.examine_policy_loss,
     "logits_policy_loss": policy_call.examine_logits_policy_loss,
     "linear_policy_loss": linear_call.examine_linear_policy_loss,

@@ -78,8 +78,8 @@ class LinearCall:
         ids = rows.ids[rows.active]
         self.oracle = noted(trial, Rows(x, ids, rows.head(trial), arithmetic, error))
 
-    def made(self, trial: Trial, **arguments: Any) -> Any:
-        """Return the result of the call."""
+    def made(self, trial: Trial, beside: Any = None, **arguments: Any) -> Any:
+        """Return the result of the call, with token ids or a teacher beside the head."""
         case, given = self.case, self.tensors
         if "bias" in given:
             arguments["bias"] = given["bias"]
@@ -88,7 +88,8 @@ class LinearCall:
         for name in ("chunk_tokens", "compact"):
             if name in case.options:
                 arguments[name] = getattr(case, name)
-        return trial.call(given["hidden"], given["weight"], ids_tensor(self.rows), **arguments)
+        third = ids_tensor(self.rows) if beside is None else beside
+        return trial.call(given["hidden"], given["weight"], third, **arguments)
 
     def gradients(self, dx: Bounded, idle: np.ndarray, factor: float = 1.0) -> dict[str, Bounded]:
         """Return the expected gradients of tensors that are not frozen."""

@@ -13,7 +13,8 @@ from .rows_data import LogitRows, ids_tensor, logits_of, rows_of, token_options
 from .tokens import as_held, flat_tensor, laid_out, mask_tensor
 from .trial import Trial
 
-DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp")
+STATISTICS = ("logprobs", "entropy", "logsumexp")
+DIFFERENTIABLE = (*STATISTICS, "divergence")
 
 
 def examine_rows(trial: Trial) -> None:
@@ -43,6 +44,8 @@ def parts_of(result: Any) -> dict[str, Tensor | None]:
 
 
 def outputs_of(case: Case) -> tuple[str, ...]:
+    if case.function.endswith("divergence"):
+        return ("divergence",)
     return case.outputs if case.function.endswith("stats") else ("logprobs",)
 
 
@@ -71,7 +74,7 @@ def upstream_of(rows: LogitRows, output: str) -> np.ndarray | None:
 
 def upstreams_of(rows: LogitRows, oracle: Rows) -> list[Bounded]:
     """Return the upstream gradients of the active rows, zeros for an output that has none."""
-    given = [upstream_of(rows, name) for name in DIFFERENTIABLE]
+    given = [upstream_of(rows, name) for name in STATISTICS]
     nothing = np.zeros(oracle.n)
     values = [nothing if g is None else g[rows.active] for g in given]
     return [Bounded(value, 0.0, oracle.arithmetic) for value in values]

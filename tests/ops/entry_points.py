@@ -294,7 +294,9 @@ def losses(names, function, leaves, form=None, *, kept=False, teacher=None, **op
             f"{function.__name__} {name}{' kept' * kept}{f' {teacher}' if teacher else ''}",
             Entry(
                 function,
-                from_logprobs(o) if form is None else rows(form, scored=o, kept=kept, teacher=teacher),
+                from_logprobs(o)
+                if form is None
+                else rows(form, scored=o, kept=kept, teacher=teacher),
                 leaves,
                 own | options,
                 "batch" if by_batch else "loss",

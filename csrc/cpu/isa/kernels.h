@@ -38,7 +38,8 @@ struct GradientTerms {
 struct DivergenceMap {
   float multiplier, max, log2_sum;  // of the student; log2_sum is relative to max
   float teacher_multiplier, teacher_max, teacher_log2_sum;
-  float offset;  // log2 of the student's sum of exponentials over the teacher's
+  float max_difference, max_difference_error;  // max - teacher_max, and what its rounding left
+  float offset;  // log2_sum - teacher_log2_sum
   float beta;
 };
 

@@ -88,7 +88,7 @@ struct RowPair {
   vfloat y;            // log2 q/p
   vfloat log2_q;
   vfloat larger;       // of q and p
-  vfloat growth;       // the smaller one is larger * (1 + growth)
+  vfloat growth;       // the smaller one over it, minus 1
   vint student_leads;  // q >= p
   vfloat q, p;
 };
@@ -96,21 +96,27 @@ struct RowPair {
 FASTRL_INLINE RowPair compare(vfloat u, vfloat v, const DivergenceMap& map) {
   const vfloat lowest = fill(-HUGE_VALF);
   const vfloat multiplier = fill(map.multiplier), teacher_multiplier = fill(map.teacher_multiplier);
+  const vfloat t = u - map.max, teacher_t = v - map.teacher_max;
   RowPair pair;
   if (map.multiplier == map.teacher_multiplier) {
-    pair.y = (u - v) * multiplier - map.offset;
+    // u - v with its rounding error, so that neither equal rows nor rows far from 0 lose digits
+    const vfloat difference = u - v, back = difference - u;
+    const vfloat error = (u - (difference - back)) - (v + back);
+    const vfloat rest = where(error == error, error, vfloat{}) - map.max_difference_error;
+    pair.y = ((difference - map.max_difference) + rest) * multiplier - map.offset;
   } else {
-    pair.y = (u * multiplier - v * teacher_multiplier) - map.offset;
+    pair.y = (t * multiplier - teacher_t * teacher_multiplier) - map.offset;
   }
   const vint excluded = (u == lowest) & (v == lowest);
   pair.y = where(excluded, vfloat{}, pair.y);
   pair.student_leads = pair.y >= 0.0f;
-  pair.log2_q = (u - map.max) * multiplier - map.log2_sum;
-  const vfloat log2_p = (v - map.teacher_max) * teacher_multiplier - map.teacher_log2_sum;
+  pair.log2_q = t * multiplier - map.log2_sum;
+  const vfloat log2_p = teacher_t * teacher_multiplier - map.teacher_log2_sum;
   pair.larger = exp2(where(pair.student_leads, pair.log2_q, log2_p));
   const vfloat distance = where(pair.student_leads, -pair.y, pair.y) * 0.69314718f;
-  pair.growth = exponential(distance).minus_one;
-  const vfloat smaller = pair.larger * pair.growth + pair.larger;
+  const Exponential quotient = exponential(distance);
+  pair.growth = quotient.minus_one;
+  const vfloat smaller = pair.larger * quotient.value;
   pair.q = where(pair.student_leads, pair.larger, smaller);
   pair.p = where(pair.student_leads, smaller, pair.larger);
   return pair;

@@ -44,20 +44,21 @@ TeacherRows::TeacherRows(const Rows& student, const TeacherArguments& teacher,
 
 DivergenceMap TeacherRows::map(int64_t row) const {
   const Scaling& scaling = student_.scaling();
-  const auto of = [row](const Scaling& s) { return static_cast<double>(s.map(row).multiplier); };
   const float max = squashed(kernels_, scaling, row_max_[row]);
   const float teacher_max = squashed(kernels_, scaling_, teacher_row_max_[row]);
   const double log2_sum = static_cast<double>(log_sum_[row]) * kLog2E;
   const double teacher_log2_sum = static_cast<double>(teacher_log_sum_[row]) * kLog2E;
-  const double offset = (static_cast<double>(max) * of(scaling) + log2_sum) -
-                        (static_cast<double>(teacher_max) * of(scaling_) + teacher_log2_sum);
+  const double max_difference = static_cast<double>(max) - static_cast<double>(teacher_max);
+  const float rounded = static_cast<float>(max_difference);
   return {scaling.map(row).multiplier,
           max,
           static_cast<float>(log2_sum),
           scaling_.map(row).multiplier,
           teacher_max,
           static_cast<float>(teacher_log2_sum),
-          static_cast<float>(offset),
+          rounded,
+          static_cast<float>(max_difference - static_cast<double>(rounded)),
+          static_cast<float>(log2_sum - teacher_log2_sum),
           static_cast<float>(beta_)};
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
@@ -96,3 +96,18 @@ class Arguments:
     def rest(self) -> list[Any]:
         """Return the remaining arguments."""
         return self._remaining
+
+
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Disable autocast, whose dtype has become an argument where it has an effect."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        first = arguments[0]
+        device = (first.hidden if isinstance(first, LinearCall) else first).device.type
+        if not torch.amp.is_autocast_available(device):
+            return function(*arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return function(*arguments, **options)
+
+    return run

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastrl.contract import LEVELS, SURROGATES, LossArguments, ObjectiveArguments, RowStats
 from fastrl.library import operators
-from fastrl.ops._linear.call import Arguments, LinearCall
+from fastrl.ops._linear.call import Arguments, LinearCall, without_autocast
 from fastrl.ops._linear.chunks import (
     as_batch,
     compact_rows,
@@ -32,22 +32,7 @@ from fastrl.ops._process_groups import gathered
 from fastrl.ops._teacher.rows import TeacherStats
 
 
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable autocast, whose dtype has become an argument where it has an effect."""
-
-    @functools.wraps(function)
-    def run(*arguments: Any, **options: Any) -> Any:
-        first = arguments[0]
-        device = (first.hidden if isinstance(first, LinearCall) else first).device.type
-        if not torch.amp.is_autocast_available(device):
-            return function(*arguments, **options)
-        with torch.autocast(device, enabled=False):
-            return function(*arguments, **options)
-
-    return run
-
-
-@_without_autocast
+@without_autocast
 @torch.no_grad()
 def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the fields of `RowStats` and `TeacherStats` of all rows, `[N]`; 0 at inactive ones."""
@@ -71,7 +56,7 @@ def _store(values: Sequence[Tensor], chunk: slice, of_chunk: Sequence[Tensor]) -
         each[chunk] = some
 
 
-@_without_autocast
+@without_autocast
 @torch.no_grad()
 def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Project all chunks again and return the gradients of hidden states and parameters.
@@ -152,7 +137,7 @@ def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(linear_loss_pass(call, slopes, weights, needs, metrics=metrics))
 
 
-@_without_autocast
+@without_autocast
 @torch.no_grad()
 def linear_loss_pass(
     call: LinearCall,

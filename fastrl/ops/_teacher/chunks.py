@@ -80,7 +80,7 @@ class TeacherChunks:
             return TopKRows(logits, rows, teacher, self._backend, part, self._parts)
         batch_temperatures = None if of_chunk is None else of_chunk[None].contiguous()
         scaling = scaling._replace(teacher_temperatures=batch_temperatures)
-        pair = Pair(
+        pair = Pair.of(
             logits[None],
             self._logits_of(index, logits)[None],
             as_batch(rows),
@@ -93,10 +93,7 @@ class TeacherChunks:
 
     def _logits_of(self, index: slice | Tensor, like: Tensor) -> Tensor:
         if self._teacher.teacher_logits is not None:
-            logits = self._teacher.teacher_logits[index]
-            if self._backend == "reference" or logits.dtype != torch.float64:
-                return logits if logits.stride(-1) == 1 else logits.contiguous()
-            return logits.to(like.dtype)
+            return self._teacher.teacher_logits[index]
         hidden, head = self._teacher.teacher_hidden, self._head
         assert hidden is not None
         assert head is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import arithmetic_dtype
 from fastrl.ops._autograd.first_derivative import first_derivative_only
-from fastrl.ops._linear.call import Arguments
+from fastrl.ops._linear.call import Arguments, without_autocast
 from fastrl.ops._linear.chunks import chunk_stats, flat_rows, in_batch, take_rows
 from fastrl.ops._process_groups import gathered
 from fastrl.ops._row_stats import public_stats, slopes_of, without_gradient
@@ -137,10 +137,11 @@ class _Call(NamedTuple):
     def pair(self, logits: Tensor) -> Pair | None:
         """Return all rows beside the teacher's logits, or None if it has none."""
         given = self.teacher.teacher_logits
-        if given is None or (given.dtype == torch.float64 and self.backend != "reference"):
+        if given is None:
             return None
-        given = given if given.stride(-1) == 1 or given.shape[-1] == 1 else given.contiguous()
-        return Pair(logits, given, self.rows, self.teacher, self.backend, self.part(), self.parts)
+        return Pair.of(
+            logits, given, self.rows, self.teacher, self.backend, self.part(), self.parts
+        )
 
     def chunks(self) -> Iterator[_Chunk]:
         """Yield chunks of rows, with logits that may be overwritten."""
@@ -149,8 +150,6 @@ class _Call(NamedTuple):
         real = arithmetic_dtype(flat, flat)
         size = max(1, _CHUNK_BYTES[flat.is_cuda] // (2 * V * real.itemsize))
         teacher = self.teacher
-        if teacher.teacher_logits is not None:
-            teacher = teacher._replace(teacher_logits=teacher.teacher_logits.reshape(B * T, V))
         temperatures = teacher.scaling.teacher_temperatures
         if temperatures is not None:
             scaling = teacher.scaling._replace(teacher_temperatures=temperatures.reshape(-1))
@@ -168,6 +167,7 @@ class _Call(NamedTuple):
             )
 
 
+@without_autocast
 @torch.no_grad()
 def compared_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the fields of `RowStats` and `TeacherStats`, `[B, T]`; 0 at inactive rows."""
@@ -190,6 +190,7 @@ def compared_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.cat(each).reshape(ids.shape) for each in zip(*found, strict=True))
 
 
+@without_autocast
 @torch.no_grad()
 def compared_token_stats_bwd(*arguments: Any) -> Tensor:
     """Return dL/dlogits.
@@ -207,6 +208,7 @@ def compared_token_stats_bwd(*arguments: Any) -> Tensor:
     return gradient
 
 
+@without_autocast
 @torch.no_grad()
 def compared_token_stats_bwd_(*arguments: Any) -> None:
     """Overwrite the logits with dL/dlogits; the arguments of `compared_token_stats_bwd`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.contract import RowArguments, RowStats
-from fastrl.library import called, operators
+from fastrl.library import arithmetic_dtype, called, operators
 from fastrl.ops._process_groups import gathered, total
 from fastrl.ops._teacher.arguments import TeacherArguments
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
@@ -57,6 +57,24 @@ class Pair(NamedTuple):
     backend: str
     part: PartRows | None
     parts: VocabularyParts
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        rows: RowArguments,
+        teacher: TeacherArguments,
+        backend: str,
+        part: PartRows | None,
+        parts: VocabularyParts,
+    ) -> Pair:
+        """Return the pair, with the teacher's logits in float64 just where the student's are."""
+        given = teacher_logits
+        if torch.float64 in (given.dtype, logits.dtype) and given.dtype != logits.dtype:
+            given = given.to(arithmetic_dtype(logits, logits))
+        given = given if given.stride(-1) == 1 or given.shape[-1] == 1 else given.contiguous()
+        return cls(logits, given, rows, teacher, backend, part, parts)
 
     def student_stats(self) -> RowStats:
         """Return the student's statistics, as the comparison needs them."""

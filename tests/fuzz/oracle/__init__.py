@@ -6,6 +6,7 @@
   `term_weights`).
 - `policy`: `policy_loss`, with the terms of `terms` and the corrections and masks of `masks`;
   `fields_of` gives the fields of an `Objective`.
+- `divergence`: `Divergence`, of the rows of a student from those of a teacher.
 - `rows`: `Rows`, statistics and gradient of rows of logits; `head`: `LinearHead`, the logits of
   hidden states and a weight, and what their gradient makes of these.
 - `advantages`: `group_advantages`, `gae`; `values`: value loss, KL divergence, means, whitening.

@@ -1,0 +1,112 @@
+"""`token_divergence` and `linear_divergence`: arguments and expected results."""
+
+from typing import Any
+
+import numpy as np
+
+import fastrl
+
+from .case import Case
+from .linear_call import LinearCall
+from .oracle.bounded import of_results
+from .oracle.divergence import Divergence
+from .oracle.head import LinearHead
+from .oracle.rows import Head, Rows
+from .policy_call import inplace_option
+from .rows_call import differentiated, row_arguments, upstream_of
+from .rows_data import LogitRows, logits_of, rows_of
+from .tokens import MASKED_VALUES, as_held, flat_tensor
+from .trial import Trial
+
+
+def examine_divergence(trial: Trial) -> None:
+    case = trial.case
+    rows = rows_of(case)
+    logits, tensor = logits_of(rows)
+    leaf = trial.leaf(tensor)
+    given = leaf * 1 if case.inplace else leaf
+    oracle = rows.oracle(trial, logits)
+    teacher, of_teacher = teacher_of(trial, rows, logits)
+    options = {**_arguments(rows), **inplace_option(case, "inplace_backward")}
+    result = trial.call(given, teacher, **options)
+    expected = Divergence(oracle, of_teacher, case.beta)
+    trial.expect({"divergence": result}, _placed(rows, expected))
+    if trial.backward({"logits": leaf}, *differentiated(rows, {"divergence": result})):
+        gradient = expected.gradient(_upstream(rows))
+        want = {"logits": rows.tokens.placed(gradient, rows.active)}
+        trial.expect_gradients({"logits": leaf}, want)
+
+
+def examine_linear_divergence(trial: Trial) -> None:
+    call = LinearCall(trial)
+    rows, case = call.rows, trial.case
+    logits = np.zeros((rows.tokens.total, case.vocabulary))
+    logits[rows.active] = call.oracle.x
+    teacher, of_teacher = teacher_of(trial, rows, logits)
+    result = call.made(trial, teacher, **_arguments(rows))
+    expected = Divergence(call.oracle, of_teacher, case.beta)
+    trial.expect({"divergence": result}, _placed(rows, expected))
+    if trial.backward(call.moving, *differentiated(rows, {"divergence": result})):
+        upstream = _upstream(rows)
+        want = call.gradients(expected.gradient(upstream), upstream == 0)
+        trial.expect_gradients(call.moving, want)
+
+
+def teacher_of(trial: Trial, rows: LogitRows, logits: np.ndarray) -> tuple[fastrl.Teacher, Rows]:
+    """Return a teacher whose logits are like the student's `[N, V]`, or its own; and its rows."""
+    case, tokens, active = trial.case, rows.tokens, rows.active
+    random = case.random("teacher")
+    kind, dtype = case.teacher, case.dtype if case.teacher_dtype == "like" else case.teacher_dtype
+    heat = np.full(tokens.total, case.teacher_temperature)
+    head = Head(heat[active], 1.0, case.teacher_softcap, trial.on_gpu_kernels)
+    options = {
+        "beta": case.beta,
+        "temperature": case.teacher_temperature,
+        "logit_softcap": case.teacher_softcap,
+    }
+    arithmetic = of_results(case.dtype, *_weights(case))
+    if kind == "hidden":
+        hidden = as_held(random.standard_normal((tokens.total, 5)), dtype)
+        weight = as_held(random.standard_normal((case.vocabulary, 5)), dtype)
+        x, error = LinearHead(hidden[active], weight, None, None, arithmetic).logits()
+        states = _wide(rows, hidden, dtype)
+        teacher = fastrl.Teacher.from_hidden(states, flat_tensor(case, weight, dtype), **options)
+    else:
+        own = random.standard_normal((tokens.total, case.vocabulary)) * case.spread
+        apart = {"own": None, "near": 1e-3, "same": 0.0}[kind]
+        x = own if apart is None else np.where(np.isfinite(logits), logits, 0.0) + apart * own
+        banned = random.random(x.shape) < 0.3
+        if case.has("inf-some") and kind == "own":
+            x[banned] = -np.inf
+        if apart is not None:
+            x[np.isneginf(logits)] = -np.inf
+        x = as_held(x, dtype)
+        teacher = fastrl.Teacher.from_logits(_wide(rows, x, dtype), **options)
+        x, error = x[active], 0.0
+    return teacher, Rows(x, rows.ids[active], head, arithmetic, error)
+
+
+def _weights(case: Case) -> tuple[str, ...]:
+    linear = case.function.startswith("linear") and case.weight_dtype != "like"
+    return (case.weight_dtype,) if linear else ()
+
+
+def _wide(rows: LogitRows, values: np.ndarray, dtype: str) -> Any:
+    case, tokens = rows.case, rows.tokens
+    if case.masked_values != "usual":
+        values = np.where(tokens.valid[:, None], values, MASKED_VALUES[case.masked_values])
+    return flat_tensor(case, values, dtype).view(*tokens.shape, values.shape[1])
+
+
+def _arguments(rows: LogitRows) -> dict[str, Any]:
+    arguments = row_arguments(rows)
+    return {name: x for name, x in arguments.items() if name not in ("ignore_index", "kept")}
+
+
+def _placed(rows: LogitRows, expected: Divergence) -> dict[str, Any]:
+    return {"divergence": rows.tokens.placed(expected.divergence(), rows.active)}
+
+
+def _upstream(rows: LogitRows) -> np.ndarray:
+    given = upstream_of(rows, "divergence")
+    return np.zeros(rows.active.sum()) if given is None else given[rows.active]

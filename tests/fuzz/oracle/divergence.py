@@ -1,0 +1,135 @@
+"""The divergence of a student's rows from a teacher's, in float64, and its gradient.
+
+With q of the student, p of the teacher, m = (1 - beta) q + beta p, and e_q, e_p the errors of their
+logarithms, to first order
+
+- KL(p, q), summed as p log p/q + q - p:  |q - p| e_q + |p log p/q| e_p,
+- KL(q, p):  |q log q/p| e_q + |q - p| e_p,
+- beta KL(p, m) + (1 - beta) KL(q, m):  |(1 - beta) q log q/m| e_q + |beta p log p/m| e_p,
+
+and the roundings of each term and of the sum. The gradient of z is g (d_j - q_j sum d): the error
+of d_j is q_j (e_q + e_p) with that of q_j times its logarithm.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from .bounded import FUNCTION_ROUNDINGS, Bounded, Decision, sum_roundings
+from .rows import Rows
+
+#: Of a term: two logarithms, an exponential, a log1p, and the operations between them.
+TERM_ROUNDINGS = 4 * FUNCTION_ROUNDINGS
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """Active rows of a student beside those of a teacher."""
+
+    student: Rows
+    teacher: Rows
+    beta: float
+
+    def __post_init__(self) -> None:
+        keep = object.__setattr__
+        s, t, beta, u = self.student, self.teacher, self.beta, self.student.arithmetic.unit
+        q, p = s.p, t.p
+        banned_q, banned_p = np.isneginf(s.z), np.isneginf(t.z)
+        both = banned_q & banned_p
+        with np.errstate(invalid="ignore"):
+            log_ratio = np.where(both, 0.0, s.log_p - t.log_p)
+            mixture = np.logaddexp(
+                s.log_p + np.log1p(-beta) if beta < 1 else np.full_like(q, -np.inf),
+                t.log_p + np.log(beta) if beta > 0 else np.full_like(q, -np.inf),
+            )
+            of_q = {0.0: np.zeros_like(q), 1.0: log_ratio}.get(
+                beta, np.where(q == 0, 0.0, s.log_p - mixture)
+            )
+            of_p = {1.0: np.zeros_like(p), 0.0: -log_ratio}.get(
+                beta, np.where(p == 0, 0.0, t.log_p - mixture)
+            )
+        share_q, share_p = (1.0 if beta == 1 else 1 - beta), (1.0 if beta == 0 else beta)
+        from_q = share_q * _times(q, of_q) if beta > 0 else np.zeros_like(q)
+        from_p = share_p * _times(p, of_p) if beta < 1 else np.zeros_like(p)
+        keep(self, "value", (from_q + from_p).sum(1))
+        keep(self, "slope", q - p if beta == 0 else from_q)
+        # a banned token's logarithm is exact
+        e_q, e_p = (np.where(b, 0.0, r.log_p_error) for b, r in ((banned_q, s), (banned_p, t)))
+        e_q, e_p = e_q + TERM_ROUNDINGS * u, e_p + TERM_ROUNDINGS * u
+        distance = np.where(np.isfinite(log_ratio), np.abs(log_ratio), 0.0)
+        e_y = e_q + e_p + 2 * u * distance
+        excess = np.abs(q - p)
+        near_q = excess if beta == 0 else np.abs(_finite(from_q)) + (excess if beta == 1 else 0)
+        near_p = excess if beta == 1 else np.abs(_finite(from_p)) + (excess if beta == 0 else 0)
+        size = q + p + np.abs(_finite(from_q)) + np.abs(_finite(from_p))
+        # the mixture's terms are differences of distances
+        size = size + (np.minimum(q, p) * distance if 0 < beta < 1 else 0.0)
+        smallest = s.arithmetic.smallest
+        adding = sum_roundings(s.vocabulary)
+        error = (near_q * e_q + near_p * e_p).sum(1) * 1.5
+        error = error + (TERM_ROUNDINGS + adding) * u * size.sum(1)
+        # second order: the terms are convex, and grow like e^error
+        error = error + (size * (e_y**2)).sum(1) + smallest * s.vocabulary
+        big = np.maximum(e_q, e_p).max(1, initial=0.0) > 0.1
+        keep(self, "error", np.where(big | s.overflows | t.overflows, np.inf, error))
+        log = distance if beta == 1 else np.abs(_finite(of_q))
+        d_error = (excess if beta == 0 else share_q * q) * e_y
+        if beta == 0:  # a difference of two, or q expm1: of the smaller error
+            d_error = np.minimum(s.p_error + t.p_error, np.maximum(q, p) * e_y * 1.5)
+        else:
+            d_error = d_error * 1.5 + share_q * s.p_error * (log + distance + 1)
+        keep(self, "slope_error", d_error + TERM_ROUNDINGS * u * np.abs(_finite(self.slope)))
+        total = np.abs(_finite(self.slope)).sum(1)
+        keep(self, "mean", self.slope.sum(1) if beta > 0 else np.zeros(len(q)))
+        # the sum of q - p is not 0 but what the normalizers are wrong by
+        keep(self, "mean_error", self.slope_error.sum(1) + (adding + 1) * u * total)
+        keep(self, "undefined", s.undefined | t.undefined)
+
+    def divergence(self) -> Bounded:
+        """Return the divergences `[N]`."""
+        value = np.where(self.undefined, np.nan, np.maximum(self.value, 0.0))
+        error = np.where(np.isfinite(value), self.error, 0.0)
+        # +inf instead of a softmax may leave a part of a comparison undefined
+        return Bounded(value, np.where(self.undefined, np.inf, error), self.student.arithmetic)
+
+    def agrees(self) -> Decision:
+        """Return whether a column is the largest of both rows."""
+        surely, maybe = [], []
+        for rows in (self.student, self.teacher):
+            top, of_top = rows.z.max(1, keepdims=True), 0.0
+            of_top = np.where(rows.z == top, rows.z_error, 0.0).max(1, keepdims=True)
+            largest = rows.x == rows.x.max(1, keepdims=True)
+            surely.append(largest)
+            maybe.append(rows.z + rows.z_error >= top - of_top)
+        yes = (surely[0] & surely[1]).any(1)
+        return Decision(yes, (maybe[0] & maybe[1]).any(1) & ~yes | self.undefined)
+
+    def gradient(self, upstream: np.ndarray) -> Bounded:
+        """Return dL/dx of the student for dL/ddivergence `[N]`."""
+        s, u, g = self.student, self.student.arithmetic.unit, upstream[:, None]
+        q, mean = s.p, self.mean[:, None]
+        with np.errstate(invalid="ignore"):
+            inner = self.slope - _times(q, np.broadcast_to(mean, q.shape))
+        magnitude = np.abs(_finite(self.slope)) + np.abs(_finite(q * mean))
+        error = self.slope_error + q * self.mean_error[:, None] + s.p_error * np.abs(_finite(mean))
+        error = error + TERM_ROUNDINGS * u * magnitude
+        value = np.where(g == 0, 0.0, g * inner) * s.slope
+        total = np.abs(g) * (np.abs(s.slope) * error + (np.abs(inner) + error) * s.slope_error)
+        total = np.where(g == 0, 0.0, total + 4 * u * np.abs(value) + s.arithmetic.smallest)
+        lost = np.isinf(self.value) | np.isinf(self.error) | self.undefined
+        # unspecified where there is no distribution, or an infinite divergence
+        unknown = lost[:, None] & (g != 0) | self.undefined[:, None]
+        unknown = unknown | np.isnan(g) & (q == 0) | np.isinf(g)
+        beyond = np.abs(value) + total > s.arithmetic.largest
+        beyond = beyond | (np.abs(g) * (magnitude + 1) * np.abs(s.slope) > s.arithmetic.largest)
+        total = np.where(unknown | beyond | np.isnan(total), np.inf, total)
+        return Bounded(value, np.where(np.isnan(value) & ~unknown, 0.0, total), s.arithmetic)
+
+
+def _times(probability: np.ndarray, log: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.where(probability == 0, 0.0, probability * log)
+
+
+def _finite(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(x), x, 0.0)
