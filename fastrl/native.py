@@ -6,6 +6,7 @@ import importlib
 
 import torch
 
+from fastrl import fakes as fakes
 from fastrl import library as library
 
 #: Why the compiled CPU backend cannot be used, as one sentence, or None if it can.

@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastrl
+from fastrl.contract import RowStats
 from fastrl.library import operators
 from tests.ops.entry_points import ENTRIES, cut, outcome
 
@@ -68,12 +69,15 @@ def divergence_calls(backend):
     """Call what a comparison with a teacher calls inside of an operator."""
     run, logits, teacher = operators(backend), torch.randn(1, 2, 5), torch.randn(1, 2, 5)
     rows = (torch.tensor([[0, 3]]), torch.tensor([[True, True]]), -100, None, 1.0, 1.0, 0.0)
-    stats = run.token_stats_fwd(logits, *rows, True, False)
-    of_teacher = run.token_stats_fwd(teacher, *rows, True, False)
+    stats, of_teacher = (
+        RowStats._make(run.token_stats_fwd(x, *rows, True, False)) for x in (logits, teacher)
+    )
     scaled = (*rows, None, 1.0, 1.0, 0.0)
-    both = (stats[5], stats[6], of_teacher[5], of_teacher[6])
-    _, mean, _ = run.divergence_fwd(logits, teacher, *scaled, *both, 0.5)
-    saved = (stats[5], stats[6], stats[1], of_teacher[5], of_teacher[6], 0.5, mean)
+    its = (of_teacher.row_max, of_teacher.log_sum)
+    _, mean, _ = run.divergence_fwd(
+        logits, teacher, *scaled, stats.row_max, stats.log_sum, *its, 0.5
+    )
+    saved = (stats.row_max, stats.log_sum, stats.entropy, *its, 0.5, mean)
     given = (logits, teacher, *scaled, *saved, torch.ones(1, 2), None, torch.ones(1, 2), None)
     run.divergence_bwd(*given)
     run.divergence_bwd_(*given, False)

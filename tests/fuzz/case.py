@@ -21,6 +21,7 @@ LINEAR = (
     "linear_divergence",
     "linear_policy_loss",
 )
+DIVERGENCES = ("token_divergence", "linear_divergence")
 #: Functions that have no compiled backend.
 IN_TORCH = ("value_loss", "kl_divergence", "token_weights", "whiten", "masked_mean")
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import policy_data, rows_data
-from .case import LINEAR, LOSSES, WITH_LOGITS, Case
+from .case import DIVERGENCES, LINEAR, LOSSES, WITH_LOGITS, Case
 from .chance import Chance
 from .draw_objective import objective_options
 from .draw_plain import PLAIN
@@ -76,7 +76,7 @@ def draw(
         options |= _row_options(chance, function, options, interpreted)
     if function in LINEAR:
         options |= _head_options(chance, function)
-    if function.endswith("divergence"):
+    if function in DIVERGENCES:
         options |= _teacher_options(chance)
     if function in LOSSES:
         options |= objective_options(chance, function, options)
@@ -167,14 +167,14 @@ def _row_options(chance: Chance, function: str, options: dict, interpreted: bool
         drawn["inplace"] = options["mode"] == "grad" and chance.of(0.15)
         if drawn["inplace"] and drawn["logits_layout"] == "expanded":
             drawn["logits_layout"] = "contiguous"
-    if not function.endswith("divergence") and chance.of(0.1):
+    if function not in DIVERGENCES and chance.of(0.1):
         drawn["ignore_index"] = chance.pick((-1, 0, 3))
     if function in ("token_stats", "linear_token_stats"):
         outputs = [name for name in (*DIFFERENTIABLE, "sum_sq_probs", "is_top1") if chance.of(0.6)]
         if options["mode"] == "grad" and not set(outputs) & set(DIFFERENTIABLE):
             outputs.append(chance.pick(DIFFERENTIABLE))
         drawn["outputs"] = tuple(outputs) or ("logprobs",)
-    if function.endswith(("stats", "logprobs", "divergence")) and chance.of(0.2):
+    if (function.endswith(("stats", "logprobs")) or function in DIVERGENCES) and chance.of(0.2):
         drawn["mask"] = "absent"
     return drawn
 
@@ -228,7 +228,7 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
         own = str(options.get("objective", "")).startswith("own")
         known += [name for name in policy_data.FEATURES if not (own and "inf" in name)]
     known += PLAIN_FEATURES.get(function, ())
-    if function.endswith("divergence"):
+    if function in DIVERGENCES:
         known.remove("ignored")
     share = min(0.5, 1.5 / max(len(known), 1))
     found = () if chance.of(0.5) else tuple(name for name in known if chance.of(share))

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .case import Case
+from .case import DIVERGENCES, Case
 from .oracle.bounded import Bounded
 from .oracle.rows import Rows
 from .policy_call import inplace_option
@@ -44,7 +44,7 @@ def parts_of(result: Any) -> dict[str, Tensor | None]:
 
 
 def outputs_of(case: Case) -> tuple[str, ...]:
-    if case.function.endswith("divergence"):
+    if case.function in DIVERGENCES:
         return ("divergence",)
     return case.outputs if case.function.endswith("stats") else ("logprobs",)
 

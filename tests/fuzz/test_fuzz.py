@@ -1,13 +1,12 @@
-"""A fixed number of cases of the fuzzer, without differences from the oracle."""
+"""A fixed number of cases of the fuzzer: no differences from the oracle, no access out of bounds."""
 
 import pytest
 
 from fastrl.triton.runtime.registration import INTERPRETED
 from tests.conftest import TESTED
+from tests.gpu import sanitized
 
 from .run import MOST_IN_DOUBT, Run, perform
-
-pytestmark = pytest.mark.kernels
 
 SEED = 20260923
 AT_ONCE = 500
@@ -15,6 +14,7 @@ CASES = {"reference": 1000, "cpu": 2500, "triton": 150, "cuda": 300}
 PARTS = [(name, first) for name in TESTED for first in range(0, CASES[name], AT_ONCE)]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("backend", "first"), PARTS, indirect=["backend"])
 def test_nothing_is_unexplained(backend, first):
     cases = min(AT_ONCE, CASES[backend] - first)
@@ -22,3 +22,10 @@ def test_nothing_is_unexplained(backend, first):
     report = perform(run)
     assert not report.failures, str(report)
     assert report.share_in_doubt < MOST_IN_DOUBT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["plain", "avx2", "avx512"])
+def test_no_access_beyond_a_tensor(capability):
+    """On the CPU backend built under AddressSanitizer and UBSan."""
+    sanitized.run("cpu", cases=300, FASTRL_CPU_CAPABILITY=capability)

@@ -251,6 +251,53 @@ row(
     some=3,
 )
 
+# --- divergences
+
+OF_TEACHERS = {
+    "upstream": "random",
+    "beta": [0.0, 0.1, 0.5, 1.0],
+    "teacher": ["own", "near", "hidden"],
+}
+row(
+    "token_divergence",
+    **OF_TEACHERS,
+    tokens=3,
+    vocabulary=[1, 2, 130, 1025, 50257],
+    dtype=FLOATS,
+    teacher_dtype=["like", "bfloat16"],
+    spread=3.0,
+)
+row(
+    "token_divergence",
+    "scaled",
+    **OF_TEACHERS,
+    tokens=3,
+    vocabulary=77,
+    dtype=DTYPES,
+    logit_softcap=[None, 5.0],
+    temperature=[0.7, "per-token"],
+    teacher_temperature=0.5,
+    teacher_softcap=[None, 5.0],
+)
+row(
+    "token_divergence",
+    "unusual rows",
+    **OF_TEACHERS,
+    tokens=4,
+    vocabulary=[130, 8292],
+    features=[("offset",), ("ties",), ("far-chosen",), ("inf-some",), ("inf-block",), ("nan-one",)],
+)
+row(
+    "linear_divergence",
+    **OF_TEACHERS,
+    **TOKENS,
+    vocabulary=77,
+    hidden=8,
+    mask=MASKS,
+    lora=[0, 3],
+    chunk_tokens=[7, None],
+)
+
 # --- statistics of tokens
 
 UNUSUAL = ["offset", "ties", "largest", "tiny", "ignored", "far-chosen", "sure-chosen"]

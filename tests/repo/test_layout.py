@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import native
+from fastrl import library, native
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "fastrl").rglob("*.py"))
@@ -45,11 +45,11 @@ EXTRAS = sorted({one for _, others in ALLOWED.values() for one in others.split()
 
 # The reference of a fused op is a composition of others and has no separate file. The linear forms
 # are Python loops for every device, tested and measured together.
-COMPOSED = {"logits_policy_loss", "linear_token_stats", "linear_policy_loss", "kept_token_stats"}
-LOOPS = {"linear_token_stats", "linear_policy_loss", "kept_token_stats"}
+LOOPS = {"linear_token_stats", "linear_policy_loss", "kept_token_stats", "compared_token_stats"}
+COMPOSED = {"logits_policy_loss", *LOOPS}
 TOGETHER = {"linear_token_stats": "linear", "linear_policy_loss": "linear"}
-TOGETHER["kept_token_stats"] = "kept_tokens"
-INNER = {"kept_token_stats": "_kept/logits"}
+TOGETHER |= {"kept_token_stats": "kept_tokens", "compared_token_stats": "divergence"}
+INNER = {"kept_token_stats": "_kept/logits", "compared_token_stats": "_teacher/logits"}
 
 PASS = re.compile(r"_(fwd|bwd)_?$")
 
@@ -147,10 +147,10 @@ def test_every_part_of_a_registered_op_exists(name):
     if stem not in LOOPS:
         expected += [
             f"csrc/cpu/*/{stem}.cpp",
-            f"csrc/cuda/torch/{stem}.cpp",
-            f"csrc/cuda/*/{stem}.cu",
             f"fastrl/triton/*/{stem}.py",
         ]
+    if stem not in LOOPS and not f"{stem}_fwd".startswith(library.NOT_IN_CUDA):
+        expected += [f"csrc/cuda/torch/{stem}.cpp", f"csrc/cuda/*/{stem}.cu"]
     missing = [path for path in expected if not list(ROOT.glob(path))]
     assert not missing
 

@@ -13,7 +13,7 @@ from fastrl.ops._linear.chunks import as_batch, in_batch, row_stride
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._linear.products import choose_products
 from fastrl.ops._teacher.arguments import TeacherArguments
-from fastrl.ops._teacher.rows import Pair, TeacherStats
+from fastrl.ops._teacher.rows import Pair, TeacherStats, pair_of
 from fastrl.ops._teacher.top_k import TopKRows
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops._vocabulary_parts.statistics import PartRows
@@ -80,7 +80,7 @@ class TeacherChunks:
             return TopKRows(logits, rows, teacher, self._backend, part, self._parts)
         batch_temperatures = None if of_chunk is None else of_chunk[None].contiguous()
         scaling = scaling._replace(teacher_temperatures=batch_temperatures)
-        pair = Pair.of(
+        pair = pair_of(
             logits[None],
             self._logits_of(index, logits)[None],
             as_batch(rows),

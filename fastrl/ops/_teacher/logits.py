@@ -22,7 +22,7 @@ from fastrl.ops._row_stats import public_stats, slopes_of, without_gradient
 from fastrl.ops._rows import check_ids
 from fastrl.ops._teacher.arguments import TeacherArguments
 from fastrl.ops._teacher.chunks import Comparison, TeacherChunks
-from fastrl.ops._teacher.rows import Pair, TeacherStats
+from fastrl.ops._teacher.rows import Pair, TeacherStats, pair_of
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops._vocabulary_parts.statistics import PartRows, combined, part_stats
 from fastrl.tracing import refuse_transforms
@@ -139,7 +139,7 @@ class _Call(NamedTuple):
         given = self.teacher.teacher_logits
         if given is None:
             return None
-        return Pair.of(
+        return pair_of(
             logits, given, self.rows, self.teacher, self.backend, self.part(), self.parts
         )
 

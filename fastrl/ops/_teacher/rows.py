@@ -5,6 +5,7 @@ Where the vocabulary is split, each rank has the sums over its part, which are a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -47,8 +48,28 @@ class TeacherStats(NamedTuple):
         return TeacherStats._make(x[index] for x in self)
 
 
-class Pair(NamedTuple):
-    """Rows of a student `[B, T, V]` and of its teacher; `part` is set if they are split."""
+def pair_of(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    rows: RowArguments,
+    teacher: TeacherArguments,
+    backend: str,
+    part: PartRows | None,
+    parts: VocabularyParts,
+) -> Pair:
+    """Return rows of both; `part` is set if the vocabulary is split."""
+    given = teacher_logits
+    # in float64 just where the student's are
+    if torch.float64 in (given.dtype, logits.dtype) and given.dtype != logits.dtype:
+        given = given.to(arithmetic_dtype(logits, logits))
+    given = given if given.stride(-1) == 1 or given.shape[-1] == 1 else given.contiguous()
+    kind = ReferencePair if backend == "reference" else Pair
+    return kind(logits, given, rows, teacher, backend, part, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Rows of a student and of its teacher, for the kernels."""
 
     logits: Tensor
     teacher_logits: Tensor
@@ -58,99 +79,25 @@ class Pair(NamedTuple):
     part: PartRows | None
     parts: VocabularyParts
 
-    @classmethod
-    def of(
-        cls,
-        logits: Tensor,
-        teacher_logits: Tensor,
-        rows: RowArguments,
-        teacher: TeacherArguments,
-        backend: str,
-        part: PartRows | None,
-        parts: VocabularyParts,
-    ) -> Pair:
-        """Return the pair, with the teacher's logits in float64 just where the student's are."""
-        given = teacher_logits
-        if torch.float64 in (given.dtype, logits.dtype) and given.dtype != logits.dtype:
-            given = given.to(arithmetic_dtype(logits, logits))
-        given = given if given.stride(-1) == 1 or given.shape[-1] == 1 else given.contiguous()
-        return cls(logits, given, rows, teacher, backend, part, parts)
-
     def student_stats(self) -> RowStats:
-        """Return the student's statistics, as the comparison needs them."""
-        return self._stats(self.logits, self._part())
-
-    def _whole(self, stats: RowStats) -> RowStats:
-        """Return complete statistics: those of the reference backend lack what kernels save."""
-        return self.student_stats() if self.backend == "reference" and not self.part else stats
-
-    def _part(self) -> PartRows | None:
-        """Return the rows of a part; the reference backend takes whole rows for one, too."""
-        if self.part is not None or self.backend != "reference":
-            return self.part
-        rows, ids = self.rows, self.rows.token_ids
-        active = ids != rows.ignore_index
-        if rows.mask is not None:
-            active = active & rows.mask
-        known = (ids >= 0) & (ids < self.logits.shape[-1])
-        local = rows._replace(token_ids=torch.where(known, ids, 0), mask=active, ignore_index=-1)
-        return PartRows(local, known, known)
-
-    def _teachers(self) -> PartRows | None:
-        part = self._part()
-        return None if part is None else part._replace(rows=self.teacher.rows(part.rows))
-
-    def _stats(self, logits: Tensor, part: PartRows | None) -> RowStats:
-        if part is None:
-            rows = self.rows if logits is self.logits else self.teacher.rows(self.rows)
-            run = operators(self.backend)
-            return RowStats._make(called(run.token_stats_fwd, logits, *rows, True, True))
-        local = part_stats(logits, part, self.backend)
-        group = self.parts.process_group() if self.part is not None else None
-        return combined(gathered(local, group), part)
+        """Return the student's statistics."""
+        return self._stats(self.logits, self.rows, self.part)
 
     def compare(self, stats: RowStats) -> TeacherStats:
         """Return the comparison with a student of these statistics of the whole rows."""
-        part, teachers, stats = self._part(), self._teachers(), self._whole(stats)
-        of_teacher = self._stats(self.teacher_logits, teachers)
-        if self.backend == "reference":
-            assert part is not None
-            assert teachers is not None
-            sums = reference.divergence(
-                self.logits,
-                self.teacher_logits,
-                part.active(),
-                part.rows,
-                teachers.rows,
-                stats,
-                of_teacher,
-                self.teacher.beta,
-            )
-        else:
-            sums = self._operators().divergence_fwd(
-                self.logits,
-                self.teacher_logits,
-                *(self.rows if part is None else part.rows),
-                *self.teacher.scaling,
-                stats.row_max,
-                stats.log_sum,
-                of_teacher.row_max,
-                of_teacher.log_sum,
-                self.teacher.beta,
-            )
-        divergence, slope_mean, agrees = sums
-        if self.part is not None:
-            stacked = torch.stack([divergence, slope_mean, agrees.to(divergence.dtype)])
-            divergence, slope_mean, found = total(stacked, self.parts.process_group()).unbind()
-            agrees = found > 0
-        return TeacherStats(
-            divergence.clamp(min=0),
-            of_teacher.entropy,
-            agrees,
-            slope_mean,
+        part, of_teacher = self.part, self._teacher_stats(self.part)
+        sums = self._operators().divergence_fwd(
+            self.logits,
+            self.teacher_logits,
+            *(self.rows if part is None else part.rows),
+            *self.teacher.scaling,
+            stats.row_max,
+            stats.log_sum,
             of_teacher.row_max,
             of_teacher.log_sum,
+            self.teacher.beta,
         )
+        return self._compared(sums, of_teacher)
 
     def gradient(
         self,
@@ -160,8 +107,6 @@ class Pair(NamedTuple):
         slopes: Sequence[Tensor | None],
     ) -> Tensor:
         """Return dL/dlogits; `slopes` are of logprob, entropy and logsumexp, `[B, T]`."""
-        if self.backend == "reference":
-            return self._reference_gradient(stats, compared, grad_divergence, slopes)
         arguments = self._backward(stats, compared, grad_divergence, slopes)
         return cast("Tensor", self._operators().divergence_bwd(*arguments))
 
@@ -175,12 +120,37 @@ class Pair(NamedTuple):
         narrow: bool = False,
     ) -> None:
         """Overwrite the logits with dL/dlogits."""
-        if self.backend == "reference":
-            gradient = self._reference_gradient(stats, compared, grad_divergence, slopes)
-            self.logits.copy_(gradient)
-            return
         arguments = self._backward(stats, compared, grad_divergence, slopes)
         self._operators().divergence_bwd_(*arguments, narrow)
+
+    def _stats(self, logits: Tensor, rows: RowArguments, part: PartRows | None) -> RowStats:
+        if part is None:
+            run = operators(self.backend)
+            return RowStats._make(called(run.token_stats_fwd, logits, *rows, True, True))
+        local = part_stats(logits, part, self.backend)
+        group = self.parts.process_group() if self.part is not None else None
+        return combined(gathered(local, group), part)
+
+    def _teacher_stats(self, part: PartRows | None) -> RowStats:
+        """Return the teacher's statistics; `part` has the student's rows."""
+        of_part = None if part is None else part._replace(rows=self.teacher.rows(part.rows))
+        return self._stats(self.teacher_logits, self.teacher.rows(self.rows), of_part)
+
+    def _compared(self, sums: Sequence[Tensor], of_teacher: RowStats) -> TeacherStats:
+        """Return the comparison from its sums over this rank's part, or over the rows."""
+        divergence, slope_mean, agrees = sums
+        if self.part is not None:
+            stacked = torch.stack([divergence, slope_mean, agrees.to(divergence.dtype)])
+            divergence, slope_mean, found = total(stacked, self.parts.process_group()).unbind()
+            agrees = found > 0
+        return TeacherStats(
+            divergence.clamp(min=0),
+            of_teacher.entropy,
+            agrees,
+            slope_mean,
+            of_teacher.row_max,
+            of_teacher.log_sum,
+        )
 
     def _backward(
         self,
@@ -207,36 +177,103 @@ class Pair(NamedTuple):
             *(None if slope is None else slope.contiguous() for slope in of_part),
         )
 
-    def _reference_gradient(
+    def _operators(self) -> Any:
+        """Return the operators of this backend; CUDA has those of Triton, or of the CPU."""
+        if self.backend != "cuda":
+            return operators(self.backend)
+        return operators("triton" if self.logits.is_cuda else "cpu")
+
+
+class ReferencePair(Pair):
+    """The same in float64, in which the statistics of whole rows are computed once more."""
+
+    def student_stats(self) -> RowStats:
+        """Return the student's statistics."""
+        return self._rounded(self._double(self.logits, self._as_part()))
+
+    def compare(self, stats: RowStats) -> TeacherStats:
+        """Return the comparison with a student of these statistics of the whole rows."""
+        sums, _, of_teacher = self._sums(stats)
+        real = arithmetic_dtype(self.logits, self.logits)
+        rounded = (x if x.dtype == torch.bool else x.to(real) for x in sums)
+        return self._compared(list(rounded), self._rounded(of_teacher))
+
+    def gradient(
         self,
         stats: RowStats,
         compared: TeacherStats,
         grad_divergence: Tensor,
         slopes: Sequence[Tensor | None],
     ) -> Tensor:
-        part, teachers, stats = self._part(), self._teachers(), self._whole(stats)
-        assert part is not None
-        assert teachers is not None
-        unused = torch.empty_like(compared.row_max)
-        of_teacher = RowStats._make([unused] * len(RowStats._fields))
-        of_teacher = of_teacher._replace(row_max=compared.row_max, log_sum=compared.log_sum)
+        """Return dL/dlogits; `slopes` are of logprob, entropy and logsumexp, `[B, T]`."""
+        part, slope_mean = self._as_part(), compared.slope_mean
+        if self.part is None:
+            (_, slope_mean, _), stats, of_teacher = self._sums(stats)
+        else:
+            unused = torch.empty_like(compared.row_max)
+            of_teacher = RowStats._make([unused] * len(RowStats._fields))
+            of_teacher = of_teacher._replace(row_max=compared.row_max, log_sum=compared.log_sum)
         of_part: Slopes = part.slopes(slopes)
         return reference.divergence_gradient(
-            self.logits,
-            self.teacher_logits,
+            self.logits.double(),
+            self.teacher_logits.double(),
+            part.active(),
+            part.rows,
+            self.teacher.rows(part.rows),
+            stats,
+            of_teacher,
+            self.teacher.beta,
+            slope_mean,
+            grad_divergence,
+            of_part,
+        ).to(self.logits.dtype)
+
+    def write_gradient(
+        self,
+        stats: RowStats,
+        compared: TeacherStats,
+        grad_divergence: Tensor,
+        slopes: Sequence[Tensor | None],
+        *,
+        narrow: bool = False,
+    ) -> None:
+        """Overwrite the logits with dL/dlogits."""
+        self.logits.copy_(self.gradient(stats, compared, grad_divergence, slopes))
+
+    def _sums(self, stats: RowStats) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats, RowStats]:
+        """Return the sums of a comparison, and the statistics of both that they are made with."""
+        part = self._as_part()
+        teachers = part._replace(rows=self.teacher.rows(part.rows))
+        if self.part is None:
+            stats = self._double(self.logits, part)
+        of_teacher = self._double(self.teacher_logits, teachers)
+        sums = reference.divergence(
+            self.logits.double(),
+            self.teacher_logits.double(),
             part.active(),
             part.rows,
             teachers.rows,
             stats,
             of_teacher,
             self.teacher.beta,
-            compared.slope_mean,
-            grad_divergence,
-            of_part,
         )
+        return sums, stats, of_teacher
 
-    def _operators(self) -> Any:
-        """Return the operators of this backend; CUDA has those of Triton, or of the CPU."""
-        if self.backend != "cuda":
-            return operators(self.backend)
-        return operators("triton" if self.logits.is_cuda else "cpu")
+    def _as_part(self) -> PartRows:
+        """Return the rows of this rank's part; whole rows are one, too."""
+        if self.part is not None:
+            return self.part
+        rows, ids = self.rows, self.rows.token_ids
+        active = ids != rows.ignore_index
+        if rows.mask is not None:
+            active = active & rows.mask
+        known = (ids >= 0) & (ids < self.logits.shape[-1])
+        local = rows._replace(token_ids=torch.where(known, ids, 0), mask=active, ignore_index=-1)
+        return PartRows(local, known, known)
+
+    def _double(self, logits: Tensor, part: PartRows) -> RowStats:
+        return self._stats(logits.double(), part.rows, part)
+
+    def _rounded(self, stats: RowStats) -> RowStats:
+        real = arithmetic_dtype(self.logits, self.logits)
+        return RowStats._make(x if x.dtype == torch.bool else x.to(real) for x in stats)

@@ -23,7 +23,7 @@ from fastrl.ops._linear.chunks import (
 )
 from fastrl.ops._process_groups import gathered, total
 from fastrl.ops._teacher.arguments import TeacherArguments
-from fastrl.ops._teacher.rows import Pair, TeacherStats
+from fastrl.ops._teacher.rows import Pair, TeacherStats, pair_of
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
 from fastrl.ops._vocabulary_parts.statistics import PartRows, combined, part_stats
 from fastrl.reference.token_stats import squashed
@@ -173,7 +173,7 @@ class TopKRows:
             logit_scale=1.0,
             logit_softcap=0.0,
         )
-        return Pair(
+        return pair_of(
             exponents[None].contiguous(),
             logprobs[None].contiguous(),
             as_batch(rows),
