@@ -178,7 +178,10 @@ _NOTES = {
     "compute_policy_loss_dppo_kl": "the kernels of `cispo`, dropped tokens have weight 0",
     "compute_policy_loss_clip_cov": "the kernels of `ppo`; the same tokens are drawn as in verl",
     "compute_policy_loss_kl_cov": "a Python function as objective; selects on the device",
-    "kl_penalty": "`full` is refused, as in verl",
+    "kl_penalty": "`full` of `[B, T, V]`, log-probabilities or logits, is the exact KL. Of "
+    "`[B, T]`, as verl's batches have them, it is refused, as in verl: from hidden states "
+    "`fastrl.linear_policy_loss(..., teacher=teacher, objective=Objective(kl_estimator='exact', "
+    "kl_coef=...))` computes it",
     "FusedLinearForPPO.forward": "`use_fused_kernels=True`, `impl_backend` `torch` and `liger`; "
     "entropies are fp32; an id of -100 gives 0, where verl raises an error",
     "linear_cross_entropy": "`use_fused_kernels=True`, `impl_backend` `triton` and Megatron; also "
