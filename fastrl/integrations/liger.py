@@ -1,6 +1,6 @@
-"""Liger's `LigerFusedLinearGRPOLoss` on fastrl: the same constructor, the same call.
+"""Liger's fused GRPO and distillation losses on fastrl: the same constructors, the same calls.
 
-from fastrl.integrations.liger import LigerFusedLinearGRPOLoss
+from fastrl.integrations.liger import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 """
 
 from __future__ import annotations
@@ -13,11 +13,20 @@ import torch
 from torch import Tensor, nn
 
 import fastrl
-from fastrl.integrations.liger_rules import SUPPORT as SUPPORT
-from fastrl.integrations.liger_rules import refuse
+from fastrl.integrations import liger_rules
+from fastrl.integrations.liger_distillation import SUPPORT as _DISTILLATION
+from fastrl.integrations.liger_distillation import (
+    LigerFusedLinearJSDFunction as LigerFusedLinearJSDFunction,
+)
+from fastrl.integrations.liger_distillation import (
+    LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss,
+)
 from fastrl.integrations.trl_objective import trl_objective
 
-TESTED = "Tested with liger-kernel 0.8.5: loss, metrics and gradients of its chunked path on a CPU."
+SUPPORT = [*liger_rules.SUPPORT, *_DISTILLATION]
+TESTED = (
+    "Tested with liger-kernel 0.8.5: losses, metrics and gradients of its chunked paths on a CPU."
+)
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -93,7 +102,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         del compiled, chunk_size
-        refuse(loss_type, importance_sampling_level, beta, max_completion_length)
+        liger_rules.refuse(loss_type, importance_sampling_level, beta, max_completion_length)
         gamma_weights = None
         if loss_type == "vespo":
             gamma_weights = fastrl.GammaWeights(

@@ -119,3 +119,49 @@ class Transcription:
             {"cispo": "dapo", "vespo": "dapo", "sapo": "grpo"}.get(o.loss_type, o.loss_type)
         ]()
         return total, tuple(metrics)
+
+
+class Distillation:
+    """Liger's `LigerFusedLinearJSDLoss`, the whole batch at once."""
+
+    def __init__(
+        self,
+        weight_hard_loss=0.5,
+        weight_soft_loss=0.5,
+        beta=0.5,
+        ignore_index=-100,
+        temperature=1.0,
+        compiled=True,
+        chunk_size=1024,
+        return_soft_hard_loss=False,
+    ):
+        self.weights, self.beta, self.ignored = (
+            (weight_hard_loss, weight_soft_loss),
+            beta,
+            ignore_index,
+        )
+        self.temperature, self.all = temperature, return_soft_hard_loss
+
+    def __call__(self, x, head, x_teacher, head_teacher, labels, bias=None, bias_teacher=None):
+        def logits(x, weight, bias):
+            return x.double() @ weight.double().T + (0 if bias is None else bias.double())
+
+        counted = labels != self.ignored
+        student, teacher = logits(x, head, bias), logits(x_teacher, head_teacher, bias_teacher)
+        of_labels = student.log_softmax(-1).gather(-1, labels.where(counted, 0)[..., None])[..., 0]
+        missing = len(head_teacher) - len(head)
+        student = torch.nn.functional.pad(student / self.temperature, (0, missing))
+        log_q, log_p = (
+            student.log_softmax(-1),
+            (teacher / self.temperature).log_softmax(-1).detach(),
+        )
+        q, p, b = log_q.exp(), log_p.exp(), self.beta
+        if b in (0, 1):
+            divergence = (p * (log_p - log_q) if b == 0 else q * (log_q - log_p)).sum(-1)
+        else:
+            log_m = ((1 - b) * q + b * p).log()
+            divergence = (b * p * (log_p - log_m) + (1 - b) * q * (log_q - log_m)).sum(-1)
+        count = counted.sum().clamp(min=1)
+        soft, hard = (torch.where(counted, f, 0).sum() / count for f in (divergence, -of_labels))
+        loss = self.weights[0] * hard + self.weights[1] * soft
+        return (loss, soft, hard) if self.all else loss

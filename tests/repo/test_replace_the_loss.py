@@ -48,7 +48,7 @@ def test_code_is_python(heading):
 
 
 #: How many changes of each section these tests run, and those of the file for other packages.
-CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 1, "torchrl": 1, "A custom loop": 3}
+CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 2, "torchrl": 1, "A custom loop": 3}
 CHANGES["NeMo RL"] = 1
 
 

@@ -104,8 +104,9 @@ def test_prime_rl_and_skyrl():
     assert loss.item() == pytest.approx(-math.exp(0.1) * advantages.mean().item(), rel=1e-5)
 
 
-def test_liger():
-    ((before, after),) = blocks("Liger")
+@pytest.mark.parametrize("place", [0, 1])
+def test_liger(place):
+    before, after = blocks("Liger")[place]
     results = []
     for code in (before, after) if importable("liger_kernel.chunked_loss") else (after,):
         torch.manual_seed(0)
@@ -117,10 +118,16 @@ def test_liger():
             "mask": torch.ones(2, 3),
             "advantages": torch.randn(2),
             "ref": -torch.rand(2, 3) - 2,
+            "student_hidden": torch.randn(6, 4),
+            "student_weight": weight,
+            "teacher_hidden": torch.randn(6, 5),
+            "teacher_weight": torch.randn(11, 5),
+            "labels": torch.randint(11, (6,)),
         }
         exec(code, names)
-        results.append((names["loss"].detach(), *names["metrics"], weight.grad))
-    assert names["LigerFusedLinearGRPOLoss"] is liger.LigerFusedLinearGRPOLoss
+        results.append((names["loss"].detach(), *names.get("metrics", ()), weight.grad))
+    name = ("LigerFusedLinearGRPOLoss", "LigerFusedLinearJSDLoss")[place]
+    assert names[name] is getattr(liger, name)
     torch.testing.assert_close(results[0], results[-1], rtol=1e-4, atol=1e-5)
 
 

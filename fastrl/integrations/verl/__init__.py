@@ -14,6 +14,7 @@ from fastrl.integrations.replacing import Replaced, Replacement
 from fastrl.integrations.support import Support
 from fastrl.integrations.verl import (
     advantages,
+    distillation,
     fused_linear,
     group_baselines,
     group_normalized,
@@ -71,7 +72,8 @@ def use_fastrl() -> Replaced:
 
     The functions behind `use_fused_kernels=True` (`FusedLinearForPPO`, `linear_cross_entropy`) and
     those of a vocabulary that Megatron's ranks share (`vocab_parallel_*`) are in modules that
-    import Liger, Triton or Megatron. They are replaced when verl imports these modules.
+    import Liger, Triton or Megatron, `compute_forward_kl_topk` in one that only distillation needs.
+    They are replaced when verl imports these modules.
 
     Results equal verl's except that masked tokens give 0; log-probabilities and entropies are fp32
     even from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask, or a single
@@ -154,6 +156,7 @@ _REPLACEMENTS = [
     Replacement(_CORE, "compute_policy_loss_dppo_kl", selected_tokens.dppo_kl, optional=True),
     Replacement(_CORE, "compute_policy_loss_clip_cov", selected_tokens.clip_cov, optional=True),
     Replacement(_CORE, "compute_policy_loss_kl_cov", selected_tokens.kl_cov, optional=True),
+    *distillation.REPLACEMENTS,
     *fused_linear.REPLACEMENTS,
     *vocabulary_parallel.REPLACEMENTS,
 ]
@@ -178,7 +181,13 @@ _NOTES = {
     "compute_policy_loss_dppo_kl": "the kernels of `cispo`, dropped tokens have weight 0",
     "compute_policy_loss_clip_cov": "the kernels of `ppo`; the same tokens are drawn as in verl",
     "compute_policy_loss_kl_cov": "a Python function as objective; selects on the device",
-    "kl_penalty": "`full` is refused, as in verl",
+    "kl_penalty": "`full` of `[B, T, V]`, log-probabilities or logits, is the exact KL. Of "
+    "`[B, T]`, as verl's batches have them, it is refused, as in verl: from hidden states "
+    "`fastrl.linear_policy_loss(..., teacher=teacher, objective=Objective(kl_estimator='exact', "
+    "kl_coef=...))` computes it",
+    "compute_forward_kl_topk": "distillation, `loss_mode=forward_kl_topk` with FSDP and VeOmni; "
+    "fp32 also from 16-bit logits; `use_chunked_topk` has no effect; metrics of the student's K "
+    "tokens find these in the logits, as verl does with that option",
     "FusedLinearForPPO.forward": "`use_fused_kernels=True`, `impl_backend` `torch` and `liger`; "
     "entropies are fp32; an id of -100 gives 0, where verl raises an error",
     "linear_cross_entropy": "`use_fused_kernels=True`, `impl_backend` `triton` and Megatron; also "
@@ -216,6 +225,25 @@ SUPPORT = [
         option="advantage estimators `optimal_token_baseline`, `tir_optimal_token_baseline`",
         handling="unchanged",
         note="fastrl has no baseline for each position of a group",
+    ),
+    Support(
+        option="distillation with `loss_mode` `kl`, `k1`, `abs`, `mse`, `k2`, `low_var_kl`, `k3`",
+        handling="replaced",
+        note="verl's functions of distillation call `kl_penalty`, `agg_loss` and "
+        "`compute_policy_loss_vanilla`",
+    ),
+    Support(
+        option="distillation with `loss_mode=forward_kl_topk` in Megatron, or in VeOmni's fused "
+        "kernel",
+        handling="unchanged",
+        note="their functions also pack sequences and split them over ranks",
+    ),
+    Support(
+        option="distillation by a divergence: of the whole vocabulary, or of K tokens and the rest",
+        handling="unchanged",
+        note="verl has none: its loss of K tokens leaves out the rest. `fastrl.linear_policy_loss("
+        "..., teacher=teacher, objective=Objective(teacher_coef=...))` has both, with "
+        "`Teacher.from_hidden`, `from_logits` or `from_top_k`",
     ),
     Support(
         option="`use_fused_kernels=True` with FSDP2 and an LM head that is not tied",

@@ -127,24 +127,46 @@ def compute_value_loss(
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Return a KL estimate per token.
+    """Return a KL estimate per token, or with `full` the KL itself.
 
     `kl` / `k1`, `abs`, `mse` / `k2`, `low_var_kl` / `k3` (clamped to +-10). A `+` keeps the value
     and takes the gradient of k2, which is the gradient of the KL in expectation.
+
+    `full` is KL(policy, reference) by `token_divergence`, fp32 `[B, T]`, with a gradient for the
+    policy alone. Both arguments are then log-probabilities or logits of the whole vocabulary,
+    `[B, T, V]`; verl, whose batches have them of the sampled tokens, raises for any. `full+` is the
+    same: that gradient is exact.
 
     Example:
         >>> import torch
         >>> from fastrl.integrations.verl import kl_penalty
         >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-2.0]), "low_var_kl")
         tensor([0.3679])
+        >>> kl_penalty(torch.tensor([[[2.0, 0.0]]]), torch.zeros(1, 1, 2), "full")
+        tensor([[0.3278]])
     """
+    if kl_penalty.removesuffix("+") == "full":
+        return _exact_kl(logprob, ref_logprob)
     estimator = _KL_ESTIMATORS.get(kl_penalty.removesuffix("+"))
     if estimator is None:
         raise NotImplementedError(
-            f"kl_penalty must be one of {', '.join(_KL_ESTIMATORS)}, with or without '+', "
-            f"got {kl_penalty!r}"
+            f"kl_penalty must be one of {', '.join((*_KL_ESTIMATORS, 'full'))}, with or without "
+            f"'+', got {kl_penalty!r}"
         )
     value = kl_estimate(logprob, ref_logprob, estimator)
     if not kl_penalty.endswith("+") or estimator == "k2":
         return value
     return straight_through(value, kl_estimate(logprob, ref_logprob, "k2"))
+
+
+def _exact_kl(logits: Tensor, reference: Tensor) -> Tensor:
+    for name, given in (("logprob", logits), ("ref_logprob", reference)):
+        if given.dim() != 3:
+            raise NotImplementedError(
+                f"{name} must be [B, T, V] with kl_penalty 'full', log-probabilities or logits of "
+                f"the whole vocabulary, got {tuple(given.shape)}. Without storing these, "
+                "fastrl.linear_policy_loss(..., teacher=teacher, objective=Objective("
+                "kl_estimator='exact', kl_coef=...)) has the exact KL as its KL term"
+            )
+    teacher = fastrl.Teacher.from_logits(rows("ref_logprob", reference), beta=1.0)
+    return fastrl.token_divergence(rows("logprob", logits), teacher)

@@ -103,6 +103,28 @@ def test_kl_penalty(theirs, kind, plus):
     close(a, b)
 
 
+@pytest.mark.parametrize("kind", ["full", "full+"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_full_kl_penalty(dtype, normalized, kind):
+    """Of log-probabilities or logits of the whole vocabulary; verl raises."""
+    torch.manual_seed(0)
+    policy, reference = (2 * torch.randn(3, 4, 19).to(dtype) for _ in range(2))
+    if normalized:
+        policy, reference = policy.log_softmax(-1), reference.log_softmax(-1)
+    reference.requires_grad_()
+
+    def exact(x):
+        log_q, log_p = x.double().log_softmax(-1), reference.detach().double().log_softmax(-1)
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+    a, b = outcome(lambda x: OURS.kl_penalty(x, reference, kind), policy), outcome(exact, policy)
+    assert (a[0].shape, a[0].dtype) == ((3, 4), torch.float32)
+    assert reference.grad is None
+    close(a[0], b[0])
+    close(a[1], b[1], 1e-5 if dtype == torch.float32 else 1e-2)
+
+
 def test_the_loss_may_be_changed_in_place():
     data, config = batch(), transcribed(global_batch_info={})
     log_prob = data.log_prob.requires_grad_()

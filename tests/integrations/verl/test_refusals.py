@@ -42,7 +42,12 @@ REFUSED = {
     "global_batch_size is needed .* if dp_size > 1": lambda: verl.agg_loss(
         X, X, "seq-mean-token-mean", 2
     ),
-    "kl_penalty must be one of .*got 'full'": lambda: verl.kl_penalty(X, X, "full"),
+    "kl_penalty must be one of .*full, .*got 'k4'": lambda: verl.kl_penalty(X, X, "k4"),
+    r"^logprob must be \[B, T, V\] .*got \(2, 3\).*exact": lambda: verl.kl_penalty(X, X, "full"),
+    r"^ref_logprob must be \[B, T, V\] .*got \(2, 3\).*linear_policy_loss": lambda: verl.kl_penalty(
+        X[None], X, "full+"
+    ),
+    "must have .* vocabulary of 3 like": lambda: verl.kl_penalty(X[None], X[None, :, :2], "full"),
     "lam must be finite and >= 0 and <= 1, got 1.5": lambda: estimated("gae", lam=1.5),
     "dual_clip must be above 1, got 0.5": lambda: lost("vanilla", clip_ratio_c=0.5),
     "dro_beta must be above 0 .*got None": lambda: lost("dro", {"dro_beta": None}),
