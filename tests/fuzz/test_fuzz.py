@@ -1,4 +1,4 @@
-"""A fixed number of cases of the fuzzer: no differences from the oracle, no access out of bounds."""
+"""A fixed number of cases of the fuzzer: nothing differs from the oracle or is out of bounds."""
 
 import pytest
 
