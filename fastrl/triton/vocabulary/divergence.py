@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastrl.contract import RowArguments, TeacherScaling
-from fastrl.triton.vocabulary.row_gradient import Slopes, _token_gradient
+from fastrl.triton.vocabulary.row_gradient import Slopes, token_gradient
 from fastrl.triton.vocabulary.row_sums import Statistics, log1p
 from fastrl.triton.vocabulary.rows import (
     LN2,
@@ -56,16 +56,18 @@ class DivergenceMap(NamedTuple):
     teacher_max: Any
     teacher_log2_sum: Any
     same: Any  # whether z is the same function of the logit in both rows
-    offset: Any  # then log2 q/p is (u - v) * multiplier - offset
+    difference: Any  # then log2 q/p is (u - v - difference) * multiplier - offset
+    error: Any  # what the rounding of that difference has left
+    offset: Any
 
 
 @triton.jit
-def _growth(t):
-    """Return 2^t - 1 for t <= 0, by its series where the difference would cancel."""
+def _growth(t, power):
+    """Return 2^t - 1 for t <= 0 from 2^t, by its series where the difference would cancel."""
     x = t * LN2
     tail = tl.fma(tl.fma(tl.fma(x, 1 / 5040, 1 / 720), x, 1 / 120), x, 1 / 24)
     series = tl.fma(tl.fma(tl.fma(tail, x, 1 / 6), x, 0.5), x, 1.0)
-    return tl.where(t > -0.75, series * x, tl.exp2(t) - 1.0)
+    return tl.where(t > -0.75, series * x, power - 1.0)
 
 
 @triton.jit
@@ -73,7 +75,8 @@ def _squash(x, squash, SPEC: tl.constexpr):
     """Return v of a logit and dv/dx over squash ln 2; under a softcap v = tanh / 2, or -inf."""
     v, derivative = x, 1.0
     if SPEC.softcap:
-        shrinkage = _growth(-tl.abs(x * squash))
+        inside = -tl.abs(x * squash)
+        shrinkage = _growth(inside, tl.exp2(inside))
         inverse = 1.0 / (2.0 + shrinkage)
         v = tl.where(x == float("-inf"), x, tl.where(x < 0, 0.5, -0.5) * shrinkage * inverse)
         derivative = (1.0 + shrinkage) * inverse * inverse
@@ -82,13 +85,18 @@ def _squash(x, squash, SPEC: tl.constexpr):
 
 @triton.jit
 def _difference(x, y, u, v, squash, SPEC: tl.constexpr):
-    """Return u - v of two logits of the same map with all its digits."""
-    difference = u - v
+    """Return u - v of two logits of the same map, and what its rounding has left."""
+    difference, error = u - v, 0.0
     if SPEC.softcap:  # tanh a - tanh b = (1 - tanh b) (1 + tanh a) (1 - exp(2 b - 2 a)) / 2
         distance = tl.abs(x - y) * squash
-        near = (tl.minimum(u, v) - 0.5) * (0.5 + tl.maximum(u, v)) * _growth(-distance)
+        growth = _growth(-distance, tl.exp2(-distance))
+        near = (tl.minimum(u, v) - 0.5) * (0.5 + tl.maximum(u, v)) * growth
         difference = tl.where(distance < 0.75, tl.where(x < y, -near, near), difference)
-    return difference
+    else:
+        back = difference - u
+        error = (u - (difference - back)) - (v + back)
+        error = tl.where(error == error, error, 0.0)
+    return difference, error
 
 
 @triton.jit
@@ -100,11 +108,12 @@ def divergence_map(
     log_sum, teacher_log_sum = tl.load(log_sum + index), tl.load(teacher_log_sum + index)
     u, _ = _squash(x, squash, SPEC)
     v, _ = _squash(y, teacher_squash, TEACHER)
+    difference, error = _difference(x, y, u, v, squash, SPEC)
     return DivergenceMap(
         multiplier, squash, u, log_sum * LOG2E,
         teacher_multiplier, teacher_squash, v, teacher_log_sum * LOG2E,
         (multiplier == teacher_multiplier) & (squash == teacher_squash),
-        _difference(x, y, u, v, squash, SPEC) * multiplier + (log_sum - teacher_log_sum) * LOG2E,
+        difference, error, (log_sum - teacher_log_sum) * LOG2E,
     )  # fmt: skip
 
 
@@ -122,14 +131,15 @@ def divergence_terms(
     v, _ = _squash(x_teacher, to.teacher_squash, TEACHER)
     log2_q = tl.fma(u - to.max, to.multiplier, -to.log2_sum)
     log2_p = tl.fma(v - to.teacher_max, to.teacher_multiplier, -to.teacher_log2_sum)
-    ahead = _difference(x, x_teacher, u, v, to.squash, SPEC)
+    ahead, error = _difference(x, x_teacher, u, v, to.squash, SPEC)
+    ahead = (ahead - to.difference) + (error - to.error)
     y = tl.where(to.same, tl.fma(ahead, to.multiplier, -to.offset), log2_q - log2_p)
     y = tl.where((u == float("-inf")) & (v == float("-inf")), 0.0, y)
     student_leads = y >= 0
     larger = tl.exp2(tl.where(student_leads, log2_q, log2_p))
-    growth = _growth(-tl.abs(y))
-    change = larger * growth
-    smaller = larger + change
+    quotient = tl.exp2(-tl.abs(y))
+    growth = _growth(-tl.abs(y), quotient)
+    change, smaller = larger * growth, larger * quotient
     q = tl.where(student_leads, larger, smaller)
     p = tl.where(student_leads, smaller, larger)
     excess = tl.where(student_leads, -change, change)  # q - p
@@ -222,7 +232,7 @@ def divergence_bwd_kernel(
     token = token_column(token_id, vocabulary)
     x_token = token_logit(row, token, has_gradient)
     slopes = Slopes(of_logprob, of_entropy, of_logsumexp)
-    at_token = _token_gradient(x_token, stats, slopes, gain, squash, SPEC) * chain
+    at_token = token_gradient(x_token, stats, slopes, gain, squash, SPEC) * chain
     of_token = tl.where((token >= 0) | (of_logprob == 0), of_logprob, float("nan"))
     constant = of_logsumexp - of_token - (of_entropy * stats.entropy if SPEC.entropy else 0.0)
     linear = -of_entropy * LN2

@@ -111,7 +111,7 @@ def _block_zeros(grad, limit, MASKED: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _token_gradient(x, stats, slopes, gain, squash, SPEC: tl.constexpr):
+def token_gradient(x, stats, slopes, gain, squash, SPEC: tl.constexpr):
     """Return the gradient at the token, where its two terms would cancel as p nears 1."""
     logprob = token_logprob(x, stats.row_max, stats.log_sum, gain, squash, SPEC)
     held = tl.maximum(logprob, -100.0, propagate_nan=tl.PropagateNan.ALL)
@@ -176,7 +176,7 @@ def row_gradient(
         if SPEC.entropy:
             constant -= slopes.entropy * (stats.entropy - stats.log_sum - LN2 * rest)
         row_terms = RowTerms(constant * norm, -slopes.entropy * LN2 * norm)
-        at_token = _token_gradient(x, stats, slopes, gain, squash, SPEC) * chain
+        at_token = token_gradient(x, stats, slopes, gain, squash, SPEC) * chain
         if SPEC.edges:
             edges, is_mine = _edges(head, vocabulary, split, full % splits, SPEC)
             x_edges = tl.load(row + edges, mask=is_mine, other=0).to(tl.float32)
