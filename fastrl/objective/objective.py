@@ -199,8 +199,7 @@ class Objective:
         keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
         keep(self, "teacher_coef", number("teacher_coef", self.teacher_coef, low=0.0))
         if self.log_ratio_clamp is not None:
-            clamp = around_zero("log_ratio_clamp", self.log_ratio_clamp)
-            keep(self, "log_ratio_clamp", clamp)
+            keep(self, "log_ratio_clamp", around_zero("log_ratio_clamp", self.log_ratio_clamp))
 
         if self.top_entropy_quantile > 1:
             raise ValueError(
@@ -240,24 +239,17 @@ class Objective:
                 "kl_gradient must not be 'bias-corrected' with surrogate gmpo: its ratio is not an "
                 "importance weight"
             )
-        for name, value in (("top_entropy_quantile", 1), ("trust_region", None)):
-            if surrogate == "gmpo" and getattr(self, name) != value:
-                raise ValueError(
-                    f"{name} must be {value} with surrogate gmpo, whose tokens share one ratio, "
-                    f"got {getattr(self, name)}"
-                )
+        of_gmpo, of_kl = {"top_entropy_quantile": 1, "trust_region": None}, {"teacher_coef": 0}
+        of_kl |= {"kl_gradient": "exact", "kl_clamp": None}
+        gmpo = "surrogate gmpo, whose tokens share one ratio", surrogate == "gmpo", of_gmpo
+        for where, holds, values in (gmpo, ("kl_estimator 'exact'", self.has_exact_kl, of_kl)):
+            for name, value in values.items():
+                if holds and (given := getattr(self, name)) != value:
+                    raise ValueError(f"{name} must be {value!r} with {where}, got {given!r}")
         for correction in self.rollout_corrections if self.gamma_weights else ():
             if correction.kind != "filter" and correction.level != "token":
-                raise ValueError(
-                    f"rollout_correction.level must be 'token' with gamma_weights and kind "
-                    f"{correction.kind}, got {correction.level!r}"
-                )
-        for term, only in (("kl_gradient", "exact"), ("kl_clamp", None), ("teacher_coef", 0)):
-            if self.has_exact_kl and getattr(self, term) != only:
-                raise ValueError(
-                    f"{term} must be {only!r} with kl_estimator 'exact', "
-                    f"got {getattr(self, term)!r}"
-                )
+                where, level = f"with gamma_weights and kind {correction.kind}", correction.level
+                raise ValueError(f"rollout_correction.level must be 'token' {where}, got {level!r}")
         aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
         if self.length_norm is not None and "seq-mean-token-sum-norm" not in aggregations:
             raise ValueError(

@@ -7,8 +7,7 @@ import torch
 
 import fastrl
 from fastrl import Objective
-from tests.ops.entry_points import beside
-from tests.ops.inputs import make_logprobs, widest
+from tests.ops.inputs import beside, make_logprobs, widest
 
 
 def test_local_token_means_are_averaged_by_their_tokens(backend):

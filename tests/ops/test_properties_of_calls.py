@@ -14,8 +14,8 @@ import fastrl
 from fastrl import Objective
 from tests.fuzz.tokens import laid_out
 from tests.ops.closeness import assert_close, assert_same
-from tests.ops.entry_points import ENTRIES, FEW, OBJECTIVES, beside, entries, outcome
-from tests.ops.inputs import make_logprobs
+from tests.ops.entry_points import ENTRIES, FEW, OBJECTIVES, entries, outcome
+from tests.ops.inputs import beside, make_logprobs
 
 pytestmark = [
     pytest.mark.kernels,

@@ -23,7 +23,7 @@ MOST_FILES = 25
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 
 # By part of the package: what it may import from fastrl (* are the public names), and from others.
-CORE = "backend checks contract interrupt library native objective segments tracing"
+CORE = "backend checks contract fakes interrupt library native objective segments tracing"
 ALLOWED = {
     "core": (f"triton {CORE}", "torch"),
     "objective": ("objective checks contract", "torch"),

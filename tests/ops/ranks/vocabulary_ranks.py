@@ -1,5 +1,6 @@
 """What each rank of a split vocabulary computes, beside the whole one in the same process."""
 
+import dataclasses
 import math
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
+from fastrl.ops._row_stats import OF_ROW
 from tests.ops.linear.linear_head import linear, near
 
 ROWS, WIDTH, RANK = 45, 24, 3
@@ -30,6 +32,9 @@ SCALINGS = {
         "ignore_index": 1,
     },
     "kept tokens": {"temperature": 0.7, "kept": True},
+    "a teacher": {"temperature": 0.7, "teacher": "hidden"},
+    "a teacher's logits": {"teacher": "logits"},
+    "a teacher's tokens": {"teacher": "tokens"},
 }
 #: name -> (objective, options of the linear loss)
 LOSSES = {
@@ -87,6 +92,19 @@ def kept_of(token_ids, V):
     return fastrl.KeptTokens.from_lists(sets)
 
 
+def teacher_of(kind, V, banned):
+    """A teacher, as a function of the columns that it has."""
+    hidden, weight, bias = torch.randn(ROWS, 10), torch.randn(V, 10), torch.randn(V)
+    bias[slice(*banned)] = -math.inf
+    logits = hidden @ weight.T + bias
+    values, ids = logits.log_softmax(-1).topk(min(V, 5), -1)
+    return {
+        "hidden": lambda own: fastrl.Teacher.from_hidden(hidden, weight[own], bias=bias[own]),
+        "logits": lambda own: fastrl.Teacher.from_logits(logits[:, own], beta=0.3),
+        "tokens": lambda own: fastrl.Teacher.from_top_k(ids, values, beta=0.0),
+    }[kind]
+
+
 def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), losses=tuple(LOSSES)):
     """Compare what comes from logits with the whole vocabulary; the results of this rank."""
     _, tokens = batch(sum(sizes), banned=slice(*banned))
@@ -102,7 +120,8 @@ def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), los
         return fastrl.logits_policy_loss(x["logits"] * 1.0, *arguments, inplace=inplace, **options)
 
     chosen = {name: (LOSSES[name][0], {}) for name in losses}
-    return compared({"logits": logits}, tokens, sizes, backend, statistics, loss, scalings, chosen)
+    logits = {"logits": logits}
+    return compared(logits, tokens, sizes, backend, banned, statistics, loss, scalings, chosen)
 
 
 def linear_on_ranks(sizes, backend, dtype, banned):
@@ -115,10 +134,10 @@ def linear_on_ranks(sizes, backend, dtype, banned):
     def loss(x, *arguments, **options):
         return linear(x, fastrl.linear_policy_loss, *arguments, **options)
 
-    return compared(head, tokens, sizes, backend, statistics, loss, SCALINGS, LOSSES)
+    return compared(head, tokens, sizes, backend, banned, statistics, loss, SCALINGS, LOSSES)
 
 
-def compared(tensors, tokens, sizes, backend, statistics, loss, scalings, losses):
+def compared(tensors, tokens, sizes, backend, banned, statistics, loss, scalings, losses):
     """Compare statistics, losses and gradients; all results that every rank has."""
     own, results = columns(sizes), []
     parts = {name: part(name, x, own) for name, x in tensors.items()}
@@ -146,27 +165,42 @@ def compared(tensors, tokens, sizes, backend, statistics, loss, scalings, losses
         ids = torch.where(ids == -100, options.get("ignore_index", -100), ids)
         if "kept" in options:
             options["kept"] = kept_of(ids, sum(sizes))
+        teacher = None
+        if "teacher" in options:
+            teacher = teacher_of(options.pop("teacher"), sum(sizes), banned)
 
-        def asked(x, ids=ids, options=options, **more):
-            given = {**options, "outputs": fastrl.TokenStats._fields, "backend": backend}
-            stats = statistics(x, ids, **given, **more)
-            return stats, sum(w @ y for w, y in zip(upstream, stats[:3], strict=True))
+        def beside(more, teacher=teacher):
+            if teacher is None:
+                return {}
+            return {"teacher": teacher(own if "vocab_group" in more else slice(None))}
+
+        def asked(x, ids=ids, options=options, beside=beside, **more):
+            of_teacher = beside(more)
+            names = fastrl.TokenStats._fields if of_teacher else OF_ROW
+            given = {**options, "outputs": names, "backend": backend}
+            stats = statistics(x, ids, **given, **of_teacher, **more)
+            total = sum(w @ y for w, y in zip(upstream, stats[:3], strict=True))
+            return stats, total + (upstream[0] @ stats.divergence if of_teacher else 0)
 
         expected, found = both(asked, scaling)
         for name, x in found._asdict().items():
+            if x is None:
+                continue
             atol = 2e-6 if name == "entropy" else 1e-6  # the rounding of what cancels there
             torch.testing.assert_close(x, getattr(expected, name), rtol=1e-6, atol=atol)
-        results[-1] += [x.detach() for x in found]
+        results[-1] += [x.detach() for x in found if x is not None]
 
         for name, (objective, how) in losses.items():
+            if teacher is not None:
+                objective = dataclasses.replace(objective, teacher_coef=0.5)
             function = name == "a function" and backend != "reference"
             given = {**options, **how, "old_logprobs": old, "cu_seqlens": BOUNDS}
             given |= {"objective": objective, "backend": "auto" if function else backend}
             if objective.kl_coef:
                 given["ref_logprobs"] = old + 0.1
 
-            def lost(x, ids=ids, given=given, **more):
-                result = loss(x, ids, tokens["advantages"], **given, **more)
+            def lost(x, ids=ids, given=given, beside=beside, **more):
+                result = loss(x, ids, tokens["advantages"], **given, **beside(more), **more)
                 return result, result.loss * 1.5
 
             expected, found = both(lost, f"{scaling}, {name}")
