@@ -201,10 +201,8 @@ class Objective:
         if self.log_ratio_clamp is not None:
             keep(self, "log_ratio_clamp", around_zero("log_ratio_clamp", self.log_ratio_clamp))
 
-        if self.top_entropy_quantile > 1:
-            raise ValueError(
-                f"top_entropy_quantile must be at most 1, got {self.top_entropy_quantile}"
-            )
+        if (quantile := self.top_entropy_quantile) > 1:
+            raise ValueError(f"top_entropy_quantile must be at most 1, got {quantile}")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
         highest = inf if self.clip_high is None else 1 + self.clip_high
@@ -217,10 +215,8 @@ class Objective:
                 raise TypeError(f"{name} must be a {kind.__name__} or None, got {given}")
         for correction in self.rollout_corrections:
             if not isinstance(correction, RolloutCorrection):
-                raise TypeError(
-                    "rollout_correction must be a RolloutCorrection, a tuple of them or None, "
-                    f"got {type(correction).__name__}"
-                )
+                names, given = "a RolloutCorrection, a tuple of them or None", type(correction)
+                raise TypeError(f"rollout_correction must be {names}, got {given.__name__}")
         if self.rollout_correction == ():
             raise ValueError("rollout_correction must contain at least one, or be None; got ()")
         self._refuse_what_has_no_effect()
@@ -239,8 +235,8 @@ class Objective:
                 "kl_gradient must not be 'bias-corrected' with surrogate gmpo: its ratio is not an "
                 "importance weight"
             )
-        of_gmpo, of_kl = {"top_entropy_quantile": 1, "trust_region": None}, {"teacher_coef": 0}
-        of_kl |= {"kl_gradient": "exact", "kl_clamp": None}
+        of_gmpo: dict[str, Any] = {"top_entropy_quantile": 1, "trust_region": None}
+        of_kl = {"kl_gradient": "exact", "kl_clamp": None, "teacher_coef": 0}
         gmpo = "surrogate gmpo, whose tokens share one ratio", surrogate == "gmpo", of_gmpo
         for where, holds, values in (gmpo, ("kl_estimator 'exact'", self.has_exact_kl, of_kl)):
             for name, value in values.items():
@@ -282,7 +278,7 @@ class Objective:
 
     @property
     def has_exact_kl(self) -> bool:
-        """Whether the KL term is the divergence from a reference's distributions."""
+        """Whether the KL term is the divergence from a reference."""
         return self.kl_estimator == "exact" and self.kl_coef > 0
 
     @property
