@@ -16,6 +16,7 @@ import platform
 import sys
 from pathlib import Path
 
+import bench_divergence
 import bench_gae
 import bench_group_advantages
 import bench_kept_tokens
@@ -34,6 +35,7 @@ MODULES = (
     bench_linear,
     bench_linear_skipped_rows,
     bench_kept_tokens,
+    bench_divergence,
     bench_policy_loss,
     bench_gae,
     bench_group_advantages,
@@ -49,6 +51,13 @@ REQUIRED = {
     "linear_policy_loss bfloat16": {"peer": 5.0},
     "linear_policy_loss, 32 kept": {"all rows": 8.0},
     "linear_policy_loss, 512 kept": {"all rows": 1.0},
+    "divergence, forward KL": {"floor": 1.15},
+    "divergence, reverse KL": {"floor": 1.15},
+    "divergence, Jensen-Shannon": {"floor": 1.15},
+    "divergence, forward KL float32": {"peer": 2.0},
+    "divergence, reverse KL float32": {"peer": 2.0},
+    "divergence, Jensen-Shannon float32": {"peer": 2.0},
+    "linear_policy_loss, a teacher": {"same rows": 1.4},
     "gae": {"loop": 200.0},
 }
 
