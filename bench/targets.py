@@ -62,7 +62,7 @@ def triton_targets() -> list[Target]:
     """Return what is compiled of fastrl/triton, which needs Triton to be imported."""
     return [
         target
-        for name in ("gae", "gathered", "groups", "scale", "tokens", "vocabulary")
+        for name in ("divergence", "gae", "gathered", "groups", "scale", "tokens", "vocabulary")
         for target in importlib.import_module(f"budgets.{name}").targets()
     ]
 
