@@ -1,0 +1,101 @@
+"""What the adapters of TRL's trainers share: a handle with an undo, and checks of their models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from fastrl.backend import Backend
+from fastrl.integrations.transformers import lm_head
+from fastrl.integrations.transformers.hooks import has_own_hooks
+from fastrl.integrations.transformers.wrappers import causal_model
+from fastrl.integrations.trl.rules import REFUSED
+from fastrl.integrations.undoing import Undoable
+from fastrl.ops.linear_token_stats import linear_token_stats
+
+
+class Choices(NamedTuple):
+    """The arguments of `use_fastrl`."""
+
+    fused: bool | None
+    replay_kept_tokens: bool
+    backend: Backend
+
+
+class Handle(Undoable):
+    """A trainer that runs on fastrl until `undo()` or the end of a `with` block.
+
+    Attributes:
+        fused: whether fastrl computes loss and gradient in one pass.
+        reason: why it does not, or None.
+        undone: whether `undo` has been called. What replaces a method must call the previous one
+            then, as it may have been wrapped, and is not found by `undo`.
+    """
+
+    def __init__(self, reason: str | None = None) -> None:
+        """Change nothing yet."""
+        self.fused = reason is None
+        self.reason = reason
+        self.undone = False
+        self._replaced: list[tuple[Any, str, Any, tuple[Any, ...]]] = []
+
+    def replace(self, owner: Any, name: str, function: Any) -> None:
+        """Set an attribute of an instance until `undo`."""
+        previous = (owner.__dict__[name],) if name in owner.__dict__ else ()
+        self._replaced.append((owner, name, function, previous))
+        owner.__dict__[name] = function
+
+    def undo(self) -> None:
+        """Restore the trainer's methods; a second call does nothing.
+
+        Methods that have been patched since then are kept, and call TRL's.
+        """
+        self.undone = True
+        while self._replaced:
+            owner, name, function, previous = self._replaced.pop()
+            if owner.__dict__.get(name) is not function:
+                continue
+            if previous:
+                owner.__dict__[name] = previous[0]
+            else:
+                del owner.__dict__[name]
+
+
+def check_models(
+    trainer: Any, backend: Backend, names: tuple[str, ...] = ("model", "ref_model")
+) -> None:
+    """Refuse models whose head fastrl cannot read, and a backend that cannot run.
+
+    Args:
+        trainer: whose models these are.
+        backend: asked of the user.
+        names: attributes of the trainer; those that are missing or None are left out.
+
+    Raises:
+        ValueError: a rule refuses the trainer or one of its models.
+    """
+    for rule in REFUSED:
+        if rule.applies is not None and rule.applies(trainer):
+            raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
+    for name in names:
+        if getattr(trainer, name, None) is not None:
+            lm_head(getattr(trainer, name))
+    one = torch.zeros(1, 1, device=trainer.accelerator.device)
+    linear_token_stats(one, one, one[0].long(), backend=backend)  # raises if it cannot run
+
+
+def warn_of_hooks(models: Iterable[Any]) -> bool:
+    """Warn if the LM head of a model, None left out, has hooks, and return whether one has."""
+    heads = [causal_model(m).get_output_embeddings() for m in models if m is not None]  # type: ignore[operator]
+    found = [type(head).__name__ for head in heads if has_own_hooks(head)]
+    if found:
+        warnings.warn(
+            f"hooks on the LM head ({', '.join(dict.fromkeys(found))}) do not fire in this "
+            "trainer's losses and log-probabilities, which are computed without logits; hooks on "
+            "the model, its backbone and its layers do",
+            stacklevel=7,  # the call of use_fastrl
+        )
+    return bool(found)

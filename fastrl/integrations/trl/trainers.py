@@ -1,0 +1,88 @@
+"""The trainers of TRL that `use_fastrl` takes, and what makes the handle of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fastrl.integrations.support import Support
+from fastrl.integrations.trl import rules
+from fastrl.integrations.trl.handle import Choices, Handle
+from fastrl.integrations.trl.other_trainers import way_on
+from fastrl.integrations.trl.policy_trainers import policy_trainer
+
+
+class Row(NamedTuple):
+    """One of TRL's trainers.
+
+    Attributes:
+        name: of the class.
+        module: where it is defined.
+        adapter: checks a trainer, given the class of this row, and returns its handle.
+        methods: methods that must be those of the class, as the adapter replaces them or relies on
+            their code.
+        replays: whether `replay_kept_tokens=True` is allowed.
+    """
+
+    name: str
+    module: str
+    adapter: Callable[[Any, type, Choices], Handle]
+    methods: tuple[str, ...] = ()
+    replays: bool = False
+
+
+TRAINERS: tuple[Row, ...] = (
+    Row("GRPOTrainer", "trl.trainer.grpo_trainer", policy_trainer, replays=True),
+    Row("RLOOTrainer", "trl.trainer.rloo_trainer", policy_trainer, replays=True),
+)
+
+#: The rows of docs/support.md, of all trainers.
+SUPPORT: tuple[Support, ...] = rules.SUPPORT
+
+NAMES: tuple[str, ...] = tuple(row.name for row in TRAINERS)
+
+
+def handle_of(trainer: Any, choices: Choices) -> Handle:
+    """Let a trainer use fastrl, and return its handle.
+
+    Raises:
+        TypeError: it is an instance of no class in `TRAINERS`.
+        ValueError: something about it is not supported.
+    """
+    row, base = _row_of(trainer)
+    _refuse_other_methods(trainer, row, base)
+    if choices.replay_kept_tokens and not row.replays:
+        raise ValueError(
+            f"replay_kept_tokens must be False for a {row.name}, whose loss is not of the tokens "
+            "that a sampler kept"
+        )
+    return row.adapter(trainer, base, choices)
+
+
+def _row_of(trainer: Any) -> tuple[Row, type]:
+    """Return the row of the most derived class that has one."""
+    rows = {(row.module, row.name): row for row in TRAINERS}
+    for base in type(trainer).__mro__:
+        row = rows.get((base.__module__, base.__name__))
+        if row is not None:
+            return row, base
+    is_class = isinstance(trainer, type)
+    described = f"the class {trainer.__name__}" if is_class else type(trainer).__name__
+    raise TypeError(
+        f"trainer must be an instance of {', '.join(NAMES[:-1])} or {NAMES[-1]}, got {described}: "
+        f"{way_on(trainer)}"
+    )
+
+
+def _refuse_other_methods(trainer: Any, row: Row, base: type) -> None:
+    """Refuse a trainer whose loss is not that of the row's class: a subclass may have its own."""
+    for method in row.methods:
+        if not hasattr(base, method):
+            raise ValueError(f"this version of TRL has no {row.name}.{method} to replace")
+        if method in trainer.__dict__:
+            raise ValueError(f"trainer.{method} is already replaced; undo that first")
+        if getattr(type(trainer), method) is not getattr(base, method):
+            raise ValueError(
+                f"{type(trainer).__name__} overrides {row.name}.{method}, which use_fastrl "
+                f"replaces: {way_on(trainer)}"
+            )
