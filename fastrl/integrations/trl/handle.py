@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -99,3 +100,22 @@ def warn_of_hooks(models: Iterable[Any]) -> bool:
             stacklevel=7,  # the call of use_fastrl
         )
     return bool(found)
+
+
+def refuse_unfused(choices: Choices, base: type) -> None:
+    """Refuse `fused=False` for a trainer of which only the whole loss can be replaced."""
+    if choices.fused is False:
+        raise ValueError(
+            f"fused must be None or True for a {base.__name__}: its loss is a divergence, without "
+            "log-probabilities of tokens to replace"
+        )
+
+
+def with_globals(method: MethodType, **names: Any) -> MethodType:
+    """Return a copy of a bound method that finds other values under global names."""
+    own = method.__func__
+    copy = FunctionType(
+        own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
+    )
+    copy.__kwdefaults__ = own.__kwdefaults__
+    return MethodType(copy, method.__self__)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastrl.integrations.support import Support
-from fastrl.integrations.trl import rules
+from fastrl.integrations.trl import distillation, rules
 from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
@@ -34,10 +34,16 @@ class Row(NamedTuple):
 TRAINERS: tuple[Row, ...] = (
     Row("GRPOTrainer", "trl.trainer.grpo_trainer", policy_trainer, replays=True),
     Row("RLOOTrainer", "trl.trainer.rloo_trainer", policy_trainer, replays=True),
+    Row(
+        "DistillationTrainer",
+        "trl.trainer.distillation_trainer",
+        distillation.distillation_trainer,
+        methods=("_compute_loss", "compute_loss"),
+    ),
 )
 
 #: The rows of docs/support.md, of all trainers.
-SUPPORT: tuple[Support, ...] = rules.SUPPORT
+SUPPORT: tuple[Support, ...] = (*rules.SUPPORT, *distillation.SUPPORT)
 
 NAMES: tuple[str, ...] = tuple(row.name for row in TRAINERS)
 
