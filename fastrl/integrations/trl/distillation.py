@@ -49,7 +49,9 @@ SUPPORT: tuple[Support, ...] = (
         handling="fused",
         note="the gradient is computed in the forward: the logits of both models once, where TRL "
         "computes them again in the backward. As in TRL, the head multiplies in the dtype of its "
-        "parameters: TRL 1.16 loses the autocast of accelerate there",
+        "parameters: TRL 1.16 loses the autocast of accelerate there. Under DDP with "
+        "`torch_compile=True` TRL 1.16 does not average the gradients of the ranks, with fastrl or "
+        "without",
     ),
     Support(
         option="a subclass, or a patched instance, of another trainer than `GRPOTrainer` and "
@@ -90,9 +92,7 @@ class DistillationHandle(Handle):
         self._trainer = trainer
         self._backend = backend
         own = getattr(trainer, _LOSS)
-        # a graph break for `torch_compile=True`: the operators are compiled as they are
-        divergence = torch.compiler.disable(self._divergence)
-        fused = with_globals(own, **{_DIVERGENCE: divergence})
+        fused = with_globals(own, **{_DIVERGENCE: self._divergence})
 
         @functools.wraps(own)
         def loss(student: nn.Module, inputs: dict[str, Any], *given: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on several ranks logs the same numbers with fastrl and without."""
+"""TRL's trainers on several ranks logs the same numbers with fastrl and without."""
 
 import functools
 import multiprocessing
@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.integrations.packages import needed
+from tests.integrations.trl.distilling import make_distillation
 from tests.integrations.trl.ranks import import_trl, run_on_ranks
 from tests.integrations.trl.runs import check_equal, save_model
 
@@ -51,14 +52,28 @@ def check_ranks(found, wrapper):
         for mine, others in zip(ranks, theirs, strict=True):
             assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
         check_equal(ranks[0]["steps"], theirs[0]["steps"])
-    assert max(step["clip_ratio/region_mean"] for step in theirs[0]["steps"]) > 0
+
+
+def check_clipped(found):
+    assert max(step["clip_ratio/region_mean"] for step in found["none"][0]["steps"]) > 0
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_three_steps_are_equal(name, on_ranks, tmp_path):
     layout, (kind, changes), options = CASES[name]
     model = save_model(tmp_path / "model", kind, **changes)
-    check_ranks(on_ranks(layout, model, tmp_path, **options), WRAPPERS[layout])
+    found = on_ranks(layout, model, tmp_path, **options)
+    check_ranks(found, WRAPPERS[layout])
+    check_clipped(found)
+
+
+@pytest.mark.parametrize("kind", [PLAIN, TIED], ids=["plain", "tied"])
+@pytest.mark.parametrize("layout", WRAPPERS)
+def test_distillation(layout, kind, on_ranks, tmp_path):
+    model = save_model(tmp_path / "model", kind[0], **kind[1])
+    options = {"beta": 0.5, "gradient_accumulation_steps": 2, **FUSED}
+    found = on_ranks(layout, model, tmp_path, make=make_distillation, **options)
+    check_ranks(found, WRAPPERS[layout])
 
 
 @pytest.mark.parametrize(
@@ -94,6 +109,7 @@ def test_three_steps_with_deepspeed_are_equal(stage, on_ranks, tmp_path):
     model = save_model(tmp_path / "model", **PLAIN[1])
     found = on_ranks(f"zero{stage}", model, tmp_path, gradient_accumulation_steps=2)
     check_ranks(found, "DeepSpeedEngine")
+    check_clipped(found)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
