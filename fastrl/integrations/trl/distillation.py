@@ -28,6 +28,7 @@ from fastrl.integrations.trl.handle import (
     refuse_unfused,
     with_globals,
 )
+from fastrl.integrations.trl.two_models import Side
 
 _LOSS = "_compute_loss"
 _DIVERGENCE = "_chunked_divergence_loss"
@@ -121,8 +122,8 @@ class DistillationHandle(Handle):
         def compared(hidden: Tensor, head: LmHead) -> tuple[Tensor, Tensor]:
             def with_teacher(states: Tensor, of_teacher: LmHead) -> tuple[Tensor, Tensor]:
                 return distillation_loss(
-                    (hidden, head),
-                    (states, of_teacher),
+                    Side(hidden, head),
+                    Side(states, of_teacher),
                     mask,
                     normalizer,
                     beta=beta,
@@ -139,8 +140,8 @@ class DistillationHandle(Handle):
 
 
 def distillation_loss(
-    student: tuple[Tensor, LmHead],
-    teacher: tuple[Tensor, LmHead],
+    student: Side,
+    teacher: Side,
     mask: Tensor,
     normalizer: float | Tensor,
     *,
@@ -151,7 +152,7 @@ def distillation_loss(
     """Return the divergences divided by the normalizer, and the sum of the student's entropies.
 
     Args:
-        student: hidden states `[B, K, H]` and the head.
+        student: hidden states of the tokens `[B, K, H]`, and the head.
         teacher: the same of the teacher, whose H may differ.
         mask: 0/1, `[B, K]`.
         normalizer: what the sum over the tokens is divided by.
@@ -159,9 +160,8 @@ def distillation_loss(
         temperature: of both.
         backend: `auto`, or the backend for the chunks.
     """
-    (hidden, head), (states, of_teacher) = student, teacher
     result = fastrl.linear_policy_loss(
-        hidden,
+        student.hidden,
         token_ids=torch.zeros_like(mask, dtype=torch.int64),  # a divergence is of no token
         advantages=None,
         mask=mask,
@@ -170,9 +170,9 @@ def distillation_loss(
         objective=Objective(teacher_coef=1.0),
         normalizer=normalizer,
         teacher=Teacher.from_hidden(
-            states, beta=beta, temperature=temperature, **of_teacher.arguments()
+            teacher.hidden, beta=beta, temperature=temperature, **teacher.head.arguments()
         ),
         backend=backend,
-        **head.arguments(),
+        **student.head.arguments(),
     )
     return result.loss, cast("Tensor", result.entropy).sum()

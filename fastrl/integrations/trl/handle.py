@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastrl.backend import Backend
+from fastrl.integrations.support import Support
 from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.transformers.hooks import has_own_hooks
 from fastrl.integrations.transformers.wrappers import causal_model
@@ -66,7 +67,10 @@ class Handle(Undoable):
 
 
 def check_models(
-    trainer: Any, backend: Backend, names: tuple[str, ...] = ("model", "ref_model")
+    trainer: Any,
+    backend: Backend,
+    names: tuple[str, ...] = ("model", "ref_model"),
+    rules: tuple[Support, ...] = (),
 ) -> None:
     """Refuse models whose head fastrl cannot read, and a backend that cannot run.
 
@@ -74,11 +78,12 @@ def check_models(
         trainer: whose models these are.
         backend: asked of the user.
         names: attributes of the trainer; those that are missing or None are left out.
+        rules: that refuse trainers of this kind.
 
     Raises:
         ValueError: a rule refuses the trainer or one of its models.
     """
-    for rule in REFUSED:
+    for rule in (*REFUSED, *rules):
         if rule.applies is not None and rule.applies(trainer):
             raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
     for name in names:

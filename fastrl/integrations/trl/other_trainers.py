@@ -42,11 +42,13 @@ def _of_sampled_tokens(option: str) -> str:
 
 _SAMPLED = _of_sampled_tokens('distillation_mode="sampled_token"')
 _TOKENS = ("SFT", "SSD", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO")
+#: What `use_fastrl` takes, unless it is a class, or a subclass with a loss of its own.
+_TAKEN = frozenset({"GRPO", "RLOO", "Distillation", "GKD", "GOLD"})
 #: By the name of the class without `Trainer`.
 _WAYS = {
-    **dict.fromkeys(("GRPO", "RLOO", "Distillation"), "pass an instance"),  # reached by classes
+    **dict.fromkeys(("GRPO", "RLOO"), _OF_POLICIES),
     **dict.fromkeys(_TOKENS, _OF_TOKENS),
-    **dict.fromkeys(("GKD", "GOLD"), _OF_DISTRIBUTIONS),
+    **dict.fromkeys(("Distillation", "GKD", "GOLD"), _OF_DISTRIBUTIONS),
     **dict.fromkeys(("AsyncDistillation", "ServerDistillation"), _OF_SERVERS),
     **dict.fromkeys(("SDFT", "SDPO"), _SAMPLED),
     "IWOPD": _of_sampled_tokens('distillation_objective="iw_opd"'),
@@ -65,4 +67,5 @@ def way_on(trainer: object) -> str:
         for base in kind.__mro__
         if base.__name__.endswith("Trainer")
     )
-    return next((_WAYS[name] for name in names if name in _WAYS), _OF_ITS_OWN)
+    name = next((name for name in names if name in _WAYS), "_Base")
+    return "pass an instance" if kind is trainer and name in _TAKEN else _WAYS[name]

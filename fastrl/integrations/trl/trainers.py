@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastrl.integrations.support import Support
-from fastrl.integrations.trl import distillation, rules
+from fastrl.integrations.trl import distillation, gkd, rules
 from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
@@ -40,10 +40,22 @@ TRAINERS: tuple[Row, ...] = (
         distillation.distillation_trainer,
         methods=("_compute_loss", "compute_loss"),
     ),
+    Row(
+        "GKDTrainer",
+        "trl.experimental.gkd.gkd_trainer",
+        gkd.gkd_trainer,
+        methods=("compute_loss",),
+    ),
+    Row(
+        "GOLDTrainer",
+        "trl.experimental.gold.gold_trainer",
+        gkd.gkd_trainer,
+        methods=("compute_loss",),
+    ),
 )
 
 #: The rows of docs/support.md, of all trainers.
-SUPPORT: tuple[Support, ...] = (*rules.SUPPORT, *distillation.SUPPORT)
+SUPPORT: tuple[Support, ...] = (*rules.SUPPORT, *distillation.SUPPORT, *gkd.SUPPORT)
 
 NAMES: tuple[str, ...] = tuple(row.name for row in TRAINERS)
 

@@ -1,7 +1,7 @@
 """Trainers of TRL that distil a teacher, on the small model."""
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import OPTIONS, make_model, make_tokenizer, prompts
+from tests.integrations.trl.runs import OPTIONS, make_model, make_tokenizer, prompts, words
 
 
 def make_distillation(
@@ -28,3 +28,46 @@ def make_distillation(
         processing_class=make_tokenizer(),
         peft_config=None if lora is None else needed("peft").LoraConfig(**lora),
     )
+
+
+def make_chat_tokenizer():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    return tokenizer
+
+
+def make_gkd(model, kind="GKD", output_dir="unused", teacher=None, lora=None, **options):
+    """A `GKDTrainer` or `GOLDTrainer`; arguments as those of `make_distillation`."""
+    module, datasets = needed(f"trl.experimental.{kind.lower()}"), needed("datasets")
+    length = "max_new_tokens" if kind == "GKD" else "max_completion_length"
+    config = getattr(module, f"{kind}Config")(
+        **{**OPTIONS, "output_dir": output_dir, "max_length": 32, length: 6, **options}
+    )
+    pairs = [(words(i, 2 + i % 3), words(3 * i, 3 + i % 4)) for i in range(16)]
+    tokenizer = make_chat_tokenizer()
+    if kind == "GKD":
+        roles = ("user", "assistant")
+        column = [
+            [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)] for pair in pairs
+        ]
+        rows = {"messages": column}
+    else:  # which tokenizes with a byte-level tokenizer alone
+        ids = [[tokenizer(text)["input_ids"] for text in pair] for pair in pairs]
+        rows = {
+            "input_ids": [prompt + completion for prompt, completion in ids],
+            "completion_mask": [[0] * len(x) + [1] * len(y) for x, y in ids],
+            "original_prompt_text": [prompt for prompt, _ in pairs],
+            "original_completion_text": [completion for _, completion in pairs],
+        }
+    return getattr(module, f"{kind}Trainer")(
+        model=transformers_model(model),
+        teacher_model=make_model(hidden_size=32) if teacher is None else teacher,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict(rows),
+        processing_class=tokenizer,
+        peft_config=None if lora is None else needed("peft").LoraConfig(**lora),
+    )
+
+
+def transformers_model(path):
+    return needed("transformers").AutoModelForCausalLM.from_pretrained(path)

@@ -17,6 +17,7 @@ def import_trl():
     """Import what ranks need, in the process that they are forked from."""
     import peft  # noqa: F401
     from trl import DistillationTrainer, GRPOTrainer  # noqa: F401
+    from trl.experimental.gkd import GKDTrainer  # noqa: F401
 
     from fastrl.integrations.trl import use_fastrl  # noqa: F401
 

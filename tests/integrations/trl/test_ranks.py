@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.distilling import make_distillation
+from tests.integrations.trl.distilling import make_distillation, make_gkd
 from tests.integrations.trl.ranks import import_trl, run_on_ranks
 from tests.integrations.trl.runs import check_equal, save_model
 
@@ -74,6 +74,14 @@ def test_distillation(layout, kind, on_ranks, tmp_path):
     options = {"beta": 0.5, "gradient_accumulation_steps": 2, **FUSED}
     found = on_ranks(layout, model, tmp_path, make=make_distillation, **options)
     check_ranks(found, WRAPPERS[layout])
+
+
+@pytest.mark.parametrize("layout", WRAPPERS)
+def test_gkd(layout, on_ranks, tmp_path):
+    """The teacher's forward runs in the student's."""
+    model = save_model(tmp_path / "model", PLAIN[0], **PLAIN[1])
+    options = {"lmbda": 0.0, "gradient_accumulation_steps": 2, **FUSED}
+    check_ranks(on_ranks(layout, model, tmp_path, make=make_gkd, **options), WRAPPERS[layout])
 
 
 @pytest.mark.parametrize(

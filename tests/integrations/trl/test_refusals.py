@@ -139,7 +139,7 @@ def of(name, base=object):
         (type("MyTrainer", (trl.RLOOTrainer,), {}), "got the class MyTrainer: pass an instance$"),
         (trl.DPOTrainer, "got the class DPOTrainer: .*`fastrl.linear_token_logprobs`"),
         (of("MyTrainer", trl.DPOTrainer), "got MyTrainer: .*`fastrl.linear_token_logprobs`"),
-        (of("GKDTrainer", trl.SFTTrainer), "compares distributions.*`fastrl.linear_policy_loss"),
+        (of("GKDTrainer"), "compares distributions.*`fastrl.linear_policy_loss"),
         (of("SSDTrainer"), "needs log-probabilities of given tokens"),
         (of("IWOPDTrainer"), 'distillation_objective="iw_opd" .*objective="reinforce"'),
         (of("SDPOTrainer"), 'distillation_mode="sampled_token" .*objective="reinforce"'),

@@ -1,0 +1,122 @@
+"""TRL's experimental `GKDTrainer`, and `GOLDTrainer` for one tokenizer, on fastrl.
+
+Their `compute_loss` calls student and teacher for the logits of all tokens. The instance gets
+another one, which computes the divergence and its gradient inside the forwards of both, without
+logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastrl.backend import Backend
+from fastrl.integrations.support import Support
+from fastrl.integrations.trl.distillation import distillation_loss
+from fastrl.integrations.trl.handle import (
+    Choices,
+    Handle,
+    check_models,
+    refuse_unfused,
+    warn_of_hooks,
+)
+from fastrl.integrations.trl.two_models import Side, inside_both
+
+_LOSS = "compute_loss"
+
+
+def _compares_tokenizers(trainer: Any) -> bool:
+    return bool(getattr(trainer, "use_uld_loss", False)) and trainer.teacher_tokenizer is not None
+
+
+_ULD = Support(
+    option="`GOLDTrainer` with `use_uld_loss=True`",
+    handling="refused",
+    note="the loss compares sorted probabilities of two vocabularies, or those of tokens matched "
+    "by name, for which fastrl has no function",
+    applies=_compares_tokenizers,
+)
+
+SUPPORT: tuple[Support, ...] = (
+    Support(
+        option="`GKDTrainer` and `GOLDTrainer` of `trl.experimental`, any `beta`, `lmbda`, "
+        "`temperature`, accumulation, `seq_kd`, LoRA, a teacher of another width",
+        handling="fused",
+        note="without the logits of either model. With `compute_metrics`, which gets logits, TRL "
+        "computes the loss of evaluations",
+    ),
+    _ULD,
+)
+
+
+def gkd_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
+    """Let a `GKDTrainer` or `GOLDTrainer`, the `base`, use fastrl."""
+    refuse_unfused(choices, base)
+    check_models(trainer, choices.backend, ("model", "teacher_model"), (_ULD,))
+    return GkdHandle(trainer, base, choices.backend)
+
+
+class GkdHandle(Handle):
+    """A `GKDTrainer` or `GOLDTrainer` that runs on fastrl until `undo()`."""
+
+    def __init__(self, trainer: Any, base: type, backend: Backend) -> None:
+        """Replace the loss of the instance."""
+        super().__init__()
+        self._trainer = trainer
+        self._backend = backend
+        # GKD's `temperature` is that of the sampler alone
+        self._uses_temperature = "temperature" in getattr(base, _LOSS).__code__.co_names
+        own = getattr(trainer, _LOSS)
+
+        @functools.wraps(own)
+        def loss(
+            model: nn.Module,
+            inputs: dict[str, Any],
+            return_outputs: bool = False,
+            num_items_in_batch: Tensor | int | None = None,
+        ) -> Any:
+            if self.undone or return_outputs:
+                return own(model, inputs, return_outputs, num_items_in_batch)
+            return self._compute(model, inputs, num_items_in_batch)
+
+        self.replace(trainer, _LOSS, loss)
+        self._warned_of_hooks = False
+        self._warn_of_hooks()
+
+    def _compute(
+        self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
+    ) -> Tensor:
+        trainer = self._trainer
+        self._warn_of_hooks()
+        mask = inputs["labels"][:, 1:] != -100
+        if count is None:
+            count = mask.sum().clamp(min=1)
+        elif isinstance(count, Tensor):
+            count = count.to(mask.device)
+        length = mask.shape[1]
+
+        def compared(student: Side, teacher: Side) -> Tensor:
+            loss, _ = distillation_loss(
+                student.before_last(length),
+                teacher.before_last(length),
+                mask,
+                count,
+                beta=trainer.beta,
+                temperature=trainer.temperature if self._uses_temperature else 1.0,
+                backend=self._backend,
+            )
+            return loss
+
+        of_models = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        if hasattr(trainer, "_get_model_forward_kwargs"):  # images and such
+            of_models |= trainer._get_model_forward_kwargs(inputs)
+        trainer.teacher_model.eval()
+        with trainer.accelerator.autocast():
+            return inside_both(model, trainer.teacher_model, compared, of_models)
+
+    def _warn_of_hooks(self) -> None:
+        if not self._warned_of_hooks:
+            models = (self._trainer.model, self._trainer.teacher_model)
+            self._warned_of_hooks = warn_of_hooks(models)
