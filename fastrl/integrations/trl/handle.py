@@ -116,11 +116,11 @@ def refuse_unfused(choices: Choices, base: type) -> None:
         )
 
 
-def with_globals(method: MethodType, **names: Any) -> MethodType:
-    """Return a copy of a bound method that finds other values under global names."""
-    own = method.__func__
+def with_globals(function: Any, **names: Any) -> Any:
+    """Return a copy of a function or bound method that finds other values under global names."""
+    own = getattr(function, "__func__", function)
     copy = FunctionType(
         own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
     )
     copy.__kwdefaults__ = own.__kwdefaults__
-    return MethodType(copy, method.__self__)
+    return copy if own is function else MethodType(copy, function.__self__)

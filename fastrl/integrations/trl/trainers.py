@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastrl.integrations.support import Support
-from fastrl.integrations.trl import distillation, gkd, rules
+from fastrl.integrations.trl import distillation, gkd, rules, self_distillation
 from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
@@ -52,10 +52,28 @@ TRAINERS: tuple[Row, ...] = (
         gkd.gkd_trainer,
         methods=("compute_loss",),
     ),
+    Row(
+        "SDFTTrainer",
+        "trl.experimental.sdft.sdft_trainer",
+        self_distillation.self_distillation_trainer,
+        methods=self_distillation.METHODS,
+    ),
+    Row(
+        "SDPOTrainer",
+        "trl.experimental.sdpo.sdpo_trainer",
+        self_distillation.self_distillation_trainer,
+        methods=self_distillation.METHODS,
+    ),
 )
 
+
 #: The rows of docs/support.md, of all trainers.
-SUPPORT: tuple[Support, ...] = (*rules.SUPPORT, *distillation.SUPPORT, *gkd.SUPPORT)
+SUPPORT: tuple[Support, ...] = (
+    *rules.SUPPORT,
+    *distillation.SUPPORT,
+    *gkd.SUPPORT,
+    *self_distillation.SUPPORT,
+)
 
 NAMES: tuple[str, ...] = tuple(row.name for row in TRAINERS)
 

@@ -30,6 +30,7 @@ def inside_both(
     teacher: nn.Module,
     function: Callable[[Side, Side], Result],
     inputs: dict[str, Any],
+    of_teacher: dict[str, Any] | None = None,
 ) -> Result:
     """Return `function(of_student, of_teacher)`, called in the forwards of two models.
 
@@ -40,20 +41,21 @@ def inside_both(
         student: as in `inside_forward`.
         teacher: another model.
         function: as in `inside_forward`.
-        inputs: of both models.
+        inputs: of the student.
+        of_teacher: inputs of the teacher, if they are others.
     """
     differentiable = torch.is_grad_enabled()
 
     def of_student(hidden: Tensor, head: LmHead) -> Result:
         results: list[Result] = []
 
-        def of_teacher(states: Tensor, head_of_teacher: LmHead) -> Tensor:
+        def compare(states: Tensor, head_of_teacher: LmHead) -> Tensor:
             with torch.set_grad_enabled(differentiable):
                 results.append(function(Side(hidden, head), Side(states, head_of_teacher)))
             return states.new_zeros(())  # for the teacher's wrappers, which expect no gradient
 
         with torch.no_grad():
-            inside_forward(teacher, of_teacher, **inputs)
+            inside_forward(teacher, compare, **(of_teacher or inputs))
         return results[0]
 
     return inside_forward(student, of_student, **inputs)

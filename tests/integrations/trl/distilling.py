@@ -1,7 +1,14 @@
 """Trainers of TRL that distil a teacher, on the small model."""
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import OPTIONS, make_model, make_tokenizer, prompts, words
+from tests.integrations.trl.runs import (
+    OPTIONS,
+    make_model,
+    make_tokenizer,
+    prompts,
+    reward_even,
+    words,
+)
 
 
 def make_distillation(
@@ -71,3 +78,30 @@ def make_gkd(model, kind="GKD", output_dir="unused", teacher=None, lora=None, **
 
 def transformers_model(path):
     return needed("transformers").AutoModelForCausalLM.from_pretrained(path)
+
+
+def make_self_distillation(
+    model, kind="SDFT", output_dir="unused", lora=None, privileged="w3 w9 w4", **options
+):
+    """An `SDFTTrainer` or `SDPOTrainer`, whose teacher reads more before the same completion."""
+    module, datasets = needed(f"trl.experimental.{kind.lower()}"), needed("datasets")
+    if kind == "SDPO":  # only groups with a success have a teacher
+        options = {"success_reward_threshold": 0.5, **options}
+    config = getattr(module, f"{kind}Config")(
+        **{
+            **OPTIONS,
+            "output_dir": output_dir,
+            "num_generations": 4,
+            "max_completion_length": 7,
+            **options,
+        }
+    )
+    columns = {"prompt": prompts(), "privileged_context": [privileged] * len(prompts())}
+    return getattr(module, f"{kind}Trainer")(
+        model=model,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict(columns),
+        processing_class=make_chat_tokenizer(),
+        peft_config=None if lora is None else needed("peft").LoraConfig(**lora),
+        **({"reward_funcs": reward_even} if kind == "SDPO" else {}),
+    )

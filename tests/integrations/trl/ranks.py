@@ -18,6 +18,7 @@ def import_trl():
     import peft  # noqa: F401
     from trl import DistillationTrainer, GRPOTrainer  # noqa: F401
     from trl.experimental.gkd import GKDTrainer  # noqa: F401
+    from trl.experimental.sdft import SDFTTrainer  # noqa: F401
 
     from fastrl.integrations.trl import use_fastrl  # noqa: F401
 

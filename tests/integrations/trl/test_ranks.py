@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.distilling import make_distillation, make_gkd
+from tests.integrations.trl.distilling import make_distillation, make_gkd, make_self_distillation
 from tests.integrations.trl.ranks import import_trl, run_on_ranks
 from tests.integrations.trl.runs import check_equal, save_model
 
@@ -82,6 +82,20 @@ def test_gkd(layout, on_ranks, tmp_path):
     model = save_model(tmp_path / "model", PLAIN[0], **PLAIN[1])
     options = {"lmbda": 0.0, "gradient_accumulation_steps": 2, **FUSED}
     check_ranks(on_ranks(layout, model, tmp_path, make=make_gkd, **options), WRAPPERS[layout])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ema", "live"])
+def test_self_distillation(layout, kind, on_ranks, tmp_path):
+    """The backward needs the teacher's head again."""
+    model = save_model(tmp_path / "model", PLAIN[0], **PLAIN[1])
+    options = {
+        "teacher_model_kind": kind,
+        "distillation_mode": "full_logits",
+        "uses": ("none", "primitive"),
+    }
+    found = on_ranks(layout, model, tmp_path, make=make_self_distillation, **options)
+    check_ranks(found, WRAPPERS[layout])
 
 
 @pytest.mark.parametrize(
