@@ -91,32 +91,56 @@ class GkdHandle(Handle):
         trainer = self._trainer
         self._warn_of_hooks()
         mask = inputs["labels"][:, 1:] != -100
-        if count is None:
-            count = mask.sum().clamp(min=1)
-        elif isinstance(count, Tensor):
-            count = count.to(mask.device)
-        length = mask.shape[1]
-
-        def compared(student: Side, teacher: Side) -> Tensor:
-            loss, _ = distillation_loss(
-                student.before_last(length),
-                teacher.before_last(length),
-                mask,
-                count,
-                beta=trainer.beta,
-                temperature=trainer.temperature if self._uses_temperature else 1.0,
-                backend=self._backend,
-            )
-            return loss
-
         of_models = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         if hasattr(trainer, "_get_model_forward_kwargs"):  # images and such
             of_models |= trainer._get_model_forward_kwargs(inputs)
-        trainer.teacher_model.eval()
-        with trainer.accelerator.autocast():
-            return inside_both(model, trainer.teacher_model, compared, of_models)
+        temperature = trainer.temperature if self._uses_temperature else 1.0
+        return mean_divergence(trainer, model, of_models, mask, count, temperature, self._backend)
 
     def _warn_of_hooks(self) -> None:
         if not self._warned_of_hooks:
             models = (self._trainer.model, self._trainer.teacher_model)
             self._warned_of_hooks = warn_of_hooks(models)
+
+
+def mean_divergence(
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    mask: Tensor,
+    count: Tensor | int | None,
+    temperature: float,
+    backend: Backend,
+) -> Tensor:
+    """Return the mean divergence of a model from the trainer's teacher, for `trainer.beta`.
+
+    Args:
+        trainer: has the teacher.
+        model: the student, as the trainer calls it.
+        inputs: of both models.
+        mask: 0/1 of the last K tokens, `[B, K]`.
+        count: the tokens of all micro-batches and ranks; None counts those in the mask.
+        temperature: of both.
+        backend: `auto`, or the backend for the chunks.
+    """
+    if count is None:
+        count = mask.sum().clamp(min=1)
+    elif isinstance(count, Tensor):
+        count = count.to(mask.device)
+    length = mask.shape[1]
+
+    def compared(student: Side, teacher: Side) -> Tensor:
+        loss, _ = distillation_loss(
+            student.before_last(length),
+            teacher.before_last(length),
+            mask,
+            count,
+            beta=trainer.beta,
+            temperature=temperature,
+            backend=backend,
+        )
+        return loss
+
+    trainer.teacher_model.eval()
+    with trainer.accelerator.autocast():
+        return inside_both(model, trainer.teacher_model, compared, inputs)

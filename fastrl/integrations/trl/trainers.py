@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastrl.integrations.support import Support
-from fastrl.integrations.trl import distillation, gkd, rules, self_distillation
+from fastrl.integrations.trl import distillation, gkd, iw_opd, rules, self_distillation
 from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
@@ -64,6 +64,12 @@ TRAINERS: tuple[Row, ...] = (
         self_distillation.self_distillation_trainer,
         methods=self_distillation.METHODS,
     ),
+    Row(
+        "IWOPDTrainer",
+        "trl.experimental.iw_opd.iw_opd_trainer",
+        iw_opd.iw_opd_trainer,
+        methods=iw_opd.METHODS,
+    ),
 )
 
 
@@ -73,6 +79,7 @@ SUPPORT: tuple[Support, ...] = (
     *distillation.SUPPORT,
     *gkd.SUPPORT,
     *self_distillation.SUPPORT,
+    *iw_opd.SUPPORT,
 )
 
 NAMES: tuple[str, ...] = tuple(row.name for row in TRAINERS)

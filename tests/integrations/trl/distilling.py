@@ -44,15 +44,16 @@ def make_chat_tokenizer():
 
 
 def make_gkd(model, kind="GKD", output_dir="unused", teacher=None, lora=None, **options):
-    """A `GKDTrainer` or `GOLDTrainer`; arguments as those of `make_distillation`."""
-    module, datasets = needed(f"trl.experimental.{kind.lower()}"), needed("datasets")
+    """A `GKDTrainer`, `GOLDTrainer` or `IWOPDTrainer`; arguments as for `make_distillation`."""
+    name = "iw_opd" if kind == "IWOPD" else kind.lower()
+    module, datasets = needed(f"trl.experimental.{name}"), needed("datasets")
     length = "max_new_tokens" if kind == "GKD" else "max_completion_length"
     config = getattr(module, f"{kind}Config")(
         **{**OPTIONS, "output_dir": output_dir, "max_length": 32, length: 6, **options}
     )
     pairs = [(words(i, 2 + i % 3), words(3 * i, 3 + i % 4)) for i in range(16)]
     tokenizer = make_chat_tokenizer()
-    if kind == "GKD":
+    if kind != "GOLD":
         roles = ("user", "assistant")
         column = [
             [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)] for pair in pairs

@@ -102,7 +102,7 @@ def test_a_batch(name, trainer):
     with use_fastrl(trainer):
         ours = of_batch(trainer, batch(**changes), count)
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert theirs[0] > 0.01 or "no tokens" in name
 
 

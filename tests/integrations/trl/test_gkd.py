@@ -76,7 +76,7 @@ def test_a_count_of_all_micro_batches(count, trainer):
     theirs = of_batch(trainer, batch(), COUNTS[count])
     with use_fastrl(trainer):
         ours = of_batch(trainer, batch(), COUNTS[count])
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert theirs[0] > 0.01
 
 
