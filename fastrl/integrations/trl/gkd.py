@@ -7,7 +7,6 @@ logits.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,13 +17,11 @@ from fastrl.integrations.trl.distillation import distillation_loss
 from fastrl.integrations.trl.handle import (
     Choices,
     Handle,
+    LossHandle,
     check_models,
     refuse_unfused,
-    warn_of_hooks,
 )
 from fastrl.integrations.trl.two_models import Side, inside_both
-
-_LOSS = "compute_loss"
 
 
 def _compares_tokenizers(trainer: Any) -> bool:
@@ -58,49 +55,26 @@ def gkd_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
     return GkdHandle(trainer, base, choices.backend)
 
 
-class GkdHandle(Handle):
+class GkdHandle(LossHandle):
     """A `GKDTrainer` or `GOLDTrainer` that runs on fastrl until `undo()`."""
 
     def __init__(self, trainer: Any, base: type, backend: Backend) -> None:
         """Replace the loss of the instance."""
-        super().__init__()
-        self._trainer = trainer
-        self._backend = backend
+        super().__init__(trainer, None, backend)
         # GKD's `temperature` is that of the sampler alone
-        self._uses_temperature = "temperature" in getattr(base, _LOSS).__code__.co_names
-        own = getattr(trainer, _LOSS)
+        self._uses_temperature = "temperature" in base.compute_loss.__code__.co_names  # type: ignore[attr-defined]
 
-        @functools.wraps(own)
-        def loss(
-            model: nn.Module,
-            inputs: dict[str, Any],
-            return_outputs: bool = False,
-            num_items_in_batch: Tensor | int | None = None,
-        ) -> Any:
-            if self.undone or return_outputs:
-                return own(model, inputs, return_outputs, num_items_in_batch)
-            return self._compute(model, inputs, num_items_in_batch)
-
-        self.replace(trainer, _LOSS, loss)
-        self._warned_of_hooks = False
-        self._warn_of_hooks()
-
-    def _compute(
+    def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
     ) -> Tensor:
+        """Return the mean divergence of a batch."""
         trainer = self._trainer
-        self._warn_of_hooks()
         mask = inputs["labels"][:, 1:] != -100
         of_models = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         if hasattr(trainer, "_get_model_forward_kwargs"):  # images and such
             of_models |= trainer._get_model_forward_kwargs(inputs)
         temperature = trainer.temperature if self._uses_temperature else 1.0
         return mean_divergence(trainer, model, of_models, mask, count, temperature, self._backend)
-
-    def _warn_of_hooks(self) -> None:
-        if not self._warned_of_hooks:
-            models = (self._trainer.model, self._trainer.teacher_model)
-            self._warned_of_hooks = warn_of_hooks(models)
 
 
 def mean_divergence(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from fastrl.backend import Backend
 from fastrl.integrations.support import Support
@@ -42,6 +44,7 @@ class Handle(Undoable):
         self.fused = reason is None
         self.reason = reason
         self.undone = False
+        self._warned_of_hooks = False
         self._replaced: list[tuple[Any, str, Any, tuple[Any, ...]]] = []
 
     def replace(self, owner: Any, name: str, function: Any) -> None:
@@ -49,6 +52,11 @@ class Handle(Undoable):
         previous = (owner.__dict__[name],) if name in owner.__dict__ else ()
         self._replaced.append((owner, name, function, previous))
         owner.__dict__[name] = function
+
+    def warn_of_hooks(self, *models: Any) -> None:
+        """Warn once; called at every step, as callbacks may add hooks when training begins."""
+        if not self._warned_of_hooks:
+            self._warned_of_hooks = warn_of_hooks(models)
 
     def undo(self) -> None:
         """Restore the trainer's methods; a second call does nothing.
@@ -64,6 +72,41 @@ class Handle(Undoable):
                 owner.__dict__[name] = previous[0]
             else:
                 del owner.__dict__[name]
+
+
+class LossHandle(Handle):
+    """A trainer whose `compute_loss` is replaced, except where the model's outputs are wanted."""
+
+    def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
+        """Replace the method of the instance."""
+        super().__init__(reason)
+        self._trainer = trainer
+        self._backend = backend
+        own = trainer.compute_loss
+
+        @functools.wraps(own)
+        def loss(
+            model: nn.Module,
+            inputs: dict[str, Any],
+            return_outputs: bool = False,
+            num_items_in_batch: Tensor | int | None = None,
+        ) -> Any:
+            if self.undone or return_outputs:
+                return own(model, inputs, return_outputs, num_items_in_batch)
+            self._warn_of_hooks()
+            return self.compute_loss(model, inputs, num_items_in_batch)
+
+        self.replace(trainer, "compute_loss", loss)
+        self._warn_of_hooks()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
+    ) -> Tensor:
+        """Return the loss of a batch; `count` is TRL's `num_items_in_batch`."""
+        raise NotImplementedError
+
+    def _warn_of_hooks(self) -> None:
+        self.warn_of_hooks(self._trainer.model, self._trainer.teacher_model)
 
 
 def check_models(
@@ -102,7 +145,7 @@ def warn_of_hooks(models: Iterable[Any]) -> bool:
             f"hooks on the LM head ({', '.join(dict.fromkeys(found))}) do not fire in this "
             "trainer's losses and log-probabilities, which are computed without logits; hooks on "
             "the model, its backbone and its layers do",
-            stacklevel=7,  # the call of use_fastrl
+            stacklevel=8,  # the call of use_fastrl
         )
     return bool(found)
 

@@ -7,7 +7,6 @@ the divergence with its gradient.
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,16 +20,15 @@ from fastrl.integrations.trl.gkd import mean_divergence
 from fastrl.integrations.trl.handle import (
     Choices,
     Handle,
+    LossHandle,
     check_models,
-    warn_of_hooks,
     with_globals,
 )
 from fastrl.integrations.trl.two_models import Side
 from fastrl.ops.linear_token_stats import linear_token_logprobs
 
-_LOSS = "compute_loss"
 _OF_TOKENS = "_compute_iw_opd_loss"
-METHODS = (_LOSS, _OF_TOKENS, "generalized_jsd_loss")
+METHODS = ("compute_loss", _OF_TOKENS, "generalized_jsd_loss")
 
 
 def _is_of_tokens(trainer: Any) -> bool:
@@ -105,38 +103,20 @@ class _KnownLogprobs:
         return self._logprobs.unsqueeze(dim)
 
 
-class IwOpdHandle(Handle):
+class IwOpdHandle(LossHandle):
     """An `IWOPDTrainer` that runs on fastrl until `undo()`."""
 
     def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
         """Replace the loss of the instance."""
-        super().__init__(reason)
-        self._trainer = trainer
-        self._backend = backend
+        super().__init__(trainer, reason, backend)
         normalized = SimpleNamespace(log_softmax=lambda known, dim: known)
         self._of_tokens = with_globals(getattr(trainer, _OF_TOKENS), F=normalized)
-        own = getattr(trainer, _LOSS)
 
-        @functools.wraps(own)
-        def loss(
-            model: nn.Module,
-            inputs: dict[str, Any],
-            return_outputs: bool = False,
-            num_items_in_batch: Tensor | int | None = None,
-        ) -> Any:
-            if self.undone or return_outputs:
-                return own(model, inputs, return_outputs, num_items_in_batch)
-            return self._compute(model, inputs, num_items_in_batch)
-
-        self.replace(trainer, _LOSS, loss)
-        self._warned_of_hooks = False
-        self._warn_of_hooks()
-
-    def _compute(
+    def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
     ) -> Tensor:
+        """Return the loss of a batch, for which TRL logs its metrics."""
         trainer = self._trainer
-        self._warn_of_hooks()
         trainer._raise_if_local_teacher_tokenizer_mismatch()
         start = trainer._compute_prompt_length(inputs)
         labels, token_ids = inputs["labels"][:, start:], inputs["input_ids"][:, start:]
@@ -173,8 +153,3 @@ class IwOpdHandle(Handle):
             num_items_in_batch=count,
         )
         return cast("Tensor", loss)
-
-    def _warn_of_hooks(self) -> None:
-        if not self._warned_of_hooks:
-            models = (self._trainer.model, self._trainer.teacher_model)
-            self._warned_of_hooks = warn_of_hooks(models)

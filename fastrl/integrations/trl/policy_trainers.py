@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.backend import Backend
-from fastrl.integrations.trl.handle import Choices, Handle, check_models, warn_of_hooks
+from fastrl.integrations.trl.handle import Choices, Handle, check_models
 from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_scorer
 from fastrl.integrations.trl.replay import Replay
 from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, why_not_fused
@@ -82,7 +82,7 @@ class PolicyHandle(Handle):
         self._outputs: Any = None  # of the model, for that batch
         self._compiled = CompiledBackbones(trainer)
         self._comparisons = 0
-        self._warned_of_saturation = self._warned_of_hooks = False
+        self._warned_of_saturation = False
         self._scores = getattr(trainer, _SCORES)
         self._loss = getattr(trainer, _LOSS)
 
@@ -192,11 +192,7 @@ class PolicyHandle(Handle):
         return loss
 
     def _warn_of_hooks(self) -> None:
-        """Warn once; called at every step, as callbacks may add hooks when training begins."""
-        if self._warned_of_hooks:
-            return
-        models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
-        self._warned_of_hooks = warn_of_hooks(models)
+        self.warn_of_hooks(self._trainer.model, getattr(self._trainer, "ref_model", None))
 
     def _compare(self, fused: Tensor, trls: Tensor) -> None:
         if self._comparisons >= _COMPARED_CALLS:

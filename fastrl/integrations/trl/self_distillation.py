@@ -24,7 +24,6 @@ from fastrl.integrations.trl.handle import (
     Choices,
     Handle,
     check_models,
-    warn_of_hooks,
     with_globals,
 )
 from fastrl.integrations.trl.top_tokens import top_k_teacher
@@ -119,7 +118,6 @@ class SelfDistillationHandle(Handle):
         super().__init__(_REASON)
         self._trainer = trainer
         self._backend = backend
-        self._warned_of_hooks = False
         for name in _READERS:
             if hasattr(trainer, name):
                 own = getattr(trainer, name)
@@ -253,9 +251,8 @@ class SelfDistillationHandle(Handle):
         return Teacher.from_hidden(teacher.hidden, **shared, **head.arguments())
 
     def _warn_of_hooks(self) -> None:
-        if not self._warned_of_hooks:
-            models = dict.fromkeys((self._trainer.model, self._trainer.teacher_model))
-            self._warned_of_hooks = warn_of_hooks(models)
+        models = (self._trainer.model, self._trainer.teacher_model)
+        self.warn_of_hooks(*dict.fromkeys(models))
 
 
 def _copied(head: LmHead) -> LmHead:
