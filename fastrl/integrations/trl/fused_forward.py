@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -30,12 +31,18 @@ from fastrl.integrations.transformers.wrappers import (
 from fastrl.integrations.trl.scoring import CompiledBackbones, states_of
 from fastrl.integrations.trl.token_outputs import token_outputs
 
+#: Name of the `FusedForward` among the attributes of its forward, and of wrappers around that.
+_MARK = "_fastrl"
+
 
 class FusedForward:
     """The forward of a causal language model, as TRL calls it with `fused_lm_head=True`.
 
     Attributes:
-        calls: how many of them fastrl has answered.
+        causal: the causal language model.
+        forward: what its attribute `forward` is to be.
+        undone: True leaves all calls to TRL's forward, also those of wrappers that have kept this.
+        calls: how many calls fastrl has answered.
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class FusedForward:
         temperature: float = 1.0,
         backend: Backend = "auto",
     ) -> None:
-        """Prepare the forward; `install` puts it in its place.
+        """Make the forward, without changing the model.
 
         Args:
             trainer: whose precision is used.
@@ -57,50 +64,40 @@ class FusedForward:
             compiled: the backbones of the trainer's models that are compiled.
             temperature: of the distribution.
             backend: as in `use_fastrl`.
+
+        Raises:
+            ValueError: the model has no forward with `fused_lm_head`, or fastrl's.
         """
+        self.undone = False
         self.calls = 0
+        self.causal = causal_model(model)
         self._trainer = trainer
-        self._causal = causal_model(model)
         self._score = functools.partial(
             token_outputs, trainer, wanted=tuple(wanted), temperature=temperature, backend=backend
         )
         self._compiled = compiled
-        self._is_compiled = self._undone = False
-        self._previous = self._causal.__dict__.get("forward")
-        self._forward: Any = None
+        self._is_compiled = False
+        _refuse_other_forwards(self.causal)
+        self.forward = self._around(self.causal.forward)
 
-    def install(self) -> None:
-        """Replace the forward of the causal language model."""
-        own = self._causal.forward
-        # of the class or of accelerate; bound again, so that a copy of the model calls its own
-        function = getattr(own, "__func__", None)
+    def _around(self, own: Any) -> types.MethodType:
+        # bound again, so that a deep copy of the model calls TRL's forward on the copy
+        function = getattr(
+            own, "__func__", lambda _, *arguments, **inputs: own(*arguments, **inputs)
+        )
 
-        @functools.wraps(function or own)  # generate() reads the signature
+        @functools.wraps(function)  # generate() reads the signature
         def forward(
             causal: nn.Module, *arguments: Any, fused_lm_head: bool = False, **inputs: Any
         ) -> Any:
-            if fused_lm_head and not self._undone:
-                return self._answer(causal, *arguments, **inputs)
+            if fused_lm_head and not self.undone and causal is self.causal:
+                return self._answer(*arguments, **inputs)
             if fused_lm_head:
                 inputs["fused_lm_head"] = True
-            return (
-                own(*arguments, **inputs)
-                if function is None
-                else function(causal, *arguments, **inputs)
-            )
+            return function(causal, *arguments, **inputs)
 
-        self._forward = types.MethodType(forward, self._causal)
-        self._causal.__dict__["forward"] = self._forward
-
-    def undo(self) -> None:
-        """Restore the forward; where a wrapper around it has been kept, it calls TRL's."""
-        self._undone = True
-        if self._forward is None or self._causal.__dict__.get("forward") is not self._forward:
-            return
-        if self._previous is None:
-            del self._causal.__dict__["forward"]
-        else:
-            self._causal.__dict__["forward"] = self._previous
+        forward.__dict__[_MARK] = self
+        return types.MethodType(forward, self.causal)
 
     @contextlib.contextmanager
     def ready(self, model: nn.Module) -> Iterator[None]:
@@ -115,7 +112,6 @@ class FusedForward:
 
     def _answer(
         self,
-        causal: nn.Module,
         *arguments: Any,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
@@ -125,11 +121,10 @@ class FusedForward:
         from trl.trainer.utils import FusedCausalLMOutput
 
         self.calls += 1
+        causal = self.causal
         with only_thread_in(causal):
             with replaced_autocast(self._trainer, causal):
-                states, aux_loss = states_of(
-                    causal, self._run_backbone(causal), *arguments, **inputs
-                )
+                states, aux_loss = states_of(causal, self._run_backbone, *arguments, **inputs)
             if shift_labels is not None:
                 token_ids = shift_labels
             elif labels is not None:
@@ -145,9 +140,11 @@ class FusedForward:
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 
-    def _run_backbone(self, causal: nn.Module) -> Any:
-        own = backbone(causal)
-        return functools.partial(self._compiled.run, own) if self._is_compiled else own
+    def _run_backbone(self, *arguments: Any, **inputs: Any) -> Any:
+        own = backbone(self.causal)
+        if self._is_compiled:
+            return self._compiled.run(own, *arguments, **inputs)
+        return own(*arguments, **inputs)
 
 
 def replaced_autocast(trainer: Any, causal: nn.Module) -> AbstractContextManager[Any]:
@@ -156,3 +153,23 @@ def replaced_autocast(trainer: Any, causal: nn.Module) -> AbstractContextManager
         return contextlib.nullcontext()
     context: AbstractContextManager[Any] = trainer.accelerator.autocast()
     return context
+
+
+def _refuse_other_forwards(causal: nn.Module) -> None:
+    mark = getattr(causal.forward, _MARK, None)
+    if mark is not None and not mark.undone:
+        raise ValueError(
+            f"the forward of this {type(causal).__name__} is already replaced; undo that first"
+        )
+    own = inspect.unwrap(causal.forward, stop=_takes_fused_lm_head)
+    if not _takes_fused_lm_head(own):
+        raise ValueError(
+            f"the forward of this {type(causal).__name__} has no `fused_lm_head`, which use_fastrl "
+            "answers: this version of TRL computes logits, or has given that forward to a wrapper "
+            "around the model (pass the model without `torch.compile`)"
+        )
+
+
+def _takes_fused_lm_head(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and "fused_lm_head" in code.co_varnames

@@ -10,6 +10,7 @@ from fastrl.integrations.trl import distillation, gkd, iw_opd, rules, self_disti
 from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
+from fastrl.integrations.trl.token_trainers import token_trainer
 
 
 class Row(NamedTuple):
@@ -34,6 +35,10 @@ class Row(NamedTuple):
 TRAINERS: tuple[Row, ...] = (
     Row("GRPOTrainer", "trl.trainer.grpo_trainer", policy_trainer, replays=True),
     Row("RLOOTrainer", "trl.trainer.rloo_trainer", policy_trainer, replays=True),
+    Row("SFTTrainer", "trl.trainer.sft_trainer", token_trainer),
+    Row("DPOTrainer", "trl.trainer.dpo_trainer", token_trainer),
+    Row("KTOTrainer", "trl.trainer.kto_trainer", token_trainer),
+    Row("AsyncGRPOTrainer", "trl.experimental.async_grpo.async_grpo_trainer", token_trainer),
     Row(
         "DistillationTrainer",
         "trl.trainer.distillation_trainer",
