@@ -11,14 +11,14 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastrl.backend import Backend
-from fastrl.integrations.transformers import backbone
+from fastrl.integrations.transformers import LmHead, backbone
 from fastrl.integrations.transformers.forward import inside_head
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import (
@@ -110,44 +110,60 @@ class FusedForward:
         with uncompiled(model):
             yield
 
-    def _answer(
-        self,
-        *arguments: Any,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-        **inputs: Any,
-    ) -> Any:
-        from trl.trainer.utils import FusedCausalLMOutput
-
+    def _answer(self, *arguments: Any, **inputs: Any) -> Any:
         self.calls += 1
-        causal = self.causal
-        with only_thread_in(causal):
-            with replaced_autocast(self._trainer, causal):
-                states, aux_loss = states_of(causal, self._run_backbone, *arguments, **inputs)
-            if shift_labels is not None:
-                token_ids = shift_labels
-            elif labels is not None:
-                token_ids, states = labels[:, 1:], states[:, :-1]
-            else:
-                raise TypeError("fused_lm_head=True needs labels or shift_labels, got neither")
-            found = inside_head(causal, self._score(token_ids), states)
-        mask = token_ids != -100
-        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        loss = -found["log_probs"].sum() / count
-        if aux_loss is not None:
-            config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
-            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
-
-    def _run_backbone(self, *arguments: Any, **inputs: Any) -> Any:
-        own = backbone(self.causal)
+        run: Callable[..., Any] = backbone(self.causal)
         if self._is_compiled:
-            return self._compiled.run(own, *arguments, **inputs)
-        return own(*arguments, **inputs)
+            run = functools.partial(self._compiled.run, run)
+        return answer(self._trainer, self.causal, run, self._score, *arguments, **inputs)
 
 
-def replaced_autocast(trainer: Any, causal: nn.Module) -> AbstractContextManager[Any]:
+def answer(
+    trainer: Any,
+    causal: nn.Module,
+    run: Callable[..., Any],
+    score: Callable[[Tensor], Callable[[Tensor, LmHead], dict[str, Tensor]]],
+    *arguments: Any,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | float | None = None,
+    **inputs: Any,
+) -> Any:
+    """Return the `FusedCausalLMOutput` of a batch, in the forward of the causal language model.
+
+    Args:
+        trainer: whose precision is used.
+        causal: the causal language model.
+        run: its backbone, or what calls it.
+        score: `token_outputs` of given tokens.
+        *arguments: of the backbone.
+        labels: `[B, T]`, of which each position predicts the next; -100 is left out.
+        shift_labels: `[B, T]`, what each position predicts.
+        num_items_in_batch: divides the loss; None: the number of labels.
+        **inputs: of the backbone.
+    """
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    with only_thread_in(causal):
+        with _replaced_autocast(trainer, causal):
+            states, aux_loss = states_of(causal, run, *arguments, **inputs)
+        if shift_labels is not None:
+            token_ids = shift_labels
+        elif labels is not None:
+            token_ids, states = labels[:, 1:], states[:, :-1]
+        else:
+            raise TypeError("fused_lm_head=True needs labels or shift_labels, got neither")
+        found = inside_head(causal, score(token_ids), states)
+    mask = token_ids != -100
+    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    loss = -found["log_probs"].sum() / count
+    if aux_loss is not None:
+        config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
+
+
+def _replaced_autocast(trainer: Any, causal: nn.Module) -> AbstractContextManager[Any]:
     """Return the autocast that accelerate has put around the forward which is not called now."""
     if "_original_forward" not in causal.__dict__:
         return contextlib.nullcontext()
@@ -156,12 +172,12 @@ def replaced_autocast(trainer: Any, causal: nn.Module) -> AbstractContextManager
 
 
 def _refuse_other_forwards(causal: nn.Module) -> None:
-    mark = getattr(causal.forward, _MARK, None)
+    own = inspect.unwrap(causal.forward, stop=_takes_fused_lm_head)
+    mark = getattr(own, _MARK, None)
     if mark is not None and not mark.undone:
         raise ValueError(
             f"the forward of this {type(causal).__name__} is already replaced; undo that first"
         )
-    own = inspect.unwrap(causal.forward, stop=_takes_fused_lm_head)
     if not _takes_fused_lm_head(own):
         raise ValueError(
             f"the forward of this {type(causal).__name__} has no `fused_lm_head`, which use_fastrl "

@@ -33,6 +33,7 @@ def token_outputs(
     *,
     temperature: float = 1.0,
     backend: Backend = "auto",
+    mean_of_all: bool = False,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
     """Return what computes TRL's outputs for tokens; all are 0 where a token is -100.
 
@@ -45,6 +46,7 @@ def token_outputs(
         wanted: names of `log_probs`, `entropy`, `log_sum_sq_probs`, `mean_logits` and `is_top1`.
         temperature: of the distribution.
         backend: as in `use_fastrl`.
+        mean_of_all: `mean_logits` are not 0 where a token is -100.
 
     Returns:
         A function of the hidden states `[B, T, H]` that predict the tokens, and the head.
@@ -63,7 +65,8 @@ def token_outputs(
             )
             found: dict[str, Tensor] = {n: getattr(stats, _STATS[n]) for n in wanted if n in _STATS}
             if "mean_logits" in wanted:
-                found["mean_logits"] = mean_logits(hidden, head, mask) / temperature
+                rows = None if mean_of_all else mask
+                found["mean_logits"] = mean_logits(hidden, head, rows) / temperature
         if "log_sum_sq_probs" in found:
             logs = found["log_sum_sq_probs"].detach().log()
             found["log_sum_sq_probs"] = logs.masked_fill(~mask, 0.0)

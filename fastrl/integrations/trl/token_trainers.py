@@ -12,9 +12,51 @@ from typing import Any
 
 from torch import nn
 
+from fastrl.integrations.support import Support
 from fastrl.integrations.trl.fused_forward import FusedForward
 from fastrl.integrations.trl.handle import Choices, Handle, check_models, warn_of_hooks
+from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.scoring import CompiledBackbones
+
+SUPPORT: tuple[Support, ...] = (
+    Support(
+        option='`SFTTrainer`, `loss_type="nll"` and `"dft"`, `packing`, `padding_free`, '
+        "`completion_only_loss`",
+        handling="primitive",
+        note="a token counts in `mean_token_accuracy` if no logit is greater; of equal logits TRL "
+        "counts the first alone",
+    ),
+    Support(
+        option="`SFTTrainer` with `label_smoothing_factor` or `compute_loss_func`",
+        handling="unchanged",
+        note="TRL computes the loss from the logits; fastrl computes its metrics",
+    ),
+    Support(
+        option="`DPOTrainer`, every `loss_type`, `use_weighting`, `ld_alpha`, "
+        "`precompute_ref_log_probs`",
+        handling="primitive",
+        note="`precompute_ref_log_probs=True` computes in the constructor, without fastrl",
+    ),
+    Support(
+        option="`KTOTrainer`, every `loss_type`, `precompute_ref_log_probs`",
+        handling="primitive",
+        note="as for `DPOTrainer`. The `logits/*` metrics of both cost one product with the mean "
+        "row of the head; with a softcap of the model the logits are computed once more, a chunk "
+        "at a time",
+    ),
+    Support(
+        option="`AsyncGRPOTrainer`",
+        handling="primitive",
+        note="a micro-batch of its loss is compared with TRL's; the trainer itself needs a GPU "
+        "with FlashAttention 3, and was not run",
+    ),
+    Support(
+        option="a subclass of these trainers with its own `compute_loss`",
+        handling="primitive",
+        note="the first loss raises an error if it does not call the model with "
+        "`fused_lm_head=True`",
+    ),
+)
 
 #: The outputs that each trainer reads of its model; of the reference model only `log_probs`.
 _OUTPUTS = {
@@ -27,6 +69,7 @@ _OUTPUTS = {
 
 def token_trainer(trainer: Any, base: type, choices: Choices) -> TokenHandle:
     """Let a trainer of the class `base`, one of `_OUTPUTS`, use fastrl."""
+    _refuse_other_losses(trainer, base)
     check_models(trainer, choices.backend)
     reason = f"TRL computes the loss of a {base.__name__}, from log-probabilities"
     if choices.fused:
@@ -36,6 +79,16 @@ def token_trainer(trainer: Any, base: type, choices: Choices) -> TokenHandle:
         wanted += ("log_sum_sq_probs",)
     temperature = trainer.temperature if base.__name__ == "AsyncGRPOTrainer" else 1.0
     return TokenHandle(trainer, reason, wanted, temperature, choices)
+
+
+def _refuse_other_losses(trainer: Any, base: type) -> None:
+    """Refuse TRL's own subclasses that compute logits (`GKDTrainer`, ...)."""
+    kinds = type(trainer).__mro__
+    for kind in kinds[: kinds.index(base)]:
+        if kind.__module__.startswith("trl.") and "compute_loss" in kind.__dict__:
+            raise ValueError(
+                f"{kind.__name__} has another loss than {base.__name__}: {way_on(trainer)}"
+            )
 
 
 class TokenHandle(Handle):

@@ -10,6 +10,7 @@ from fastrl.integrations.trl import distillation, gkd, iw_opd, rules, self_disti
 from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
+from fastrl.integrations.trl.token_trainers import SUPPORT as _OF_TOKENS
 from fastrl.integrations.trl.token_trainers import token_trainer
 
 
@@ -81,6 +82,7 @@ TRAINERS: tuple[Row, ...] = (
 #: The rows of docs/support.md, of all trainers.
 SUPPORT: tuple[Support, ...] = (
     *rules.SUPPORT,
+    *_OF_TOKENS,
     *distillation.SUPPORT,
     *gkd.SUPPORT,
     *self_distillation.SUPPORT,
