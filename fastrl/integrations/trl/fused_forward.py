@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastrl.backend import Backend
-from fastrl.integrations.transformers import LmHead, backbone
+from fastrl.integrations.transformers import LmHead
 from fastrl.integrations.transformers.forward import inside_head
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import (
@@ -112,9 +112,7 @@ class FusedForward:
 
     def _answer(self, *arguments: Any, **inputs: Any) -> Any:
         self.calls += 1
-        run: Callable[..., Any] = backbone(self.causal)
-        if self._is_compiled:
-            run = functools.partial(self._compiled.run, run)
+        run = self._compiled.backbone(self.causal, compiled=self._is_compiled)
         return answer(self._trainer, self.causal, run, self._score, *arguments, **inputs)
 
 

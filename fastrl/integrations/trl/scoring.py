@@ -7,6 +7,7 @@ code around it stays: how a batch is split, images are passed on, and the model 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
@@ -88,7 +89,9 @@ class ScoredModel:
     ) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
 
-        states, aux_loss = states_of(self._causal, self._run_backbone, **inputs)
+        compiled = any(is_compiled(wrapper) for wrapper in wrappers(self._model))
+        run = self._compiled.backbone(self._causal, compiled=compiled)
+        states, aux_loss = states_of(self._causal, run, **inputs)
         before = states.shape[1] - 1 - self._count
         hidden = states[:, before:-1]
         if is_head_float32(self._trainer):
@@ -118,12 +121,6 @@ class ScoredModel:
         count = len(token_ids)
         now, self._sets = self._sets[:count], self._sets[count:]
         return kept_of(now, token_ids)
-
-    def _run_backbone(self, **inputs: Any) -> Any:
-        own = backbone(self._causal)
-        if any(is_compiled(wrapper) for wrapper in wrappers(self._model)):
-            return self._compiled.run(own, **inputs)
-        return own(**inputs)
 
 
 def states_of(
@@ -157,6 +154,11 @@ class CompiledBackbones:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._of: dict[nn.Module, nn.Module] = {}
+
+    def backbone(self, causal: nn.Module, *, compiled: bool) -> Callable[..., Any]:
+        """Return what runs the backbone of a causal language model."""
+        part = backbone(causal)
+        return functools.partial(self.run, part) if compiled else part
 
     def run(self, part: nn.Module, *arguments: Any, **inputs: Any) -> Any:
         """Run a backbone, compiled with the trainer's options, for sequences of any length."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl import distillation, gkd, iw_opd, rules, self_distillation
 from fastrl.integrations.trl.handle import Choices, Handle
+from fastrl.integrations.trl.logits_trainers import SUPPORT as _OF_LOGITS
+from fastrl.integrations.trl.logits_trainers import logits_trainer
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
 from fastrl.integrations.trl.token_trainers import SUPPORT as _OF_TOKENS
@@ -33,6 +35,11 @@ class Row(NamedTuple):
     replays: bool = False
 
 
+def _of_logits(name: str, folder: str, method: str) -> Row:
+    module = f"trl.experimental.{folder}.{folder}_trainer"
+    return Row(name, module, logits_trainer, methods=(method,))
+
+
 TRAINERS: tuple[Row, ...] = (
     Row("GRPOTrainer", "trl.trainer.grpo_trainer", policy_trainer, replays=True),
     Row("RLOOTrainer", "trl.trainer.rloo_trainer", policy_trainer, replays=True),
@@ -40,6 +47,10 @@ TRAINERS: tuple[Row, ...] = (
     Row("DPOTrainer", "trl.trainer.dpo_trainer", token_trainer),
     Row("KTOTrainer", "trl.trainer.kto_trainer", token_trainer),
     Row("AsyncGRPOTrainer", "trl.experimental.async_grpo.async_grpo_trainer", token_trainer),
+    _of_logits("CPOTrainer", "cpo", "concatenated_forward"),
+    _of_logits("ORPOTrainer", "orpo", "concatenated_forward"),
+    _of_logits("A2POTrainer", "a2po", "_get_sequence_logps"),
+    _of_logits("OnlineDPOTrainer", "online_dpo", "_forward"),
     Row(
         "DistillationTrainer",
         "trl.trainer.distillation_trainer",
@@ -83,6 +94,7 @@ TRAINERS: tuple[Row, ...] = (
 SUPPORT: tuple[Support, ...] = (
     *rules.SUPPORT,
     *_OF_TOKENS,
+    *_OF_LOGITS,
     *distillation.SUPPORT,
     *gkd.SUPPORT,
     *self_distillation.SUPPORT,
