@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +52,11 @@ SUPPORT: tuple[Support, ...] = (
 
 def logits_trainer(trainer: Any, base: type, choices: Choices) -> LogitsHandle:
     """Let a trainer of the class `base`, one of `_METHODS`, use fastrl."""
-    method = _METHODS[base.__name__]
+    return logits_handle(trainer, base, _METHODS[base.__name__], choices)
+
+
+def logits_handle(trainer: Any, base: type, method: Method, choices: Choices) -> LogitsHandle:
+    """Let a trainer of the class `base` use fastrl in one of its methods."""
     found = tuple(inspect.signature(getattr(base, method.name)).parameters)[1:]
     if found != method.arguments:
         raise ValueError(
@@ -74,16 +78,18 @@ class LogitsHandle(Handle):
     Attributes:
         fused: False.
         reason: why.
+        trainer: the trainer.
+        own: its method that is replaced.
     """
 
-    def __init__(self, trainer: Any, reason: str, method: _Method, choices: Choices) -> None:
+    def __init__(self, trainer: Any, reason: str, method: Method, choices: Choices) -> None:
         """Replace the method that calls the models."""
         super().__init__(reason)
         self.trainer = trainer
         self._backend = choices.backend
         self._compiled = CompiledBackbones(trainer)
         self._warned_of_hooks = False
-        own = getattr(trainer, method.name)
+        self.own = own = getattr(trainer, method.name)
 
         @functools.wraps(own)
         def replaced(*arguments: Any, **options: Any) -> Any:
@@ -95,22 +101,34 @@ class LogitsHandle(Handle):
         self.replace(trainer, method.name, replaced)
         self._warn_of_hooks()
 
-    def outputs(self, model: nn.Module, token_ids: Tensor, *names: str, **inputs: Any) -> Any:
-        """Return a `FusedCausalLMOutput` of a model, of the `names` of `token_outputs`.
+    def outputs(
+        self,
+        model: nn.Module,
+        token_ids: Tensor,
+        inputs: dict[str, Any],
+        names: Sequence[str] = ("log_probs",),
+        *,
+        mean_of_all: bool = False,
+    ) -> Any:
+        """Return a `FusedCausalLMOutput` of a model, with a value for each of its positions.
 
         Args:
             model: the policy or the reference, in its wrappers.
-            token_ids: `[B, T]`, what each position predicts; -100 is left out, but of `mean_logits`
-                there is one at every position.
-            *names: `log_probs`, `mean_logits`.
-            **inputs: of the model.
+            token_ids: `[B, T]`, what each position predicts; -100 is left out.
+            inputs: of the model.
+            names: outputs of `token_outputs`.
+            mean_of_all: as in `token_outputs`.
         """
         prove(model)
         causal = causal_model(model)
         compiled = any(is_compiled(wrapper) for wrapper in wrappers(model))
         run = self._compiled.backbone(causal, compiled=compiled)
         score = functools.partial(
-            token_outputs, self.trainer, wanted=names, backend=self._backend, mean_of_all=True
+            token_outputs,
+            self.trainer,
+            wanted=names,
+            backend=self._backend,
+            mean_of_all=mean_of_all,
         )
         forward = functools.partial(answer, self.trainer, causal, run, score)
         return call_with_forward(model, forward, shift_labels=token_ids, **inputs)
@@ -133,7 +151,7 @@ def _a2po(
     labels = input_ids.masked_fill(attention_mask == 0, -100)
     labels[:, : labels.shape[1] - logits_to_keep] = -100
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    logprobs: Tensor = handle.outputs(model, _shifted(labels), "log_probs", **inputs).log_probs
+    logprobs: Tensor = handle.outputs(model, shifted(labels), inputs).log_probs
     return logprobs.sum(1)
 
 
@@ -161,7 +179,7 @@ def _online_dpo(
         "attention_mask": torch.cat([prompt_mask, completion_mask], 1),
     }
     inputs |= {name: x for name, x in (vision_inputs or {}).items() if name in _IMAGES}
-    logprobs: Tensor = handle.outputs(model, token_ids, "log_probs", **inputs).log_probs
+    logprobs: Tensor = handle.outputs(model, token_ids, inputs).log_probs
     return logprobs[:, start : start + count]
 
 
@@ -172,9 +190,9 @@ def _cpo(handle: LogitsHandle, model: nn.Module, batch: dict[str, Any]) -> Forwa
     """Return what `concatenated_forward` does, with mean logits `[B, T]` for logits."""
     trainer = handle.trainer
     inputs, labels = _pairs(trainer, batch, trainer.pad_token_id)
-    outputs = _outputs_of_pairs(handle, model, _shifted(labels), inputs)
+    outputs = _outputs_of_pairs(handle, model, shifted(labels), inputs)
     chosen = len(batch["chosen_labels"])
-    scored = _shifted(labels) != -100
+    scored = shifted(labels) != -100
     sums = outputs.log_probs.sum(1)
     nll = torch.zeros((), device=sums.device)
     if trainer.cpo_alpha:
@@ -192,9 +210,9 @@ def _orpo(handle: LogitsHandle, model: nn.Module, batch: dict[str, Any]) -> Forw
     inputs, labels = _pairs(trainer, batch, trainer.padding_value)
     chosen = len(batch["chosen_labels"])
     whole = inputs["input_ids"].masked_fill(inputs["attention_mask"] != 1, -100)
-    of_chosen = _shifted(whole[:chosen])
-    scored = _shifted(labels) != -100
-    token_ids = _shifted(labels)
+    of_chosen = shifted(whole[:chosen])
+    scored = shifted(labels) != -100
+    token_ids = shifted(labels)
     token_ids[:chosen] = torch.where(of_chosen != -100, of_chosen, token_ids[:chosen])
     outputs = _outputs_of_pairs(handle, model, token_ids, inputs)
     read = of_chosen != -100
@@ -217,7 +235,7 @@ def _outputs_of_pairs(
 ) -> Any:
     if handle.trainer.aux_loss_enabled:
         inputs["output_router_logits"] = True
-    return handle.outputs(model, token_ids, "log_probs", "mean_logits", **inputs)
+    return handle.outputs(model, token_ids, inputs, ("log_probs", "mean_logits"), mean_of_all=True)
 
 
 def _forward(
@@ -228,7 +246,7 @@ def _forward(
     return (*parts, outputs.aux_loss) if trainer.aux_loss_enabled else parts
 
 
-def _shifted(labels: Tensor) -> Tensor:
+def shifted(labels: Tensor) -> Tensor:
     """Return what each position predicts, -100 for the last, `[B, T]`."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
@@ -238,7 +256,7 @@ def _learns_a_prompt(model: Any) -> bool:
     return bool(getattr(config, "is_prompt_learning", False))
 
 
-class _Method(NamedTuple):
+class Method(NamedTuple):
     """A method of a trainer, its arguments, and the function that replaces it."""
 
     name: str
@@ -250,8 +268,8 @@ _SEQUENCES = ("model", "input_ids", "attention_mask", "logits_to_keep")
 _PROMPT = ("model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 _METHODS = {
-    "A2POTrainer": _Method("_get_sequence_logps", _SEQUENCES, _a2po),
-    "OnlineDPOTrainer": _Method("_forward", (*_PROMPT, "vision_inputs"), _online_dpo),
-    "CPOTrainer": _Method("concatenated_forward", ("model", "batch"), _cpo),
-    "ORPOTrainer": _Method("concatenated_forward", ("model", "batch"), _orpo),
+    "A2POTrainer": Method("_get_sequence_logps", _SEQUENCES, _a2po),
+    "OnlineDPOTrainer": Method("_forward", (*_PROMPT, "vision_inputs"), _online_dpo),
+    "CPOTrainer": Method("concatenated_forward", ("model", "batch"), _cpo),
+    "ORPOTrainer": Method("concatenated_forward", ("model", "batch"), _orpo),
 }

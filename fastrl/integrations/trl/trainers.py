@@ -14,6 +14,8 @@ from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.policy_trainers import policy_trainer
 from fastrl.integrations.trl.token_trainers import SUPPORT as _OF_TOKENS
 from fastrl.integrations.trl.token_trainers import token_trainer
+from fastrl.integrations.trl.tpo import SUPPORT as _OF_TPO
+from fastrl.integrations.trl.tpo import tpo_trainer
 
 
 class Row(NamedTuple):
@@ -47,6 +49,12 @@ TRAINERS: tuple[Row, ...] = (
     Row("DPOTrainer", "trl.trainer.dpo_trainer", token_trainer),
     Row("KTOTrainer", "trl.trainer.kto_trainer", token_trainer),
     Row("AsyncGRPOTrainer", "trl.experimental.async_grpo.async_grpo_trainer", token_trainer),
+    Row(
+        "TPOTrainer",
+        "trl.experimental.tpo.tpo_trainer",
+        tpo_trainer,
+        methods=("_compute_loss", "compute_loss"),
+    ),
     _of_logits("CPOTrainer", "cpo", "concatenated_forward"),
     _of_logits("ORPOTrainer", "orpo", "concatenated_forward"),
     _of_logits("A2POTrainer", "a2po", "_get_sequence_logps"),
@@ -95,6 +103,7 @@ SUPPORT: tuple[Support, ...] = (
     *rules.SUPPORT,
     *_OF_TOKENS,
     *_OF_LOGITS,
+    *_OF_TPO,
     *distillation.SUPPORT,
     *gkd.SUPPORT,
     *self_distillation.SUPPORT,

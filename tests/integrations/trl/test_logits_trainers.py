@@ -8,8 +8,8 @@ import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.answering import make_answering
+from tests.integrations.trl.runs import VOCABULARY, check_equal, make_model, run, save_model
 from tests.integrations.trl.runs import both as both_of
-from tests.integrations.trl.runs import check_equal, make_model, run, save_model
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
@@ -23,7 +23,9 @@ SETTINGS = {
     "CPO, simpo": ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
     "CPO, ipo": ("CPO", {"loss_type": "ipo"}),
     "ORPO": ("ORPO", IN_PARTS),
-    "A2PO": ("A2PO", IN_PARTS),
+    "TPO": ("TPO", IN_PARTS),
+    "TPO, without references": ("TPO", {"loss_type": "tpo-l", "tpo_alpha": 0.0}),
+    "A2PO": ("A2PO", {}),
     "OnlineDPO": ("OnlineDPO", {}),
     "OnlineDPO, truncated": ("OnlineDPO", {"max_length": 8}),
     "OnlineDPO, without prompts": ("OnlineDPO", {"max_length": 5}),
@@ -48,14 +50,14 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["CPO", "ORPO"])
+@pytest.mark.parametrize("kind", ["CPO", "ORPO", "TPO"])
 def test_models(kind, name, tmp_path):
     config, changes = MODELS[name]
     path = save_model(tmp_path / "model", config, **changes)
     both(path, kind, output_dir=tmp_path, max_steps=1, learning_rate=0.05)
 
 
-@pytest.mark.parametrize("kind", ["CPO", "ORPO", "OnlineDPO"])
+@pytest.mark.parametrize("kind", ["CPO", "ORPO", "TPO", "OnlineDPO"])
 def test_adapters(kind, tiny_path, tmp_path):
     config = needed("peft").LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.0)
     options = {"output_dir": tmp_path, "max_steps": 2, "learning_rate": 0.1, "peft_config": config}
@@ -72,6 +74,8 @@ def call(trainer, kind):
         parts = (ids[:, :2], mask[:, :2], ids[:, 2:], mask[:, 2:])
         return [trainer._forward(trainer.model, *parts)]
     batch = next(iter(trainer.get_train_dataloader()))
+    if kind == "TPO":
+        return [trainer.compute_loss(trainer.model, batch)]
     chosen, rejected, chosen_logits, rejected_logits, nll = trainer.concatenated_forward(
         trainer.model, batch
     )
@@ -82,7 +86,7 @@ def fail(*_):
     raise AssertionError("the head is called for logits")
 
 
-@pytest.mark.parametrize("kind", ["CPO", "ORPO", "A2PO", "OnlineDPO"])
+@pytest.mark.parametrize("kind", ["CPO", "ORPO", "TPO", "A2PO", "OnlineDPO"])
 def test_no_logits_until_undone(kind, tiny_path, tmp_path):
     trainer = make_answering(tiny_path, kind, output_dir=tmp_path)
     expected = call(trainer, kind)
@@ -92,7 +96,8 @@ def test_no_logits_until_undone(kind, tiny_path, tmp_path):
         found = call(trainer, kind)
         with pytest.raises(ValueError, match="is already replaced; undo that first"):
             use_fastrl(trainer)
-    assert trainer.__dict__ == before
+    same = trainer.__dict__.keys() - {"_total_train_tokens"}  # which TPO's loss counts
+    assert same == before.keys() - {"_total_train_tokens"}
     with pytest.raises(AssertionError, match="called for logits"):
         call(trainer, kind)
     hook.remove()
@@ -129,7 +134,7 @@ def test_the_reference_is_under_autocast(tiny_path, tmp_path):
     torch.testing.assert_close(found[1], found[0], atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["CPO", "ORPO"])
+@pytest.mark.parametrize("kind", ["CPO", "ORPO", "TPO"])
 def test_evaluation(kind, tiny_path, tmp_path):
     found = []
     for use in (False, True):
@@ -138,7 +143,7 @@ def test_evaluation(kind, tiny_path, tmp_path):
             use_fastrl(trainer)
         trainer.eval_dataset = trainer.train_dataset
         values = trainer.evaluate()
-        found.append({k: v for k, v in values.items() if "runtime" not in k and "per_sec" not in k})
+        found.append({k: v for k, v in values.items() if not k.endswith(("time", "_second"))})
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
@@ -166,6 +171,18 @@ def test_what_does_not_fit_is_refused(tiny_path, tmp_path, monkeypatch):
     trainer.model = peft.get_peft_model(make_model(), config)
     before = dict(trainer.__dict__)
     refused("does not support .* prompt or prefix tuning .*more positions than there are tokens")
+
+
+def test_outputs_of_tpo_are_trls(tiny_path, tmp_path, monkeypatch):
+    trainer = make_answering(tiny_path, "TPO", output_dir=tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with use_fastrl(trainer):
+        loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), loss)
+    assert outputs.logits.shape == (*batch["input_ids"].shape, VOCABULARY)
+    monkeypatch.setattr(type(trainer), "_compute_loss", lambda self, *_: None)
+    with pytest.raises(ValueError, match=r"does not call selective_log_softmax_and_entropy and"):
+        use_fastrl(trainer)
 
 
 @pytest.mark.slow
