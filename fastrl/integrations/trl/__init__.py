@@ -17,7 +17,10 @@ from fastrl.integrations.trl.handle import Handle as Handle
 from fastrl.integrations.trl.trainers import SUPPORT as SUPPORT
 from fastrl.integrations.trl.trainers import handle_of
 
-TESTED = "Tested with TRL 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
+TESTED = (
+    "Tested with TRL 1.15 and 1.16 on `GRPOTrainer` and `RLOOTrainer` instances, with TRL 1.16 on "
+    "those of the other trainers."
+)
 
 
 def use_fastrl(

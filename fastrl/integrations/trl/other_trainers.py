@@ -43,7 +43,13 @@ def _of_sampled_tokens(option: str) -> str:
 _SAMPLED = _of_sampled_tokens('distillation_mode="sampled_token"')
 _TOKENS = ("SFT", "SSD", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO")
 #: What `use_fastrl` takes, unless it is a class, or a subclass with a loss of its own.
-_TAKEN = frozenset({"GRPO", "RLOO", "Distillation", "GKD", "GOLD", "SDFT", "SDPO", "IWOPD"})
+_TAKEN = frozenset(
+    {
+        *("GRPO", "RLOO", "AsyncGRPO"),
+        *("SFT", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO"),
+        *("Distillation", "GKD", "GOLD", "SDFT", "SDPO", "IWOPD"),
+    }
+)
 #: By the name of the class without `Trainer`.
 _WAYS = {
     **dict.fromkeys(("GRPO", "RLOO"), _OF_POLICIES),

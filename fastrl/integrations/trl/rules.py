@@ -259,7 +259,7 @@ OTHERS: tuple[Support, ...] = (
         note="its model has no `fused_lm_head`",
     ),
     Support(
-        option="other trainers (`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, ...)",
+        option="other trainers (`RewardTrainer`, ...)",
         handling="refused",
         note="the error names the function of fastrl that computes what their loss needs, if any",
     ),
