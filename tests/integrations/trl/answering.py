@@ -2,8 +2,6 @@
 
 import importlib
 
-import datasets
-
 from tests.integrations.packages import needed
 from tests.integrations.trl.runs import OPTIONS, make_model, make_tokenizer, prompts, words
 
@@ -51,7 +49,7 @@ def make_answering(model, kind, output_dir="unused", peft_config=None, data=None
 
     A reference model is wider than the policy: their log-probabilities differ from the first step.
     """
-    trl = needed("trl")
+    trl, datasets = needed("trl"), needed("datasets")
     if kind in EXPERIMENTAL:
         trl = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}")
     lengths = GENERATE.get(kind, {"max_length": 32})

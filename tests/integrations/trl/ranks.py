@@ -16,7 +16,8 @@ USES = {"none": None, "fused": True, "primitive": False}
 def import_trl():
     """Import what ranks need, in the process that they are forked from."""
     import peft  # noqa: F401
-    from trl import DistillationTrainer, GRPOTrainer  # noqa: F401
+    from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
+    from trl.experimental.cpo import CPOTrainer  # noqa: F401
     from trl.experimental.gkd import GKDTrainer  # noqa: F401
     from trl.experimental.sdft import SDFTTrainer  # noqa: F401
 

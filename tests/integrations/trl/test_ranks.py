@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.integrations.packages import needed
+from tests.integrations.trl.answering import make_answering
 from tests.integrations.trl.distilling import make_distillation, make_gkd, make_self_distillation
 from tests.integrations.trl.ranks import import_trl, run_on_ranks
 from tests.integrations.trl.runs import check_equal, save_model
@@ -96,6 +97,20 @@ def test_self_distillation(layout, kind, on_ranks, tmp_path):
     }
     found = on_ranks(layout, model, tmp_path, make=make_self_distillation, **options)
     check_ranks(found, WRAPPERS[layout])
+
+
+@pytest.mark.parametrize("layout", [*WRAPPERS, "zero3"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "CPO"])
+def test_losses_of_trl(kind, layout, on_ranks, tmp_path):
+    """The reference of DPO is sharded before fastrl sees it."""
+    if layout == "zero3":
+        pytest.importorskip("deepspeed")
+    model = save_model(tmp_path / "model", **PLAIN[1])
+    make = functools.partial(make_answering, kind=kind)
+    options = {"uses": ("none", "primitive"), "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 2, "learning_rate": 0.1}
+    found = on_ranks(layout, model, tmp_path, make=make, **options)
+    check_ranks(found, WRAPPERS.get(layout, "DeepSpeedEngine"))
 
 
 @pytest.mark.parametrize(
