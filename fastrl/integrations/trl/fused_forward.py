@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead
-from fastrl.integrations.transformers.forward import inside_head
+from fastrl.integrations.transformers.forward import in_own_dtypes, inside_head
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import (
     causal_model,
@@ -77,6 +77,7 @@ class FusedForward:
         )
         self._compiled = compiled
         self._is_compiled = False
+        self._answered: Any = None  # what the model's forward returns, before its wrappers
         _refuse_other_forwards(self.causal)
         self.forward = self._around(self.causal.forward)
 
@@ -107,13 +108,26 @@ class FusedForward:
         """
         prove(model)
         self._is_compiled = any(is_compiled(wrapper) for wrapper in wrappers(model))
-        with uncompiled(model):
-            yield
+        hook = model.register_forward_hook(self._unrounded)
+        try:
+            with uncompiled(model):
+                yield
+        finally:
+            hook.remove()
+            self._answered = None
+
+    def _unrounded(self, _: nn.Module, arguments: Any, returned: Any) -> Any:
+        """Undo the rounding of outputs by FSDP2, whose hook comes before this one."""
+        answered, self._answered = self._answered, None
+        return (
+            returned if type(returned) is not type(answered) else in_own_dtypes(returned, answered)
+        )
 
     def _answer(self, *arguments: Any, **inputs: Any) -> Any:
         self.calls += 1
         run = self._compiled.backbone(self.causal, compiled=self._is_compiled)
-        return answer(self._trainer, self.causal, run, self._score, *arguments, **inputs)
+        self._answered = answer(self._trainer, self.causal, run, self._score, *arguments, **inputs)
+        return self._answered
 
 
 def answer(

@@ -5,6 +5,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.answering import make_answering
@@ -111,6 +112,20 @@ def test_losses_of_trl(kind, layout, on_ranks, tmp_path):
     options |= {"per_device_train_batch_size": 2, "learning_rate": 0.1}
     found = on_ranks(layout, model, tmp_path, make=make, **options)
     check_ranks(found, WRAPPERS.get(layout, "DeepSpeedEngine"))
+
+
+def test_log_probabilities_are_not_rounded(on_ranks, tmp_path):
+    """FSDP2 rounds what a model returns to bfloat16: all of TRL's log-probabilities."""
+    model = save_model(tmp_path / "model", **PLAIN[1])
+    options = {"uses": ("none", "primitive"), "bf16": True, "max_steps": 2, "learning_rate": 0.1}
+    make = functools.partial(make_answering, kind="DPO")
+    found = on_ranks("fsdp2", model, tmp_path, make=make, **options)
+    theirs, ours = (torch.tensor(found[use][0]["losses"]) for use in ("none", "primitive"))
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=0)
+    assert torch.equal(theirs, theirs.bfloat16().float())
+    assert not torch.equal(ours, ours.bfloat16().float())
+    norms = [[step["grad_norm"] for step in of_use[0]["steps"]] for of_use in found.values()]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
 @pytest.mark.parametrize(
