@@ -37,6 +37,12 @@ def trainer(tiny_path, tmp_path):
         {"kind": "Gemma2Config", "final_logit_softcapping": 2.0},
         {"kind": "GraniteConfig", "logits_scaling": 4.0},
         {"kind": "PhiConfig"},
+        {
+            "kind": "MixtralConfig",
+            "num_local_experts": 4,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+        },
     ],
 )
 @pytest.mark.parametrize("shifted", [False, True])
@@ -56,7 +62,9 @@ def test_outputs_are_trls(changes, shifted, trainer):
         found.append((outputs, [p.grad for p in model.parameters()]))
     (theirs, their_gradients), (ours, our_gradients) = found
     assert forward.calls == 1
-    for name in (*ALL, "loss", "label_mask"):
+    assert set(theirs.keys()).issuperset({*ALL, "loss", "label_mask"})
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], msg=name)
     assert not ours.mean_logits.requires_grad
     torch.testing.assert_close(our_gradients, their_gradients, atol=1e-5, rtol=1e-4)
