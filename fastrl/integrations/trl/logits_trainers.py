@@ -19,7 +19,7 @@ from fastrl.integrations.transformers.forward import call_with_forward
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import causal_model, is_compiled, wrappers
 from fastrl.integrations.trl.fused_forward import answer
-from fastrl.integrations.trl.handle import Choices, Handle, check_models, warn_of_hooks
+from fastrl.integrations.trl.handle import Choices, Handle, check_models
 from fastrl.integrations.trl.scoring import CompiledBackbones
 from fastrl.integrations.trl.token_outputs import token_outputs
 
@@ -63,9 +63,7 @@ def logits_handle(trainer: Any, base: type, method: Method, choices: Choices) ->
             f"{base.__name__}.{method.name} of this version of TRL takes {', '.join(found)}, not "
             f"{', '.join(method.arguments)}"
         )
-    if _PROMPTS.applies is not None and _PROMPTS.applies(trainer):
-        raise ValueError(f"use_fastrl does not support {_PROMPTS.option}: {_PROMPTS.note}")
-    check_models(trainer, choices.backend)
+    check_models(trainer, choices.backend, rules=(_PROMPTS,))
     reason = f"TRL computes the loss of a {base.__name__}, from log-probabilities"
     if choices.fused:
         raise ValueError(f"fused must be None or False: {reason}")
@@ -88,7 +86,6 @@ class LogitsHandle(Handle):
         self.trainer = trainer
         self._backend = choices.backend
         self._compiled = CompiledBackbones(trainer)
-        self._warned_of_hooks = False
         self.own = own = getattr(trainer, method.name)
 
         @functools.wraps(own)
@@ -134,10 +131,7 @@ class LogitsHandle(Handle):
         return call_with_forward(model, forward, shift_labels=token_ids, **inputs)
 
     def _warn_of_hooks(self) -> None:
-        """Warn once; called at every step, as callbacks may add hooks when training begins."""
-        if not self._warned_of_hooks:
-            models = (self.trainer.model, getattr(self.trainer, "ref_model", None))
-            self._warned_of_hooks = warn_of_hooks(models)
+        self.warn_of_hooks(self.trainer.model, getattr(self.trainer, "ref_model", None))
 
 
 def _a2po(

@@ -14,7 +14,7 @@ from torch import nn
 
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl.fused_forward import FusedForward
-from fastrl.integrations.trl.handle import Choices, Handle, check_models, warn_of_hooks
+from fastrl.integrations.trl.handle import Choices, Handle, check_models
 from fastrl.integrations.trl.other_trainers import way_on
 from fastrl.integrations.trl.scoring import CompiledBackbones
 
@@ -110,7 +110,6 @@ class TokenHandle(Handle):
         """Replace the forward of the models."""
         super().__init__(reason)
         self._trainer = trainer
-        self._warned_of_hooks = False
         compiled = CompiledBackbones(trainer)
         options: dict[str, Any] = {"temperature": temperature, "backend": choices.backend}
         self._policy = FusedForward(trainer, trainer.model, wanted, compiled, **options)
@@ -157,7 +156,4 @@ class TokenHandle(Handle):
         return result
 
     def _warn_of_hooks(self) -> None:
-        """Warn once; called at every step, as callbacks may add hooks when training begins."""
-        if not self._warned_of_hooks:
-            models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
-            self._warned_of_hooks = warn_of_hooks(models)
+        self.warn_of_hooks(self._trainer.model, getattr(self._trainer, "ref_model", None))

@@ -207,8 +207,9 @@ def test_hooks_on_a_head_give_one_warning(trainer):
         warnings.simplefilter("always")
         use_fastrl(trainer)
         trainer.compute_loss(trainer.model, batch)
-    (message,) = [str(w.message) for w in caught if "hooks on" in str(w.message)]
-    assert message.startswith("hooks on the LM head (Linear) do not fire")
+    (warning,) = [w for w in caught if "hooks on" in str(w.message)]
+    assert str(warning.message).startswith("hooks on the LM head (Linear) do not fire")
+    assert warning.filename == __file__
 
 
 @pytest.mark.slow
