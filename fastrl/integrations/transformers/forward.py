@@ -138,7 +138,7 @@ def call_with_forward(model: nn.Module, forward: Callable[..., Result], **inputs
             f"{type(model).__name__} must call the forward of the {type(causal).__name__} in it, "
             "and has kept or replaced it"
         )
-    return _in_own_dtypes(returned, results[-1])
+    return in_own_dtypes(returned, results[-1])
 
 
 def inside_head(
@@ -166,7 +166,7 @@ def inside_head(
                 stack.enter_context(runtime_hooks_only(layer))
                 stack.enter_context(forward_of(layer, then))
         returned: Result = layers[0](hidden)
-    return _in_own_dtypes(returned, results[-1])
+    return in_own_dtypes(returned, results[-1])
 
 
 class _Once:
@@ -198,7 +198,7 @@ def _without_views(results: Result) -> Result:
     return tree_map(copied, results)  # type: ignore[no-any-return]
 
 
-def _in_own_dtypes(returned: Result, computed: Result) -> Result:
+def in_own_dtypes(returned: Result, computed: Result) -> Result:
     """Return what a forward returned, but undo the rounding of its results to another dtype.
 
     A mixed-precision policy of FSDP2 rounds outputs, to bfloat16 for example: a loss as well.

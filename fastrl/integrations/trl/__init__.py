@@ -1,62 +1,26 @@
-"""`use_fastrl(trainer)` for TRL's `GRPOTrainer` and `RLOOTrainer`.
+"""`use_fastrl(trainer)` for the trainers of TRL.
 
 trainer = GRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)
 use_fastrl(trainer)
 trainer.train()
 
-Two methods of the instance are replaced: `_get_per_token_logps_and_entropies`, which is TRL's own
-around a model whose forward uses fastrl, and `_compute_loss` if the configuration allows it. TRL's
-code still logs the metrics, from fastrl's log-probabilities and entropies. One metric is added: the
-share of log-ratios that saturate in the fused loss where TRL's would overflow.
+Methods of the instance are replaced, by the adapter that `trainers.py` names for its class.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
-import math
-import warnings
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from fastrl.backend import Backend
-from fastrl.integrations.transformers import lm_head
-from fastrl.integrations.transformers.hooks import has_own_hooks
-from fastrl.integrations.transformers.wrappers import causal_model
-from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_scorer
-from fastrl.integrations.trl.other_trainers import way_on
-from fastrl.integrations.trl.replay import Replay
-from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, REFUSED, why_not_fused
-from fastrl.integrations.trl.rules import SUPPORT as SUPPORT
-from fastrl.integrations.trl.saturation import (
-    count_saturated,
-    has_ratios,
-    log_saturated,
-    warn_of_saturation,
+from fastrl.integrations.trl.handle import Choices
+from fastrl.integrations.trl.handle import Handle as Handle
+from fastrl.integrations.trl.trainers import SUPPORT as SUPPORT
+from fastrl.integrations.trl.trainers import handle_of
+
+TESTED = (
+    "Tested with TRL 1.15 and 1.16 on `GRPOTrainer` and `RLOOTrainer` instances, with TRL 1.16 on "
+    "those of the other trainers."
 )
-from fastrl.integrations.trl.scoring import CompiledBackbones, ScoredModel, Scorer, token_scorer
-from fastrl.integrations.undoing import Undoable
-from fastrl.ops.linear_token_stats import linear_token_stats
-
-TESTED = "Tested with TRL 1.15 and 1.16, on `GRPOTrainer` and `RLOOTrainer` instances."
-
-_SCORES = "_get_per_token_logps_and_entropies"
-_LOSS = "_compute_loss"
-_ARGUMENTS = (
-    "model",
-    "input_ids",
-    "attention_mask",
-    "logits_to_keep",
-    "batch_size",
-    "compute_entropy",
-    "compute_aux_loss",
-)
-
-#: Calls in which the fused loss is compared with TRL's own value, which is computed anyway.
-_COMPARED_CALLS = 16
 
 
 def use_fastrl(
@@ -68,16 +32,17 @@ def use_fastrl(
 ) -> Handle:
     """Let a TRL trainer compute log-probabilities, and its loss if possible, with fastrl.
 
-    In the fused loss, log-ratios saturate at 80 (the two of the bias-corrected KL at 40), where
-    TRL's overflow: a run that has diverged continues with finite gradients, where TRL's become NaN.
-    The metric `fastrl/saturated_ratio_fraction` is the share of such tokens; the first batch that
-    has any gives a RuntimeWarning.
+    `docs/support.md` has the trainers and their options. In the fused loss of `GRPOTrainer` and
+    `RLOOTrainer`, log-ratios saturate at 80 (the two of the bias-corrected KL at 40), where TRL's
+    overflow: a run that has diverged continues with finite gradients, where TRL's become NaN. The
+    metric `fastrl/saturated_ratio_fraction` is the share of such tokens; the first batch that has
+    any gives a RuntimeWarning.
 
     Hooks on the LM head do not fire, as in TRL: the head is given no logits to return. If there are
     any, a UserWarning says so.
 
     Args:
-        trainer: an instance of `GRPOTrainer` or `RLOOTrainer`, before `train()`.
+        trainer: an instance of one of the trainers, before `train()`.
         fused: None computes loss and gradient in one pass where `docs/support.md` says so; True
             requires it; False replaces only log-probabilities and entropies.
         replay_kept_tokens: compute old, reference and new log-probabilities over the tokens that
@@ -90,239 +55,7 @@ def use_fastrl(
         fused, `reason` why it is not.
 
     Raises:
-        TypeError: `trainer` is neither of the two.
+        TypeError: `trainer` is none of those; the message names the function that fits it.
         ValueError: something about the trainer is not supported; the trainer is unchanged.
     """
-    base = _base(trainer)
-    _refuse_other_methods(trainer, base)
-    for rule in REFUSED:
-        if rule.applies is not None and rule.applies(trainer):
-            raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
-    lm_head(trainer.model)
-    if getattr(trainer, "ref_model", None) is not None:
-        lm_head(trainer.ref_model)
-    one = torch.zeros(1, 1, device=trainer.accelerator.device)
-    linear_token_stats(one, one, one[0].long(), backend=backend)  # raises if it cannot run
-    reason = why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE))
-    if fused and reason is not None:
-        raise ValueError(f"fused must be None or False: {reason}")
-    if fused is False:
-        reason = "fused is False"
-    replay = Replay(trainer) if replay_kept_tokens else None
-    return Handle(trainer, reason, backend, replay)
-
-
-class Handle(Undoable):
-    """A trainer that runs on fastrl until `undo()` or the end of a `with` block.
-
-    Attributes:
-        fused: whether fastrl computes loss and gradient. TRL still computes the loss of a batch
-            with unknown inputs, and of every batch while a callback has set an option that cannot
-            be fused.
-        reason: why they are not, or None.
-    """
-
-    def __init__(
-        self, trainer: Any, reason: str | None, backend: Backend, replay: Replay | None
-    ) -> None:
-        """Replace the methods of the instance."""
-        self.fused = reason is None
-        self.reason = reason
-        self._trainer = trainer
-        self._backend = backend
-        self._replay = replay
-        self._temperature = trainer.temperature  # which TRL reads once, too
-        self._undone = False
-        self._fusing: dict[str, Any] | None = None  # the batch whose loss is being computed
-        self._outputs: Any = None  # of the model, for that batch
-        self._compiled = CompiledBackbones(trainer)
-        self._comparisons = 0
-        self._warned_of_saturation = self._warned_of_hooks = False
-        self._scores = getattr(trainer, _SCORES)
-        self._loss = getattr(trainer, _LOSS)
-
-        @functools.wraps(self._scores)
-        def scores(*arguments: Any, **options: Any) -> Any:
-            return self._score(*arguments, **options)
-
-        @functools.wraps(self._loss)
-        def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            compute = self._fused if self.fused else self._loss
-            if replay is None or self._undone:
-                return compute(model, inputs)
-            with replay.of_batch(inputs):
-                return compute(model, inputs)
-
-        self._set: dict[str, Any] = {_SCORES: scores}
-        if self.fused or replay is not None:
-            self._set[_LOSS] = loss
-        if replay is not None:
-            self._set |= replay.methods
-        self._patched = {k: v for k, v in trainer.__dict__.items() if k in self._set}
-        for name, function in self._set.items():
-            setattr(trainer, name, function)
-        self._warn_of_hooks()
-
-    def undo(self) -> None:
-        """Restore the trainer's methods; a second call does nothing.
-
-        Methods that have been patched since then are kept, and call TRL's.
-        """
-        self._undone = True
-        if self._replay is not None:
-            self._replay.undo()
-        for name, function in self._set.items():
-            if self._trainer.__dict__.get(name) is not function:
-                continue
-            if name in self._patched:
-                setattr(self._trainer, name, self._patched[name])
-            else:
-                delattr(self._trainer, name)
-
-    def _score(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Run TRL's method on a model whose forward uses fastrl."""
-        scored = None
-        if not self._undone:
-            self._warn_of_hooks()
-            scorer = self._scorer(with_entropy=compute_entropy)
-            sets = None if self._replay is None else self._replay.sets(len(input_ids))
-            scored = ScoredModel(self._trainer, model, logits_to_keep, scorer, self._compiled, sets)
-        result = self._scores(
-            model if scored is None else scored,
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            batch_size=batch_size,
-            compute_entropy=compute_entropy,
-            **options,
-        )
-        if scored is None:
-            return result
-        if not scored.outputs or (self._fusing is not None and len(scored.outputs) != 1):
-            raise RuntimeError(
-                f"this version of TRL calls its model {len(scored.outputs)} times for a batch, not "
-                "once; use_fastrl(trainer, fused=False) leaves the loss to TRL"
-            )
-        if self._fusing is not None:
-            self._outputs = scored.outputs[0]
-        return result
-
-    def _scorer(self, *, with_entropy: bool) -> Scorer:
-        choices = (self._temperature, self._backend)
-        if self._fusing is not None:
-            return loss_scorer(self._trainer, self._fusing, *choices)
-        return token_scorer(self._trainer, *choices, with_entropy=with_entropy)
-
-    def _fused(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if self._undone:
-            return self._loss(model, inputs)  # type: ignore[no-any-return]
-        if not can_be_fused(inputs) or why_not_fused(self._trainer) is not None:
-            loss: Tensor = self._loss(model, inputs)
-            if has_ratios(self._trainer, inputs):  # other ranks may add up what they have counted
-                log_saturated(self._trainer, torch.zeros(2, device=loss.device))
-            return loss
-        self._fusing = inputs
-        try:
-            # calls _score, and logs TRL's metrics; its loss depends on the auxiliary loss alone
-            theirs = self._loss(model, inputs).detach()
-            outputs = self._outputs
-        finally:
-            self._fusing = self._outputs = None
-        fraction = 0.0
-        if has_ratios(self._trainer, inputs):
-            logprobs = outputs.log_probs[:, -inputs["completion_ids"].shape[1] :]
-            saturated = count_saturated(self._trainer, inputs, logprobs)
-            # TRL has just read its metrics from the device, so reading one more costs no wait
-            fraction = log_saturated(self._trainer, saturated)
-        loss = outputs.loss
-        if outputs.aux_loss is not None:
-            weight = self._trainer.router_aux_loss_coef / accumulated(self._trainer)
-            loss = loss + weight * outputs.aux_loss
-        if fraction == 0:
-            self._compare(loss, theirs)
-        elif not self._warned_of_saturation:
-            self._warned_of_saturation = True
-            warn_of_saturation(self._trainer, fraction)
-        return loss
-
-    def _warn_of_hooks(self) -> None:
-        """Warn once; called at every step, as callbacks may add hooks when training begins."""
-        if self._warned_of_hooks:
-            return
-        models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
-        heads = [causal_model(m).get_output_embeddings() for m in models if m is not None]  # type: ignore[operator]
-        found = [type(head).__name__ for head in heads if has_own_hooks(head)]
-        if found:
-            self._warned_of_hooks = True
-            names = ", ".join(dict.fromkeys(found))
-            warnings.warn(
-                f"hooks on the LM head ({names}) do not fire in this trainer's losses and "
-                "log-probabilities, which are computed without logits; hooks on the model, its "
-                "backbone and its layers do",
-                stacklevel=4,
-            )
-
-    def _compare(self, fused: Tensor, trls: Tensor) -> None:
-        if self._comparisons >= _COMPARED_CALLS:
-            return
-        self._comparisons += 1
-        ours, theirs = fused.item(), trls.item()
-        close = math.isclose(ours, theirs, rel_tol=1e-3, abs_tol=1e-3)
-        if math.isfinite(theirs) and not close:
-            raise RuntimeError(
-                f"the fused loss is {ours:.6g} where this version of TRL computes {theirs:.6g}; "
-                "use_fastrl(trainer, fused=False) leaves the loss to TRL"
-            )
-
-
-def _base(trainer: Any) -> type:
-    from trl import GRPOTrainer, RLOOTrainer
-
-    base: type
-    for base in (GRPOTrainer, RLOOTrainer):
-        if isinstance(trainer, base):
-            return base
-    raise TypeError(
-        "trainer must be an instance of GRPOTrainer or RLOOTrainer, got "
-        f"{_described(trainer)}: {way_on(trainer)}"
-    )
-
-
-def _described(trainer: Any) -> str:
-    is_class = isinstance(trainer, type)
-    return f"the class {trainer.__name__}" if is_class else type(trainer).__name__
-
-
-def _refuse_other_methods(trainer: Any, base: type) -> None:
-    """Refuse a trainer whose scores are not TRL's, or a TRL that lacks a method."""
-    for method in (_SCORES, _LOSS, "compute_loss"):
-        if not hasattr(base, method):
-            raise ValueError(f"this version of TRL has no {base.__name__}.{method} to replace")
-    if _SCORES in trainer.__dict__:
-        raise ValueError(f"trainer.{_SCORES} is already replaced; undo that first")
-    if getattr(type(trainer), _SCORES) is not getattr(base, _SCORES):
-        raise ValueError(
-            f"{type(trainer).__name__} overrides {_SCORES}, which would not be called: use_fastrl "
-            f"replaces {base.__name__}'s. Call `fastrl.token_logprobs`, or without logits "
-            "`fastrl.linear_token_logprobs`, in yours instead"
-        )
-    if not hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head"):
-        raise ValueError(
-            "this version of TRL has no model with `fused_lm_head`, whose forward use_fastrl "
-            "replaces; TRL 1.15 and later have"
-        )
-    parameters = inspect.signature(getattr(base, _SCORES)).parameters
-    missing = [argument for argument in _ARGUMENTS if argument not in parameters]
-    if missing:
-        raise ValueError(
-            f"{base.__name__}.{_SCORES} of this version of TRL has no {', '.join(missing)}"
-        )
+    return handle_of(trainer, Choices(fused, replay_kept_tokens, backend))

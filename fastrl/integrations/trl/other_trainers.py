@@ -11,8 +11,12 @@ _OF_TOKENS = (
     f"computes {_WITHOUT_LOGITS}"
 )
 _OF_DISTRIBUTIONS = (
-    "its loss compares whole distributions, for which fastrl has no function; from sampled tokens "
-    "`fastrl.linear_token_logprobs` and `fastrl.kl_divergence` estimate the divergence "
+    "its loss compares distributions, which `fastrl.linear_policy_loss(..., advantages=None, "
+    f"teacher=fastrl.Teacher.from_hidden(...))` does {_WITHOUT_LOGITS}"
+)
+_OF_SERVERS = (
+    "its loss compares distributions with the tokens that a teacher's server returned, which "
+    "`fastrl.linear_divergence(..., teacher=fastrl.Teacher.from_top_k(...))` does "
     f"{_WITHOUT_LOGITS}"
 )
 _OF_SCORES = "its loss is of one score for each sequence, without a vocabulary to save memory on"
@@ -32,17 +36,26 @@ def _of_sampled_tokens(option: str) -> str:
     return (
         f"with {option} its loss is a mean of -A log p over sampled tokens, which "
         '`fastrl.linear_policy_loss(..., objective="reinforce")` computes from advantages A '
-        f"{_WITHOUT_LOGITS}; for options that compare whole distributions fastrl has no function"
+        f"{_WITHOUT_LOGITS}; options that compare distributions are `fastrl.linear_divergence`"
     )
 
 
 _SAMPLED = _of_sampled_tokens('distillation_mode="sampled_token"')
 _TOKENS = ("SFT", "SSD", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO")
+#: What `use_fastrl` takes, unless it is a class, or a subclass with a loss of its own.
+_TAKEN = frozenset(
+    {
+        *("GRPO", "RLOO", "AsyncGRPO"),
+        *("SFT", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO"),
+        *("Distillation", "GKD", "GOLD", "SDFT", "SDPO", "IWOPD"),
+    }
+)
 #: By the name of the class without `Trainer`.
 _WAYS = {
-    **dict.fromkeys(("GRPO", "RLOO"), "pass an instance"),  # reached by classes alone
+    **dict.fromkeys(("GRPO", "RLOO"), _OF_POLICIES),
     **dict.fromkeys(_TOKENS, _OF_TOKENS),
-    **dict.fromkeys(("Distillation", "AsyncDistillation", "GKD", "GOLD"), _OF_DISTRIBUTIONS),
+    **dict.fromkeys(("Distillation", "GKD", "GOLD"), _OF_DISTRIBUTIONS),
+    **dict.fromkeys(("AsyncDistillation", "ServerDistillation"), _OF_SERVERS),
     **dict.fromkeys(("SDFT", "SDPO"), _SAMPLED),
     "IWOPD": _of_sampled_tokens('distillation_objective="iw_opd"'),
     "Reward": _OF_SCORES,
@@ -60,4 +73,5 @@ def way_on(trainer: object) -> str:
         for base in kind.__mro__
         if base.__name__.endswith("Trainer")
     )
-    return next((_WAYS[name] for name in names if name in _WAYS), _OF_ITS_OWN)
+    name = next((name for name in names if name in _WAYS), "_Base")
+    return "pass an instance" if kind is trainer and name in _TAKEN else _WAYS[name]

@@ -94,8 +94,9 @@ def _more_than_data_parallel(trainer: Any) -> bool:
 
 
 def _is_split(trainer: Any) -> bool:
-    places = getattr(trainer.model, "hf_device_map", None) or {}
-    return len(set(places.values())) > 1
+    models = (getattr(trainer, name, None) for name in ("model", "ref_model", "teacher_model"))
+    places = (getattr(model, "hf_device_map", None) or {} for model in models)
+    return any(len(set(found.values())) > 1 for found in places)
 
 
 REFUSED: tuple[Support, ...] = (
@@ -258,7 +259,7 @@ OTHERS: tuple[Support, ...] = (
         note="its model has no `fused_lm_head`",
     ),
     Support(
-        option="other trainers (`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `GKDTrainer`, ...)",
+        option="other trainers (`RewardTrainer`, ...)",
         handling="refused",
         note="the error names the function of fastrl that computes what their loss needs, if any",
     ),

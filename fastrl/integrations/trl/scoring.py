@@ -7,6 +7,7 @@ code around it stays: how a batch is split, images are passed on, and the model 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
@@ -38,6 +39,9 @@ class Scores(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
 
+
+#: Inputs of a model with a token in each place of the second dimension.
+_SEQUENCES = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 #: (hidden states `[B, K, H]` that predict the tokens, token ids `[B, K]`, head, kept) -> scores
 Scorer = Callable[[Tensor, Tensor, LmHead, KeptTokens | None], Scores]
@@ -85,12 +89,11 @@ class ScoredModel:
     ) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
 
-        config = self._causal.config.get_text_config()  # type: ignore[union-attr, operator]
-        if getattr(config, "output_router_logits", False):
-            inputs.setdefault("output_router_logits", True)
-        outputs = self._run_backbone(**inputs, use_cache=False)
-        before = outputs.last_hidden_state.shape[1] - 1 - self._count
-        hidden = outputs.last_hidden_state[:, before:-1]
+        compiled = any(is_compiled(wrapper) for wrapper in wrappers(self._model))
+        run = self._compiled.backbone(self._causal, compiled=compiled)
+        states, aux_loss = states_of(self._causal, run, **inputs)
+        before = states.shape[1] - 1 - self._count
+        hidden = states[:, before:-1]
         if is_head_float32(self._trainer):
             hidden = hidden.float()
         token_ids = labels[:, -self._count :]
@@ -98,9 +101,6 @@ class ScoredModel:
         scores = inside_head(
             self._causal, lambda states, head: self._scorer(states, token_ids, head, kept), hidden
         )
-        aux_loss = None
-        if inputs.get("output_router_logits"):
-            aux_loss = _router_loss(config, outputs.router_logits, inputs.get("attention_mask"))
         mask = token_ids != -100
         loss = scores.loss
         if loss is None:  # of language modelling, for hooks: TRL does not use it
@@ -122,11 +122,27 @@ class ScoredModel:
         now, self._sets = self._sets[:count], self._sets[count:]
         return kept_of(now, token_ids)
 
-    def _run_backbone(self, **inputs: Any) -> Any:
-        own = backbone(self._causal)
-        if any(is_compiled(wrapper) for wrapper in wrappers(self._model)):
-            return self._compiled.run(own, **inputs)
-        return own(**inputs)
+
+def states_of(
+    causal: nn.Module, run: Callable[..., Any], *arguments: Any, **inputs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the last hidden states, and the load-balancing loss of experts if it is asked for.
+
+    Args:
+        causal: a causal language model, in whose forward this is called.
+        run: its backbone, or what calls it.
+        *arguments: of the backbone.
+        **inputs: of the backbone.
+    """
+    config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
+    if getattr(config, "output_router_logits", False):
+        inputs.setdefault("output_router_logits", True)
+    inputs["use_cache"] = False
+    outputs = run(*arguments, **inputs)
+    aux_loss = None
+    if inputs.get("output_router_logits"):
+        aux_loss = _router_loss(config, outputs.router_logits, inputs.get("attention_mask"))
+    return outputs.last_hidden_state, aux_loss
 
 
 class CompiledBackbones:
@@ -139,17 +155,22 @@ class CompiledBackbones:
         self._trainer = trainer
         self._of: dict[nn.Module, nn.Module] = {}
 
-    def run(self, part: nn.Module, **inputs: Any) -> Any:
+    def backbone(self, causal: nn.Module, *, compiled: bool) -> Callable[..., Any]:
+        """Return what runs the backbone of a causal language model."""
+        part = backbone(causal)
+        return functools.partial(self.run, part) if compiled else part
+
+    def run(self, part: nn.Module, *arguments: Any, **inputs: Any) -> Any:
         """Run a backbone, compiled with the trainer's options, for sequences of any length."""
         options = self._trainer.accelerator.state.dynamo_plugin.to_kwargs()
         if part not in self._of:
             self._of[part] = cast("nn.Module", torch.compile(part, **options))
         if options.get("dynamic") is not False:
             # a new length would compile a second time, and completions seldom have the same one
-            for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+            for name in _SEQUENCES:
                 if inputs.get(name) is not None:
                     torch._dynamo.maybe_mark_dynamic(inputs[name], 1)
-        return self._of[part](**inputs)
+        return self._of[part](*arguments, **inputs)
 
 
 def _router_loss(config: Any, router_logits: Any, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs of TRL's GRPOTrainer on several gloo ranks on the CPU, with fastrl and without."""
+"""Runs of TRL's trainers on several gloo ranks on the CPU, with fastrl and without."""
 
 import contextlib
 import functools
@@ -16,7 +16,10 @@ USES = {"none": None, "fused": True, "primitive": False}
 def import_trl():
     """Import what ranks need, in the process that they are forked from."""
     import peft  # noqa: F401
-    from trl import GRPOTrainer  # noqa: F401
+    from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
+    from trl.experimental.cpo import CPOTrainer  # noqa: F401
+    from trl.experimental.gkd import GKDTrainer  # noqa: F401
+    from trl.experimental.sdft import SDFTTrainer  # noqa: F401
 
     from fastrl.integrations.trl import use_fastrl  # noqa: F401
 
@@ -32,7 +35,8 @@ def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), **options):
         path: Where the ranks may write.
         world: How many ranks.
         uses: Keys of `USES`.
-        **options: Of `GRPOConfig`, or ``lora`` with options of `LoraConfig`, or ``compiled=True``
+        **options: Of `GRPOConfig`, or ``make``, another function that makes the trainer and what it
+            takes, or ``lora`` with options of `LoraConfig`, or ``compiled=True``
             where fastrl is used, or ``unknown_input=True`` for the batches of the last rank, or
             ``replay=True`` for the tokens that were kept.
     """
@@ -124,12 +128,11 @@ def _train(layout, model, path, options, fused):
 
         lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **lora}
         peft_config = peft.LoraConfig(**lora)
-    trainer = make_trainer(
-        model,
-        output_dir=str(path / "directory"),
-        peft_config=peft_config,
-        **{"beta": 0.1, "num_iterations": 2, **options_of(layout), **options},
-    )
+    options = {"output_dir": str(path / "directory"), **options_of(layout), **options}
+    make = options.pop("make", None)
+    if make is None:
+        options = {"beta": 0.1, "num_iterations": 2, "peft_config": peft_config, **options}
+    trainer = (make or make_trainer)(model, **options)
     if unknown_input and os.environ["RANK"] == str(trainer.accelerator.num_processes - 1):
         _add_unknown_input(trainer)
     use = functools.partial(use_fastrl, fused=fused, replay_kept_tokens=replay)

@@ -47,6 +47,24 @@ def make_model(kind="LlamaConfig", **changes):
     return transformers.AutoModelForCausalLM.from_config(config).float()
 
 
+#: Of any trainer.
+OPTIONS = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 0.5,
+    "optim": "sgd",  # Adam would amplify gradients that are only rounding errors
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
 def save_model(path, *arguments, **options):
     """Save model and tokenizer where TRL can load them, also as the reference model."""
     make_model(*arguments, **options).save_pretrained(path)
@@ -59,30 +77,25 @@ def reward_even(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
 
 
+def words(first, count):
+    return " ".join(f"w{(7 * first + i) % 50}" for i in range(count))
+
+
+def prompts():
+    return [words(i, 2 + i % 3) for i in range(12)]
+
+
 def make_trainer(
     model, kind="GRPO", output_dir="unused", peft_config=None, rollout_func=None, **options
 ):
     trl = needed("trl")
     datasets = needed("datasets")
-    prompts = [" ".join(f"w{(7 * i + j) % 50}" for j in range(2 + i % 3)) for i in range(12)]
     config = getattr(trl, f"{kind}Config")(
         **{
+            **OPTIONS,
             "output_dir": output_dir,
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
             "num_generations": 4,
             "max_completion_length": 7,
-            "learning_rate": 0.5,
-            "optim": "sgd",  # Adam would amplify gradients that are only rounding errors
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
-            "seed": 3,
             **options,
         }
     )
@@ -90,7 +103,7 @@ def make_trainer(
         model=model,
         reward_funcs=reward_even,
         args=config,
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts()}),
         processing_class=make_tokenizer(),
         peft_config=peft_config,
         **({} if rollout_func is None else {"rollout_func": rollout_func}),
@@ -129,7 +142,7 @@ def run(trainer, use=contextlib.nullcontext):
     return steps, losses, handle
 
 
-def both(path, kind="GRPO", prepared=lambda trainer: None, **options):
+def both(path, kind="GRPO", prepared=lambda trainer: None, *, make=make_trainer, **options):
     """Train without fastrl and with it, each after ``prepared(trainer)``; compare all numbers.
 
     Returns:
@@ -139,7 +152,8 @@ def both(path, kind="GRPO", prepared=lambda trainer: None, **options):
 
     found = []
     for use in ((), (use_fastrl,)):
-        trainer = make_trainer(path, kind, **options)
+        torch.manual_seed(0)
+        trainer = make(path, kind, **options)
         prepared(trainer)
         found.append(run(trainer, *use))
     (theirs, their_losses, _), (ours, our_losses, handle) = found

@@ -1,12 +1,15 @@
-"""TRL's GRPOTrainer on several ranks logs the same numbers with fastrl and without."""
+"""TRL's trainers on several ranks logs the same numbers with fastrl and without."""
 
 import functools
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
 from tests.integrations.packages import needed
+from tests.integrations.trl.answering import make_answering
+from tests.integrations.trl.distilling import make_distillation, make_gkd, make_self_distillation
 from tests.integrations.trl.ranks import import_trl, run_on_ranks
 from tests.integrations.trl.runs import check_equal, save_model
 
@@ -51,14 +54,78 @@ def check_ranks(found, wrapper):
         for mine, others in zip(ranks, theirs, strict=True):
             assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
         check_equal(ranks[0]["steps"], theirs[0]["steps"])
-    assert max(step["clip_ratio/region_mean"] for step in theirs[0]["steps"]) > 0
+
+
+def check_clipped(found):
+    assert max(step["clip_ratio/region_mean"] for step in found["none"][0]["steps"]) > 0
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_three_steps_are_equal(name, on_ranks, tmp_path):
     layout, (kind, changes), options = CASES[name]
     model = save_model(tmp_path / "model", kind, **changes)
-    check_ranks(on_ranks(layout, model, tmp_path, **options), WRAPPERS[layout])
+    found = on_ranks(layout, model, tmp_path, **options)
+    check_ranks(found, WRAPPERS[layout])
+    check_clipped(found)
+
+
+@pytest.mark.parametrize("kind", [PLAIN, TIED], ids=["plain", "tied"])
+@pytest.mark.parametrize("layout", WRAPPERS)
+def test_distillation(layout, kind, on_ranks, tmp_path):
+    model = save_model(tmp_path / "model", kind[0], **kind[1])
+    options = {"beta": 0.5, "gradient_accumulation_steps": 2, **FUSED}
+    found = on_ranks(layout, model, tmp_path, make=make_distillation, **options)
+    check_ranks(found, WRAPPERS[layout])
+
+
+@pytest.mark.parametrize("layout", WRAPPERS)
+def test_gkd(layout, on_ranks, tmp_path):
+    """The teacher's forward runs in the student's."""
+    model = save_model(tmp_path / "model", PLAIN[0], **PLAIN[1])
+    options = {"lmbda": 0.0, "gradient_accumulation_steps": 2, **FUSED}
+    check_ranks(on_ranks(layout, model, tmp_path, make=make_gkd, **options), WRAPPERS[layout])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ema", "live"])
+def test_self_distillation(layout, kind, on_ranks, tmp_path):
+    """The backward needs the teacher's head again."""
+    model = save_model(tmp_path / "model", PLAIN[0], **PLAIN[1])
+    options = {
+        "teacher_model_kind": kind,
+        "distillation_mode": "full_logits",
+        "uses": ("none", "primitive"),
+    }
+    found = on_ranks(layout, model, tmp_path, make=make_self_distillation, **options)
+    check_ranks(found, WRAPPERS[layout])
+
+
+@pytest.mark.parametrize("layout", [*WRAPPERS, "zero3"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "CPO"])
+def test_losses_of_trl(kind, layout, on_ranks, tmp_path):
+    """The reference of DPO is sharded before fastrl sees it."""
+    if layout == "zero3":
+        pytest.importorskip("deepspeed")
+    model = save_model(tmp_path / "model", **PLAIN[1])
+    make = functools.partial(make_answering, kind=kind)
+    options = {"uses": ("none", "primitive"), "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 2, "learning_rate": 0.1}
+    found = on_ranks(layout, model, tmp_path, make=make, **options)
+    check_ranks(found, WRAPPERS.get(layout, "DeepSpeedEngine"))
+
+
+def test_log_probabilities_are_not_rounded(on_ranks, tmp_path):
+    """FSDP2 rounds what a model returns to bfloat16: all of TRL's log-probabilities."""
+    model = save_model(tmp_path / "model", **PLAIN[1])
+    options = {"uses": ("none", "primitive"), "bf16": True, "max_steps": 2, "learning_rate": 0.1}
+    make = functools.partial(make_answering, kind="DPO")
+    found = on_ranks("fsdp2", model, tmp_path, make=make, **options)
+    theirs, ours = (torch.tensor(found[use][0]["losses"]) for use in ("none", "primitive"))
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=0)
+    assert torch.equal(theirs, theirs.bfloat16().float())
+    assert not torch.equal(ours, ours.bfloat16().float())
+    norms = [[step["grad_norm"] for step in of_use[0]["steps"]] for of_use in found.values()]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +161,7 @@ def test_three_steps_with_deepspeed_are_equal(stage, on_ranks, tmp_path):
     model = save_model(tmp_path / "model", **PLAIN[1])
     found = on_ranks(f"zero{stage}", model, tmp_path, gradient_accumulation_steps=2)
     check_ranks(found, "DeepSpeedEngine")
+    check_clipped(found)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])

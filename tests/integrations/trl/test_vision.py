@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
+from tests.integrations.trl.distilling import make_distillation
 from tests.integrations.trl.runs import VOCABULARY, batch_of, make_trainer
 
 needed("trl")
@@ -141,3 +142,23 @@ def test_losses_and_gradients_are_equal(kind, fused, dtype, tmp_path):
     torch.testing.assert_close(our_grads, their_grads, rtol=1e-3, atol=1e-4)
     for name in ("entropy", "clip_ratio/low_mean"):
         assert our_metrics[name] == pytest.approx(their_metrics[name], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distillation(kind, tmp_path):
+    found = []
+    for use in (False, True):
+        torch.manual_seed(5)
+        (model, images), (teacher, _) = KINDS[kind](), KINDS[kind]()
+        trainer = make_distillation(model, teacher=teacher, output_dir=tmp_path, beta=0.3)
+        trainer.model.train()
+        if use:
+            use_fastrl(trainer)
+        inputs = batch(images)
+        loss = trainer.compute_loss(trainer.model, dict(inputs))
+        loss.backward()
+        inputs["pixel_values"] = -images["pixel_values"]
+        other = trainer.compute_loss(trainer.model, inputs)
+        assert other.item() != pytest.approx(loss.item())
+        found.append([loss.detach(), *(p.grad for p in trainer.model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)

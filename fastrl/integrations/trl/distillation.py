@@ -1,0 +1,178 @@
+"""TRL's `DistillationTrainer` on fastrl: the divergence and its gradient in one pass.
+
+TRL's `_compute_loss` runs the backbones of student and teacher, and compares the distributions in
+one function of its module. The instance gets a copy of the method that finds another function under
+that name, so TRL's code around it stays, and no other trainer is affected.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import fastrl
+from fastrl import Objective, Teacher
+from fastrl.backend import Backend
+from fastrl.integrations.support import Support
+from fastrl.integrations.transformers import LmHead
+from fastrl.integrations.transformers.forward import inside_head
+from fastrl.integrations.transformers.wrappers import causal_model
+from fastrl.integrations.trl.handle import (
+    Choices,
+    Handle,
+    check_models,
+    refuse_unfused,
+    with_globals,
+)
+from fastrl.integrations.trl.two_models import Side
+
+_LOSS = "_compute_loss"
+_DIVERGENCE = "_chunked_divergence_loss"
+#: The arguments of TRL's function, beside those of the heads, which `LmHead` has.
+_ARGUMENTS = (
+    "student_hidden_states",
+    "teacher_hidden_states",
+    "student_lm_head_weight",
+    "teacher_lm_head_weight",
+    "completion_mask",
+    "beta",
+    "num_items_in_batch",
+)
+
+SUPPORT: tuple[Support, ...] = (
+    Support(
+        option="`DistillationTrainer`, any `beta`, `temperature`, accumulation, tokens written by "
+        "tools, images, evaluation, LoRA, a teacher of another width",
+        handling="fused",
+        note="the gradient is computed in the forward: the logits of both models once, where TRL "
+        "computes them again in the backward. As in TRL, the head multiplies in the dtype of its "
+        "parameters: TRL 1.16 loses the autocast of accelerate there. Under DDP with "
+        "`torch_compile=True` TRL 1.16 does not average the gradients of the ranks, with fastrl or "
+        "without",
+    ),
+    Support(
+        option="a subclass, or a patched instance, of another trainer than `GRPOTrainer` and "
+        "`RLOOTrainer` with a loss that is not TRL's (`ServerDistillationTrainer`, ...)",
+        handling="refused",
+        note="it would not be called",
+    ),
+)
+
+
+def distillation_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
+    """Let a `DistillationTrainer`, the `base`, use fastrl."""
+    refuse_unfused(choices, base)
+    if trainer.teacher_model is None:
+        raise ValueError(f"{type(trainer).__name__} has no teacher_model to compare with")
+    own = getattr(base, _LOSS)
+    theirs = getattr(own, "__globals__", {}).get(_DIVERGENCE)
+    if theirs is None or _DIVERGENCE not in own.__code__.co_names:
+        raise ValueError(
+            f"{base.__name__}.{_LOSS} of this version of TRL does not call {_DIVERGENCE}, which "
+            "use_fastrl replaces"
+        )
+    found = tuple(inspect.signature(theirs).parameters)
+    if found[: len(_ARGUMENTS)] != _ARGUMENTS:
+        raise ValueError(
+            f"{_DIVERGENCE} of this version of TRL does not take {', '.join(_ARGUMENTS)}"
+        )
+    check_models(trainer, choices.backend, ("model", "teacher_model"))
+    return DistillationHandle(trainer, choices.backend)
+
+
+class DistillationHandle(Handle):
+    """A `DistillationTrainer` that runs on fastrl until `undo()`."""
+
+    def __init__(self, trainer: Any, backend: Backend) -> None:
+        """Replace the loss of the instance."""
+        super().__init__()
+        self._trainer = trainer
+        self._backend = backend
+        own = getattr(trainer, _LOSS)
+        fused = with_globals(own, **{_DIVERGENCE: self._divergence})
+
+        @functools.wraps(own)
+        def loss(student: nn.Module, inputs: dict[str, Any], *given: Any, **options: Any) -> Any:
+            return (own if self.undone else fused)(student, inputs, *given, **options)
+
+        self.replace(trainer, _LOSS, loss)
+
+    def _divergence(
+        self,
+        student_hidden_states: Tensor,
+        teacher_hidden_states: Tensor,
+        student_lm_head_weight: Tensor,
+        teacher_lm_head_weight: Tensor,
+        completion_mask: Tensor,
+        beta: float,
+        num_items_in_batch: Tensor | int | None = None,
+        *,
+        temperature: float = 1.0,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the sum of the student's entropies, and the number of tokens."""
+        mask = completion_mask != 0
+        count = mask.sum()
+        normalizer = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+
+        def compared(hidden: Tensor, head: LmHead) -> tuple[Tensor, Tensor]:
+            def with_teacher(states: Tensor, of_teacher: LmHead) -> tuple[Tensor, Tensor]:
+                return distillation_loss(
+                    Side(hidden, head),
+                    Side(states, of_teacher),
+                    mask,
+                    normalizer,
+                    beta=beta,
+                    temperature=temperature,
+                    backend=self._backend,
+                )
+
+            teacher = causal_model(self._trainer.teacher_model)
+            return inside_head(teacher, with_teacher, teacher_hidden_states)
+
+        student = causal_model(self._trainer.model)
+        loss, entropy = inside_head(student, compared, student_hidden_states)
+        return loss, entropy, count
+
+
+def distillation_loss(
+    student: Side,
+    teacher: Side,
+    mask: Tensor,
+    normalizer: float | Tensor,
+    *,
+    beta: float,
+    temperature: float,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """Return the divergences divided by the normalizer, and the sum of the student's entropies.
+
+    Args:
+        student: hidden states of the tokens `[B, K, H]`, and the head.
+        teacher: the same of the teacher, whose H may differ.
+        mask: 0/1, `[B, K]`.
+        normalizer: what the sum over the tokens is divided by.
+        beta: which divergence, as in `Teacher`.
+        temperature: of both.
+        backend: `auto`, or the backend for the chunks.
+    """
+    result = fastrl.linear_policy_loss(
+        student.hidden,
+        token_ids=torch.zeros_like(mask, dtype=torch.int64),  # a divergence is of no token
+        advantages=None,
+        mask=mask,
+        metrics=False,
+        temperature=temperature,
+        objective=Objective(teacher_coef=1.0),
+        normalizer=normalizer,
+        teacher=Teacher.from_hidden(
+            teacher.hidden, beta=beta, temperature=temperature, **teacher.head.arguments()
+        ),
+        backend=backend,
+        **student.head.arguments(),
+    )
+    return result.loss, cast("Tensor", result.entropy).sum()

@@ -1,0 +1,74 @@
+"""The likeliest tokens of a student, and their log-probabilities under a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fastrl import Teacher
+from fastrl.integrations.transformers import LmHead
+from fastrl.integrations.trl.two_models import Side
+
+#: Numbers in a chunk of logits: 256 MiB in fp32.
+_CHUNK = 1 << 26
+
+
+@torch.no_grad()
+def top_k_teacher(
+    student: Side,
+    teacher: Side,
+    mask: Tensor,
+    count: int,
+    *,
+    beta: float,
+    temperature: float,
+    has_tail: bool,
+) -> Teacher:
+    """Return the teacher's log-probabilities of the student's likeliest tokens.
+
+    Both heads are projected a chunk of rows at a time, so no more logits exist at once.
+
+    Args:
+        student: hidden states `[B, K, H]` and the head.
+        teacher: the same of the teacher, whose H may differ.
+        mask: 0/1, `[B, K]`; other rows are left out.
+        count: how many tokens of each row.
+        beta: as in `Teacher`.
+        temperature: of both.
+        has_tail: as in `Teacher.from_top_k`.
+    """
+    active = mask.reshape(-1) != 0
+    ids = torch.zeros((*mask.shape, count), dtype=torch.int64, device=mask.device)
+    logprobs = torch.zeros(ids.shape, device=mask.device)
+    found_ids, found = [ids.new_zeros(0, count)], [logprobs.new_zeros(0, count)]
+    size = max(_CHUNK // student.head.weight.shape[0], 1)
+    parts = (_rows(side.hidden, active, size) for side in (student, teacher))
+    for of_student, of_teacher in zip(*parts, strict=True):
+        found_ids.append(_logits(of_student, student.head, temperature).topk(count).indices)
+        logits = _logits(of_teacher, teacher.head, temperature)
+        found.append(logits.gather(-1, found_ids[-1]) - logits.logsumexp(-1, keepdim=True))
+    ids.view(-1, count)[active] = torch.cat(found_ids)
+    logprobs.view(-1, count)[active] = torch.cat(found)
+    return Teacher.from_top_k(ids, logprobs, has_tail=has_tail, beta=beta)
+
+
+def _rows(hidden: Tensor, active: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield the active rows, `size` at a time."""
+    rows = hidden.reshape(-1, hidden.shape[-1])[active]
+    yield from rows.split(size) if len(rows) else ()
+
+
+def _logits(hidden: Tensor, head: LmHead, temperature: float) -> Tensor:
+    """Return logits in fp32, with the scale, the softcap and the temperature."""
+    states = hidden.to(head.weight.dtype)
+    logits = linear(states, head.weight, head.bias).float()
+    if head.lora is not None:
+        a, b, scale = head.lora
+        logits += scale * linear(linear(states.to(a.dtype), a), b).float()
+    logits *= head.logit_scale
+    if head.logit_softcap is not None:
+        logits = head.logit_softcap * torch.tanh(logits / head.logit_softcap)
+    return logits / temperature
