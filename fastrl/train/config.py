@@ -264,8 +264,6 @@ class GrpoConfig(RunConfig):
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
         super().__post_init__()
-        if self.advantage is None:
-            self.advantage = "unscaled" if self.objective == "dr_grpo" else "group"
         if self.group_size < 2:
             raise ValueError(f"group_size must be at least 2, got {self.group_size}")
         if self.minibatches > self.prompts_per_step:

@@ -47,6 +47,7 @@ def train(config: GrpoConfig) -> Summary:
     model, size = setup.model, config.group_size
     correction = rollout_correction(config)
     objective = replace(config.policy_objective(), rollout_correction=correction)
+    advantage = config.advantage or ("unscaled" if config.objective == "dr_grpo" else "group")
     optimizer = make_optimizer(model.parameters(), config)
 
     with training_run(setup, {"optimizer": optimizer}) as run:
@@ -67,9 +68,7 @@ def train(config: GrpoConfig) -> Summary:
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
             # unless the KL or the entropy asks for one, and does not enter the model.
-            groups = group_advantages(
-                rewards, group_size=size, **ADVANTAGES[config.advantage or "group"]
-            )
+            groups = group_advantages(rewards, group_size=size, **ADVANTAGES[advantage])
             counted = rollout.counted(config.truncated)
             has_loss = counted.any(1)
             if config.kl_coef == 0 and config.entropy_coef == 0:
