@@ -19,13 +19,13 @@ _ABOVE_0 = {
 }
 _AT_LEAST = {
     **dict.fromkeys(("seed", "warmup_steps", "warm_start_steps", "clip_low", "clip_high"), 0),
-    **dict.fromkeys(("kl_coef", "entropy_coef", "lam"), 0),
+    **dict.fromkeys(("kl_coef", "entropy_coef", "lam", "teacher_coef", "teacher_beta", "min_p"), 0),
     **dict.fromkeys(("steps", "epochs", "minibatches", "prompts_per_step", "group_size"), 1),
     **dict.fromkeys(("sampling_rounds", "max_prompt_tokens", "max_new_tokens", "mlp_tile"), 1),
     **dict.fromkeys(("tokens_per_generation", "tokens_per_micro_batch", "lora_rank"), 1),
     **dict.fromkeys(("eval_every", "save_every", "top_k"), 1),
-    "min_p": 0,
 }
+_AT_MOST_1 = {"top_p", "min_p", "gamma", "lam", "teacher_beta"}
 
 
 @dataclass(kw_only=True)
@@ -81,7 +81,8 @@ class RunConfig:
 
     reward: tuple[str, ...] = ("exact_match",)
     """Reward functions, summed: exact_match, math_verify, overlong, model:PATH (a reward model), or
-    module:function; a weight as in overlong=0.5, with 0 it is only logged."""
+    module:function; a weight as in overlong=0.5, with 0 it is only logged. none: grpo learns from a
+    teacher alone."""
     reward_timeout: float | None = None
     """Seconds that a module:function may take for a completion, in a process of its own."""
     reward_failed: float | None = None
@@ -181,11 +182,10 @@ class RunConfig:
                 raise ValueError(
                     f"{field.name} must be at least {_AT_LEAST[field.name]}, got {value}"
                 )
+            if field.name in _AT_MOST_1 and value > 1:
+                raise ValueError(f"{field.name} must be at most 1, got {value}")
         if self.seed >= 2**31:
             raise ValueError(f"seed must be below 2**31, got {self.seed}")
-        for name in ("top_p", "min_p"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
         if self.out is not None and not (self.out.strip() and self.out.isprintable()):
             raise ValueError(f"out must be a path of printable characters, got {self.out[:80]!r}")
         if not 1 <= len(self.prompts) <= 2:
@@ -260,13 +260,20 @@ class GrpoConfig(RunConfig):
     sampling_rounds: int = 1
     """Rounds of sampling in which groups of equal rewards are replaced by groups of further
     prompts; above 1 this is DAPO's dynamic sampling."""
+    teacher: str | None = None
+    """Distillation: the policy also approaches this causal LM, of the same tokens, on what it
+    samples. A directory or hub name, or a run, whose last checkpoint is taken."""
+    teacher_coef: float | None = None
+    """Weight of the divergence from the teacher, by default 1; with 0 it is only logged."""
+    teacher_beta: float | None = None
+    """The divergence: 1 is KL(policy, teacher), the default, 0 KL(teacher, policy), and between
+    them the generalized Jensen-Shannon divergence."""
 
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
         super().__post_init__()
-        if self.advantage is None:
-            self.advantage = "unscaled" if self.objective == "dr_grpo" else "group"
-        if self.group_size < 2:
+        self._check_teacher()
+        if self.group_size < 2 and self.has_reward:
             raise ValueError(f"group_size must be at least 2, got {self.group_size}")
         if self.minibatches > self.prompts_per_step:
             raise ValueError(
@@ -275,6 +282,29 @@ class GrpoConfig(RunConfig):
             )
         self.policy_objective()
 
+    def _check_teacher(self) -> None:
+        if self.teacher is None and (self.teacher_coef, self.teacher_beta) != (None, None):
+            raise ValueError("teacher must be given with teacher_coef or teacher_beta")
+        if self.teacher is not None:
+            self.teacher_coef = 1.0 if self.teacher_coef is None else self.teacher_coef
+            self.teacher_beta = 1.0 if self.teacher_beta is None else self.teacher_beta
+            if self.keeps_tokens:
+                raise ValueError("top_p, top_k and min_p must keep all tokens with a teacher")
+        if not self.has_reward and (len(self.reward) > 1 or not self.teacher_coef):
+            raise ValueError(
+                "reward must be none alone, with a teacher and teacher_coef above 0, or name "
+                f"functions, got {self.reward}, teacher={self.teacher}"
+            )
+        rewarded = ("advantage", "sampling_rounds", "clip_low", "clip_high", "rollout_correction")
+        for name in (*rewarded, "reward_timeout", "reward_failed"):
+            if not self.has_reward and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"{name} must be left at its default with reward none")
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the policy learns from rewards; if not, from a teacher alone."""
+        return "none" not in self.reward
+
     def policy_objective(self) -> Objective:
         """The preset with the given fields."""
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
@@ -282,9 +312,8 @@ class GrpoConfig(RunConfig):
         preset: Any = self.objective
         if Objective.preset(preset).aggregation == "seq-mean-token-sum-norm":
             changes["length_norm"] = float(self.max_new_tokens)  # the same for every batch
-        return Objective.preset(
-            preset, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef, **changes
-        )
+        changes |= {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
+        return Objective.preset(preset, teacher_coef=self.teacher_coef or 0.0, **changes)
 
 
 @dataclass(kw_only=True)
@@ -322,9 +351,6 @@ class PpoConfig(RunConfig):
                 f"minibatches must be at most the samples of a step, {completions}, got "
                 f"{self.minibatches}"
             )
-        for name in ("gamma", "lam"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
         if self.advantage == "group" and self.group_size == 1:
             raise ValueError("group_size must be at least 2 with advantage=group, got 1")
         if self.value_model == "separate" and (not self.has_values or self.lora_rank is not None):

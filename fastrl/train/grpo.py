@@ -2,11 +2,13 @@
 
 A step samples a group of completions for each prompt, rewards them, and raises the probability of
 completions that did better than their group, with `fastrl.linear_policy_loss` on the hidden states.
+With ``--teacher`` the policy also approaches another model, on the tokens that it samples itself.
 By default a small new model learns to add and subtract; ``--help`` lists the options.
 
 A reader needs, in the order of a step: `sampling`, `rewards`, `packing`, `policy` (which calls the
 fused loss; the KL to `run.reference` is in it, by ``Objective.kl_coef``), `optimizers` and `run`.
-`plan` says where the memory peaks.
+The teacher of a distillation is in `teacher_model`, its divergence in the same loss. `plan` says
+where the memory peaks.
 """
 
 from dataclasses import replace
@@ -44,9 +46,10 @@ def train(config: GrpoConfig) -> Summary:
     The message of an error in a step tells where ``--resume`` continues.
     """
     setup = prepare(config)
-    model, size = setup.model, config.group_size
-    correction = rollout_correction(config)
+    model, teacher, size = setup.model, setup.teacher, config.group_size
+    correction = rollout_correction(config) if config.has_reward else None
     objective = replace(config.policy_objective(), rollout_correction=correction)
+    advantage = config.advantage or ("unscaled" if config.objective == "dr_grpo" else "group")
     optimizer = make_optimizer(model.parameters(), config)
 
     with training_run(setup, {"optimizer": optimizer}) as run:
@@ -66,13 +69,14 @@ def train(config: GrpoConfig) -> Summary:
             rewards = scored.total.to(model.device)
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
-            # unless the KL or the entropy asks for one, and does not enter the model.
-            groups = group_advantages(
-                rewards, group_size=size, **ADVANTAGES[config.advantage or "group"]
-            )
+            # unless another term asks for one, and does not enter the model.
+            groups = None  # where the teacher alone is learned from
+            if config.has_reward:
+                groups = group_advantages(rewards, group_size=size, **ADVANTAGES[advantage])
             counted = rollout.counted(config.truncated)
             has_loss = counted.any(1)
-            if config.kl_coef == 0 and config.entropy_coef == 0:
+            others = config.kl_coef or config.entropy_coef or config.teacher_coef
+            if groups is not None and not others:
                 has_loss &= groups.advantages != 0
             has_loss = has_loss.cpu()
             learned = has_loss.nonzero()[:, 0]
@@ -96,14 +100,16 @@ def train(config: GrpoConfig) -> Summary:
                     for batch in batches(rollout, rows, counted, config):
                         before = None if old is None else batch.take(old)
                         of_sampler = batch.take(rollout.logprobs)
+                        of_teacher = None if teacher is None else teacher(batch)
                         policy = policy_loss(
                             policy_outputs(model, batch, config),  # a name would keep them longer
                             batch,
                             config,
-                            groups.advantages[batch.rows],
+                            None if groups is None else groups.advantages[batch.rows],
                             old_logprobs=before,
                             ref_logprobs=None if ref is None else batch.take(ref),
                             rollout_logprobs=None if correction is None else of_sampler,
+                            teacher=of_teacher,
                             objective=objective,
                             normalizer=denominator,
                         )
@@ -112,11 +118,14 @@ def train(config: GrpoConfig) -> Summary:
                         metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
                     norm = run.apply(optimizer)
 
+            compared = {}
+            if groups is not None:
+                compared["reward_std"] = float(rewards.std(correction=0))
+                compared["informative"] = float(groups.informative.float().mean())
             run.finish_step(
                 {
                     **setup.rewards.means(scored, failures=sampled.failures),
-                    "reward_std": float(rewards.std(correction=0)),
-                    "informative": float(groups.informative.float().mean()),
+                    **compared,
                     "sampling_rounds": sampled.rounds,
                     **metrics.read(),
                     **lengths(rollout, setup.sampler.engine.computed()),

@@ -26,6 +26,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from fastrl.train.checkpoint import verify
 from fastrl.train.config import RunConfig
+from fastrl.train.prompts import Prompt
 
 logging.disable_progress_bar()  # the loops have their own
 
@@ -149,6 +150,19 @@ def not_finite(model: Any) -> str | None:
 def context_of(model: Any) -> int | None:
     """The tokens of the longest sequence of a model, if it has a limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
+    """Raise a `ValueError` if the longest prompt and completion exceed the model's context."""
+    context = context_of(model)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    length = len(longest.token_ids)
+    if context is not None and length + max_new_tokens > context:
+        raise ValueError(
+            f"max_new_tokens must be at most {context - length} for this model, with a context of "
+            f"{context} tokens and a longest prompt of {length} ({longest.text[:80]!r}); got "
+            f"{max_new_tokens}"
+        )
 
 
 def _four_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -20,6 +20,9 @@ _MEANS = (
     "clip_fraction",
     "zero_grad_fraction",
     "kl_sampler",
+    "divergence",
+    "teacher_entropy",
+    "teacher_agreement",
     "value_loss",
     "value_clip_fraction",
 )

@@ -8,7 +8,7 @@ any weights, and says what to switch on for the run to fit 24 GiB. The formula i
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fastrl.train.config import PpoConfig, RunConfig
+from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.model_shape import Shape, activations
 
 GIB = 2**30
@@ -192,6 +192,8 @@ def report(config: RunConfig) -> str:
             "plan: attention must be by_sequence, flash_attention_2 or flex_attention, since "
             f"{config.attention} takes memory by the square of a row"
         )
+    if isinstance(config, GrpoConfig) and config.teacher is not None:
+        raise ValueError("plan: teacher must be left out, since its memory is not counted")
     if isinstance(config, PpoConfig) and config.value_model == "separate":
         raise ValueError("plan: value_model must be shared, since a separate one is not counted")
     model, device = Shape(config), "cpu" if config.device == "cpu" else "gpu"

@@ -17,6 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from fastrl import (
     Objective,
     PolicyLoss,
+    Teacher,
     linear_policy_loss,
     linear_token_logprobs,
     logits_policy_loss,
@@ -117,17 +118,18 @@ def policy_loss(
     outputs: PolicyOutputs,
     batch: PackedBatch,
     config: RunConfig,
-    advantages: Tensor,
+    advantages: Tensor | None,
     *,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    teacher: Teacher | None = None,
     objective: Objective,
     normalizer: Tensor,
 ) -> PolicyLoss:
     """The loss of the scored tokens, fused with its gradient.
 
-    Advantages are ``[S]`` or ``[n]``, log-probabilities ``[n]``.
+    Advantages are ``[S]`` or ``[n]``, or None with a teacher alone; log-probabilities ``[n]``.
     """
     options: dict[str, Any] = {
         "temperature": config.temperature,
@@ -135,6 +137,7 @@ def policy_loss(
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
         "rollout_logprobs": rollout_logprobs,
+        "teacher": teacher,
         "objective": objective,
         "normalizer": normalizer,
         "cu_seqlens": batch.cu_seqlens,

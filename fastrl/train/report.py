@@ -26,7 +26,9 @@ _PANELS = {
     "reward deviation": ("reward_std",),
     "reward parts": (),  # the keys that begin with reward/
     "KL": ("kl", "kl_old", "kl_sampler"),
-    "entropy": ("entropy",),
+    "entropy": ("entropy", "teacher_entropy"),
+    "divergence from the teacher": ("divergence",),
+    "agreement with the teacher": ("teacher_agreement",),
     "completion length": ("length",),
     "clip fraction": ("clip_fraction",),
     "value": ("explained_variance", "value_loss"),

@@ -17,6 +17,11 @@ from fastrl.train.prompts import Prompt, Record
 from fastrl.train.reward_model import RewardModel
 from fastrl.train.sampling import import_function
 
+#: What judges the completions of an embedded task where nothing is rewarded.
+_CHECKS = {
+    "arithmetic": ("exact_match",),
+    "long_addition": ("fastrl.train.long_addition:right_sum",),
+}
 _PROBED = 8  # records on which the functions are tried before a run
 
 #: Takes the texts of N prompts and completions and their records; returns N numbers.
@@ -72,6 +77,8 @@ def concatenate(scored: Sequence[Scored]) -> Scored:
 class Rewards:
     """The functions that ``config.reward`` names, with their weights.
 
+    With ``none`` it is the check of an embedded task, by which progress is seen, or no function.
+
     Raises:
         ValueError: A function does not exist, or a weight is not finite.
     """
@@ -81,7 +88,9 @@ class Rewards:
         self._failed = config.reward_failed
         self._judges: dict[str, Judge] = {}
         self._weights: dict[str, float] = {}
-        for text in config.reward:
+        rewarded = getattr(config, "has_reward", True)
+        names = config.reward if rewarded else _CHECKS.get(config.prompts[0], ())
+        for text in names:
             path, weight = _weighted(text)
             name = "reward_model" if path.startswith("model:") else path.rpartition(":")[2]
             name = path if name in self._judges else name
@@ -89,8 +98,12 @@ class Rewards:
                 raise ValueError(f"reward must name different functions, got {path!r} twice")
             self._judges[name] = self._judge(path, config, device)
             self._weights[name] = weight
-        if not any(self._weights.values()):
+        if not any(self._weights.values()) and rewarded:
             raise ValueError(f"reward must have a weight other than 0, got {config.reward}")
+
+    def __len__(self) -> int:
+        """How many functions there are."""
+        return len(self._judges)
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[str], lengths: Sequence[int]
@@ -119,7 +132,7 @@ class Rewards:
         self, scored: Scored, *, failures: int | None = None, prefix: str = "reward"
     ) -> dict[str, float]:
         """The means of rewards, as the log names them."""
-        row = {prefix: float(scored.total.double().mean())}
+        row = {prefix: float(scored.total.double().mean())} if scored.parts else {}
         if len(scored.parts) > 1:
             for name, part in scored.parts.items():
                 row[f"{prefix}/{name}"] = float(part.double().mean())

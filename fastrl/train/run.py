@@ -14,7 +14,7 @@ from fastrl.integrations.transformers import backbone
 from fastrl.train import checkpoint, optimizers
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
-from fastrl.train.loading import context_of, find_device, load, not_finite
+from fastrl.train.loading import check_length, context_of, find_device, load, not_finite
 from fastrl.train.phases import Phases
 from fastrl.train.policy import check_head, check_packing, completion_logprobs
 from fastrl.train.prompts import Prompt, count_shared, digest, encode, read_records
@@ -25,6 +25,7 @@ from fastrl.train.rewards import Rewards, Scored
 from fastrl.train.rollout import Completion, rollout_of
 from fastrl.train.run_log import RunLog, Summary
 from fastrl.train.sampling import Sampler
+from fastrl.train.teacher_model import TeacherModel, load_teacher
 from fastrl.train.warm_start import check_warm_start, frozen_head, warm_start, warm_start_steps
 
 #: The directory of the model that the run began with, as the reference or below an adapter.
@@ -41,6 +42,7 @@ class Setup(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     rewards: Rewards
+    teacher: TeacherModel | None
     sampler: Sampler
     resumed_from: Path | None
 
@@ -68,23 +70,28 @@ def prepare(config: RunConfig) -> Setup:
                 f"{shared} of {len(held_out)} held-out prompts are also training prompts; their "
                 "reward does not measure generalization"
             )
-        _check_length(model, train + held_out, config.max_new_tokens)
+        check_length(model, train + held_out, config.max_new_tokens)
         if resumed_from is None:
             check_warm_start(train, tokenizer, config)
         rewards = Rewards(config, device)
         for prompts in (train, held_out):
             rewards.probe(prompts)  # a broken function fails here
+        teacher = load_teacher(config, model, tokenizer)
+        if teacher is not None:
+            check_length(teacher.model, train + held_out, config.max_new_tokens)
         log.begun_with(
             prompts=digest(records[0]),
             held_out=digest(records[1]),
             reward_model=None if rewards.model is None else rewards.model.fingerprint(),
+            teacher=None if teacher is None else teacher.fingerprint(),
         )
         save_memory(model, config)
         check_packing(model, config)
         optimizers.make_optimizer(model.parameters(), config)  # one that is missing fails here
         sampler = Sampler(model, tokenizer, config)
         unless_prepared.pop_all()
-    return Setup(config, log, model, tokenizer, train, held_out, rewards, sampler, resumed_from)
+    parts = model, tokenizer, train, held_out, rewards, teacher, sampler
+    return Setup(config, log, *parts, resumed_from)
 
 
 @contextmanager
@@ -298,6 +305,8 @@ class TrainingRun:
     def _evaluate(self) -> Row:
         """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
         setup = self._setup
+        if not setup.rewards:
+            return {}
         with self.phase("evaluate"), unchanged_generators():
             sampled, completions = setup.sampler.greedy(setup.held_out)
             scored = setup.rewards.score(setup.held_out, completions, sampled.lengths)
@@ -377,16 +386,3 @@ def _save_base(setup: Setup, directory: Path) -> None:
 def _begins_changed(config: RunConfig) -> bool:
     """Whether the run begins with other weights than those that ``config.model`` names."""
     return config.model is None or warm_start_steps(config) > 0
-
-
-def _check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None:
-    """Raise a `ValueError` if the longest prompt and completion exceed the model's context."""
-    context = context_of(model)
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    length = len(longest.token_ids)
-    if context is not None and length + max_new_tokens > context:
-        raise ValueError(
-            f"max_new_tokens must be at most {context - length} for this model, with a context of "
-            f"{context} tokens and a longest prompt of {length} ({longest.text[:80]!r}); got "
-            f"{max_new_tokens}"
-        )

@@ -28,6 +28,7 @@ _SHOWN = {  # on the bar, by importance
     "reward": "reward",
     "held_out_reward": "held_out",
     "loss": "loss",
+    "divergence": "divergence",
     "kl": "kl",
     "kl_old": "kl_old",
     "entropy": "entropy",
@@ -51,6 +52,8 @@ class Summary(NamedTuple):
         before, after = self.held_out
         lines = [
             f"held-out reward, greedy: {before:.3f} before, {after:.3f} after step {self.step}"
+            if not math.isnan(after)
+            else f"finished step {self.step}"
         ]
         if self.interrupted:
             resume = shlex.join(["--resume", "--out", str(self.directory)])

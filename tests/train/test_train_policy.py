@@ -44,7 +44,7 @@ STEPS |= {"stop": tuple("abcdefghijklmnopqrstuvwxyz")}  # a quarter of all token
 CASES = [
     ("grpo", {"objective": "dapo", "truncated": "mask", "rollout_correction": "truncate"}),
     ("grpo", {"kl_coef": 0.3, "epochs": 2, "minibatches": 1, "temperature": 0.7, "loss": "logits"}),
-    ("grpo", {"objective": "dr_grpo", "advantage": "unscaled", "minibatches": 1}),
+    ("grpo", {"objective": "dr_grpo", "minibatches": 1}),
     ("ppo", {"kl_coef": 0.3, "gamma": 0.9, "lam": 0.7, "truncated": "mask", "entropy_coef": 0.1}),
     ("ppo", {"value_model": "separate", "advantage": "value", "rollout_correction": "truncate"}),
     ("ppo", {"advantage": "group", "temperature": 0.7, "epochs": 2}),
@@ -136,7 +136,7 @@ def expected(config, seen, i):
         old, ref = stats(logits)[0], stats(outputs(*seen.updates[0][1:3], rollout)[0])[0]
     logits, values, trained = outputs(model, critic, rollout)
     logprobs, entropy = stats(logits.detach())[:2]
-    scale = "none" if config.advantage == "unscaled" else "group"
+    scale = "none" if getattr(config, "objective", "") == "dr_grpo" else "group"
     compared = group_advantages(rewards, group_size=4, scale=scale, **REFERENCE).advantages
     objective, learned = config.policy_objective(), counted
     given = {"token_ids": rollout.token_ids, "advantages": compared, "mask": counted}

@@ -96,6 +96,10 @@ def test_the_command_line(capsys):
     typed = "--group-size 4 --clip_high .3 --chat_template --clip_low None --stop 'a b' c"
     settings = {"group_size": 4, "clip_high": 0.3, "chat_template": True, "stop": ("a b", "c")}
     assert parse(GrpoConfig, shlex.split(typed)) == GrpoConfig(**settings)
+    typed = "--objective dr_grpo --teacher x --reward none --group_size 1"
+    settings = {"objective": "dr_grpo", "teacher": "x", "reward": ("none",), "group_size": 1}
+    assert parse(GrpoConfig, typed.split()) == GrpoConfig(**settings)
+    assert parse(GrpoConfig, ["--objective", "dr_grpo"]).advantage is None  # the objective's
     for wrong in ("--step 3", "three", "--steps x", "--precision float8"):
         with pytest.raises(SystemExit, match="2"):
             parse(GrpoConfig, wrong.split())

@@ -1,0 +1,79 @@
+"""The teacher of a distillation: a frozen model that is run over the policy's own samples."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastrl import Teacher
+from fastrl.integrations.transformers import lm_head
+from fastrl.train.checkpoint import fingerprint, latest, unchanged_generators
+from fastrl.train.config import GrpoConfig, RunConfig
+from fastrl.train.loading import load
+from fastrl.train.packing import PackedBatch
+from fastrl.train.policy import check_head, check_packing, policy_outputs
+
+
+class TeacherModel:
+    """The model that ``config.teacher`` names, which has the tokens of the policy.
+
+    It computes in the run's precision and at its temperature, as the policy does: where both agree
+    they agree at every temperature.
+
+    Raises:
+        ValueError: There is no such model, or none that can be run as the policy is; or it has
+            other tokens.
+    """
+
+    def __init__(self, config: GrpoConfig, policy: Any, tokenizer: Any) -> None:
+        self._config, name = config, str(config.teacher)
+        path = latest(Path(name, "checkpoints")) or name
+        dtype = "bfloat16" if config.precision == "bfloat16" else config.dtype
+        try:
+            with unchanged_generators():  # a run with a teacher begins as one without
+                self.model, own = load(str(path), policy.device, dtype)
+            check_head(self.model, config)
+            self.model.requires_grad_(False).set_attn_implementation(config.attention)
+            check_packing(self.model, config)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"teacher: {error}") from error
+        # heads may have more rows than the tokenizer has tokens, to pad them: those are left out
+        self._rows, rows = _rows(policy, config), _rows(self.model, config)
+        if own.get_vocab() != tokenizer.get_vocab() or rows < self._rows:
+            raise ValueError(
+                f"teacher must have the tokens of the model, {config.model or 'the small new one'}"
+                f": {len(tokenizer)}, in a head of {self._rows} rows; {path} has {len(own)} tokens "
+                f"and {rows} rows, {len(own.get_vocab().items() & tokenizer.get_vocab().items())} "
+                "tokens are the same"
+            )
+
+    def fingerprint(self) -> str:
+        """A sum of the weights."""
+        return fingerprint(self.model.named_parameters())
+
+    @torch.no_grad()
+    def __call__(self, batch: PackedBatch) -> Teacher:
+        """Its distributions of the scored tokens of a packed row."""
+        states, logits, head = policy_outputs(self.model, batch, self._config)
+        beta, temperature = self._config.teacher_beta, self._config.temperature
+        options: dict[str, Any] = {"beta": beta, "temperature": temperature}
+        if logits is not None:
+            return Teacher.from_logits(logits[:, : self._rows], **options)
+        assert states is not None
+        assert head is not None
+        bias = None if head.bias is None else head.bias[: self._rows]
+        head = head._replace(weight=head.weight[: self._rows], bias=bias)
+        return Teacher.from_hidden(states, **head.arguments(), **options)
+
+
+def load_teacher(config: RunConfig, policy: Any, tokenizer: Any) -> TeacherModel | None:
+    """The teacher, if the settings name one."""
+    if isinstance(config, GrpoConfig) and config.teacher is not None:
+        return TeacherModel(config, policy, tokenizer)
+    return None
+
+
+def _rows(model: Any, config: RunConfig) -> int:
+    """The rows of the head that the loss reads."""
+    head = lm_head(model) if config.loss == "linear" else model.get_output_embeddings()
+    return len(head.weight)
