@@ -99,7 +99,10 @@ def exact_loss(multiplied, function, *arguments, **options):
 
 
 def double(values):
-    return {k: x.double() if x.is_floating_point() else x for k, x in values.items()}
+    return {
+        k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for k, x in values.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,46 @@ def test_statistics_and_their_gradients_agree_with_float64(backend, precision, c
     for name in names:
         assert (getattr(stats, name) - getattr(exact, name)).abs().amax() <= 2e-5
     assert_within(parameters, multiplied, budgets(parameters, multiplied, logits.grad, operand))
+
+
+@pytest.mark.parametrize(
+    ("precision", "teacher"),
+    [
+        ("bf16", "hidden"),
+        ("fp32 weight under bf16 autocast", "hidden"),
+        ("fp16", "hidden"),
+        ("fp32", "hidden"),
+        ("bf16", "tokens"),
+    ],
+)
+def test_a_teacher_beside_the_loss_agrees_with_float64(backend, precision, teacher):
+    """The gradient of both terms is written in half of each row of logits."""
+    parameters, multiplied, tokens, _, operand = in_precision(precision, HEADS["bias"])
+    of_hidden, of_weight, cast = PRECISIONS[precision]
+    states, head = torch.randn(4, 25, 16).to(of_hidden), (torch.randn(311, 16) / 4).to(of_weight)
+    # what a GPU multiplies
+    exact = [(x.to(operand) if operand else x).double() for x in (states, head)]
+    given = {**tokens, "objective": Objective(kl_coef=0.1, teacher_coef=0.7)}
+    if teacher == "hidden":
+        own = fastrl.Teacher.from_hidden(states, head, beta=0.3)
+        its = fastrl.Teacher.from_hidden(*exact, beta=0.3)
+    else:
+        values, ids = (exact[0] @ exact[1].T).log_softmax(-1).float().topk(5, -1)
+        own = its = fastrl.Teacher.from_top_k(ids, values, beta=0.3)
+    with autocast(cast):
+        result = linear(
+            parameters, fastrl.linear_policy_loss, **given, teacher=own, chunk_tokens=16,
+            backend=backend,
+        )  # fmt: skip
+    result.loss.backward()
+    wanted, logits = exact_loss(
+        multiplied, fastrl.logits_policy_loss, **double(given), teacher=its, backend="reference"
+    )
+    wanted.loss.backward()
+    assert abs(result.loss - wanted.loss) <= 2e-5 * max(1, abs(wanted.loss))
+    assert_within(parameters, multiplied, budgets(parameters, multiplied, logits.grad, operand))
+    for name in ("divergence", "teacher_entropy", "teacher_agreement"):
+        assert abs(result.metrics[name] - wanted.metrics[name]) <= 2e-5, name
 
 
 class Calls(TorchDispatchMode):
