@@ -25,6 +25,7 @@ TOKENS = {
     "token_ids": zeros(6).long(),
     "cu_seqlens": two,
     "group_ids": two[:2],
+    "teacher": fastrl.Teacher.from_logits(zeros(6, 5)),
 }
 METRICS = fastrl.policy_loss(zeros(1, 1), ones(1), ones(1, 1)).metrics
 #: What an argument needs beside it.

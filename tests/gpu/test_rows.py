@@ -5,10 +5,10 @@ from math import inf, nan
 import pytest
 import torch
 
-import fastrl
 from fastrl import reference
 from fastrl.contract import LossArguments
 from fastrl.library import operators
+from fastrl.ops._row_stats import OF_ROW
 from tests.fuzz.case import Case
 from tests.gpu.rows import (
     loss_of,
@@ -33,7 +33,7 @@ KINDS = [
     {"dtype": "bfloat16", "logits_layout": "odd", "logit_scale": 1.5, "logit_softcap": 8.0},
     {"dtype": "float16", "logits_layout": "shifted", "inplace": True},
 ]
-STATISTICS = {"outputs": fastrl.TokenStats._fields, "upstream": "some-zero"}
+STATISTICS = {"outputs": OF_ROW, "upstream": "some-zero"}
 LOSS = {"old": "near", "ref": "near", "policy_weights": "token", "upstream": "random"}
 LOSS |= {"fields": {"kl_coef": 0.1, "kl_gradient": "bias-corrected", "entropy_coef": 0.02}}
 FORMS = {"token_stats": STATISTICS, "logits_policy_loss": LOSS}

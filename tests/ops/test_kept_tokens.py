@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastrl
 from fastrl import KeptTokens
+from fastrl.ops._row_stats import OF_ROW
 
 pytestmark = pytest.mark.kernels
 V, WIDTH, ROWS = 400, 24, 18
@@ -82,7 +83,7 @@ def test_equal_to_a_full_softmax(backend, form, dtype, count):
 
 def test_statistics_of_equal_logits(backend):
     kept = KeptTokens.from_lists([[0, 3, 5], [], [2]])
-    outputs = fastrl.TokenStats._fields
+    outputs = OF_ROW
     ids = torch.tensor([5, 1, 2])
     stats = fastrl.token_stats(torch.ones(3, 8), ids, outputs=outputs, kept=kept, backend=backend)
     counts = torch.tensor([3.0, 8.0, 1.0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.library import METRICS
+from fastrl.contract import METRICS
 from tests.ops.closeness import assert_close, assert_same
 from tests.ops.entry_points import cut, entries, outcome, pack, per_token
 from tests.ops.inputs import LENGTHS, POISONS, widest

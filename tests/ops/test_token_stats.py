@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import fastrl
+from fastrl.ops._row_stats import OF_ROW
 
 pytestmark = pytest.mark.kernels
 
-ALL = fastrl.TokenStats._fields
+ALL = OF_ROW
 
 
 def random_logits(*shape, dtype=torch.float32, std=3.0):

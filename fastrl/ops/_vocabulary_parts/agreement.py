@@ -137,7 +137,8 @@ class Agreement:
         texts = {name: described(x, _SPLIT.get(name)) for name, x in given.items()}
         texts |= _settings(active.device.type)
         read = {name: [*_tensors(x)] for name, x in given.items() if name not in _SPLIT}
-        active = active.reshape(given["token_ids"].shape)
+        rows = given.get("logits", given.get("hidden"))
+        active = active.reshape(cast("Tensor", rows).shape[:-1])
         read = {**read, "mask": [active]}
         read = {name: each for name, each in read.items() if each and name not in _COMPUTED}
         digests = [crc32(x.encode()) for x in (self._function.__name__, *texts.values())]

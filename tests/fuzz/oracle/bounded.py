@@ -304,10 +304,10 @@ def unbounded(x: Bounded, where_: np.ndarray) -> Bounded:
 
 
 def beyond(a: Bounded, bound: object) -> Decision:
-    """Decide a > bound; False where one of them is NaN."""
+    """Decide a > bound; False where one of them is NaN, in doubt where it may be anything."""
     bound = a.like(bound)
     yes = a.value > bound.value
     error = a.error + bound.error
     near = np.abs(a.value - bound.value) <= error
-    near = np.where(np.isinf(error), True, near) & (error > 0)
-    return Decision(yes, near & ~np.isnan(a.value) & ~np.isnan(bound.value))
+    near = near & (error > 0) & ~np.isnan(a.value) & ~np.isnan(bound.value)
+    return Decision(yes, near | np.isinf(error))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastrl
+from fastrl.ops._row_stats import OF_ROW
 
 CUDA = "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,7 +19,7 @@ def logits_and_ids(B, T, V, dtype=torch.bfloat16):
 
 def stats_and_gradient(logits, ids, backend, **options):
     leaf = logits.detach().requires_grad_()
-    fields = fastrl.TokenStats._fields
+    fields = OF_ROW
     stats = fastrl.token_stats(leaf, ids, outputs=fields, backend=backend, **options)
     total = (stats.logprobs + 0.3 * stats.entropy - 0.1 * stats.logsumexp).sum()
     return [*(x.detach() for x in stats), *torch.autograd.grad(total, leaf)]

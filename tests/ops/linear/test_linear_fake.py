@@ -16,6 +16,7 @@ from fastrl import Objective, library
 from fastrl.contract import LossArguments, RowArguments
 from fastrl.ops._kept.rows import EVERYTHING
 from fastrl.ops._linear import passes
+from fastrl.ops._teacher.arguments import NOBODY
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -51,7 +52,7 @@ def device(request, monkeypatch):
         yield request.param
 
 
-def call(device, precision, head, chunk_tokens, backend):
+def call(device, precision, head, chunk_tokens, backend, teacher=None):
     of_hidden, of_weight, operand = PRECISIONS[precision]
 
     def tensor(*shape, dtype=F32):
@@ -83,7 +84,28 @@ def call(device, precision, head, chunk_tokens, backend):
         operand,
         *WHOLE,
         *EVERYTHING,
+        *teacher_of(teacher, tensor, of_hidden, of_weight, operand).flat(),
     ), tensor(ROWS)
+
+
+def teacher_of(kind, tensor, of_hidden, of_weight, operand):
+    """A teacher of another width, or the logits or some tokens of one."""
+    if kind is None:
+        return NOBODY
+    given = NOBODY._replace(beta=0.4, has_tail=True)
+    scaling = given.scaling._replace(teacher_temperatures=tensor(ROWS))
+    if kind == "hidden":
+        return given._replace(
+            teacher_hidden=tensor(ROWS, 16, dtype=of_hidden),
+            teacher_weight=tensor(VOCABULARY, 16, dtype=of_weight),
+            teacher_bias=tensor(VOCABULARY),
+            teacher_operand_dtype=operand,
+            scaling=scaling,
+        )
+    if kind == "logits":
+        return given._replace(teacher_logits=tensor(ROWS, VOCABULARY), scaling=scaling)
+    ids, logprobs = tensor(ROWS, 5, dtype=torch.int64), tensor(ROWS, 5)
+    return given._replace(teacher_ids=ids, teacher_logprobs=logprobs)
 
 
 def assert_same(found, name, arguments):
@@ -108,6 +130,16 @@ def test_the_loops_of_a_gpu(device, precision, head, needs, chunk_tokens, backen
     assert_as_promised(*call(device, precision, head, chunk_tokens, backend), needs)
 
 
+@pytest.mark.parametrize("teacher", ["hidden", "logits", "tokens"])
+@pytest.mark.parametrize("head", ["plain", "bias and lora"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_loops_of_a_gpu_with_a_teacher(device, precision, head, teacher):
+    skip_without_fake_of_addmm(precision)
+    for backend, needs in (("triton", "everything"), ("cuda", "a frozen head")):
+        arguments, token = call(device, precision, head, 7, backend, teacher)
+        assert_as_promised(arguments, token, needs, teacher=True)
+
+
 @pytest.fixture
 def two_ranks():
     """The second of two ranks whose collectives do nothing, with the larger part."""
@@ -127,22 +159,25 @@ def test_the_loops_of_a_gpu_on_a_part(
         pytest.skip("torch 2.10 has no fake of all_gather")
     skip_without_fake_of_addmm(precision)
     arguments, token = call(device, precision, head, chunk_tokens, backend)
-    whole = len((*WHOLE, *EVERYTHING))
-    assert_as_promised((*arguments[:-whole], *two_ranks, *EVERYTHING), token, needs)
+    teacher = NOBODY.flat()
+    whole = len((*WHOLE, *EVERYTHING, *teacher))
+    arguments = (*arguments[:-whole], *two_ranks, *EVERYTHING, *teacher)
+    assert_as_promised(arguments, token, needs)
 
 
-def assert_as_promised(arguments, token, needs):
+def assert_as_promised(arguments, token, needs, *, teacher=False):
     """Run the three loops; `token` is a value of each row."""
     present = [x is not None for x in arguments[:5]]
     wanted = [need and there for need, there in zip(NEEDS[needs], present, strict=True)]
     stats = passes.linear_token_stats_fwd(*arguments)
     assert_same(stats, "linear_token_stats_fwd", arguments)
-    backward = (*arguments, token, token, token, token, None, token, wanted)
+    compared = [token] * 4 if teacher else [None] * 4
+    backward = (*arguments, token, token, token, token, None, token, *compared, wanted)
     found = passes.linear_token_stats_bwd(*backward)
     assert_same(found, "linear_token_stats_bwd", backward)
     objective = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.01).arguments.flat()
     loss = LossArguments(token, token, None, None, None, token, token, None)
-    forward = (*arguments, *loss, *objective, wanted, True)
+    forward = (*arguments, *loss, *objective, token if teacher else None, wanted, True)
     found = passes.linear_policy_loss_fwd(*forward)
     assert_same(found, "linear_policy_loss_fwd", forward)
 

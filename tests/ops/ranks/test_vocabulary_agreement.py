@@ -45,6 +45,12 @@ def kept_first(token):
     return fastrl.KeptTokens(torch.tensor([0, token]), offsets)
 
 
+def teacher_of(beta):
+    """Logits beside the student's."""
+    return fastrl.Teacher.from_logits(-GIVEN["logits"], beta=beta)
+
+
+TEACHER = teacher_of(1.0)
 #: parameter -> (what every rank gives in addition, what rank 1 gives for the parameter)
 CHANGES = {
     "hidden": [({}, GIVEN["hidden"].double()), ({}, GIVEN["hidden"].clone().requires_grad_())],
@@ -103,6 +109,15 @@ CHANGES = {
         ({"kept": kept_first(1)}, kept_first(2)),
         ({"kept": kept_first(1)}, fastrl.KeptTokens(*(x.int() for x in kept_first(1)))),
     ],
+    "teacher": [
+        ({}, teacher_of(0.5)),
+        ({"teacher": TEACHER}, teacher_of(0.5)),
+        ({"teacher": TEACHER}, teacher_of(1.0)._replace(temperature=0.5)),
+        (
+            {"teacher": TEACHER},
+            fastrl.Teacher.from_top_k(torch.zeros(TOKENS, 1).long(), -ONES[:, None]),
+        ),
+    ],
     "inplace": [({}, True)],
     "inplace_backward": [({}, True)],
     "reduce_hidden_gradient": [({}, False)],
@@ -139,7 +154,9 @@ def split_functions():
 
 def outcome(function, parameters, changed, *, transformed=False):
     """What a call of all ranks returns or raises, or one inside a transform of torch.func."""
-    given = {name: x for name, x in {**GIVEN, **changed}.items() if name in parameters}
+    needed = {"teacher": TEACHER} if function.__name__.endswith("divergence") else {}
+    every = {**GIVEN, **needed, **changed}
+    given = {name: x for name, x in every.items() if name in parameters}
     call = functools.partial(function, **given, vocab_group=dist.group.WORLD)
     try:
         return torch.vmap(lambda _: call())(torch.zeros(1)) if transformed else call()
@@ -185,7 +202,7 @@ def test_ranks_that_disagree_about_an_argument_all_raise():
         assert ending == "ValueError: vocab_group: this call raised on its ranks [1]; see there"
         assert refused[1][place].startswith(("TypeError", "ValueError")), place
         assert "its ranks [1]" not in refused[1][place]
-    assert len(results[0]) == len(results[1]) == 6 * (1 + len(SAME))
+    assert len(results[0]) == len(results[1]) == 8 * (1 + len(SAME))
     assert all(map(torch.equal, *results))
 
 

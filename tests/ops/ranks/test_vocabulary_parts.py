@@ -11,6 +11,7 @@ import torch.distributed as dist
 import fastrl
 from fastrl.ops import _row_stats
 from fastrl.ops._linear import walk
+from fastrl.ops._row_stats import OF_ROW
 from tests.ops.ranks.gloo_ranks import on_ranks
 from tests.ops.ranks.vocabulary_ranks import (
     DTYPES,
@@ -257,7 +258,7 @@ def gradients_on_ranks(backend, further):
     ):
         tensors[0].requires_grad_()
         for group in (None, dist.group.WORLD):
-            more = {"outputs": fastrl.TokenStats._fields, "vocab_group": group, "backend": backend}
+            more = {"outputs": OF_ROW, "vocab_group": group, "backend": backend}
             stats = function(*tensors, ids, **more)
             try:
                 sum(x.sum() for x in stats if x.requires_grad).backward()
@@ -273,9 +274,7 @@ def test_a_statistic_has_a_gradient_in_every_form_or_in_none(backend, further):
     """Of one that the kernels do not know yet it raises instead of being lost."""
     if backend == "reference" and further:
         pytest.skip("without a group its gradients are autograd's")
-    expected = [
-        name in (*_row_stats.DIFFERENTIABLE, *further) for name in fastrl.TokenStats._fields
-    ]
+    expected = [name in (*_row_stats.DIFFERENTIABLE, *further) for name in OF_ROW]
     for rank in on_ranks(2, gradients_on_ranks, backend, further):
         for requires, ending in rank:
             assert requires == expected
