@@ -259,7 +259,7 @@ def gradients_on_ranks(backend, further):
         tensors[0].requires_grad_()
         for group in (None, dist.group.WORLD):
             more = {"outputs": OF_ROW, "vocab_group": group, "backend": backend}
-            stats = function(*tensors, ids, **more)
+            stats = function(*tensors, ids, **more)[: len(OF_ROW)]
             try:
                 sum(x.sum() for x in stats if x.requires_grad).backward()
                 ending = "done"
