@@ -27,10 +27,12 @@ namespace FASTRL_ISA {
       block_partial<T, softcap, true, false>, block_partial<T, softcap, true, true>      \
     }                                                                                    \
   }
-#define FASTRL_BY_TYPE(name)                        \
-  {{name<float, false>, name<float, true>},         \
-   {name<BFloat16, false>, name<BFloat16, true>},   \
-   {name<Half, false>, name<Half, true>}}
+#define FASTRL_BY_TYPE(name)                                                                  \
+  {                                                                                           \
+    {name<float, false>, name<float, true>}, {name<BFloat16, false>, name<BFloat16, true>}, { \
+      name<Half, false>, name<Half, true>                                                     \
+    }                                                                                         \
+  }
 #define FASTRL_GRADIENTS(T, softcap) \
   {block_gradient<T, softcap, false>, block_gradient<T, softcap, true>}
 

@@ -39,7 +39,7 @@ struct DivergenceMap {
   float multiplier, max, log2_sum;  // of the student; log2_sum is relative to max
   float teacher_multiplier, teacher_max, teacher_log2_sum;
   float max_difference, max_difference_error;  // max - teacher_max, and what its rounding left
-  float offset;  // log2_sum - teacher_log2_sum
+  float offset;                                // log2_sum - teacher_log2_sum
   float beta;
 };
 

@@ -20,13 +20,12 @@ std::tuple<Tensor, Tensor, Tensor> divergence_fwd(
                            logit_softcap});
   check_statistic(row_max, token_ids, "row_max");
   check_statistic(log_sum, token_ids, "log_sum");
-  const TeacherRows teacher(rows,
-                            check_teacher({teacher_logits, teacher_temperatures,
-                                           teacher_temperature, teacher_logit_scale,
-                                           teacher_logit_softcap, teacher_row_max, teacher_log_sum,
-                                           beta},
-                                          token_ids),
-                            row_max, log_sum);
+  const TeacherRows teacher(
+      rows,
+      check_teacher({teacher_logits, teacher_temperatures, teacher_temperature, teacher_logit_scale,
+                     teacher_logit_softcap, teacher_row_max, teacher_log_sum, beta},
+                    token_ids),
+      row_max, log_sum);
   const Tensor divergence = empty_like_tokens(token_ids, ScalarType::Float);
   const Tensor slope_mean = empty_like_tokens(token_ids, ScalarType::Float);
   const Tensor agrees = empty_like_tokens(token_ids, ScalarType::Bool);
@@ -65,19 +64,20 @@ void write_grad(Rows& rows, const Tensor& token_ids, const Saved& saved,
   });
 }
 
-Tensor divergence_bwd(
-    const Tensor& logits, const Tensor& teacher_logits, const Tensor& token_ids,
-    const std::optional<Tensor>& mask, int64_t ignore_index,
-    const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
-    double logit_softcap, const std::optional<Tensor>& teacher_temperatures,
-    double teacher_temperature, double teacher_logit_scale, double teacher_logit_softcap,
-    const Tensor& row_max, const Tensor& log_sum, const Tensor& entropy,
-    const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta,
-    const Tensor& slope_mean, const Tensor& grad_divergence,
-    const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-    const std::optional<Tensor>& grad_logsumexp) {
-  Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
-                     logit_softcap});
+Tensor divergence_bwd(const Tensor& logits, const Tensor& teacher_logits, const Tensor& token_ids,
+                      const std::optional<Tensor>& mask, int64_t ignore_index,
+                      const std::optional<Tensor>& temperatures, double temperature,
+                      double logit_scale, double logit_softcap,
+                      const std::optional<Tensor>& teacher_temperatures, double teacher_temperature,
+                      double teacher_logit_scale, double teacher_logit_softcap,
+                      const Tensor& row_max, const Tensor& log_sum, const Tensor& entropy,
+                      const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta,
+                      const Tensor& slope_mean, const Tensor& grad_divergence,
+                      const std::optional<Tensor>& grad_logprobs,
+                      const std::optional<Tensor>& grad_entropy,
+                      const std::optional<Tensor>& grad_logsumexp) {
+  Rows rows(logits,
+            {token_ids, mask, ignore_index, temperatures, temperature, logit_scale, logit_softcap});
   const Tensor grad = new_gradient(logits);
   write_grad(rows, token_ids,
              {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
@@ -87,20 +87,21 @@ Tensor divergence_bwd(
   return grad;
 }
 
-void divergence_bwd_(
-    const Tensor& logits, const Tensor& teacher_logits, const Tensor& token_ids,
-    const std::optional<Tensor>& mask, int64_t ignore_index,
-    const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
-    double logit_softcap, const std::optional<Tensor>& teacher_temperatures,
-    double teacher_temperature, double teacher_logit_scale, double teacher_logit_softcap,
-    const Tensor& row_max, const Tensor& log_sum, const Tensor& entropy,
-    const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta,
-    const Tensor& slope_mean, const Tensor& grad_divergence,
-    const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-    const std::optional<Tensor>& grad_logsumexp, bool narrow) {
+void divergence_bwd_(const Tensor& logits, const Tensor& teacher_logits, const Tensor& token_ids,
+                     const std::optional<Tensor>& mask, int64_t ignore_index,
+                     const std::optional<Tensor>& temperatures, double temperature,
+                     double logit_scale, double logit_softcap,
+                     const std::optional<Tensor>& teacher_temperatures, double teacher_temperature,
+                     double teacher_logit_scale, double teacher_logit_softcap,
+                     const Tensor& row_max, const Tensor& log_sum, const Tensor& entropy,
+                     const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta,
+                     const Tensor& slope_mean, const Tensor& grad_divergence,
+                     const std::optional<Tensor>& grad_logprobs,
+                     const std::optional<Tensor>& grad_entropy,
+                     const std::optional<Tensor>& grad_logsumexp, bool narrow) {
   check_narrow(narrow);
-  Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
-                     logit_softcap});
+  Rows rows(logits,
+            {token_ids, mask, ignore_index, temperatures, temperature, logit_scale, logit_softcap});
   check_rows_apart(logits);
   write_grad(rows, token_ids,
              {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},

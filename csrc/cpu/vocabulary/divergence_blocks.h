@@ -85,7 +85,7 @@ enum Divergence { kForwardKl, kReverseKl, kJensenShannon };
 
 // One vector of both rows.
 struct RowPair {
-  vfloat y;            // log2 q/p
+  vfloat y;  // log2 q/p
   vfloat log2_q;
   vfloat larger;       // of q and p
   vfloat growth;       // the smaller one over it, minus 1

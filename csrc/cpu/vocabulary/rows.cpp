@@ -75,8 +75,8 @@ Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
                                           const RowGradient& flow) const {
   PlannedGradient planned{};
   planned.row = row;
-  planned.zero = flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0 &&
-                 flow.divergence == 0;
+  planned.zero =
+      flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0 && flow.divergence == 0;
   if (planned.zero) return planned;
   const double gain = scaling_.gain(row), scale = gain * std::exp(-stats.log_sum);
   planned.map = scaling_.map(row);
@@ -118,8 +118,8 @@ void Rows::write_gradient(const PlannedGradient& planned, int64_t block, const L
   if (planned.by.divergence != 0) {  // also if it is NaN
     teacher_->write_gradient(planned.row, begin, size, planned.by, planned.gain, out);
   } else {
-    kernels_.gradient[logits_.type()][scaling_.softcap()][planned.linear](
-        x, out, size, planned.map, planned.terms);
+    kernels_.gradient[logits_.type()][scaling_.softcap()][planned.linear](x, out, size, planned.map,
+                                                                          planned.terms);
   }
   const int64_t token = token_ids_[planned.row];
   if (token >= begin && token < begin + size) grad.set(planned.row, token, planned.token_gradient);

@@ -71,8 +71,8 @@ struct RowStats {
   bool is_top1 = false;
 };
 
-// The gradient of the loss in the statistics of a row, and in its divergence from a teacher's, whose
-// own gradient needs `slope_mean`.
+// The gradient of the loss in the statistics of a row, and in its divergence from a teacher's,
+// whose own gradient needs `slope_mean`.
 struct RowGradient {
   double logprob = 0, logsumexp = 0, entropy = 0, divergence = 0, slope_mean = 0;
 };

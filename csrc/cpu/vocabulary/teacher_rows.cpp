@@ -34,11 +34,12 @@ TeacherRows::TeacherRows(const Rows& student, const TeacherArguments& teacher,
       teacher_row_max_(teacher.row_max.const_data_ptr<float>()),
       teacher_log_sum_(teacher.log_sum.const_data_ptr<float>()),
       beta_(teacher.beta),
-      kind_(teacher.beta == 0 ? 0 : teacher.beta == 1 ? 1 : 2) {
+      kind_(teacher.beta == 0   ? 0
+            : teacher.beta == 1 ? 1
+                                : 2) {
   STD_TORCH_CHECK(logits_.rows() == student.logits().rows() &&
                       logits_.vocabulary() == student.logits().vocabulary(),
-                  "teacher_logits must have the shape of logits, got ",
-                  shape_text(teacher.logits));
+                  "teacher_logits must have the shape of logits, got ", shape_text(teacher.logits));
   STD_TORCH_CHECK(beta_ >= 0 && beta_ <= 1, "beta must lie in [0, 1], got ", beta_);
 }
 
@@ -95,8 +96,7 @@ void TeacherRows::write_gradient(int64_t row, int64_t begin, int64_t size,
   const DivergenceMap compared = map(row);
   if (as_they_are(student_.logits(), scaling)) {
     kernels_.divergence_slopes[kind_](
-        u, v, size, compared,
-        {by.divergence * gain, by.mean, by.constant * gain, by.linear * gain},
+        u, v, size, compared, {by.divergence * gain, by.mean, by.constant * gain, by.linear * gain},
         reinterpret_cast<float*>(grad));
     return;
   }

@@ -57,8 +57,7 @@ Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids,
           out.is_top1,  out.row_max, out.log_sum};
 }
 
-void write_grad(const Rows& rows, const Tensor& token_ids, const Saved& saved,
-                const Logits& grad) {
+void write_grad(const Rows& rows, const Tensor& token_ids, const Saved& saved, const Logits& grad) {
   check_saved(saved, token_ids);
   walk_saved(rows, saved, grad, [](int64_t, const RowGradient& flow) { return flow; });
 }
