@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.checks import can_read, flag, floating, integer, number, on_device, saveable
+from fastrl.checks import flag, floating, integer, number, on_device
 from fastrl.contract import RowArguments, TeacherScaling
 from fastrl.ops._linear.head import as_head
 from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows
-from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments
+from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments, can_be_flat
 from fastrl.ops._vocabulary_parts.agreement import Agreement
 
 
@@ -133,7 +133,9 @@ class Teacher(NamedTuple):
         """Return the teacher of which the log-probabilities of K tokens are known in each row.
 
         Servers return these. The events are the K tokens and, with a tail, all others together;
-        without one, both distributions are normalised over the K tokens.
+        without one, both distributions are normalised over the K tokens. The tail's probability is
+        1 minus that of the others, or the rounding of 1 in the dtype of the log-probabilities, if
+        that is more. Divergence and `teacher_entropy` are of the events.
 
         Example:
             >>> import torch, fastrl
@@ -146,8 +148,11 @@ class Teacher(NamedTuple):
 
     def shared(self) -> tuple[object, ...]:
         """Return what is the same on the ranks that split a vocabulary."""
-        kinds = (self.hidden is None, self.weight is None, self.logits is None, self.bias is None)
-        return (*kinds, self.lora is None, *self[self._fields.index("token_ids") :])
+        given = (self.hidden, self.weight, self.logits, self.bias, *(self.lora or ())[:2])
+        kinds = [None if x is None else (str(x.dtype), x.dim()) for x in given]
+        width = None if self.hidden is None else self.hidden.shape[-1]
+        scale = None if self.lora is None else self.lora[2]
+        return (*kinds, width, scale, *self[self._fields.index("token_ids") :])
 
 
 def teacher_arguments(
@@ -180,10 +185,16 @@ def teacher_arguments(
         "token_ids and logprobs": (teacher.token_ids, teacher.logprobs),
     }
     found = [name for name, each in pairs.items() if any(x is not None for x in each)]
-    if len(found) != 1 or any(x is None for x in pairs[found[0]]):
+    of_head = teacher.bias is not None or teacher.lora is not None
+    if (
+        len(found) != 1
+        or any(x is None for x in pairs[found[0]])
+        or (of_head and teacher.weight is None)
+    ):
         came = [name for name in Teacher._fields[:7] if getattr(teacher, name) is not None]
         raise ValueError(
-            "teacher must have either hidden and weight, or logits, or token_ids and logprobs, got "
+            "teacher must have either hidden and weight (and bias, lora), or logits, or token_ids "
+            "and logprobs, got "
             f"{', '.join(came) or 'none'}"
         )
     beta = number("teacher.beta", teacher.beta, low=0.0, high=1.0)
@@ -191,7 +202,7 @@ def teacher_arguments(
     result = NOBODY._replace(beta=beta, has_tail=known)
     packed = inputs.shape[0] == 1 and rows.token_ids.shape[0] == 1
     if teacher.logprobs is not None:
-        return _of_top_k(teacher, result, rows, vocabulary if agreement is None else None)
+        return _of_top_k(teacher, result, rows)
     name = "hidden" if teacher.logits is None else "logits"
     given = floating(
         f"teacher.{name}", teacher.hidden if teacher.logits is None else teacher.logits
@@ -227,23 +238,24 @@ def teacher_arguments(
     )
     result = result._replace(scaling=scaling)
     if teacher.logits is not None:
-        of_rows = padded.reshape(-1, vocabulary) if flat else padded
-        return result._replace(teacher_logits=saveable(of_rows.detach()))
+        logits = padded.detach()
+        if flat and can_be_flat(logits):
+            logits = logits.reshape(-1, vocabulary)
+        return result._replace(teacher_logits=logits)
     group = None if agreement is None else agreement.group
     try:
         head = as_head(given.detach(), teacher.weight, teacher.bias, teacher.lora, group)
     except (TypeError, ValueError) as error:
         raise type(error)(f"teacher.{error}") from None
     if head.vocabulary != vocabulary:
+        way = "of a longer head pass the first rows" if group is None else "on every rank"
         raise ValueError(
-            f"teacher.weight must have {vocabulary} rows like the student's vocabulary, got "
-            f"{head.vocabulary}: of the longer one pass the first {vocabulary}"
+            f"teacher.weight must have {vocabulary} rows like the student's head, got "
+            f"{head.vocabulary}: {way}"
         )
-    weight, bias, lora_a, lora_b = (
-        None if x is None else saveable(x.detach()) for x in head.parameters()
-    )
+    weight, bias, lora_a, lora_b = (None if x is None else x.detach() for x in head.parameters())
     return result._replace(
-        teacher_hidden=saveable(padded.detach().reshape(-1, padded.shape[-1])),
+        teacher_hidden=padded.detach().reshape(-1, padded.shape[-1]),
         teacher_weight=weight,
         teacher_bias=bias,
         teacher_lora_a=lora_a,
@@ -260,14 +272,10 @@ def with_operand_dtype(arguments: TeacherArguments, backend: str) -> TeacherArgu
     return arguments._replace(teacher_operand_dtype=gemm_dtype(hidden, weight, backend))
 
 
-def _of_top_k(
-    teacher: Teacher, result: TeacherArguments, rows: RowArguments, vocabulary: int | None
-) -> TeacherArguments:
-    for name in ("bias", "lora", "logit_softcap"):
-        if getattr(teacher, name) is not None:
-            raise ValueError(f"teacher.{name} has no effect on log-probabilities")
-    for name in ("temperature", "logit_scale"):
-        if isinstance(getattr(teacher, name), Tensor) or getattr(teacher, name) != 1:
+def _of_top_k(teacher: Teacher, result: TeacherArguments, rows: RowArguments) -> TeacherArguments:
+    for name, usual in (("logit_softcap", None), ("temperature", 1), ("logit_scale", 1)):
+        value = getattr(teacher, name)
+        if isinstance(value, Tensor) or value != usual:
             raise ValueError(f"teacher.{name} has no effect on log-probabilities")
     ids = integer("teacher.token_ids", teacher.token_ids)
     logprobs = floating("teacher.logprobs", teacher.logprobs)
@@ -280,32 +288,6 @@ def _of_top_k(
             f"teacher.token_ids and logprobs must have one shape, {tuple(leading[-1])} plus a last "
             f"dimension of at least 1, got {tuple(ids.shape)} and {tuple(logprobs.shape)}"
         )
-    flat = ids.reshape(-1, ids.shape[-1]).to(torch.int64)
-    of_tokens = logprobs.detach().reshape(flat.shape).float()
-    if vocabulary is not None and can_read(flat):
-        _check_top_k(flat, of_tokens, rows, vocabulary)
-    return result._replace(
-        teacher_ids=saveable(flat.contiguous()),
-        teacher_logprobs=saveable(of_tokens.contiguous()),
-        beta=result.beta,
-    )
-
-
-def _check_top_k(ids: Tensor, logprobs: Tensor, rows: RowArguments, vocabulary: int) -> None:
-    active = rows.token_ids.reshape(-1) != rows.ignore_index
-    if rows.mask is not None:
-        active = active & (rows.mask.reshape(-1) != 0)
-    ids, logprobs = ids[active], logprobs[active]
-    outside = (ids < 0) | (ids >= vocabulary)
-    if bool(outside.any()):
-        raise ValueError(
-            f"teacher.token_ids must lie in [0, {vocabulary}), got {int(ids[outside][0])}"
-        )
-    ordered = ids.sort(-1).values
-    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-        raise ValueError("teacher.token_ids must not repeat an id within a row")
-    if bool((logprobs.exp().sum(-1) > 1.001).any()):
-        most = float(logprobs.exp().sum(-1).max())
-        raise ValueError(
-            f"teacher.logprobs must be log-probabilities, which sum to at most 1, got {most:.6g}"
-        )
+    flat = ids.reshape(-1, ids.shape[-1]).to(torch.int64).contiguous()
+    of_tokens = logprobs.detach().reshape(flat.shape).contiguous()
+    return result._replace(teacher_ids=flat, teacher_logprobs=of_tokens)

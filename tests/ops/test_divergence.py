@@ -8,6 +8,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, Teacher
+from fastrl.ops._linear.inputs import checked_inputs
 
 pytestmark = pytest.mark.kernels
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -321,3 +322,70 @@ def test_a_frozen_head_has_a_gradient_of_hidden_states_alone(backend):
     wanted = fastrl.linear_divergence(hidden, weight, teacher, backend=backend).mean()
     torch.testing.assert_close(result.loss, wanted)
     torch.testing.assert_close(hidden.grad, torch.autograd.grad(wanted, hidden)[0])
+
+
+def test_a_teacher_that_is_sure_of_its_tokens(backend):
+    """Their rounded probabilities may sum to 1; the tail is then what rounding leaves."""
+    log_p = (40 * torch.rand(8, 60)).log_softmax(-1)
+    log_p[0] = torch.where(torch.arange(60) == 3, 0.0, -50.0)
+    student = torch.randn(8, 60)
+    for dtype in DTYPES:
+        values, ids = log_p.to(dtype).topk(K, -1)
+        for beta in BETAS:
+            leaf = student.clone().requires_grad_()
+            teacher = Teacher.from_top_k(ids, values, beta=beta)
+            found = fastrl.token_divergence(leaf, teacher, backend=backend)
+            found.sum().backward()
+            assert found.isfinite().all()
+            assert leaf.grad.isfinite().all()
+    values, ids = log_p.topk(60, -1)  # of every token: there is no tail
+    every = fastrl.token_divergence(student, Teacher.from_top_k(ids, values, beta=0.0))
+    whole = fastrl.token_divergence(student, Teacher.from_logits(log_p, beta=0.0))
+    torch.testing.assert_close(every, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_tail", [True, False])
+def test_agreement_is_of_tokens_also_with_the_most_probable_alone(backend, has_tail):
+    student, log_p = 2 * torch.randn(200, 40), (2 * torch.randn(200, 40)).log_softmax(-1)
+    student[::2] += 4 * log_p[::2]
+    values, ids = log_p.topk(3, -1)
+    teacher = Teacher.from_top_k(ids, values, has_tail=has_tail)
+    tokens = torch.zeros(200, dtype=torch.int64)
+    options = {"outputs": ("agrees",), "teacher": teacher, "backend": backend}
+    wanted = student.argmax(-1) == log_p.argmax(-1)
+    assert torch.equal(fastrl.token_stats(student, tokens, **options).agrees, wanted)
+    eye = torch.eye(40)
+    assert torch.equal(fastrl.linear_token_stats(student, eye, tokens, **options).agrees, wanted)
+
+
+def test_a_gradient_in_place_may_not_overwrite_a_teacher():
+    base = torch.randn(2, 5, 50).requires_grad_() * 1.0
+    shifted, same = Teacher.from_logits(base.detach()[:, :-1]), Teacher.from_logits(base.detach())
+    with pytest.raises(ValueError, match="must not share memory"):
+        fastrl.token_divergence(base[:, 1:], shifted, inplace_backward=True)
+    assert (fastrl.token_divergence(base, same, inplace_backward=True) == 0).all()
+
+
+def test_shifted_logits_of_a_teacher_are_not_copied(backend):
+    """`logits[:, :-1]` is how a trainer has them."""
+    hidden, weight = torch.randn(2, 4, WIDTH).requires_grad_(), torch.randn(V, WIDTH)
+    logits, mask = torch.randn(2, 5, V), torch.rand(2, 4) > 0.3
+    found = []
+    for given in (logits[:, 1:], logits[:, 1:].contiguous()):
+        teacher = Teacher.from_logits(given)
+        divergence = fastrl.linear_divergence(
+            hidden, weight, teacher, mask=mask, chunk_tokens=3, backend=backend
+        )
+        found.append((divergence, *torch.autograd.grad(divergence.sum(), hidden)))
+    assert all(map(torch.equal, *found))
+    assert teacher_arguments_of(logits[:, 1:]).teacher_logits.data_ptr() == logits[:, 1:].data_ptr()
+
+
+def teacher_arguments_of(logits):
+    """What the operators of the linear forms get."""
+    rows, hidden = logits.shape[:2], torch.zeros(*logits.shape[:2], WIDTH)
+    checked = checked_inputs(
+        hidden, torch.zeros(V, WIDTH), torch.zeros(rows).long(), None, None, None, 1.0, 1.0, None,
+        -100, None, True, None, Teacher.from_logits(logits),
+    )  # fmt: skip
+    return checked.teacher

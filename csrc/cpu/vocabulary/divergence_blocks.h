@@ -178,11 +178,13 @@ void block_divergence_slopes(const float* u, const float* v, int64_t n, const Di
   for (int64_t i = 0; i < n; i += kLanes) {
     prefetch_step(u + i, kPrefetchGradient);
     prefetch_step(v + i, kPrefetchGradient);
-    const RowPair pair = compare(load_next(u + i, n - i), load_next(v + i, n - i), map);
+    const vfloat x = load_next(u + i, n - i);
+    const RowPair pair = compare(x, load_next(v + i, n - i), map);
     const vfloat of_divergence =
         divergence_terms<kKind>(pair, map.beta).slope - product_or_zero(pair.q, fill(by.mean));
     const vfloat of_row = by.linear * at_least(fill(-200.0f), pair.log2_q) + by.constant;
-    const vfloat slope = by.divergence * of_divergence + pair.q * of_row;
+    vfloat slope = by.divergence * of_divergence + pair.q * of_row;
+    slope = where(x == fill(-HUGE_VALF), vfloat{}, slope);  // an excluded token
     store_next(slopes + i, n - i, slope);
   }
 }

@@ -51,6 +51,11 @@ class LinearCall(NamedTuple):
             raise ValueError(f"mask must be a bool tensor for a linear form, got {came}")
         return mask
 
+    def check_teacher(self) -> None:
+        """Raise for values of a teacher that do not fit, as the trace of a function cannot."""
+        vocabulary = sum(self.parts.sizes) if self.parts.split() else self.weight.shape[0]
+        self.teacher.check_tokens(self.active(), vocabulary)
+
     def kept_rows(self, *, checked: bool = False) -> KeptRows | None:
         """Return what the rows have kept, or None if all have the whole vocabulary.
 

@@ -39,6 +39,7 @@ def linear_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     call = Arguments(arguments).take(LinearCall)
     active = call.active()
     kept = call.kept_rows(checked=True)
+    call.check_teacher()
     order = order_rows(active, active, compact=call.compact, kept=kept)
     walk = LinearWalk(call, order, [False] * 5, kept)
     stats, compared = walk.no_stats(), walk.no_teacher_stats()
@@ -149,6 +150,7 @@ def linear_loss_pass(
 ) -> tuple[Tensor, ...]:
     """Compute the statistics of every row and the gradients in a single pass."""
     kept = call.kept_rows(checked=True)
+    call.check_teacher()
     may_flow = slopes.may_flow()
     if divergence_weights is not None:
         may_flow = may_flow | (divergence_weights != 0)

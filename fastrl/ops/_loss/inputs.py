@@ -109,7 +109,11 @@ def loss_inputs(
     """
     o = objective
     check_teacher(o, teacher)
-    if advantages is None and o.teacher_coef:  # distillation alone
+    if advantages is None and not teacher.given():
+        raise TypeError("advantages must be a tensor, got NoneType, which needs a teacher")
+    if ref_logprobs is not None and o.has_exact_kl:
+        raise ValueError("ref_logprobs has no effect with objective.kl_estimator 'exact'")
+    if advantages is None:  # distillation alone
         advantages = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
     packed = tokens.dim() == 1
     bounds = bounds_of(tokens, cu_seqlens)

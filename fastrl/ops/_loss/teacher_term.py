@@ -33,6 +33,11 @@ def check_teacher(objective: Objective, teacher: TeacherArguments) -> None:
                     f"teacher is needed when {name}: give it to logits_policy_loss or "
                     "linear_policy_loss"
                 )
+    elif objective.has_exact_kl and teacher.teacher_logprobs is not None:
+        raise ValueError(
+            "teacher must have hidden states or logits with objective.kl_estimator 'exact': the "
+            "log-probabilities of some tokens give a lower bound of the KL"
+        )
     elif objective.has_exact_kl and teacher.beta != 1:
         raise ValueError(
             "teacher.beta must be 1 with objective.kl_estimator 'exact', which is "

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.checks import can_read
 from fastrl.contract import RowArguments, TeacherScaling
 
 
@@ -43,6 +44,31 @@ class TeacherArguments(NamedTuple):
         at = self._fields.index("scaling")
         return (*self[:at], *self.scaling, *self[at + 1 :])
 
+    def check_tokens(self, active: Tensor, vocabulary: int) -> None:
+        """Raise, on a CPU, for top-k values of an active row `[N]` that do not fit."""
+        ids, logprobs = self.teacher_ids, self.teacher_logprobs
+        if ids is None or logprobs is None or not (can_read(ids) and can_read(active)):
+            return
+        ids, logprobs = ids[active], logprobs[active].double()
+        outside = (ids < 0) | (ids >= vocabulary)
+        if bool(outside.any()):
+            raise ValueError(
+                f"teacher.token_ids must lie in [0, {vocabulary}), got {int(ids[outside][0])}"
+            )
+        ordered = ids.sort(-1).values
+        repeated = ordered[:, 1:] == ordered[:, :-1]
+        if bool(repeated.any()):
+            token = int(ordered[:, 1:][repeated][0])
+            raise ValueError(f"teacher.token_ids must not repeat an id in a row, got {token} twice")
+        # rounded logarithms: of bfloat16 a mass may be some percent above 1
+        most = logprobs.exp().sum(-1)
+        limit = 1 + max(1e-3, 16 * torch.finfo(self.teacher_logprobs.dtype).eps)  # type: ignore[union-attr]
+        if bool((most > limit).any()):
+            raise ValueError(
+                "teacher.logprobs must be log-probabilities, which sum to at most 1, "
+                f"got {float(most.max()):.6g}"
+            )
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors, which autograd saves."""
         return (*(getattr(self, name) for name in _TENSORS), self.scaling.teacher_temperatures)
@@ -63,6 +89,12 @@ class TeacherArguments(NamedTuple):
             logit_scale=logit_scale,
             logit_softcap=logit_softcap,
         )
+
+
+def can_be_flat(logits: Tensor) -> bool:
+    """Return whether `[B, T, V]` are `[B T, V]` without a copy."""
+    batch, tokens = logits.shape[:2]
+    return min(batch, tokens) <= 1 or logits.stride(0) == tokens * logits.stride(1)
 
 
 #: No teacher.

@@ -92,8 +92,14 @@ class TeacherChunks:
         return Dense(pair)
 
     def _logits_of(self, index: slice | Tensor, like: Tensor) -> Tensor:
-        if self._teacher.teacher_logits is not None:
-            return self._teacher.teacher_logits[index]
+        given = self._teacher.teacher_logits
+        if given is not None and given.dim() == 2:
+            return given[index]
+        if given is not None:
+            row = index
+            if isinstance(row, slice):
+                row = torch.arange(row.start, row.stop, device=given.device)
+            return given[row // given.shape[1], row % given.shape[1]]
         hidden, head = self._teacher.teacher_hidden, self._head
         assert hidden is not None
         assert head is not None

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastrl.contract import RowArguments, RowStats
 from fastrl.library import arithmetic_dtype
 from fastrl.ops._autograd.first_derivative import first_derivative_only
+from fastrl.ops._autograd.saved_tensors import save, saved
 from fastrl.ops._linear.call import Arguments, without_autocast
 from fastrl.ops._linear.chunks import chunk_stats, flat_rows, in_batch, take_rows
 from fastrl.ops._process_groups import gathered
@@ -42,12 +43,32 @@ def compared_token_stats(
 ) -> tuple[Tensor, ...]:
     """Return the fields of `TokenStats`, `[B, T]` and differentiable; `rows.mask` is set."""
     refuse_transforms("a function with a teacher")
+    if inplace_backward and not torch.compiler.is_compiling():
+        _refuse_shared_memory(logits, teacher.teacher_logits)
     return cast(
         "tuple[Tensor, ...]",
         _ComparedTokenStats.apply(  # type: ignore[no-untyped-call]
             logits, rows, teacher, parts, inplace_backward, backend
         ),
     )
+
+
+def _refuse_shared_memory(logits: Tensor, given: Tensor | None) -> None:
+    """Raise if the gradient of a row would overwrite what another one is compared with."""
+    if given is None or given.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+        return
+    pair = (logits, given)
+    same = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in pair]
+    ends = []
+    for x in pair:
+        spans = ((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        ends.append(x.data_ptr() + (sum(spans) + 1) * x.element_size())
+    apart = ends[0] <= given.data_ptr() or ends[1] <= logits.data_ptr()
+    if same[0] != same[1] and logits.numel() and not apart:
+        raise ValueError(
+            "teacher.logits must not share memory with other rows of the logits, which their "
+            "gradient overwrites: clone them, or leave the gradient its own memory"
+        )
 
 
 class _ComparedTokenStats(torch.autograd.Function):
@@ -68,7 +89,7 @@ class _ComparedTokenStats(torch.autograd.Function):
         compared = TeacherStats._make(outputs[len(RowStats._fields) :])
         row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
         of_stats = (stats.row_max, stats.log_sum, stats.entropy, *compared.saved())
-        ctx.save_for_backward(logits, *row_tensors, *of_stats, *teacher.tensors())
+        save(ctx, logits, *row_tensors, *of_stats, *teacher.tensors())
         ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
         ctx.teacher = teacher.with_tensors([None] * len(teacher.tensors()))
         ctx.parts, ctx.inplace_backward, ctx.backend = parts, inplace_backward, backend
@@ -79,7 +100,7 @@ class _ComparedTokenStats(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, token_ids, mask, temperatures, *others = ctx.saved_tensors
+        logits, token_ids, mask, temperatures, *others = saved(ctx)
         rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
         stats, compared, teacher = others[:3], others[3:6], ctx.teacher.with_tensors(others[6:])
         *of_row, grad_divergence, _, _ = grads
@@ -128,6 +149,7 @@ class _Call(NamedTuple):
         assert self.rows.mask is not None
         vocabulary = sum(self.parts.sizes) if self.parts.split() else self.logits.shape[-1]
         check_ids(self.rows, self.rows.mask, vocabulary)
+        self.teacher.check_tokens(self.rows.mask.flatten(), vocabulary)
 
     def part(self) -> PartRows | None:
         """Return the rows of this rank's part, or None if the vocabulary is whole."""

@@ -58,6 +58,8 @@ class TopKRows:
         self._part, self._parts = part, parts
         self._teacher = teacher._replace(scaling=_AS_THEY_ARE)
         start, size = (parts.start() if part is not None else 0), logits.shape[1]
+        whole = size if part is None else sum(parts.sizes)
+        self._has_tail = teacher.has_tail and teacher.teacher_ids.shape[1] < whole
         ids = teacher.teacher_ids - start
         self._own = (ids >= 0) & (ids < size)
         self._ids = torch.where(self._own, ids, 0)
@@ -72,7 +74,7 @@ class TopKRows:
         else:
             held = total(torch.where(self._own, x, 0.0), self._parts.process_group())
         exponents = self._scaled(held)
-        if not self._teacher.has_tail:
+        if not self._has_tail:
             return Events(held, exponents, None)
         self._put(self._logits, torch.full_like(x, float("-inf")))
         if self._part is None:
@@ -90,9 +92,17 @@ class TopKRows:
         return chunk_stats(self._logits, self._rows, self._backend)
 
     def compare(self, stats: RowStats) -> TeacherStats:
-        """Return the comparison, `[C]` each; `stats` of the student have no effect."""
-        pair = self._pair()
-        return pair.compare(pair.student_stats()).indexed(0)
+        """Return the comparison, `[C]` each, with a student of these statistics."""
+        pair, logprobs = self._pair(), self._teacher.teacher_logprobs
+        assert logprobs is not None
+        compared = pair.compare(pair.student_stats()).indexed(0)
+        # of tokens, where the comparison is of events
+        row_max = stats.row_max
+        if self._backend == "reference" and self._part is None:
+            row_max = self._logits.amax(1).to(row_max.dtype)
+        top = logprobs == logprobs.amax(1, keepdim=True)
+        largest = self._scaled(self._events.logits) >= self._scaled(row_max[:, None])
+        return compared._replace(agrees=(top & largest).any(1) & self._active())
 
     def write_gradient(
         self,
@@ -159,10 +169,13 @@ class TopKRows:
         logprobs = self._teacher.teacher_logprobs
         assert logprobs is not None
         exponents, tail = self._events.exponents, self._events.tail
+        least = torch.finfo(logprobs.dtype).eps
         logprobs = logprobs.to(exponents.dtype)
         if tail is not None:
-            mass = logprobs.double().exp().sum(1, keepdim=True).clamp(max=1.0)
-            logprobs = torch.cat([logprobs, (-mass).log1p().to(logprobs.dtype)], 1)
+            others = 1 - logprobs.double().exp().sum(1, keepdim=True)
+            # NaN remains; a mass of 1 may be rounded, and a tail of 0 would be no event
+            others = torch.where(others < least, least, others)
+            logprobs = torch.cat([logprobs, others.log().to(logprobs.dtype)], 1)
             exponents = torch.cat([exponents, tail[:, None]], 1)
         rows = self._rows._replace(
             token_ids=torch.zeros_like(self._rows.token_ids),

@@ -246,6 +246,8 @@ def _integers(values: Tensor, name: str, active: Tensor, counted: Tensor) -> Ten
         return values
     if values.shape == active.shape:
         values = torch.where(active, values, 0)
+    elif values.dim() > active.dim() and values.shape[:-1] == active.shape:  # top-k of a teacher
+        values = torch.where(active[..., None], values, 0)
     elif values.shape in (counted.shape, (len(counted), 1)):
         values = torch.where(counted.reshape(values.shape), values, 0)
     return (values + 0).reshape(-1).view(torch.int64)  # -0.0 is 0.0

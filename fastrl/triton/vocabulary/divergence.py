@@ -252,6 +252,7 @@ def divergence_bwd_kernel(
             of_row = tl.fma(at_least(log2_q), linear, constant) if SPEC.entropy else constant
             g = tl.where(columns == token, 0.0, q * of_row)
             slope = tl.fma(slope - _product_or_zero(q, mean), upstream, g)
+            slope = tl.where(x == float("-inf"), 0.0, slope)  # an excluded token
             g = tl.where(upstream == 0, g, slope) * (of_x * chain)
             g += tl.where(columns == token, at_token, 0.0)
         tl.store(grad_row + columns, g.to(grad.dtype.element_ty), mask=columns < vocabulary)
