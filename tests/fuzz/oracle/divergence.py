@@ -70,7 +70,9 @@ class Divergence:
         error = error + (TERM_ROUNDINGS + adding) * u * size.sum(1)
         # second order: the terms are convex, and grow like e^error
         error = error + (size * (e_y**2)).sum(1) + smallest * s.vocabulary
-        big = np.maximum(e_q, e_p).max(1, initial=0.0) > 0.1
+        # of an infinite product, a factor that may underflow to 0
+        faint = np.isinf(from_q) & (q < 4 * smallest) | np.isinf(from_p) & (p < 4 * smallest)
+        big = (np.maximum(e_q, e_p).max(1, initial=0.0) > 0.1) | faint.any(1)
         keep(self, "error", np.where(big | s.overflows | t.overflows, np.inf, error))
         log = distance if beta == 1 else np.abs(_finite(of_q))
         d_error = (excess if beta == 0 else share_q * q) * e_y
@@ -88,7 +90,7 @@ class Divergence:
     def divergence(self) -> Bounded:
         """Return the divergences `[N]`."""
         value = np.where(self.undefined, np.nan, np.maximum(self.value, 0.0))
-        error = np.where(np.isfinite(value), self.error, 0.0)
+        error = np.where(np.isfinite(value) | np.isinf(self.error), self.error, 0.0)
         # +inf instead of a softmax may leave a part of a comparison undefined
         return Bounded(value, np.where(self.undefined, np.inf, error), self.student.arithmetic)
 
@@ -115,7 +117,9 @@ class Divergence:
         error = error + TERM_ROUNDINGS * u * magnitude
         value = np.where(g == 0, 0.0, g * inner) * s.slope
         total = np.abs(g) * (np.abs(s.slope) * error + (np.abs(inner) + error) * s.slope_error)
-        total = np.where(g == 0, 0.0, total + 4 * u * np.abs(value) + s.arithmetic.smallest)
+        # a probability that underflows does so before it is multiplied
+        underflow = s.arithmetic.smallest * (1 + 4 * np.abs(g) * np.abs(s.slope))
+        total = np.where(g == 0, 0.0, total + 4 * u * np.abs(value) + underflow)
         lost = np.isinf(self.value) | np.isinf(self.error) | self.undefined
         # unspecified where there is no distribution, or an infinite divergence
         unknown = lost[:, None] & (g != 0) | self.undefined[:, None]
