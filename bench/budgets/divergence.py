@@ -12,9 +12,9 @@ from fastrl.triton.vocabulary.rows import Specialization
 
 #: KIND -> name, instructions and special functions of a pair of logits, forward and backward
 KINDS = {
-    0: ("forward_kl", (58, 62), 3.2),
-    1: ("reverse_kl", (58, 62), 3.2),
-    2: ("jensen_shannon", (108, 111), 4.2),
+    0: ("forward_kl", (58, 66), 3.2),
+    1: ("reverse_kl", (58, 66), 3.2),
+    2: ("jensen_shannon", (108, 116), 4.2),
 }
 _STATISTICS = ("row_max", "log_sum", "teacher_row_max", "teacher_log_sum")
 _SAVED = ("entropy", "slope_mean", "grad_divergence")

@@ -66,21 +66,26 @@ def operator_calls(backend, wanted=lambda entry: True):
 
 
 def divergence_calls(backend):
-    """Call what a comparison with a teacher calls inside of an operator."""
-    run, logits, teacher = operators(backend), torch.randn(1, 2, 5), torch.randn(1, 2, 5)
-    rows = (torch.tensor([[0, 3]]), torch.tensor([[True, True]]), -100, None, 1.0, 1.0, 0.0)
-    stats, of_teacher = (
-        RowStats._make(run.token_stats_fwd(x, *rows, True, False)) for x in (logits, teacher)
-    )
-    scaled = (*rows, None, 1.0, 1.0, 0.0)
-    its = (of_teacher.row_max, of_teacher.log_sum)
-    _, mean, _ = run.divergence_fwd(
-        logits, teacher, *scaled, stats.row_max, stats.log_sum, *its, 0.5
-    )
-    saved = (stats.row_max, stats.log_sum, stats.entropy, *its, 0.5, mean)
-    given = (logits, teacher, *scaled, *saved, torch.ones(1, 2), None, torch.ones(1, 2), None)
-    run.divergence_bwd(*given)
-    run.divergence_bwd_(*given, False)
+    """Call what a comparison with a teacher calls inside of an operator, in several ways."""
+    run, ids, one = operators(backend), torch.tensor([[0, 3]]), torch.ones(1, 2)
+    for dtype, beta, softcap in ((torch.float32, 0.5, 0.0), (torch.bfloat16, 1.0, 5.0)):
+        logits, teacher = torch.randn(2, 1, 2, 37).to(dtype)
+        for optional in (None, one):
+            mask = None if optional is None else optional > 0
+            rows = (ids, mask, -100, optional, 1.0, 1.0, softcap)
+            stats, of_teacher = (
+                RowStats._make(run.token_stats_fwd(x, *rows, True, False))
+                for x in (logits, teacher)
+            )
+            scaled = (*rows, optional, 1.0, 1.0, softcap)
+            its = (of_teacher.row_max, of_teacher.log_sum)
+            _, mean, _ = run.divergence_fwd(
+                logits, teacher, *scaled, stats.row_max, stats.log_sum, *its, beta
+            )
+            saved = (stats.row_max, stats.log_sum, stats.entropy, *its, beta, mean)
+            given = (logits, teacher, *scaled, *saved, one, optional, optional, optional)
+            run.divergence_bwd(*given)
+            run.divergence_bwd_(*given, False)
 
 
 def gathered_calls(backend):

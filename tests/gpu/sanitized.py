@@ -126,7 +126,7 @@ def main(backend, built, first, cases):
     if backend == "cpu":
         sys.modules["fastrl._C"] = types.ModuleType("fastrl._C")
     import fastrl
-    from tests.contract.operator_calls import gathered_calls
+    from tests.contract.operator_calls import divergence_calls, gathered_calls
     from tests.fuzz.run import Run, perform
     from tests.gpu import on_host
 
@@ -140,7 +140,8 @@ def main(backend, built, first, cases):
         else:  # an operator for tests
             tokens = [torch.zeros(5, dtype=torch.float64)] * 4
             torch.ops.fastrl.objective_eval(*tokens, *fastrl.Objective().arguments)
-            gathered_calls(backend)  # which another operator makes, unseen
+            gathered_calls(backend)  # which other operators make, unseen
+            divergence_calls(backend)
         # weights of every term, which few cases have
         leaf, ids = torch.randn(1, 3, 5, requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
         terms = {"entropy_aggregation": "token-sum", "kl_aggregation": "token-sum"}

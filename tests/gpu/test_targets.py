@@ -171,7 +171,7 @@ from fastrl.triton import scale
 from fastrl.triton.gae import gae
 from fastrl.triton.groups import group_advantages
 from fastrl.triton.tokens import policy_loss, sequence_weights
-from fastrl.triton.vocabulary import gathered, logits_policy_loss, rows, token_stats
+from fastrl.triton.vocabulary import divergence, gathered, logits_policy_loss, rows, token_stats
 row, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
 gae.gae_fwd(row, row, None, None, None, None, None, 0.9, 0.9)
 gae.gae_fwd(torch.ones(1, 5000), torch.ones(1, 5000), None, None, None, None, None, 0.9, 0.9)
@@ -196,6 +196,9 @@ for rows.processors in (lambda device: 0, lambda device: 132):
     of_rows = RowArguments(one.long(), one > 0, -100, None, 1.0, 1.0, 0.0)
     token_stats.token_stats_fwd(logits, *of_rows, True, False)
     token_stats.token_stats_bwd(logits, *of_rows, *[one] * 4, None, None)
+    pair = (logits, logits, *of_rows, None, 1.0, 1.0, 0.0)
+    divergence.divergence_fwd(*pair, *[one] * 4, 0.5)
+    divergence.divergence_bwd(*pair, *[one] * 5, 0.5, one, one, None, None, None)
     loss, objective = arguments(one)
     logits_policy_loss.logits_policy_loss_fwd(logits, *of_rows, *loss, *objective)
 print(json.dumps({name: sorted(values) for name, values in found.items()}))

@@ -206,7 +206,7 @@ def test_the_operators_compile_and_register(tmp_path):
 import ctypes, os, torch
 from fastrl import library
 ctypes.CDLL({str(operators)!r}, mode=os.RTLD_LAZY)
-declared = [full for name in library._SCHEMAS for full in library._qualified_names(name)]
+declared = [full for name in library._SCHEMAS for full in library.qualified_names(name)]
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 cuda = [full for full in declared if full.startswith("fastrl_cuda::")]
 print(sorted(full for full in cuda if not has(full, "CUDA")))
