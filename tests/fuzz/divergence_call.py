@@ -75,11 +75,12 @@ def teacher_of(trial: Trial, rows: LogitRows, logits: np.ndarray) -> tuple[fastr
         own = random.standard_normal((tokens.total, case.vocabulary)) * case.spread
         apart = {"own": None, "near": 1e-3, "same": 0.0}[kind]
         x = own if apart is None else np.where(np.isfinite(logits), logits, 0.0) + apart * own
-        banned = random.random(x.shape) < 0.3
+        banned, theirs = random.random(x.shape) < 0.3, np.isneginf(logits)
+        alike = random.random() < 0.8  # else a KL of most of these rows is infinite
         if case.has("inf-some") and kind == "own":
-            x[banned] = -np.inf
-        if apart is not None:
-            x[np.isneginf(logits)] = -np.inf
+            x[banned & theirs if case.beta == 1 and alike else banned] = -np.inf
+        if apart is not None or (case.beta == 0 and alike):
+            x[theirs] = -np.inf
         x = as_held(x, dtype)
         teacher = fastrl.Teacher.from_logits(_wide(rows, x, dtype), **options)
         x, error = x[active], 0.0

@@ -228,8 +228,8 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
         own = str(options.get("objective", "")).startswith("own")
         known += [name for name in policy_data.FEATURES if not (own and "inf" in name)]
     known += PLAIN_FEATURES.get(function, ())
-    if function in DIVERGENCES:
-        known.remove("ignored")
+    if function in DIVERGENCES:  # most rows should have a distribution to compare
+        known = [name for name in known if name not in ("ignored", *NO_ENTROPY[2:5], "largest")]
     share = min(0.5, 1.5 / max(len(known), 1))
     found = () if chance.of(0.5) else tuple(name for name in known if chance.of(share))
     top = dict(options.get("fields", {})).get("top_entropy_quantile", 1.0) < 1
