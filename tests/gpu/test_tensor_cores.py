@@ -170,6 +170,7 @@ def test_statistics_and_their_gradients_agree_with_float64(backend, precision, c
     assert_within(parameters, multiplied, budgets(parameters, multiplied, logits.grad, operand))
 
 
+@pytest.mark.not_on("cuda")  # which takes Triton's kernels on a GPU, but the CPU's here
 @pytest.mark.parametrize(
     ("precision", "teacher"),
     [
