@@ -3,7 +3,7 @@
     python bench/distillation.py [--steps 40 --seeds 0 1 2 --out-dir runs/distillation]
 
 The teacher is the small new model of `make train`, which learns the embedded task by GRPO. The
-students are half as wide. Those of a seed, which is that of their first weights, begin after the
+students are half as wide. A seed draws their first weights; those of one seed begin after the
 same warm start, and sample as many completions per step: one of each of 256 prompts for the
 distillation, which compares nothing, 8 of each of 32 prompts for GRPO. Prints a table, and plots
 the held-out reward and the agreement with the teacher to docs/distillation.png. Runs that are in

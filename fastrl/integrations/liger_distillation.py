@@ -13,7 +13,7 @@ SUPPORT = [
         option="`LigerFusedLinearJSDLoss`, `LigerFusedLinearJSDFunction.apply`",
         handling="fused",
         note="any `beta`, `weight_hard_loss`, `weight_soft_loss` of at least 0, `ignore_index`, "
-        "biases; `beta` is that of `fastrl.Teacher`. The two losses of `return_soft_hard_loss` "
+        "biases; `beta` as in `fastrl.Teacher`. The two losses of `return_soft_hard_loss` "
         "have no gradient; Liger's have one of 0",
     ),
     Support(

@@ -14,6 +14,7 @@ from fastrl.ops._linear.tensor_cores import gemm_dtype
 from fastrl.ops._rows import as_rows
 from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments, can_be_flat
 from fastrl.ops._vocabulary_parts.agreement import Agreement
+from fastrl.ops._vocabulary_parts.parts import group_of, local_part
 
 
 class Teacher(NamedTuple):
@@ -204,9 +205,11 @@ def teacher_arguments(
     if teacher.logprobs is not None:
         return _of_top_k(teacher, result, rows)
     name = "hidden" if teacher.logits is None else "logits"
-    given = floating(
-        f"teacher.{name}", teacher.hidden if teacher.logits is None else teacher.logits
-    )
+    given = teacher.hidden if teacher.logits is None else teacher.logits
+    if teacher.logits is not None and agreement is not None:
+        group_of("teacher.logits", given, agreement.group, dim=-1)
+        given = local_part(given)
+    given = floating(f"teacher.{name}", given)
     on_device(f"teacher.{name}", given, inputs, "the student")
     if teacher.logits is not None and given.shape[-1:] != (vocabulary,):
         raise ValueError(

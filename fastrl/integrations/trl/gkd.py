@@ -61,7 +61,7 @@ class GkdHandle(LossHandle):
     def __init__(self, trainer: Any, base: type, backend: Backend) -> None:
         """Replace the loss of the instance."""
         super().__init__(trainer, None, backend)
-        # GKD's `temperature` is that of the sampler alone
+        # GKD's `temperature` applies to the sampler alone
         self._uses_temperature = "temperature" in base.compute_loss.__code__.co_names  # type: ignore[attr-defined]
 
     def compute_loss(

@@ -146,7 +146,7 @@ def _row_of(trainer: Any) -> tuple[Row, type]:
 
 
 def _refuse_other_methods(trainer: Any, row: Row, base: type) -> None:
-    """Refuse a trainer whose loss is not that of the row's class: a subclass may have its own."""
+    """Refuse a trainer that computes another loss than the row's class, as a subclass may."""
     for method in row.methods:
         if not hasattr(base, method):
             raise ValueError(f"this version of TRL has no {row.name}.{method} to replace")

@@ -47,7 +47,7 @@ class TeacherChunks:
     ) -> None:
         """`order` has the indices of the rows that are processed, `size` is of a chunk.
 
-        `dtype` is that of the student's logits.
+        `dtype` is the dtype of the student's logits.
         """
         self._teacher, self._order, self._backend, self._parts = teacher, order, backend, parts
         self._head = teacher_head(teacher, dtype)

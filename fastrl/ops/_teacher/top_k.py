@@ -87,10 +87,6 @@ class TopKRows:
         self._put(self._logits, x)
         return Events(held, exponents, stats.logsumexp)
 
-    def student_stats(self) -> RowStats:
-        """Return the student's statistics, which the comparison does not need."""
-        return chunk_stats(self._logits, self._rows, self._backend)
-
     def compare(self, stats: RowStats) -> TeacherStats:
         """Return the comparison, `[C]` each, with a student of these statistics."""
         pair, logprobs = self._pair(), self._teacher.teacher_logprobs

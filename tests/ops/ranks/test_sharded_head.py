@@ -97,6 +97,11 @@ def tensor_parallel_on_ranks(backend):
         fastrl.token_logprobs(x, ids, mask=mask, backend=backend).sum().backward()
     assert isinstance(split.grad, DTensor)
     near(split.grad.full_tensor(), logits.grad, torch.float32, "logits")
+    teacher = fastrl.Teacher.from_logits(-logits)
+    expected = fastrl.token_divergence(logits, teacher, mask=mask, backend=backend)
+    sharded = fastrl.Teacher.from_logits(-split.detach())
+    found = fastrl.token_divergence(split, sharded, mask=mask, backend=backend)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
     with pytest.raises(ValueError, match="inplace_backward=True needs a plain tensor, got a DT"):
         fastrl.token_logprobs(split, ids, mask=mask, backend=backend, inplace_backward=True)
