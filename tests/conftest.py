@@ -18,7 +18,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 #: marked `kernels`: interpreted Triton (TRITON_INTERPRET=1), CUDA on the host (FASTRL_TESTED=cuda).
 #: FASTRL_TESTED wins: TRL's own kernels need an interpreter too.
 TESTED = os.environ.get("FASTRL_TESTED", "triton" if INTERPRETED else "reference cpu").split()
-OF_KERNELS = TESTED in (["triton"], ["cuda"])
+OF_KERNELS = {*TESTED} <= {"triton", "cuda"}
 #: Larger vocabularies take too long in Triton's interpreter.
 MOST_INTERPRETED = 2_000
 #: Seconds of a test of `make test`.
@@ -67,30 +67,21 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(scope="session")
-def cuda_on_host():
-    """The CUDA operators, built for the host and registered for CPU tensors."""
-    from tests.gpu.on_host import load
-
-    return load()
-
-
 @pytest.fixture(params=TESTED)
 def backend(request, monkeypatch):
     """The backend under test; outside of CI, the compiled one may be missing."""
     need_extension(request.param)
     if request.param == "triton":
-        interpret_small_blocks()
-    elif request.param == "cuda":
-        from tests.gpu.on_host import allow_on_a_cpu
+        small_blocks()
+    if request.param in ("triton", "cuda"):
+        from tests.ptx import backends
 
-        request.getfixturevalue("cuda_on_host")
-        allow_on_a_cpu(monkeypatch.setitem, monkeypatch.setattr)
+        backends.use(request.param, monkeypatch.setitem, monkeypatch.setattr)
     return request.param
 
 
-def interpret_small_blocks():
-    """Make test batches span several programs, and save the interpreter time."""
+def small_blocks():
+    """Make test batches span several programs."""
     gae = importlib.import_module("fastrl.triton.gae.gae")
     policy_loss = importlib.import_module("fastrl.triton.tokens.policy_loss")
     gathered = importlib.import_module("fastrl.triton.vocabulary.gathered")

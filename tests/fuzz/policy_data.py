@@ -211,7 +211,7 @@ def weighing_arguments(case: Case, tokens: Tokens) -> dict[str, Any]:
     """Return normalizer, groups and bounds of sequences as they are given."""
     given: dict[str, Any] = bounds_argument(case, tokens)
     if case.groups == "ids":
-        ids = torch.from_numpy(_groups_of(case, tokens))
+        ids = torch.tensor(_groups_of(case, tokens))
         given["group_ids"] = ids.to(getattr(torch, case.groups_dtype))
     elif case.groups is not None:
         given["group_size"] = case.groups

@@ -94,7 +94,7 @@ def _mask(
 
 def flat_tensor(case: Case, values: np.ndarray, dtype: str) -> Tensor:
     """Return a tensor of these numbers, with the NaN that the case asks for."""
-    result = torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
+    result = torch.tensor(np.ascontiguousarray(values)).to(getattr(torch, dtype))
     if case.has("nan-payload") and result.is_floating_point():
         integers, payload = NAN_PAYLOADS[result.dtype]
         bits = result.view(integers)
@@ -137,19 +137,19 @@ def token_tensor(case: Case, tokens: Tokens, values: np.ndarray, dtype: str) -> 
 def mask_tensor(case: Case, tokens: Tokens) -> Tensor | None:
     if tokens.mask is None:
         return None
-    mask = torch.from_numpy(tokens.mask.astype(np.int64)).to(getattr(torch, case.mask_dtype))
+    mask = torch.tensor(tokens.mask.astype(np.int64)).to(getattr(torch, case.mask_dtype))
     return laid_out(mask.view(tokens.shape), case.token_layout)
 
 
 def bounds_argument(case: Case, tokens: Tokens) -> dict[str, Tensor]:
     if tokens.bounds is None:
         return {}
-    return {"cu_seqlens": torch.from_numpy(tokens.bounds).to(getattr(torch, case.bounds_dtype))}
+    return {"cu_seqlens": torch.tensor(tokens.bounds).to(getattr(torch, case.bounds_dtype))}
 
 
 def as_held(x: np.ndarray, dtype: str) -> np.ndarray:
     """Return the float64 numbers that a tensor of this dtype holds."""
-    return torch.from_numpy(x).to(getattr(torch, dtype)).to(torch.float64).numpy()
+    return torch.tensor(x).to(getattr(torch, dtype)).to(torch.float64).numpy()
 
 
 def on_grid(case: Case, x: np.ndarray, steps: float) -> np.ndarray:

@@ -67,7 +67,7 @@ def examine_group_advantages(trial: Trial) -> None:
     names = np.repeat(np.arange(groups), size)
     if case.groups == "ids":
         names = case.random("groups").integers(-groups, groups + 1, total)
-        ids = torch.from_numpy(names).to(getattr(torch, case.ids_dtype))
+        ids = torch.tensor(names).to(getattr(torch, case.ids_dtype))
         arguments["group_ids"] = laid_out(ids.view(shape), case.token_layout)
     elif case.layout == "packed":
         arguments["group_size"] = size
@@ -102,7 +102,7 @@ def examine_gae(trial: Trial) -> None:
         flags[name] = np.zeros(tokens.total, bool)
         if name in parameters:
             flags[name] = case.random(name).random(tokens.total) < parameters[name]
-            tensor = torch.from_numpy(flags[name]).to(getattr(torch, case.mask_dtype))
+            tensor = torch.tensor(flags[name]).to(getattr(torch, case.mask_dtype))
             arguments[name] = laid_out(tensor.view(tokens.shape), case.token_layout)
     following = None
     if "bootstrap" in parameters:

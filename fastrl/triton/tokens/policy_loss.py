@@ -151,7 +151,7 @@ def policy_loss_kernel(
             total += log_ratio
             count += x.active.to(tl.float32)
         size = tl.maximum(tl.sum(count, 0), 1.0)
-        mean = zero + tl.sum(total, 0) / size
+        mean = zero + tl.div_rn(tl.sum(total, 0), size)
         alone = size == 1  # its ratio is its own, and the slope of the KL through it
         if LEVEL == SEQUENCE and (THROUGH_RATIO or KL_GRADIENT == BIAS_CORRECTED):
             total = zero
@@ -166,7 +166,7 @@ def policy_loss_kernel(
                     kl = kl_terms(KL_ESTIMATOR, KL_GRADIENT, _ref_difference(x, loss), mean, c)
                     slope = weights.kl * (c.kl_coef * kl.ratio_slope)
                     total += tl.where(alone, 0.0, slope)
-            shared_slope = tl.sum(total, 0) / size
+            shared_slope = tl.div_rn(tl.sum(total, 0), size)
 
     lowest, highest = log_ratio_bounds(c, MAX_LOG_RATIO)
     none = tl.zeros([BLOCK // 4], tl.float32)
