@@ -29,7 +29,6 @@ def main() -> int:
         given.first,
         given.backend,
         given.device,
-        interpreted=os.environ.get("TRITON_INTERPRET") == "1",
         shrink=not given.no_shrink,
         function=given.function,
     )

@@ -170,7 +170,11 @@ class _Reader:
         opcode, _, rest = (opcode + " " + rest).replace("\t", " ").partition(" ")
         local = {name: full for scope in scopes for name, full in scope.items()}
         operands = [_renamed(one, local) for one in _operands(rest)]
-        if opcode.startswith("bra") and len(scopes) > 1 and f"{operands[0]}@{serial}" in self.labels:
+        if (
+            opcode.startswith("bra")
+            and len(scopes) > 1
+            and f"{operands[0]}@{serial}" in self.labels
+        ):
             operands[0] = f"{operands[0]}@{serial}"
         parts = [part for part in opcode.split(".") if part not in IGNORED]
         return _Line(parts, local.get(guard, guard), negated, operands, place)
@@ -264,7 +268,10 @@ class _Reader:
                 record["d"][1] = self._operand(second, 32)
         record["d"][0] = self._operand(destination, 32)
         if kind == "cvt":
-            record["extra"][:2] = self.widths[destination], self._width_of(sources[0], line.parts[-1])
+            record["extra"][:2] = (
+                self.widths[destination],
+                self._width_of(sources[0], line.parts[-1]),
+            )
         for i, (one, width) in enumerate(zip(sources, self._source_widths(line), strict=False)):
             record["s"][i] = self._operand(one, width)
         return ".".join(line.parts)
@@ -302,7 +309,10 @@ class _Reader:
             return f"{name}.b{width}"
         type_ = line.parts[-1]
         width = PREDICATE if type_ == "pred" else int(BITS.match(type_)[1])
-        record["d"][0], record["s"][0] = self._operand(destination, width), self._operand(source, width)
+        record["d"][0], record["s"][0] = (
+            self._operand(destination, width),
+            self._operand(source, width),
+        )
         return "mov.pred" if width == PREDICATE else f"mov.b{width}"
 
     def _address(self, record, operand):
@@ -401,7 +411,7 @@ def _operands(text):
             found.append([name.strip() for name in one[1:-1].split(",")])
         elif one.startswith("["):
             base, _, offset = one[1:-1].replace(" ", "").partition("+")
-            found.append((base, int(offset or '0', 0)))
+            found.append((base, int(offset or "0", 0)))
         elif one:
             found.append(one.replace(" ", ""))
     return found

@@ -68,7 +68,9 @@ def compiled(name, command, sources):
     target = place_of(name, command, sources)
     if not target.exists():
         partial = target.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command, "-o", partial], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "-o", partial], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
         partial.rename(target)
@@ -111,7 +113,9 @@ class Machine:
         if not isinstance(parameters, bytes):
             parameters = self._packed(kernel, parameters)
         resident = (1, 2, 3, 8)[self.seed % 4]
-        given = _Launch(ctypes.pointer(entry), grid, threads, cluster, shared, parameters, self.seed, resident)
+        given = _Launch(
+            ctypes.pointer(entry), grid, threads, cluster, shared, parameters, self.seed, resident
+        )
         counts, message = Counts(), ctypes.create_string_buffer(2000)
         if not np.prod(grid):
             return
@@ -119,7 +123,9 @@ class Machine:
             place, what, where = message.value.decode().split("|", 2)
             number, line = map(int, place.split(":"))
             file = kernel.files[number] if number < len(kernel.files) else ""
-            raise PtxError(f"{name}: {what} ({where}; {os.path.basename(file)}:{line}; seed {self.seed})")
+            raise PtxError(
+                f"{name}: {what} ({where}; {os.path.basename(file)}:{line}; seed {self.seed})"
+            )
         for field, _ in Counts._fields_:
             both = getattr(self.counts, field), getattr(counts, field)
             setattr(self.counts, field, max(both) if "in_flight" in field else sum(both))
@@ -129,7 +135,9 @@ class Machine:
         for (at, _, kind), value in zip(kernel.parameters, values, strict=True):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                self.library.ptx_tensor(ctypes.c_uint64(storage.data_ptr()), ctypes.c_uint64(storage.nbytes()))
+                self.library.ptx_tensor(
+                    ctypes.c_uint64(storage.data_ptr()), ctypes.c_uint64(storage.nbytes())
+                )
                 value = value.data_ptr()
             code = PACKED[kind]
             if code in "BHIQ":
