@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 
+from tests.ptx import backends
+
 from .case import parse
 from .draw import FUNCTIONS
 from .examine import BACKENDS
@@ -32,6 +34,8 @@ def main() -> int:
         shrink=not given.no_shrink,
         function=given.function,
     )
+    if run.executed:
+        backends.use(run.backend, dict.__setitem__, setattr)
     if given.case is not None:
         verdict = run.examine(parse(given.case))
         say(*verdict.differences, f"{len(verdict.differences)} parts differ")

@@ -20,7 +20,7 @@ from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ptx.cuda_operators import ROOT
-from tests.ptx.machine import COMPILER, compiled
+from tests.ptx import machine
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared", "-fPIC"]
 OF_TORCH = [
@@ -40,14 +40,14 @@ def run(cases, first=0, **environment):
     """
 
     def asked(option):
-        done = subprocess.run([COMPILER, option], capture_output=True, text=True, check=False)
+        done = subprocess.run([machine.COMPILER, option], capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
     # C++ throws through the runtime of AddressSanitizer, which looks for the real one at its start
     runtimes = [asked(f"-print-file-name={name}") for name in ("libasan.so", "libstdc++.so")]
     if sys.platform != "linux" or "clang" in asked("--version"):
         pytest.skip("Python loads the runtime of AddressSanitizer as GCC has it, on Linux")
-    if not (shutil.which(COMPILER) and all(map(os.path.isabs, runtimes))):
+    if not (shutil.which(machine.COMPILER) and all(map(os.path.isabs, runtimes))):
         assert not os.environ.get("CI"), (
             "the compiler comes without the libraries of its sanitizers"
         )
@@ -72,17 +72,17 @@ def cpu_extension():
     headers = [*csrc.glob("*.h"), *(csrc / "cpu").rglob("*.h")]
     sources = [csrc / "bind.cpp", *sorted((csrc / "cpu").rglob("*.cpp"))]
     # what setup.py has; -O1 since gcc 12 cannot compile the vector code without optimisation
-    command = [COMPILER, *FLAGS, "-O1", "-g1", "-std=c++17"]
+    command = [machine.COMPILER, *FLAGS, "-O1", "-g1", "-std=c++17"]
     command += ["-ffp-contract=fast", "-fno-math-errno", *OF_TORCH]
 
     def compiled(source):
         whole = [*command, "-c", str(source)]
-        return compiled(f"cpu-{source.stem}", whole, [*headers, source])
+        return machine.compiled(f"cpu-{source.stem}", whole, [*headers, source])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sources))
-    link = [COMPILER, *FLAGS, *map(str, objects), *LIBRARIES]
-    return compiled("cpu", link, objects)
+    link = [machine.COMPILER, *FLAGS, *map(str, objects), *LIBRARIES]
+    return machine.compiled("cpu", link, objects)
 
 
 def tensors_of(schema):

@@ -108,7 +108,7 @@ def load():
         "-ltorch_cpu",
         "-lc10",
     ]
-    # our runtime's names win over those that torch may bring
+    # the names of this runtime win over those that torch may bring
     command = [COMPILER, "-shared", "-Wl,-Bsymbolic", *map(str, objects), *libraries]
     library = str(compiled("operators", command, []))
     torch.ops.load_library(library)

@@ -1,6 +1,6 @@
 """Reads PTX into the instructions of machine.h: operands as places in a warp's registers.
 
-What a kernel may contain is what machine.h and its operations know; anything else is refused by name.
+What the operations of the machine do not cover is refused by name.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ BITS = re.compile(r"[a-z]+(\d+)(x2)?$")
 TOKEN = re.compile(r"[%$\w.:]+|-?\d[\w]*|[{}\[\],|@!+-]")
 
 
-class NotPtx(ValueError):
-    """Something that the machine does not execute."""
+class RefusedError(ValueError):
+    """Of PTX that the machine does not execute."""
 
 
 @dataclasses.dataclass
@@ -145,7 +145,7 @@ class _Reader:
                 label = text[:-1]
                 self.labels[label if len(scopes) == 1 else f"{label}@{serial}"] = len(self.lines)
             elif text.startswith("."):
-                raise NotPtx(f"{self.name}: {text}")
+                raise RefusedError(f"{self.name}: {text}")
             else:
                 self.lines.append(self._line(text, scopes, serial, place))
 
@@ -229,7 +229,7 @@ class _Reader:
             return self._constant(self.parameters[int(name.rpartition("_")[2])][0], width)
         if re.search(r"(fastrl_sharedE|global_smem)$", name):
             return SPECIAL[f"%shared{width}"] * 2 * LANES * 4
-        raise NotPtx(f"{self.name}: the operand {name}")
+        raise RefusedError(f"{self.name}: the operand {name}")
 
     # --- lines to records
 
@@ -240,7 +240,7 @@ class _Reader:
         record["file"], record["line"] = line.place
         name = self._fill(record, line)
         if name not in self.operations:
-            raise NotPtx(f"{self.name}: {'.'.join(line.parts)} ({name})")
+            raise RefusedError(f"{self.name}: {'.'.join(line.parts)} ({name})")
         record["operation"] = self.operations[name]
         return record
 
@@ -329,7 +329,7 @@ class _Reader:
             return self._asynchronous(record, line)
         space = next((part for part in parts if part in SPACES), None)
         if space is None:
-            raise NotPtx(f"{self.name}: {'.'.join(parts)} without a space")
+            raise RefusedError(f"{self.name}: {'.'.join(parts)} without a space")
         type_ = parts[-1]
         bytes_ = int(BITS.match(type_)[1]) // 8
         record["extra"][:2] = SPACES[space], bytes_

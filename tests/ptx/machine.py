@@ -6,8 +6,8 @@
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
-import re
 import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -92,11 +92,12 @@ class Machine:
         command = [COMPILER, "-shared", *map(str, objects), *LIBRARIES]
         self.library = ctypes.CDLL(str(compiled("machine", command, [])), mode=ctypes.RTLD_GLOBAL)
         self.library.ptx_operation.restype = ctypes.c_char_p
-        names = iter(lambda n=iter(range(10_000)): self.library.ptx_operation(next(n)), None)
-        self.operations = [name.decode() for name in names]
+        names = map(self.library.ptx_operation, itertools.count())
+        self.operations = [name.decode() for name in itertools.takewhile(bool, names)]
         self.library.ptx_keep_tensors()
         self.seed = int(os.environ.get("FASTRL_PTX_SEED", "0"))
         self.counts = Counts()
+        self.launched = set()
         self._decoded = {}
 
     def kernel(self, ptx, name):
@@ -110,6 +111,7 @@ class Machine:
     def launch(self, ptx, name, grid, threads, parameters, cluster=1, shared=0):
         """Run a kernel on packed parameters, or on values in order; PtxError says what went wrong."""
         kernel, entry = self.kernel(ptx, name)
+        self.launched.add(name)
         if not isinstance(parameters, bytes):
             parameters = self._packed(kernel, parameters)
         resident = (1, 2, 3, 8)[self.seed % 4]
