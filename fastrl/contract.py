@@ -143,6 +143,17 @@ class RowStats(NamedTuple):
     log_sum: Tensor  # log sum exp(logit - row_max), for the backward
 
 
+class SavedStats(NamedTuple):
+    """What a backward takes: some statistics, and the slopes of those with a gradient."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    entropy: Tensor
+    grad_logprobs: Tensor | None
+    grad_entropy: Tensor | None
+    grad_logsumexp: Tensor | None
+
+
 class Metrics(NamedTuple):
     """The metrics of a policy loss, in the order of the vector on the device."""
 
