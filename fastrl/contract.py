@@ -138,9 +138,13 @@ class RowStats(NamedTuple):
     entropy: Tensor
     logsumexp: Tensor
     sum_sq_probs: Tensor
-    is_top1: Tensor  # bool
+    is_top1: Tensor
     row_max: Tensor  # the largest logit, for the backward
     log_sum: Tensor  # log sum exp(logit - row_max), for the backward
+
+
+#: The statistics that are bool.
+FLAGS = ("is_top1",)
 
 
 class SavedStats(NamedTuple):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.contract import RowArguments, RowStats, SavedStats
+from fastrl.contract import FLAGS, RowArguments, RowStats, SavedStats
 from fastrl.triton.vocabulary.row_gradient import Slopes, row_gradient
 from fastrl.triton.vocabulary.row_sums import (
     OF_TOKEN,
@@ -83,7 +83,7 @@ def token_stats_fwd(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *of_rows, with_entropy, with_sum_sq_probs = arguments
     rows = RowArguments._make(of_rows)
     out = RowStats._make(
-        torch.empty_like(rows.token_ids, dtype=torch.bool if name == "is_top1" else torch.float32)
+        torch.empty_like(rows.token_ids, dtype=torch.bool if name in FLAGS else torch.float32)
         for name in RowStats._fields
     )
     if rows.token_ids.numel():
