@@ -124,13 +124,13 @@ __device__ __forceinline__ RowOutcome outcome_of(const LogitsPolicyLossParams& p
                                                  float token, bool known,
                                                  const Exponents<kSoftcap>& exponents) {
   const RowStats stats = finish(sums, token, known, exponents);
-  const RowFlow flow = row_flow(p, in, stats.logprob);
+  const RowFlow flow = row_flow(p, in, stats.logprobs);
   RowOutcome outcome;
   outcome.zero = flow.logprob == 0 && flow.entropy == 0;
-  outcome.terms = gradient_terms(stats.max, stats.log_sum, stats.entropy, flow, exponents);
+  outcome.terms = gradient_terms(stats.row_max, stats.log_sum, stats.entropy, flow, exponents);
   outcome.terms.token_gradient =
-      token_gradient<kSoftcap>(token, stats.logprob, stats.entropy, flow, exponents.map);
-  outcome.logprob = stats.logprob;
+      token_gradient<kSoftcap>(token, stats.logprobs, stats.entropy, flow, exponents.map);
+  outcome.logprob = stats.logprobs;
   outcome.entropy = stats.entropy;
   return outcome;
 }

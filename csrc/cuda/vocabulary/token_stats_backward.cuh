@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 2 : (kAligned ? 4 : 3))
       write_zeros<kThreads>(stores);
       continue;
     }
-    const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
-    const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
+    const float temperature = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
+    const Exponents<kSoftcap> exponents{call.scaling.map<T>(temperature)};
     const GlobalSource<T, kAligned, true> source{
         reinterpret_cast<const T*>(call.rows.row(row)) + first, columns};
     const int64_t token = token_id - first;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl import native
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import FLAGS, RowArguments, RowStats
 from fastrl.library import stored_dtype
 from fastrl.ops._kept.rows import NO_ID, KeptRows, ids_of_part
 from fastrl.ops._linear.call import LinearCall
@@ -261,8 +261,10 @@ class LinearWalk:
     def no_stats(self) -> RowStats:
         """Return statistics of 0 for the rows in their order."""
         like, dtype = self._rows.token_ids, self._head.dtype
-        stats = RowStats._make(torch.zeros_like(like, dtype=dtype) for _ in RowStats._fields)
-        return stats._replace(is_top1=torch.zeros_like(like, dtype=torch.bool))
+        return RowStats._make(
+            torch.zeros_like(like, dtype=torch.bool if name in FLAGS else dtype)
+            for name in RowStats._fields
+        )
 
     def no_teacher_stats(self) -> TeacherStats:
         """Return a comparison of 0 for the rows in their order, without rows if not compared."""

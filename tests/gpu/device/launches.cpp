@@ -49,11 +49,12 @@ class Rows {
   }
   TokenStatsParams stats() {
     const size_t n = shape_.rows;
-    return {in,           true,
-            true,         t_.output(n),
-            t_.output(n), t_.output(n),
-            t_.output(n), reinterpret_cast<bool*>(t_.zeros<unsigned char>(n)),
-            t_.output(n), t_.output(n)};
+    bool* is_top1 = reinterpret_cast<bool*>(t_.zeros<unsigned char>(n));
+    return {in,
+            true,
+            true,
+            {t_.output(n), t_.output(n), t_.output(n), t_.output(n), is_top1, t_.output(n),
+             t_.output(n)}};
   }
   LogitsPolicyLossParams loss(const GradientParams& out) {
     const size_t n = shape_.rows;
@@ -87,8 +88,8 @@ void of_logits(const Shape& shape) {
     const TokenStatsParams p = rows.stats();
     require(token_stats(p, 0));
     const float* flow = t.normal(shape.rows);
-    const TokenStatsBackwardParams back{rows.in,   rows.apart(), p.row_max, p.log_sum,
-                                        p.entropy, flow,         flow,      flow};
+    const TokenStatsBackwardParams back{rows.in,       rows.apart(), p.out.row_max, p.out.log_sum,
+                                        p.out.entropy, flow,         flow,          flow};
     require(token_stats_backward(back, 0));
     report(t, "token_stats and backward" + what);
   }
