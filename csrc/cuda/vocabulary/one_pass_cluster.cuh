@@ -111,12 +111,13 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
 
   // The words of a row's inputs: the first warp fetches them and begins the row a turn later.
   constexpr int kFetched = (RowInputs::kWords + kWarp - 1) / kWarp;
+  uint32_t sequence = 0;
   const auto fetch = [&](unsigned row, uint32_t* words) {
 #pragma unroll
     for (int i = 0; i < kFetched; ++i) {
       const int name = lane + i * kWarp;
       const bool wanted = warp == 0 && row < rows.rows && name < RowInputs::kWords;
-      words[i] = wanted ? fetch_input(call, name, row) : 0;
+      words[i] = wanted ? fetch_input(call, name, row, &sequence) : 0;
     }
   };
   const auto begin = [&](unsigned row, int stage, const uint32_t* words) {

@@ -58,8 +58,9 @@ __device__ __forceinline__ uint32_t load_word(const unsigned char* at, int bytes
   return *reinterpret_cast<const uint32_t*>(at);
 }
 
+// The rows that a thread fetches inputs of rise: `sequence` is of the one before, and 0 at first.
 __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int name,
-                                                unsigned row) {
+                                                unsigned row, uint32_t* sequence) {
   const LogitsPolicyLossParams& p = call.p;
   const LossConstants& c = p.constants;
   if (name <= RowInputs::kMaskHigh) {
@@ -83,7 +84,8 @@ __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call
   if (!input.values) return 0;
   int64_t place = row;
   if (input.by_sequence) {
-    place = p.sequences.of(row);
+    place = p.sequences.of(row, *sequence);
+    *sequence = static_cast<uint32_t>(place);
     if (place == p.sequences.count) --place;  // cu_seqlens end too early
   }
   return float_to_bits(input.values[place]);
