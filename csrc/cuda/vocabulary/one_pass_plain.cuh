@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       shared.template sweep<T, kAligned, Wanted::kEntropy, false>(call.rows, row_bytes,
                                                                   p.in.token_ids[row], exponents);
       if (thread_index() < kWarp) {
+        sequence = p.sequences.of(row, sequence);
         for (int i = thread_index(); i < RowInputs::kWords; i += kWarp) {
-          s.inputs.word[i] = fetch_input(call, i, row, &sequence);
+          s.inputs.word[i] = fetch_input(call, i, row, sequence);
         }
         sync_warp();
         const RowInputs& in = s.inputs;
