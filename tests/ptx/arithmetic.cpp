@@ -163,8 +163,8 @@ float smaller(float a, float b) {
 }
 float larger(float a, float b) { return -smaller(-a, -b); }
 
-// Approximate functions: off by less than so many units in the last place, as NVIDIA states them;
-// exact at integers for ex2, on which its own expm1f relies.
+// Approximate functions: off by less than so many units in the last place, as NVIDIA states them.
+// Powers of two are exact, on which its own expm1f relies.
 double unit(double x) { return std::ldexp(1.0, std::max(std::ilogb(x), -126) - 23); }
 #define APPROXIMATE(name, units, ftz, expression)                                          \
   Operation {                                                                              \
@@ -175,7 +175,8 @@ double unit(double x) { return std::ldexp(1.0, std::max(std::ilogb(x), -126) - 2
         const double a = ftz ? flushed(x[l]) : x[l];                                       \
         [[maybe_unused]] const double b = y[l];                                            \
         const double exact = expression;                                                   \
-        const bool power = name[0] == 'e' && a == std::rint(a);                            \
+        int exponent;                                                                      \
+        const bool power = std::fabs(std::frexp(exact, &exponent)) == 0.5;                 \
         if (!std::isfinite(exact) || exact == 0 || power) return static_cast<float>(exact);  \
         const double off = machine.error(i.operation, std::bit_cast<uint32_t>(x[l]));      \
         const float found = static_cast<float>(exact + off * (units - 0.5) * unit(exact));   \

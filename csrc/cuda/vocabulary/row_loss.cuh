@@ -58,8 +58,9 @@ __device__ __forceinline__ uint32_t load_word(const unsigned char* at, int bytes
   return *reinterpret_cast<const uint32_t*>(at);
 }
 
+// `sequence`: of the row, or their number where cu_seqlens end before it.
 __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int name,
-                                                unsigned row) {
+                                                unsigned row, uint32_t sequence) {
   const LogitsPolicyLossParams& p = call.p;
   const LossConstants& c = p.constants;
   if (name <= RowInputs::kMaskHigh) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call
   if (!input.values) return 0;
   int64_t place = row;
   if (input.by_sequence) {
-    place = p.sequences.of(row);
+    place = sequence;
     if (place == p.sequences.count) --place;  // cu_seqlens end too early
   }
   return float_to_bits(input.values[place]);

@@ -115,7 +115,13 @@ class LinearWalk:
         buffers = 2 if exchanging and call.parts.split() else 1
         teacher = teacher_head(call.teacher, head.dtype)
         size = chunk_size(
-            call.chunk_tokens, head, call.parts, buffers, teacher, on_gpu=self._on_gpu
+            call.chunk_tokens,
+            head,
+            call.parts,
+            buffers,
+            teacher,
+            on_gpu=self._on_gpu,
+            weight_trained=needs[1],
         )
         self._size = max(1, min(size, sum(counts)))
         number = sum(-(-count // self._size) for count in counts)
@@ -289,7 +295,11 @@ class LinearWalk:
             yield values if self._teacher is None else self.expanded(values)
 
     def gradients(self) -> LinearGradients:
-        """Return the gradients, accumulated over all chunks."""
+        """Return the gradients, accumulated over all chunks, whose memory is freed first.
+
+        The caller has to drop the last chunk, too.
+        """
+        del self._buffers, self._teacher
         if self._parts.split():
             self._parameters.sum_low_rank_over(self._parts.process_group())
         return LinearGradients(self._grad_hidden.result(), *self._parameters.results())
