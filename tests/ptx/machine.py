@@ -47,11 +47,15 @@ class _Launch(ctypes.Structure):
 
 
 class Counts(ctypes.Structure):
-    """What launches have cost; sectors are of 32 bytes, counted once for each access of a warp."""
+    """What launches have cost; sectors are of 32 bytes, counted once for each access of a warp.
+
+    The different ones count once in a launch: what memory moves where caches hold the rest.
+    """
 
     _fields_ = [(name, ctypes.c_uint64) for name in (
         "instructions", "sectors_read", "sectors_written", "requests", "bank_conflicts",
-        "shared_accesses", "async_bytes_in_flight")]  # fmt: skip
+        "shared_accesses", "async_bytes_in_flight", "different_sectors_read",
+        "different_sectors_written")]  # fmt: skip
 
 
 def place_of(name, command, sources):

@@ -277,6 +277,7 @@ Outcome bulk_copy(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
       at += piece.bytes;
     }
     m.counts.global_sectors_read += (t.source % 32 + bytes + 31) / 32;
+    for (uint64_t n = t.source / 32; n * 32 < t.source + bytes; ++n) m.sectors[0].insert(n);
     for (const Watch& watch : watched) {
       for (uint32_t b = 0; watch.bytes && b < bytes; ++b) {
         if (t.source + b - watch.begin < watch.bytes) ++watch.loads[t.source + b - watch.begin];
