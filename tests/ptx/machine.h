@@ -121,7 +121,7 @@ struct Warp {
   Knowledge knowledge, of_lane[kLanes];
   uint64_t fenced[kLanes] = {};  // clock of the last fence between the proxies
   uint32_t cluster_arrived = 0;
-  uint64_t cluster_phase = 0;
+  uint64_t cluster_phase[kLanes] = {};
   bool at_barrier = false, at_cluster = false;
   int32_t pc = 0;  // of what it executes
 

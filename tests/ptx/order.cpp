@@ -222,6 +222,7 @@ void Machine::land(Transfer& t) {
   to.in_flight -= t.bytes;
   const auto barrier = to.barriers.find(t.barrier % kWindow);
   if (barrier == to.barriers.end()) fault(warp, "an asynchronous copy signals no mbarrier", -1, t.barrier);
+  check(to.cells.at(t.barrier % kWindow >> 2).write, "signals an mbarrier initialised by ", t.barrier);
   Known own = {{key_of(t.number, kWhole), 2}};
   barrier->second.arriving = joined(barrier->second.arriving, std::make_shared<const Known>(std::move(own)));
   barrier->second.bytes -= t.bytes;
