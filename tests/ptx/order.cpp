@@ -224,7 +224,9 @@ void Machine::land(Transfer& t) {
   if (barrier == to.barriers.end()) fault(warp, "an asynchronous copy signals no mbarrier", -1, t.barrier);
   check(to.cells.at(t.barrier % kWindow >> 2).write, "signals an mbarrier initialised by ", t.barrier);
   Known own = {{key_of(t.number, kWhole), 2}};
-  barrier->second.arriving = joined(barrier->second.arriving, std::make_shared<const Known>(std::move(own)));
+  // the copy runs as if in a thread that began behind what its sender had done, and releases all that
+  const Knowledge all = joined(t.before, std::make_shared<const Known>(std::move(own)));
+  barrier->second.arriving = joined(barrier->second.arriving, all);
   barrier->second.bytes -= t.bytes;
   complete(to, barrier->second);
   progress = time;
