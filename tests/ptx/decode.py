@@ -29,7 +29,7 @@ SPECIAL = {f"%{name}": place for place, name in enumerate(
     ("tid.x", "tid.y", "tid.z", "ctaid.x", "ctaid.y", "ctaid.z", "ntid.x", "nctaid.x", "nctaid.y",
      "nctaid.z", "laneid", "cluster_ctarank", "cluster_nctarank", "shared64", "shared32"))}  # fmt: skip
 SPACES = {"param": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3}
-ORDERS = {"relaxed", "acquire", "release", "acq_rel"}
+ORDERS, NARROW = {"relaxed", "acquire", "release", "acq_rel"}, {"cta", "cluster"}
 #: What says how a value is cached or rounded by default, and changes nothing here.
 IGNORED = {"cs", "cg", "ca", "uni", "L2::cache_hint", "aligned"}
 BITS = re.compile(r"[a-z]+(\d+)(x2)?$")
@@ -332,6 +332,12 @@ class _Reader:
         bytes_ = int(BITS.match(type_)[1]) // 8
         record["extra"][:2] = SPACES[space], bytes_
         order = "".join("." + part for part in parts if part in ORDERS)
+        if order and NARROW & {*parts}:  # says nothing to other blocks
+            order = ".relaxed"
+        if kind in ("ld", "st", "atom"):
+            others = {*parts[1:-1]} - {*SPACES, *ORDERS, *NARROW, "gpu", "sys", "v2", "v4"}
+            if others - ({"add", "max", "cas"} if kind == "atom" else set()):
+                raise NotPtx(f"{self.name}: {'.'.join(parts)}")
         if kind in ("ldmatrix", "stmatrix"):
             data, address = operands if kind == "ldmatrix" else reversed(operands)
             self._address(record, address)

@@ -214,6 +214,7 @@ class Machine {
   Knowledge release(Warp& warp, uint32_t lanes);
   void acquire(Warp& warp, int lane, const Knowledge& knowledge, bool only_block = false);
   void sync_lanes(Warp& warp);
+  bool heard_of(const Warp& warp, int lane, const Block& block);
   // Notes an access to one word, and returns which of its bytes are out of order, or 16 for those of
   // a load that nobody has written.
   uint32_t access(Warp& warp, int lane, Block* owner, uint64_t address, uint32_t bytes, bool store,

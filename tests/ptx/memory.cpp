@@ -26,6 +26,9 @@ unsigned char* Machine::resolve(Warp& warp, int lane, int space, uint64_t addres
       fault(warp, "access outside of shared memory", lane, address);
     }
     if (block->live == 0) fault(warp, "access to a block that has exited", lane, address);
+    if (block != warp.block && !heard_of(warp, lane, *block)) {
+      fault(warp, "access to a block that may not run yet", lane, address);
+    }
     *owner = block;
     return block->shared.data() + offset;
   }

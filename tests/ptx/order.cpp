@@ -103,6 +103,14 @@ void Machine::sync_lanes(Warp& warp) {
   warp.synced = ++warp.clock;
 }
 
+// Whether a thread of that block has told this one of itself.
+bool Machine::heard_of(const Warp& warp, int lane, const Block& block) {
+  return std::any_of(block.warps.begin(), block.warps.end(), [&](const auto& other) {
+    const uint32_t key = key_of(other->number, kWhole);
+    return known(warp.knowledge, key) > 0 || known(warp.of_lane[lane], key) > 0;
+  });
+}
+
 uint32_t Machine::access(Warp& warp, int lane, Block* owner, uint64_t address, uint32_t bytes,
                      bool store, bool atomic, Report report, const void* value) {
   const uint64_t place = owner ? address % kWindow : address;
