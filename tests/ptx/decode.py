@@ -29,6 +29,7 @@ SPECIAL = {f"%{name}": place for place, name in enumerate(
     ("tid.x", "tid.y", "tid.z", "ctaid.x", "ctaid.y", "ctaid.z", "ntid.x", "nctaid.x", "nctaid.y",
      "nctaid.z", "laneid", "cluster_ctarank", "cluster_nctarank", "shared64", "shared32"))}  # fmt: skip
 SPACES = {"param": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3}
+ORDERS, NARROW = {"relaxed", "acquire", "release", "acq_rel"}, {"cta", "cluster"}
 #: What says how a value is cached or rounded by default, and changes nothing here.
 IGNORED = {"cs", "cg", "ca", "uni", "L2::cache_hint", "aligned"}
 BITS = re.compile(r"[a-z]+(\d+)(x2)?$")
@@ -321,6 +322,13 @@ class _Reader:
         record["extra"][3] = self.widths.get(base, 64)
         record["offset"] = offset
 
+    def _plain(self, operand):
+        """Return the register of an address that has no place for an offset in a record."""
+        base, offset = operand
+        if offset:
+            raise NotPtx(f"{self.name}: [{base}+{offset}]")
+        return base
+
     def _memory(self, record, line):
         """extra: space, bytes of an element, width of its registers (negative: signed), of the base."""
         parts, operands = line.parts, line.operands
@@ -333,7 +341,13 @@ class _Reader:
         type_ = parts[-1]
         bytes_ = int(BITS.match(type_)[1]) // 8
         record["extra"][:2] = SPACES[space], bytes_
-        order = "".join("." + part for part in parts if part in ("acquire", "release", "acq_rel"))
+        order = "".join("." + part for part in parts if part in ORDERS)
+        if order and NARROW & {*parts}:  # says nothing to other blocks
+            order = ".relaxed"
+        if kind in ("ld", "st", "atom"):
+            others = {*parts[1:-1]} - {*SPACES, *ORDERS, *NARROW, "gpu", "sys", "v2", "v4"}
+            if others - ({"add", "max", "cas"} if kind == "atom" else set()):
+                raise NotPtx(f"{self.name}: {'.'.join(parts)}")
         if kind in ("ldmatrix", "stmatrix"):
             data, address = operands if kind == "ldmatrix" else reversed(operands)
             self._address(record, address)
@@ -349,7 +363,7 @@ class _Reader:
             for i, one in enumerate(operands[2:]):
                 record["s"][1 + i] = self._operand(one, 8 * bytes_)
             what = next(part for part in parts if part in ("add", "max", "cas"))
-            return f"atom{order}.{what}.{type_}"
+            return f"atom{order.replace('.relaxed', '')}.{what}.{type_}"
         data, address = operands if kind == "ld" else reversed(operands)
         data = data if isinstance(data, list) else [data]
         self._address(record, address)
@@ -367,12 +381,12 @@ class _Reader:
         if parts[:2] == ["st", "async"]:
             data = operands[1] if isinstance(operands[1], list) else [operands[1]]
             self._address(record, operands[0])
-            record["s"][1] = self._operand(operands[2][0], 32)
+            record["s"][1] = self._operand(self._plain(operands[2]), 32)
             record["s"][2 : 2 + len(data)] = [self._operand(one, 32) for one in data]
             return f"st.async.v{len(data)}.{parts[-1]}"
         if parts[0] == "cp":
             for i, (one, width) in enumerate(zip(operands[:4], (32, 64, 32, 32), strict=True)):
-                name = one[0] if isinstance(one, tuple) else one
+                name = self._plain(one) if isinstance(one, tuple) else one
                 record["s"][i] = self._operand(name, width)
             return ".".join(part for part in parts if "::" not in part)
         at = next(i for i, one in enumerate(operands) if isinstance(one, tuple))

@@ -123,7 +123,7 @@ struct Warp {
   Knowledge knowledge, of_lane[kLanes];
   uint64_t fenced[kLanes] = {};  // clock of the last fence between the proxies
   uint32_t cluster_arrived = 0;
-  uint64_t cluster_phase = 0;
+  uint64_t cluster_phase[kLanes] = {};
   bool at_barrier = false, at_cluster = false;
   int32_t pc = 0;  // of what it executes
 
@@ -217,6 +217,7 @@ class Machine {
   Knowledge release(Warp& warp, uint32_t lanes);
   void acquire(Warp& warp, int lane, const Knowledge& knowledge, bool only_block = false);
   void sync_lanes(Warp& warp);
+  bool heard_of(const Warp& warp, int lane, const Block& block);
   // Notes an access to one word, and returns which of its bytes are out of order, or 16 for those of
   // a load that nobody has written.
   uint32_t access(Warp& warp, int lane, Block* owner, uint64_t address, uint32_t bytes, bool store,

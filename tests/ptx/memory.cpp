@@ -26,6 +26,9 @@ unsigned char* Machine::resolve(Warp& warp, int lane, int space, uint64_t addres
       fault(warp, "access outside of shared memory", lane, address);
     }
     if (block->live == 0) fault(warp, "access to a block that has exited", lane, address);
+    if (block != warp.block && !heard_of(warp, lane, *block)) {
+      fault(warp, "access to a block that may not run yet", lane, address);
+    }
     *owner = block;
     return block->shared.data() + offset;
   }
@@ -101,8 +104,12 @@ void spoil(Machine& m, unsigned char* word, uint32_t which) {
   }
 }
 
-template <int kVector>
-Outcome load(Machine& m, Warp& w, const Instruction& i, uint32_t lanes, bool acquiring) {
+// kRelaxed: whole and without a race, but it says nothing of other memory.
+enum class Order { kWeak, kRelaxed, kOrdered };
+
+template <int kVector, Order kOrder = Order::kWeak>
+Outcome load(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
+  constexpr bool atomic = kOrder != Order::kWeak;
   const int space = i.extra[0];
   const uint32_t bytes = static_cast<uint32_t>(i.extra[1]), whole = bytes * kVector;
   uint64_t addresses[kLanes];
@@ -131,11 +138,11 @@ Outcome load(Machine& m, Warp& w, const Instruction& i, uint32_t lanes, bool acq
       } else {
         for (uint32_t n = 0; n < whole; n += 4) {
           const uint32_t size = std::min(whole, 4u);
-          const uint32_t bad = m.access(w, l, owner, address + n, size, false, acquiring, Report::kAll);
+          const uint32_t bad = m.access(w, l, owner, address + n, size, false, atomic, Report::kAll);
           spoil(m, data + n, size == 4 ? bad : 0);
         }
       }
-      if (acquiring) {
+      if (kOrder == Order::kOrdered) {
         const auto found = m.released.find(address);
         if (found != m.released.end()) m.acquire(w, l, found->second);
       }
@@ -156,11 +163,12 @@ Outcome load(Machine& m, Warp& w, const Instruction& i, uint32_t lanes, bool acq
     }
   }
   if (space != kParam) count(m, i, addresses, lanes, whole, false);
-  return acquiring ? Outcome::kYield : Outcome::kNext;
+  return atomic ? Outcome::kYield : Outcome::kNext;
 }
 
-template <int kVector>
-Outcome store(Machine& m, Warp& w, const Instruction& i, uint32_t lanes, bool releasing) {
+template <int kVector, Order kOrder = Order::kWeak>
+Outcome store(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
+  constexpr bool atomic = kOrder != Order::kWeak;
   const uint32_t bytes = static_cast<uint32_t>(i.extra[1]), whole = bytes * kVector;
   uint64_t addresses[kLanes];
   for (int l = 0; l < kLanes; ++l) {
@@ -177,9 +185,10 @@ Outcome store(Machine& m, Warp& w, const Instruction& i, uint32_t lanes, bool re
       std::memcpy(data + n * bytes, &x, bytes);
     }
     for (uint32_t n = 0; n < whole; n += 4) {
-      m.access(w, l, owner, address + n, std::min(whole, 4u), true, releasing, Report::kAll, data + n);
+      m.access(w, l, owner, address + n, std::min(whole, 4u), true, atomic, Report::kAll, data + n);
     }
-    if (releasing) m.released[address] = m.release(w, 1u << l);
+    if (kOrder == Order::kOrdered) m.released[address] = m.release(w, 1u << l);
+    if (kOrder == Order::kRelaxed) m.released.erase(address);
     std::memcpy(to, data, whole);
   }
   m.progress = m.time;
@@ -247,18 +256,11 @@ Outcome move_matrices(Machine& m, Warp& w, const Instruction& i, uint32_t lanes)
 }  // namespace
 
 const std::vector<Operation>& memory_operations() {
-#define LOAD(n)                                                                                  \
-  Operation { "ld.v" #n, [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {         \
-    return load<n>(m, w, i, lanes, false); } }
-#define STORE(n)                                                                                 \
-  Operation { "st.v" #n, [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {         \
-    return store<n>(m, w, i, lanes, false); } }
   static const std::vector<Operation> all = {
-      LOAD(1), LOAD(2), LOAD(4), STORE(1), STORE(2), STORE(4),
-      {"ld.acquire.v1", [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
-         return load<1>(m, w, i, lanes, true); }},
-      {"st.release.v1", [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
-         return store<1>(m, w, i, lanes, true); }},
+      {"ld.v1", load<1>}, {"ld.v2", load<2>}, {"ld.v4", load<4>},
+      {"st.v1", store<1>}, {"st.v2", store<2>}, {"st.v4", store<4>},
+      {"ld.relaxed.v1", load<1, Order::kRelaxed>}, {"ld.acquire.v1", load<1, Order::kOrdered>},
+      {"st.relaxed.v1", store<1, Order::kRelaxed>}, {"st.release.v1", store<1, Order::kOrdered>},
       {"atom.add.u32", atomic<uint32_t, Atomic::kAdd, false>},
       {"atom.add.u64", atomic<uint64_t, Atomic::kAdd, false>},
       {"atom.max.u32", atomic<uint32_t, Atomic::kMax, false>},

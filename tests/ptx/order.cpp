@@ -103,6 +103,14 @@ void Machine::sync_lanes(Warp& warp) {
   warp.synced = ++warp.clock;
 }
 
+// Whether a thread of that block has told this one of itself.
+bool Machine::heard_of(const Warp& warp, int lane, const Block& block) {
+  return std::any_of(block.warps.begin(), block.warps.end(), [&](const auto& other) {
+    const uint32_t key = key_of(other->number, kWhole);
+    return known(warp.knowledge, key) > 0 || known(warp.of_lane[lane], key) > 0;
+  });
+}
+
 uint32_t Machine::access(Warp& warp, int lane, Block* owner, uint64_t address, uint32_t bytes,
                      bool store, bool atomic, Report report, const void* value) {
   const uint64_t place = owner ? address % kWindow : address;
@@ -222,10 +230,11 @@ void Machine::land(Transfer& t) {
   to.in_flight -= t.bytes;
   const auto barrier = to.barriers.find(t.barrier % kWindow);
   if (barrier == to.barriers.end()) fault(warp, "an asynchronous copy signals no mbarrier", -1, t.barrier);
-  MemoryBarrier& signalled = barrier->second;
-  signalled.arriving = joined(signalled.arriving, std::make_shared<const Known>(Known{{key_of(t.number, kWhole), 2}}));
-  // the signal of st.async is a release of the cluster's scope, also of what came before it
-  if (!t.bulk) signalled.arriving = joined(signalled.arriving, t.before);
+  check(to.cells.at(t.barrier % kWindow >> 2).write, "signals an mbarrier initialised by ", t.barrier);
+  Known own = {{key_of(t.number, kWhole), 2}};
+  // the copy runs as if in a thread that began behind what its sender had done, and releases all that
+  const Knowledge all = joined(t.before, std::make_shared<const Known>(std::move(own)));
+  barrier->second.arriving = joined(barrier->second.arriving, all);
   barrier->second.bytes -= t.bytes;
   complete(to, barrier->second);
   progress = time;

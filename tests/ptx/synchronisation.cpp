@@ -87,7 +87,7 @@ Outcome shuffle(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
                                          : (b & ~segment) | least;
     const bool valid = kWhat == Shuffle::kUp ? from >= most : from <= most;
     if (!valid) from = l;
-    if (!(members >> from & 1)) m.fault(w, "shfl.sync reads lane " + std::to_string(from) + ", which does not take part", l);
+    if (!(lanes >> from & 1)) m.fault(w, "shfl.sync reads lane " + std::to_string(from) + ", which does not take part", l);
     out[l] = x[from];
   }
   uint32_t* to = w.reg<uint32_t>(i.d[0]);
@@ -143,7 +143,9 @@ Outcome arrive_cluster(Machine& m, Warp& w, const Instruction&, uint32_t lanes) 
   if (w.cluster_arrived & lanes) m.fault(w, "arrives twice at a cluster's barrier");
   cluster.arriving = joined(cluster.arriving, m.release(w, lanes));
   w.cluster_arrived |= lanes;
-  w.cluster_phase = cluster.phase;
+  for (int l = 0; l < kLanes; ++l) {
+    if (lanes >> l & 1) w.cluster_phase[l] = cluster.phase;
+  }
   cluster.arrived += static_cast<uint32_t>(__builtin_popcount(lanes));
   m.try_cluster_barrier(cluster);
   return Outcome::kNext;
@@ -151,8 +153,8 @@ Outcome arrive_cluster(Machine& m, Warp& w, const Instruction&, uint32_t lanes) 
 Outcome wait_cluster(Machine& m, Warp& w, const Instruction&, uint32_t lanes) {
   const Cluster& cluster = *w.block->cluster;
   if ((w.cluster_arrived & lanes) != lanes) m.fault(w, "waits at a cluster's barrier before it has arrived");
-  if (w.cluster_phase == cluster.phase) {
-    w.at_cluster = (w.live & ~w.cluster_arrived) == 0;  // else other lanes have yet to arrive
+  if (w.cluster_phase[__builtin_ctz(lanes)] == cluster.phase) {
+    w.at_cluster = lanes == w.live;  // else its other lanes go on
     return Outcome::kBlockedHere;
   }
   for (int l = 0; l < kLanes; ++l) {
