@@ -19,8 +19,8 @@ import torch
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ptx.cuda_operators import ROOT
 from tests.ptx import machine
+from tests.ptx.cuda_operators import ROOT
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared", "-fPIC"]
 OF_TORCH = [
@@ -40,7 +40,9 @@ def run(cases, first=0, **environment):
     """
 
     def asked(option):
-        done = subprocess.run([machine.COMPILER, option], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [machine.COMPILER, option], capture_output=True, text=True, check=False
+        )
         return done.stdout.strip()
 
     # C++ throws through the runtime of AddressSanitizer, which looks for the real one at its start

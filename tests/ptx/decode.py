@@ -4,10 +4,19 @@ What the operations of the machine do not cover is refused by name.
 """
 
 import dataclasses
-import functools
 import re
 
 import numpy as np
+
+from tests.ptx.syntax import (
+    BITS,
+    entries,
+    names_of,
+    operands_of,
+    parameters_of,
+    renamed,
+    statements,
+)
 
 #: An instruction as machine.h has it.
 RECORD = np.dtype(
@@ -32,8 +41,6 @@ SPACES = {"param": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::clust
 ORDERS, NARROW = {"relaxed", "acquire", "release", "acq_rel"}, {"cta", "cluster"}
 #: What says how a value is cached or rounded by default, and changes nothing here.
 IGNORED = {"cs", "cg", "ca", "uni", "L2::cache_hint", "aligned"}
-BITS = re.compile(r"[a-z]+(\d+)(x2)?$")
-TOKEN = re.compile(r"[%$\w.:]+|-?\d[\w]*|[{}\[\],|@!+-]")
 
 
 class RefusedError(ValueError):
@@ -57,34 +64,11 @@ class Kernel:
         return offset + size
 
 
-@functools.cache
-def entries(ptx):
-    """Return the text of each kernel by name, and the source files by number."""
-    files = {int(n): path for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M)}
-    found = re.finditer(r"\.entry\s+(\S+)\((.*?)\)(.*?)\n\{\n(.*?)\n\}", ptx, re.S)
-    return {one[1]: (one[2], one[4]) for one in found}, files
-
-
 def decode(ptx, name, operations):
     """Decode one kernel; `operations` are the names that the machine knows, in its order."""
     kernels, files = entries(ptx)
     parameters, body = kernels[name]
-    return _Reader(name, _parameters(parameters), files, operations).read(body)
-
-
-def _parameters(text):
-    """Return offset, bytes and type of each parameter."""
-    found, at = [], 0
-    for line in filter(None, (part.strip() for part in text.split(",\n"))):
-        kind = re.search(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)", line)
-        count = re.search(r"\[(\d+)\]$", line)
-        bytes_ = int(BITS.match(kind[2])[1]) // 8
-        align = int(kind[1] or bytes_)
-        at = -(-at // align) * align
-        size = int(count[1]) * bytes_ if count else bytes_
-        found.append((at, size, kind[2]))
-        at += size
-    return found
+    return _Reader(name, parameters_of(parameters), files, operations).read(body)
 
 
 @dataclasses.dataclass
@@ -129,7 +113,7 @@ class _Reader:
 
     def _split(self, body):
         scopes, place, serial = [{}], (0, 0), 0
-        for text in _statements(body):
+        for text in statements(body):
             if text.startswith(".loc"):
                 numbers = text.split()
                 place = (int(numbers[1]), int(numbers[2]))
@@ -170,7 +154,7 @@ class _Reader:
         opcode, _, rest = text.partition(" ")
         opcode, _, rest = (opcode + " " + rest).replace("\t", " ").partition(" ")
         local = {name: full for scope in scopes for name, full in scope.items()}
-        operands = [_renamed(one, local) for one in _operands(rest)]
+        operands = [renamed(one, local) for one in operands_of(rest)]
         if (
             opcode.startswith("bra")
             and len(scopes) > 1
@@ -187,7 +171,7 @@ class _Reader:
         block, blocks, last = 0, {}, {}
         for i, line in enumerate(self.lines):
             block += i in starts
-            for name in _names(line):
+            for name in names_of(line):
                 if name in self.widths:
                     blocks.setdefault(name, set()).add(block)
                     last[name] = i
@@ -195,7 +179,7 @@ class _Reader:
         self._end = len(SPECIAL) * 2 * LANES * 4
         free, ending = {}, {}
         for i, line in enumerate(self.lines):
-            for name in _names(line):
+            for name in names_of(line):
                 if name not in self.widths or name in self.bytes:
                     continue
                 width = self.widths[name]
@@ -326,7 +310,7 @@ class _Reader:
         """Return the register of an address that has no place for an offset in a record."""
         base, offset = operand
         if offset:
-            raise NotPtx(f"{self.name}: [{base}+{offset}]")
+            raise RefusedError(f"{self.name}: [{base}+{offset}]")
         return base
 
     def _memory(self, record, line):
@@ -347,7 +331,7 @@ class _Reader:
         if kind in ("ld", "st", "atom"):
             others = {*parts[1:-1]} - {*SPACES, *ORDERS, *NARROW, "gpu", "sys", "v2", "v4"}
             if others - ({"add", "max", "cas"} if kind == "atom" else set()):
-                raise NotPtx(f"{self.name}: {'.'.join(parts)}")
+                raise RefusedError(f"{self.name}: {'.'.join(parts)}")
         if kind in ("ldmatrix", "stmatrix"):
             data, address = operands if kind == "ldmatrix" else reversed(operands)
             self._address(record, address)
@@ -396,57 +380,3 @@ class _Reader:
         for i, one in enumerate(operands[at + 1 :]):
             record["s"][1 + i] = self._operand(one, 32)
         return ".".join(part for part in parts if "::" not in part)
-
-
-def _statements(body):
-    """Yield instructions, labels, braces and directives, without comments."""
-    for raw in body.splitlines():
-        line = raw.split("//", 1)[0].strip()
-        while line:
-            label = re.match(r"([$\w]+:)(?=\s|$)", line)
-            if label:
-                yield label[1]
-                line = line[label.end() :].strip()
-            elif line[0] in "{}":
-                yield line[0]
-                line = line[1:].strip()
-            else:
-                one, _, line = line.partition(";")
-                yield one.strip()
-                line = line.strip()
-
-
-def _operands(text):
-    """Split the operands: names, lists of names, and addresses as (base, offset)."""
-    found = []
-    for one in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,\[{]*", text):
-        one = one.strip()
-        if one.startswith("{"):
-            found.append([name.strip() for name in one[1:-1].split(",")])
-        elif one.startswith("["):
-            base, _, offset = one[1:-1].replace(" ", "").partition("+")
-            found.append((base, int(offset or "0", 0)))
-        elif one:
-            found.append(one.replace(" ", ""))
-    return found
-
-
-def _renamed(operand, local):
-    if isinstance(operand, list):
-        return [local.get(one, one) for one in operand]
-    if isinstance(operand, tuple):
-        return (local.get(operand[0], operand[0]), operand[1])
-    return local.get(operand, operand)
-
-
-def _names(line):
-    """Yield the registers of a line, once each."""
-    seen = [line.guard] if line.guard else []
-    for operand in line.operands:
-        if isinstance(operand, list):
-            seen += operand
-        elif isinstance(operand, tuple):
-            seen.append(operand[0])
-        else:
-            seen += operand.split("|")
-    return dict.fromkeys(seen)

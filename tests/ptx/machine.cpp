@@ -1,4 +1,5 @@
-// Runs a launch: clusters side by side, their warps by turns, asynchronous copies when they are due.
+// Runs a launch: clusters side by side, their warps by turns, asynchronous copies when they are
+// due.
 #include "machine.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ enum : int { kBranch, kReturn };  // where synchronisation() begins
 const std::vector<Operation>& all_operations() {
   static const std::vector<Operation> all = [] {
     std::vector<Operation> found = synchronisation();
-    for (const auto* some : {&memory_operations(), &arithmetic()}) {
+    for (const auto* some : {&memory_operations(), &arithmetic(), &conversions()}) {
       found.insert(found.end(), some->begin(), some->end());
     }
     return found;
@@ -36,7 +37,8 @@ Machine::Machine(const Launch& given)
   if (given.seed % 2) {                          // blocks may start in any order
     for (size_t n = 0; n + 1 < clusters; ++n) {
       const size_t last = clusters - 1 - n;
-      std::swap(order_[last], order_[last - random() % std::min<size_t>(last + 1, kWindowOfStarts)]);
+      std::swap(order_[last],
+                order_[last - random() % std::min<size_t>(last + 1, kWindowOfStarts)]);
     }
   }
 }
@@ -52,12 +54,13 @@ double Machine::error(uint64_t operation, uint64_t bits) const {
 
 void Machine::fault(const Warp& warp, const std::string& what, int lane, uint64_t address) {
   const Instruction& i = launch.kernel->code[warp.pc];
-  std::string text = std::to_string(i.file) + ":" + std::to_string(i.line) + "|" + what + "|block " +
-                     std::to_string(warp.block->index[0]);
+  std::string text = std::to_string(i.file) + ":" + std::to_string(i.line) + "|" + what +
+                     "|block " + std::to_string(warp.block->index[0]);
   if (lane >= 0) text += " thread " + std::to_string(warp.index * kLanes + lane);
   if (address) {
     char digits[32];
-    std::snprintf(digits, sizeof(digits), " address 0x%llx", static_cast<unsigned long long>(address));
+    std::snprintf(digits, sizeof(digits), " address 0x%llx",
+                  static_cast<unsigned long long>(address));
     text += digits;
   }
   throw Fault(text);
@@ -78,7 +81,8 @@ void Machine::start_cluster() {
     const uint32_t linear = first + rank, x = launch.grid[0], y = launch.grid[1];
     block->cluster = cluster.get();
     block->rank = rank;
-    block->index[0] = linear % x, block->index[1] = linear / x % y, block->index[2] = linear / x / y;
+    block->index[0] = linear % x, block->index[1] = linear / x % y,
+    block->index[2] = linear / x / y;
     block->shared.resize((launch.shared_bytes + 15) / 16 * 16);
     for (size_t n = 0; n < block->shared.size(); n += 8) {
       std::memcpy(block->shared.data() + n, kUnwritten, 8);
@@ -95,15 +99,28 @@ void Machine::start_cluster() {
       warp->fragments = {{0, warp->live}};
       warp->registers.assign(static_cast<size_t>(kernel.register_bytes) + kRow, 0xa5);
       warp->constants = kernel.constants;
-      const uint32_t rows[] = {0, 0, 0, block->index[0], block->index[1], block->index[2],
-                               launch.threads, x, y, launch.grid[2], 0, rank, launch.cluster};
+      const uint32_t rows[] = {0,
+                               0,
+                               0,
+                               block->index[0],
+                               block->index[1],
+                               block->index[2],
+                               launch.threads,
+                               x,
+                               y,
+                               launch.grid[2],
+                               0,
+                               rank,
+                               launch.cluster};
       for (int row = 0; row < kShared64; ++row) {
         std::fill_n(warp->reg<uint32_t>(row * kRow), kLanes, rows[row]);
       }
       std::iota(warp->reg<uint32_t>(kTid * kRow), warp->reg<uint32_t>(kTid * kRow) + kLanes, begin);
-      std::iota(warp->reg<uint32_t>(kLaneid * kRow), warp->reg<uint32_t>(kLaneid * kRow) + kLanes, 0);
+      std::iota(warp->reg<uint32_t>(kLaneid * kRow), warp->reg<uint32_t>(kLaneid * kRow) + kLanes,
+                0);
       std::fill_n(warp->reg<uint64_t>(kShared64 * kRow), kLanes, (rank + 1) * kWindow);
-      std::fill_n(warp->reg<uint32_t>(kShared32 * kRow), kLanes, static_cast<uint32_t>((rank + 1) * kWindow));
+      std::fill_n(warp->reg<uint32_t>(kShared32 * kRow), kLanes,
+                  static_cast<uint32_t>((rank + 1) * kWindow));
       block->live += static_cast<int>(count);
       block->warps.push_back(std::move(warp));
     }
@@ -114,7 +131,9 @@ void Machine::start_cluster() {
 }
 
 Warp* Machine::runnable() {
-  const auto can_run = [](const Warp& warp) { return warp.live && !warp.at_barrier && !warp.at_cluster; };
+  const auto can_run = [](const Warp& warp) {
+    return warp.live && !warp.at_barrier && !warp.at_cluster;
+  };
   const Cluster& some = *resident_[random() % resident_.size()];
   const Block& block = *some.blocks[random() % some.blocks.size()];
   Warp* found = block.warps[random() % block.warps.size()].get();
@@ -214,7 +233,8 @@ void Machine::step(Warp& w) {
 
 void Machine::run() {
   while (!order_.empty() || !resident_.empty()) {
-    while (!order_.empty() && resident_.size() < static_cast<size_t>(launch.resident)) start_cluster();
+    while (!order_.empty() && resident_.size() < static_cast<size_t>(launch.resident))
+      start_cluster();
     for (size_t n = 0; n < transfers_.size();) {
       if (transfers_[n].due > time) {
         ++n;
@@ -235,9 +255,10 @@ void Machine::run() {
         std::erase_if(resident_, [&](const auto& one) { return one.get() == cluster; });
       }
     } else if (!transfers_.empty()) {
-      time = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
-               return a.due < b.due;
-             })->due;
+      time =
+          std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
+            return a.due < b.due;
+          })->due;
     } else {
       throw Fault("0:0|deadlock|" + state());
     }
@@ -253,8 +274,9 @@ std::string Machine::state() {
       for (const auto& warp : block->warps) {
         if (!warp->live || text.size() > 500) continue;
         const Instruction& i = launch.kernel->code[warp->pc];
-        text += "block " + std::to_string(block->index[0]) + " warp " + std::to_string(warp->index) +
-                " at " + operations_[static_cast<size_t>(i.operation)].name + " of line " +
+        text += "block " + std::to_string(block->index[0]) + " warp " +
+                std::to_string(warp->index) + " at " +
+                operations_[static_cast<size_t>(i.operation)].name + " of line " +
                 std::to_string(i.line) + "; ";
       }
     }
@@ -286,7 +308,8 @@ int ptx_run(const ptx::Launch* launch, ptx::Counts* counts, char* message, size_
   }
 }
 
-void ptx_watch(int place, uint64_t begin, uint64_t bytes, unsigned char* loads, unsigned char* stores) {
+void ptx_watch(int place, uint64_t begin, uint64_t bytes, unsigned char* loads,
+               unsigned char* stores) {
   ptx::watched[place] = {begin, bytes, loads, stores};
 }
 

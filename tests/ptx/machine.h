@@ -21,7 +21,7 @@ namespace ptx {
 constexpr int kLanes = 32;
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int kNowhere = 0x7fffffff;
-constexpr int kRow = 256;  // bytes of a register of 64 bits, of all lanes
+constexpr int kRow = 256;              // bytes of a register of 64 bits, of all lanes
 constexpr uint64_t kWindow = 1 << 20;  // addresses of a block's shared memory: (rank + 1) windows
 
 // decode.py has the same.
@@ -32,7 +32,17 @@ struct Instruction {
   int32_t file, line;
 };
 enum Space { kParam, kGlobal, kShared, kSharedCluster };
-enum Special { kTid, kCtaid = 3, kNtid = 6, kNctaid, kLaneid = 10, kRank, kRanks, kShared64, kShared32 };
+enum Special {
+  kTid,
+  kCtaid = 3,
+  kNtid = 6,
+  kNctaid,
+  kLaneid = 10,
+  kRank,
+  kRanks,
+  kShared64,
+  kShared32
+};
 
 struct Kernel {
   const Instruction* code;
@@ -143,7 +153,7 @@ struct Block {
   std::map<uint64_t, MemoryBarrier> barriers;
   std::vector<std::unique_ptr<Warp>> warps;
   int waiting = 0, live = 0;
-  int64_t in_flight = 0;  // bytes on their way to its shared memory
+  int64_t in_flight = 0;          // bytes on their way to its shared memory
   std::vector<uint32_t> numbers;  // of its warps and transfers
 };
 
@@ -170,7 +180,8 @@ struct Transfer {
   int32_t pc;
 };
 
-// kBlocked: goes on behind this instruction; kBlockedHere: at it; kApart: once other lanes are here.
+// kBlocked: goes on behind this instruction; kBlockedHere: at it; kApart: once other lanes are
+// here.
 enum class Outcome { kNext, kYield, kBlocked, kBlockedHere, kApart };
 
 class Machine;
@@ -180,6 +191,7 @@ struct Operation {
   Handler run;
 };
 const std::vector<Operation>& arithmetic();
+const std::vector<Operation>& conversions();
 const std::vector<Operation>& memory_operations();
 const std::vector<Operation>& synchronisation();
 
@@ -218,10 +230,10 @@ class Machine {
   void acquire(Warp& warp, int lane, const Knowledge& knowledge, bool only_block = false);
   void sync_lanes(Warp& warp);
   bool heard_of(const Warp& warp, int lane, const Block& block);
-  // Notes an access to one word, and returns which of its bytes are out of order, or 16 for those of
-  // a load that nobody has written.
+  // Notes an access to one word, and returns which of its bytes are out of order, or 16 for those
+  // of a load that nobody has written.
   uint32_t access(Warp& warp, int lane, Block* owner, uint64_t address, uint32_t bytes, bool store,
-              bool atomic, Report report, const void* value = nullptr);
+                  bool atomic, Report report, const void* value = nullptr);
   void send(Warp& warp, int lane, Transfer transfer);
 
   // memory.cpp

@@ -85,11 +85,11 @@ class Machine:
     """The machine: its seed, and what was counted since `counts` was last reset."""
 
     def __init__(self):
-        header = FOLDER / "machine.h"
+        headers = sorted(FOLDER.glob("*.h"))
 
         def compile_one(source):
             command = [COMPILER, *FLAGS, *TORCH, "-c", str(source)]
-            return compiled(source.stem, command, [source, header])
+            return compiled(source.stem, command, [source, *headers])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, sorted(FOLDER.glob("*.cpp"))))

@@ -49,8 +49,8 @@ unsigned char* Machine::resolve(Warp& warp, int lane, int space, uint64_t addres
 namespace {
 
 uint64_t address_of(Warp& w, const Instruction& i, int lane) {
-  const uint64_t base = i.extra[3] == 64 ? w.reg<uint64_t>(i.s[0])[lane]
-                                         : w.reg<uint32_t>(i.s[0])[lane];
+  const uint64_t base =
+      i.extra[3] == 64 ? w.reg<uint64_t>(i.s[0])[lane] : w.reg<uint32_t>(i.s[0])[lane];
   return base + static_cast<uint64_t>(i.offset);
 }
 
@@ -127,7 +127,8 @@ Outcome load(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
         // some of a vector may lie beside a row, or in shared memory all of it: no value matters
         bool any = false;
         for (int n = 0; n < 4; ++n) {
-          const uint32_t bad = m.access(w, l, owner, address + 4 * n, 4, false, false, Report::kNothing);
+          const uint32_t bad =
+              m.access(w, l, owner, address + 4 * n, 4, false, false, Report::kNothing);
           any |= bad < 15;
           spoil(m, data + 4 * n, bad);
         }
@@ -138,7 +139,8 @@ Outcome load(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
       } else {
         for (uint32_t n = 0; n < whole; n += 4) {
           const uint32_t size = std::min(whole, 4u);
-          const uint32_t bad = m.access(w, l, owner, address + n, size, false, atomic, Report::kAll);
+          const uint32_t bad =
+              m.access(w, l, owner, address + n, size, false, atomic, Report::kAll);
           spoil(m, data + n, size == 4 ? bad : 0);
         }
       }
@@ -242,7 +244,8 @@ Outcome move_matrices(Machine& m, Warp& w, const Instruction& i, uint32_t lanes)
       const int lane = (4 * row + n) % kLanes;
       const uint32_t* value = found + 4 * row + n;
       if (kStore) std::memcpy(found + 4 * row + n, w.reg<uint32_t>(i.s[1 + row / 8]) + lane, 4);
-      m.access(w, lane, owner, address + 4 * n, 4, kStore, false, Report::kAll, kStore ? value : nullptr);
+      m.access(w, lane, owner, address + 4 * n, 4, kStore, false, Report::kAll,
+               kStore ? value : nullptr);
     }
     kStore ? std::memcpy(place, found + 4 * row, 16) : std::memcpy(found + 4 * row, place, 16);
   }
@@ -257,10 +260,16 @@ Outcome move_matrices(Machine& m, Warp& w, const Instruction& i, uint32_t lanes)
 
 const std::vector<Operation>& memory_operations() {
   static const std::vector<Operation> all = {
-      {"ld.v1", load<1>}, {"ld.v2", load<2>}, {"ld.v4", load<4>},
-      {"st.v1", store<1>}, {"st.v2", store<2>}, {"st.v4", store<4>},
-      {"ld.relaxed.v1", load<1, Order::kRelaxed>}, {"ld.acquire.v1", load<1, Order::kOrdered>},
-      {"st.relaxed.v1", store<1, Order::kRelaxed>}, {"st.release.v1", store<1, Order::kOrdered>},
+      {"ld.v1", load<1>},
+      {"ld.v2", load<2>},
+      {"ld.v4", load<4>},
+      {"st.v1", store<1>},
+      {"st.v2", store<2>},
+      {"st.v4", store<4>},
+      {"ld.relaxed.v1", load<1, Order::kRelaxed>},
+      {"ld.acquire.v1", load<1, Order::kOrdered>},
+      {"st.relaxed.v1", store<1, Order::kRelaxed>},
+      {"st.release.v1", store<1, Order::kOrdered>},
       {"atom.add.u32", atomic<uint32_t, Atomic::kAdd, false>},
       {"atom.add.u64", atomic<uint64_t, Atomic::kAdd, false>},
       {"atom.max.u32", atomic<uint32_t, Atomic::kMax, false>},

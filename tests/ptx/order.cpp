@@ -112,11 +112,11 @@ bool Machine::heard_of(const Warp& warp, int lane, const Block& block) {
 }
 
 uint32_t Machine::access(Warp& warp, int lane, Block* owner, uint64_t address, uint32_t bytes,
-                     bool store, bool atomic, Report report, const void* value) {
+                         bool store, bool atomic, Report report, const void* value) {
   const uint64_t place = owner ? address % kWindow : address;
   const uint64_t first = place & ~uint64_t{3};
-  const auto* memory = owner ? owner->shared.data() + first
-                             : reinterpret_cast<const unsigned char*>(first);
+  const auto* memory =
+      owner ? owner->shared.data() + first : reinterpret_cast<const unsigned char*>(first);
   Cell& cell = (owner ? owner->cells : global_).at(first >> 2);
   Stamp stamp;
   stamp.thread = warp.number * kLanes + lane;
@@ -134,7 +134,8 @@ uint32_t Machine::access(Warp& warp, int lane, Block* owner, uint64_t address, u
   if (which) {
     // several threads may store one value, as Triton's do with what all of them have
     const bool same = value && std::memcmp(value, memory + (place - first), bytes) == 0;
-    if (!same) wrong = store ? "race: stores over what was stored by " : "race: loads what was stored by ";
+    if (!same)
+      wrong = store ? "race: stores over what was stored by " : "race: loads what was stored by ";
     // a word at the end of a row has some of the next one too, which then must not matter
     if (!store && which != stamp.bytes && !owner) return which;
   }
@@ -146,7 +147,8 @@ uint32_t Machine::access(Warp& warp, int lane, Block* owner, uint64_t address, u
     if (beside || (mine && read.clock < warp.exchanged)) continue;
     other = &read, which = conflict(read), wrong = "race: stores over what was loaded by ";
   }
-  if (wrong && report != Report::kNothing) fault(warp, wrong + name_of(*this, *other), lane, address);
+  if (wrong && report != Report::kNothing)
+    fault(warp, wrong + name_of(*this, *other), lane, address);
   if (!wrong && (!store || atomic)) {
     uint32_t word;
     std::memcpy(&word, memory, 4);
@@ -193,21 +195,25 @@ void Machine::land(Transfer& t) {
   stamp.clock = 1;
   const auto check = [&](const Stamp& other, const char* what, uint64_t address) {
     if (other.thread != 0 && !covers(t.before, other) && other.thread / kLanes != t.number) {
-      fault(warp, std::string("race: an asynchronous copy ") + what + name_of(*this, other), -1, address);
+      fault(warp, std::string("race: an asynchronous copy ") + what + name_of(*this, other), -1,
+            address);
     }
   };
   for (uint32_t n = 0; n < t.bytes; n += 4) {
     const uint64_t at = t.address % kWindow + n;
     Cell& cell = to.cells.at(at >> 2);
     check(cell.write, "overwrites what was stored by ", t.address + n);
-    for (const Stamp& read : cell.read) check(read, "overwrites what was loaded by ", t.address + n);
+    for (const Stamp& read : cell.read)
+      check(read, "overwrites what was loaded by ", t.address + n);
     if (t.bulk && cell.write.thread != 0 && !cell.write.async) {
       const Block* block = block_of[cell.write.thread / kLanes];
       for (const auto& writer : block ? block->warps : to.warps) {
         if (writer->number == cell.write.thread / kLanes &&
             writer->fenced[cell.write.thread % kLanes] <= cell.write.clock) {
-          fault(warp, "a bulk copy overwrites what " + name_of(*this, cell.write) +
-                          " stored, without fence.proxy.async in between", -1, t.address + n);
+          fault(warp,
+                "a bulk copy overwrites what " + name_of(*this, cell.write) +
+                    " stored, without fence.proxy.async in between",
+                -1, t.address + n);
         }
       }
     }
@@ -229,10 +235,13 @@ void Machine::land(Transfer& t) {
   }
   to.in_flight -= t.bytes;
   const auto barrier = to.barriers.find(t.barrier % kWindow);
-  if (barrier == to.barriers.end()) fault(warp, "an asynchronous copy signals no mbarrier", -1, t.barrier);
-  check(to.cells.at(t.barrier % kWindow >> 2).write, "signals an mbarrier initialised by ", t.barrier);
+  if (barrier == to.barriers.end())
+    fault(warp, "an asynchronous copy signals no mbarrier", -1, t.barrier);
+  check(to.cells.at(t.barrier % kWindow >> 2).write, "signals an mbarrier initialised by ",
+        t.barrier);
   Known own = {{key_of(t.number, kWhole), 2}};
-  // the copy runs as if in a thread that began behind what its sender had done, and releases all that
+  // the copy runs as if in a thread that began behind what its sender had done, and releases all
+  // that
   const Knowledge all = joined(t.before, std::make_shared<const Known>(std::move(own)));
   barrier->second.arriving = joined(barrier->second.arriving, all);
   barrier->second.bytes -= t.bytes;

@@ -1,4 +1,5 @@
-// Branches, exchanges within a warp, barriers of warps, blocks and clusters, and asynchronous copies.
+// Branches, exchanges within a warp, barriers of warps, blocks and clusters, and asynchronous
+// copies.
 #include <algorithm>
 
 #include "machine.h"
@@ -49,7 +50,8 @@ void Machine::leave(Warp& warp, uint32_t lanes) {
   Block& block = *warp.block;
   Cluster& cluster = *block.cluster;
   const int count = __builtin_popcount(lanes);
-  if (warp.cluster_arrived & lanes) fault(warp, "exits between arriving at a cluster's barrier and waiting");
+  if (warp.cluster_arrived & lanes)
+    fault(warp, "exits between arriving at a cluster's barrier and waiting");
   warp.live &= ~lanes;
   block.live -= count;
   cluster.live -= static_cast<uint32_t>(count);
@@ -79,15 +81,18 @@ Outcome shuffle(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
   uint32_t out[kLanes];
   for (int l = 0; l < kLanes; ++l) {
     if (!(lanes >> l & 1)) continue;
-    const int segment = static_cast<int>(clamps[l] >> 8 & 31), clamp = static_cast<int>(clamps[l] & 31);
-    const int most = (l & segment) | (clamp & ~segment), least = l & segment, b = static_cast<int>(by[l] & 31);
+    const int segment = static_cast<int>(clamps[l] >> 8 & 31),
+              clamp = static_cast<int>(clamps[l] & 31);
+    const int most = (l & segment) | (clamp & ~segment), least = l & segment,
+              b = static_cast<int>(by[l] & 31);
     int from = kWhat == Shuffle::kXor    ? l ^ b
                : kWhat == Shuffle::kUp   ? l - b
                : kWhat == Shuffle::kDown ? l + b
                                          : (b & ~segment) | least;
     const bool valid = kWhat == Shuffle::kUp ? from >= most : from <= most;
     if (!valid) from = l;
-    if (!(lanes >> from & 1)) m.fault(w, "shfl.sync reads lane " + std::to_string(from) + ", which does not take part", l);
+    if (!(lanes >> from & 1))
+      m.fault(w, "shfl.sync reads lane " + std::to_string(from) + ", which does not take part", l);
     out[l] = x[from];
   }
   uint32_t* to = w.reg<uint32_t>(i.d[0]);
@@ -152,7 +157,8 @@ Outcome arrive_cluster(Machine& m, Warp& w, const Instruction&, uint32_t lanes) 
 }
 Outcome wait_cluster(Machine& m, Warp& w, const Instruction&, uint32_t lanes) {
   const Cluster& cluster = *w.block->cluster;
-  if ((w.cluster_arrived & lanes) != lanes) m.fault(w, "waits at a cluster's barrier before it has arrived");
+  if ((w.cluster_arrived & lanes) != lanes)
+    m.fault(w, "waits at a cluster's barrier before it has arrived");
   if (w.cluster_phase[__builtin_ctz(lanes)] == cluster.phase) {
     w.at_cluster = lanes == w.live;  // else its other lanes go on
     return Outcome::kBlockedHere;
@@ -174,7 +180,8 @@ MemoryBarrier& barrier_at(Machine& m, Warp& w, int lane, uint64_t address) {
   Block* owner;
   m.resolve(w, lane, kShared, address, 8, false, &owner);
   const auto found = owner->barriers.find(address % kWindow);
-  if (found == owner->barriers.end()) m.fault(w, "an mbarrier that was not initialised", lane, address);
+  if (found == owner->barriers.end())
+    m.fault(w, "an mbarrier that was not initialised", lane, address);
   return found->second;
 }
 
@@ -194,7 +201,8 @@ Outcome init_barrier(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) 
 
 // A use of the barrier itself: its initialisation must come before.
 void touch(Machine& m, Warp& w, int lane, uint64_t address) {
-  for (int n = 0; n < 8; n += 4) m.access(w, lane, w.block, address + n, 4, false, true, Report::kAll);
+  for (int n = 0; n < 8; n += 4)
+    m.access(w, lane, w.block, address + n, 4, false, true, Report::kAll);
 }
 
 Outcome arrive_expecting(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
@@ -223,7 +231,10 @@ Outcome try_wait(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
     const uint32_t parity = w.reg<uint32_t>(i.s[1])[l] & 1;
     if ((barrier.phase & 1) == parity) continue;
     uint32_t& seen = barrier.seen[w.number * kLanes + l];
-    if (barrier.phase == seen) m.fault(w, "waits for a phase of an mbarrier that it has waited for before: the parity is wrong", l, address);
+    if (barrier.phase == seen)
+      m.fault(w,
+              "waits for a phase of an mbarrier that it has waited for before: the parity is wrong",
+              l, address);
     seen = barrier.phase;
     m.acquire(w, l, barrier.done, !kCluster);
     done |= 1u << l;
@@ -244,7 +255,8 @@ Outcome store_async(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
     t.barrier = w.reg<uint32_t>(i.s[1])[l];
     t.bytes = 4 * kVector;
     m.resolve(w, l, kSharedCluster, t.address, t.bytes, true, &t.to);
-    if (m.block_at(w, t.barrier) != t.to) m.fault(w, "st.async to one block that signals another", l, t.barrier);
+    if (m.block_at(w, t.barrier) != t.to)
+      m.fault(w, "st.async to one block that signals another", l, t.barrier);
     for (int n = 0; n < kVector; ++n) {
       std::memcpy(t.data + 4 * n, w.reg<uint32_t>(i.s[2 + n]) + l, 4);
     }
@@ -262,7 +274,8 @@ Outcome bulk_copy(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
     t.source = w.reg<uint64_t>(i.s[1])[l];
     t.barrier = w.reg<uint32_t>(i.s[3])[l];
     t.bulk = true;
-    if (bytes % 16 || bytes == 0) m.fault(w, "a bulk copy of " + std::to_string(bytes) + " bytes", l, t.source);
+    if (bytes % 16 || bytes == 0)
+      m.fault(w, "a bulk copy of " + std::to_string(bytes) + " bytes", l, t.source);
     Block* owner;
     m.resolve(w, l, kGlobal, t.source, 16, true, &owner);
     m.resolve(w, l, kGlobal, t.source + bytes - 16, 16, true, &owner);
@@ -301,8 +314,10 @@ Outcome map_address(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
   for (int l = 0; l < kLanes; ++l) {
     if (!(lanes >> l & 1)) continue;
     const uint32_t rank = w.reg<uint32_t>(i.s[1])[l];
-    if (rank >= w.block->cluster->blocks.size()) m.fault(w, "mapa to rank " + std::to_string(rank), l);
-    w.reg<uint32_t>(i.d[0])[l] = static_cast<uint32_t>(w.reg<uint32_t>(i.s[0])[l] % kWindow + (rank + 1) * kWindow);
+    if (rank >= w.block->cluster->blocks.size())
+      m.fault(w, "mapa to rank " + std::to_string(rank), l);
+    w.reg<uint32_t>(i.d[0])[l] =
+        static_cast<uint32_t>(w.reg<uint32_t>(i.s[0])[l] % kWindow + (rank + 1) * kWindow);
   }
   return Outcome::kNext;
 }
@@ -314,16 +329,22 @@ const std::vector<Operation>& synchronisation() {
       {"bra", nullptr},
       {"ret", nullptr},
       {"exit", nullptr},
-      {"nanosleep.u32", [](Machine&, Warp&, const Instruction&, uint32_t) { return Outcome::kYield; }},
+      {"nanosleep.u32",
+       [](Machine&, Warp&, const Instruction&, uint32_t) { return Outcome::kYield; }},
       {"shfl.sync.bfly.b32", shuffle<Shuffle::kXor>},
       {"shfl.sync.up.b32", shuffle<Shuffle::kUp>},
       {"shfl.sync.down.b32", shuffle<Shuffle::kDown>},
       {"shfl.sync.idx.b32", shuffle<Shuffle::kIndex>},
-      {"redux.sync.add.s32", [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
+      {"redux.sync.add.s32",
+       [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
          return reduce(m, w, i, lanes, [](int32_t a, int32_t b) {
-           return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)); }); }},
-      {"redux.sync.max.s32", [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
-         return reduce(m, w, i, lanes, [](int32_t a, int32_t b) { return std::max(a, b); }); }},
+           return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+         });
+       }},
+      {"redux.sync.max.s32",
+       [](Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
+         return reduce(m, w, i, lanes, [](int32_t a, int32_t b) { return std::max(a, b); });
+       }},
       {"vote.sync.ballot.b32", ballot},
       {"bar.warp.sync", sync_warp},
       {"bar.sync", sync_block},

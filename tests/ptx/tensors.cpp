@@ -35,7 +35,8 @@ class Tensors final : public c10::Allocator {
     void* memory = nullptr;
     const size_t whole = (bytes + 63) / 64 * 64;
     if (posix_memalign(&memory, 64, whole)) throw std::bad_alloc();
-    for (size_t n = 0; n < whole; n += 8) std::memcpy(static_cast<char*>(memory) + n, kUnwritten, 8);
+    for (size_t n = 0; n < whole; n += 8)
+      std::memcpy(static_cast<char*>(memory) + n, kUnwritten, 8);
     add(reinterpret_cast<uint64_t>(memory), bytes);
     return {memory, memory, &release, c10::Device(c10::DeviceType::CPU)};
   }

@@ -70,7 +70,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
       cluster = config->attrs[n].val.clusterDim.x;
     }
   }
-  if (config->gridDim.x == 0 || config->gridDim.x % cluster != 0) return cudaErrorInvalidConfiguration;
+  if (config->gridDim.x == 0 || config->gridDim.x % cluster != 0)
+    return cudaErrorInvalidConfiguration;
   return launched(kernel.name.c_str(), config->gridDim.x, config->blockDim.x, cluster,
                   static_cast<unsigned>(config->dynamicSmemBytes), arguments)
              ? cudaErrorLaunchFailure
@@ -90,7 +91,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
                                            const cudaLaunchConfig_t* config) {
-  const int blocks = sms * blocks_per_sm(static_cast<int>(config->blockDim.x), config->dynamicSmemBytes);
+  const int blocks =
+      sms * blocks_per_sm(static_cast<int>(config->blockDim.x), config->dynamicSmemBytes);
   *clusters = blocks / static_cast<int>(config->attrs[0].val.clusterDim.x);
   return cudaSuccess;
 }
@@ -99,7 +101,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
   *blocks = blocks_per_sm(threads, shared);
   return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function,
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
+                                                                   const void* function,
                                                                    int threads, size_t shared,
                                                                    unsigned) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared);
