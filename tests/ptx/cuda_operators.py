@@ -75,8 +75,8 @@ def load():
     """Build and register the operators; return their library, whose launches the machine runs."""
     found = machine()
     toolkit = Path(nvcc()).resolve().parents[1]
-    flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", f"-isystem{toolkit}/include", *TORCH,
-             f"-isystem{sysconfig.get_path('include')}", f"-I{CSRC}"]  # fmt: skip
+    flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", *TORCH, f"-I{CSRC}"]
+    flags += [f"-isystem{path}" for path in (toolkit / "include", sysconfig.get_path("include"))]
     stable = [
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
         "-include",

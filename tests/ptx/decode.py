@@ -36,7 +36,8 @@ RECORD = np.dtype(
 PREDICATE, LANES = 4, 32
 SPECIAL = {f"%{name}": place for place, name in enumerate(
     ("tid.x", "tid.y", "tid.z", "ctaid.x", "ctaid.y", "ctaid.z", "ntid.x", "nctaid.x", "nctaid.y",
-     "nctaid.z", "laneid", "cluster_ctarank", "cluster_nctarank", "shared64", "shared32"))}  # fmt: skip
+     "nctaid.z", "laneid", "cluster_ctarank", "cluster_nctarank", "shared64",
+     "shared32"))}  # fmt: skip
 SPACES = {"param": 0, "global": 1, "shared": 2, "shared::cta": 2, "shared::cluster": 3}
 ORDERS, NARROW = {"relaxed", "acquire", "release", "acq_rel"}, {"cta", "cluster"}
 #: What says how a value is cached or rounded by default, and changes nothing here.
@@ -314,7 +315,7 @@ class _Reader:
         return base
 
     def _memory(self, record, line):
-        """extra: space, bytes of an element, width of its registers (negative: signed), of the base."""
+        """extra: space, bytes of an element, bits of its registers (negative: signed), of the base."""
         parts, operands = line.parts, line.operands
         kind = parts[0]
         if kind == "cp" or parts[:2] == ["st", "async"] or kind == "mbarrier":

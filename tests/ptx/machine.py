@@ -25,8 +25,10 @@ COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC"]
 TORCH = [f"-isystem{path}" for path in cpp_extension.include_paths()]
 LIBRARIES = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10"]
-PACKED = {"f32": "f", "f64": "d", "b8": "B", "u8": "B", "s8": "b", "b16": "H", "u16": "H", "s16": "h",
-          "b32": "I", "u32": "I", "s32": "i", "b64": "Q", "u64": "Q", "s64": "q"}  # fmt: skip
+#: How a parameter is packed.
+PACKED = {"f32": "f", "f64": "d"}
+PACKED |= {f"{kind}{8 << n}": code for kind in "bu" for n, code in enumerate("BHIQ")}
+PACKED |= {f"s{8 << n}": code for n, code in enumerate("bhiq")}
 
 
 class PtxError(RuntimeError):
@@ -41,8 +43,9 @@ class _Kernel(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = [(name, kind) for name, kind in (
-        ("kernel", ctypes.POINTER(_Kernel)), ("grid", ctypes.c_uint32 * 3), ("threads", ctypes.c_uint32),
-        ("cluster", ctypes.c_uint32), ("shared_bytes", ctypes.c_uint32), ("parameters", ctypes.c_char_p),
+        ("kernel", ctypes.POINTER(_Kernel)), ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32), ("cluster", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32), ("parameters", ctypes.c_char_p),
         ("seed", ctypes.c_uint64), ("resident", ctypes.c_int32))]  # fmt: skip
 
 
@@ -113,7 +116,7 @@ class Machine:
         return self._decoded[ptx, name]
 
     def launch(self, ptx, name, grid, threads, parameters, cluster=1, shared=0):
-        """Run a kernel on packed parameters, or on values in order; PtxError says what went wrong."""
+        """Run a kernel on packed parameters, or on values in order."""
         kernel, entry = self.kernel(ptx, name)
         self.launched.add(name)
         if not isinstance(parameters, bytes):
