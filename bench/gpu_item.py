@@ -27,8 +27,7 @@ class Item(NamedTuple):
 
 def backends(device: torch.device) -> list[str]:
     """The backends of fastrl that can run on the device."""
-    on_cpu = ("cpu", "triton", "reference")  # triton if it is interpreted
-    names = ("triton", "cuda", "reference") if device.type == "cuda" else on_cpu
+    names = ("triton", "cuda", "reference") if device.type == "cuda" else ("cpu", "reference")
     return [name for name in names if unavailable(name) is None]
 
 

@@ -194,6 +194,7 @@ const std::vector<Operation>& conversions() {
                 std::isnan(a) ? 0.0f : std::fmin(std::fmax(a, 0.0f), 1.0f)),
       OPERATION("cvt.rzi.s64.f32", int64_t, float, float, float, truncated<int64_t>(a)),
       OPERATION("cvt.rzi.s32.f32", int32_t, float, float, float, truncated<int32_t>(a)),
+      OPERATION("cvt.rn.f32.f64", float, double, double, double, a),
       OPERATION("cvt.f32.f16", float, Half, Half, Half, a),
       OPERATION("cvt.f32.bf16", float, BFloat16, BFloat16, BFloat16, a),
       OPERATION("cvt.rn.f16.f32", uint16_t, float, float, float, narrow_half(a)),

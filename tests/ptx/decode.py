@@ -315,7 +315,7 @@ class _Reader:
         return base
 
     def _memory(self, record, line):
-        """extra: space, bytes of an element, bits of its registers (negative: signed), of the base."""
+        """extra: space, bytes of an element, bits of its registers (signed: < 0) and base."""
         parts, operands = line.parts, line.operands
         kind = parts[0]
         if kind == "cp" or parts[:2] == ["st", "async"] or kind == "mbarrier":
