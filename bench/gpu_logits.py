@@ -15,7 +15,8 @@ from timing import Case, Provider
 
 import fastrl
 
-CHECKED_ROWS = 64  # rows of logits that are compared with float64, all of the first sequence
+CHECKED_ROWS = 64  # rows of logits that are compared with float64, the first ones
+PACKED = 64  # sequences of uneven lengths, in one row
 OBJECTIVE = fastrl.Objective(clip_low=0.2, clip_high=0.2, aggregation="token-mean")
 HOST_BOUND = 2**28  # bytes of logits that a GPU reads in less time than a call takes the host
 ENTROPY = 0.01  # weight of the entropy in the gradient of both statistics
@@ -41,18 +42,25 @@ PASSES = {STATS: Passes(1, 0), STATS_GRADIENT: Passes(2, 1), LOSS: Passes(1, 1)}
 
 
 class Logits(NamedTuple):
-    """A shape: rows, vocabulary, share of active rows, whether the rows are a view."""
+    """A shape: rows, vocabulary, share of active rows, whether the rows are a view.
+
+    Packed sequences are for the loss, and without the peers, which do not take them.
+    """
 
     N: int
     V: int
     dtype: torch.dtype = torch.bfloat16
     density: float = 1.0
     sliced: bool = False
+    packed: bool = False
+
+    def works(self) -> tuple[str, ...]:
+        return (LOSS,) if self.packed else WORK
 
 
 def logits_item(device, shape: Logits, work: str) -> Item:
-    N, V, dtype, density, sliced = shape
-    B = sequences(N)
+    N, V, dtype, density, sliced, packed = shape
+    B = 1 if packed else sequences(N)
     T = N // B
 
     def inputs(seed):
@@ -66,10 +74,14 @@ def logits_item(device, shape: Logits, work: str) -> Item:
         logits.scatter_(-1, ids[..., None], raised.to(dtype))
         old = fastrl.token_logprobs(logits, ids).detach()
         noise = torch.randn(B, T, device=device, generator=generator)
+        bounds = torch.linspace(0, 1, PACKED + 1, device=device).square().mul(N).int()
         return {
+            **({"cu_seqlens": bounds} if packed else {}),
             "logits": logits,
             "token_ids": ids,
-            "advantages": torch.randn(B, 1, device=device, generator=generator),
+            "advantages": torch.randn(
+                PACKED if packed else B, 1, device=device, generator=generator
+            ),
             "mask": torch.rand(B, T, device=device, generator=generator) < density,
             "old_logprobs": old + 0.1 * noise,
         }
@@ -80,7 +92,8 @@ def logits_item(device, shape: Logits, work: str) -> Item:
         LOSS: (_loss_of_logits, _gradient_error),
     }[work]
     held = f", {density:.0%} active" if density < 1 else ""
-    view = ", sliced" if sliced else ""
+    view = (", sliced" if sliced else "") + (", packed" if packed else "")
+    ours = ("fastrl", "scaled") if packed else ""  # of kinds
     return Item(
         lambda: Case(
             op="logits_policy_loss" if work == LOSS else "token_stats",
@@ -89,7 +102,7 @@ def logits_item(device, shape: Logits, work: str) -> Item:
             dtype=dtype,
             bytes_moved=int(PASSES[work].of(density) * N * V * dtype.itemsize),
             inputs=inputs,
-            providers=[*providers(device), _copy()],
+            providers=[*(one for one in providers(device) if one.kind.startswith(ours)), _copy()],
             error=error,
         ),
         small=N * V * dtype.itemsize < HOST_BOUND,
@@ -177,26 +190,33 @@ def _trl_loss(logits, token_ids, advantages, old_logprobs, mask):
     return clipped_loss(logprobs, advantages, old_logprobs, mask)
 
 
+def _packed(inputs):
+    return ("cu_seqlens",) if "cu_seqlens" in inputs else ()
+
+
 LOSS_INPUTS = ("token_ids", "advantages", "old_logprobs", "mask")
+
+
+def _ours(logits, ids, advantages, old, mask, cu_seqlens=None, **options):
+    if cu_seqlens is not None:
+        logits, ids, old, mask = (x.flatten(0, 1) for x in (logits, ids, old, mask))
+    return fastrl.logits_policy_loss(
+        logits, ids, advantages[:, 0], mask, old_logprobs=old, objective=OBJECTIVE,
+        cu_seqlens=cu_seqlens, **options,
+    )  # fmt: skip
 
 
 def _loss_of_logits(device) -> Iterator[Provider]:
     def gradient(function, factor=None):
         def run(inputs):
             logits = inputs["logits"].detach().requires_grad_()
-            loss = function(logits, *(inputs[name] for name in LOSS_INPUTS))
+            loss = function(logits, *(inputs[name] for name in (*LOSS_INPUTS, *_packed(inputs))))
             return torch.autograd.grad(loss if factor is None else factor * loss, logits)[0]
 
         return run
 
     def ours(backend):
-        def loss(logits, ids, advantages, old, mask):
-            return fastrl.logits_policy_loss(
-                logits, ids, advantages[:, 0], mask, old_logprobs=old, objective=OBJECTIVE,
-                backend=backend,
-            ).loss  # fmt: skip
-
-        return loss
+        return lambda *given, **options: _ours(*given, **options, backend=backend).loss
 
     for backend in backends(device):
         yield Provider(f"fastrl {backend}", f"fastrl {backend}", gradient(ours(backend)))
@@ -219,11 +239,8 @@ def _in_place(backend):
     def run(inputs):
         anchor = torch.zeros((), device=inputs["logits"].device, requires_grad=True)
         logits = _FromModel.apply(inputs["logits"], anchor)
-        ids, advantages, old, mask = (inputs[name] for name in LOSS_INPUTS)
-        fastrl.logits_policy_loss(
-            logits, ids, advantages[:, 0], mask, old_logprobs=old, objective=OBJECTIVE,
-            backend=backend, inplace=True,
-        ).loss.backward()  # fmt: skip
+        given = (inputs[name] for name in (*LOSS_INPUTS, *_packed(inputs)))
+        _ours(logits, *given, backend=backend, inplace=True).loss.backward()
         return logits.detach()
 
     return run
@@ -231,7 +248,10 @@ def _in_place(backend):
 
 def _rows(inputs):
     """The first rows in float64."""
-    cut = {name: x[:1, :CHECKED_ROWS] for name, x in inputs.items()}
+    cut = {name: x[:1, :CHECKED_ROWS] for name, x in inputs.items() if name != "cu_seqlens"}
+    if "cu_seqlens" in inputs:
+        of_tokens = inputs["advantages"].repeat_interleave(inputs["cu_seqlens"].diff(), 0)
+        cut["advantages"] = of_tokens.t()[:, :CHECKED_ROWS]
     return {name: x.double() if x.is_floating_point() else x for name, x in cut.items()}
 
 

@@ -133,11 +133,12 @@ def _linear(
     case: Entry, provider: str, machine: dict[str, Any], rows: int, width: int, vocabulary: int
 ) -> float:
     rates = Rates(_gemm_rate(machine, width, vocabulary), machine["copy TB/s"] * 1e12)
-    active, chunk = round(rows * case["density"]), chunk_rows(width, vocabulary)
+    trained = case["op"] != "linear_policy_loss" or TRAINED in case["work"]
+    active = round(rows * case["density"])
+    chunk = chunk_rows(width, vocabulary, trained=trained)
     again = second_reading(machine, min(active, chunk), 4 * vocabulary)
     moved = 6 + (4 * again if "triton" in provider else 0.0)
     if case["op"] == "linear_policy_loss":
-        trained = TRAINED in case["work"]
         found = predicted(active, width, vocabulary, chunk, moved, trained=trained, rates=rates)
         # the finished gradients are multiplied
         scaled = 4 * (active * width + (vocabulary * width if trained else 0))

@@ -70,7 +70,8 @@ KNOBS = {
         (STATS_GRADIENT,), _FEW,
     ),
     "chunk": Knob(
-        "_GPU_CHUNK_BYTES", (_CHUNKS,), tuple(n * MIB for n in (128, 256, 508, 1020, 2044)),
+        # a larger chunk that costs no peak is the default: smaller limits would not show
+        "_GPU_CHUNK_BYTES", (_CHUNKS,), tuple(n * MIB for n in (508, 1020, 2044)),
         ("triton", "cuda"), (TRAINED,),
     ),
     "gae": Knob(

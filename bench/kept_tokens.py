@@ -90,6 +90,7 @@ def _print_predictions(rows: int = 8192, width: int = 4096, vocabulary: int = 15
     print(f"{rows} x {width} x {vocabulary}, bfloat16, on an H200; a prediction\n")
     print("| kept | ms, trained head | ms, frozen head |")
     print("| --- | ---: | ---: |")
+    chunk = linear_prediction.chunk_rows(width, vocabulary, trained=False)
     frozen = linear_prediction.predicted(
         rows, width, vocabulary, chunk, 6.0, trained=False, rates=rates
     )

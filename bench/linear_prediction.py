@@ -10,9 +10,11 @@ Each GEMM and kernel takes the longer of its arithmetic and its traffic, and the
     d weight      max(2CHV / F, (2CV + 2CH + 8VH) / B)       read, written; first chunk: 4VH
     once a call   6VH / B                                    sums to bfloat16, or a weight to it
 
-for N / C chunks of C rows, with F = 700 TFLOP/s and B = 3 TB/s of an H100. R is 6 where a row waits
-for its gradient in shared memory (the CUDA kernel in a cluster), and 10 where all of it comes from
-memory again (the Triton kernel; part of it will still be in cache). Three bare GEMMs take the
+for N / C chunks of C rows, with F = 700 TFLOP/s and B = 3 TB/s of an H100. That is the best case,
+in which a GEMM hides all of its traffic; "in turn" has the sums in place of the maxima, the worst
+case. The first row is the default, the others have chunks of so many bytes. R is 6 where a row
+waits for its gradient in shared memory (the CUDA kernel in a cluster), and 10 where all of it comes
+from memory again (the Triton kernel; part of it will still be in cache). Three bare GEMMs take the
 longer of 6NHV / F and their traffic with bfloat16 results. Nothing here is a measurement.
 """
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -35,20 +38,26 @@ class Rates(NamedTuple):
 
     flops: float = 700e12
     bytes: float = 3e12
+    overlapped: bool = True  # a GEMM takes the longer of arithmetic and traffic; otherwise the sum
+
+    def seconds(self, operations: float, moved: float) -> float:
+        """Return the time of a GEMM."""
+        parts = operations / self.flops, moved / self.bytes
+        return max(parts) if self.overlapped else sum(parts)
 
 
 H100 = Rates()
 
 
-def chunk_rows(width: int, vocabulary: int, limit: int = chunks._GPU_CHUNK_BYTES) -> int:
-    """Return the rows of a chunk of at most `limit` bytes."""
-    weight = torch.empty(vocabulary, width, device="meta")
+def chunk_rows(
+    width: int, vocabulary: int, limit: int | None = None, *, trained: bool = True
+) -> int:
+    """Return the rows of a chunk of at most `limit` bytes, or by default, for a bfloat16 head."""
+    weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
     head = LinearHead(weight, None, None, None, 1.0, torch.float32)
-    before, chunks._GPU_CHUNK_BYTES = chunks._GPU_CHUNK_BYTES, limit
-    try:
-        return chunks.chunk_size(None, head, WHOLE, 1, on_gpu=True)
-    finally:
-        chunks._GPU_CHUNK_BYTES = before
+    grows = trained and limit is None
+    with mock.patch.object(chunks, "_GPU_CHUNK_BYTES", limit or chunks._GPU_CHUNK_BYTES):
+        return chunks.chunk_size(None, head, WHOLE, 1, on_gpu=True, weight_trained=grows)
 
 
 def predicted(
@@ -88,11 +97,11 @@ def chunk_seconds(
 ) -> Gemms:
     """Return the seconds of the GEMMs of a chunk; the first writes the weight's gradient only."""
     weight, logits, states = vocabulary * width, size * vocabulary, size * width
-    gemm = 2 * size * weight / rates.flops
+    gemm = 2 * size * weight
     return Gemms(
-        max(gemm, (2 * weight + 2 * states + 4 * logits) / rates.bytes),
-        max(gemm, (2 * logits + 2 * weight + 4 * states) / rates.bytes),
-        max(gemm, (2 * logits + 2 * states + (4 if first else 8) * weight) / rates.bytes),
+        rates.seconds(gemm, 2 * weight + 2 * states + 4 * logits),
+        rates.seconds(gemm, 2 * logits + 2 * weight + 4 * states),
+        rates.seconds(gemm, 2 * logits + 2 * states + (4 if first else 8) * weight),
     )
 
 
@@ -116,13 +125,19 @@ def main() -> None:
     N, H, V = shape = shape_of_arguments(__doc__.splitlines()[0])
     bare = bare_gemms(*shape)
     print(f"{N} x {H} x {V}: three bare GEMMs {bare * 1e3:.1f} ms\n")
-    print("| chunk, MiB | rows | chunks | ms, R = 6 | / bare | ms, R = 10 | / bare |")
-    print("| ---: |" + " ---: |" * 6)
-    for limit in (128, 256, 512, 1024, 2048, 4096):
-        rows = chunk_rows(H, V, limit * MIB)
-        times = [predicted(*shape, rows, moved) for moved in (6, 10)]
-        cells = [f"{1e3 * time:.1f} | {time / bare:.2f}" for time in times]
-        print(f"| {limit} | {rows} | {-(-N // rows)} | " + " | ".join(cells) + " |")
+    columns = ("ms, R = 6", "/ bare", "in turn", "ms, R = 10", "/ bare", "in turn")
+    print("| chunk, MiB | rows | chunks | " + " | ".join(columns) + " |")
+    print("| ---: |" + " ---: |" * 8)
+    for limit in (None, 128, 256, 512, 1024, 2048, 4096):
+        rows = chunk_rows(H, V, limit and limit * MIB)
+        cells = []
+        for moved in (6, 10):
+            best, worst = (
+                predicted(*shape, rows, moved, rates=rates)
+                for rates in (H100, H100._replace(overlapped=False))
+            )
+            cells.append(f"{1e3 * best:.1f} | {best / bare:.2f} | {1e3 * worst:.1f}")
+        print(f"| {limit or 'default'} | {rows} | {-(-N // rows)} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

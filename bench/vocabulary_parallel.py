@@ -35,10 +35,11 @@ STATISTICS = 5
 def chunk_rows(width: int, vocabulary: int, ranks: int) -> int:
     """Return the rows of a chunk."""
     sizes = [vocabulary // ranks + (i < vocabulary % ranks) for i in range(ranks)]
-    weight = torch.empty(sizes[0], width, device="meta")
+    weight = torch.empty(sizes[0], width, dtype=torch.bfloat16, device="meta")
     head = LinearHead(weight, None, None, None, 1.0, torch.float32)
     parts = VocabularyParts("", 0, sizes if ranks > 1 else [], True)
-    return chunk_size(None, head, parts, 2 if ranks > 1 else 1, on_gpu=True)
+    buffers = 2 if ranks > 1 else 1
+    return chunk_size(None, head, parts, buffers, on_gpu=True, weight_trained=True)
 
 
 class Collectives(NamedTuple):

@@ -2,9 +2,7 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Exception.h>
@@ -14,18 +12,16 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
+#include "arguments.h"
 #include "contract.h"
 
 namespace fastrl {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 inline std::string shape_text(const Tensor& tensor) {
   std::ostringstream text;
@@ -193,12 +189,12 @@ Coefficients<S> check_coefficients(const std::vector<double>& values) {
 
 // gmpo is always at sequence level: its geometric mean runs over a sequence.
 template <typename S>
-Objective<S> check_objective(int64_t surrogate, int64_t level, int64_t kl_estimator,
-                             int64_t kl_gradient, const std::vector<double>& coefficients) {
-  Objective<S> objective{
-      check_kind<Surrogate>(surrogate, "surrogate"), check_kind<Level>(level, "level"),
-      check_kind<KlEstimator>(kl_estimator, "kl_estimator"),
-      check_kind<KlGradient>(kl_gradient, "kl_gradient"), check_coefficients<S>(coefficients)};
+Objective<S> check_objective(const ObjectiveArguments& in) {
+  Objective<S> objective{check_kind<Surrogate>(in.surrogate, "surrogate"),
+                         check_kind<Level>(in.level, "level"),
+                         check_kind<KlEstimator>(in.kl_estimator, "kl_estimator"),
+                         check_kind<KlGradient>(in.kl_gradient, "kl_gradient"),
+                         check_coefficients<S>(in.coefficients)};
   if (objective.surrogate == Surrogate::kGmpo) {
     objective.level = Level::kSequence;
     STD_TORCH_CHECK(objective.kl_gradient != KlGradient::kBiasCorrected,
@@ -219,13 +215,6 @@ void check_tokens(const Tensor& logprobs, const std::optional<Tensor>& entropy, 
   STD_TORCH_CHECK(entropy || objective.coefficients.entropy_coef == 0,
                   "entropy must be given when entropy_coef is not 0");
 }
-
-// The constants of a policy loss (`LossArguments` in fastrl/contract.py).
-struct LossArguments {
-  const Tensor &advantages, &weights;
-  const std::optional<Tensor>&kl_weights, &entropy_weights, &policy_weights;
-  const std::optional<Tensor>&old_logprobs, &ref_logprobs, &cu_seqlens;
-};
 
 // A constant of the loss: float32, per sequence [S] or per token like `tokens` [B, T].
 inline Constant check_constant(const Tensor& constant, const Tensor& tokens, int64_t sequences,

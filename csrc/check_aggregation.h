@@ -1,19 +1,9 @@
-// Checks the arguments of sequence_weights (`AggregationArguments` in fastrl/contract.py).
+// Checks the arguments of sequence_weights.
 #pragma once
 
 #include "check.h"
 
 namespace fastrl {
-
-struct AggregationArguments {
-  int64_t aggregation;
-  double normalizer;
-  const std::optional<Tensor>& normalizer_tensor;
-  double length_norm;
-  bool count_empty;
-  int64_t group_size;
-  const std::optional<Tensor>& group_ids;
-};
 
 // Checks everything except the values in the tensors.
 inline Aggregation check_aggregation(const AggregationArguments& in, const Tensor& mask,

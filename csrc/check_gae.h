@@ -7,8 +7,10 @@
 namespace fastrl {
 
 struct GaeArguments {
-  const Tensor &rewards, &values;
-  const std::optional<Tensor>&mask, &terminated, &truncated, &bootstrap_values;
+  Tensor rewards, values;
+  std::optional<Tensor> mask, terminated, truncated, bootstrap_values;
+
+  auto fields() { return std::tie(rewards, values, mask, terminated, truncated, bootstrap_values); }
 };
 
 inline Bootstrap check_bootstrap(const std::optional<Tensor>& values, const Tensor& rewards,

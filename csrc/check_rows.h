@@ -1,4 +1,4 @@
-// Checks the arguments of the operators on logits (`RowArguments` in fastrl/contract.py).
+// Checks the arguments of the operators on logits.
 #pragma once
 
 #include <cmath>
@@ -7,15 +7,23 @@
 
 namespace fastrl {
 
-struct RowArguments {
-  const Tensor& token_ids;
-  const std::optional<Tensor>& mask;
-  int64_t ignore_index;
-  const std::optional<Tensor>& temperatures;
-  double temperature, logit_scale, logit_softcap;
-};
+inline void check_temperature(double temperature) {
+  if (!(temperature > 0 && std::isfinite(temperature))) {
+    raise_value_error("temperature must be above 0 and finite, got ", temperature);
+  }
+}
 
-// Checks everything except the values of mask and token_ids; returns the ids.
+// The numbers; of `temperatures`, which replace one of them, the values are not looked at.
+inline void check_scaling(const std::optional<Tensor>& temperatures, double temperature,
+                          double logit_scale, double logit_softcap) {
+  if (!temperatures) check_temperature(temperature);
+  STD_TORCH_CHECK(logit_scale > 0 && std::isfinite(logit_scale),
+                  "logit_scale must be positive and finite, got ", logit_scale);
+  STD_TORCH_CHECK(logit_softcap >= 0 && std::isfinite(logit_softcap),
+                  "logit_softcap must be positive, or 0 for none, got ", logit_softcap);
+}
+
+// Checks everything except the values of the tensors; returns the ids.
 inline const int64_t* check_rows(const Tensor& logits, const RowArguments& in) {
   STD_TORCH_CHECK(logits.dim() == 3, "logits must have shape [B, T, V], got ", shape_text(logits));
   STD_TORCH_CHECK(logits.size(2) <= 1 || logits.stride(2) == 1 || logits.numel() == 0,
@@ -28,13 +36,35 @@ inline const int64_t* check_rows(const Tensor& logits, const RowArguments& in) {
                   shape_text(logits), ", got ", shape_text(in.token_ids));
   if (in.mask) check_like(*in.mask, in.token_ids, in.mask->scalar_type(), "mask", "token_ids");
   check_like(in.temperatures, in.token_ids, ScalarType::Float, "temperatures", "token_ids");
-  STD_TORCH_CHECK(in.temperatures || (in.temperature > 0 && std::isfinite(in.temperature)),
-                  "temperature must be positive and finite, got ", in.temperature);
-  STD_TORCH_CHECK(in.logit_scale > 0 && std::isfinite(in.logit_scale),
-                  "logit_scale must be positive and finite, got ", in.logit_scale);
-  STD_TORCH_CHECK(in.logit_softcap >= 0 && std::isfinite(in.logit_softcap),
-                  "logit_softcap must be positive, or 0 for none, got ", in.logit_softcap);
+  check_scaling(in.temperatures, in.temperature, in.logit_scale, in.logit_softcap);
   return in.token_ids.const_data_ptr<int64_t>();
+}
+
+inline void check_statistic(const std::optional<Tensor>& tensor, const Tensor& token_ids,
+                            const char* name) {
+  check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
+}
+
+inline void check_saved(const SavedStats& saved, const Tensor& token_ids) {
+  check_statistic(saved.row_max, token_ids, "row_max");
+  check_statistic(saved.log_sum, token_ids, "log_sum");
+  check_statistic(saved.entropy, token_ids, "entropy");
+  check_statistic(saved.grad_logprobs, token_ids, "grad_logprobs");
+  check_statistic(saved.grad_entropy, token_ids, "grad_entropy");
+  check_statistic(saved.grad_logsumexp, token_ids, "grad_logsumexp");
+}
+
+// New tensors for the statistics of all rows, in their order.
+inline std::vector<Tensor> new_stats(const Tensor& token_ids, RowStatsOut* out) {
+  std::vector<Tensor> tensors;
+  const auto add = [&](auto*& values) {
+    using T = std::remove_pointer_t<std::remove_reference_t<decltype(values)>>;
+    constexpr bool kFlag = std::is_same_v<T, bool>;
+    tensors.push_back(empty_like_tokens(token_ids, kFlag ? ScalarType::Bool : ScalarType::Float));
+    values = tensors.back().template mutable_data_ptr<T>();
+  };
+  for_each_stat(add, *out);
+  return tensors;
 }
 
 // Only a GPU rounds the gradient to bfloat16 in the memory of the logits.

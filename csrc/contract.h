@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define FASTRL_HD __host__ __device__ __forceinline__
@@ -121,6 +122,41 @@ struct LossConstants {
   const float* old_logprobs;
   const float* ref_logprobs;
 };
+
+// Statistics: the numbers of one row, or the arrays that have those of all rows.
+template <typename Real, typename Flag>
+struct RowStatsOf {
+  Real logprobs;
+  Real entropy;
+  Real logsumexp;
+  Real sum_sq_probs;
+  Flag is_top1;
+  Real row_max;  // the largest raw logit
+  Real log_sum;
+};
+using RowStatsOut = RowStatsOf<float*, bool*>;
+
+// Calls f with each statistic of all these.
+template <typename F, typename... Stats>
+FASTRL_HD void for_each_stat(const F& f, Stats&&... stats) {
+  f(stats.logprobs...);
+  f(stats.entropy...);
+  f(stats.logsumexp...);
+  f(stats.sum_sq_probs...);
+  f(stats.is_top1...);
+  f(stats.row_max...);
+  f(stats.log_sum...);
+}
+
+template <typename Real>
+FASTRL_HD void store_stats(const RowStatsOf<Real, bool>& stats, const RowStatsOut& out,
+                           long long row) {
+  for_each_stat(
+      [row](auto value, auto* to) {
+        to[row] = static_cast<std::remove_pointer_t<decltype(to)>>(value);
+      },
+      stats, out);
+}
 
 // The metrics of a policy loss, in the order of the vector that the operator returns.
 struct Metrics {

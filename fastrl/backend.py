@@ -23,7 +23,7 @@ _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "referenc
 #: Supported devices of each compiled backend.
 _DEVICES = {
     "cpu": ("cpu",),
-    "triton": ("cuda", "cpu") if triton.INTERPRETED else ("cuda",),
+    "triton": ("cuda",),
     "cuda": ("cuda",),
 }
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -138,9 +138,24 @@ class RowStats(NamedTuple):
     entropy: Tensor
     logsumexp: Tensor
     sum_sq_probs: Tensor
-    is_top1: Tensor  # bool
+    is_top1: Tensor
     row_max: Tensor  # the largest logit, for the backward
     log_sum: Tensor  # log sum exp(logit - row_max), for the backward
+
+
+#: The statistics that are bool.
+FLAGS = ("is_top1",)
+
+
+class SavedStats(NamedTuple):
+    """What a backward takes: some statistics, and the slopes of those with a gradient."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    entropy: Tensor
+    grad_logprobs: Tensor | None
+    grad_entropy: Tensor | None
+    grad_logsumexp: Tensor | None
 
 
 class Metrics(NamedTuple):

@@ -18,7 +18,6 @@ from torch.torch_version import TorchVersion
 import fastrl
 from fastrl.backend import BACKENDS, get_backend, unavailable
 from fastrl.native import cpu_capability
-from fastrl.triton.runtime.registration import INTERPRETED
 
 _PACKAGE = "fastrl-kernels"
 #: Extras of development, which a person who trains does not miss.
@@ -48,8 +47,6 @@ def _backends() -> list[str]:
         state = "usable" if reason is None else f"not usable: {reason}"
         if name == "cpu" and reason is None:
             state += f" ({cpu_capability()}, {torch.get_num_threads()} threads)"
-        if name == "triton" and reason is None and INTERPRETED:
-            state += " (slow: interpreted because TRITON_INTERPRET is set)"
         lines.append(f"  {name:<10} {state}")
     return lines
 

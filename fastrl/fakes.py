@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastrl.contract import METRICS, Coefficients, RowStats
+from fastrl.contract import FLAGS, METRICS, Coefficients, RowStats
 from fastrl.library import arithmetic_dtype, qualified_names, stored_dtype
 
 
@@ -26,8 +26,8 @@ def _per_token(like: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _stats(like: Tensor, dtype: torch.dtype) -> RowStats:
-    floats = RowStats._make(_per_token(like, *[dtype] * len(RowStats._fields)))
-    return floats._replace(is_top1=like.new_empty(like.shape, dtype=torch.bool))
+    dtypes = (torch.bool if name in FLAGS else dtype for name in RowStats._fields)
+    return RowStats._make(_per_token(like, *dtypes))
 
 
 @_fake("token_stats_fwd")

@@ -20,6 +20,7 @@ from fastrl.contract import (
     ObjectiveArguments,
     RowArguments,
     RowStats,
+    SavedStats,
     TeacherScaling,
 )
 
@@ -41,11 +42,7 @@ def _declared(fields: type) -> str:
 
 _ROWS = _declared(RowArguments)
 _LOSS = f"{_declared(LossArguments)}, {_declared(ObjectiveArguments)}"
-_SAVED_AND_SLOPES = (
-    "Tensor row_max, Tensor log_sum, Tensor entropy, "
-    "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
-)
-_STATS_BACKWARD = f"{_ROWS}, {_SAVED_AND_SLOPES}"
+_SAVED = _declared(SavedStats)
 _PARTS = "str vocab_group, int vocab_rank, int[] vocab_sizes, bool reduce_hidden_gradient"
 # The tokens that each of the rows [N] has kept: integers [M], [N + 1]; None: all of them.
 _KEPT = "Tensor? kept_ids, Tensor? kept_offsets"
@@ -53,9 +50,8 @@ _KEPT_ROWS = f"{_ROWS}, {_PARTS}, {_KEPT}, str backend"
 # Rows of logits beside those of a teacher.
 _PAIR = f"Tensor teacher_logits, {_ROWS}, {_declared(TeacherScaling)}"
 _DIVERGENCE_BACKWARD = (
-    f"{_PAIR}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor teacher_row_max, "
-    "Tensor teacher_log_sum, float beta, Tensor slope_mean, Tensor grad_divergence, "
-    "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor? grad_logsumexp"
+    f"{_PAIR}, {_SAVED}, Tensor teacher_row_max, Tensor teacher_log_sum, float beta, "
+    "Tensor slope_mean, Tensor grad_divergence"
 )
 # Linear forms: hidden [N, H], per-token tensors and constants [N].
 _LINEAR = (
@@ -94,8 +90,8 @@ _SCHEMAS = {
         f"(Tensor logits, {_ROWS}, bool with_entropy, bool with_sum_sq_probs) -> "
         f"({_declared(RowStats)})"
     ),
-    "token_stats_bwd": f"(Tensor logits, {_STATS_BACKWARD}) -> Tensor",
-    "token_stats_bwd_": f"(Tensor(a!) logits, {_STATS_BACKWARD}, bool narrow) -> ()",
+    "token_stats_bwd": f"(Tensor logits, {_ROWS}, {_SAVED}) -> Tensor",
+    "token_stats_bwd_": f"(Tensor(a!) logits, {_ROWS}, {_SAVED}, bool narrow) -> ()",
     # slope_mean: the sum of q times the derivative of the divergence by ln q, for the backward.
     # agrees: whether the same column is the largest in both rows.
     "divergence_fwd": (
@@ -137,9 +133,7 @@ _SCHEMAS = {
     "scale_": "(Tensor(a!) gradient, Tensor factor) -> ()",
     "linear_token_stats_fwd": f"({_LINEAR}) -> ({_declared(RowStats)}, {_TEACHER_STATS})",
     "linear_token_stats_bwd": (
-        f"({_LINEAR}, Tensor row_max, Tensor log_sum, Tensor entropy, Tensor? grad_logprobs, "
-        f"Tensor? grad_entropy, Tensor? grad_logsumexp, {_TEACHER_SAVED}, bool[] needs) -> "
-        f"{_LINEAR_GRADIENTS}"
+        f"({_LINEAR}, {_SAVED}, {_TEACHER_SAVED}, bool[] needs) -> {_LINEAR_GRADIENTS}"
     ),
     # divergence_weights [N]: the factor of each divergence in the loss.
     "linear_policy_loss_fwd": (
@@ -151,16 +145,14 @@ _SCHEMAS = {
     "compared_token_stats_fwd": (
         f"({_COMPARED.format('')}) -> ({_declared(RowStats)}, {_TEACHER_STATS})"
     ),
-    "compared_token_stats_bwd": (
-        f"({_COMPARED.format('')}, {_SAVED_AND_SLOPES}, {_TEACHER_SAVED}) -> Tensor"
-    ),
+    "compared_token_stats_bwd": (f"({_COMPARED.format('')}, {_SAVED}, {_TEACHER_SAVED}) -> Tensor"),
     "compared_token_stats_bwd_": (
-        f"({_COMPARED.format('(a!) ')}, {_SAVED_AND_SLOPES}, {_TEACHER_SAVED}) -> ()"
+        f"({_COMPARED.format('(a!) ')}, {_SAVED}, {_TEACHER_SAVED}) -> ()"
     ),
     # token_stats of rows of which some have kept a part of the vocabulary.
     "kept_token_stats_fwd": (f"(Tensor logits, {_KEPT_ROWS}) -> ({_declared(RowStats)})"),
-    "kept_token_stats_bwd": (f"(Tensor logits, {_KEPT_ROWS}, {_SAVED_AND_SLOPES}) -> Tensor"),
-    "kept_token_stats_bwd_": (f"(Tensor(a!) logits, {_KEPT_ROWS}, {_SAVED_AND_SLOPES}) -> ()"),
+    "kept_token_stats_bwd": (f"(Tensor logits, {_KEPT_ROWS}, {_SAVED}) -> Tensor"),
+    "kept_token_stats_bwd_": (f"(Tensor(a!) logits, {_KEPT_ROWS}, {_SAVED}) -> ()"),
     # With ids [C, K] of rows of a matrix, below 0 for none:
     # out[c, k] += states[c] . matrix[ids[c, k]]
     "gathered_dots_": "(Tensor(a!) out, Tensor states, Tensor matrix, Tensor ids) -> ()",

@@ -8,19 +8,16 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fastrl import native
-from fastrl.triton.runtime.registration import INTERPRETED
 
 # Else MKL's products may depend on the alignment of memory, and two equal runs differ, as on an AMD
 # EPYC. MKL reads this when it first computes.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-#: What the fixture `backend` tests. The kernels of GPUs have a process each, which runs the files
-#: marked `kernels`: interpreted Triton (TRITON_INTERPRET=1), CUDA on the host (FASTRL_TESTED=cuda).
-#: FASTRL_TESTED wins: TRL's own kernels need an interpreter too.
-TESTED = os.environ.get("FASTRL_TESTED", "triton" if INTERPRETED else "reference cpu").split()
-OF_KERNELS = {*TESTED} <= {"triton", "cuda"}
-#: Larger vocabularies take too long in Triton's interpreter.
-MOST_INTERPRETED = 2_000
+#: What the fixture `backend` tests. FASTRL_TESTED="triton cuda" runs the tests marked `kernels` on
+#: the kernels of GPUs, compiled for sm_90 and executed by tests/ptx.
+TESTED = os.environ.get("FASTRL_TESTED", "reference cpu").split()
+OF_GPUS = {"triton", "cuda"}
+OF_KERNELS = {*TESTED} <= OF_GPUS
 #: Seconds of a test of `make test`.
 LONGEST = 20
 
@@ -36,8 +33,6 @@ settings.load_profile("fastrl")
 
 
 def pytest_configure(config):
-    if OF_KERNELS:  # the interpreter runs kernels in modules of fastrl, whose warnings are errors
-        config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:  # processes side by side share the cores
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
@@ -73,7 +68,7 @@ def backend(request, monkeypatch):
     need_extension(request.param)
     if request.param == "triton":
         small_blocks()
-    if request.param in ("triton", "cuda"):
+    if request.param in OF_GPUS:
         from tests.ptx import backends
 
         backends.use(request.param, monkeypatch.setitem, monkeypatch.setattr)
@@ -118,10 +113,6 @@ def belongs_here(item):
     backend = given.get("backend")
     if any(backend in mark.args for mark in item.iter_markers("not_on")):
         return False
-    if TESTED == ["triton"] and given.get("vocabulary", 0) > MOST_INTERPRETED:
-        return False
-    if "interpreted" in marks:
-        return TESTED == ["triton"]
     if OF_KERNELS:
         return bool(marks & {"kernels", "kernels_alone"}) and backend in TESTED
-    return "kernels_alone" not in marks
+    return "kernels_alone" not in marks or backend in OF_GPUS

@@ -45,9 +45,9 @@ def unaligned(kernel: str, bytes_per_element: float, instructions: float) -> Cud
 
 
 CUDA: tuple[CudaTarget, ...] = (
-    one_pass(_BF16, 14.0, mufu=2.2),
+    one_pass(_BF16, 14.1, mufu=2.2),
     one_pass(_BF16_SOFTCAP, 29.0, mufu=6.3),
-    one_pass(_BF16_UNALIGNED, 15.7, mufu=2.2),
+    one_pass(_BF16_UNALIGNED, 15.8, mufu=2.2),
     one_pass(_BF16_UNALIGNED_SOFTCAP, 30.0, mufu=6.3),
     one_pass(_NARROW, 16.0, mufu=2.2),
     one_pass(_NARROW_UNALIGNED, 15.0, mufu=2.2),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from budgets.losses import COEFFICIENTS, PER_SEQUENCE, PER_TOKEN, loss_types
 from budgets.target import Target
-from fastrl.contract import KL_GRADIENTS, RowStats
+from fastrl.contract import FLAGS, KL_GRADIENTS, RowStats, SavedStats
 from fastrl.triton.objectives import KL_ESTIMATORS, SURROGATES
 from fastrl.triton.vocabulary import logits_policy_loss, token_stats
 from fastrl.triton.vocabulary.rows import COLUMNS_PER_LANE, MOST_LANES, Specialization
@@ -55,8 +55,8 @@ def targets() -> list[Target]:
 
 def _token_stats() -> list[Target]:
     forward, backward = token_stats.token_stats_fwd_kernel, token_stats.token_stats_bwd_kernel
-    out = RowStats._make("*i1" if name == "is_top1" else "*fp32" for name in RowStats._fields)
-    saved = dict.fromkeys(token_stats.SAVED, "*fp32")
+    out = RowStats._make("*i1" if name in FLAGS else "*fp32" for name in RowStats._fields)
+    saved = dict.fromkeys(SavedStats._fields, "*fp32")
     only_logprobs = {n: t for n, t in saved.items() if n not in ("grad_entropy", "grad_logsumexp")}
     found = [
         _target(

@@ -151,12 +151,8 @@ def _temperatures(
         active = rows.token_ids != rows.ignore_index
         if rows.mask is not None:
             active = active & (rows.mask != 0)
-        invalid = active & ~((temperatures > 0) & temperatures.isfinite())
-        if bool(invalid.any()):
-            first = float(temperatures[invalid][0])
-            raise ValueError(f"temperature must be above 0 and finite, got {first}")
         low, high = _bounds(scales)
-        outside = active & ((temperatures < low) | (temperatures > high))
+        outside = active & ~((temperatures >= low) & (temperatures <= high))  # or NaN
         if bool(outside.any()):
             _bounded("temperature", float(temperatures[outside][0]), scales)
     return temperatures

@@ -73,7 +73,8 @@ def linear_token_logprobs(
         bias: `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
         chunk_tokens: rows in a chunk; None chooses by vocabulary and device (on a GPU at most 512
-            MiB for a chunk's logits and hidden states).
+            MiB for a chunk's logits and hidden states, or as much as the copy to which the gradient
+            of a bfloat16 weight is rounded when these are freed).
         compact: skip rows without effect, which on a GPU takes one synchronization.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.

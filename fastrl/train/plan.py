@@ -26,7 +26,9 @@ class Plan(NamedTuple):
     optimizer: float
     activations: float  # that the forward keeps: all, or the input of each layer
     layer_activations: float  # what the forward or the backward of a layer takes beyond them
-    loss_workspace: float  # a chunk of logits, or all and their gradient; the states' gradient
+    # a chunk of logits, then a copy of the head's gradient; or all logits and their gradient; and
+    # the states' gradient
+    loss_workspace: float
     head_gradient: float  # the gradient of the head, which the loss computes
     weight_update: float  # what the optimizer computes with, of one weight after another
     generation_cache: float  # keys and values of the sequences that are generated together
@@ -91,8 +93,10 @@ def plan(
     if config.loss == "logits":  # ppo holds on to them in the backward, which copies the gradient
         loss = float((2 + isinstance(config, PpoConfig)) * logits)
         of_head = max(0, head * wide - logits)  # the logits are freed first
-    else:  # the gradient is accumulated in float32 and then rounded
-        loss, of_head = _chunk_bytes(config, model, scored, device), head * (4 if wide == 4 else 6)
+    else:  # the gradient is accumulated in float32 and then rounded, when the chunk is gone
+        rounded = 2.0 * head * (wide == 2)
+        loss = max(_chunk_bytes(config, model, scored, device, rounded), rounded)
+        of_head = 4 * head
     loss += scored * model.hidden * element
     several = row < total
     earlier = gradients if several else 0.0  # those of earlier micro-batches
@@ -112,12 +116,14 @@ def plan(
     return Plan(*map(float, (*parts, cache, host, learning)))
 
 
-def _chunk_bytes(config: RunConfig, model: Shape, scored: int, device: str) -> float:
+def _chunk_bytes(
+    config: RunConfig, model: Shape, scored: int, device: str, rounded: float
+) -> float:
     """A chunk of logits in float32, its hidden states, and weights as they are multiplied."""
     vocabulary, hidden = model.vocabulary, model.hidden
     if device == "gpu":
         copy = 2.0 * vocabulary * hidden if model.autocasts else 0.0
-        return copy + min(_GPU_CHUNK, scored * (4 * vocabulary + 10 * hidden))
+        return copy + min(max(_GPU_CHUNK, rounded), scored * (4 * vocabulary + 10 * hidden))
     most = max(16, min(_CPU_CHUNK // (4 * vocabulary), 4096))
     rows = -(-scored // -(-scored // most))  # chunks are of about the same size
     block = min(_BLOCK, 4 * vocabulary * hidden) if config.dtype != "float32" else 0

@@ -82,8 +82,8 @@ def divergence_calls(backend):
             _, mean, _ = run.divergence_fwd(
                 logits, teacher, *scaled, stats.row_max, stats.log_sum, *its, beta
             )
-            saved = (stats.row_max, stats.log_sum, stats.entropy, *its, beta, mean)
-            given = (logits, teacher, *scaled, *saved, one, optional, optional, optional)
+            saved = (stats.row_max, stats.log_sum, stats.entropy, optional, optional, optional)
+            given = (logits, teacher, *scaled, *saved, *its, beta, mean, one)
             run.divergence_bwd(*given)
             run.divergence_bwd_(*given, False)
 

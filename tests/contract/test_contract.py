@@ -10,24 +10,22 @@ from fastrl import contract, library
 
 ROOT = Path(__file__).parents[2]
 HEADER = (ROOT / "csrc" / "contract.h").read_text()
-CHECKS = "".join(path.read_text() for path in sorted((ROOT / "csrc").glob("check*.h")))
-TUPLES = (
-    contract.RowArguments,
-    contract.LossArguments,
-    contract.AggregationArguments,
-    contract.RowStats,
-)
-ROWS = (ROOT / "csrc" / "cpu" / "vocabulary" / "token_stats.cpp").read_text()
+ARGUMENTS = "".join((ROOT / "csrc" / name).read_text() for name in ("arguments.h", "check_gae.h"))
 #: The struct that has the fields of a tuple, and where it is.
 STRUCTS = {
     "Coefficients": (contract.Coefficients, HEADER),
     "Objective": (contract.ObjectiveArguments, HEADER),
     "Metrics": (contract.Metrics, HEADER),
-    "RowArguments": (contract.RowArguments, CHECKS),
-    "LossArguments": (contract.LossArguments, CHECKS),
-    "AggregationArguments": (contract.AggregationArguments, CHECKS),
-    "RowTensors": (contract.RowStats, ROWS),
+    "RowStatsOf": (contract.RowStats, HEADER),
+    "RowArguments": (contract.RowArguments, ARGUMENTS),
+    "TeacherScaling": (contract.TeacherScaling, ARGUMENTS),
+    "SavedStats": (contract.SavedStats, ARGUMENTS),
+    "LossArguments": (contract.LossArguments, ARGUMENTS),
+    "ObjectiveArguments": (contract.ObjectiveArguments, ARGUMENTS),
+    "AggregationArguments": (contract.AggregationArguments, ARGUMENTS),
 }
+#: The structs that operators take, each by its fields.
+TAKEN = re.findall(r"^struct (\w+) {(?=[^}]*auto fields)", ARGUMENTS, re.MULTILINE)
 OPERATOR_SOURCES = sorted(
     path
     for folder in ("cpu", "cuda")
@@ -44,7 +42,7 @@ def body_of(struct, text):
 
 def fields_of(struct, text):
     """The names of the data members of a struct, in order."""
-    body = re.sub(r"(FASTRL_HD|explicit) .*?{.*?}", "", body_of(struct, text), flags=re.DOTALL)
+    body = re.sub(r"(FASTRL_HD|auto) .*?{.*?}", "", body_of(struct, text), flags=re.DOTALL)
     declarations = (line.strip() for line in body.split(";"))
     names = []
     for declaration in filter(None, declarations):
@@ -86,24 +84,29 @@ def test_fields_are_those_of_the_struct(name):
     assert_same(ours._fields, fields_of(name, text), f"struct {name}")
 
 
-@pytest.mark.parametrize("fields", TUPLES, ids=lambda fields: fields.__name__)
-@pytest.mark.parametrize("source", OPERATOR_SOURCES, ids=lambda p: f"{p.parts[-3]}-{p.stem}")
-def test_lists_in_braces_keep_the_order(source, fields):
-    for found in re.findall(r"{([\w.,\s]+)}", source.read_text()):
-        names = [part.strip().rpartition(".")[2] for part in found.split(",")]
-        if set(names) >= set(fields._fields):
-            inside = [name for name in names if name in fields._fields]
-            assert_same(fields._fields, inside, f"{source.relative_to(ROOT)}: {{{found}}}")
+@pytest.mark.parametrize("struct", TAKEN)
+def test_arguments_are_taken_in_the_order_of_the_fields(struct):
+    taken = re.search(r"std::tie\((.*?)\)", body_of(struct, ARGUMENTS), re.DOTALL)[1]
+    assert_same(fields_of(struct, ARGUMENTS), re.findall(r"\w+", taken), f"fields of {struct}")
+
+
+def test_statistics_are_visited_in_the_order_of_the_fields():
+    visited = re.findall(r"f\(stats\.(\w+)\.\.\.\)", HEADER)
+    assert_same(contract.RowStats._fields, visited, "for_each_stat")
 
 
 def parameters(source, operator):
-    """The parameter names of the C++ function that implements an operator."""
+    """The arguments that the C++ function of an operator takes, of a struct those in its fields."""
     found = re.search(rf"\b{operator}\(([^;{{]*?)\)\s*{{", source.read_text(), re.DOTALL)
     assert found, f"{source.relative_to(ROOT)} has no function {operator}"
     if not found[1].strip():
         return []
     flat = re.sub(r"<[^<>]*>", "", found[1])
-    return [re.split(r"[\s&*]+", part.strip())[-1] for part in flat.split(",")]
+    names = []
+    for part in flat.split(","):
+        *_, kind, name = re.split(r"[\s&*]+", part.strip())
+        names += fields_of(kind, ARGUMENTS) if kind in TAKEN else [name]
+    return names
 
 
 def implementations():

@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 
+from tests.ptx import backends
+
 from .case import parse
 from .draw import FUNCTIONS
 from .examine import BACKENDS
@@ -29,10 +31,11 @@ def main() -> int:
         given.first,
         given.backend,
         given.device,
-        interpreted=os.environ.get("TRITON_INTERPRET") == "1",
         shrink=not given.no_shrink,
         function=given.function,
     )
+    if run.executed:
+        backends.use(run.backend, dict.__setitem__, setattr)
     if given.case is not None:
         verdict = run.examine(parse(given.case))
         say(*verdict.differences, f"{len(verdict.differences)} parts differ")

@@ -55,14 +55,14 @@ PLAIN_FEATURES = {
 
 
 def draw(
-    seed: int, index: int, function: str | None = None, *, float64: bool, interpreted: bool
+    seed: int, index: int, function: str | None = None, *, float64: bool, executed: bool
 ) -> Case:
     """Return the case of this number: the same in every run."""
     chance = Chance(f"{seed} {index}")
     function = function or chance.weighed(FUNCTIONS)
     wrong = chance.pick(WRONG) if chance.of(SHARE_WRONG) and function != "reduce_metrics" else None
     options: dict[str, Any] = {"seed": chance.whole(0, 10**6)}
-    options |= _tokens(chance, function, interpreted)
+    options |= _tokens(chance, function, executed)
     options |= _dtypes(chance, function, float64)
     options["upstream"] = chance.weighed(
         {"ones": 4, "random": 4, "zero": 1, "some-zero": 2, "expanded": 1, "strided": 1}
@@ -73,7 +73,7 @@ def draw(
     options["constants"] = "of-inference" if chance.of(0.08) else "usual"
     options["mode"] = chance.weighed({"grad": 12, "no-grad": 1, "inference": 1})
     if function in WITH_LOGITS or function in LINEAR:
-        options |= _row_options(chance, function, options, interpreted)
+        options |= _row_options(chance, function, options, executed)
     if function in LINEAR:
         options |= _head_options(chance, function)
     if function in DIVERGENCES:
@@ -87,11 +87,11 @@ def draw(
     return Case(function, **options, wrong=wrong)
 
 
-def _tokens(chance: Chance, function: str, interpreted: bool) -> dict[str, Any]:
+def _tokens(chance: Chance, function: str, executed: bool) -> dict[str, Any]:
     size = chance.weighed(
         {"tiny": 6, "small": 6, "long": 0.3, "longest": 0.03, "many": 0.2, "none": 0.3}
     )
-    if size in ("long", "longest", "many") and (function in WITH_LOGITS + LINEAR or interpreted):
+    if size in ("long", "longest", "many") and (function in WITH_LOGITS + LINEAR or executed):
         size = "small"
     sequences, tokens = {
         "none": (chance.whole(0, 2), 0),
@@ -129,10 +129,10 @@ def _dtypes(chance: Chance, function: str, float64: bool) -> dict[str, Any]:
     }
 
 
-def _row_options(chance: Chance, function: str, options: dict, interpreted: bool) -> dict[str, Any]:
+def _row_options(chance: Chance, function: str, options: dict, executed: bool) -> dict[str, Any]:
     size = chance.weighed({"small": 12, "middle": 2, "large": 1.2})
     vocabulary = chance.pick({"small": SMALL, "middle": MIDDLE, "large": LARGE}[size])
-    if interpreted:
+    if executed:
         vocabulary = chance.pick(SMALL) if size == "small" else chance.pick((500, 1000, 1025))
     drawn: dict[str, Any] = {
         "vocabulary": vocabulary,

@@ -25,13 +25,17 @@ class Run:
     first: int = 0
     backend: str = "cpu"
     device: str = "cpu"
-    interpreted: bool = False
     shrink: bool = True
     function: str | None = None  # None: any
 
+    @property
+    def executed(self) -> bool:
+        """Whether the kernels are a GPU's but the device is a CPU, which takes its time."""
+        return self.backend in ("triton", "cuda") and self.device == "cpu"
+
     def case(self, index: int) -> Case:
         float64 = self.backend in ("reference", "auto")
-        return draw(self.seed, index, self.function, float64=float64, interpreted=self.interpreted)
+        return draw(self.seed, index, self.function, float64=float64, executed=self.executed)
 
     def examine(self, case: Case) -> Verdict:
         return examine(case, self.backend, self.device)

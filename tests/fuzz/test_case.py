@@ -9,7 +9,7 @@ from .case import LOSSES, SIMPLEST, Case, parse
 from .draw import FUNCTIONS, draw
 from .refusals import WRONG
 
-DRAWN = [draw(1, index, float64=True, interpreted=False) for index in range(6000)]
+DRAWN = [draw(1, index, float64=True, executed=False) for index in range(6000)]
 
 
 def test_a_line_says_the_case():
@@ -33,7 +33,7 @@ def test_an_unknown_option_is_refused():
 
 
 def test_the_same_number_is_the_same_case():
-    again = [draw(1, index, float64=True, interpreted=False) for index in range(50)]
+    again = [draw(1, index, float64=True, executed=False) for index in range(50)]
     assert again == DRAWN[:50]
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from fastrl.triton.runtime.registration import INTERPRETED
 from tests.conftest import TESTED
-from tests.gpu import sanitized
 
+from . import sanitized
 from .run import MOST_IN_DOUBT, Run, perform
 
 SEED = 20260923
@@ -18,7 +17,7 @@ PARTS = [(name, first) for name in TESTED for first in range(0, CASES[name], AT_
 @pytest.mark.parametrize(("backend", "first"), PARTS, indirect=["backend"])
 def test_nothing_is_unexplained(backend, first):
     cases = min(AT_ONCE, CASES[backend] - first)
-    run = Run(cases, seed=SEED, first=first, backend=backend, interpreted=INTERPRETED)
+    run = Run(cases, seed=SEED, first=first, backend=backend)
     report = perform(run)
     assert not report.failures, str(report)
     assert report.share_in_doubt < MOST_IN_DOUBT
@@ -28,4 +27,4 @@ def test_nothing_is_unexplained(backend, first):
 @pytest.mark.parametrize("capability", ["plain", "avx2", "avx512"])
 def test_no_access_beyond_a_tensor(capability):
     """On the CPU backend built under AddressSanitizer and UBSan."""
-    sanitized.run("cpu", cases=300, FASTRL_CPU_CAPABILITY=capability)
+    sanitized.run(cases=300, FASTRL_CPU_CAPABILITY=capability)

@@ -5,10 +5,10 @@ import operator
 import torch.distributed as dist
 
 import fastrl
-from tests.gpu import on_host
 from tests.gpu import test_tensor_cores as alone
 from tests.ops.linear.tensor_cores import multiply_as_on_a_gpu
 from tests.ops.ranks.vocabulary_ranks import columns
+from tests.ptx import backends
 
 SPLIT = (150, 161)
 CASES = {
@@ -22,9 +22,7 @@ CASES = {
 def gpu_on_ranks(backend):
     """Compare the loss and its gradients with float64; return the loss of each case."""
     multiply_as_on_a_gpu(setattr)
-    if backend == "cuda":
-        on_host.load()
-        on_host.allow_on_a_cpu(operator.setitem, setattr)
+    backends.use(backend, operator.setitem, setattr)
     return [_compare(precision, backend) for precision in CASES]
 
 

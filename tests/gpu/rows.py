@@ -15,8 +15,8 @@ from fastrl.contract import (
     RowStats,
 )
 from fastrl.library import operators
-from tests.gpu.on_host import without_clusters
 from tests.ops.inputs import make_logits
+from tests.ptx.cuda_operators import device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS = (
@@ -31,7 +31,7 @@ def shared_out(backend, monkeypatch, otherwise=True):
     if not otherwise:
         return contextlib.nullcontext()
     if backend == "cuda":
-        return without_clusters()
+        return device(8, 40)
     return _over_programs(monkeypatch)
 
 

@@ -114,11 +114,16 @@ def test_rows_without_a_gradient_are_zeros(backend, V):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("bounds", [None, (0, 0, 2, 3, 3, 11, 12, 12)], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "bounds",
+    [None, (0, 0, 2, 3, 3, 11, 12, 12), (0, *[1] * 9, 2, 5, *[6] * 20, 9, *[12] * 4)],
+    ids=["padded", "packed", "many empty"],
+)
 def test_constants_per_sequence_are_those_of_its_tokens(backend, monkeypatch, bounds, shared):
     B, T, count, cu_seqlens = 4, 3, 4, None
     if bounds is not None:
-        B, T, count, cu_seqlens = 1, 12, 7, torch.tensor(bounds, dtype=torch.int32)
+        B, T, count = 1, 12, len(bounds) - 1
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     _, logits, token_ids, mask = make_rows(1000, torch.float32, 0, B, T)
     rows, (per_token, objective) = (
         rows_of(token_ids, mask),

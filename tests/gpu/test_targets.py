@@ -198,7 +198,7 @@ for rows.processors in (lambda device: 0, lambda device: 132):
     token_stats.token_stats_bwd(logits, *of_rows, *[one] * 4, None, None)
     pair = (logits, logits, *of_rows, None, 1.0, 1.0, 0.0)
     divergence.divergence_fwd(*pair, *[one] * 4, 0.5)
-    divergence.divergence_bwd(*pair, *[one] * 5, 0.5, one, one, None, None, None)
+    divergence.divergence_bwd(*pair, *[one] * 3, None, None, None, one, one, 0.5, one, one)
     loss, objective = arguments(one)
     logits_policy_loss.logits_policy_loss_fwd(logits, *of_rows, *loss, *objective)
 print(json.dumps({name: sorted(values) for name, values in found.items()}))

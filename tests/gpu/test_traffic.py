@@ -1,9 +1,7 @@
-"""The bytes that kernels load of logits and gradients, and store: counted one by one.
-
-In Triton's interpreter, and on the host machine of the CUDA kernels.
-"""
+"""The bytes that kernels load of logits and gradients, and store: counted one by one."""
 
 import contextlib
+import ctypes
 
 import numpy as np
 import pytest
@@ -11,8 +9,8 @@ import torch
 
 import fastrl
 from fastrl.library import operators
-from tests.gpu import on_host
 from tests.gpu.rows import loss_of, make_rows, one_pass, rows_of, saved, token_stats
+from tests.ptx.machine import machine
 
 pytestmark = pytest.mark.kernels_alone  # a CPU counts no bytes
 GRANULE = 16
@@ -20,63 +18,22 @@ GRANULE = 16
 READS = {"triton": 2, "cuda": 1}
 
 
-class Traffic:
-    """The addresses that are loaded from and stored to, in a range of memory."""
-
-    def __init__(self, patch):
-        from triton.runtime.interpreter import InterpreterBuilder
-
-        self.loads, self.stores = [], []
-        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-        def counted_load(builder, pointers, mask, *others):
-            self._note(self.loads, pointers, mask)
-            return load(builder, pointers, mask, *others)
-
-        def counted_store(builder, pointers, value, mask, *others):
-            self._note(self.stores, pointers, mask)
-            return store(builder, pointers, value, mask, *others)
-
-        patch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
-        patch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
-
-    @staticmethod
-    def _note(events, pointers, mask):
-        width = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)]
-        events.append((addresses.astype(np.int64).ravel(), width))
-
-    @staticmethod
-    def _bytes(events, begin, end):
-        """Every byte of the range that was requested, as often as it was."""
-        found = [np.add.outer(at, np.arange(width)).ravel() for at, width in events]
-        every = np.concatenate([np.zeros(0, np.int64), *found])
-        return every[(every >= begin) & (every < end)] - begin
-
-    def of(self, tensor):
-        """How often each byte of a tensor's memory was loaded and stored."""
-        begin = tensor.data_ptr()
-        size = tensor.untyped_storage().nbytes()
-        return tuple(
-            np.bincount(self._bytes(events, begin, begin + size), minlength=size)
-            for events in (self.loads, self.stores)
-        )
-
-
 @contextlib.contextmanager
-def counted(backend, monkeypatch, *tensors):
+def counted(*tensors):
     """Yield a list that gets the counts of loads and stores of each byte of the tensors' memory."""
-    found = []
-    if backend == "cuda":
-        with on_host.watched(*tensors) as counts:
-            yield found
-        found += [[count.numpy() for count in pair] for pair in counts]
-        return
-    operators("triton").scale_(torch.zeros(1), torch.ones(()))  # corrects the interpreter first
-    with monkeypatch.context() as patch:
-        traffic = Traffic(patch)
+    found, counts = [], []
+    watch = machine().library.ptx_watch
+    for place, tensor in enumerate(tensors):
+        size = tensor.untyped_storage().nbytes()
+        counts.append([np.zeros(size, np.uint8) for _ in range(2)])
+        pointers = (ctypes.c_void_p(count.ctypes.data) for count in counts[-1])
+        watch(place, ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(size), *pointers)
+    try:
         yield found
-    found += [traffic.of(tensor) for tensor in tensors]
+    finally:
+        for place in range(len(tensors)):
+            watch(place, ctypes.c_uint64(0), ctypes.c_uint64(0), None, None)
+    found += counts
 
 
 def elements(counts, shape, size):
@@ -113,13 +70,11 @@ UNALIGNED = pytest.mark.not_on("triton")  # which reads whole granules at the en
     ("V", "beside"), [(4096, 0), pytest.param(5001, 2, marks=UNALIGNED), (20_000, 0)]
 )
 @pytest.mark.parametrize("inplace", [True, False])
-def test_one_pass_reads_logits_and_writes_the_gradient_once(
-    backend, monkeypatch, V, beside, inplace
-):
+def test_one_pass_reads_logits_and_writes_the_gradient_once(backend, V, beside, inplace):
     N, reads = 9, READS[backend]
     whole, logits, token_ids, mask = make_rows(V, torch.bfloat16, beside, 1, N)
     loss, rows = loss_of(logits, token_ids, mask), rows_of(token_ids, mask)
-    with counted(backend, monkeypatch, whole) as found:
+    with counted(whole) as found:
         if inplace:
             given = (logits, *rows, *loss[0], *loss[1], False)
             operators(backend).logits_policy_loss_fwd_(*given)
@@ -136,7 +91,7 @@ def test_one_pass_reads_logits_and_writes_the_gradient_once(
 
 @pytest.mark.parametrize("operator", ["logits_policy_loss_fwd_", "token_stats_bwd_"])
 @pytest.mark.parametrize("V", [1000, pytest.param(1001, marks=UNALIGNED)])
-def test_a_narrow_gradient_is_half_of_what_is_read(backend, monkeypatch, operator, V):
+def test_a_narrow_gradient_is_half_of_what_is_read(backend, operator, V):
     stride, N = 1008, 4
     memory = torch.randn(N, stride)
     logits = memory.as_strided((1, N, V), (N * stride, stride, 1))
@@ -147,7 +102,7 @@ def test_a_narrow_gradient_is_half_of_what_is_read(backend, monkeypatch, operato
     if not in_one_pass:
         stats = token_stats(backend, logits, rows)
         rest = (*saved(stats), *(torch.randn(1, N) for _ in range(3)))
-    with counted(backend, monkeypatch, memory) as found:
+    with counted(memory) as found:
         getattr(operators(backend), operator)(logits, *rows, *rest, True)
     loads = elements(found[0][0], (N, stride), 4)
     stores = elements(found[0][1], (N, 2 * stride), 2)
@@ -167,16 +122,14 @@ def test_a_narrow_gradient_is_half_of_what_is_read(backend, monkeypatch, operato
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("start", [0, 1, 4, 7])
 @pytest.mark.parametrize("length", [5, 1021])
-def test_nothing_is_read_beyond_the_16_bytes_of_a_rows_ends(
-    backend, monkeypatch, start, length, dtype
-):
+def test_nothing_is_read_beyond_the_16_bytes_of_a_rows_ends(backend, start, length, dtype):
     size, N = dtype.itemsize, 3
     buffer = torch.zeros(64 + N * length, dtype=dtype)
     skip = (-buffer.data_ptr() % GRANULE) // size + 16 + start
     logits = buffer[skip : skip + N * length].view(1, N, length)
     token_ids, mask = torch.zeros(1, N, dtype=torch.int64), torch.ones(1, N, dtype=torch.bool)
     loss, rows = loss_of(logits, token_ids, mask), rows_of(token_ids, mask)
-    with counted(backend, monkeypatch, buffer) as found:
+    with counted(buffer) as found:
         operators(backend).logits_policy_loss_fwd_(logits, *rows, *loss[0], *loss[1], False)
     loads, stores = found[0]
     begin, end = skip * size, (skip + N * length) * size
@@ -190,12 +143,10 @@ def test_nothing_is_read_beyond_the_16_bytes_of_a_rows_ends(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_factor_of_one_costs_no_traffic_and_others_a_read_and_a_write(
-    backend, monkeypatch, dtype
-):
+def test_a_factor_of_one_costs_no_traffic_and_others_a_read_and_a_write(backend, dtype):
     gradient = torch.randn(20_000).to(dtype)
     for factor, times in ((1.0, 0), (0.5, 1)):
-        with counted(backend, monkeypatch, gradient) as found:
+        with counted(gradient) as found:
             operators(backend).scale_(gradient, torch.tensor(factor))
         for counts in found[0]:
             assert (counts == times).all()
@@ -204,10 +155,10 @@ def test_a_factor_of_one_costs_no_traffic_and_others_a_read_and_a_write(
 @pytest.mark.not_on("triton")  # whose blocks overlap at their ends
 def test_each_token_is_moved_once_in_vectors(backend, monkeypatch):
     tokens, others = torch.randn(2, 384), torch.randn(2, 384)
-    with counted(backend, monkeypatch, tokens) as found:
+    with counted(tokens) as found:
         fastrl.gae(tokens, others, backend=backend)
     assert (found[0][0] == 1).all()
     given = {"mask": torch.ones(2, 384), "old_logprobs": others, "backend": backend}
-    with counted(backend, monkeypatch, tokens) as found:
+    with counted(tokens) as found:
         fastrl.policy_loss(tokens, others, **given)
     assert (found[0][0] == 1).all()

@@ -9,11 +9,10 @@ from fastrl import Objective
 from fastrl.contract import LossArguments, RowArguments
 from fastrl.library import operators
 from fastrl.triton.runtime.registration import OPERATORS
-from tests.conftest import interpret_small_blocks
 from tests.contract.operator_calls import operator_calls
 from tests.ops.entry_points import ENTRIES
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.kernels_alone, pytest.mark.not_on("cuda")]
 ROWS = RowArguments(
     token_ids=torch.zeros(1, 1, dtype=torch.int64),
     mask=None,
@@ -29,8 +28,7 @@ def modules(*names):
     return [importlib.import_module(f"fastrl.triton.vocabulary.{name}") for name in names]
 
 
-def test_opcheck_of_every_operator():
-    interpret_small_blocks()
+def test_opcheck_of_every_operator(backend):
     chosen = ("policy_loss by term", "logits_policy_loss ppo", "token_stats outputs", "gae")
     chosen = [
         ENTRIES[name]
@@ -58,7 +56,7 @@ class Launches:
         return lambda **arguments: None
 
 
-def test_rows_are_on_the_first_axis_of_the_grid(monkeypatch):
+def test_rows_are_on_the_first_axis_of_the_grid(backend, monkeypatch):
     """The other two axes end at 65,535 programs."""
     stats, policy = modules("token_stats", "logits_policy_loss")
     launches = Launches()

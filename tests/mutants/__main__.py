@@ -63,7 +63,9 @@ def tested(folder, fault, limit):
         "FASTRL_BUILD": "cpu",
     }
     if fault.path.startswith("fastrl/triton/"):
-        env["TRITON_INTERPRET"] = "1"
+        env["FASTRL_TESTED"] = "triton"
+    elif "tests/gpu/test_cuda.py" in fault.tests:
+        env["FASTRL_TESTED"] = "reference cpu cuda"
     for arguments, most in ((build, BUILD), (pytest, limit))[not is_compiled(fault) :]:
         start = time.monotonic()
         process = subprocess.Popen(

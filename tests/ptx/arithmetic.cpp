@@ -163,8 +163,8 @@ float smaller(float a, float b) {
 }
 float larger(float a, float b) { return -smaller(-a, -b); }
 
-// Approximate functions: off by less than so many units in the last place, as NVIDIA states them;
-// exact at integers for ex2, on which its own expm1f relies.
+// Approximate functions: off by less than so many units in the last place, as NVIDIA states them.
+// Powers of two are exact, on which its own expm1f relies.
 double unit(double x) { return std::ldexp(1.0, std::max(std::ilogb(x), -126) - 23); }
 #define APPROXIMATE(name, units, ftz, expression)                                          \
   Operation {                                                                              \
@@ -175,7 +175,8 @@ double unit(double x) { return std::ldexp(1.0, std::max(std::ilogb(x), -126) - 2
         const double a = ftz ? flushed(x[l]) : x[l];                                       \
         [[maybe_unused]] const double b = y[l];                                            \
         const double exact = expression;                                                   \
-        const bool power = name[0] == 'e' && a == std::rint(a);                            \
+        int exponent;                                                                      \
+        const bool power = std::fabs(std::frexp(exact, &exponent)) == 0.5;                 \
         if (!std::isfinite(exact) || exact == 0 || power) return static_cast<float>(exact);  \
         const double off = machine.error(i.operation, std::bit_cast<uint32_t>(x[l]));      \
         const float found = static_cast<float>(exact + off * (units - 0.5) * unit(exact));   \
@@ -285,10 +286,11 @@ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
 template <typename T>
 T field(T a, uint32_t start, uint32_t length) {
   start &= 0xff, length &= 0xff;
-  if (length == 0 || start >= 32) return length && std::is_signed_v<T> && a < 0 ? T(-1) : T(0);
+  constexpr uint32_t kBits = 8 * sizeof(T);
+  if (length == 0 || start >= kBits) return length && std::is_signed_v<T> && a < 0 ? T(-1) : T(0);
   T x = a >> start;
-  if (length >= 32) return x;
-  const uint32_t mask = (1u << length) - 1;
+  if (length >= kBits) return x;
+  const uint64_t mask = (uint64_t{1} << length) - 1;
   const bool negative = std::is_signed_v<T> && x >> (length - 1) & 1;
   return static_cast<T>((x & mask) | (negative ? ~mask : 0));
 }
@@ -362,6 +364,7 @@ const std::vector<Operation>& arithmetic() {
       OPERATION("popc.b32", uint32_t, uint32_t, uint32_t, uint32_t, std::popcount(a)),
       OPERATION("prmt.b32", uint32_t, uint32_t, uint32_t, uint32_t, permuted(a, b, c)),
       OPERATION("bfe.u32", uint32_t, uint32_t, uint32_t, uint32_t, field(a, b, c)),
+      OPERATION("bfe.u64", uint64_t, uint64_t, uint32_t, uint32_t, field(a, b, c)),
       OPERATION("bfe.s32", int32_t, int32_t, uint32_t, uint32_t, field(a, b, c)),
       OPERATION("shf.r.wrap.b32", uint32_t, uint32_t, uint32_t, uint32_t,
                 (uint64_t(b) << 32 | a) >> (c & 31)),

@@ -43,7 +43,17 @@ def nvcc():
 def _compile_kernels(source):
     """Compile a .cu file to an object and PTX, once for the same sources."""
     headers = [*CSRC.glob("*.h"), *(CSRC / "cuda").rglob("*.h"), *(CSRC / "cuda").rglob("*.cuh")]
-    command = [nvcc(), *NVCC_FLAGS, SPLIT, "-Xcompiler", "-fPIC", "-cudart", "none", "-c", str(source)]
+    command = [
+        nvcc(),
+        *NVCC_FLAGS,
+        SPLIT,
+        "-Xcompiler",
+        "-fPIC",
+        "-cudart",
+        "none",
+        "-c",
+        str(source),
+    ]
     target = place_of(f"{source.stem}-kernels", command, [source, *headers])
     ptx = target.with_suffix(".ptx")
     if not (target.exists() and ptx.exists()):
@@ -67,14 +77,20 @@ def load():
     toolkit = Path(nvcc()).resolve().parents[1]
     flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", f"-isystem{toolkit}/include", *TORCH,
              f"-isystem{sysconfig.get_path('include')}", f"-I{CSRC}"]  # fmt: skip
-    stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-include", str(FOLDER / "cuda" / "on_cpu.h")]
+    stable = [
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        "-include",
+        str(FOLDER / "cuda" / "on_cpu.h"),
+    ]
     headers = [*CSRC.glob("*.h"), *(CSRC / "cuda").rglob("*.h"), FOLDER / "cuda" / "on_cpu.h"]
 
     def operators(source):
         command = [COMPILER, *flags, *stable, "-c", str(source)]
         return compiled(f"{source.stem}-operators", command, [source, *headers])
 
-    sources = sorted((CSRC / "cuda").rglob("*.cu"), key=lambda path: -path.name.startswith("logits"))
+    sources = sorted(
+        (CSRC / "cuda").rglob("*.cu"), key=lambda path: -path.name.startswith("logits")
+    )
     glue = [path for path in (CSRC / "cuda" / "torch").glob("*.cpp") if path.stem != "bind"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         kernels = pool.map(_compile_kernels, sources)
@@ -87,19 +103,28 @@ def load():
     for kernel, text in kernels:
         objects.append(kernel)
         ptx |= dict.fromkeys(re.findall(r"\.entry (\w+)\(", text), text)
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch", "-ltorch_cpu", "-lc10"]
-    # our runtime's names win over those that torch may bring
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + [
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
+    # the names of this runtime win over those that torch may bring
     command = [COMPILER, "-shared", "-Wl,-Bsymbolic", *map(str, objects), *libraries]
     library = str(compiled("operators", command, []))
     torch.ops.load_library(library)
     loaded = ctypes.CDLL(library)
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, *[ctypes.c_uint] * 4, ctypes.POINTER(ctypes.c_void_p))
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_char_p, *[ctypes.c_uint] * 4, ctypes.POINTER(ctypes.c_void_p)
+    )
     def launched(name, blocks, threads, cluster, shared, arguments):
         name = name.decode()
         try:
             kernel, _ = found.kernel(ptx[name], name)
-            parts = [ctypes.string_at(arguments[n], size) for n, (_, size, _) in enumerate(kernel.parameters)]
+            parts = [
+                ctypes.string_at(arguments[n], size)
+                for n, (_, size, _) in enumerate(kernel.parameters)
+            ]
             assert len(parts) == 1
             found.launch(ptx[name], name, (blocks, 1, 1), threads, parts[0], cluster, shared)
         except Exception as error:  # a callback cannot raise

@@ -1,6 +1,6 @@
 """Reads PTX into the instructions of machine.h: operands as places in a warp's registers.
 
-What a kernel may contain is what machine.h and its operations know; anything else is refused by name.
+What the operations of the machine do not cover is refused by name.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ BITS = re.compile(r"[a-z]+(\d+)(x2)?$")
 TOKEN = re.compile(r"[%$\w.:]+|-?\d[\w]*|[{}\[\],|@!+-]")
 
 
-class NotPtx(ValueError):
-    """Something that the machine does not execute."""
+class RefusedError(ValueError):
+    """Of PTX that the machine does not execute."""
 
 
 @dataclasses.dataclass
@@ -146,7 +146,7 @@ class _Reader:
                 label = text[:-1]
                 self.labels[label if len(scopes) == 1 else f"{label}@{serial}"] = len(self.lines)
             elif text.startswith("."):
-                raise NotPtx(f"{self.name}: {text}")
+                raise RefusedError(f"{self.name}: {text}")
             else:
                 self.lines.append(self._line(text, scopes, serial, place))
 
@@ -171,7 +171,11 @@ class _Reader:
         opcode, _, rest = (opcode + " " + rest).replace("\t", " ").partition(" ")
         local = {name: full for scope in scopes for name, full in scope.items()}
         operands = [_renamed(one, local) for one in _operands(rest)]
-        if opcode.startswith("bra") and len(scopes) > 1 and f"{operands[0]}@{serial}" in self.labels:
+        if (
+            opcode.startswith("bra")
+            and len(scopes) > 1
+            and f"{operands[0]}@{serial}" in self.labels
+        ):
             operands[0] = f"{operands[0]}@{serial}"
         parts = [part for part in opcode.split(".") if part not in IGNORED]
         return _Line(parts, local.get(guard, guard), negated, operands, place)
@@ -226,7 +230,7 @@ class _Reader:
             return self._constant(self.parameters[int(name.rpartition("_")[2])][0], width)
         if re.search(r"(fastrl_sharedE|global_smem)$", name):
             return SPECIAL[f"%shared{width}"] * 2 * LANES * 4
-        raise NotPtx(f"{self.name}: the operand {name}")
+        raise RefusedError(f"{self.name}: the operand {name}")
 
     # --- lines to records
 
@@ -237,7 +241,7 @@ class _Reader:
         record["file"], record["line"] = line.place
         name = self._fill(record, line)
         if name not in self.operations:
-            raise NotPtx(f"{self.name}: {'.'.join(line.parts)} ({name})")
+            raise RefusedError(f"{self.name}: {'.'.join(line.parts)} ({name})")
         record["operation"] = self.operations[name]
         return record
 
@@ -265,7 +269,10 @@ class _Reader:
                 record["d"][1] = self._operand(second, 32)
         record["d"][0] = self._operand(destination, 32)
         if kind == "cvt":
-            record["extra"][:2] = self.widths[destination], self._width_of(sources[0], line.parts[-1])
+            record["extra"][:2] = (
+                self.widths[destination],
+                self._width_of(sources[0], line.parts[-1]),
+            )
         for i, (one, width) in enumerate(zip(sources, self._source_widths(line), strict=False)):
             record["s"][i] = self._operand(one, width)
         return ".".join(line.parts)
@@ -303,7 +310,10 @@ class _Reader:
             return f"{name}.b{width}"
         type_ = line.parts[-1]
         width = PREDICATE if type_ == "pred" else int(BITS.match(type_)[1])
-        record["d"][0], record["s"][0] = self._operand(destination, width), self._operand(source, width)
+        record["d"][0], record["s"][0] = (
+            self._operand(destination, width),
+            self._operand(source, width),
+        )
         return "mov.pred" if width == PREDICATE else f"mov.b{width}"
 
     def _address(self, record, operand):
@@ -316,7 +326,7 @@ class _Reader:
         """Return the register of an address that has no place for an offset in a record."""
         base, offset = operand
         if offset:
-            raise NotPtx(f"{self.name}: [{base}+{offset}]")
+            raise RefusedError(f"{self.name}: [{base}+{offset}]")
         return base
 
     def _memory(self, record, line):
@@ -327,7 +337,7 @@ class _Reader:
             return self._asynchronous(record, line)
         space = next((part for part in parts if part in SPACES), None)
         if space is None:
-            raise NotPtx(f"{self.name}: {'.'.join(parts)} without a space")
+            raise RefusedError(f"{self.name}: {'.'.join(parts)} without a space")
         type_ = parts[-1]
         bytes_ = int(BITS.match(type_)[1]) // 8
         record["extra"][:2] = SPACES[space], bytes_
@@ -337,7 +347,7 @@ class _Reader:
         if kind in ("ld", "st", "atom"):
             others = {*parts[1:-1]} - {*SPACES, *ORDERS, *NARROW, "gpu", "sys", "v2", "v4"}
             if others - ({"add", "max", "cas"} if kind == "atom" else set()):
-                raise NotPtx(f"{self.name}: {'.'.join(parts)}")
+                raise RefusedError(f"{self.name}: {'.'.join(parts)}")
         if kind in ("ldmatrix", "stmatrix"):
             data, address = operands if kind == "ldmatrix" else reversed(operands)
             self._address(record, address)
@@ -415,7 +425,7 @@ def _operands(text):
             found.append([name.strip() for name in one[1:-1].split(",")])
         elif one.startswith("["):
             base, _, offset = one[1:-1].replace(" ", "").partition("+")
-            found.append((base, int(offset or '0', 0)))
+            found.append((base, int(offset or "0", 0)))
         elif one:
             found.append(one.replace(" ", ""))
     return found

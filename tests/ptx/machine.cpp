@@ -276,6 +276,8 @@ int ptx_run(const ptx::Launch* launch, ptx::Counts* counts, char* message, size_
   ptx::Machine machine(*launch);
   try {
     machine.run();
+    machine.counts.different_sectors_read = machine.sectors[0].size();
+    machine.counts.different_sectors_written = machine.sectors[1].size();
     *counts = machine.counts;
     return 0;
   } catch (const std::exception& fault) {

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -51,6 +52,7 @@ struct Launch {
 struct Counts {
   uint64_t instructions, global_sectors_read, global_sectors_written, requests, bank_conflicts;
   uint64_t shared_accesses, async_bytes_in_flight;
+  uint64_t different_sectors_read, different_sectors_written;
 };
 
 // What the kernel did that it must not do.
@@ -203,6 +205,7 @@ class Machine {
   // --- for operations
   const Launch& launch;
   Counts counts{};
+  std::unordered_set<uint64_t> sectors[2];  // read and written at least once
   uint64_t time = 0, progress = 0;
   uint64_t random();
   double error(uint64_t operation, uint64_t bits) const;  // in [-1, 1], the same each time

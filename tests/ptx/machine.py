@@ -6,8 +6,8 @@
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
-import re
 import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -47,11 +47,15 @@ class _Launch(ctypes.Structure):
 
 
 class Counts(ctypes.Structure):
-    """What launches have cost; sectors are of 32 bytes, counted once for each access of a warp."""
+    """What launches have cost; sectors are of 32 bytes, counted once for each access of a warp.
+
+    The different ones count once in a launch: what memory moves where caches hold the rest.
+    """
 
     _fields_ = [(name, ctypes.c_uint64) for name in (
         "instructions", "sectors_read", "sectors_written", "requests", "bank_conflicts",
-        "shared_accesses", "async_bytes_in_flight")]  # fmt: skip
+        "shared_accesses", "async_bytes_in_flight", "different_sectors_read",
+        "different_sectors_written")]  # fmt: skip
 
 
 def place_of(name, command, sources):
@@ -68,7 +72,9 @@ def compiled(name, command, sources):
     target = place_of(name, command, sources)
     if not target.exists():
         partial = target.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command, "-o", partial], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "-o", partial], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
         partial.rename(target)
@@ -90,11 +96,12 @@ class Machine:
         command = [COMPILER, "-shared", *map(str, objects), *LIBRARIES]
         self.library = ctypes.CDLL(str(compiled("machine", command, [])), mode=ctypes.RTLD_GLOBAL)
         self.library.ptx_operation.restype = ctypes.c_char_p
-        names = iter(lambda n=iter(range(10_000)): self.library.ptx_operation(next(n)), None)
-        self.operations = [name.decode() for name in names]
+        names = map(self.library.ptx_operation, itertools.count())
+        self.operations = [name.decode() for name in itertools.takewhile(bool, names)]
         self.library.ptx_keep_tensors()
         self.seed = int(os.environ.get("FASTRL_PTX_SEED", "0"))
         self.counts = Counts()
+        self.launched = set()
         self._decoded = {}
 
     def kernel(self, ptx, name):
@@ -108,10 +115,13 @@ class Machine:
     def launch(self, ptx, name, grid, threads, parameters, cluster=1, shared=0):
         """Run a kernel on packed parameters, or on values in order; PtxError says what went wrong."""
         kernel, entry = self.kernel(ptx, name)
+        self.launched.add(name)
         if not isinstance(parameters, bytes):
             parameters = self._packed(kernel, parameters)
         resident = (1, 2, 3, 8)[self.seed % 4]
-        given = _Launch(ctypes.pointer(entry), grid, threads, cluster, shared, parameters, self.seed, resident)
+        given = _Launch(
+            ctypes.pointer(entry), grid, threads, cluster, shared, parameters, self.seed, resident
+        )
         counts, message = Counts(), ctypes.create_string_buffer(2000)
         if not np.prod(grid):
             return
@@ -119,7 +129,9 @@ class Machine:
             place, what, where = message.value.decode().split("|", 2)
             number, line = map(int, place.split(":"))
             file = kernel.files[number] if number < len(kernel.files) else ""
-            raise PtxError(f"{name}: {what} ({where}; {os.path.basename(file)}:{line}; seed {self.seed})")
+            raise PtxError(
+                f"{name}: {what} ({where}; {os.path.basename(file)}:{line}; seed {self.seed})"
+            )
         for field, _ in Counts._fields_:
             both = getattr(self.counts, field), getattr(counts, field)
             setattr(self.counts, field, max(both) if "in_flight" in field else sum(both))
@@ -129,7 +141,9 @@ class Machine:
         for (at, _, kind), value in zip(kernel.parameters, values, strict=True):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                self.library.ptx_tensor(ctypes.c_uint64(storage.data_ptr()), ctypes.c_uint64(storage.nbytes()))
+                self.library.ptx_tensor(
+                    ctypes.c_uint64(storage.data_ptr()), ctypes.c_uint64(storage.nbytes())
+                )
                 value = value.data_ptr()
             code = PACKED[kind]
             if code in "BHIQ":

@@ -65,6 +65,7 @@ void count(Machine& m, const Instruction& i, const uint64_t* addresses, uint32_t
     std::sort(units, units + n);
     const auto unique = static_cast<uint64_t>(std::unique(units, units + n) - units);
     (store ? m.counts.global_sectors_written : m.counts.global_sectors_read) += unique;
+    m.sectors[store].insert(units, units + unique);
     ++m.counts.requests;
     for (const Watch& watch : watched) {
       if (!watch.bytes) continue;

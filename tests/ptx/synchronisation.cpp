@@ -154,7 +154,7 @@ Outcome wait_cluster(Machine& m, Warp& w, const Instruction&, uint32_t lanes) {
   const Cluster& cluster = *w.block->cluster;
   if ((w.cluster_arrived & lanes) != lanes) m.fault(w, "waits at a cluster's barrier before it has arrived");
   if (w.cluster_phase[__builtin_ctz(lanes)] == cluster.phase) {
-    w.at_cluster = lanes == w.live;  // else its other lanes go on
+    w.at_cluster = (w.live & ~w.cluster_arrived) == 0;  // else other lanes have yet to arrive
     return Outcome::kBlockedHere;
   }
   for (int l = 0; l < kLanes; ++l) {
@@ -279,6 +279,7 @@ Outcome bulk_copy(Machine& m, Warp& w, const Instruction& i, uint32_t lanes) {
       at += piece.bytes;
     }
     m.counts.global_sectors_read += (t.source % 32 + bytes + 31) / 32;
+    for (uint64_t n = t.source / 32; n * 32 < t.source + bytes; ++n) m.sectors[0].insert(n);
     for (const Watch& watch : watched) {
       for (uint32_t b = 0; watch.bytes && b < bytes; ++b) {
         if (t.source + b - watch.begin < watch.bytes) ++watch.loads[t.source + b - watch.begin];

@@ -48,7 +48,7 @@ class Machine(DriverBase):
         return None, Loaded(name, ptx.decode(), shared), 32, 0, 1024
 
     def launcher_cls(self, src, metadata):
-        assert not (metadata.global_scratch_size or metadata.profile_scratch_size)
+        assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
         assert metadata.num_ctas == 1
 
         def run(x, y, z, stream, loaded, packed, launch_metadata, enter, leave, *arguments):
@@ -68,9 +68,10 @@ def _flat(types, arguments):
 
 
 def _stop_at_ptx(backend=None, stages=None, options=None, language=None, capability=None):
-    if stages is None:
-        return "ptx", "ptx"
-    stages["cubin"] = lambda ptx, metadata: ptx.encode()
+    """Replace the assembler; asked without stages, say what identifies that in caches."""
+    if stages is not None:
+        stages["cubin"] = lambda ptx, metadata: ptx.encode()
+    return "ptx", "ptx"
 
 
 def activate(launch):

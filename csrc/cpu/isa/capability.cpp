@@ -62,5 +62,5 @@ const Kernels& kernels() {
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CompositeExplicitAutograd, m) {
-  m.impl("cpu_capability", TORCH_BOX(&fastrl::cpu::cpu_capability));
+  m.impl("cpu_capability", fastrl::boxed<fastrl::cpu::cpu_capability>);
 }

@@ -12,10 +12,10 @@ constexpr int64_t kBlock = 4096;
 
 enum LogitsType : int { kFloat, kBFloat16, kHalf, kNumLogitsTypes };
 
-// Maps a raw logit to an exponent of two: multiplier * x, or multiplier * tanh(squash * x) with a
+// Maps a raw logit to an exponent of two: binary_gain * x, or binary_gain * tanh(squash * x) with a
 // softcap.
 struct LogitMap {
-  float multiplier;
+  float binary_gain;
   float squash;  // logit_scale / softcap, 0 without a softcap
 };
 
@@ -34,10 +34,10 @@ struct GradientTerms {
 };
 
 // Two rows that are compared, a student's and a teacher's. Values are logits, or tanh of them under
-// a softcap; a multiplier makes exponents of two of them.
+// a softcap; a binary_gain makes exponents of two of them.
 struct DivergenceMap {
-  float multiplier, max, log2_sum;  // of the student; log2_sum is relative to max
-  float teacher_multiplier, teacher_max, teacher_log2_sum;
+  float binary_gain, max, log2_sum;  // of the student; log2_sum is relative to max
+  float teacher_binary_gain, teacher_max, teacher_log2_sum;
   float max_difference, max_difference_error;  // max - teacher_max, and what its rounding left
   float offset;                                // log2_sum - teacher_log2_sum
   float beta;
@@ -106,8 +106,8 @@ struct Kernels {
   // [softcap]; see divergence_blocks.h. Rows of floats that block_values has written, or slopes.
   using Values = void (*)(const void* x, int64_t n, float squash, float* out);
   Values values[kNumLogitsTypes][2];
-  using Slopes = void (*)(const void* x, const float* slopes, int64_t n, float squash, float gain,
-                          void* grad);
+  using Slopes = void (*)(const void* x, const float* slopes, int64_t n, float squash,
+                          float raw_gain, void* grad);
   Slopes slopes[kNumLogitsTypes][2];
   // [forward KL, reverse KL, Jensen-Shannon]
   void (*divergence[3])(const float* u, const float* v, int64_t n, const DivergenceMap& map,

@@ -125,7 +125,7 @@ void scattered_sums_(Tensor& out, const Tensor& factors, const Tensor& states, c
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("gathered_dots_", TORCH_BOX(&fastrl::cpu::gathered_dots_));
-  m.impl("gathered_sums_", TORCH_BOX(&fastrl::cpu::gathered_sums_));
-  m.impl("scattered_sums_", TORCH_BOX(&fastrl::cpu::scattered_sums_));
+  m.impl("gathered_dots_", fastrl::boxed<fastrl::cpu::gathered_dots_>);
+  m.impl("gathered_sums_", fastrl::boxed<fastrl::cpu::gathered_sums_>);
+  m.impl("scattered_sums_", fastrl::boxed<fastrl::cpu::scattered_sums_>);
 }

@@ -119,9 +119,9 @@ void huge_pages_(Tensor& tensor) {
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CompositeExplicitAutograd, m) {
-  m.impl("has_matrix_tiles", TORCH_BOX(&fastrl::cpu::has_matrix_tiles));
+  m.impl("has_matrix_tiles", fastrl::boxed<fastrl::cpu::has_matrix_tiles>);
 }
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("huge_pages_", TORCH_BOX(&fastrl::cpu::huge_pages_));
-  m.impl("mixed_matmul_", TORCH_BOX(&fastrl::cpu::mixed_matmul_));
+  m.impl("huge_pages_", fastrl::boxed<fastrl::cpu::huge_pages_>);
+  m.impl("mixed_matmul_", fastrl::boxed<fastrl::cpu::mixed_matmul_>);
 }

@@ -64,19 +64,14 @@ void scan(const Scan& all, const int64_t* begin, const int64_t* sequence, int64_
   }
 }
 
-std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
-                                   const std::optional<Tensor>& mask,
-                                   const std::optional<Tensor>& terminated,
-                                   const std::optional<Tensor>& truncated,
-                                   const std::optional<Tensor>& bootstrap_values,
+std::tuple<Tensor, Tensor> gae_fwd(const GaeArguments& arguments,
                                    const std::optional<Tensor>& cu_seqlens, double gamma,
                                    double lam) {
-  const int64_t count = check_sequences(rewards, cu_seqlens);
-  const GaeInputs in =
-      check_gae({rewards, values, mask, terminated, truncated, bootstrap_values}, count);
-  const Sequences sequences(rewards, cu_seqlens);
-  const Tensor advantages = empty_like_tokens(rewards, ScalarType::Float);
-  const Tensor returns = empty_like_tokens(rewards, ScalarType::Float);
+  const int64_t count = check_sequences(arguments.rewards, cu_seqlens);
+  const GaeInputs in = check_gae(arguments, count);
+  const Sequences sequences(arguments.rewards, cu_seqlens);
+  const Tensor advantages = empty_like_tokens(arguments.rewards, ScalarType::Float);
+  const Tensor returns = empty_like_tokens(arguments.rewards, ScalarType::Float);
   const Scan all{in, advantages.mutable_data_ptr<float>(), returns.mutable_data_ptr<float>(), gamma,
                  lam};
   constexpr int64_t kChains = 4;
@@ -103,4 +98,6 @@ std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
 }  // namespace
 }  // namespace fastrl::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) { m.impl("gae_fwd", TORCH_BOX(&fastrl::cpu::gae_fwd)); }
+STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
+  m.impl("gae_fwd", fastrl::boxed<fastrl::cpu::gae_fwd>);
+}

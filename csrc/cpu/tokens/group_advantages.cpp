@@ -108,5 +108,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("group_advantages_fwd", TORCH_BOX(&fastrl::cpu::group_advantages_fwd));
+  m.impl("group_advantages_fwd", fastrl::boxed<fastrl::cpu::group_advantages_fwd>);
 }

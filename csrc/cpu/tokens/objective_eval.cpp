@@ -9,15 +9,13 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> objective_eval(
     const Tensor& logprobs, const Tensor& log_ratio, const Tensor& advantages,
-    const Tensor& ref_minus_logprob, int64_t surrogate, int64_t level, int64_t kl_estimator,
-    int64_t kl_gradient, const std::vector<double>& coefficients) {
+    const Tensor& ref_minus_logprob, const ObjectiveArguments& arguments) {
   using Math = ScalarMath<double>;
   check_like(logprobs, logprobs, ScalarType::Double, "logprobs", "logprobs");
   check_like(log_ratio, logprobs, ScalarType::Double, "log_ratio", "logprobs");
   check_like(advantages, logprobs, ScalarType::Double, "advantages", "logprobs");
   check_like(ref_minus_logprob, logprobs, ScalarType::Double, "ref_minus_logprob", "logprobs");
-  const auto objective =
-      check_objective<double>(surrogate, level, kl_estimator, kl_gradient, coefficients);
+  const auto objective = check_objective<double>(arguments);
   const Coefficients<double>& c = objective.coefficients;
   Tensor outputs[5];
   double* out[5];
@@ -47,5 +45,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> objective_eval(
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("objective_eval", TORCH_BOX(&fastrl::cpu::objective_eval));
+  m.impl("objective_eval", fastrl::boxed<fastrl::cpu::objective_eval>);
 }

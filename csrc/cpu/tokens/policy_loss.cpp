@@ -117,20 +117,13 @@ Metrics metrics_of(const TokenSums& sums) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
     const Tensor& logprobs, const std::optional<Tensor>& entropy, const Tensor& mask,
-    const Tensor& advantages, const Tensor& weights, const std::optional<Tensor>& kl_weights,
-    const std::optional<Tensor>& entropy_weights, const std::optional<Tensor>& policy_weights,
-    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
-    const std::optional<Tensor>& cu_seqlens, int64_t surrogate, int64_t level, int64_t kl_estimator,
-    int64_t kl_gradient, const std::vector<double>& coefficients) {
-  const auto objective =
-      check_objective<float>(surrogate, level, kl_estimator, kl_gradient, coefficients);
+    const LossArguments& arguments, const ObjectiveArguments& objective_arguments) {
+  const auto objective = check_objective<float>(objective_arguments);
   const Coefficients<float>& c = objective.coefficients;
   check_tokens(logprobs, entropy, mask, objective);
-  const Sequences sequences(logprobs, cu_seqlens);
+  const Sequences sequences(logprobs, arguments.cu_seqlens);
   const LossConstants constants =
-      check_loss({advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs,
-                  ref_logprobs, cu_seqlens},
-                 objective, logprobs, sequences.count(), "logprobs");
+      check_loss(arguments, objective, logprobs, sequences.count(), "logprobs");
   const Tensor loss = new_tensor(logprobs, {}, ScalarType::Float);
   const Tensor slope = empty_like_tokens(logprobs, ScalarType::Float);
   const Tensor entropy_slope = c.entropy_coef != 0 ? empty_like_tokens(logprobs, ScalarType::Float)
@@ -156,5 +149,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("policy_loss_fwd", TORCH_BOX(&fastrl::cpu::policy_loss_fwd));
+  m.impl("policy_loss_fwd", fastrl::boxed<fastrl::cpu::policy_loss_fwd>);
 }

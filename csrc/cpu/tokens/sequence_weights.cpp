@@ -79,16 +79,14 @@ double denominator(int64_t count, double normalizer, const std::optional<Tensor>
   return count == 0 && element ? 1 : normalizer;
 }
 
-std::tuple<Tensor, Tensor> sequence_weights(
-    const Tensor& mask, const std::optional<Tensor>& token_ids, int64_t ignore_index,
-    const std::optional<Tensor>& cu_seqlens, int64_t aggregation, double normalizer,
-    const std::optional<Tensor>& normalizer_tensor, double length_norm, bool count_empty,
-    int64_t group_size, const std::optional<Tensor>& group_ids) {
+std::tuple<Tensor, Tensor> sequence_weights(const Tensor& mask,
+                                            const std::optional<Tensor>& token_ids,
+                                            int64_t ignore_index,
+                                            const std::optional<Tensor>& cu_seqlens,
+                                            const AggregationArguments& in) {
   check_cpu(mask, "mask");
   const Sequences sequences(mask, cu_seqlens);
-  const Aggregation kind = check_aggregation(
-      {aggregation, normalizer, normalizer_tensor, length_norm, count_empty, group_size, group_ids},
-      mask, token_ids, sequences.count());
+  const Aggregation kind = check_aggregation(in, mask, token_ids, sequences.count());
   check_flags(mask);
 
   const bool merged = token_ids || mask.scalar_type() != ScalarType::Bool;
@@ -103,7 +101,7 @@ std::tuple<Tensor, Tensor> sequence_weights(
   int64_t tokens = 0;
   for (const int64_t length : lengths) tokens += length;
   const auto write = [&](int64_t count, const auto& share) {
-    const double over = denominator(count, normalizer, normalizer_tensor, tokens);
+    const double over = denominator(count, in.normalizer, in.normalizer_tensor, tokens);
     for (int64_t s = 0; s < sequences.count(); ++s) {
       out[s] = static_cast<float>(share(s) / over);
     }
@@ -114,13 +112,13 @@ std::tuple<Tensor, Tensor> sequence_weights(
   } else if (kind == Aggregation::kTokenMean) {
     write(tokens, whole);
   } else if (kind == Aggregation::kPromptMean) {
-    const Groups groups(lengths, group_size, data_or_null<int64_t>(group_ids));
+    const Groups groups(lengths, in.group_size, data_or_null<int64_t>(in.group_ids));
     write(positive_ones(groups.tokens), [&](int64_t s) {
       return 1.0 / std::max<int64_t>(groups.tokens[groups.of_sequence[s]], 1);
     });
   } else {
-    const int64_t count = count_empty ? sequences.count() : positive_ones(lengths);
-    const double width = length_norm > 0 ? length_norm : std::max<int64_t>(mask.size(1), 1);
+    const int64_t count = in.count_empty ? sequences.count() : positive_ones(lengths);
+    const double width = in.length_norm > 0 ? in.length_norm : std::max<int64_t>(mask.size(1), 1);
     if (kind == Aggregation::kSeqMeanTokenMean) {
       write(count, [&](int64_t s) { return 1.0 / std::max<int64_t>(lengths[s], 1); });
     } else if (kind == Aggregation::kSeqMeanTokenSumNorm) {
@@ -136,5 +134,5 @@ std::tuple<Tensor, Tensor> sequence_weights(
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("sequence_weights", TORCH_BOX(&fastrl::cpu::sequence_weights));
+  m.impl("sequence_weights", fastrl::boxed<fastrl::cpu::sequence_weights>);
 }

@@ -9,23 +9,15 @@ namespace fastrl::cpu {
 namespace {
 
 std::tuple<Tensor, Tensor, Tensor> divergence_fwd(
-    const Tensor& logits, const Tensor& teacher_logits, const Tensor& token_ids,
-    const std::optional<Tensor>& mask, int64_t ignore_index,
-    const std::optional<Tensor>& temperatures, double temperature, double logit_scale,
-    double logit_softcap, const std::optional<Tensor>& teacher_temperatures,
-    double teacher_temperature, double teacher_logit_scale, double teacher_logit_softcap,
-    const Tensor& row_max, const Tensor& log_sum, const Tensor& teacher_row_max,
-    const Tensor& teacher_log_sum, double beta) {
-  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
-                           logit_softcap});
+    const Tensor& logits, const Tensor& teacher_logits, const RowArguments& arguments,
+    const TeacherScaling& scaling, const Tensor& row_max, const Tensor& log_sum,
+    const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta) {
+  const Tensor& token_ids = arguments.token_ids;
+  const Rows rows(logits, arguments);
   check_statistic(row_max, token_ids, "row_max");
   check_statistic(log_sum, token_ids, "log_sum");
-  const TeacherRows teacher(
-      rows,
-      check_teacher({teacher_logits, teacher_temperatures, teacher_temperature, teacher_logit_scale,
-                     teacher_logit_softcap, teacher_row_max, teacher_log_sum, beta},
-                    token_ids),
-      row_max, log_sum);
+  const TeacherArguments given{teacher_logits, scaling, teacher_row_max, teacher_log_sum, beta};
+  const TeacherRows teacher(rows, check_teacher(given, token_ids), row_max, log_sum);
   const Tensor divergence = empty_like_tokens(token_ids, ScalarType::Float);
   const Tensor slope_mean = empty_like_tokens(token_ids, ScalarType::Float);
   const Tensor agrees = empty_like_tokens(token_ids, ScalarType::Bool);
@@ -48,7 +40,7 @@ struct Slopes {
   const Tensor &slope_mean, &grad_divergence;
 };
 
-void write_grad(Rows& rows, const Tensor& token_ids, const Saved& saved,
+void write_grad(Rows& rows, const Tensor& token_ids, const SavedStats& saved,
                 const TeacherArguments& given, const Slopes& slopes, const Logits& grad) {
   check_saved(saved, token_ids);
   check_statistic(slopes.slope_mean, token_ids, "slope_mean");
@@ -64,49 +56,29 @@ void write_grad(Rows& rows, const Tensor& token_ids, const Saved& saved,
   });
 }
 
-Tensor divergence_bwd(const Tensor& logits, const Tensor& teacher_logits, const Tensor& token_ids,
-                      const std::optional<Tensor>& mask, int64_t ignore_index,
-                      const std::optional<Tensor>& temperatures, double temperature,
-                      double logit_scale, double logit_softcap,
-                      const std::optional<Tensor>& teacher_temperatures, double teacher_temperature,
-                      double teacher_logit_scale, double teacher_logit_softcap,
-                      const Tensor& row_max, const Tensor& log_sum, const Tensor& entropy,
-                      const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta,
-                      const Tensor& slope_mean, const Tensor& grad_divergence,
-                      const std::optional<Tensor>& grad_logprobs,
-                      const std::optional<Tensor>& grad_entropy,
-                      const std::optional<Tensor>& grad_logsumexp) {
-  Rows rows(logits,
-            {token_ids, mask, ignore_index, temperatures, temperature, logit_scale, logit_softcap});
+Tensor divergence_bwd(const Tensor& logits, const Tensor& teacher_logits,
+                      const RowArguments& arguments, const TeacherScaling& scaling,
+                      const SavedStats& saved, const Tensor& teacher_row_max,
+                      const Tensor& teacher_log_sum, double beta, const Tensor& slope_mean,
+                      const Tensor& grad_divergence) {
+  Rows rows(logits, arguments);
   const Tensor grad = new_gradient(logits);
-  write_grad(rows, token_ids,
-             {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
-             {teacher_logits, teacher_temperatures, teacher_temperature, teacher_logit_scale,
-              teacher_logit_softcap, teacher_row_max, teacher_log_sum, beta},
+  write_grad(rows, arguments.token_ids, saved,
+             {teacher_logits, scaling, teacher_row_max, teacher_log_sum, beta},
              {slope_mean, grad_divergence}, Logits(grad));
   return grad;
 }
 
-void divergence_bwd_(const Tensor& logits, const Tensor& teacher_logits, const Tensor& token_ids,
-                     const std::optional<Tensor>& mask, int64_t ignore_index,
-                     const std::optional<Tensor>& temperatures, double temperature,
-                     double logit_scale, double logit_softcap,
-                     const std::optional<Tensor>& teacher_temperatures, double teacher_temperature,
-                     double teacher_logit_scale, double teacher_logit_softcap,
-                     const Tensor& row_max, const Tensor& log_sum, const Tensor& entropy,
-                     const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta,
-                     const Tensor& slope_mean, const Tensor& grad_divergence,
-                     const std::optional<Tensor>& grad_logprobs,
-                     const std::optional<Tensor>& grad_entropy,
-                     const std::optional<Tensor>& grad_logsumexp, bool narrow) {
+void divergence_bwd_(const Tensor& logits, const Tensor& teacher_logits,
+                     const RowArguments& arguments, const TeacherScaling& scaling,
+                     const SavedStats& saved, const Tensor& teacher_row_max,
+                     const Tensor& teacher_log_sum, double beta, const Tensor& slope_mean,
+                     const Tensor& grad_divergence, bool narrow) {
   check_narrow(narrow);
-  Rows rows(logits,
-            {token_ids, mask, ignore_index, temperatures, temperature, logit_scale, logit_softcap});
+  Rows rows(logits, arguments);
   check_rows_apart(logits);
-  write_grad(rows, token_ids,
-             {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp},
-             {teacher_logits, teacher_temperatures, teacher_temperature, teacher_logit_scale,
-              teacher_logit_softcap, teacher_row_max, teacher_log_sum, beta},
+  write_grad(rows, arguments.token_ids, saved,
+             {teacher_logits, scaling, teacher_row_max, teacher_log_sum, beta},
              {slope_mean, grad_divergence}, rows.logits());
 }
 
@@ -114,7 +86,7 @@ void divergence_bwd_(const Tensor& logits, const Tensor& teacher_logits, const T
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("divergence_fwd", TORCH_BOX(&fastrl::cpu::divergence_fwd));
-  m.impl("divergence_bwd", TORCH_BOX(&fastrl::cpu::divergence_bwd));
-  m.impl("divergence_bwd_", TORCH_BOX(&fastrl::cpu::divergence_bwd_));
+  m.impl("divergence_fwd", fastrl::boxed<fastrl::cpu::divergence_fwd>);
+  m.impl("divergence_bwd", fastrl::boxed<fastrl::cpu::divergence_bwd>);
+  m.impl("divergence_bwd_", fastrl::boxed<fastrl::cpu::divergence_bwd_>);
 }

@@ -52,14 +52,14 @@ void block_values(const void* logits, int64_t n, float squash_by, float* out) {
   }
 }
 
-// Stores gain * slope, under a softcap times its derivative, as the gradient of these logits.
+// Stores raw_gain * slope, under a softcap times its derivative, as the gradient of these logits.
 template <typename T, bool kSoftcap>
-void block_slopes(const void* logits, const float* slopes, int64_t n, float squash_by, float gain,
-                  void* grad_logits) {
+void block_slopes(const void* logits, const float* slopes, int64_t n, float squash_by,
+                  float raw_gain, void* grad_logits) {
   const T* x = static_cast<const T*>(logits);
   T* grad = static_cast<T*>(grad_logits);
   for (int64_t i = 0; i < n; i += kLanes) {
-    vfloat slope = load_next(slopes + i, n - i) * gain;
+    vfloat slope = load_next(slopes + i, n - i) * raw_gain;
     if (kSoftcap) slope *= squash(load_next(x + i, n - i), squash_by).derivative;
     store_next(grad + i, n - i, slope);
   }
@@ -95,23 +95,24 @@ struct RowPair {
 
 FASTRL_INLINE RowPair compare(vfloat u, vfloat v, const DivergenceMap& map) {
   const vfloat lowest = fill(-HUGE_VALF);
-  const vfloat multiplier = fill(map.multiplier), teacher_multiplier = fill(map.teacher_multiplier);
+  const vfloat binary_gain = fill(map.binary_gain),
+               teacher_binary_gain = fill(map.teacher_binary_gain);
   const vfloat t = u - map.max, teacher_t = v - map.teacher_max;
   RowPair pair;
-  if (map.multiplier == map.teacher_multiplier) {
+  if (map.binary_gain == map.teacher_binary_gain) {
     // u - v with its rounding error, so that neither equal rows nor rows far from 0 lose digits
     const vfloat difference = u - v, back = difference - u;
     const vfloat error = (u - (difference - back)) - (v + back);
     const vfloat rest = where(error == error, error, vfloat{}) - map.max_difference_error;
-    pair.y = ((difference - map.max_difference) + rest) * multiplier - map.offset;
+    pair.y = ((difference - map.max_difference) + rest) * binary_gain - map.offset;
   } else {
-    pair.y = (t * multiplier - teacher_t * teacher_multiplier) - map.offset;
+    pair.y = (t * binary_gain - teacher_t * teacher_binary_gain) - map.offset;
   }
   const vint excluded = (u == lowest) & (v == lowest);
   pair.y = where(excluded, vfloat{}, pair.y);
   pair.student_leads = pair.y >= 0.0f;
-  pair.log2_q = t * multiplier - map.log2_sum;
-  const vfloat log2_p = teacher_t * teacher_multiplier - map.teacher_log2_sum;
+  pair.log2_q = t * binary_gain - map.log2_sum;
+  const vfloat log2_p = teacher_t * teacher_binary_gain - map.teacher_log2_sum;
   pair.larger = exp2(where(pair.student_leads, pair.log2_q, log2_p));
   const vfloat distance = where(pair.student_leads, -pair.y, pair.y) * 0.69314718f;
   const Exponential quotient = exponential(distance);

@@ -98,35 +98,26 @@ class Scaling {
           double logit_softcap)
       : temperatures_(data_or_null<float>(temperatures)),
         temperature_(temperature),
-        scale_(logit_scale),
-        softcap_(logit_softcap) {
-    STD_TORCH_CHECK(temperatures_ || (temperature > 0 && std::isfinite(temperature)),
-                    "temperature must be positive and finite, got ", temperature);
-    STD_TORCH_CHECK(logit_scale > 0 && std::isfinite(logit_scale),
-                    "logit_scale must be positive and finite, got ", logit_scale);
-    STD_TORCH_CHECK(logit_softcap >= 0 && std::isfinite(logit_softcap),
-                    "logit_softcap must be positive, or 0 for none, got ", logit_softcap);
-  }
+        logit_scale_(logit_scale),
+        logit_softcap_(logit_softcap) {}
 
-  bool softcap() const { return softcap_ > 0; }
+  bool softcap() const { return logit_softcap_ > 0; }
   double temperature(int64_t row) const {
     return temperatures_ ? static_cast<double>(temperatures_[row]) : temperature_;
   }
-  // what multiplies x, or tanh of it with a softcap, to give z
-  double multiplier(int64_t row) const {
-    return (softcap() ? softcap_ : scale_) / temperature(row);
+  // dz/dv for v = x, or v = tanh(squash * x) with a softcap
+  double gain(int64_t row) const {
+    return (softcap() ? logit_softcap_ : logit_scale_) / temperature(row);
   }
-  double gain(int64_t row) const { return scale_ / temperature(row); }  // dz/dx at x = 0
-  LogitMap map(int64_t row) const {
-    return {static_cast<float>(multiplier(row) * kLog2E), squash()};
-  }
+  double raw_gain(int64_t row) const { return logit_scale_ / temperature(row); }  // dz/dx at x = 0
+  LogitMap map(int64_t row) const { return {static_cast<float>(gain(row) * kLog2E), squash()}; }
   float squash() const {  // 0 without a softcap
-    return softcap() ? static_cast<float>(scale_ / softcap_) : 0.0f;
+    return softcap() ? static_cast<float>(logit_scale_ / logit_softcap_) : 0.0f;
   }
 
  private:
   const float* temperatures_;
-  double temperature_, scale_, softcap_;
+  double temperature_, logit_scale_, logit_softcap_;
 };
 
 }  // namespace fastrl::cpu

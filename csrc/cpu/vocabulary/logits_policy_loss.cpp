@@ -28,7 +28,7 @@ class TokenLoss {
     const int64_t s = sequences_.of(row);
     const auto at = [&](const Constant& x) { return static_cast<double>(x.at(s, row)); };
     // rounded as it is returned, so that a ratio to logprobs of an earlier call is exactly 1
-    const double logprob = static_cast<float>(stats.logprob);
+    const double logprob = static_cast<float>(stats.logprobs);
     const double old = in_.old_logprobs ? static_cast<double>(in_.old_logprobs[row]) : logprob;
     const double difference = difference_of<Math>(logprob, old);
     const auto terms =
@@ -60,7 +60,7 @@ std::tuple<Tensor, Tensor> one_pass(const Rows& rows, const Tensor& token_ids,
   rows.walk(
       &reduction, &grad,
       [&](int64_t row, const RowStats& stats) {
-        out_logprobs[row] = static_cast<float>(stats.logprob);
+        out_logprobs[row] = static_cast<float>(stats.logprobs);
         out_entropy[row] = static_cast<float>(stats.entropy);
         return loss.gradient(row, stats);
       },
@@ -68,52 +68,33 @@ std::tuple<Tensor, Tensor> one_pass(const Rows& rows, const Tensor& token_ids,
   return {logprobs, entropy};
 }
 
-std::tuple<Tensor, Tensor, Tensor> logits_policy_loss_fwd(
-    const Tensor& logits, const Tensor& token_ids, const std::optional<Tensor>& mask,
-    int64_t ignore_index, const std::optional<Tensor>& temperatures, double temperature,
-    double logit_scale, double logit_softcap, const Tensor& advantages, const Tensor& weights,
-    const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
-    const std::optional<Tensor>& policy_weights, const std::optional<Tensor>& old_logprobs,
-    const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
-    int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
-    const std::vector<double>& coefficients) {
-  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
-                           logit_softcap});
-  const TokenLoss loss(
-      token_ids,
-      {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs, ref_logprobs,
-       cu_seqlens},
-      check_objective<double>(surrogate, level, kl_estimator, kl_gradient, coefficients));
+std::tuple<Tensor, Tensor, Tensor> logits_policy_loss_fwd(const Tensor& logits,
+                                                          const RowArguments& arguments,
+                                                          const LossArguments& loss_arguments,
+                                                          const ObjectiveArguments& objective) {
+  const Rows rows(logits, arguments);
+  const TokenLoss loss(arguments.token_ids, loss_arguments, check_objective<double>(objective));
   const Tensor grad = new_gradient(logits);
-  const auto [logprobs, entropy] = one_pass(rows, token_ids, loss, Logits(grad));
+  const auto [logprobs, entropy] = one_pass(rows, arguments.token_ids, loss, Logits(grad));
   return {logprobs, entropy, grad};
 }
 
-std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
-    const Tensor& logits, const Tensor& token_ids, const std::optional<Tensor>& mask,
-    int64_t ignore_index, const std::optional<Tensor>& temperatures, double temperature,
-    double logit_scale, double logit_softcap, const Tensor& advantages, const Tensor& weights,
-    const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
-    const std::optional<Tensor>& policy_weights, const std::optional<Tensor>& old_logprobs,
-    const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
-    int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
-    const std::vector<double>& coefficients, bool narrow) {
+std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(const Tensor& logits,
+                                                   const RowArguments& arguments,
+                                                   const LossArguments& loss_arguments,
+                                                   const ObjectiveArguments& objective,
+                                                   bool narrow) {
   check_narrow(narrow);
-  const Rows rows(logits, {token_ids, mask, ignore_index, temperatures, temperature, logit_scale,
-                           logit_softcap});
+  const Rows rows(logits, arguments);
   check_rows_apart(logits);
-  const TokenLoss loss(
-      token_ids,
-      {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs, ref_logprobs,
-       cu_seqlens},
-      check_objective<double>(surrogate, level, kl_estimator, kl_gradient, coefficients));
-  return one_pass(rows, token_ids, loss, rows.logits());
+  const TokenLoss loss(arguments.token_ids, loss_arguments, check_objective<double>(objective));
+  return one_pass(rows, arguments.token_ids, loss, rows.logits());
 }
 
 }  // namespace
 }  // namespace fastrl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl, CPU, m) {
-  m.impl("logits_policy_loss_fwd", TORCH_BOX(&fastrl::cpu::logits_policy_loss_fwd));
-  m.impl("logits_policy_loss_fwd_", TORCH_BOX(&fastrl::cpu::logits_policy_loss_fwd_));
+  m.impl("logits_policy_loss_fwd", fastrl::boxed<fastrl::cpu::logits_policy_loss_fwd>);
+  m.impl("logits_policy_loss_fwd_", fastrl::boxed<fastrl::cpu::logits_policy_loss_fwd_>);
 }

@@ -28,15 +28,15 @@ FASTRL_INLINE void copy_tail(T* step, const T* x, int64_t n) {
 // Exponents of two relative to `max`, a raw logit.
 template <bool kSoftcap>
 struct Exponent {
-  float max, multiplier, squash_by;
+  float max, binary_gain, squash_by;
 
   FASTRL_INLINE explicit Exponent(const LogitMap& map, float largest)
-      : max(largest), multiplier(map.multiplier), squash_by(map.squash) {
+      : max(largest), binary_gain(map.binary_gain), squash_by(map.squash) {
     if (kSoftcap) max = squash(fill(largest), squash_by).value[0];
   }
   FASTRL_INLINE vfloat operator()(vfloat x) const {
     if (kSoftcap) x = squash(x, squash_by).value;
-    return (x - max) * multiplier;
+    return (x - max) * binary_gain;
   }
 };
 
@@ -151,11 +151,11 @@ void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPart
 
 template <bool kSoftcap, bool kLinear>
 struct Gradient {
-  float max, multiplier, squash_by, constant, linear;
+  float max, binary_gain, squash_by, constant, linear;
 
   FASTRL_INLINE Gradient(const LogitMap& map, const GradientTerms& terms)
       : max(terms.max),
-        multiplier(map.multiplier),
+        binary_gain(map.binary_gain),
         squash_by(map.squash),
         constant(terms.constant),
         linear(terms.linear) {
@@ -168,7 +168,7 @@ struct Gradient {
       x = squashed.value;
       derivative = squashed.derivative;
     }
-    const vfloat t = (x - max) * multiplier;
+    const vfloat t = (x - max) * binary_gain;
     vfloat factor = fill(constant);
     if (kLinear) factor += linear * at_least(fill(-200.0f), t);
     if (kSoftcap) factor *= derivative;

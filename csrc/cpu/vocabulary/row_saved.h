@@ -5,28 +5,9 @@
 
 namespace fastrl::cpu {
 
-struct Saved {
-  const Tensor &row_max, &log_sum, &entropy;
-  const std::optional<Tensor>&grad_logprobs, &grad_entropy, &grad_logsumexp;
-};
-
-inline void check_statistic(const std::optional<Tensor>& tensor, const Tensor& token_ids,
-                            const char* name) {
-  check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
-}
-
-inline void check_saved(const Saved& saved, const Tensor& token_ids) {
-  check_statistic(saved.row_max, token_ids, "row_max");
-  check_statistic(saved.log_sum, token_ids, "log_sum");
-  check_statistic(saved.entropy, token_ids, "entropy");
-  check_statistic(saved.grad_logprobs, token_ids, "grad_logprobs");
-  check_statistic(saved.grad_entropy, token_ids, "grad_entropy");
-  check_statistic(saved.grad_logsumexp, token_ids, "grad_logsumexp");
-}
-
 // Writes the gradient of all rows; `more(row, flow)` adds to the gradient of a row's statistics.
 template <typename More>
-void walk_saved(const Rows& rows, const Saved& saved, const Logits& grad, const More& more) {
+void walk_saved(const Rows& rows, const SavedStats& saved, const Logits& grad, const More& more) {
   const float* row_max = saved.row_max.const_data_ptr<float>();
   const float* log_sum = saved.log_sum.const_data_ptr<float>();
   const float* entropy = saved.entropy.const_data_ptr<float>();

@@ -33,10 +33,7 @@ Rows::Rows(const Tensor& logits, const RowArguments& arguments)
                         ") or be ignore_index, got ", token, " at ",
                         place_text(arguments.token_ids, row));
     }
-    const double t = scaling_.temperature(row);
-    if (!(t > 0 && std::isfinite(t))) {
-      raise_value_error("temperature must be above 0 and finite, got ", t);
-    }
+    if (arguments.temperatures) check_temperature(scaling_.temperature(row));
   }
 }
 
@@ -50,19 +47,24 @@ BlockPartial Rows::block_partial(int64_t row, int64_t block, const Reduction& re
 }
 
 void Rows::add(RowSum* sum, int64_t row, const BlockPartial& partial) const {
-  sum->add(partial, static_cast<double>(squashed(partial.max)) * scaling_.map(row).multiplier);
+  sum->add(partial, static_cast<double>(squashed(partial.max)) * scaling_.map(row).binary_gain);
 }
 
-RowStats Rows::restore(int64_t row, float max, double log_sum, double entropy) const {
+RowStats Rows::restore(int64_t row, float row_max, double log_sum, double entropy) const {
   const float x = logits_.value(row, token_ids_[row]);
-  const double t = (static_cast<double>(squashed(x)) - static_cast<double>(squashed(max))) *
-                   scaling_.multiplier(row);
-  return {max, t - log_sum, log_sum, entropy};
+  const double t = (static_cast<double>(squashed(x)) - static_cast<double>(squashed(row_max))) *
+                   scaling_.gain(row);
+  RowStats stats{};
+  stats.logprobs = t - log_sum;
+  stats.entropy = entropy;
+  stats.row_max = row_max;
+  stats.log_sum = log_sum;
+  return stats;
 }
 
 RowStats Rows::finish(int64_t row, const RowSum& sum) const {
   RowStats stats = restore(row, sum.max(), sum.log_sum(), sum.entropy());
-  const double top = static_cast<double>(squashed(sum.max())) * scaling_.multiplier(row);
+  const double top = static_cast<double>(squashed(sum.max())) * scaling_.gain(row);
   stats.logsumexp = sum.empty() ? -std::numeric_limits<double>::infinity() : top + stats.log_sum;
   stats.sum_sq_probs = sum.sum_sq_probs();
   stats.is_top1 = squashed(logits_.value(row, token_ids_[row])) >= squashed(sum.max());
@@ -78,21 +80,21 @@ Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
   planned.zero =
       flow.logprob == 0 && flow.logsumexp == 0 && flow.entropy == 0 && flow.divergence == 0;
   if (planned.zero) return planned;
-  const double gain = scaling_.gain(row), scale = gain * std::exp(-stats.log_sum);
+  const double raw_gain = scaling_.raw_gain(row), norm = raw_gain * std::exp(-stats.log_sum);
   planned.map = scaling_.map(row);
   planned.linear = flow.entropy != 0;
-  planned.terms.max = stats.max;
+  planned.terms.max = static_cast<float>(stats.row_max);
   planned.terms.constant = with_plain_nan(
-      (flow.logsumexp - flow.logprob - flow.entropy * (stats.entropy - stats.log_sum)) * scale);
-  planned.terms.linear = with_plain_nan(-flow.entropy * kLn2 * scale);
+      (flow.logsumexp - flow.logprob - flow.entropy * (stats.entropy - stats.log_sum)) * norm);
+  planned.terms.linear = with_plain_nan(-flow.entropy * kLn2 * norm);
 
   // at the token the two parts would cancel as p approaches 1
-  const double p = std::exp(stats.logprob);
-  double gradient = -flow.logprob * std::expm1(stats.logprob) + flow.logsumexp * p;
-  if (p != 0) gradient -= flow.entropy * (stats.logprob + stats.entropy) * p;
-  if (stats.logprob == -HUGE_VAL) gradient = 0;  // a logit of -inf excludes its token
+  const double p = std::exp(stats.logprobs);
+  double gradient = -flow.logprob * std::expm1(stats.logprobs) + flow.logsumexp * p;
+  if (p != 0) gradient -= flow.entropy * (stats.logprobs + stats.entropy) * p;
+  if (stats.logprobs == -HUGE_VAL) gradient = 0;  // a logit of -inf excludes its token
   if (flow.divergence != 0) {
-    planned.gain = static_cast<float>(gain);
+    planned.raw_gain = static_cast<float>(raw_gain);
     planned.by = {with_plain_nan(flow.divergence), with_plain_nan(flow.slope_mean),
                   with_plain_nan(flow.logsumexp - flow.logprob - flow.entropy * stats.entropy),
                   with_plain_nan(-flow.entropy * kLn2)};
@@ -103,7 +105,7 @@ Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
     const double decay = std::exp(-2 * std::fabs(x * scaling_.squash()));
     gradient *= 4 * decay / ((1 + decay) * (1 + decay));  // 1 - tanh^2
   }
-  planned.token_gradient = static_cast<float>(gradient * gain);
+  planned.token_gradient = static_cast<float>(gradient * raw_gain);
   return planned;
 }
 
@@ -116,7 +118,7 @@ void Rows::write_gradient(const PlannedGradient& planned, int64_t block, const L
   }
   const char* x = logits_.at(planned.row, begin);
   if (planned.by.divergence != 0) {  // also if it is NaN
-    teacher_->write_gradient(planned.row, begin, size, planned.by, planned.gain, out);
+    teacher_->write_gradient(planned.row, begin, size, planned.by, planned.raw_gain, out);
   } else {
     kernels_.gradient[logits_.type()][scaling_.softcap()][planned.linear](x, out, size, planned.map,
                                                                           planned.terms);

@@ -64,12 +64,7 @@ class RowSum {
   float max_ = -std::numeric_limits<float>::infinity();
 };
 
-struct RowStats {
-  float max;  // largest raw logit
-  double logprob, log_sum, entropy;
-  double logsumexp = 0, sum_sq_probs = 0;
-  bool is_top1 = false;
-};
+using RowStats = RowStatsOf<double, bool>;
 
 // The gradient of the loss in the statistics of a row, and in its divergence from a teacher's,
 // whose own gradient needs `slope_mean`.
@@ -91,7 +86,7 @@ class Rows {
   };
 
   // Visits every row once. For an active row, the statistics are computed if `reduction` is given,
-  // else `visit` sets the first four with `restore`. visit(row, stats) returns the upstream
+  // else `visit` sets some with `restore`. visit(row, stats) returns the upstream
   // gradients, and the gradient of the row is written to `grad` if given; `grad` may be the logits.
   // For inactive rows idle(row) is called and the gradient is 0. Neither function may throw.
   template <typename Visit, typename Idle>
@@ -164,7 +159,7 @@ class Rows {
   }
 
   // Statistics from what the forward saved, for a gradient without the first sweep.
-  RowStats restore(int64_t row, float max, double log_sum, double entropy) const;
+  RowStats restore(int64_t row, float row_max, double log_sum, double entropy) const;
 
   // What `RowGradient::divergence` refers to.
   void compare_with(const TeacherRows* teacher) { teacher_ = teacher; }
@@ -182,7 +177,7 @@ class Rows {
     float token_gradient;
     bool zero, linear;
     DivergenceSlopes by;  // with a divergence, instead of `terms`
-    float gain;
+    float raw_gain;
   };
 
   BlockPartial block_partial(int64_t row, int64_t block, const Reduction& reduction) const;

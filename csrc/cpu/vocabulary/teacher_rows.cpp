@@ -26,8 +26,8 @@ TeacherRows::TeacherRows(const Rows& student, const TeacherArguments& teacher,
                          const Tensor& row_max, const Tensor& log_sum)
     : student_(student),
       logits_(teacher.logits),
-      scaling_(teacher.temperatures, teacher.temperature, teacher.logit_scale,
-               teacher.logit_softcap),
+      scaling_(teacher.scaling.teacher_temperatures, teacher.scaling.teacher_temperature,
+               teacher.scaling.teacher_logit_scale, teacher.scaling.teacher_logit_softcap),
       kernels_(kernels()),
       row_max_(row_max.const_data_ptr<float>()),
       log_sum_(log_sum.const_data_ptr<float>()),
@@ -51,10 +51,10 @@ DivergenceMap TeacherRows::map(int64_t row) const {
   const double teacher_log2_sum = static_cast<double>(teacher_log_sum_[row]) * kLog2E;
   const double max_difference = static_cast<double>(max) - static_cast<double>(teacher_max);
   const float rounded = static_cast<float>(max_difference);
-  return {scaling.map(row).multiplier,
+  return {scaling.map(row).binary_gain,
           max,
           static_cast<float>(log2_sum),
-          scaling_.map(row).multiplier,
+          scaling_.map(row).binary_gain,
           teacher_max,
           static_cast<float>(teacher_log2_sum),
           rounded,
@@ -87,7 +87,7 @@ DivergenceSums TeacherRows::sums(int64_t row) const {
 }
 
 void TeacherRows::write_gradient(int64_t row, int64_t begin, int64_t size,
-                                 const DivergenceSlopes& by, float gain, char* grad) const {
+                                 const DivergenceSlopes& by, float raw_gain, char* grad) const {
   const LogitsType type = student_.logits().type();
   const Scaling& scaling = student_.scaling();
   BlockPair pair;
@@ -96,13 +96,14 @@ void TeacherRows::write_gradient(int64_t row, int64_t begin, int64_t size,
   const DivergenceMap compared = map(row);
   if (as_they_are(student_.logits(), scaling)) {
     kernels_.divergence_slopes[kind_](
-        u, v, size, compared, {by.divergence * gain, by.mean, by.constant * gain, by.linear * gain},
+        u, v, size, compared,
+        {by.divergence * raw_gain, by.mean, by.constant * raw_gain, by.linear * raw_gain},
         reinterpret_cast<float*>(grad));
     return;
   }
   kernels_.divergence_slopes[kind_](u, v, size, compared, by, pair.student);
   kernels_.slopes[type][scaling.softcap()](student_.logits().at(row, begin), pair.student, size,
-                                           scaling.squash(), gain, grad);
+                                           scaling.squash(), raw_gain, grad);
 }
 
 double TeacherRows::slope(int64_t row, int64_t column, double divergence, double mean) const {

@@ -7,17 +7,19 @@ namespace fastrl::cpu {
 
 struct TeacherArguments {
   const Tensor& logits;
-  const std::optional<Tensor>& temperatures;
-  double temperature, logit_scale, logit_softcap;
+  const TeacherScaling& scaling;
   const Tensor &row_max, &log_sum;
   double beta;
 };
 
 // Checks everything except the teacher's logits.
 inline const TeacherArguments& check_teacher(const TeacherArguments& in, const Tensor& token_ids) {
-  check_like(in.temperatures, token_ids, ScalarType::Float, "teacher_temperatures", "token_ids");
-  check_like(in.row_max, token_ids, ScalarType::Float, "teacher_row_max", "token_ids");
-  check_like(in.log_sum, token_ids, ScalarType::Float, "teacher_log_sum", "token_ids");
+  const TeacherScaling& s = in.scaling;
+  check_statistic(s.teacher_temperatures, token_ids, "teacher_temperatures");
+  check_scaling(s.teacher_temperatures, s.teacher_temperature, s.teacher_logit_scale,
+                s.teacher_logit_softcap);
+  check_statistic(in.row_max, token_ids, "teacher_row_max");
+  check_statistic(in.log_sum, token_ids, "teacher_log_sum");
   return in;
 }
 
@@ -34,9 +36,10 @@ class TeacherRows {
 
   DivergenceSums sums(int64_t row) const;
 
-  // Writes dL/dlogits of a block as the gradient, of which `gain` is dz/dlogits without a softcap.
+  // Writes dL/dlogits of a block as the gradient, of which `raw_gain` is dz/dlogits without a
+  // softcap.
   void write_gradient(int64_t row, int64_t begin, int64_t size, const DivergenceSlopes& by,
-                      float gain, char* grad) const;
+                      float raw_gain, char* grad) const;
   // dL/dz of the divergence alone at one column
   double slope(int64_t row, int64_t column, double divergence, double mean) const;
 

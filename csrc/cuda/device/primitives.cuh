@@ -1,7 +1,6 @@
 // Everything that kernels need of the machine: their place in the grid, barriers, shuffles,
 // clusters, asynchronous copies, ordered memory, fast exponentials. Kernels use nothing else of
-// CUDA but `__global__`, `__device__` and `__launch_bounds__`, so that a second version of this
-// header, named by FASTRL_HOST_PRIMITIVES, runs the same source on a CPU under the sanitizers.
+// CUDA but `__global__`, `__device__` and `__launch_bounds__`.
 #pragma once
 
 #include <cstddef>
@@ -27,10 +26,6 @@ struct LaunchShape {
 };
 
 }  // namespace fastrl::cuda
-
-#if defined(FASTRL_HOST_PRIMITIVES)
-#include FASTRL_HOST_PRIMITIVES
-#else
 
 #include <cuda_runtime.h>
 
@@ -203,5 +198,3 @@ __device__ __forceinline__ uint32_t shift_pair(uint32_t low, uint32_t high, unsi
 
 #include "clusters.cuh"
 #include "launch.cuh"
-
-#endif

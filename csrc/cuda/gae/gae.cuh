@@ -25,7 +25,7 @@ template <bool kPerToken>
 struct GaeTokens {
   float reward[kRun], value[kRun], bootstrap[kPerToken ? kRun : 1];
   uint32_t active, terminated, truncated, ends;  // a bit per token; ends: the last of a sequence
-  int64_t sequence;                              // of the last token
+  uint32_t sequence;                             // of the last token
 
   __device__ __forceinline__ void find_ends(const GaeParams& p, int64_t first) {
     ends = 0;
@@ -33,7 +33,7 @@ struct GaeTokens {
     if (first >= p.sequences.tokens) return;
     const int64_t last =
         first + kRun <= p.sequences.tokens ? first + kRun - 1 : p.sequences.tokens - 1;
-    sequence = p.sequences.of(last);
+    sequence = static_cast<uint32_t>(p.sequences.of(last));
     // not so where cu_seqlens end too early
     const bool inside = sequence < p.sequences.count;
     if (inside && p.sequences.begin(sequence + 1) == last + 1) ends |= 1u << (last - first);
@@ -140,7 +140,8 @@ __device__ __forceinline__ GaeMap scan_block(const GaeParams& p, const GaeMap& o
 }
 
 template <int kThreads, bool kPerToken>
-__global__ void __launch_bounds__(kThreads, 2) gae_scan(const __grid_constant__ GaeParams p) {
+__global__ void __launch_bounds__(kThreads, kPerToken ? 2 : 3)
+    gae_scan(const __grid_constant__ GaeParams p) {
   GaeShared<kThreads>* shared = shared_memory<GaeShared<kThreads>>();
   const int64_t chunks = num_blocks();
   int64_t chunk = 0;

@@ -8,20 +8,15 @@
 namespace fastrl::cuda {
 namespace {
 
-std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
-                                   const std::optional<Tensor>& mask,
-                                   const std::optional<Tensor>& terminated,
-                                   const std::optional<Tensor>& truncated,
-                                   const std::optional<Tensor>& bootstrap_values,
+std::tuple<Tensor, Tensor> gae_fwd(const GaeArguments& arguments,
                                    const std::optional<Tensor>& cu_seqlens, double gamma,
                                    double lam) {
-  const Call call(rewards, "rewards");
+  const Call call(arguments.rewards, "rewards");
   GaeParams params{};
-  params.sequences = sequences_of(rewards, cu_seqlens);
-  params.in = check_gae({rewards, values, mask, terminated, truncated, bootstrap_values},
-                        params.sequences.count);
-  const Tensor advantages = empty_like_tokens(rewards, ScalarType::Float);
-  const Tensor returns = empty_like_tokens(rewards, ScalarType::Float);
+  params.sequences = sequences_of(arguments.rewards, cu_seqlens);
+  params.in = check_gae(arguments, params.sequences.count);
+  const Tensor advantages = empty_like_tokens(arguments.rewards, ScalarType::Float);
+  const Tensor returns = empty_like_tokens(arguments.rewards, ScalarType::Float);
   params.advantages = advantages.mutable_data_ptr<float>();
   params.returns = returns.mutable_data_ptr<float>();
   params.gamma = static_cast<float>(gamma);
@@ -29,8 +24,8 @@ std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
   std::optional<Tensor> maps, flags;
   const int64_t chunks = gae_chunks(params.sequences.tokens);
   if (chunks > 1) {
-    maps = scratch(rewards, chunks * kGaeMapBytes);
-    flags = zeroed_words(rewards, chunks + 1, call);
+    maps = scratch(arguments.rewards, chunks * kGaeMapBytes);
+    flags = zeroed_words(arguments.rewards, chunks + 1, call);
     params.maps = maps->mutable_data_ptr();
     params.ticket_and_flags = words_of(*flags);
   }
@@ -42,5 +37,5 @@ std::tuple<Tensor, Tensor> gae_fwd(const Tensor& rewards, const Tensor& values,
 }  // namespace fastrl::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
-  m.impl("gae_fwd", TORCH_BOX(&fastrl::cuda::gae_fwd));
+  m.impl("gae_fwd", fastrl::boxed<fastrl::cuda::gae_fwd>);
 }

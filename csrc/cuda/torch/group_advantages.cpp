@@ -50,5 +50,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_advantages_fwd(
 }  // namespace fastrl::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
-  m.impl("group_advantages_fwd", TORCH_BOX(&fastrl::cuda::group_advantages_fwd));
+  m.impl("group_advantages_fwd", fastrl::boxed<fastrl::cuda::group_advantages_fwd>);
 }

@@ -30,50 +30,33 @@ std::tuple<Tensor, Tensor> one_pass(const Call& call, const LogitsParams& in,
   return {logprobs, entropy};
 }
 
-std::tuple<Tensor, Tensor, Tensor> logits_policy_loss_fwd(
-    const Tensor& logits, const Tensor& token_ids, const std::optional<Tensor>& mask,
-    int64_t ignore_index, const std::optional<Tensor>& temperatures, double temperature,
-    double logit_scale, double logit_softcap, const Tensor& advantages, const Tensor& weights,
-    const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
-    const std::optional<Tensor>& policy_weights, const std::optional<Tensor>& old_logprobs,
-    const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
-    int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
-    const std::vector<double>& coefficients) {
+std::tuple<Tensor, Tensor, Tensor> logits_policy_loss_fwd(const Tensor& logits,
+                                                          const RowArguments& arguments,
+                                                          const LossArguments& loss,
+                                                          const ObjectiveArguments& objective) {
   const Call call(logits, "logits");
-  const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
-                                                temperature, logit_scale, logit_softcap});
+  const LogitsParams in = check_logits(logits, arguments);
   const Tensor grad = new_gradient(logits);
-  const auto [logprobs, entropy] =
-      one_pass(call, in, gradient_in(grad), token_ids,
-               {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs,
-                ref_logprobs, cu_seqlens},
-               check_objective<float>(surrogate, level, kl_estimator, kl_gradient, coefficients));
+  const auto [logprobs, entropy] = one_pass(call, in, gradient_in(grad), arguments.token_ids, loss,
+                                            check_objective<float>(objective));
   return {logprobs, entropy, grad};
 }
 
-std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(
-    const Tensor& logits, const Tensor& token_ids, const std::optional<Tensor>& mask,
-    int64_t ignore_index, const std::optional<Tensor>& temperatures, double temperature,
-    double logit_scale, double logit_softcap, const Tensor& advantages, const Tensor& weights,
-    const std::optional<Tensor>& kl_weights, const std::optional<Tensor>& entropy_weights,
-    const std::optional<Tensor>& policy_weights, const std::optional<Tensor>& old_logprobs,
-    const std::optional<Tensor>& ref_logprobs, const std::optional<Tensor>& cu_seqlens,
-    int64_t surrogate, int64_t level, int64_t kl_estimator, int64_t kl_gradient,
-    const std::vector<double>& coefficients, bool narrow) {
+std::tuple<Tensor, Tensor> logits_policy_loss_fwd_(const Tensor& logits,
+                                                   const RowArguments& arguments,
+                                                   const LossArguments& loss,
+                                                   const ObjectiveArguments& objective,
+                                                   bool narrow) {
   const Call call(logits, "logits");
-  const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
-                                                temperature, logit_scale, logit_softcap});
-  return one_pass(
-      call, in, gradient_over(logits, in, narrow), token_ids,
-      {advantages, weights, kl_weights, entropy_weights, policy_weights, old_logprobs, ref_logprobs,
-       cu_seqlens},
-      check_objective<float>(surrogate, level, kl_estimator, kl_gradient, coefficients));
+  const LogitsParams in = check_logits(logits, arguments);
+  return one_pass(call, in, gradient_over(logits, in, narrow), arguments.token_ids, loss,
+                  check_objective<float>(objective));
 }
 
 }  // namespace
 }  // namespace fastrl::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
-  m.impl("logits_policy_loss_fwd", TORCH_BOX(&fastrl::cuda::logits_policy_loss_fwd));
-  m.impl("logits_policy_loss_fwd_", TORCH_BOX(&fastrl::cuda::logits_policy_loss_fwd_));
+  m.impl("logits_policy_loss_fwd", fastrl::boxed<fastrl::cuda::logits_policy_loss_fwd>);
+  m.impl("logits_policy_loss_fwd_", fastrl::boxed<fastrl::cuda::logits_policy_loss_fwd_>);
 }

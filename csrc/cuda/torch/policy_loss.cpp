@@ -9,20 +9,14 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
     const Tensor& logprobs, const std::optional<Tensor>& entropy, const Tensor& mask,
-    const Tensor& advantages, const Tensor& weights, const std::optional<Tensor>& kl_weights,
-    const std::optional<Tensor>& entropy_weights, const std::optional<Tensor>& policy_weights,
-    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& ref_logprobs,
-    const std::optional<Tensor>& cu_seqlens, int64_t surrogate, int64_t level, int64_t kl_estimator,
-    int64_t kl_gradient, const std::vector<double>& coefficients) {
+    const LossArguments& arguments, const ObjectiveArguments& objective_arguments) {
   const Call call(logprobs, "logprobs");
   PolicyLossParams params{};
-  params.objective =
-      check_objective<float>(surrogate, level, kl_estimator, kl_gradient, coefficients);
+  params.objective = check_objective<float>(objective_arguments);
   check_tokens(logprobs, entropy, mask, params.objective);
-  params.sequences = sequences_of(logprobs, cu_seqlens);
-  params.constants = check_loss({advantages, weights, kl_weights, entropy_weights, policy_weights,
-                                 old_logprobs, ref_logprobs, cu_seqlens},
-                                params.objective, logprobs, params.sequences.count, "logprobs");
+  params.sequences = sequences_of(logprobs, arguments.cu_seqlens);
+  params.constants =
+      check_loss(arguments, params.objective, logprobs, params.sequences.count, "logprobs");
   params.logprobs = logprobs.const_data_ptr<float>();
   params.entropy = data_or_null<float>(entropy);
   params.mask = mask.const_data_ptr<bool>();
@@ -54,5 +48,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_fwd(
 }  // namespace fastrl::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
-  m.impl("policy_loss_fwd", TORCH_BOX(&fastrl::cuda::policy_loss_fwd));
+  m.impl("policy_loss_fwd", fastrl::boxed<fastrl::cuda::policy_loss_fwd>);
 }

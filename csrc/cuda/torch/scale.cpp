@@ -35,5 +35,5 @@ void scale_(const Tensor& gradient, const Tensor& factor) {
 }  // namespace fastrl::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
-  m.impl("scale_", TORCH_BOX(&fastrl::cuda::scale_));
+  m.impl("scale_", fastrl::boxed<fastrl::cuda::scale_>);
 }

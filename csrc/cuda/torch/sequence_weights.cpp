@@ -8,29 +8,27 @@
 namespace fastrl::cuda {
 namespace {
 
-std::tuple<Tensor, Tensor> sequence_weights(
-    const Tensor& mask, const std::optional<Tensor>& token_ids, int64_t ignore_index,
-    const std::optional<Tensor>& cu_seqlens, int64_t aggregation, double normalizer,
-    const std::optional<Tensor>& normalizer_tensor, double length_norm, bool count_empty,
-    int64_t group_size, const std::optional<Tensor>& group_ids) {
+std::tuple<Tensor, Tensor> sequence_weights(const Tensor& mask,
+                                            const std::optional<Tensor>& token_ids,
+                                            int64_t ignore_index,
+                                            const std::optional<Tensor>& cu_seqlens,
+                                            const AggregationArguments& in) {
   const Call call(mask, "mask");
   SequenceWeightsParams params{};
   params.sequences = sequences_of(mask, cu_seqlens);
-  params.aggregation = check_aggregation(
-      {aggregation, normalizer, normalizer_tensor, length_norm, count_empty, group_size, group_ids},
-      mask, token_ids, params.sequences.count);
-  STD_TORCH_CHECK(!group_ids, "group_ids must come in order, as group_size, on a CUDA device");
+  params.aggregation = check_aggregation(in, mask, token_ids, params.sequences.count);
+  STD_TORCH_CHECK(!in.group_ids, "group_ids must come in order, as group_size, on a CUDA device");
   params.mask = mask_of(mask);
   params.token_ids = data_or_null<int64_t>(token_ids);
   params.ignore_index = ignore_index;
-  params.normalizer = static_cast<float>(normalizer);
-  if (normalizer_tensor) {
-    params.normalizer_tensor = number_of(*normalizer_tensor, "normalizer_tensor");
+  params.normalizer = static_cast<float>(in.normalizer);
+  if (in.normalizer_tensor) {
+    params.normalizer_tensor = number_of(*in.normalizer_tensor, "normalizer_tensor");
   }
   const double width = mask.size(1) > 0 ? static_cast<double>(mask.size(1)) : 1.0;
-  params.length_norm = static_cast<float>(length_norm > 0 ? length_norm : width);
-  params.count_empty = count_empty;
-  params.group_size = group_size;
+  params.length_norm = static_cast<float>(in.length_norm > 0 ? in.length_norm : width);
+  params.count_empty = in.count_empty;
+  params.group_size = in.group_size;
 
   const int64_t chunks = weight_chunks(params.sequences.tokens), words = chunks * kWordsOfChunk;
   const bool apart = counts_sequences(params.aggregation);
@@ -59,5 +57,5 @@ std::tuple<Tensor, Tensor> sequence_weights(
 }  // namespace fastrl::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
-  m.impl("sequence_weights", TORCH_BOX(&fastrl::cuda::sequence_weights));
+  m.impl("sequence_weights", fastrl::boxed<fastrl::cuda::sequence_weights>);
 }

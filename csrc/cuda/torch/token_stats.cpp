@@ -1,55 +1,22 @@
 // The operators token_stats_fwd, token_stats_bwd and token_stats_bwd_ on CUDA tensors.
-#include <tuple>
-
 #include "launches.h"
 #include "logits_operator.h"
 
 namespace fastrl::cuda {
 namespace {
 
-using Stats = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Stats token_stats_fwd(const Tensor& logits, const Tensor& token_ids,
-                      const std::optional<Tensor>& mask, int64_t ignore_index,
-                      const std::optional<Tensor>& temperatures, double temperature,
-                      double logit_scale, double logit_softcap, bool with_entropy,
-                      bool with_sum_sq_probs) {
+std::vector<Tensor> token_stats_fwd(const Tensor& logits, const RowArguments& arguments,
+                                    bool with_entropy, bool with_sum_sq_probs) {
   const Call call(logits, "logits");
-  TokenStatsParams params{};
-  params.in = check_logits(logits, {token_ids, mask, ignore_index, temperatures, temperature,
-                                    logit_scale, logit_softcap});
-  params.with_entropy = with_entropy;
-  params.with_sum_sq_probs = with_sum_sq_probs;
-  const auto stat = [&](float** out) {
-    const Tensor values = empty_like_tokens(token_ids, ScalarType::Float);
-    *out = values.mutable_data_ptr<float>();
-    return values;
-  };
-  const Tensor logprobs = stat(&params.logprobs), entropy = stat(&params.entropy);
-  const Tensor logsumexp = stat(&params.logsumexp), sum_sq_probs = stat(&params.sum_sq_probs);
-  const Tensor is_top1 = empty_like_tokens(token_ids, ScalarType::Bool);
-  params.is_top1 = is_top1.mutable_data_ptr<bool>();
-  const Tensor row_max = stat(&params.row_max), log_sum = stat(&params.log_sum);
+  TokenStatsParams params{check_logits(logits, arguments), with_entropy, with_sum_sq_probs, {}};
+  std::vector<Tensor> results = new_stats(arguments.token_ids, &params.out);
   check_launch(token_stats(params, call.stream()), "token_stats");
-  return {logprobs, entropy, logsumexp, sum_sq_probs, is_top1, row_max, log_sum};
+  return results;
 }
 
-struct Saved {
-  const Tensor &row_max, &log_sum, &entropy;
-  const std::optional<Tensor>&grad_logprobs, &grad_entropy, &grad_logsumexp;
-};
-
 void backward(const Call& call, const LogitsParams& in, const GradientParams& out,
-              const Tensor& token_ids, const Saved& saved) {
-  const auto check = [&](const auto& tensor, const char* name) {
-    check_like(tensor, token_ids, ScalarType::Float, name, "token_ids");
-  };
-  check(saved.row_max, "row_max");
-  check(saved.log_sum, "log_sum");
-  check(saved.entropy, "entropy");
-  check(saved.grad_logprobs, "grad_logprobs");
-  check(saved.grad_entropy, "grad_entropy");
-  check(saved.grad_logsumexp, "grad_logsumexp");
+              const Tensor& token_ids, const SavedStats& saved) {
+  check_saved(saved, token_ids);
   TokenStatsBackwardParams params{};
   params.in = in;
   params.out = out;
@@ -62,43 +29,27 @@ void backward(const Call& call, const LogitsParams& in, const GradientParams& ou
   check_launch(token_stats_backward(params, call.stream()), "token_stats_backward");
 }
 
-Tensor token_stats_bwd(const Tensor& logits, const Tensor& token_ids,
-                       const std::optional<Tensor>& mask, int64_t ignore_index,
-                       const std::optional<Tensor>& temperatures, double temperature,
-                       double logit_scale, double logit_softcap, const Tensor& row_max,
-                       const Tensor& log_sum, const Tensor& entropy,
-                       const std::optional<Tensor>& grad_logprobs,
-                       const std::optional<Tensor>& grad_entropy,
-                       const std::optional<Tensor>& grad_logsumexp) {
+Tensor token_stats_bwd(const Tensor& logits, const RowArguments& arguments,
+                       const SavedStats& saved) {
   const Call call(logits, "logits");
-  const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
-                                                temperature, logit_scale, logit_softcap});
+  const LogitsParams in = check_logits(logits, arguments);
   const Tensor grad = new_gradient(logits);
-  backward(call, in, gradient_in(grad), token_ids,
-           {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp});
+  backward(call, in, gradient_in(grad), arguments.token_ids, saved);
   return grad;
 }
 
-void token_stats_bwd_(const Tensor& logits, const Tensor& token_ids,
-                      const std::optional<Tensor>& mask, int64_t ignore_index,
-                      const std::optional<Tensor>& temperatures, double temperature,
-                      double logit_scale, double logit_softcap, const Tensor& row_max,
-                      const Tensor& log_sum, const Tensor& entropy,
-                      const std::optional<Tensor>& grad_logprobs,
-                      const std::optional<Tensor>& grad_entropy,
-                      const std::optional<Tensor>& grad_logsumexp, bool narrow) {
+void token_stats_bwd_(const Tensor& logits, const RowArguments& arguments, const SavedStats& saved,
+                      bool narrow) {
   const Call call(logits, "logits");
-  const LogitsParams in = check_logits(logits, {token_ids, mask, ignore_index, temperatures,
-                                                temperature, logit_scale, logit_softcap});
-  backward(call, in, gradient_over(logits, in, narrow), token_ids,
-           {row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp});
+  const LogitsParams in = check_logits(logits, arguments);
+  backward(call, in, gradient_over(logits, in, narrow), arguments.token_ids, saved);
 }
 
 }  // namespace
 }  // namespace fastrl::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(fastrl_cuda, CUDA, m) {
-  m.impl("token_stats_fwd", TORCH_BOX(&fastrl::cuda::token_stats_fwd));
-  m.impl("token_stats_bwd", TORCH_BOX(&fastrl::cuda::token_stats_bwd));
-  m.impl("token_stats_bwd_", TORCH_BOX(&fastrl::cuda::token_stats_bwd_));
+  m.impl("token_stats_fwd", fastrl::boxed<fastrl::cuda::token_stats_fwd>);
+  m.impl("token_stats_bwd", fastrl::boxed<fastrl::cuda::token_stats_bwd>);
+  m.impl("token_stats_bwd_", fastrl::boxed<fastrl::cuda::token_stats_bwd_>);
 }

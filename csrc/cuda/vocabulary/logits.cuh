@@ -71,37 +71,37 @@ struct RowGeometry {
   }
 };
 
-// z = natural * x; with a softcap natural * (v + 1/2) for v = -1 / (1 + 2^(squash * x)), since
+// z = gain * x; with a softcap gain * (v + 1/2) for v = -1 / (1 + 2^(squash * x)), since
 // tanh(y) = 1 - 2 / (1 + e^2y).
 struct LogitMap {
-  float multiplier;  // natural log2(e), for exponents of two
-  float natural;
+  float binary_gain;  // gain log2(e), for exponents of two
+  float gain;         // dz/dv
   float squash;
-  float gain;   // dz/dx at x = 0
-  float floor;  // logits at or below it count as -inf; products with it do not overflow
+  float raw_gain;  // dz/dx at x = 0
+  float floor;     // logits at or below it count as -inf; products with it do not overflow
 };
 
 struct Scaling {
   const float* temperatures;
-  float scale, squash, gain;  // divided by the temperature where all rows have one
+  float scale, squash, raw_gain;  // divided by the temperature where all rows have one
 
   static Scaling of(const LogitsParams& p) {
-    const double heat = p.temperatures ? 1.0 : p.temperature;
+    const double temperature = p.temperatures ? 1.0 : p.temperature;
     const bool capped = p.logit_softcap > 0;
     const double squash = capped ? 2 * double{kLog2E} * p.logit_scale / p.logit_softcap : 0.0;
     return {p.temperatures,
-            static_cast<float>((capped ? 2 * p.logit_softcap : p.logit_scale) / heat),
-            static_cast<float>(squash), static_cast<float>(p.logit_scale / heat)};
+            static_cast<float>((capped ? 2 * p.logit_softcap : p.logit_scale) / temperature),
+            static_cast<float>(squash), static_cast<float>(p.logit_scale / temperature)};
   }
   template <typename T>
   __device__ __forceinline__ LogitMap map(float temperature) const {
-    const float natural = temperatures ? scale / temperature : scale;
-    const float multiplier = natural * kLog2E;
+    const float gain = temperatures ? scale / temperature : scale;
+    const float binary_gain = gain * kLog2E;
     // below this, the rounding error of a product would overflow when exponentiated
-    const float low = std::fmax(-1e9f / multiplier, Element<T>::kLowest);
+    const float low = std::fmax(-1e9f / binary_gain, Element<T>::kLowest);
     const float finite = Element<T>::value(Element<T>::from(low));
     const float floor = squash > 0 ? -INFINITY : finite;  // a softcap bounds all but -inf
-    return {multiplier, natural, squash, temperatures ? gain / temperature : gain, floor};
+    return {binary_gain, gain, squash, temperatures ? raw_gain / temperature : raw_gain, floor};
   }
 };
 

@@ -44,9 +44,7 @@ inline bool is_narrow(const LogitsParams& p, const GradientParams& grad) {
 struct TokenStatsParams {
   LogitsParams in;
   bool with_entropy, with_sum_sq_probs;
-  float *logprobs, *entropy, *logsumexp, *sum_sq_probs;
-  bool* is_top1;
-  float *row_max, *log_sum;
+  RowStatsOut out;
 };
 
 // [batch, tokens], contiguous; the gradients that flow back may be null.

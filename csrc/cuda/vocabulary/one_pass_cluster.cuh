@@ -73,6 +73,7 @@ struct ClusterShared {
   PartialSums warps[kWarps];
   GradientTerms terms;
   bool zero;
+  uint32_t sequence;  // of the last row that was fetched: rows rise
 
   // Beside rows that are not aligned there is room for the shift, and for a vector after the last.
   template <typename T, bool kAligned>
@@ -112,11 +113,15 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
   // The words of a row's inputs: the first warp fetches them and begins the row a turn later.
   constexpr int kFetched = (RowInputs::kWords + kWarp - 1) / kWarp;
   const auto fetch = [&](unsigned row, uint32_t* words) {
+    if (t == 0 && row < rows.rows) {
+      s.sequence = p.sequences.of(row, s.sequence);
+    }
+    sync_warp();
 #pragma unroll
     for (int i = 0; i < kFetched; ++i) {
       const int name = lane + i * kWarp;
       const bool wanted = warp == 0 && row < rows.rows && name < RowInputs::kWords;
-      words[i] = wanted ? fetch_input(call, name, row) : 0;
+      words[i] = wanted ? fetch_input(call, name, row, s.sequence) : 0;
     }
   };
   const auto begin = [&](unsigned row, int stage, const uint32_t* words) {
@@ -130,6 +135,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     if (row < rows.rows && s.inputs[stage].active(p.in)) fill(row, stage);
   };
 
+  if (t == 0) s.sequence = 0;
   if (t < 2) init(&s.full[t]);
   if (t < 2) init(&s.exchanged[t]);
   sync_block();

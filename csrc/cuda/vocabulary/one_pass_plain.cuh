@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const LogitsPolicyLossParams& p = call.p;
   PlainShared<kThreads>& s = *shared_memory<PlainShared<kThreads>>();
   const SplitSums<kThreads> shared(s.sums, call.rows.splits.count);
+  uint32_t sequence = 0;
   for (unsigned row = block_index(); row < call.rows.rows; row += num_blocks()) {
     Gradient* grad = reinterpret_cast<Gradient*>(call.rows.grad_row(row));
     const T* data = reinterpret_cast<const T*>(call.rows.row(row));
@@ -35,8 +36,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       shared.template sweep<T, kAligned, Wanted::kEntropy, false>(call.rows, row_bytes,
                                                                   p.in.token_ids[row], exponents);
       if (thread_index() < kWarp) {
+        sequence = p.sequences.of(row, sequence);
         for (int i = thread_index(); i < RowInputs::kWords; i += kWarp) {
-          s.inputs.word[i] = fetch_input(call, i, row);
+          s.inputs.word[i] = fetch_input(call, i, row, sequence);
         }
         sync_warp();
         const RowInputs& in = s.inputs;

@@ -6,11 +6,7 @@
 
 namespace fastrl::cuda {
 
-struct RowStats {
-  float max;  // largest raw logit
-  float logprob, log_sum, entropy, logsumexp, sum_sq_probs;
-  bool is_top1;
-};
+using RowStats = RowStatsOf<float, bool>;
 
 // The gradient of the loss in the statistics of a row.
 struct RowFlow {
@@ -29,7 +25,7 @@ constexpr float kResolution = 1.2e-7f;
 // The exponent of the largest logit: not quite 0, as the center is rounded.
 template <bool kSoftcap>
 __device__ __forceinline__ float residue(float max, const Exponents<kSoftcap>& exponents) {
-  return std::fma(exponents.squashed(max), exponents.map.multiplier, -exponents.center(max));
+  return std::fma(exponents.squashed(max), exponents.map.binary_gain, -exponents.center(max));
 }
 
 // `token` is the raw logit of the chosen token, NaN if its id is outside the vocabulary.
@@ -38,7 +34,7 @@ __device__ __forceinline__ float logprob_of(float token, float max, float log_su
                                             const Exponents<kSoftcap>& exponents) {
   if (kSoftcap && token == -INFINITY) return token - log_sum;  // stays excluded under a softcap
   const float below = exponents.squashed(token) - exponents.squashed(max);
-  return std::fma(below, exponents.map.natural, -log_sum);
+  return std::fma(below, exponents.map.gain, -log_sum);
 }
 
 // The statistics of a row from the sums over the others and the token, if it is `known`.
@@ -57,18 +53,18 @@ __device__ __forceinline__ RowStats finish(const RowSums& others, float token, b
   const float sum = empty ? NAN : sums.sum;
   const float log_of_sum = std::log(sum);
   RowStats stats;
-  stats.max = sums.max;
+  stats.row_max = sums.max;
   // explicit multiply-adds, here and below: every kernel computes the same bits
   const float of_max = residue(sums.max, exponents);
   const float log_sum = std::fma(of_max, -kLn2, log_of_sum);
   stats.log_sum = log_sum < kResolution ? 0.0f : log_sum;
   if (x >= others.max && !empty) stats.log_sum = std::log1p(rest * std::exp2(-of_max));
-  stats.logprob = logprob_of(token, sums.max, stats.log_sum, exponents);
+  stats.logprobs = logprob_of(token, sums.max, stats.log_sum, exponents);
   const float entropy = std::fma(sums.sum_t / sum, -kLn2, log_of_sum);
   stats.entropy = entropy < kResolution ? 0.0f : entropy;
   const float top = exponents.squashed(sums.max);
   const float largest = kSoftcap ? top + 0.5f : top;
-  stats.logsumexp = empty ? -INFINITY : std::fma(largest, map.natural, stats.log_sum);
+  stats.logsumexp = empty ? -INFINITY : std::fma(largest, map.gain, stats.log_sum);
   stats.sum_sq_probs = sums.sum_sq / (sum * sum);
   // what counts as -inf; under a softcap it has a value, too
   stats.is_top1 = token <= map.floor ? empty : exponents.squashed(token) >= top;
@@ -82,12 +78,12 @@ __device__ __forceinline__ GradientTerms gradient_terms(float max, float log_sum
                                                         const RowFlow& flow,
                                                         const Exponents<kSoftcap>& exponents) {
   const float rest = residue(max, exponents);
-  const float gain = kSoftcap ? -4 * exponents.map.gain : exponents.map.gain;
-  const float scale = gain * std::exp(-log_sum - rest * kLn2);
+  const float chain = kSoftcap ? -4 * exponents.map.raw_gain : exponents.map.raw_gain;
+  const float norm = chain * std::exp(-log_sum - rest * kLn2);
   const float outer = flow.logsumexp - flow.logprob;
   const float inner = entropy - log_sum - rest * kLn2;
-  return {exponents.center(max), (outer - flow.entropy * inner) * scale,
-          -flow.entropy * kLn2 * scale, 0.0f};
+  return {exponents.center(max), (outer - flow.entropy * inner) * norm, -flow.entropy * kLn2 * norm,
+          0.0f};
 }
 
 // At the token, the sum of the two terms would cancel as p nears 1.
@@ -102,7 +98,7 @@ __device__ __forceinline__ float token_gradient(float token, float logprob, floa
     const float decay = std::exp(-kLn2 * std::fabs(token * map.squash));
     gradient *= 4 * decay / ((1 + decay) * (1 + decay));  // 1 - tanh^2
   }
-  return gradient * map.gain;
+  return gradient * map.raw_gain;
 }
 
 // The gradient at one logit.
@@ -113,7 +109,7 @@ __device__ __forceinline__ float gradient_at(float x, const GradientTerms& terms
     const float squashed = exponents.squashed(x);
     const float t = x <= exponents.map.floor
                         ? -1e4f
-                        : std::fma(squashed, exponents.map.multiplier, -terms.center);
+                        : std::fma(squashed, exponents.map.binary_gain, -terms.center);
     const float factor = std::fma(terms.linear, t, terms.constant);
     return factor * std::fma(squashed, squashed, squashed) * fast_exp2(t);
   }

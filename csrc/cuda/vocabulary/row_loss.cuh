@@ -58,8 +58,9 @@ __device__ __forceinline__ uint32_t load_word(const unsigned char* at, int bytes
   return *reinterpret_cast<const uint32_t*>(at);
 }
 
+// `sequence`: of the row, or their number where cu_seqlens end before it.
 __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int name,
-                                                unsigned row) {
+                                                unsigned row, uint32_t sequence) {
   const LogitsPolicyLossParams& p = call.p;
   const LossConstants& c = p.constants;
   if (name <= RowInputs::kMaskHigh) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call
   if (!input.values) return 0;
   int64_t place = row;
   if (input.by_sequence) {
-    place = p.sequences.of(row);
+    place = sequence;
     if (place == p.sequences.count) --place;  // cu_seqlens end too early
   }
   return float_to_bits(input.values[place]);
@@ -124,13 +125,13 @@ __device__ __forceinline__ RowOutcome outcome_of(const LogitsPolicyLossParams& p
                                                  float token, bool known,
                                                  const Exponents<kSoftcap>& exponents) {
   const RowStats stats = finish(sums, token, known, exponents);
-  const RowFlow flow = row_flow(p, in, stats.logprob);
+  const RowFlow flow = row_flow(p, in, stats.logprobs);
   RowOutcome outcome;
   outcome.zero = flow.logprob == 0 && flow.entropy == 0;
-  outcome.terms = gradient_terms(stats.max, stats.log_sum, stats.entropy, flow, exponents);
+  outcome.terms = gradient_terms(stats.row_max, stats.log_sum, stats.entropy, flow, exponents);
   outcome.terms.token_gradient =
-      token_gradient<kSoftcap>(token, stats.logprob, stats.entropy, flow, exponents.map);
-  outcome.logprob = stats.logprob;
+      token_gradient<kSoftcap>(token, stats.logprobs, stats.entropy, flow, exponents.map);
+  outcome.logprob = stats.logprobs;
   outcome.entropy = stats.entropy;
   return outcome;
 }

@@ -6,7 +6,7 @@
 
 namespace fastrl::cuda {
 
-// Of all logits but the chosen token's, with t_j = multiplier * x_j - center(max), an exponent of
+// Of all logits but the chosen token's, with t_j = binary_gain * x_j - center(max), an exponent of
 // two.
 struct RowSums {
   float max;                 // largest raw logit, at least the floor
@@ -28,15 +28,15 @@ struct Exponents {
   // What exponents are relative to. The product is rounded on its own, so that every use has the
   // same bits. If all logits are excluded it is 0: the exponent of the floor has a large residue.
   __device__ __forceinline__ float center(float max) const {
-    const float center = multiply_rounded(squashed(max), map.multiplier);
+    const float center = multiply_rounded(squashed(max), map.binary_gain);
     return max <= map.floor ? 0.0f : center;
   }
   __device__ __forceinline__ float operator()(float x, float center) const {
     if constexpr (kSoftcap) {
-      const float t = std::fma(squashed(x), map.multiplier, -center);
+      const float t = std::fma(squashed(x), map.binary_gain, -center);
       return x <= map.floor ? -1e4f : t;  // the softcap makes -inf finite
     }
-    return std::fma(x, map.multiplier, -center);
+    return std::fma(x, map.binary_gain, -center);
   }
   // The sums relative to `max`, which is at least s.max. The bounds prevent 0 * inf.
   __device__ __forceinline__ RowSums moved(RowSums s, float max) const {
@@ -128,7 +128,7 @@ __device__ __forceinline__ RowSums sweep_sums(const Source& source, int64_t toke
                                      [place](int lane) { return lane == place; });
     add_vectors<T, kSoftcap, kWanted, 1>(&sums, &x, floor, exponents);
   }
-  if (own) {  // in float16 the floor times a tiny multiplier has an exponential
+  if (own) {  // in float16 the floor times a tiny binary_gain has an exponential
     const float t = exponents(exponents.map.floor, exponents.center(sums.max)), e = fast_exp2(t);
     sums.sum -= e;
     sums.sum_t -= e * t;

@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
     RowStats stats{};
     const int64_t token = p.in.token_ids[row];
     if (row_counts(p.in, row, token)) {
-      const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
-      const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
+      const float temperature = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
+      const Exponents<kSoftcap> exponents{call.scaling.map<T>(temperature)};
       const unsigned char* data = call.rows.row(row);
       shared.template sweep<T, kAligned, kWanted, true>(call.rows, data, token, exponents);
       if (thread_index() < kWarp) {
@@ -36,14 +36,9 @@ __global__ void __launch_bounds__(kThreads, kWanted == Wanted::kSquares ? 3 : 4)
       }
     }
     if (thread_index() == 0 && cluster_rank() == 0) {
-      p.logprobs[row] = stats.logprob;
-      p.entropy[row] = kWanted >= Wanted::kEntropy && p.with_entropy ? stats.entropy : 0.0f;
-      p.logsumexp[row] = stats.logsumexp;
-      p.sum_sq_probs[row] =
-          kWanted >= Wanted::kSquares && p.with_sum_sq_probs ? stats.sum_sq_probs : 0.0f;
-      p.is_top1[row] = stats.is_top1;
-      p.row_max[row] = stats.max;
-      p.log_sum[row] = stats.log_sum;
+      if (kWanted < Wanted::kEntropy || !p.with_entropy) stats.entropy = 0;
+      if (kWanted < Wanted::kSquares || !p.with_sum_sq_probs) stats.sum_sq_probs = 0;
+      store_stats(stats, p.out, row);
     }
   }
 }

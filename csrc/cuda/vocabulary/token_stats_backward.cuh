@@ -35,7 +35,10 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 2 : (kAligned ? 4 : 3))
         kWholeRows ? static_cast<int>(call.rows.vocabulary) : call.rows.columns(split);
     const Stores<Gradient, kAligned> stores(
         reinterpret_cast<Gradient*>(call.rows.grad_row(row)) + first, columns);
+    // loads that do not wait for each other
     const int64_t token_id = p.in.token_ids[row];
+    const float max = p.row_max[row], log_sum = p.log_sum[row], entropy = p.entropy[row];
+    const float temperature = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
     RowFlow flow{};
     if (row_counts(p.in, row, token_id)) {
       flow = {p.grad_logprobs ? p.grad_logprobs[row] : 0.0f,
@@ -46,16 +49,15 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 2 : (kAligned ? 4 : 3))
       write_zeros<kThreads>(stores);
       continue;
     }
-    const float heat = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
-    const Exponents<kSoftcap> exponents{call.scaling.map<T>(heat)};
+    const Exponents<kSoftcap> exponents{call.scaling.map<T>(temperature)};
     const GlobalSource<T, kAligned, true> source{
         reinterpret_cast<const T*>(call.rows.row(row)) + first, columns};
     const int64_t token = token_id - first;
     if (thread_index() == 0) {
-      const float max = p.row_max[row], log_sum = p.log_sum[row], entropy = p.entropy[row];
+      const bool here = token >= 0 && token < columns;
+      const float x = here ? source.element(static_cast<int>(token)) : 0.0f;
       s.terms = gradient_terms(max, log_sum, entropy, flow, exponents);
-      if (token >= 0 && token < columns) {
-        const float x = source.element(static_cast<int>(token));
+      if (here) {
         const float logprob = logprob_of(x, max, log_sum, exponents);
         s.terms.token_gradient = token_gradient<kSoftcap>(x, logprob, entropy, flow, exponents.map);
       }

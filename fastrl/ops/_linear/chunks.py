@@ -18,9 +18,11 @@ from fastrl.ops._vocabulary_parts.statistics import PartRows, write_part_gradien
 
 #: Most bytes of logits in a chunk on a CPU.
 _CPU_CHUNK_BYTES = 192 * 2**20
-#: Most bytes that belong to a chunk on a GPU: logits, copies and gradients of hidden states. The
-#: rest of 512 MiB is for what kernels and torch allocate beside them.
-_GPU_CHUNK_BYTES = 508 * 2**20
+#: Bytes that kernels and torch allocate beside a chunk on a GPU.
+_GPU_BESIDE_BYTES = 4 * 2**20
+#: Most bytes that belong to a chunk on a GPU, or more where they cost no peak: logits, copies and
+#: gradients of hidden states.
+_GPU_CHUNK_BYTES = 512 * 2**20 - _GPU_BESIDE_BYTES
 #: A GEMM on a GPU works on tiles of this many rows or more.
 _GPU_TILE = 64
 #: Rows of logits on a GPU start at multiples of as many elements: 16 bytes in bfloat16.
@@ -134,6 +136,7 @@ def chunk_size(
     teacher: LinearHead | None = None,
     *,
     on_gpu: bool,
+    weight_trained: bool = False,
 ) -> int:
     """Return the number of rows in a chunk: `chunk_tokens`, or a default.
 
@@ -143,20 +146,24 @@ def chunk_size(
     vocabulary = head.vocabulary
     if parts.split():  # a GPU fills its memory by its own part; a CPU gains nothing from more rows
         vocabulary = max(parts.sizes) if on_gpu else sum(parts.sizes)
-    rows = chunk_tokens or _default_rows(head, teacher, vocabulary, on_gpu=on_gpu)
+    limit = _GPU_CHUNK_BYTES
+    if weight_trained and not parts.split():  # the ranks' parts may be of several sizes
+        limit = max(limit, head.rounded_gradient_bytes() - _GPU_BESIDE_BYTES)
+    rows = chunk_tokens or _default_rows(head, teacher, vocabulary, limit, on_gpu=on_gpu)
     tile = _GPU_TILE if chunk_tokens is None and on_gpu and rows >= buffers * _GPU_TILE else 1
     return max(1, rows // (buffers * tile) * tile)
 
 
 def _default_rows(
-    head: LinearHead, teacher: LinearHead | None, vocabulary: int, *, on_gpu: bool
+    head: LinearHead, teacher: LinearHead | None, vocabulary: int, limit: int, *, on_gpu: bool
 ) -> int:
     """Return how many rows of logits of a vocabulary exist at once.
 
     On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
     every chunk reads and writes the accumulated weight gradient once, which takes many rows to
     amortize; the logits of a chunk, and the copies and gradients of its hidden states, take at most
-    508 MiB.
+    `limit` bytes. They are freed before the copy of a 16-bit weight's gradient is allocated, so up
+    to its size they do not add to the peak.
     """
     if on_gpu:
         width, wide = head.weight.shape[1], head.dtype.itemsize
@@ -166,7 +173,7 @@ def _default_rows(
         if teacher is not None:
             row_bytes += row_stride(vocabulary, on_gpu=True) * wide
             row_bytes += teacher.weight.shape[1] * 2 * wide
-        rows = _GPU_CHUNK_BYTES // row_bytes
+        rows = limit // row_bytes
         return max(1, rows // _GPU_TILE * _GPU_TILE or rows)
     sides = 1 if teacher is None else 2
     rows = _CPU_CHUNK_BYTES // (sides * vocabulary * head.dtype.itemsize)

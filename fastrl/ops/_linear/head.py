@@ -40,6 +40,11 @@ class LinearHead:
         """The size of the vocabulary, V."""
         return self.weight.shape[0]
 
+    def rounded_gradient_bytes(self) -> int:
+        """Return the bytes of the copy to which the weight's gradient is rounded in the end."""
+        stored = stored_dtype(self.weight)
+        return 0 if stored == self.dtype else self.weight.numel() * stored.itemsize
+
     def parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return weight, bias, lora_a, lora_b."""
         return self.weight, self.bias, self.lora_a, self.lora_b

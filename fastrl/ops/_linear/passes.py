@@ -29,6 +29,7 @@ from fastrl.ops._linear.chunks import (
 from fastrl.ops._linear.walk import LinearWalk, Projected
 from fastrl.ops._loss.slopes import TokenSlopes
 from fastrl.ops._process_groups import gathered
+from fastrl.ops._teacher.chunks import Comparison
 from fastrl.ops._teacher.rows import TeacherStats
 
 
@@ -101,6 +102,8 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
         compared = TeacherStats(none, none, none, slope_mean, of_row_max, of_log_sum)
         compared = TeacherStats._make(order.of(value) for value in compared)
         grad_divergence = order.of(grad_divergence)
+    projected: Projected | None = None
+    comparison: Comparison | None = None
     for chunk in walk.trained():
         projected = walk.project(chunk)
         stats = RowStats._make(stat[chunk] for stat in saved)
@@ -117,6 +120,7 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
                 narrow=projected.products.narrow,
             )
         walk.add_gradients(chunk, projected)
+    projected = comparison = None
     return tuple(walk.gradients())
 
 
@@ -176,6 +180,8 @@ def linear_loss_pass(
         *((differentiable, chunk) for chunk in walk.trained() if not in_one_kernel),
     ]
     stats_of_chunks = walk.with_stats(chunk for _, chunk in chunks)
+    projected: Projected | None = None
+    comparison: Comparison | None = None
     for (trained, chunk), (projected, stats) in zip(chunks, stats_of_chunks, strict=True):
         logprobs[chunk], entropy[chunk] = stats.logprobs, stats.entropy
         comparison = walk.compare(chunk, projected)
@@ -200,6 +206,7 @@ def linear_loss_pass(
         for chunk in walk.trained():
             outputs = _train_in_one_kernel(walk, chunk, walk.project(chunk), slopes)
             logprobs[chunk], entropy[chunk] = outputs
+    projected = comparison = None
     divergence, teacher_entropy, agrees, *_ = walk.expanded_comparison(compared)
     of_teacher = (divergence, teacher_entropy, agrees)
     return (walk.expanded(logprobs), walk.expanded(entropy), *of_teacher, *walk.gradients())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl import native
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import FLAGS, RowArguments, RowStats
 from fastrl.library import stored_dtype
 from fastrl.ops._kept.rows import NO_ID, KeptRows, ids_of_part
 from fastrl.ops._linear.call import LinearCall
@@ -115,7 +115,13 @@ class LinearWalk:
         buffers = 2 if exchanging and call.parts.split() else 1
         teacher = teacher_head(call.teacher, head.dtype)
         size = chunk_size(
-            call.chunk_tokens, head, call.parts, buffers, teacher, on_gpu=self._on_gpu
+            call.chunk_tokens,
+            head,
+            call.parts,
+            buffers,
+            teacher,
+            on_gpu=self._on_gpu,
+            weight_trained=needs[1],
         )
         self._size = max(1, min(size, sum(counts)))
         number = sum(-(-count // self._size) for count in counts)
@@ -261,8 +267,10 @@ class LinearWalk:
     def no_stats(self) -> RowStats:
         """Return statistics of 0 for the rows in their order."""
         like, dtype = self._rows.token_ids, self._head.dtype
-        stats = RowStats._make(torch.zeros_like(like, dtype=dtype) for _ in RowStats._fields)
-        return stats._replace(is_top1=torch.zeros_like(like, dtype=torch.bool))
+        return RowStats._make(
+            torch.zeros_like(like, dtype=torch.bool if name in FLAGS else dtype)
+            for name in RowStats._fields
+        )
 
     def no_teacher_stats(self) -> TeacherStats:
         """Return a comparison of 0 for the rows in their order, without rows if not compared."""
@@ -287,7 +295,11 @@ class LinearWalk:
             yield values if self._teacher is None else self.expanded(values)
 
     def gradients(self) -> LinearGradients:
-        """Return the gradients, accumulated over all chunks."""
+        """Return the gradients, accumulated over all chunks, whose memory is freed first.
+
+        The caller has to drop the last chunk, too.
+        """
+        del self._buffers, self._teacher
         if self._parts.split():
             self._parameters.sum_low_rank_over(self._parts.process_group())
         return LinearGradients(self._grad_hidden.result(), *self._parameters.results())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import FLAGS, RowArguments, RowStats
 from fastrl.library import arithmetic_dtype
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._autograd.saved_tensors import save, saved
@@ -207,7 +207,7 @@ def compared_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     if not found:
         real = arithmetic_dtype(call.logits, call.logits)
         names = (*RowStats._fields, *TeacherStats._fields)
-        of_answers = ("is_top1", "agrees")
+        of_answers = (*FLAGS, "agrees")
         return tuple(ids.to(torch.bool if name in of_answers else real) for name in names)
     return tuple(torch.cat(each).reshape(ids.shape) for each in zip(*found, strict=True))
 

@@ -169,12 +169,12 @@ class Pair:
             stats.row_max,
             stats.log_sum,
             stats.entropy,
+            *(None if slope is None else slope.contiguous() for slope in of_part),
             compared.row_max,
             compared.log_sum,
             self.teacher.beta,
             compared.slope_mean,
             grad_divergence.contiguous(),
-            *(None if slope is None else slope.contiguous() for slope in of_part),
         )
 
     def _operators(self) -> Any:

@@ -210,12 +210,12 @@ class TopKRows:
 
     def _derivative(self) -> Tensor:
         """Return dz/dlogits of the K tokens."""
-        rows, gain = self._rows, self._rows.logit_scale / self._temperature()
+        rows, raw_gain = self._rows, self._rows.logit_scale / self._temperature()
         if not rows.logit_softcap:
-            return torch.as_tensor(gain)
+            return torch.as_tensor(raw_gain)
         x = self._events.logits.to(self._events.exponents.dtype)
         decay = (-2 * (x * (rows.logit_scale / rows.logit_softcap)).abs()).exp()
-        return gain * 4 * decay / (1 + decay).square()
+        return raw_gain * 4 * decay / (1 + decay).square()
 
     def _put(self, target: Tensor, values: Tensor) -> None:
         """Write values to the columns of the K tokens, where they are this rank's."""

@@ -1,1 +1,1 @@
-"""Registration of the operators, the interpreter, and targets of ahead-of-time compilation."""
+"""Registration of the operators."""

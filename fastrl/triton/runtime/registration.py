@@ -1,7 +1,6 @@
 """The operators of `fastrl_triton`; Triton and the kernels are imported at the first call of each.
 
-The key CPU serves Triton's interpreter: `TRITON_INTERPRET=1`, set before Triton is imported, runs
-the kernels on CPU tensors, slowly, which is how the tests hold them against the reference.
+The key CPU serves the tests, which compile the kernels for a GPU and execute that code on a CPU.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -52,7 +50,6 @@ OPERATORS = (
     "scattered_sums_",
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -60,19 +57,14 @@ def missing() -> str | None:
     """Return one sentence on why the Triton kernels cannot run here, or None."""
     if not _INSTALLED:
         return "triton is not installed (`pip install triton`)"
-    if not INTERPRETED and not torch.cuda.is_available():
-        return (
-            "there is no GPU that torch can use (TRITON_INTERPRET=1 in the environment interprets "
-            "the kernels on the CPU, for tests)"
-        )
+    if not torch.cuda.is_available():
+        return "there is no GPU that torch can use"
     return None
 
 
 def _imported_at_first_call(name: str) -> Callable[..., Any]:
     @functools.cache
     def implementation() -> Callable[..., Any]:
-        if INTERPRETED:
-            importlib.import_module("fastrl.triton.runtime.interpreter").correct()
         module = importlib.import_module(MODULES[re.sub(r"(_fwd|_bwd)?_?$", "", name)])
         return cast("Callable[..., Any]", getattr(module, name))
 

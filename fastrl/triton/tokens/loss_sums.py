@@ -98,7 +98,9 @@ def finish(partial_sums, programs, loss_out, metrics, c):
     extreme = tl.where(field == _RATIO_MAX, tl.max(highest, 0), tl.min(lowest, 0))
     is_extreme = (field == _RATIO_MAX) | (field == _RATIO_MIN)
     is_total = (field == _POLICY_LOSS) | (field == _ACTIVE_TOKENS)
-    result = tl.where(is_total, total, tl.div_rn(total, tl.zeros_like(total) + tl.maximum(active, 1.0)))
+    result = tl.where(
+        is_total, total, tl.div_rn(total, tl.zeros_like(total) + tl.maximum(active, 1.0))
+    )
     result = tl.where(is_extreme, tl.where(ratios == ratios, extreme, ratios), result)
     result = tl.where(active > 0, result, 0.0)
     tl.store(metrics + field, result, mask=field < _METRIC_COUNT)

@@ -47,16 +47,16 @@ OF_TOKENS = (*PER_TOKEN, *(f"teacher_{n}" for n in PER_TOKEN), "slope_mean", "gr
 class DivergenceMap(NamedTuple):
     """What turns the logits of both rows into log2 of probabilities, and into log2 q/p."""
 
-    multiplier: Any
+    binary_gain: Any
     squash: Any
     max: Any
     log2_sum: Any
-    teacher_multiplier: Any
+    teacher_binary_gain: Any
     teacher_squash: Any
     teacher_max: Any
     teacher_log2_sum: Any
     same: Any  # whether z is the same function of the logit in both rows
-    difference: Any  # then log2 q/p is (u - v - difference) * multiplier - offset
+    difference: Any  # then log2 q/p is (u - v - difference) * binary_gain - offset
     error: Any  # what the rounding of that difference has left
     offset: Any
 
@@ -101,8 +101,8 @@ def _difference(x, y, u, v, squash, SPEC: tl.constexpr):
 
 @triton.jit
 def divergence_map(
-    index, row_max, log_sum, multiplier, squash, teacher_row_max, teacher_log_sum,
-    teacher_multiplier, teacher_squash, SPEC: tl.constexpr, TEACHER: tl.constexpr,
+    index, row_max, log_sum, binary_gain, squash, teacher_row_max, teacher_log_sum,
+    teacher_binary_gain, teacher_squash, SPEC: tl.constexpr, TEACHER: tl.constexpr,
 ):  # fmt: skip
     x, y = tl.load(row_max + index), tl.load(teacher_row_max + index)
     log_sum, teacher_log_sum = tl.load(log_sum + index), tl.load(teacher_log_sum + index)
@@ -110,9 +110,9 @@ def divergence_map(
     v, _ = _squash(y, teacher_squash, TEACHER)
     difference, error = _difference(x, y, u, v, squash, SPEC)
     return DivergenceMap(
-        multiplier, squash, u, log_sum * LOG2E,
-        teacher_multiplier, teacher_squash, v, teacher_log_sum * LOG2E,
-        (multiplier == teacher_multiplier) & (squash == teacher_squash),
+        binary_gain, squash, u, log_sum * LOG2E,
+        teacher_binary_gain, teacher_squash, v, teacher_log_sum * LOG2E,
+        (binary_gain == teacher_binary_gain) & (squash == teacher_squash),
         difference, error, (log_sum - teacher_log_sum) * LOG2E,
     )  # fmt: skip
 
@@ -129,11 +129,11 @@ def divergence_terms(
     """Return what adds to the divergence and to slope_mean, q, log2 q, agrees and dv/dx."""
     u, derivative = _squash(x, to.squash, SPEC)
     v, _ = _squash(x_teacher, to.teacher_squash, TEACHER)
-    log2_q = tl.fma(u - to.max, to.multiplier, -to.log2_sum)
-    log2_p = tl.fma(v - to.teacher_max, to.teacher_multiplier, -to.teacher_log2_sum)
+    log2_q = tl.fma(u - to.max, to.binary_gain, -to.log2_sum)
+    log2_p = tl.fma(v - to.teacher_max, to.teacher_binary_gain, -to.teacher_log2_sum)
     ahead, error = _difference(x, x_teacher, u, v, to.squash, SPEC)
     ahead = (ahead - to.difference) + (error - to.error)
-    y = tl.where(to.same, tl.fma(ahead, to.multiplier, -to.offset), log2_q - log2_p)
+    y = tl.where(to.same, tl.fma(ahead, to.binary_gain, -to.offset), log2_q - log2_p)
     y = tl.where((u == float("-inf")) & (v == float("-inf")), 0.0, y)
     student_leads = y >= 0
     larger = tl.exp2(tl.where(student_leads, log2_q, log2_p))
@@ -179,11 +179,11 @@ def divergence_fwd_kernel(
     row = row_start(logits, index, length, stride_b, stride_t, SPEC)
     teacher = row_start(teacher_logits, index, length, teacher_stride_b, teacher_stride_t, TEACHER)
     if row_counts(index, tl.load(token_ids + index), mask, ignore_index):
-        _, multiplier = row_gain(index, temperatures, scale, True)
-        _, teacher_multiplier = row_gain(index, teacher_temperatures, teacher_scale, True)
+        _, binary_gain = row_gain(index, temperatures, scale, True)
+        _, teacher_binary_gain = row_gain(index, teacher_temperatures, teacher_scale, True)
         to = divergence_map(
-            index, row_max, log_sum, multiplier, squash, teacher_row_max, teacher_log_sum,
-            teacher_multiplier, teacher_squash, SPEC, TEACHER,
+            index, row_max, log_sum, binary_gain, squash, teacher_row_max, teacher_log_sum,
+            teacher_binary_gain, teacher_squash, SPEC, TEACHER,
         )  # fmt: skip
         values, slopes = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         ties = tl.zeros([BLOCK], tl.int32)
@@ -201,8 +201,8 @@ def divergence_fwd_kernel(
 
 @triton.jit(do_not_specialize=OF_ROWS, do_not_specialize_on_alignment=OF_TOKENS)
 def divergence_bwd_kernel(
-    row_max, log_sum, entropy, teacher_row_max, teacher_log_sum, beta, slope_mean,
-    grad_divergence, grad_logprobs, grad_entropy, grad_logsumexp,
+    row_max, log_sum, entropy, grad_logprobs, grad_entropy, grad_logsumexp,
+    teacher_row_max, teacher_log_sum, beta, slope_mean, grad_divergence,
     logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash, length,
     stride_b: tl.int64, stride_t: tl.int64, vocabulary, teacher_logits, teacher_temperatures,
     teacher_scale, teacher_squash, teacher_stride_b: tl.int64, teacher_stride_t: tl.int64,
@@ -221,11 +221,11 @@ def divergence_bwd_kernel(
     of_logsumexp = 0.0 if grad_logsumexp is None else tl.load(grad_logsumexp + index)
     has_gradient = (upstream != 0) | (of_logprob != 0) | (of_entropy != 0) | (of_logsumexp != 0)
     has_gradient &= row_counts(index, token_id, mask, ignore_index)
-    gain, multiplier = row_gain(index, temperatures, scale, has_gradient)
-    _, teacher_multiplier = row_gain(index, teacher_temperatures, teacher_scale, has_gradient)
+    gain, binary_gain = row_gain(index, temperatures, scale, has_gradient)
+    _, teacher_binary_gain = row_gain(index, teacher_temperatures, teacher_scale, has_gradient)
     to = divergence_map(
-        index, row_max, log_sum, multiplier, squash, teacher_row_max, teacher_log_sum,
-        teacher_multiplier, teacher_squash, SPEC, TEACHER,
+        index, row_max, log_sum, binary_gain, squash, teacher_row_max, teacher_log_sum,
+        teacher_binary_gain, teacher_squash, SPEC, TEACHER,
     )  # fmt: skip
     stats = Statistics(tl.load(row_max + index), tl.load(log_sum + index), tl.load(entropy + index))
     chain = gain * squash * LN2 if SPEC.softcap else gain
@@ -265,7 +265,8 @@ def _launch(
     rows = RowArguments._make(arguments[: len(RowArguments._fields)])
     scaling, saved = arguments[len(rows) : OF_PAIR], arguments[OF_PAIR:]
     teacher = row_arguments(teacher_logits, RowArguments(*rows[:3], *scaling))
-    beta, entropy = saved[kernel.arg_names.index("beta")], bool(grad) and saved[-2] is not None
+    given = dict(zip(kernel.arg_names, saved, strict=False))
+    beta, entropy = given["beta"], given.get("grad_entropy") is not None
     options = launch_options(logits, *grad, softcap=rows.logit_softcap, entropy=entropy)
     # the other fields are not used here, and would only lead to further compilations
     lanes = min(options["SPEC"].lanes, MOST_LANES)

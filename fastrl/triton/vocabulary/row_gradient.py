@@ -89,11 +89,10 @@ def _block_gradient(
         g = _gradient(tiles[tile], row_terms, binary_gain, reference, squash, SPEC)
         place = grad + tile_columns(tile, SPEC)
         if MASKED:
-            tl.store(
-                place, g.to(grad.dtype.element_ty), mask=tile_mask(tile, limit, SPEC.width, SPEC)
-            )
-        else:
-            tl.store(place, g.to(grad.dtype.element_ty))
+            mask = tile_mask(tile, limit, SPEC.width, SPEC)
+            tl.store(place, g.to(grad.dtype.element_ty), mask=mask, cache_modifier=".cs")
+        else:  # read once at most: the rest of the row is to stay in the cache
+            tl.store(place, g.to(grad.dtype.element_ty), cache_modifier=".cs")
 
 
 @triton.jit
@@ -105,9 +104,11 @@ def _block_zeros(grad, limit, MASKED: tl.constexpr, SPEC: tl.constexpr):
     for tile in tl.static_range(TILES):
         place = grad + tile_columns(tile, SPEC)
         if MASKED:
-            tl.store(place, zeros, mask=tile_mask(tile, limit, SPEC.width, SPEC))
+            tl.store(
+                place, zeros, mask=tile_mask(tile, limit, SPEC.width, SPEC), cache_modifier=".cs"
+            )
         else:
-            tl.store(place, zeros)
+            tl.store(place, zeros, cache_modifier=".cs")
 
 
 @triton.jit

@@ -4,8 +4,8 @@ A row is cut in blocks of 32 columns per lane, and each lane belongs to one thre
 it reads its columns 16 bytes at a time, and keeps separate sums. Block and lane depend on the
 vocabulary and the dtype alone, and so does every bit of a result.
 
-Up to a constant z is gain * v, for v = x, or v = -1 / (1 + exp(2 scale x / cap)) under a softcap;
-the kernels work on v, and on exponents of two, binary_gain * v with binary_gain = gain log2(e).
+Up to a constant z is gain * v, for v = x, or v = -1 / (1 + 2^(squash x)) under a softcap; the
+kernels work on v, and on exponents of two, binary_gain * v with binary_gain = gain log2(e).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import FLAGS, RowArguments, RowStats, SavedStats
 from fastrl.triton.vocabulary.row_gradient import Slopes, row_gradient
 from fastrl.triton.vocabulary.row_sums import (
     OF_TOKEN,
@@ -34,9 +34,6 @@ from fastrl.triton.vocabulary.rows import (
     token_column,
     token_logit,
 )
-
-#: What the backward takes beside logits and rows.
-SAVED = ("row_max", "log_sum", "entropy", "grad_logprobs", "grad_entropy", "grad_logsumexp")
 
 
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=PER_TOKEN)
@@ -86,7 +83,7 @@ def token_stats_fwd(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *of_rows, with_entropy, with_sum_sq_probs = arguments
     rows = RowArguments._make(of_rows)
     out = RowStats._make(
-        torch.empty_like(rows.token_ids, dtype=torch.bool if name == "is_top1" else torch.float32)
+        torch.empty_like(rows.token_ids, dtype=torch.bool if name in FLAGS else torch.float32)
         for name in RowStats._fields
     )
     if rows.token_ids.numel():
@@ -137,18 +134,18 @@ def token_stats_bwd_kernel(
 
 
 def _write_gradient(grad: Tensor, logits: Tensor, *arguments: Any) -> None:
-    rows = RowArguments._make(arguments[: -len(SAVED)])
-    saved = dict(zip(SAVED, arguments[-len(SAVED) :], strict=True))
+    of_rows = len(RowArguments._fields)
+    rows, saved = RowArguments._make(arguments[:of_rows]), SavedStats._make(arguments[of_rows:])
     if not grad.numel():
         return
     splits = splits_of(logits, EVEN) if grad.dtype == logits.dtype else 1
     options = launch_options(
-        logits, grad, softcap=rows.logit_softcap, entropy=saved["grad_entropy"] is not None
+        logits, grad, softcap=rows.logit_softcap, entropy=saved.grad_entropy is not None
     )
     options["SPEC"] = options["SPEC"]._replace(width=16 // grad.element_size())
     token_stats_bwd_kernel[(rows.token_ids.numel() * splits,)](
         **row_arguments(logits, rows),
-        **saved,
+        **saved._asdict(),
         grad=grad,
         grad_stride_b=grad.stride(0),
         grad_stride_t=grad.stride(1),

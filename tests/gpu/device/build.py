@@ -1,4 +1,4 @@
-"""The extensions and tests/gpu/host/launches.cpp, compiled for the GPU present: `make gpu-build`.
+"""The extensions and tests/gpu/device/launches.cpp, compiled for the GPU present: `make gpu-build`.
 
 Nothing is compiled where all of it loads: so build on a machine without a GPU, for the one in
 TORCH_CUDA_ARCH_LIST, and take along fastrl/*.so and build/gpu-driver.
@@ -16,7 +16,7 @@ from glob import glob
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-SOURCE = ROOT / "tests" / "gpu" / "host" / "launches.cpp"
+SOURCE = Path(__file__).with_name("launches.cpp")
 DRIVERS = ROOT / "build" / "gpu-driver"
 #: Where the toolkit's programs are if not in CUDA_HOME or PATH.
 FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda-*/bin", "/opt/cuda/bin")

@@ -14,6 +14,8 @@ GPU_BACKENDS = ("triton", "cuda", "reference")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "alone: needs most of the GPU's memory")
+    # beside the memory below, this changes operators of torch, some of which only warn
+    config.addinivalue_line("filterwarnings", "ignore:.*eterministic")
 
 
 def pytest_collection_modifyitems(items):
@@ -37,6 +39,16 @@ def fixed_seed(request):
             request.node.stash[LOST] = True
             raise
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What is allocated holds NaN, where the allocator would hand back the last right answer."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(8, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=GPU_BACKENDS)

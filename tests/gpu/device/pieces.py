@@ -63,10 +63,10 @@ STEPS: dict[str, tuple[float, list[str]]] = {
     "linear-bench": (150, [f"{_BENCH} {_LINEAR}"]),
     # what racecheck finds need not be a defect: it may not know barriers in remote shared memory
     "sanitize": (
-        70,
+        90,
         [
             f'compute-sanitizer --error-exitcode 9 --tool {tool} "$LAUNCHES"'
-            for tool in ("memcheck", "synccheck", "racecheck")
+            for tool in ("memcheck", "initcheck", "synccheck", "racecheck")
         ],
     ),
     "tune": (540, ['"$PYTHON" bench/gpu_tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),

@@ -5,12 +5,16 @@ built with CUDA, the same on fake CUDA tensors, which choose the CUDA overloads.
 """
 
 import contextlib
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import Objective, library
 from fastrl.contract import LossArguments, RowArguments
@@ -171,15 +175,63 @@ def assert_as_promised(arguments, token, needs, *, teacher=False):
     wanted = [need and there for need, there in zip(NEEDS[needs], present, strict=True)]
     stats = passes.linear_token_stats_fwd(*arguments)
     assert_same(stats, "linear_token_stats_fwd", arguments)
+    for name, more in with_gradients(arguments, token, wanted, teacher=teacher):
+        assert_same(getattr(passes, name)(*more), name, more)
+
+
+def with_gradients(arguments, token, wanted, *, teacher=False):
+    """The operators that compute gradients, and their arguments."""
     compared = [token] * 4 if teacher else [None] * 4
     backward = (*arguments, token, token, token, token, None, token, *compared, wanted)
-    found = passes.linear_token_stats_bwd(*backward)
-    assert_same(found, "linear_token_stats_bwd", backward)
     objective = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.01).arguments.flat()
     loss = LossArguments(token, token, None, None, None, token, token, None)
     forward = (*arguments, *loss, *objective, token if teacher else None, wanted, True)
-    found = passes.linear_policy_loss_fwd(*forward)
-    assert_same(found, "linear_policy_loss_fwd", forward)
+    return ("linear_token_stats_bwd", backward), ("linear_policy_loss_fwd", forward)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that existed at once, by operator, of what was allocated since."""
+
+    def __init__(self):
+        super().__init__()
+        self._alive, self.bytes = {}, Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        given = [
+            x.untyped_storage()._cdata
+            for x in pytree.arg_tree_leaves(arguments, options)
+            if isinstance(x, torch.Tensor)
+        ]
+        result = function(*arguments, **(options or {}))
+        for made in pytree.tree_leaves(result):
+            if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in given:
+                storage = made.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        bytes_now = sum(size for _, size in self._alive.values())
+        self.bytes |= Counter({function.overloadpacket.__name__: bytes_now})
+        return result
+
+
+@pytest.mark.parametrize("teacher", [None, "hidden"])
+@pytest.mark.parametrize("needs", ["everything", "a frozen head"])
+def test_a_chunk_and_the_rounded_gradient_of_the_weight_take_turns(needs, teacher, monkeypatch):
+    """A chunk fills the memory of the 16-bit copy, or 512 MiB, without adding to the peak."""
+    skip_without_fake_of_addmm("bf16")
+    rows, width, vocabulary = 8192, 4096, 128256
+    for name, size in {"ROWS": rows, "WIDTH": width, "VOCABULARY": vocabulary}.items():
+        monkeypatch.setitem(globals(), name, size)
+    arguments, token = call("meta", "bf16", "plain", None, "cuda", teacher)
+    trained, wanted = needs == "everything", [*NEEDS[needs][:2], False, False, False]
+    of_weight = 2 * vocabulary * width
+    steady = 2 * rows * width + (2 * of_weight if trained else 0)
+    chunk = of_weight if trained else 2**29
+    for name, more in with_gradients(arguments, token, wanted, teacher=teacher is not None):
+        with Peak() as peak:
+            getattr(passes, name)(*more)
+        of_gemms = max(size for name, size in peak.bytes.items() if name.endswith("mm"))
+        assert 0.85 * chunk <= of_gemms - steady, name
+        assert max(peak.bytes.values()) - steady <= chunk + 2**22, name
 
 
 def test_every_operator_of_the_linear_forms_is_here():

@@ -1,7 +1,4 @@
-"""The CUDA operators on the host: the fuzzer's cases, and what those rarely hit, in `make test`.
-
-The operators' own tests run on the same build in `make test-kernels`.
-"""
+"""The CUDA operators: what the cases of the fuzzer rarely hit."""
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from fastrl.contract import KL_GRADIENTS, LEVELS, SURROGATES, LossArguments
 from fastrl.library import operators
 from fastrl.ops._autograd import known_gradient
 from tests.fuzz.run import Run
-from tests.gpu.on_host import allow_on_a_cpu
 from tests.ops.linear.linear_head import batch, linear
 from tests.ops.linear.tensor_cores import tensor_cores  # noqa: F401
 
@@ -25,9 +21,11 @@ CASES = {
 }
 
 
+pytestmark = [pytest.mark.kernels_alone, pytest.mark.not_on("triton")]  # which has others
+
+
 @pytest.fixture(autouse=True)
-def cuda(cuda_on_host, monkeypatch):
-    allow_on_a_cpu(monkeypatch.setitem, monkeypatch.setattr)
+def on_gpu(backend, monkeypatch):
     monkeypatch.setattr(known_gradient, "_on_gpu", lambda factor: True)  # scales by a kernel
 
 

@@ -1,7 +1,7 @@
 // Every launch of csrc/cuda without torch, on inputs made here: for compute-sanitizer, which takes
 // minutes to start torch, and for ncu. Outputs begin as NaN and must be finite at the end.
 //
-//   launches               all of them, on small inputs; the same source runs on the host machine
+//   launches               all of them, on small inputs
 //   launches large TIMES   three that the benchmarks lead with, 8,192 rows; their mean time
 //   launches clusters      the largest clusters that the device grants the one-pass kernel
 //
@@ -49,11 +49,12 @@ class Rows {
   }
   TokenStatsParams stats() {
     const size_t n = shape_.rows;
-    return {in,           true,
-            true,         t_.output(n),
-            t_.output(n), t_.output(n),
-            t_.output(n), reinterpret_cast<bool*>(t_.zeros<unsigned char>(n)),
-            t_.output(n), t_.output(n)};
+    bool* is_top1 = reinterpret_cast<bool*>(t_.zeros<unsigned char>(n));
+    return {in,
+            true,
+            true,
+            {t_.output(n), t_.output(n), t_.output(n), t_.output(n), is_top1, t_.output(n),
+             t_.output(n)}};
   }
   LogitsPolicyLossParams loss(const GradientParams& out) {
     const size_t n = shape_.rows;
@@ -87,8 +88,8 @@ void of_logits(const Shape& shape) {
     const TokenStatsParams p = rows.stats();
     require(token_stats(p, 0));
     const float* flow = t.normal(shape.rows);
-    const TokenStatsBackwardParams back{rows.in,   rows.apart(), p.row_max, p.log_sum,
-                                        p.entropy, flow,         flow,      flow};
+    const TokenStatsBackwardParams back{rows.in,       rows.apart(), p.out.row_max, p.out.log_sum,
+                                        p.out.entropy, flow,         flow,          flow};
     require(token_stats_backward(back, 0));
     report(t, "token_stats and backward" + what);
   }
@@ -259,11 +260,6 @@ void small() {
       of_logits({type, 3, vocabulary, 3, 0.0});
     }
   }
-#if defined(FASTRL_HOST_PRIMITIVES)
-  host::clusters = false;
-  for (const LogitsType type : kTypes) of_logits({type, 3, 301, 3, 0.0});
-  host::clusters = true;
-#endif
   for (const Cuts cuts : {Cuts::kNone, Cuts::kInOrder}) {
     of_tokens({5, 37, cuts});
     of_tokens({1, kManyTokens, cuts});  // several chunks
@@ -276,8 +272,6 @@ void small() {
     of_groups(kManyGroups, 2, by_id);
   }
 }
-
-#if !defined(FASTRL_HOST_PRIMITIVES)
 
 void timed(const char* what, double bytes, int times, const std::function<Status()>& launch) {
   cudaEvent_t start, end;
@@ -338,18 +332,14 @@ void clusters() {
   }
 }
 
-#endif
-
 }  // namespace
 }  // namespace fastrl::cuda
 
 int main(int argc, char** argv) {
   using namespace fastrl::cuda;
   const std::string what = argc > 1 ? argv[1] : "small";
-#if !defined(FASTRL_HOST_PRIMITIVES)
   if (what == "large") large(argc > 2 ? std::atoi(argv[2]) : 1);
   if (what == "clusters") clusters();
-#endif
   if (what == "small") small();
   return failures != 0;
 }

@@ -1,5 +1,5 @@
 // The machine and the tensors of launches.cpp: each input and output in an allocation of exactly
-// its size, and what csrc/cuda/torch/launches.h declares, on the host machine.
+// its size, and what csrc/cuda/torch/launches.h declares.
 #pragma once
 
 #include <cmath>
@@ -12,38 +12,13 @@
 #include <string>
 #include <vector>
 
-#if defined(FASTRL_HOST_PRIMITIVES)
-#define FASTRL_SPLIT_BYTES 512
-#include "host_launches.h"
-#else
 #include "cuda/torch/launches.h"
 #include "cuda/vocabulary/logits_policy_loss.cuh"
-#endif
 
 namespace fastrl::cuda {
 namespace {
 
 // --- the machine: memory, and what csrc/cuda/torch/launches.h declares
-
-#if defined(FASTRL_HOST_PRIMITIVES)
-
-constexpr auto kAlignment = std::align_val_t(128);
-void* allocate(size_t bytes) { return ::operator new(bytes, kAlignment); }
-void release(void* memory) { ::operator delete(memory, kAlignment); }
-void copy(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
-void fill(void* memory, int byte, size_t bytes) { std::memset(memory, byte, bytes); }
-void require(Status status) { host::require(status == kSuccess, "a launch was refused"); }
-void finish() {}
-
-// of one split of FASTRL_SPLIT_BYTES, of several, aligned or not, and of too many for a cluster
-const std::vector<int> kVocabularies{3, 301, 2100};
-const std::vector<LogitsType> kTypes{kFloat, kBFloat16};
-int64_t chunks_of_weights(int64_t tokens) { return (tokens + kChunk - 1) / kChunk; }
-constexpr int kManyTokens = 700;
-constexpr int kLargeGroup = kWholeBlockFrom<host::kThreads> + 6;
-constexpr int kManyGroups = 150;  // of two: too many rewards for a single block
-
-#else
 
 void require(Status status) {
   if (status == kSuccess) return;
@@ -68,8 +43,6 @@ int64_t chunks_of_weights(int64_t tokens) { return weight_chunks(tokens); }
 constexpr int kManyTokens = 9000;
 constexpr int kLargeGroup = 1100;
 constexpr int kManyGroups = 2100;
-
-#endif
 
 // --- inputs and outputs of a call, each in an allocation of exactly its size
 

@@ -1,4 +1,4 @@
-"""Cases of the fuzzer on kernels built under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Cases of the fuzzer on the CPU backend under AddressSanitizer and UndefinedBehaviorSanitizer.
 
 They run in a separate process, which loads the runtime of AddressSanitizer before anything else. It
 sees every step beyond a tensor that owns its memory.
@@ -7,41 +7,54 @@ sees every step beyond a tensor that owns its memory.
 import collections
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gpu import host_build
-from tests.gpu.host_build import COMPILER, LIBRARIES, OF_TORCH, ROOT, SANITIZERS, SHARED
+from tests.ptx.cuda_operators import ROOT
+from tests.ptx import machine
 
-FLAGS = SANITIZERS["address"]
+FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared", "-fPIC"]
+OF_TORCH = [
+    "-fvisibility=hidden",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    *(f"-isystem{path}" for path in cpp_extension.include_paths()),
+    f"-isystem{sysconfig.get_path('include')}",
+]
+LIBRARIES = [f"-L{path}" for path in cpp_extension.library_paths()]
+LIBRARIES += ["-ltorch", "-ltorch_cpu", "-lc10"]
 
 
-def run(backend, cases, first=0, **environment):
-    """Run cases on the backend `cpu` or `cuda` that give each tensor which an operator takes.
+def run(cases, first=0, **environment):
+    """Run cases that give each tensor which an operator takes; optional ones are None in others.
 
-    Optional ones are None in others. No tensor is named here: the schemas say which there are.
+    No tensor is named here: the schemas say which there are.
     """
 
     def asked(option):
-        done = subprocess.run([COMPILER, option], capture_output=True, text=True, check=False)
+        done = subprocess.run([machine.COMPILER, option], capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
     # C++ throws through the runtime of AddressSanitizer, which looks for the real one at its start
     runtimes = [asked(f"-print-file-name={name}") for name in ("libasan.so", "libstdc++.so")]
     if sys.platform != "linux" or "clang" in asked("--version"):
         pytest.skip("Python loads the runtime of AddressSanitizer as GCC has it, on Linux")
-    if not all(map(os.path.isabs, runtimes)):
-        host_build.cannot_run("the compiler comes without the libraries of its sanitizers")
-    built = cpu_extension() if backend == "cpu" else host_build.compile_operators(*FLAGS)
+    if not (shutil.which(machine.COMPILER) and all(map(os.path.isabs, runtimes))):
+        assert not os.environ.get("CI"), (
+            "the compiler comes without the libraries of its sanitizers"
+        )
+        pytest.skip("the compiler comes without the libraries of its sanitizers")
     options = {"LD_PRELOAD": ":".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(
-        [sys.executable, "-m", __name__, backend, built, str(first), str(cases)],
+        [sys.executable, "-m", __name__, str(cpu_extension()), str(first), str(cases)],
         env={**os.environ, **options, **environment},
         cwd=ROOT,
         capture_output=True,
@@ -59,17 +72,17 @@ def cpu_extension():
     headers = [*csrc.glob("*.h"), *(csrc / "cpu").rglob("*.h")]
     sources = [csrc / "bind.cpp", *sorted((csrc / "cpu").rglob("*.cpp"))]
     # what setup.py has; -O1 since gcc 12 cannot compile the vector code without optimisation
-    command = [COMPILER, *FLAGS, *SHARED, "-O1", "-g1", "-std=c++17"]
+    command = [machine.COMPILER, *FLAGS, "-O1", "-g1", "-std=c++17"]
     command += ["-ffp-contract=fast", "-fno-math-errno", *OF_TORCH]
 
     def compiled(source):
         whole = [*command, "-c", str(source)]
-        return host_build.compiled(f"cpu-{source.stem}", whole, [*headers, source])
+        return machine.compiled(f"cpu-{source.stem}", whole, [*headers, source])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, sources))
-    link = [COMPILER, *FLAGS, *SHARED, *map(str, objects), *LIBRARIES]
-    return host_build.compiled("cpu", link, [])
+    link = [machine.COMPILER, *FLAGS, *map(str, objects), *LIBRARIES]
+    return machine.compiled("cpu", link, objects)
 
 
 def tensors_of(schema):
@@ -88,7 +101,7 @@ class OperatorArguments(TorchDispatchMode):
         self.seen = collections.defaultdict(set)
 
     def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
-        if operator.namespace in ("fastrl", "fastrl_cuda"):
+        if operator.namespace == "fastrl":
             for place, name, _ in tensors_of(operator._schema):
                 given = args[place] is not None
                 self.seen[name].add(given)
@@ -101,59 +114,41 @@ class OperatorArguments(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def wanted(backend):
-    """Return the tensors that the operators of a backend take, and whether they may be None."""
+def wanted():
+    """Return the tensors that the operators take, and whether they may be None."""
     from fastrl import library, native
 
-    if backend == "cuda":
-        every = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fastrl_cuda::")]
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        names = [n.partition("::")[2] for n in every if has_kernel(n, "CPU")]
-    else:
-        unused = [*library.IN_PYTHON, *library.ONLY_ON_GPUS]
-        unused += [] if native.has_matrix_tiles() else ["mixed_matmul_"]
-        names = [name for name in library.OPERATORS if not name.startswith(tuple(unused))]
-    space = library.operators(backend)
+    unused = [*library.IN_PYTHON, *library.ONLY_ON_GPUS]
+    unused += [] if native.has_matrix_tiles() else ["mixed_matmul_"]
+    names = [name for name in library.OPERATORS if not name.startswith(tuple(unused))]
+    space = library.operators("cpu")
     schemas = [getattr(space, name).default._schema for name in names]
-    found = {name: optional for schema in schemas for _, name, optional in tensors_of(schema)}
-    if backend == "cuda":
-        del found["sequence_weights.group_ids"]  # which come in order
-    return found
+    return {name: optional for schema in schemas for _, name, optional in tensors_of(schema)}
 
 
-def main(backend, built, first, cases):
+def main(built, first, cases):
     torch.ops.load_library(built)
-    if backend == "cpu":
-        sys.modules["fastrl._C"] = types.ModuleType("fastrl._C")
+    sys.modules["fastrl._C"] = types.ModuleType("fastrl._C")
     import fastrl
     from tests.contract.operator_calls import divergence_calls, gathered_calls
     from tests.fuzz.run import Run, perform
-    from tests.gpu import on_host
 
-    run = Run(int(cases), 20260923, int(first), backend, shrink=False)
+    run = Run(int(cases), 20260923, int(first), "cpu", shrink=False)
     with OperatorArguments() as arguments:
-        if backend == "cuda":
-            on_host.allow_on_a_cpu(dict.__setitem__, setattr)
-            # more tokens than cases have, and what a CPU tensor has no use for
-            fastrl.gae(torch.randn(2, 701), torch.randn(2, 701), backend=backend)
-            fastrl.library.operators(backend).scale_(torch.randn(7, 1001), torch.tensor(0.5))
-        else:  # an operator for tests
-            tokens = [torch.zeros(5, dtype=torch.float64)] * 4
-            torch.ops.fastrl.objective_eval(*tokens, *fastrl.Objective().arguments)
-            gathered_calls(backend)  # which other operators make, unseen
-            divergence_calls(backend)
+        tokens = [torch.zeros(5, dtype=torch.float64)] * 4
+        torch.ops.fastrl.objective_eval(*tokens, *fastrl.Objective().arguments)  # for tests
+        gathered_calls("cpu")  # which other operators make, unseen
+        divergence_calls("cpu")
         # weights of every term, which few cases have
         leaf, ids = torch.randn(1, 3, 5, requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
         terms = {"entropy_aggregation": "token-sum", "kl_aggregation": "token-sum"}
         objective = fastrl.Objective(entropy_coef=0.1, kl_coef=0.1, **terms)
-        options = {"ref_logprobs": torch.zeros(1, 3), "objective": objective, "backend": backend}
+        options = {"ref_logprobs": torch.zeros(1, 3), "objective": objective, "backend": "cpu"}
         fastrl.logits_policy_loss(leaf, ids, torch.ones(1), torch.ones(1, 3), **options)
         report = perform(run, before=lambda case: sys.stderr.write(f"{case}\n"))
-    # what CUDA kernels compute is compared elsewhere
-    failures = [kind for kind in report.failures if backend == "cpu" or "raised" in kind[2]]
-    if failures:
+    if report.failures:
         sys.exit(str(report))
-    asked = wanted(backend).items()
+    asked = wanted().items()
     never = [name for name, _ in asked if True not in arguments.seen[name]]
     always = [name for name, optional in asked if optional and False not in arguments.seen[name]]
     if never or always:
