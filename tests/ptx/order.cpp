@@ -239,11 +239,11 @@ void Machine::land(Transfer& t) {
     fault(warp, "an asynchronous copy signals no mbarrier", -1, t.barrier);
   check(to.cells.at(t.barrier % kWindow >> 2).write, "signals an mbarrier initialised by ",
         t.barrier);
-  Known own = {{key_of(t.number, kWhole), 2}};
-  // the copy runs as if in a thread that began behind what its sender had done, and releases all
-  // that
-  const Knowledge all = joined(t.before, std::make_shared<const Known>(std::move(own)));
-  barrier->second.arriving = joined(barrier->second.arriving, all);
+  MemoryBarrier& signalled = barrier->second;
+  signalled.arriving = joined(signalled.arriving,
+                              std::make_shared<const Known>(Known{{key_of(t.number, kWhole), 2}}));
+  // the signal of st.async is a release of the cluster's scope, also of what came before it
+  if (!t.bulk) signalled.arriving = joined(signalled.arriving, t.before);
   barrier->second.bytes -= t.bytes;
   complete(to, barrier->second);
   progress = time;

@@ -160,7 +160,7 @@ Outcome wait_cluster(Machine& m, Warp& w, const Instruction&, uint32_t lanes) {
   if ((w.cluster_arrived & lanes) != lanes)
     m.fault(w, "waits at a cluster's barrier before it has arrived");
   if (w.cluster_phase[__builtin_ctz(lanes)] == cluster.phase) {
-    w.at_cluster = lanes == w.live;  // else its other lanes go on
+    w.at_cluster = (w.live & ~w.cluster_arrived) == 0;  // else other lanes have yet to arrive
     return Outcome::kBlockedHere;
   }
   for (int l = 0; l < kLanes; ++l) {

@@ -111,10 +111,12 @@ def splits_of(logits: Tensor, programs: int | None = None) -> int:
 
 
 def _phases(tensor: Tensor) -> tuple[int, ...]:
-    """Return how far a tensor, and each of its rows from the one before, is from 16 bytes."""
-    starts = zip(tensor.shape[:2], tensor.stride(), strict=False)
+    """Return how far a tensor, and each of its rows from the one before, is from 16 bytes.
+
+    Also where there is one row: it must be summed in the order that it has among others.
+    """
     size = tensor.element_size()
-    return (tensor.data_ptr() % 16, *(0 if n == 1 else s * size % 16 for n, s in starts))
+    return (tensor.data_ptr() % 16, *(stride * size % 16 for stride in tensor.stride()[:2]))
 
 
 def launch_options(
