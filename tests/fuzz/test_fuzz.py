@@ -3,8 +3,8 @@
 import pytest
 
 from tests.conftest import TESTED
+from tests.contract import sanitized
 
-from . import sanitized
 from .run import MOST_IN_DOUBT, Run, perform
 
 SEED = 20260923

@@ -45,7 +45,6 @@ def in_one_chunk(entry):
 # --- repeats and layouts: no bit differs
 
 
-@pytest.mark.not_on("triton")  # the interpreter has only one order
 @each
 def test_two_runs_are_bit_equal(backend, entry):
     inputs = entry.draw(20, 60, torch.float32)

@@ -27,7 +27,7 @@ TORCH = [f"-isystem{path}" for path in cpp_extension.include_paths()]
 LIBRARIES = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10"]
 #: How a parameter is packed.
 PACKED = {"f32": "f", "f64": "d"}
-PACKED |= {f"{kind}{8 << n}": code for kind in "bu" for n, code in enumerate("BHIQ")}
+PACKED |= {f"{kind}{8 << n}": code for kind in ("b", "u") for n, code in enumerate("BHIQ")}
 PACKED |= {f"s{8 << n}": code for n, code in enumerate("bhiq")}
 
 
