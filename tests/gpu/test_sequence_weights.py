@@ -141,6 +141,10 @@ def test_numbers_of_every_dtype(backend, dtype):
         values += [2**24 + 1, 2**31 - 1]
     for value in values:
         number = torch.tensor(value, dtype=dtype)
-        got = torch.ones(1)
-        operators(backend).scale_(got, number)
-        assert torch.equal(got.nan_to_num(7.0)[0], number.to(torch.float32).nan_to_num(7.0)), value
+        how = of("token-mean", normalizer_tensor=number)
+        got = operators(backend).sequence_weights(torch.ones(1, 1) > 0, None, IGNORED, None, *how)[
+            0
+        ]
+        expected = 1 / number.to(torch.float32)
+        if value > 0:  # else nothing is divided
+            assert torch.equal(got.flatten()[0], expected), value

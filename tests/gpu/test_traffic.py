@@ -16,6 +16,7 @@ pytestmark = pytest.mark.kernels_alone  # a CPU counts no bytes
 GRANULE = 16
 #: How often a row is read by the loss in one pass; the second time of Triton's finds it in cache.
 READS = {"triton": 2, "cuda": 1}
+MOST_WARPS = 16
 
 
 @contextlib.contextmanager
@@ -52,13 +53,14 @@ def chosen(token_ids, mask, V):
 def assert_read(backend, loads, times, chosen):
     """Of the logits of a row one pass reads each equally often.
 
-    Triton's reads the 32 of the token's lane once more, over which it sums without the token.
+    Triton's reads the 32 of the token's lane once more, in every warp, over which it sums without
+    the token.
     """
     more = loads - times
     if backend == "triton":
-        assert ((more == 0) | (more == 1)).all()
-        assert (more.sum(-1) <= 32 * chosen.any(-1)).all()
-        assert (more[chosen > 0] == 1).all()
+        assert ((more >= 0) & (more <= MOST_WARPS)).all()
+        assert ((more > 0).sum(-1) <= 32 * chosen.any(-1)).all()
+        assert (more[chosen > 0] >= 1).all()
     else:
         assert not more.any()
 

@@ -70,7 +70,10 @@ void count(Machine& m, const Instruction& i, const uint64_t* addresses, uint32_t
     for (const Watch& watch : watched) {
       if (!watch.bytes) continue;
       for (int l = 0; l < kLanes; ++l) {
-        for (uint32_t b = 0; lanes >> l & 1 && b < bytes; ++b) {
+        // lanes of a warp that load the same address load it once
+        bool again = false;
+        for (int k = 0; k < l; ++k) again |= (lanes >> k & 1) && addresses[k] == addresses[l];
+        for (uint32_t b = 0; lanes >> l & 1 && !again && b < bytes; ++b) {
           const uint64_t at = addresses[l] + b - watch.begin;
           if (at < watch.bytes) ++(store ? watch.stores : watch.loads)[at];
         }
