@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import fastrl
 from fastrl import Objective
 from fastrl.ops._row_stats import OF_ROW
 from tests.ops.linear.linear_head import linear, near
+from tests.ptx import backends
 
 ROWS, WIDTH, RANK = 45, 24, 3
 BOUNDS = torch.tensor([0, 10, 10, 31, ROWS])
@@ -107,6 +109,8 @@ def teacher_of(kind, V, banned):
 
 def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), losses=tuple(LOSSES)):
     """Compare what comes from logits with the whole vocabulary; the results of this rank."""
+    if backend in ("triton", "cuda"):
+        backends.use(backend, operator.setitem, setattr)
     _, tokens = batch(sum(sizes), banned=slice(*banned))
     logits = (3 * torch.randn(ROWS, sum(sizes))).to(dtype)
     logits[~tokens["mask"]] = math.nan
