@@ -91,7 +91,7 @@ test-vllm:
 	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_vllm.py
 
 # Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
-# kernels built for the host.
+# kernels compiled for one.
 COVERED := --cov=fastrl/ops/_linear --cov-branch --cov-report=
 coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -q $(COVERED) tests/ops/linear tests/ops/test_kept_tokens.py $(ARGS)

@@ -327,7 +327,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # the code that runs here is compiled, not interpreted
-    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.pop("TRITON_INTERPRET", None)  # nothing is compiled under it
     sys.path.insert(0, str(ROOT))
     sys.exit(main())

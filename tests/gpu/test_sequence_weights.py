@@ -19,7 +19,7 @@ DTYPES = (
 
 @pytest.fixture(autouse=True)
 def small_blocks(backend, monkeypatch):
-    """Let sequences take several blocks, as in the host build."""
+    """Let sequences take several blocks."""
     if backend == "triton":
         from fastrl.triton.tokens import sequence_weights
 

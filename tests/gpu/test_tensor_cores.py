@@ -1,6 +1,6 @@
 """The linear forms as a GPU runs them: one kernel per chunk, GEMMs of 16-bit operands.
 
-The kernels are interpreted, or built for the host; the GEMMs are a stand-in.
+The kernels are compiled for a GPU and executed; the GEMMs are a stand-in.
 """
 
 import contextlib

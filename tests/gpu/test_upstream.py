@@ -1,6 +1,6 @@
 """`loss.backward()` on a GPU: the kernel that multiplies the finished gradient by the factor.
 
-Interpreted, and built for the host.
+Compiled for one, and executed.
 """
 
 import pytest

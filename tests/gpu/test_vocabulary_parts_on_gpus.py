@@ -1,4 +1,4 @@
-"""A split vocabulary as GPUs run it, on kernels that are interpreted or built for the host."""
+"""A split vocabulary as GPUs run it, on kernels compiled for one."""
 
 import pytest
 import torch

@@ -242,7 +242,7 @@ class Machine {
   Block* block_at(Warp& warp, uint64_t address);
 
   // synchronisation.cpp
-  void complete(Block& block, MemoryBarrier& barrier);
+  void complete(MemoryBarrier& barrier);
   void leave(Warp& warp, uint32_t lanes);
   void try_block_barrier(Block& block);
   void try_cluster_barrier(Cluster& cluster);

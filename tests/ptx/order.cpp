@@ -245,7 +245,7 @@ void Machine::land(Transfer& t) {
   // the signal of st.async is a release of the cluster's scope, also of what came before it
   if (!t.bulk) signalled.arriving = joined(signalled.arriving, t.before);
   barrier->second.bytes -= t.bytes;
-  complete(to, barrier->second);
+  complete(barrier->second);
   progress = time;
 }
 

@@ -6,13 +6,12 @@
 
 namespace ptx {
 
-void Machine::complete(Block& block, MemoryBarrier& barrier) {
+void Machine::complete(MemoryBarrier& barrier) {
   if (barrier.arrivals > 0 || barrier.bytes != 0) return;
   barrier.done = barrier.arriving = joined(barrier.done, barrier.arriving);
   barrier.arrivals = barrier.expected;
   ++barrier.phase;
   progress = time;
-  (void)block;
 }
 
 void Machine::try_block_barrier(Block& block) {
@@ -215,7 +214,7 @@ Outcome arrive_expecting(Machine& m, Warp& w, const Instruction& i, uint32_t lan
     barrier.bytes += w.reg<uint32_t>(i.s[1])[l];
     barrier.arriving = joined(barrier.arriving, m.release(w, 1u << l));
     --barrier.arrivals;
-    m.complete(*w.block, barrier);
+    m.complete(barrier);
   }
   return Outcome::kYield;
 }
