@@ -157,7 +157,8 @@ def test_micro_batches_are_the_whole_batch(backend, entry, size, form):
         parts.append(pack(found, (len(lengths), width), lengths))
     found = together(parts)
     assert_close(found, {name: whole[name] for name in found})
-    if backend == "cpu" and entry.joins == "sequences" and entry.leaves != ("hidden", "weight"):
+    products = {"hidden", "teacher_hidden"} & inputs.keys()  # a BLAS may add otherwise
+    if backend == "cpu" and entry.joins == "sequences" and not products:
         assert_same(found, {name: whole[name] for name in found})
 
 

@@ -113,7 +113,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("of", "kernels", "run"), ROWS, ids=str)
+@pytest.mark.parametrize(("of", "kernels", "run"), ROWS, ids=[" ".join(row[:2]) for row in ROWS])
 def test_predicted_bytes_are_moved(backend, of, kernels, run):
     if of != backend:
         pytest.skip("a kernel of another backend")
