@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from budgets.cuda import CUDA
+from budgets.executed import BYTES as EXECUTED
 from budgets.target import Target
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +56,8 @@ class Report(NamedTuple):
     milliseconds: float | None  # predicted for 1e9 elements
     bound: str
     failures: list[str]
+    moved: float | None = None  # bytes, as predicted, and as tests/ptx counts them
+    executed: float | None = None
     notes: tuple[str, ...] = ()  # the same of a compiler that the budgets are not for
 
 
@@ -251,6 +254,10 @@ def _report(
         milliseconds=milliseconds,
         bound=bound,
         failures=failures,
+        moved=target.bytes_per_element if streams else None,
+        executed=EXECUTED.get(
+            f"cuda {getattr(target, 'kernel', '')}", EXECUTED.get(f"triton {name}")
+        ),
     )
 
 
@@ -288,15 +295,17 @@ def reports(
 
 def table(found: list[Report]) -> str:
     lines = [
-        "| kernel | target | registers | spills | narrow | instructions | MUFU | H200 ms / 1e9 |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| kernel | target | registers | spills | narrow | instructions | MUFU | bytes | executed "
+        "| H200 ms / 1e9 |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for one in found:
         costs = [f"{cost:.2f}" if cost is not None else "" for cost in one[7:9]]
+        moved = ["" if x is None else f"{x:g}" for x in (one.moved, one.executed)]
         predicted = "" if one.milliseconds is None else f"{one.milliseconds:.2f} ({one.bound})"
         lines.append(
             f"| {one.name} | {one.architecture} | {one.registers} | {one.spills} | {one.narrow} "
-            f"| {costs[0]} | {costs[1]} | {predicted} |"
+            f"| {costs[0]} | {costs[1]} | {moved[0]} | {moved[1]} | {predicted} |"
         )
     return "\n".join(lines)
 

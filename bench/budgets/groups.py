@@ -56,7 +56,7 @@ def targets() -> list[Target]:
                 **ids,
             },
             constants={"COLUMNS": group_advantages.BATCH_COLUMNS, "MODE": mode.value},
-            divisible=("rewards", "batch_std"),
+            divisible=("batch_std",),
             num_warps=group_advantages.BATCH_WARPS,
             element_bytes=4,
             bytes_per_element=16,

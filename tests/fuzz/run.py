@@ -14,6 +14,8 @@ from .examine import Signature, Verdict, examine, signatures
 #: 100 are drawn so: rows without a distribution and infinities on purpose, the rest on bounds.
 MOST_IN_DOUBT = 0.2
 MOST_TRIALS = 600  # of shrinking
+#: Triton compiles a kernel for nearly every choice of options, so these many cases share theirs.
+WITH_SAME_OPTIONS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,10 @@ class Run:
 
     def case(self, index: int) -> Case:
         float64 = self.backend in ("reference", "auto")
-        return draw(self.seed, index, self.function, float64=float64, executed=self.executed)
+        compiles = self.executed and self.backend == "triton"
+        first = index - index % WITH_SAME_OPTIONS if compiles else index
+        case = draw(self.seed, first, self.function, float64=float64, executed=self.executed)
+        return case.changed(seed=index) if compiles else case
 
     def examine(self, case: Case) -> Verdict:
         return examine(case, self.backend, self.device)

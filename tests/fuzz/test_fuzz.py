@@ -9,7 +9,7 @@ from .run import MOST_IN_DOUBT, Run, perform
 
 SEED = 20260923
 AT_ONCE = 500
-CASES = {"reference": 1000, "cpu": 2500, "triton": 250, "cuda": 300}
+CASES = {"reference": 1000, "cpu": 2500, "triton": 2000, "cuda": 2000}
 PARTS = [(name, first) for name in TESTED for first in range(0, CASES[name], AT_ONCE)]
 
 

@@ -3,6 +3,7 @@
 `machine()` may be asked for at any time; tensors made before are known to it only as arguments.
 """
 
+import collections
 import ctypes
 import functools
 import hashlib
@@ -85,7 +86,7 @@ def compiled(name, command, sources):
 
 
 class Machine:
-    """The machine: its seed, and what was counted since `counts` was last reset."""
+    """The machine: its seed, and the name and `Counts` of the last launches."""
 
     def __init__(self):
         headers = sorted(FOLDER.glob("*.h"))
@@ -103,7 +104,7 @@ class Machine:
         self.operations = [name.decode() for name in itertools.takewhile(bool, names)]
         self.library.ptx_keep_tensors()
         self.seed = int(os.environ.get("FASTRL_PTX_SEED", "0"))
-        self.counts = Counts()
+        self.counts = collections.deque(maxlen=1000)
         self.launched = set()
         self._decoded = {}
 
@@ -135,9 +136,7 @@ class Machine:
             raise PtxError(
                 f"{name}: {what} ({where}; {os.path.basename(file)}:{line}; seed {self.seed})"
             )
-        for field, _ in Counts._fields_:
-            both = getattr(self.counts, field), getattr(counts, field)
-            setattr(self.counts, field, max(both) if "in_flight" in field else sum(both))
+        self.counts.append((name, counts))
 
     def _packed(self, kernel, values):
         data = bytearray(kernel.parameter_bytes)

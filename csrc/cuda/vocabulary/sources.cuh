@@ -6,7 +6,8 @@
 
 namespace fastrl::cuda {
 
-// The 16 bytes at offset `bytes` (0 to 15) of two consecutive vectors.
+// The 16 bytes at offset `bytes` (0 to 15) of two consecutive vectors, where an element begins.
+template <typename T>
 __device__ __forceinline__ Vec16 join(Vec16 low, Vec16 high, unsigned bytes) {
   uint32_t w[8];
 #pragma unroll
@@ -20,7 +21,9 @@ __device__ __forceinline__ Vec16 join(Vec16 low, Vec16 high, unsigned bytes) {
   for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
   Vec16 x;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) x.word[i] = shift_pair(w[i], w[i + 1], bytes % 4 * 8);
+  for (int i = 0; i < 4; ++i) {
+    x.word[i] = sizeof(T) == 4 ? w[i] : shift_pair(w[i], w[i + 1], bytes % 4 * 8);
+  }
   return x;
 }
 
@@ -101,8 +104,8 @@ struct GlobalSource {
     if constexpr (kAligned) return kStreaming ? load16_once(at) : load16(at);
     const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
     const T* end = data + columns;
-    return join(load16_within<kStreaming>(low, data, end),
-                load16_within<kStreaming>(low + second, data, end), shift);
+    return join<T>(load16_within<kStreaming>(low, data, end),
+                   load16_within<kStreaming>(low + second, data, end), shift);
   }
 };
 
@@ -120,18 +123,23 @@ struct SharedSource {
     return kShifted ? misalignment(data + column) & (16 - sizeof(T)) : 0;
   }
   __device__ __forceinline__ Vec16 vector(ptrdiff_t column, unsigned shift) const {
-    const T* at = data + column;
-    if constexpr (!kShifted) return load16_shared(at);
-    // the stage has room for a vector after the last
-    const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
-    return join(load16_shared(low), load16_shared(low + 16), shift);
+    return joined(data + column, shift, 16);  // the stage has room for a vector after the last
   }
   __device__ __forceinline__ Vec16 last_vector(ptrdiff_t column, unsigned shift) const {
-    const Vec16 x = vector(column, shift);
-    return kAligned ? x : keep_lanes<T>(x, columns - static_cast<int>(column));
+    if constexpr (kAligned) return vector(column, shift);
+    const int left = columns - static_cast<int>(column);
+    const int wanted = static_cast<int>(shift) + left * static_cast<int>(sizeof(T));
+    return keep_lanes<T>(joined(data + column, shift, wanted > 16 ? 16 : 0), left);
   }
   __device__ __forceinline__ float element(int column) const {
     return Element<T>::value(data[column]);
+  }
+
+ private:
+  __device__ __forceinline__ Vec16 joined(const T* at, unsigned shift, ptrdiff_t second) const {
+    if constexpr (!kShifted) return load16_shared(at);
+    const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
+    return join<T>(load16_shared(low), load16_shared(low + second), shift);
   }
 };
 

@@ -168,7 +168,11 @@ def _batch_std(
     return _std(tl.sum(squares, 0), size, correction, scale)
 
 
-@triton.jit(do_not_specialize=("count", "group_size"))
+# else code for aligned rewards would add them in another order
+@triton.jit(
+    do_not_specialize=("count", "group_size"),
+    do_not_specialize_on_alignment=("rewards", "group_ids"),
+)
 def batch_std_kernel(
     rewards, group_ids, batch_std, count, group_size, correction,
     COLUMNS: tl.constexpr, MODE: tl.constexpr,

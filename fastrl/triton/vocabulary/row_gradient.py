@@ -23,6 +23,7 @@ from fastrl.triton.vocabulary.rows import (
     exponent,
     exponent_factor,
     finite_or_zero,
+    token_logit,
     value,
 )
 
@@ -138,7 +139,7 @@ def row_gradient(
         grad: pointer to the gradient; may be the same, or half a row on with half the width.
         has_gradient: whether the gradient of the row may be other than zero.
         token: its column, -1 where the id is outside the vocabulary.
-        x: its logit, NaN where it has no column; used by the block it is in.
+        x: its logit, NaN where it has no column; None where it is still in the row.
         stats: `Statistics` of the row.
         slopes: `Slopes` of the row.
         vocabulary: columns of the row.
@@ -164,6 +165,10 @@ def row_gradient(
     mine = (full - split + splits - 1) // splits
     if has_gradient:
         known = token >= 0
+        owner = known & ((token - head) // BLOCK % splits == split)
+        logit = x
+        if x is None:  # another program may have overwritten what it owns
+            logit = token_logit(row, token, owner)
         v = value(stats.row_max, squash, SPEC)
         binary_gain = exponent_factor(v, binary_gain)
         reference = finite_or_zero(v * binary_gain)
@@ -177,7 +182,7 @@ def row_gradient(
         if SPEC.entropy:
             constant -= slopes.entropy * (stats.entropy - stats.log_sum - LN2 * rest)
         row_terms = RowTerms(constant * norm, -slopes.entropy * LN2 * norm)
-        at_token = token_gradient(x, stats, slopes, gain, squash, SPEC) * chain
+        at_token = token_gradient(logit, stats, slopes, gain, squash, SPEC) * chain
         if SPEC.edges:
             edges, is_mine = _edges(head, vocabulary, split, full % splits, SPEC)
             x_edges = tl.load(row + edges, mask=is_mine, other=0).to(tl.float32)
@@ -198,7 +203,6 @@ def row_gradient(
             g = _gradient(x_edges, row_terms, binary_gain, reference, squash, SPEC)
             mask = is_mine & (edges != token)
             tl.store(grad + edges, g.to(grad.dtype.element_ty), mask=mask)
-        owner = known & ((token - head) // BLOCK % splits == split)
         tl.store(grad + token, at_token.to(grad.dtype.element_ty), mask=owner)
     else:
         if has_tail:

@@ -92,17 +92,39 @@ def _load_unaligned_halves(block, tile, limit, MASKED: tl.constexpr, SPEC: tl.co
 
 
 @triton.jit
+def _load_unaligned_words(block, tile, limit, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Return the columns of a tile of float32, so that each lane has one thread."""
+    WIDTH: tl.constexpr = SPEC.width
+    starts = _lane_starts(tile, WIDTH, SPEC)
+    words = ()
+    for i in tl.static_range(WIDTH):
+        if MASKED:
+            word = tl.load(block + starts + i, mask=starts + i < limit, other=0)
+        else:
+            word = tl.load(block + starts + i)
+        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005  Triton cannot unpack
+    if WIDTH == 4:
+        w0, w1, w2, w3 = words  # type: ignore[misc]
+        x = _of_lanes(w0, w1, w2, w3)
+    else:
+        w0, w1, w2, w3, w4, w5, w6, w7 = words  # type: ignore[misc]
+        x = tl.interleave(_of_lanes(w0, w2, w4, w6), _of_lanes(w1, w3, w5, w7))
+    return x
+
+
+@triton.jit
 def load_tile(block, tile, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, SPEC: tl.constexpr):
     """Return the columns [lanes, width] of a tile in float32.
 
     Masked, what a lane has beyond the limit is not specified.
     """
-    LANES: tl.constexpr = SPEC.lanes
     WIDTH: tl.constexpr = SPEC.width
     dtype: tl.constexpr = block.dtype.element_ty
     if dtype.primitive_bitwidth == 16 and not ALIGNED:
         x = _load_unaligned_halves(block, tile, limit, MASKED, SPEC)
-    elif ALIGNED and dtype == tl.bfloat16:
+    elif not ALIGNED:
+        x = _load_unaligned_words(block, tile, limit, MASKED, SPEC)
+    elif dtype == tl.bfloat16:
         PAIRS: tl.constexpr = WIDTH // 2
         pairs = _lane_starts(tile, PAIRS, SPEC)[:, None] + tl.arange(0, PAIRS)[None, :]
         place = block.to(tl.pointer_type(tl.int32)) + pairs
@@ -114,13 +136,7 @@ def load_tile(block, tile, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, S
         x = tl.interleave(low, high)
     else:
         columns = tile_columns(tile, SPEC)
-        if ALIGNED:
-            mask = tile_mask(tile, limit, WIDTH, SPEC)
-        else:
-            # said to run along the lanes, these accesses leave each thread the columns that it has
-            # elsewhere, and so leave every sum its bits
-            columns = tl.max_contiguous(columns, [LANES, 1])
-            mask = columns < limit
+        mask = tile_mask(tile, limit, WIDTH, SPEC)
         x = tl.load(block + columns, mask=mask, other=0) if MASKED else tl.load(block + columns)
         x = x.to(tl.float32)
     return x

@@ -126,9 +126,8 @@ def token_stats_bwd_kernel(
     gain, binary_gain = row_gain(index, temperatures, scale, has_gradient)
     stats = Statistics(tl.load(row_max + index), tl.load(log_sum + index), tl.load(entropy + index))
     token = token_column(token_id, vocabulary)
-    x = token_logit(row, token, has_gradient)
     row_gradient(
-        row, grad_row, has_gradient, token, x, stats, slopes, vocabulary, gain, binary_gain,
+        row, grad_row, has_gradient, token, None, stats, slopes, vocabulary, gain, binary_gain,
         squash, split, splits, SPEC,
     )  # fmt: skip
 
