@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-from tests.ptx.machine import COMPILER, FOLDER, TORCH, compiled, machine, place_of
+from tests.ptx.machine import COMPILER, FOLDER, TORCH, compiled, machine, one_process, place_of
 
 ROOT = FOLDER.parents[1]
 CSRC = ROOT / "csrc"
@@ -92,7 +92,7 @@ def load():
         (CSRC / "cuda").rglob("*.cu"), key=lambda path: -path.name.startswith("logits")
     )
     glue = [path for path in (CSRC / "cuda" / "torch").glob("*.cpp") if path.stem != "bind"]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with one_process(), ThreadPoolExecutor(os.cpu_count()) as pool:
         kernels = pool.map(_compile_kernels, sources)
         objects = [*pool.map(operators, glue)]
         runtime = FOLDER / "cuda" / "runtime.cpp"

@@ -4,7 +4,9 @@
 """
 
 import collections
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -62,6 +64,15 @@ class Counts(ctypes.Structure):
         "different_sectors_written")]  # fmt: skip
 
 
+@contextlib.contextmanager
+def one_process():
+    """Let one process compile at a time: the next one finds what it needs."""
+    BUILT.mkdir(parents=True, exist_ok=True)
+    with (BUILT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def place_of(name, command, sources):
     """Return where the file is kept that a command makes of these very sources."""
     digest = hashlib.sha256(" ".join([torch.__version__, *map(str, command)]).encode())
@@ -95,10 +106,11 @@ class Machine:
             command = [COMPILER, *FLAGS, *TORCH, "-c", str(source)]
             return compiled(source.stem, command, [source, *headers])
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with one_process(), ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, sorted(FOLDER.glob("*.cpp"))))
-        command = [COMPILER, "-shared", *map(str, objects), *LIBRARIES]
-        self.library = ctypes.CDLL(str(compiled("machine", command, [])), mode=ctypes.RTLD_GLOBAL)
+            command = [COMPILER, "-shared", *map(str, objects), *LIBRARIES]
+            library = compiled("machine", command, [])
+        self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self.library.ptx_operation.restype = ctypes.c_char_p
         names = map(self.library.ptx_operation, itertools.count())
         self.operations = [name.decode() for name in itertools.takewhile(bool, names)]
