@@ -106,12 +106,31 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item, stays in zip(items, here, strict=True) if stays]
 
 
+def diagonal(item):
+    """Whether a test is one of as many as have every value of each of its parameters."""
+    parameters = [mark.args for mark in item.iter_markers("parametrize")]
+    given = item.callspec.params
+
+    def is_given(names, value):
+        names, value = ((names,), (value,)) if isinstance(names, str) else (names, value)
+        value = value.values if hasattr(value, "marks") else value  # of pytest.param
+        return all(given[name] is one for name, one in zip(names, value, strict=True))
+
+    longest = max(len(values) for _, values in parameters)
+    return any(
+        all(is_given(names, values[n % len(values)]) for names, values in parameters)
+        for n in range(longest)
+    )
+
+
 def belongs_here(item):
     """Whether a test tests what this process is for."""
     marks = {mark.name for mark in item.iter_markers()}
     given = item.callspec.params if hasattr(item, "callspec") else {}
     backend = given.get("backend")
     if any(backend in mark.args for mark in item.iter_markers("not_on")):
+        return False
+    if any(backend in mark.args for mark in item.iter_markers("some_on")) and not diagonal(item):
         return False
     if OF_KERNELS:
         return bool(marks & {"kernels", "kernels_alone"}) and backend in TESTED

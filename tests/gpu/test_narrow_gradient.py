@@ -71,6 +71,7 @@ class Workspace:
         return results, narrow
 
 
+@pytest.mark.some_on("triton")
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "temperatures"])
 @pytest.mark.parametrize(("V", "stride"), SHAPES)
 def test_token_stats_backward(backend, V, stride, options):
@@ -83,6 +84,7 @@ def test_token_stats_backward(backend, V, stride, options):
     assert not narrow[0, 1].any()
 
 
+@pytest.mark.some_on("triton")
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "softcap", "temperatures"])
 @pytest.mark.parametrize(("V", "stride"), SHAPES)
 def test_the_loss_in_one_pass(backend, monkeypatch, V, stride, options):

@@ -45,7 +45,8 @@ FORMS = {"token_stats": STATISTICS, "logits_policy_loss": LOSS}
 def test_values_and_gradients_are_those_of_the_oracle(backend, monkeypatch, function, V, shared):
     rows = {"tokens": 4, "mask": "ragged", "masked_values": "nan", "spread": 3.0, "vocabulary": V}
     with shared_out(backend, monkeypatch, shared):
-        for kind in KINDS if V < 10_000 else KINDS[V // 20_000 % 2 :][:1]:
+        first = VOCABULARIES.index(V) % len(KINDS)
+        for kind in KINDS if V < 10_000 and backend == "cuda" else KINDS[first:][:1]:
             assert_value(backend, Case(function, **rows, **FORMS[function], **kind))
 
 

@@ -48,6 +48,7 @@ def assert_close(found, exact, leaf, gradient, *, relative=2e-5):
     assert error.max() <= relative * gradient.abs().max() + (unit > 0) * 1e-7
 
 
+@pytest.mark.some_on("triton")
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
