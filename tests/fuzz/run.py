@@ -40,6 +40,10 @@ class Run:
         compiles = self.executed and self.backend == "triton"
         first = index - index % WITH_SAME_OPTIONS if compiles else index
         case = draw(self.seed, first, self.function, float64=float64, executed=self.executed)
+        if self.backend == "cuda":  # what `token_logprobs` says it does not take
+            heat = 1e-3 if case.temperature == 1e-28 else case.temperature
+            features = tuple(one for one in case.features if one != "largest")
+            case = case.changed(temperature=heat, features=features)
         return case.changed(seed=index) if compiles else case
 
     def examine(self, case: Case) -> Verdict:

@@ -23,9 +23,18 @@ inline LogitsType logits_type(const Tensor& logits, const char* name = "logits")
   }
 }
 
+// Exponents of two are exact down to -1e9, logits down to -690 times this. Temperatures per row are
+// not looked at: with one that is too low, a row may become NaN.
+constexpr double kMostGain = 1e6;
+
 // The values of the tensors are not looked at: a token outside the vocabulary gives NaN.
 inline LogitsParams check_logits(const Tensor& logits, const RowArguments& in) {
   const int64_t* token_ids = check_rows(logits, in);
+  const double scale = in.logit_softcap > 0 ? 2 * in.logit_softcap : in.logit_scale;
+  if (!in.temperatures && !(scale / in.temperature <= kMostGain)) {
+    raise_value_error("temperature must be at least ", scale / kMostGain,
+                      " on backend 'cuda' with this scale or softcap, got ", in.temperature);
+  }
   return {logits_type(logits),
           logits.const_data_ptr(),
           logits.size(0),
