@@ -14,6 +14,7 @@ needs_extension = pytest.mark.skipif(native.missing is not None, reason=str(nati
 
 
 @needs_extension
+@pytest.mark.slow
 def test_opcheck_of_every_operator():
     calls = operator_calls("cpu")
     calls[torch.ops.fastrl.huge_pages_.default] = [[torch.empty(4, 4)]]

@@ -9,8 +9,9 @@ import torch
 from tests.fuzz.case import IN_TORCH, Case
 from tests.fuzz.examine import examine
 
-#: Kernels of GPUs run some of the cases: they take long on a CPU, and so does Triton's compiler.
-SOME = {"triton": 4, "cuda": 20}
+#: Cases of a row of options, of each of which a fuzzer draws more. Kernels of GPUs take long on a
+#: CPU, and so does Triton's compiler.
+SOME = {"reference": 100, "cpu": 150, "triton": 4, "cuda": 20}
 
 
 def each(**options):
@@ -48,13 +49,8 @@ def assert_value(backend, case):
 
 
 def assert_values(backend, function, *, some=1, **options):
-    """Compare with the oracle in every combination of options.
-
-    Kernels of GPUs run `some` times the usual number of cases.
-    """
-    if function in IN_TORCH and backend in SOME:
+    """Compare with the oracle in `some` times the usual number of combinations of options."""
+    if function in IN_TORCH and backend in ("triton", "cuda"):
         pytest.skip("plain torch has no kernels")
-    most = some * SOME[backend] if backend in SOME else None
-    chosen = cases(backend, function, options)[:most]
-    for case in chosen:
+    for case in cases(backend, function, options)[: some * SOME[backend]]:
         assert_value(backend, case)
