@@ -183,7 +183,7 @@ void Machine::step(Warp& w) {
         lanes &= i.negated ? ~bits : bits;
       }
       ++time;
-      ++counts.instructions;
+      ++launch.executed[f.pc];
       if (lanes == 0) {
         ++f.pc;
         continue;

@@ -55,12 +55,13 @@ struct Launch {
   uint32_t grid[3], threads, cluster, shared_bytes;
   const unsigned char* parameters;
   uint64_t seed;
-  int32_t resident;  // clusters that run side by side
+  uint64_t* executed;  // how often warps have run each instruction
+  int32_t resident;    // clusters that run side by side
 };
 
 // What a launch has cost.
 struct Counts {
-  uint64_t instructions, global_sectors_read, global_sectors_written, requests, bank_conflicts;
+  uint64_t global_sectors_read, global_sectors_written, requests, bank_conflicts;
   uint64_t shared_accesses, async_bytes_in_flight;
   uint64_t different_sectors_read, different_sectors_written;
 };

@@ -49,17 +49,19 @@ class _Launch(ctypes.Structure):
         ("kernel", ctypes.POINTER(_Kernel)), ("grid", ctypes.c_uint32 * 3),
         ("threads", ctypes.c_uint32), ("cluster", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32), ("parameters", ctypes.c_char_p),
-        ("seed", ctypes.c_uint64), ("resident", ctypes.c_int32))]  # fmt: skip
+        ("seed", ctypes.c_uint64), ("executed", ctypes.c_void_p),
+        ("resident", ctypes.c_int32))]  # fmt: skip
 
 
 class Counts(ctypes.Structure):
-    """What launches have cost; sectors are of 32 bytes, counted once for each access of a warp.
+    """What a launch has cost; sectors are of 32 bytes, counted once for each access of a warp.
 
     The different ones count once in a launch: what memory moves where caches hold the rest.
+    `by_kind` has how many instructions of each kind the warps ran.
     """
 
     _fields_ = [(name, ctypes.c_uint64) for name in (
-        "instructions", "sectors_read", "sectors_written", "requests", "bank_conflicts",
+        "sectors_read", "sectors_written", "requests", "bank_conflicts",
         "shared_accesses", "async_bytes_in_flight", "different_sectors_read",
         "different_sectors_written")]  # fmt: skip
 
@@ -116,7 +118,7 @@ class Machine:
         self.operations = [name.decode() for name in itertools.takewhile(bool, names)]
         self.library.ptx_keep_tensors()
         self.seed = int(os.environ.get("FASTRL_PTX_SEED", "0"))
-        self.counts = collections.deque(maxlen=1000)
+        self.counts = collections.deque(maxlen=100)
         self.launched = set()
         self._decoded = {}
 
@@ -135,9 +137,11 @@ class Machine:
         if not isinstance(parameters, bytes):
             parameters = self._packed(kernel, parameters)
         resident = (1, 2, 3, 8)[self.seed % 4]
+        executed = np.zeros(len(kernel.records), np.uint64)
         given = _Launch(
-            ctypes.pointer(entry), grid, threads, cluster, shared, parameters, self.seed, resident
-        )
+            ctypes.pointer(entry), grid, threads, cluster, shared, parameters, self.seed,
+            executed.ctypes.data, resident,
+        )  # fmt: skip
         counts, message = Counts(), ctypes.create_string_buffer(2000)
         if not np.prod(grid):
             return
@@ -148,6 +152,8 @@ class Machine:
             raise PtxError(
                 f"{name}: {what} ({where}; {os.path.basename(file)}:{line}; seed {self.seed})"
             )
+        found = np.bincount(kernel.records["operation"], executed, len(self.operations))
+        counts.by_kind = {self.operations[n]: int(found[n]) for n in found.nonzero()[0]}
         self.counts.append((name, counts))
 
     def _packed(self, kernel, values):

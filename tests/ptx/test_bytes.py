@@ -8,6 +8,7 @@ import contextlib
 import functools
 import runpy
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -271,3 +272,13 @@ def test_predicted_bytes_are_moved(backend, monkeypatch, name):
     assert moved == pytest.approx(
         sum(prediction[f"{of} {target}"][0] for target in targets), rel=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"], indirect=True)
+def test_instructions_are_counted_by_kind(backend):
+    """An exponential of each logit, and some where sums of lanes, warps and splits are joined."""
+    machine().counts.clear()
+    elements = of_rows("token_stats", backend)
+    kinds = sum((Counter(counts.by_kind) for _, counts in machine().counts), Counter())
+    exponentials = 32 * sum(n for kind, n in kinds.items() if kind.startswith("ex2"))
+    assert elements <= exponentials <= 2 * elements
