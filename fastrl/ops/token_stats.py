@@ -75,8 +75,9 @@ def token_logprobs(
             from the start of the whole vocabulary, and all that is per token must be the same on
             every rank, as the results are, bit for bit. A DTensor of logits that is split in its
             last dimension over a mesh of the one dimension `tp` needs no `vocab_group`.
-        backend: `auto`, or the backend to use. `cuda` takes no temperature below 1e-6 times scale
-            (or 2 softcap), and counts z below -6.9e8, and -65504 in fp16, as -inf.
+        backend: `auto`, or the backend to use. `cuda` refuses a float temperature below 1e-6 times
+            the scale (or 2 softcap); there a row with no z above -6.9e8, or in fp16 with no logit
+            above -65504, counts as one of nothing but -inf.
 
     Returns:
         Log-probabilities in fp32, the shape of `token_ids`.

@@ -15,7 +15,7 @@ from .examine import Signature, Verdict, examine, signatures
 MOST_IN_DOUBT = 0.2
 MOST_TRIALS = 600  # of shrinking
 #: Triton compiles a kernel for nearly every choice of options, so these many cases share theirs.
-WITH_SAME_OPTIONS = 20
+WITH_SAME_OPTIONS = 10
 
 
 @dataclasses.dataclass(frozen=True)

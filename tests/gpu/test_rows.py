@@ -27,7 +27,7 @@ pytestmark = pytest.mark.kernels_alone  # their kernels have other shapes
 #: of one part and of many; a whole block of Triton's and a tail, and more parts than a cluster of
 #: CUDA has blocks
 VOCABULARIES = (1, 37, 1000, 1003, 5001, 20_000, 33_000)
-#: dtype, layout and other options: every one with every vocabulary, if not with each other
+#: dtype, layout and other options, if not with each other; Triton and long rows take one of them
 KINDS = [
     {"dtype": "float32", "logits_layout": "sliced", "temperature": "per-token"},
     {"dtype": "bfloat16", "logits_layout": "odd", "logit_scale": 1.5, "logit_softcap": 8.0},
@@ -45,7 +45,7 @@ FORMS = {"token_stats": STATISTICS, "logits_policy_loss": LOSS}
 def test_values_and_gradients_are_those_of_the_oracle(backend, monkeypatch, function, V, shared):
     rows = {"tokens": 4, "mask": "ragged", "masked_values": "nan", "spread": 3.0, "vocabulary": V}
     with shared_out(backend, monkeypatch, shared):
-        first = VOCABULARIES.index(V) % len(KINDS)
+        first = (VOCABULARIES.index(V) + 2) % len(KINDS)
         for kind in KINDS if V < 10_000 and backend == "cuda" else KINDS[first:][:1]:
             assert_value(backend, Case(function, **rows, **FORMS[function], **kind))
 

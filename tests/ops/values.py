@@ -34,7 +34,17 @@ def cases(backend, function, options):
         for one in each(**options)
         if backend == "reference" or one.get("dtype") != "float64"
     ]
-    return random.Random(20260923).sample(found, len(found))
+    return spread(random.Random(20260923).sample(found, len(found)))
+
+
+def spread(cases):
+    """Put first what has a value of an option that no case before it has."""
+    seen, new, others = set(), [], []
+    for case in cases:
+        values = {(name, repr(value)) for name, value in case.options.items() if name != "seed"}
+        (others if values <= seen else new).append(case)
+        seen |= values
+    return new + others
 
 
 def assert_value(backend, case):

@@ -3,6 +3,7 @@
 What the operations of the machine do not cover is refused by name.
 """
 
+import collections
 import dataclasses
 import re
 
@@ -170,6 +171,7 @@ class _Reader:
     def _allocate(self):
         starts = {*self.labels.values()}
         block, blocks, last = 0, {}, {}
+        self.uses = collections.Counter(name for line in self.lines for name in names_of(line))
         for i, line in enumerate(self.lines):
             block += i in starts
             for name in names_of(line):
@@ -243,6 +245,8 @@ class _Reader:
             kind = "mov"
         if kind == "mov":
             return self._move(record, line)
+        if kind in ("bar", "barrier") and len(operands) > 1:
+            raise RefusedError(f"{self.name}: {'.'.join(line.parts)} of some threads")
         if kind in ("bar", "barrier", "fence", "nanosleep", "ret", "exit"):
             for i, one in enumerate(operands):
                 record["s"][i] = self._operand(one, 32)
@@ -252,6 +256,8 @@ class _Reader:
             destination, second = destination.split("|")
             if kind == "setp":
                 record["d"][1] = self._operand(second, 32)
+            elif self.uses[second] > 1:
+                raise RefusedError(f"{self.name}: the predicate of {'.'.join(line.parts)}")
         record["d"][0] = self._operand(destination, 32)
         if kind == "cvt":
             record["extra"][:2] = (

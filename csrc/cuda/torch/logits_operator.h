@@ -31,7 +31,7 @@ constexpr double kMostGain = 1e6;
 inline LogitsParams check_logits(const Tensor& logits, const RowArguments& in) {
   const int64_t* token_ids = check_rows(logits, in);
   const double scale = in.logit_softcap > 0 ? 2 * in.logit_softcap : in.logit_scale;
-  if (!in.temperatures && !(scale / in.temperature <= kMostGain)) {
+  if (!in.temperatures && scale > kMostGain * in.temperature * (1 + 1e-9)) {
     raise_value_error("temperature must be at least ", scale / kMostGain,
                       " on backend 'cuda' with this scale or softcap, got ", in.temperature);
   }

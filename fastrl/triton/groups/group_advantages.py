@@ -20,7 +20,7 @@ ROWS = 16  # rewards of a program
 COLUMNS = 64  # rewards that they are compared with at a time
 ALL_PAIRS = 4096  # the largest batch of ids that is not sorted first
 ONE_PROGRAM = 16384  # the largest batch whose std is found by one program
-BATCH_COLUMNS = 4096  # rewards that it takes at a time
+BATCH_COLUMNS = 2048  # rewards that it takes at a time
 BATCH_WARPS = 16
 
 LEAVE_ONE_OUT = tl.constexpr(BASELINES.index("leave_one_out"))
