@@ -71,4 +71,8 @@ BYTES = {
     "cuda token_stats_backward_kernelIfLb1ELb0ELi256ENS0_8BFloat16E": 6.003,
     "triton logits_policy_loss_per_sequence": 4.005,
     "cuda one_pass_plain_kernelIfLb1ELb0ELi256ENS0_8BFloat16E": 6.005,
+    "cuda gae": 17.016,
+    "cuda scale_fp32": 8.0,
+    "cuda scale_bf16": 4.0,
+    "cuda scale_fp16": 4.0,
 }
