@@ -36,21 +36,17 @@ def row(backend, target, run, *given, **options):
 
 
 @functools.cache
-def of_bench(file):
+def bench_targets():
     sys.path.insert(0, str(ROOT / "bench"))
     try:
-        return runpy.run_path(str(ROOT / "bench" / file))
+        return runpy.run_path(str(ROOT / "bench" / "targets.py"))
     finally:
         sys.path.pop(0)
 
 
-def executed():
-    return of_bench("budgets/executed.py")["BYTES"]
-
-
 def predicted(of, target):
     """Return bytes per element and a part of the kernel's name."""
-    targets = of_bench("targets.py")
+    targets = bench_targets()
     for one in targets["CUDA"] if of == "cuda" else ():
         if one.kernel == target:
             return one.bytes_per_element, target
@@ -281,7 +277,7 @@ def test_predicted_bytes_are_moved(backend, monkeypatch, name):
         assert all(part in one for one in every)
         sectors = counts.different_sectors_read + counts.different_sectors_written
         moved = 32 * sectors / elements
-        assert moved == pytest.approx(executed().get(f"{of} {target}"), abs=5e-3)
+        assert moved == pytest.approx(bench_targets()["EXECUTED"].get(f"{of} {target}"), abs=5e-3)
         assert moved == pytest.approx(prediction, rel=TOLERANCE)
 
 

@@ -123,23 +123,18 @@ struct SharedSource {
     return kShifted ? misalignment(data + column) & (16 - sizeof(T)) : 0;
   }
   __device__ __forceinline__ Vec16 vector(ptrdiff_t column, unsigned shift) const {
-    return joined(data + column, shift, 16);  // the stage has room for a vector after the last
+    const T* at = data + column;
+    if constexpr (!kShifted) return load16_shared(at);
+    // the stage has room for a vector after the last
+    const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
+    return join<T>(load16_shared(low), load16_shared(low + 16), shift);
   }
   __device__ __forceinline__ Vec16 last_vector(ptrdiff_t column, unsigned shift) const {
-    if constexpr (kAligned) return vector(column, shift);
-    const int left = columns - static_cast<int>(column);
-    const int wanted = static_cast<int>(shift) + left * static_cast<int>(sizeof(T));
-    return keep_lanes<T>(joined(data + column, shift, wanted > 16 ? 16 : 0), left);
+    const Vec16 x = vector(column, shift);
+    return kAligned ? x : keep_lanes<T>(x, columns - static_cast<int>(column));
   }
   __device__ __forceinline__ float element(int column) const {
     return Element<T>::value(data[column]);
-  }
-
- private:
-  __device__ __forceinline__ Vec16 joined(const T* at, unsigned shift, ptrdiff_t second) const {
-    if constexpr (!kShifted) return load16_shared(at);
-    const auto low = reinterpret_cast<const unsigned char*>(at) - shift;
-    return join<T>(load16_shared(low), load16_shared(low + second), shift);
   }
 };
 

@@ -59,8 +59,7 @@ def _edges(head, vocabulary, split, owner_of_tail, SPEC: tl.constexpr):
     in_head = (place < head) & (split == 0)
     in_tail = (tail < vocabulary) & (split == owner_of_tail)
     columns = tl.where(place < WIDTH, place, tail)
-    # without the comparison the interpreter of Triton 3.9 makes an integer of it
-    return columns, tl.where(place < WIDTH, in_head, in_tail) != 0
+    return columns, tl.where(place < WIDTH, in_head, in_tail)
 
 
 @triton.jit
