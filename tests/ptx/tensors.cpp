@@ -10,6 +10,10 @@
 namespace ptx {
 namespace {
 
+// Behind each tensor lies memory of none, so that a kernel that runs off a row does not meet the
+// next tensor: a block reads 4 KiB at a time.
+constexpr size_t kBehind = 4096;
+
 std::mutex guard;
 std::map<uint64_t, uint64_t>& allocations() {
   static auto& all = *new std::map<uint64_t, uint64_t>;  // outlives tensors that are freed at exit
@@ -34,7 +38,7 @@ class Tensors final : public c10::Allocator {
     if (bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::DeviceType::CPU)};
     void* memory = nullptr;
     const size_t whole = (bytes + 63) / 64 * 64;
-    if (posix_memalign(&memory, 64, whole)) throw std::bad_alloc();
+    if (posix_memalign(&memory, 64, whole + kBehind)) throw std::bad_alloc();
     for (size_t n = 0; n < whole; n += 8)
       std::memcpy(static_cast<char*>(memory) + n, kUnwritten, 8);
     add(reinterpret_cast<uint64_t>(memory), bytes);
