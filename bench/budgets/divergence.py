@@ -14,7 +14,7 @@ from fastrl.triton.vocabulary.rows import Specialization
 KINDS = {
     0: ("forward_kl", (58, 66), 3.2),
     1: ("reverse_kl", (58, 66), 3.2),
-    2: ("jensen_shannon", (108, 116), 4.2),
+    2: ("jensen_shannon", (109, 116), 4.2),
 }
 _STATISTICS = ("row_max", "log_sum", "teacher_row_max", "teacher_log_sum")
 _SAVED = ("entropy", "slope_mean", "grad_divergence")

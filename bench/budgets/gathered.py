@@ -57,7 +57,7 @@ def targets() -> list[Target]:
         found.append(
             _target(
                 "scattered_sums", g.scattered_sums_kernel, size, {**terms, **states},
-                num_warps=1, instructions=25 if size == 2 else 12, mufu=0.1, narrow=99,
+                num_warps=1, instructions=27 if size == 2 else 12, mufu=0.1, narrow=99,
                 block=g.SCATTERED_WIDTH,
             )
         )  # fmt: skip

@@ -41,7 +41,7 @@ LOSSES = (
     # the whole code: the loop over blocks is no innermost loop, it has the search for sequences
     Loss(
         "policy_loss_packed_per_sequence", loss_types(*_PLAIN, "cu_seqlens"), PER_SEQUENCE,
-        13, 365, 0, 40,
+        13, 366, 0, 40,
     ),
     Loss(
         "policy_loss_sequence", loss_types(*_PLAIN), PER_TOKEN, 21, 220, 3, 1, level="sequence",

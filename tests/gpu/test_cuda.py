@@ -30,6 +30,16 @@ def test_a_temperature_near_0_is_refused():
         fastrl.token_logprobs(logits, ids, temperature=9e-7, backend="cuda")
     with pytest.raises(ValueError, match="temperature must be at least 6e-05"):
         fastrl.token_logprobs(logits, ids, temperature=5e-5, logit_softcap=30.0, backend="cuda")
+    hidden, weight = torch.randn(1, 2, 8), torch.randn(2, 8)
+    head, kept = (hidden, weight, ids[None]), fastrl.KeptTokens.from_lists([[0, 1], []])
+    given = {"temperature": 9e-7, "backend": "cuda"}
+    for call in (
+        lambda: fastrl.linear_policy_loss(*head, torch.ones(1), torch.ones(1, 2), **given),
+        lambda: fastrl.linear_token_logprobs(*head, **given),
+        lambda: fastrl.token_logprobs(logits, ids, kept=kept, **given),
+    ):
+        with pytest.raises(ValueError, match=r"^temperature must be at least"):
+            call()
 
 
 @pytest.mark.parametrize("bootstrap", [None, "sequence", "token"])

@@ -10,9 +10,9 @@
 namespace ptx {
 namespace {
 
-// Behind each tensor lies memory of none, so that a kernel that runs off a row does not meet the
-// next tensor: a block reads 4 KiB at a time.
-constexpr size_t kBehind = 4096;
+// Behind each tensor lies memory of none, as much as the largest block of Triton reads at a time,
+// so that one that runs off a tensor does not meet the next.
+constexpr size_t kBehind = 65536;
 
 std::mutex guard;
 std::map<uint64_t, uint64_t>& allocations() {

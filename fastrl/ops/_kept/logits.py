@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastrl.contract import RowArguments, RowStats
-from fastrl.library import operators
+from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._kept.rows import (
     CHUNK_BYTES,
@@ -209,7 +209,8 @@ def kept_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     part, whole = call.part(), call.whole()
     if part is None:
         rows = call.rows._replace(mask=whole)
-        stats = operators(call.backend).token_stats_fwd(call.logits, *rows, True, True)
+        forward = operators(call.backend).token_stats_fwd
+        stats = called(forward, call.logits, *rows, True, True)
         for chunk in call.chunks():
             of_chunk = chunk_stats(chunk.logits, chunk.rows, call.backend)
             for values, some in zip(stats, of_chunk, strict=True):

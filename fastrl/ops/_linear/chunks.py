@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.contract import RowArguments, RowStats
-from fastrl.library import operators
+from fastrl.library import called, operators
 from fastrl.ops._kept.rows import WHOLE_ROW, KeptRows, similar
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
@@ -199,7 +199,8 @@ def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
         stats = reference_stats(logits, rows)
         unused = torch.zeros_like(logits[:, 0])
         return RowStats(*stats, row_max=unused, log_sum=unused)  # type: ignore[misc]
-    outputs = operators(backend).token_stats_fwd(logits[None], *as_batch(rows), True, True)
+    forward = operators(backend).token_stats_fwd
+    outputs = called(forward, logits[None], *as_batch(rows), True, True)
     return RowStats._make(output[0] for output in outputs)
 
 

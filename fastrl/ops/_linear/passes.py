@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastrl.contract import LEVELS, SURROGATES, LossArguments, ObjectiveArguments, RowStats
-from fastrl.library import operators
+from fastrl.library import called, operators
 from fastrl.ops._linear.call import Arguments, LinearCall, without_autocast
 from fastrl.ops._linear.chunks import (
     as_batch,
@@ -216,7 +216,8 @@ def _train_in_one_kernel(
     walk: LinearWalk, chunk: slice, projected: Projected, slopes: TokenSlopes
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of a chunk; return its log-probabilities and entropies."""
-    logprobs, entropy = operators(slopes.backend).logits_policy_loss_fwd_(
+    logprobs, entropy = called(
+        operators(slopes.backend).logits_policy_loss_fwd_,
         projected.logits[None],
         *as_batch(projected.rows),
         *slopes.arguments_of(chunk),

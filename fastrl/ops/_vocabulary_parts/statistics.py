@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.contract import RowArguments, RowStats
-from fastrl.library import operators
+from fastrl.library import called, operators
 from fastrl.ops._process_groups import start_gather
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
@@ -100,7 +100,7 @@ def part_stats(
     if backend == "reference":
         return torch.stack(reference.part_stats(logits, active, part.own, rows))
     stats = RowStats._make(
-        operators(backend).token_stats_fwd(logits, *rows, with_entropy, with_sum_sq_probs)
+        called(operators(backend).token_stats_fwd, logits, *rows, with_entropy, with_sum_sq_probs)
     )
     token_logit = logits.gather(-1, rows.token_ids[..., None])[..., 0].to(stats.log_sum.dtype)
     empty = stats.logsumexp == float("-inf")  # of nothing but -inf: it adds nothing

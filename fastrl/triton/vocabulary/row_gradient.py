@@ -127,6 +127,12 @@ def token_gradient(x, stats, slopes, gain, squash, SPEC: tl.constexpr):
 
 
 @triton.jit
+def _owns(column, split, splits, SPEC: tl.constexpr):
+    """Return whether a column, counted from the head's end, is in a block of this program."""
+    return column // (COLUMNS_PER_LANE * SPEC.lanes) % splits == split
+
+
+@triton.jit
 def row_gradient(
     row, grad, has_gradient, token, x, stats, slopes, vocabulary, gain, binary_gain, squash,
     split, splits, SPEC: tl.constexpr,
@@ -162,12 +168,11 @@ def row_gradient(
     limit = (vocabulary - head - tail) // WIDTH * WIDTH
     has_tail = (limit > 0) & (full % splits == split)
     mine = (full - split + splits - 1) // splits
+    logit = x
+    if x is None:  # another program may have overwritten what it owns
+        logit = token_logit(row, token, has_gradient & _owns(token - head, split, splits, SPEC))
     if has_gradient:
         known = token >= 0
-        owner = known & ((token - head) // BLOCK % splits == split)
-        logit = x
-        if x is None:  # another program may have overwritten what it owns
-            logit = token_logit(row, token, owner)
         v = value(stats.row_max, squash, SPEC)
         binary_gain = exponent_factor(v, binary_gain)
         reference = finite_or_zero(v * binary_gain)
@@ -202,6 +207,7 @@ def row_gradient(
             g = _gradient(x_edges, row_terms, binary_gain, reference, squash, SPEC)
             mask = is_mine & (edges != token)
             tl.store(grad + edges, g.to(grad.dtype.element_ty), mask=mask)
+        owner = known & _owns(token - head, split, splits, SPEC)
         tl.store(grad + token, at_token.to(grad.dtype.element_ty), mask=owner)
     else:
         if has_tail:
