@@ -31,6 +31,12 @@ def fold(x):
 
 
 @triton.jit
+def product(x, y):
+    """Return a rounded product, which no sum of lanes may take unrounded from one of them."""
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def fold_max(x):
     """Return the largest of the neighbours that one thread holds."""
     return tl.max(tl.reshape(x, [x.shape[0] // 4, 4]), 1)

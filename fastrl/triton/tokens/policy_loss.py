@@ -36,7 +36,15 @@ from fastrl.triton.objectives import (
 )
 from fastrl.triton.sequences import packed_sequence, padded_sequence
 from fastrl.triton.tokens.last_program import count_of_finished, is_last
-from fastrl.triton.tokens.loss_sums import ROW, finish, fold, fold_max, fold_min, store_sums
+from fastrl.triton.tokens.loss_sums import (
+    ROW,
+    finish,
+    fold,
+    fold_max,
+    fold_min,
+    product,
+    store_sums,
+)
 
 BLOCK = 1024  # tokens of a program at a time
 MOST_PROGRAMS = 512  # at token level: beyond it programs take several blocks
@@ -205,7 +213,7 @@ def policy_loss_kernel(
             else:
                 kl_slope = kl.slope
             kl_sum += fold(tl.where(x.active, kl.value, 0.0))
-            weighted_kl += fold(weights.kl * kl.value)
+            weighted_kl += fold(product(weights.kl, kl.value))
             slope += tl.where(c.kl_coef != 0, weights.kl * (c.kl_coef * kl_slope), 0.0)
         slope = tl.where(x.active, token_slope(x.logprob, slope), 0.0)
         tl.store(out.slope + x.at, slope, mask=x.inside)
@@ -221,7 +229,7 @@ def policy_loss_kernel(
         else:
             bonus = _load(entropy, x.at, x.inside, x.active)
             entropy_sum += fold(bonus)
-            weighted_entropy += fold(weights.entropy * bonus)
+            weighted_entropy += fold(product(weights.entropy, bonus))
         if loss.old_logprobs is not None:
             log_ratio = clamp(x.difference, lowest, highest)
             kl_old_sum += fold(expm1(log_ratio) - log_ratio)
