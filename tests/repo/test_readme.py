@@ -17,15 +17,19 @@ from tests.integrations.packages import needed
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md")])
-FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
+FENCE = re.compile(r'^ *```(\w*)( title="[^"]*")?\n(.*?)^ *```$', flags=re.DOTALL | re.MULTILINE)
+#: A block with a title is an excerpt of the file that it names: test_documents.py compares them.
 BLOCKS = [
     (str(path.relative_to(ROOT)), language, code)
     for path in DOCUMENTS
-    for language, code in FENCE.findall(path.read_text())
+    for language, title, code in FENCE.findall(path.read_text())
+    if not title
 ]
 #: Its scripts are for torchrun, and have a test file.
 MANY_DEVICES = "docs/many-devices.md"
+#: test_documents.py runs these scripts on small models.
+SCRIPTS = "docs/examples/"
 #: Code within sentences.
 INLINE = [
     (path, "inline", " ".join(code.split()))
@@ -33,6 +37,7 @@ INLINE = [
     for code in re.findall(r"`([^`]+)`", FENCE.sub("", (ROOT / path).read_text()))
 ]
 PYTHON = [block for block in BLOCKS if block[1] == "python" and block[0] != MANY_DEVICES]
+PYTHON = [block for block in PYTHON if not block[0].startswith(SCRIPTS)]
 COMMANDS = [block for block in BLOCKS if block[1] == "bash"]
 COMMANDS += [block for block in INLINE if re.match("(fastrl|make|python|torchrun) ", block[2])]
 
