@@ -40,7 +40,7 @@ def set_backend(backend: Backend) -> None:
     Raises:
         ValueError: the name is unknown or the backend cannot be used on this machine.
 
-    Example:
+    Examples:
         >>> import fastrl
         >>> fastrl.set_backend("reference")
         >>> fastrl.set_backend("auto")
@@ -56,7 +56,7 @@ def set_backend(backend: Backend) -> None:
 def get_backend() -> Backend:
     """Return the default backend: the last `set_backend`, else `FASTRL_BACKEND`, else `auto`.
 
-    Example:
+    Examples:
         >>> import fastrl
         >>> fastrl.get_backend() in ("auto", "reference", "cpu", "triton", "cuda")
         True

@@ -16,7 +16,7 @@ class AfterImport(MetaPathFinder):
     An error that the function raises is an error of the import. A copy that is executed without
     being the module of that name in `sys.modules` is not an import.
 
-    Example:
+    Examples:
         >>> import sys
         >>> from fastrl.integrations.importing import AfterImport
         >>> watch = AfterImport({"colorsys"}, print)

@@ -67,7 +67,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ValueError: an option is invalid or missing, or two options conflict.
         NotImplementedError: Liger supports the option, fastrl does not.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.liger import LigerFusedLinearGRPOLoss
         >>> loss_function = LigerFusedLinearGRPOLoss(beta=0.0)

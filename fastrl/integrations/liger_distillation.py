@@ -66,7 +66,7 @@ class LigerFusedLinearJSDFunction:
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Return the loss as `LigerFusedLinearJSDLoss` does, whose arguments these are.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from fastrl.integrations.liger import LigerFusedLinearJSDFunction
             >>> x, head, labels = torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, -100])
@@ -120,7 +120,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         ValueError: an option has a value that fastrl does not allow, or the student has more tokens
             than the teacher.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.liger import LigerFusedLinearJSDLoss
         >>> loss_function = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)

@@ -136,7 +136,7 @@ def from_parallel_hidden_states_to_logprobs(
         ValueError: shapes or vocabulary indices do not fit together, or `cp_group` has several
             ranks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.nemo_rl import from_parallel_hidden_states_to_logprobs
         >>> hidden, head = torch.zeros(3, 1, 2), torch.zeros(4, 2)

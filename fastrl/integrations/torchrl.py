@@ -104,7 +104,7 @@ def generalized_advantage_estimate(
         NotImplementedError: gamma or lmbda has several values or requires a gradient, and
             `use_fastrl` is not in use, so torchrl's function is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.torchrl import generalized_advantage_estimate
         >>> zero, done = torch.zeros(3, 1), torch.tensor([[False], [False], [True]])

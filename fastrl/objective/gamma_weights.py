@@ -29,7 +29,7 @@ class GammaWeights:
         ValueError: a field is invalid.
         TypeError: a field has the wrong type.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> logprobs = torch.full((2, 2), -1.0, requires_grad=True)
         >>> fastrl.policy_loss(

@@ -135,7 +135,7 @@ class Objective:
         ValueError: a field is invalid, or has no effect in combination with the other fields.
         TypeError: a field has the wrong type.
 
-    Example:
+    Examples:
         >>> from fastrl import Objective
         >>> Objective(clip_high=0.28, kl_coef=0.04).aggregation
         'token-mean'
@@ -369,7 +369,7 @@ class Objective:
                 a field has no effect.
             TypeError: a change is not a field of `Objective`.
 
-        Example:
+        Examples:
             >>> from fastrl import Objective
             >>> Objective.preset("dapo").clip_high
             0.28

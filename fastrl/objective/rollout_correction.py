@@ -52,7 +52,7 @@ class RolloutCorrection:
         ValueError: a field is invalid.
         TypeError: a field has the wrong type.
 
-    Example:
+    Examples:
         >>> from fastrl import Objective, RolloutCorrection
         >>> objective = Objective(rollout_correction=RolloutCorrection(kind="mask", low=0.5))
         >>> objective.rollout_corrections[0].high

@@ -33,7 +33,7 @@ class TrustRegion:
         ValueError: a field is invalid.
         TypeError: a field has the wrong type.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> probabilities = torch.tensor([[0.1, 0.5, 0.9]])
         >>> logprobs = torch.tensor([[0.2, 0.8, 0.5]]).log().requires_grad_()

@@ -30,7 +30,7 @@ class TokenStats(NamedTuple):
         teacher_entropy: of the teacher (no gradient).
         agrees: bool, whether the same token is the most probable in both.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> stats = fastrl.token_stats(torch.zeros(1, 4), torch.tensor([2]))
         >>> round(stats.entropy.item(), 4), stats.logsumexp

@@ -54,7 +54,7 @@ def token_divergence(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, or the backend cannot do the call.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> logits = torch.tensor([[2.0, 0.0]])
         >>> fastrl.token_divergence(logits, fastrl.Teacher.from_logits(torch.zeros(1, 2)))
@@ -125,7 +125,7 @@ def linear_divergence(
         ValueError: an argument has the wrong shape or value, ZeRO-3 has partitioned a weight, or
             the backend cannot do the call.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> hidden, weight = torch.ones(1, 3), torch.zeros(2, 3)
         >>> teacher = fastrl.Teacher.from_hidden(

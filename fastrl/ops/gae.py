@@ -21,7 +21,7 @@ class Gae(NamedTuple):
         advantages: A_t.
         returns: A_t + V_t, the targets of the value function.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> fastrl.gae(torch.ones(1, 1), torch.zeros(1, 1)).returns
         tensor([[1.]])
@@ -73,7 +73,7 @@ def gae(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> rewards = torch.tensor([[0.0, 1.0, 0.0]])
         >>> values, mask = torch.tensor([[0.0, 0.0, 100.0]]), torch.tensor([[1, 1, 0]])
@@ -145,7 +145,7 @@ def discounted_returns(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> fastrl.discounted_returns(torch.tensor([[1.0, 1.0, 1.0]]), gamma=0.5)
         tensor([[1.7500, 1.5000, 1.0000]])

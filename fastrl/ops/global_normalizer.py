@@ -98,7 +98,7 @@ def global_normalizer(
             is no such count: for `token-sum`, and for a separate aggregation of the entropy of the
             tokens that `top_entropy_quantile` keeps.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> masks = [torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.tensor([[1, 1, 0], [0, 0, 0]])]
         >>> fastrl.global_normalizer(masks, objective="dapo").item()  # tokens

@@ -26,7 +26,7 @@ class GroupAdvantages(NamedTuple):
         std: standard deviation of the group's rewards.
         informative: bool, False if all rewards of the group are equal.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> fastrl.group_advantages(torch.tensor([1.0, 1.0]), group_size=2).informative
         tensor([False, False])
@@ -92,7 +92,7 @@ def group_advantages(
             `process_group` has no effect: rewards `[P, G]` are whole groups, which only
             `scale="batch"` relates to others.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> rewards = torch.tensor([1.0, 0.8, 0.4, 0.2])
         >>> fastrl.group_advantages(rewards, group_size=4, correction=0, eps=0).advantages

@@ -28,7 +28,7 @@ class KeptTokens(NamedTuple):
         token_ids: integers `[M]`, the sets of all rows one after another; none twice in a set.
         offsets: integers `[rows + 1]`, where each set begins, from 0 to M.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> kept = fastrl.KeptTokens(torch.tensor([0, 2]), torch.tensor([0, 2, 2]))
         >>> fastrl.token_logprobs(torch.zeros(2, 4), torch.tensor([2, 1]), kept=kept).exp()
@@ -46,7 +46,7 @@ class KeptTokens(NamedTuple):
             TypeError: `token_ids` or `padding` are not integers.
             ValueError: they have another shape, or a dtype without `padding`.
 
-        Example:
+        Examples:
             >>> import torch, fastrl
             >>> fastrl.KeptTokens.from_padded(torch.tensor([[3, 1, -1], [-1, -1, -1]])).offsets
             tensor([0, 2, 2])
@@ -73,7 +73,7 @@ class KeptTokens(NamedTuple):
             TypeError: an id is not an integer.
             ValueError: it does not fit in int32.
 
-        Example:
+        Examples:
             >>> import fastrl
             >>> fastrl.KeptTokens.from_lists([[3, 1], []]).offsets
             tensor([0, 2, 2])
@@ -110,7 +110,7 @@ class KeptTokens(NamedTuple):
             ValueError: it has not as many sets as the completion has tokens, or its offsets do not
                 rise from 0 to the number of ids; `length` is below 0.
 
-        Example:
+        Examples:
             >>> from types import SimpleNamespace as Output
             >>> import fastrl
             >>> output = Output(token_ids=[3, 7], sampling_mask=Output(token_ids=[[3, 5], [7]]))
@@ -144,7 +144,7 @@ class KeptTokens(NamedTuple):
         Raises:
             ValueError: there are no parts.
 
-        Example:
+        Examples:
             >>> import fastrl
             >>> one, two = (fastrl.KeptTokens.from_lists([ids]) for ids in ([1, 2], [3]))
             >>> fastrl.KeptTokens.concatenate([one, two]).offsets
@@ -160,7 +160,7 @@ class KeptTokens(NamedTuple):
     def counts(self) -> Tensor:
         """Return how many tokens each row has kept, int64 `[rows]`; 0: the whole vocabulary.
 
-        Example:
+        Examples:
             >>> import fastrl
             >>> fastrl.KeptTokens.from_lists([[3, 1], []]).counts()
             tensor([2, 0])
@@ -172,7 +172,7 @@ class KeptTokens(NamedTuple):
 
         They count as members all the same; their share of the tokens is worth a look.
 
-        Example:
+        Examples:
             >>> import torch, fastrl
             >>> kept = fastrl.KeptTokens.from_lists([[3, 1], [], [2]])
             >>> kept.lacking(torch.tensor([0, 0, 2]))
@@ -190,7 +190,7 @@ class KeptTokens(NamedTuple):
             TypeError: `rows` is not a tensor.
             ValueError: it has another shape.
 
-        Example:
+        Examples:
             >>> import torch, fastrl
             >>> kept = fastrl.KeptTokens.from_lists([[3, 1], [], [2]])
             >>> kept.take(torch.tensor([2, 0])).token_ids
@@ -208,7 +208,7 @@ class KeptTokens(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeptTokens:
         """Return the sets on a device.
 
-        Example:
+        Examples:
             >>> import fastrl
             >>> fastrl.KeptTokens.from_lists([[3, 1]]).to("cpu").token_ids.device.type
             'cpu'

@@ -44,7 +44,7 @@ def kl_divergence(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> fastrl.kl_divergence(torch.tensor([-1.0]), torch.tensor([-2.0]), estimator="k1")
         tensor([1.])

@@ -121,7 +121,7 @@ def linear_policy_loss(
         ValueError: an argument has the wrong shape or value, is missing, or has no effect, or
             ZeRO-3 has partitioned the weight.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> hidden = torch.ones(1, 2, 3, requires_grad=True)
         >>> weight = torch.zeros(4, 3, requires_grad=True)

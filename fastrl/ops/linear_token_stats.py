@@ -110,7 +110,7 @@ def linear_token_logprobs(
         ValueError: an argument has the wrong shape or value, ZeRO-3 has partitioned the weight, or
             the backend cannot do the call.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [2.0, 0.0]])
         >>> fastrl.linear_token_logprobs(hidden, weight, torch.tensor([1])).exp()
@@ -191,7 +191,7 @@ def linear_token_stats(
         ValueError: an argument has the wrong shape or value, ZeRO-3 has partitioned the weight, or
             the backend cannot do the call.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> hidden, weight = torch.ones(1, 2), torch.zeros(4, 2)
         >>> stats = fastrl.linear_token_stats(hidden, weight, torch.tensor([1]))

@@ -104,7 +104,7 @@ def logits_policy_loss(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, is missing, or has no effect.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> logits = torch.zeros(1, 2, 4, requires_grad=True)
         >>> result = fastrl.logits_policy_loss(

@@ -30,7 +30,7 @@ def masked_mean(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape, or `dim` is out of range.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> x = torch.tensor([[1.0, float("nan")], [3.0, 5.0]])
         >>> fastrl.masked_mean(x, torch.tensor([[1, 0], [1, 1]]))
@@ -76,7 +76,7 @@ def whiten(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> fastrl.whiten(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([1, 1, 1, 0]))
         tensor([-1.,  0.,  1.,  0.])

@@ -29,7 +29,7 @@ class LossMetrics(Mapping[str, Tensor]):
     Attributes:
         vector: all metrics, in the order of the names.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> metrics = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)).metrics
         >>> metrics["ratio_mean"]
@@ -114,7 +114,7 @@ def reduce_metrics(
         ValueError: the sequence is empty, or the names are wrong (with `metrics=False` there are
             none).
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> first, second = (
         ...     fastrl.policy_loss(torch.zeros(1, n), torch.ones(1), torch.ones(1, n)).metrics

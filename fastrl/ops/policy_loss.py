@@ -39,7 +39,7 @@ class PolicyLoss(NamedTuple):
             project.
         entropy: the entropies, likewise; None if `policy_loss` was called without.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> result = fastrl.policy_loss(torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
         >>> result.metrics["active_tokens"]
@@ -109,7 +109,7 @@ def policy_loss(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, is missing, or has no effect.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> logprobs = torch.tensor([[-1.8]], requires_grad=True)
         >>> result = fastrl.policy_loss(

@@ -48,7 +48,7 @@ class Teacher(NamedTuple):
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> teacher = fastrl.Teacher.from_logits(torch.tensor([[2.0, 0.0]]), beta=0.0)
         >>> fastrl.token_divergence(torch.zeros(1, 2), teacher)
@@ -83,7 +83,7 @@ class Teacher(NamedTuple):
     ) -> Teacher:
         """Return the teacher with logits hidden @ weight^T + bias, of which a chunk exists at once.
 
-        Example:
+        Examples:
             >>> import torch, fastrl
             >>> hidden, weight = torch.ones(1, 2), torch.eye(2)
             >>> teacher = fastrl.Teacher.from_hidden(hidden, weight)
@@ -113,7 +113,7 @@ class Teacher(NamedTuple):
     ) -> Teacher:
         """Return the teacher with these logits.
 
-        Example:
+        Examples:
             >>> import torch, fastrl
             >>> logits = torch.randn(2, 3, 5)
             >>> fastrl.token_divergence(logits, fastrl.Teacher.from_logits(logits)).sum()
@@ -138,7 +138,7 @@ class Teacher(NamedTuple):
         1 minus that of the others, or the rounding of 1 in the dtype of the log-probabilities, if
         that is more. Divergence and `teacher_entropy` are of the events.
 
-        Example:
+        Examples:
             >>> import torch, fastrl
             >>> ids, logprobs = torch.tensor([[0, 2]]), torch.tensor([[0.5, 0.25]]).log()
             >>> teacher = fastrl.Teacher.from_top_k(ids, logprobs)

@@ -86,7 +86,7 @@ def token_logprobs(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, or the backend cannot do the call.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> logits = torch.tensor([[0.0, 0.0], [2.0, 0.0]]).log_softmax(-1)
         >>> fastrl.token_logprobs(logits, torch.tensor([1, 0])).exp()
@@ -155,7 +155,7 @@ def token_stats(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, or the backend cannot do the call.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> logits = torch.tensor([[0.0, float("-inf"), 0.0]])
         >>> stats = fastrl.token_stats(logits, torch.tensor([0]))

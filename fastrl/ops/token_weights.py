@@ -74,7 +74,7 @@ def token_weights(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, is missing, or has no effect.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
         >>> fastrl.token_weights(mask, aggregation="token-mean")

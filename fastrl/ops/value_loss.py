@@ -24,7 +24,7 @@ class ValueLoss(NamedTuple):
         metrics: 0-d tensors without gradient: `value_mean`, `return_mean`, `clip_fraction`,
             `explained_variance` (1 - var(R - V) / var(R), or 0 if all returns are equal).
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> one = torch.ones(1, 2)
         >>> fastrl.value_loss(one, one, one).metrics["value_mean"]
@@ -78,7 +78,7 @@ def value_loss(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, is missing, or has no effect.
 
-    Example:
+    Examples:
         >>> import torch, fastrl
         >>> values, returns = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 0.0]])
         >>> fastrl.value_loss(values, returns, torch.tensor([[1, 1]])).loss

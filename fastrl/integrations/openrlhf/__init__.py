@@ -87,7 +87,7 @@ class PolicyLoss(nn.Module):
         ValueError: an option is invalid, or two options conflict.
         TypeError: options of 0.11.0 are not passed by keyword.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.openrlhf import PolicyLoss
         >>> old, mask = torch.zeros(1, 2), torch.ones(1, 2)
@@ -211,7 +211,7 @@ class ValueLoss(nn.Module):
         clip_eps: the clip range of the values, or None.
         token_level_loss: mean over tokens; False: mean over sequences of token means.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.openrlhf import ValueLoss
         >>> one = torch.ones(1, 2)
@@ -253,7 +253,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
 
     The logits are not changed; OpenRLHF's function divides them in place.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.openrlhf import log_probs_from_logits
         >>> log_probs_from_logits(torch.zeros(1, 4), torch.tensor([2]))
@@ -276,7 +276,7 @@ def compute_approx_kl(
     `unbiased_gradient` keeps the value and takes the gradient of w k2 with the detached weight
     w = min(exp(log_probs - log_probs_old), 10), in expectation the gradient of the KL.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.openrlhf import compute_approx_kl
         >>> compute_approx_kl(torch.tensor([-1.0]), torch.tensor([-2.0]), kl_estimator="k2")
@@ -308,7 +308,7 @@ def get_advantages_and_returns(
     Masked tokens count as steps with reward 0 and value 0, while `gae` with a mask (and verl)
     skips them: the results differ if a mask has gaps.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.openrlhf import get_advantages_and_returns
         >>> rewards, mask = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[1, 0, 1]])

@@ -76,7 +76,7 @@ def inside_forward(
             chooses an adapter for each row.
         RuntimeError: `function` calls the model.
 
-    Example:
+    Examples:
         >>> import fastrl, torch, transformers
         >>> from fastrl.integrations.transformers import inside_forward
         >>> config = transformers.LlamaConfig(

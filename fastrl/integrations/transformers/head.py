@@ -53,7 +53,7 @@ def lm_head(model: nn.Module) -> LmHead:
             logits differ from what they would be from this head, or the call is compiled and none
             was made before.
 
-    Example:
+    Examples:
         >>> import transformers
         >>> from fastrl.integrations.transformers import lm_head
         >>> config = transformers.CohereConfig(

@@ -32,7 +32,7 @@ def compute_gae_advantage_return(
     A_t = delta_t + gamma lam A_{t+1} by `gae`, then (A - mean) / sqrt(var + 1e-8) over the mask.
     Mask values between 0 and 1 interpolate between the two, as in verl.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl import compute_gae_advantage_return
         >>> rewards, mask = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[1, 0, 1]])
@@ -56,7 +56,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     G_t = r_t + config.gamma G_{t+1} by `discounted_returns`, which skips masked tokens.
 
-    Example:
+    Examples:
         >>> import types, torch
         >>> from fastrl.integrations.verl.advantages import (
         ...     compute_reinforce_plus_plus_outcome_advantage as reinforce_plus_plus,
@@ -91,7 +91,7 @@ def compute_remax_outcome_advantage(
     G_t is the sum of the rewards from t on, b `[B]` the reward of the greedy response. verl also
     returns the G_t of masked tokens; here they are 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.advantages import compute_remax_outcome_advantage
         >>> rewards, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[1, 0, 1]])

@@ -87,7 +87,7 @@ def agg_loss(
 
     Mask values other than 0 and 1 weight the tokens, and their sum is the count.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl import agg_loss
         >>> loss, mask = torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[1, 1], [1, 0]])

@@ -45,7 +45,7 @@ def compute_forward_kl_topk(
         `overlap_count`, how many of them are among the student's K most probable ones; and
         `overlap_token_advantage`, the mean of their terms of the loss, negated.
 
-    Example:
+    Examples:
         >>> import types, torch
         >>> from fastrl.integrations.verl.distillation import compute_forward_kl_topk
         >>> config = types.SimpleNamespace(log_prob_min_clamp=None)

@@ -32,7 +32,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     has found flash-attn, and VERL_DISABLE_FLASH_ATTN_CE is not 1. It is ignored otherwise, and if
     that would overwrite a leaf.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl import logprobs_from_logits
         >>> logprobs_from_logits(torch.zeros(1, 4), torch.tensor([2]))
@@ -58,7 +58,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
     Logits of -inf contribute 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl import entropy_from_logits
         >>> entropy_from_logits(torch.zeros(1, 4))
@@ -78,7 +78,7 @@ def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
 
     Without a gradient: verl weighs baselines with it and takes no gradient of it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.functions import calculate_sum_pi_squared_from_logits
         >>> calculate_sum_pi_squared_from_logits(torch.zeros(1, 4))
@@ -103,7 +103,7 @@ def compute_value_loss(
 
     max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2, aggregated as in `agg_loss`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl import compute_value_loss
         >>> one = torch.ones(1, 2)
@@ -137,7 +137,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     `[B, T, V]`; verl, whose batches have them of the sampled tokens, raises for any. `full+` is the
     same: that gradient is exact.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl import kl_penalty
         >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-2.0]), "low_var_kl")

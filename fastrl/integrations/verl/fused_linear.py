@@ -31,7 +31,7 @@ class FusedLinearForPPO(torch.nn.Module):
     `use_fastrl` replaces verl's `forward` by this one, so verl's own instances run on it, too.
     An id of -100 gives 0, where verl raises an error.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.fused_linear import FusedLinearForPPO
         >>> hidden, weight, ids = torch.ones(1, 3, 2), torch.zeros(4, 2), torch.tensor([[0, 1, 3]])
@@ -93,7 +93,7 @@ def linear_cross_entropy(
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.fused_linear import linear_cross_entropy
         >>> linear_cross_entropy(torch.ones(3, 1, 2), torch.zeros(4, 2), torch.tensor([[0, 1, 3]]))

@@ -49,7 +49,7 @@ def compute_rloo_outcome_advantage(
 ) -> Estimate:
     """Return RLOO's r - mean of the others in the group (arXiv 2402.14740); r in a group of one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.group_baselines import compute_rloo_outcome_advantage
         >>> rewards = torch.tensor([[1.0], [0.0], [0.5], [7.0]])
@@ -86,7 +86,7 @@ def compute_opo_outcome_advantage(
 
     A length is the sum of a response's mask; a group of one has r.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.group_baselines import compute_opo_outcome_advantage
         >>> rewards, mask = torch.tensor([[0.0, 1.0], [4.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])

@@ -40,7 +40,7 @@ def compute_grpo_outcome_advantage(
     r is the sum of a response's rewards, `index` its group (any hashable); a group of one has
     mean 0 and std 1. `norm_adv_by_std_in_grpo=False` omits the division (Dr. GRPO).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl import compute_grpo_outcome_advantage
         >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
@@ -85,7 +85,7 @@ def compute_gdpo_outcome_advantage(
     from `config.gdpo_reward_weights` (1 without). Without `config`, `non_tensor_batch` or `batch`,
     there is one reward, the sum of the token rewards.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.group_normalized import compute_gdpo_outcome_advantage
         >>> config = {"gdpo_reward_keys": ["format", "answer"]}
@@ -130,7 +130,7 @@ def compute_grpo_passk_outcome_advantage(
     The others, and responses that share the best reward, have 0. `config` says whether to divide
     by std + epsilon (`norm_adv_by_std_in_grpo`); the argument of that name is ignored, as in verl.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.group_normalized import (
         ...     compute_grpo_passk_outcome_advantage as passk,

@@ -35,7 +35,7 @@ def factors(mask: Tensor) -> Tensor | None:
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return sum_t m_t x_t / sum_t m_t over one dimension or all; x is ignored where m is 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.masks import masked_mean
         >>> masked_mean(torch.tensor([1.0, 5.0]), torch.tensor([1.5, 0.5]))
@@ -92,7 +92,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     With mask values m, mean and variance are sums of m_t x_t, and the variance is multiplied by
     n / (n - 1) for n = sum m_t, as in verl.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fastrl.integrations.verl.masks import whiten
         >>> whiten(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1.5, 1.5, 0.0]))

@@ -48,7 +48,7 @@ def vanilla(
     f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), for A < 0 at most
     -clip_ratio_c A.
 
-    Example:
+    Examples:
         >>> import types, torch
         >>> from fastrl.integrations.verl.policy_losses import vanilla
         >>> config = types.SimpleNamespace(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3)
@@ -212,7 +212,7 @@ def dro(
     Without rollout weights this is the surrogate `reinforce` with the KL estimator `k2` to the old
     policy; the rollout weights multiply both terms, as in verl.
 
-    Example:
+    Examples:
         >>> import types, torch
         >>> from fastrl.integrations.verl.policy_losses import dro
         >>> own = types.SimpleNamespace(dro_beta=2.0)

@@ -39,7 +39,7 @@ def dppo_tv(
     A token is dropped if A > 0 and p - p_old > clip_ratio_high, or if A <= 0 and
     p_old - p > clip_ratio_low.
 
-    Example:
+    Examples:
         >>> import types, torch
         >>> from fastrl.integrations.verl.selected_tokens import dppo_tv
         >>> config = types.SimpleNamespace(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.3)
