@@ -28,7 +28,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo train-reward test test-all test-kernels test-vllm coverage-linear fuzz mutants install lint format types \
-        check bench bench-smoke targets gpu gpu-build gpu-first gpu-second gpu-third clean \
+        docs check bench bench-smoke targets gpu gpu-build gpu-first gpu-second gpu-third clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -46,6 +46,7 @@ help:
 	@echo "make mutants      faults put in by hand that the tests near them do not see (ARGS='--only fastrl/train')"
 	@echo "make install      .venv with everything for development"
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all of CI"
+	@echo "make docs         the site, in build/site: $(PY) -m http.server -d build/site shows it"
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps the table)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
@@ -121,6 +122,9 @@ format: $(VENV)/.installed-lint
 
 types: $(VENV)/.installed-lint $(VENV)/.installed-train
 	$(PY) -m mypy
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 check: lint types bench-smoke test coverage-linear test-all
 

@@ -1,0 +1,67 @@
+"""What `mkdocs build` does to the pages, beyond its extensions."""
+
+import html
+import os
+import re
+from pathlib import Path
+
+import ziamath
+from mkdocs.structure.files import File
+
+ziamath.config.precision = 2
+
+ROOT = Path(__file__).parents[1]
+#: Documents outside docs/ that are pages, too.
+OUTSIDE = {"bench/README.md": "bench.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(?<!!)\[(?P<label>[^\]]+)\]\((?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img alt="(?P<alt>[^"]+)" src="(?P<light>[^"]+)">\s*</picture>'
+)
+FORMULA = re.compile(
+    r'<(?P<kind>span|div) class="arithmatex">\\[(\[](?P<formula>.*?)\\[)\]]</(?P=kind)>', re.DOTALL
+)
+
+
+def on_files(files, config):
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown, page, **_):
+    source = Path(page.file.abs_src_path)
+
+    def on_the_site(link):
+        """A file without a page is named, and not linked; a missing one is left to `strict`."""
+        target = Path(os.path.normpath(source.parent / link["path"]))
+        inside = target.is_relative_to(ROOT / "docs")
+        if not target.is_file() or (inside and source.is_relative_to(ROOT / "docs")):
+            return link[0]
+        place = target.relative_to(ROOT / "docs" if inside else ROOT).as_posix()
+        if not inside and place not in OUTSIDE:
+            return link["label"]
+        place = os.path.relpath(OUTSIDE.get(place, place), Path(page.file.src_uri).parent)
+        return f"[{link['label']}]({place}{link['anchor'] or ''})"
+
+    # a picture element follows the reader's system; the palette of the site has a switch
+    themes = r"![\g<alt>](\g<light>#only-light)\n![\g<alt>](\g<dark>#only-dark)"
+    return PICTURE.sub(themes, LINK.sub(on_the_site, markdown))
+
+
+def on_page_content(content, **_):
+    """Formulas are SVG in the colour of the text: no script, and the same in every browser."""
+
+    def typeset(found):
+        formula = html.unescape(found["formula"]).strip()
+        inline = found["kind"] == "span"
+        drawn = ziamath.Latex(formula, size=17, color="currentColor", inline=inline)
+        style = f"vertical-align: {drawn.getyofst():.2f}px" if inline else ""
+        svg = drawn.svg().replace(
+            "<svg ",
+            f'<svg role="img" aria-label="{html.escape(formula)}" style="{style}" ',
+            1,
+        )
+        return f'<{found["kind"]} class="formula">{svg}</{found["kind"]}>'
+
+    return FORMULA.sub(typeset, content)
