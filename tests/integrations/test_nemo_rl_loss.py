@@ -1,4 +1,4 @@
-"""NeMo RL's `ClippedPGLossFn` as an `Objective`, as `docs/losses.md` says."""
+"""NeMo RL's `ClippedPGLossFn` as an `Objective`, as `docs/conventions.md` says."""
 
 import math
 

@@ -320,7 +320,7 @@ def test_every_preset_of_a_trainer_is_tested():
 
 
 def test_the_table_in_the_docs_is_generated_from_the_code():
-    assert convention_table() in (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
+    assert convention_table() in (Path(__file__).parents[3] / "docs" / "conventions.md").read_text()
     assert all(f"`{name}`" in convention_table() for name in CONVENTIONS if name != "fastrl")
 
 

@@ -218,7 +218,7 @@ def trl_iw_opd(b, gamma, epsilon=1e-8):
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_iw_opd_of_the_docs(backend, near, packs):
-    text = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "conventions.md").read_text()
     names = {}
     exec(text.split("```python\n")[1].split("```")[0], names)
     rollout, teacher, _, mask = near
