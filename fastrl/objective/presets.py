@@ -136,7 +136,7 @@ def values_of(convention: str, field: str) -> set[Any]:
 
 
 def convention_table() -> str:
-    """The table in `docs/conventions.md`: the fields of each preset, and where a trainer differs."""
+    """The table in `docs/conventions.md`: fields of each preset, and where a trainer differs."""
     trainers = {name: presets for name, presets in CONVENTIONS.items() if name != "fastrl"}
     shared = {
         name: set.intersection(*(_changes(presets, loss) for loss in presets))
