@@ -1,4 +1,4 @@
-"""The command ``fastrl``: training loops, and what works on this machine.
+"""The command ``fastrl``: training loops, benchmarks, and what works on this machine.
 
 Only torch is imported until a subcommand needs more, and a loop only after its arguments are read.
 """
@@ -25,6 +25,7 @@ fastrl {fastrl.__version__}: reinforcement learning of language models with fuse
 
 commands:
 {"".join(f"  {name:<9} {text}{chr(10)}" for name, text in LOOPS.items())}\
+  bench     measure the operators on this machine, beside other libraries
   doctor    print what works on this machine, and what is missing
 
 options:
@@ -34,6 +35,7 @@ options:
 examples:
   fastrl grpo --out runs/first --steps 200
   fastrl ppo --seed 1
+  fastrl bench --quick
   fastrl doctor
 """
 
@@ -57,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         doctor.main()
     elif first == "doctor":
         _fail(f"doctor takes no arguments, got {' '.join(rest)}")
+    elif first == "bench":
+        from fastrl.bench import command_line
+
+        sys.exit(command_line.main(rest))
     elif first in LOOPS:
         _train(first, rest)
     else:

@@ -1,0 +1,1 @@
+"""`fastrl bench`: fastrl beside its alternatives on this machine. See `fastrl bench --help`."""

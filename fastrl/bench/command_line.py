@@ -1,0 +1,200 @@
+"""The options of `fastrl bench`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from fastrl.backend import unavailable
+from fastrl.bench import report
+from fastrl.bench.case import BOTH, FORWARD, PASSES
+from fastrl.bench.cases import OPS, SELECTIONS, Size
+from fastrl.bench.models import MODELS
+from fastrl.bench.peers import PEERS
+from fastrl.bench.run import Run
+from fastrl.bench.settings import Settings
+from fastrl.bench.timing import Plan
+
+BACKENDS = ("cpu", "triton", "cuda", "reference")
+DTYPES = ("float32", "bfloat16", "float16")
+SUBCOMMANDS = ("step", "plot")
+QUICK = 110.0  # seconds; what two minutes leave for the start and the plots
+_DESCRIPTION = """\
+Measure fastrl's operators on this machine, beside every peer that is installed.
+
+The default is a selection of operators and of shapes of real models. --op, --model, --rows, --dtype
+and --variant choose from it or replace its sizes. Results are in DIR: results.md, results.json and
+plots. Ctrl-C keeps everything measured so far, and --resume goes on from there.
+
+  fastrl bench step --help    what a GRPO step of a transformers model is made of
+  fastrl bench plot --help    draw the plots of results.json again
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``fastrl bench`` and return its exit status.
+
+    Returns:
+        0 if every case was measured and no call of fastrl failed, 1 if not, 2 for options that
+        make no sense, 130 after Ctrl-C.
+    """
+    if arguments and arguments[0] == "step":
+        from fastrl.bench import step
+
+        return step.main(arguments[1:])
+    if arguments and arguments[0] == "plot":
+        from fastrl.bench import plots
+
+        return plots.main(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.list:
+        print(_listing())
+        return 0
+    try:
+        settings = _settings(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+        command = shlex.join(["fastrl", "bench", *arguments])
+        seconds = options.seconds or (QUICK if options.quick else 3600.0)
+        silent = min(options.patience, seconds)
+        run = Run(settings, options.out, command, seconds=seconds, silent=silent)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return _run(run, options)
+
+
+def _run(run: Run, options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        found = run.main(resume=options.resume)
+        status = 0
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was measured is kept, and --resume goes on", file=sys.stderr)
+        found, status = run.results(), 130
+    print(f"written: {options.out / 'results.md'}, results.json")
+    for name, why in found["not_run"].items():
+        print(f"not run: {name}: {why}")
+    failed = report.failures_of_fastrl(found)
+    print("".join(f"FAILED: {line}\n" for line in failed), end="")
+    if found["cases"] and not options.no_plots:
+        _draw(found, options.out)
+    return status or int(bool(failed) or not found["complete"])
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _draw(found: report.Results, out: Path) -> None:
+    try:
+        from fastrl.bench.plots import draw
+
+        print(f"plots: {', '.join(str(path) for path in draw(found, out))}")
+    except ImportError as error:
+        print(f"no plots: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastrl bench",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    several = {"nargs": "+", "metavar": "NAME"}
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--quick", action="store_true", help="a selection for two minutes, two cores")
+    what.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, to see whether it all runs"
+    )
+    what.add_argument("--op", choices=OPS, help="operators; --list has them", **several)
+    what.add_argument("--model", choices=MODELS, help="shapes of these models", **several)
+    what.add_argument("--rows", type=_positive, nargs="+", metavar="N", help="tokens in all")
+    what.add_argument("--dtype", choices=DTYPES, help="of logits or hidden states", **several)
+    what.add_argument(
+        "--variant", nargs="+", metavar="TEXT", help="such as 'frozen head'; '' is none"
+    )
+    what.add_argument(
+        "--pass", dest="steps", choices=PASSES, default=[FORWARD, BOTH], nargs="+", metavar="PASS",
+        help="forward, backward, both; default: forward both",
+    )  # fmt: skip
+    who = parser.add_argument_group("who takes part")
+    who.add_argument("--backend", choices=BACKENDS, help="fastrl's; default: all", **several)
+    who.add_argument("--peer", help="default: all; 'none' is none", **several)
+    who.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    how = parser.add_argument_group("how")
+    how.add_argument("--rounds", type=_positive, help="timed turns of a provider")
+    how.add_argument("--seconds", type=float, metavar="S", help="limit of the whole run")
+    how.add_argument(
+        "--patience", type=float, default=150.0, metavar="S",
+        help="limit of one provider's first call, compilation included; default: 150",
+    )  # fmt: skip
+    how.add_argument("--out", type=Path, default=Path("fastrl-bench"), metavar="DIR")
+    how.add_argument("--resume", action="store_true", help="keep what DIR has, and go on")
+    how.add_argument("--no-plots", action="store_true", help="JSON and Markdown alone")
+    how.add_argument("--list", action="store_true", help="list operators, models, backends, peers")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return int(text)
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no GPU that torch can use")
+    selection = "smoke" if options.smoke else f"quick-{device}" if options.quick else device
+    sizes = _chosen(selection, device, options)
+    plan = Plan(rounds=2, warmup=1, sets=2, seconds=0.5) if options.smoke else Plan()
+    if options.quick:
+        plan = Plan(rounds=11, warmup=1, sets=2, seconds=1.5)
+    if options.rounds:
+        plan = plan._replace(rounds=options.rounds, seconds=float("inf"))
+    peers = () if options.peer == ["none"] else options.peer
+    return Settings(
+        sizes=sizes,
+        steps=tuple(options.steps),
+        device=device,
+        backends=None if options.backend is None else tuple(options.backend),
+        peers=None if peers is None else tuple(peers),
+        plan=plan,
+        tiny=options.smoke,
+    )
+
+
+def _chosen(selection: str, device: str, options: argparse.Namespace) -> tuple[Size, ...]:
+    """Choose from a selection, with the sizes that were asked for in the place of its own."""
+    sizes = SELECTIONS[selection]
+    listed = {size.op for size in sizes}
+    others = [size for size in SELECTIONS[device] if size.op not in listed]
+    kept = [size for size in [*sizes, *others] if size.op in (options.op or listed)]
+    found: dict[Size, None] = {}
+    for size in kept:
+        if options.variant is not None and size.variant not in options.variant:
+            continue
+        models = [name if size.model else "" for name in options.model or [size.model]]
+        dtypes = [getattr(torch, name) for name in options.dtype or ()] or [size.dtype]
+        for model, rows, dtype in itertools.product(models, options.rows or [size.rows], dtypes):
+            found[size._replace(model=model, rows=rows, dtype=dtype)] = None
+    if not found:
+        raise ValueError("--op and --variant leave nothing to measure; --list has what there is")
+    return tuple(found)
+
+
+def _listing() -> str:
+    lines = ["operators:", *(f"  {name}" for name in OPS), "models (hidden x vocabulary):"]
+    lines += [f"  {name:<14}{one.hidden} x {one.vocabulary}" for name, one in MODELS.items()]
+    lines.append("backends here:")
+    for name in BACKENDS:
+        lines.append(f"  {name:<14}{unavailable(name) or 'works'}")
+    return "\n".join([*lines, "peers:", *(f"  {name}" for name in PEERS)])

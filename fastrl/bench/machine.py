@@ -1,0 +1,100 @@
+"""The machine and versions that numbers were measured with, and what the machine can do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import fastrl
+from fastrl.bench.peers import DISTRIBUTIONS
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Return the device, its clocks, and the versions of all software that takes part."""
+    found = {
+        "device": _gpu() if device.type == "cuda" else _cpu(),
+        "system": platform.platform(),
+        "fastrl": fastrl.__version__,
+        "commit": _commit(),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    versions = {name: version(name) for name in ("triton", *DISTRIBUTIONS)}
+    return found | {name: one for name, one in versions.items() if one}
+
+
+def version(distribution: str) -> str:
+    """Return the version of a distribution; '' where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu() -> str:
+    model, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model}, {torch.get_num_threads()} threads of {os.cpu_count()}, {capability}"
+
+
+def _gpu() -> str:
+    query = "name,clocks.sm,clocks.mem,power.draw,power.limit,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return said.splitlines()[torch.cuda.current_device()].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return torch.cuda.get_device_name()
+
+
+def _commit() -> str:
+    """Return the commit of a checkout that fastrl is imported from; '' for an installed one."""
+    root = Path(fastrl.__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def ceilings(device: torch.device, *, tiny: bool) -> dict[str, float]:
+    """Measure a copy and GEMMs, which bound what any provider can reach."""
+    large = device.type == "cuda"
+    elements = 2**10 if tiny else 2**29 if large else 2**26
+    side = 64 if tiny else 8192 if large else 2048
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    seconds = _median(partial(target.copy_, source), device)
+    found = {"copy GB/s": 2 * source.nbytes / seconds / 1e9}
+    del source, target
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        seconds = _median(partial(torch.mm, a, b), device)
+        name = str(dtype).removeprefix("torch.")
+        found[f"{name} GEMM TFLOP/s"] = 2 * side**3 / seconds / 1e12
+    return found
+
+
+def _median(call: Callable[[], object], device: torch.device) -> float:
+    taken = []
+    for _ in range(9):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[2:])

@@ -1,0 +1,72 @@
+"""Peak memory of a call, beyond what was allocated before it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import platform
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_PROCESS = Path("/proc/self")
+
+
+class Peak:
+    """Measure the peak of memory within a ``with`` block, in bytes.
+
+    On a GPU it is the peak of torch's allocator, on Linux the high-water mark of the process's
+    resident memory, which the kernel resets. Elsewhere ``bytes`` stays None.
+
+    Example:
+        >>> with Peak(torch.device("cpu")) as peak:
+        ...     total = torch.ones(2**24).sum()
+        >>> peak.bytes is None or peak.bytes > 2**25
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self._before = _reset_cuda() if self.device.type == "cuda" else _reset_resident()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None or self._before is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.bytes = torch.cuda.max_memory_allocated() - self._before
+        else:
+            self.bytes = max(0, _status("VmHWM") - self._before)
+
+
+def _reset_cuda() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _reset_resident() -> int | None:
+    """Return the resident bytes and make them the high-water mark; None where that is refused."""
+    if platform.libc_ver()[0] == "glibc":  # memory that it keeps would hide what the call takes
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+        return _status("VmRSS")
+    except OSError:
+        return None
+
+
+def _status(field: str) -> int:
+    lines = (_PROCESS / "status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

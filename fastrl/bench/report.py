@@ -1,0 +1,150 @@
+"""Results of a run as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastrl.bench.journal import CEILINGS, Entry
+
+Results = dict[str, Any]
+Row = dict[str, Any]
+DIGITS = 4  # of a time in results.json
+
+
+def results(entries: list[Entry], names: list[str]) -> Results:
+    """Return what a run has found, from the lines of its journal and the names of its cases.
+
+    Returns:
+        The content of ``results.json``: ``command``, ``date``, ``machine``, ``ceilings``,
+        ``cases``, ``not_run`` (the names of cases without a result, and why) and ``complete``.
+    """
+    found: Results = {"complete": False, "machine": {}, CEILINGS: {}, "cases": [], "not_run": {}}
+    ended = {one["job"]: one for one in entries if "result" in one or "failure" in one}
+    for one in entries:
+        if "machine" in one:
+            found |= {name: one[name] for name in ("command", "date", "machine")}
+    found[CEILINGS] = ended.get(CEILINGS, {}).get("result", {})
+    found["cases"] = [ended[name]["result"] for name in names if "result" in ended.get(name, {})]
+    found["not_run"] = {
+        name: ended[name]["failure"] if name in ended else "out of time"
+        for name in names
+        if "result" not in ended.get(name, {})
+    }
+    found["complete"] = not found["not_run"]
+    return found
+
+
+def write(found: Results, folder: Path) -> None:
+    """Replace ``results.json`` and ``results.md`` as a whole, so that they are never cut."""
+    for name, text in (("results.json", as_json(found)), ("results.md", markdown(found))):
+        new = folder / f"{name}.new"
+        new.write_text(text)
+        new.replace(folder / name)
+
+
+def as_json(found: Results) -> str:
+    """Return results with one provider per line, which diffs show well."""
+    head = {name: value for name, value in found.items() if name != "cases"}
+    cases = []
+    for case in found["cases"]:
+        own = {name: value for name, value in case.items() if name != "providers"}
+        rows = ",\n   ".join(json.dumps(row) for row in case["providers"])
+        cases.append(f'{json.dumps(own)[:-1]},\n  "providers": [\n   {rows}]}}')
+    listed = ",\n ".join(cases)
+    return f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n {listed}\n]}}\n'
+
+
+def record(case: Mapping[str, Any], rows: list[Row]) -> Row:
+    """Return a case as it is kept, its times rounded to the digits that mean something."""
+    for row in rows:
+        row["seconds"] = {
+            str(turn): float(f"{seconds:.{DIGITS}g}") for turn, seconds in row["seconds"].items()
+        }
+    return {**case, "providers": rows}
+
+
+def median(row: Row) -> float:
+    """Return the median time of a provider, in seconds."""
+    return statistics.median(row["seconds"].values())
+
+
+def ratio(other: Row, ours: Row) -> float:
+    """Return the time of ``other`` over that of ``ours``, paired by round."""
+    both = other["seconds"].keys() & ours["seconds"].keys()
+    return statistics.median(other["seconds"][turn] / ours["seconds"][turn] for turn in both)
+
+
+def fastest(case: Row) -> Row | None:
+    """Return fastrl's fastest provider of a case that leaves the inputs as they are, or None."""
+    ours = [row for row in case["providers"] if row["kind"] == "fastrl" and row["seconds"]]
+    return min(ours, key=median, default=None)
+
+
+def failures_of_fastrl(found: Results) -> list[str]:
+    """Return every failed call of fastrl; what failed in a peer stands in the table alone."""
+    return [
+        f"{case['name']}: {row['name']}: {row['failure']}"
+        for case in found["cases"]
+        for row in case["providers"]
+        if row["kind"].startswith("fastrl") and row["failure"]
+    ]
+
+
+def markdown(found: Results) -> str:
+    """Return results as a document."""
+    lines = ["# fastrl bench", ""]
+    lines += [f"- {name}: {value}" for name, value in found["machine"].items() if value]
+    lines += [f"- {name}: {value:.3g}" for name, value in found[CEILINGS].items()]
+    lines += [f"- command: `{found['command']}`", f"- date: {found['date']}", "", *NOTES, ""]
+    for case in found["cases"]:
+        lines += section(case, found[CEILINGS])
+    if found["not_run"]:
+        lines += ["Not run:", ""]
+        lines += [f"- {name}: {why}" for name, why in found["not_run"].items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+NOTES = [
+    "Times are medians over interleaved rounds, with the 20th and 80th percentile. A ratio is the",
+    "median over rounds of two times of the same round. GB/s and TFLOP/s count the least that the",
+    "work needs, the same for all providers; % is the share of this machine's own copy or GEMM.",
+    "Memory is the peak of a call beyond its inputs. Errors are against float64: log-probabilities",
+    "relative to their size (or 1), gradients relative to their largest element.",
+]
+
+
+def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
+    """Return the table of a case."""
+    gemms = bool(case["flops"])
+    ceiling = f"{case['dtype']} GEMM TFLOP/s" if gemms else "copy GB/s"
+    ours, split = fastest(case), any(row["kernels"] for row in case["providers"])
+    columns = ["provider", "ms (20-80 %)", "time / fastrl"]
+    columns += ["TFLOP/s (%)" if gemms else "GB/s (%)", "peak MB", "error"]
+    columns += ["kernels us", "host us"] if split else []
+    lines = [f"## {case['name']}", "", f"| {' | '.join(columns)} |"]
+    lines.append(f"| --- |{' ---: |' * (len(columns) - 1)}")
+    for row in case["providers"]:
+        if row["failure"] or not row["seconds"]:
+            why = row["failure"].replace("|", "/") or "not timed"
+            lines.append(f"| {row['name']} | {why} |" + " |" * (len(columns) - 2))
+            continue
+        ordered, took = sorted(row["seconds"].values()), median(row)
+        low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
+        rate = case["flops"] / took / 1e12 if gemms else case["bytes_moved"] / took / 1e9
+        share = f" ({rate / ceilings[ceiling]:.0%})" if ceilings.get(ceiling) else ""
+        cells = [
+            row["name"],
+            f"{took * 1e3:.3g} ({low * 1e3:.3g}-{high * 1e3:.3g})",
+            f"{ratio(row, ours):.2f}" if ours else "",
+            f"{rate:.3g}{share}",
+            "" if row["peak"] is None else f"{row['peak'] / 1e6:.1f}",
+            "" if row["error"] is None else f"{row['error']:.1e}",
+        ]
+        if split:
+            cells += [f"{row[name] * 1e6:.1f}" if row[name] else "" for name in ("kernels", "host")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]

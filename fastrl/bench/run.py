@@ -1,0 +1,143 @@
+"""A run: worker processes measure, and what they find is on disk after every case.
+
+This process leaves the device to those that it starts, so that a provider that dies, hangs or runs
+out of memory costs a row of a table, and Ctrl-C keeps everything before it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fastrl.bench import report
+from fastrl.bench.journal import CEILINGS, NAME, Journal
+from fastrl.bench.machine import machine
+from fastrl.bench.settings import Settings
+
+STARTING = 60.0  # seconds that a process may take until its first line
+DIED = "its process died (out of memory?), hung, or compiled for too long"
+
+
+class Run:
+    """A run of ``settings`` that leaves its results in the folder ``out``.
+
+    Args:
+        settings: What is measured.
+        out: The folder; it exists.
+        command: The command line that made the settings.
+        seconds: The limit of the whole run.
+        silent: The seconds that one provider may take for its first call, compilation included.
+    """
+
+    def __init__(
+        self, settings: Settings, out: Path, command: str, *, seconds: float, silent: float
+    ) -> None:
+        self.settings, self.out, self.command, self.silent = settings, out, command, silent
+        self.journal, self.begin = Journal(out), time.monotonic()
+        self.end = self.begin + seconds
+        self.names = [case.name for case in settings.cases()]
+        self.shown: set[str] = set()
+
+    def main(self, *, resume: bool = False) -> report.Results:
+        """Measure everything that time allows and return the results.
+
+        Args:
+            resume: Keep what an earlier run has left in the folder.
+
+        Raises:
+            KeyboardInterrupt: After the results have been written, if the run was interrupted.
+        """
+        if not resume:
+            (self.out / NAME).unlink(missing_ok=True)
+        now = datetime.datetime.now().isoformat(timespec="seconds")
+        known = machine(torch.device(self.settings.device))
+        self.journal.append(machine=known, command=self.command, date=now)
+        self.shown = set(self.journal.results())
+        try:
+            self._make([CEILINGS, *self.names])
+        finally:
+            found = self.results()
+            report.write(found, self.out)
+        return found
+
+    def results(self) -> report.Results:
+        """Return what the run has found so far."""
+        return report.results(self.journal.entries(), self.names)
+
+    def _make(self, jobs: list[str]) -> None:
+        """Make jobs, in as many processes as it takes."""
+        while left := [job for job in jobs if job not in self.journal.results()]:
+            entries, ended = len(self.journal.entries()), len(self.journal.results())
+            lost = {job: len(self.journal.left_out(job)) for job in left}
+            self._process(left)
+            if time.monotonic() >= self.end:
+                return
+            again = False
+            for job in self.journal.unfinished(since=entries):
+                # one that a provider ended starts again without that provider
+                known, provider = self.journal.left_out(job), self.journal.tried(job)
+                if len(known) == lost.get(job, 0) and provider and provider not in known:
+                    self.journal.append(job=job, lost=provider, why=DIED)
+                elif len(known) == lost.get(job, 0):
+                    self.journal.append(job=job, failure=DIED)
+                    continue
+                again = True
+            if len(self.journal.results()) == ended and not again:
+                raise RuntimeError(f"the worker process ended before its first job: {self._said()}")
+
+    def _process(self, jobs: list[str]) -> None:
+        command = [sys.executable, "-m", "fastrl.bench.worker", self.settings.to_json()]
+        command += [str(self.out), str(self.end), *jobs]
+        heard, last = len(self.journal.entries()), time.monotonic() + STARTING
+        with self._log().open("w") as log:
+            running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            try:
+                while running.poll() is None:
+                    time.sleep(0.05)
+                    entries = len(self.journal.entries())
+                    if entries > heard:
+                        heard, last = entries, time.monotonic()
+                        self._show()
+                    if time.monotonic() > min(self.end, last + self.silent):
+                        break
+            finally:
+                if running.poll() is None:
+                    os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
+        self._show()
+
+    def _show(self) -> None:
+        """Print the tables of cases that have ended, and how far the run is."""
+        found = self.results()
+        new = [case for case in found["cases"] if case["name"] not in self.shown]
+        for case in new:
+            print("\n".join(report.section(case, found[CEILINGS])), flush=True)
+        self.shown |= {case["name"] for case in new}
+        if new:
+            report.write(found, self.out)
+        ended = len(self.journal.results().keys() & {*self.names})
+        spent, left = time.monotonic() - self.begin, self.end - time.monotonic()
+        ahead = min(left, spent / ended * (len(self.names) - ended)) if ended else left
+        job = next(iter(self.journal.unfinished()), "")
+        provider = self.journal.tried(job)
+        line = f"[{ended}/{len(self.names)}] about {max(0, ahead):.0f} s left: {job} {provider}"
+        if sys.stderr.isatty():
+            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            sys.stderr.write(f"\r{line[: width - 1]:<{width - 1}}\r")
+        elif new:
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    def _log(self) -> Path:
+        return self.out / "worker.log"
+
+    def _said(self) -> str:
+        lines = self._log().read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it printed nothing"

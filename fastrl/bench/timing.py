@@ -1,0 +1,215 @@
+"""The protocol: providers of the same work take turns in one process.
+
+They run in a new random order each round, so that a slowdown of the machine meets all of them, and
+calls rotate over several sets of inputs, so that none stays in the cache. A ratio is the median
+over rounds of the two times of one round. A GPU's time is taken by CUDA events around the full
+public call, a CPU's by the clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fastrl.bench.case import BACKWARD, FORWARD, Case, Inputs, Provider
+from fastrl.bench.memory import Peak
+
+LEAST_TIMED = 2e-3  # seconds; on a CPU quicker calls are repeated and averaged
+CALLS = 20  # for the host's time alone and for the kernels' alone
+
+
+class Plan(NamedTuple):
+    """How often providers are called; ``seconds`` bounds the time of one, so slow ones run less."""
+
+    rounds: int = 21
+    warmup: int = 3
+    sets: int = 3
+    seconds: float = 6.0
+
+
+@dataclasses.dataclass
+class Measured:
+    """What one provider of a case took."""
+
+    name: str
+    kind: str
+    seconds: dict[int, float] = dataclasses.field(default_factory=dict)  # by round
+    peak: int | None = None  # bytes beyond the inputs; None where that cannot be known
+    error: float | None = None  # None where the answer is not of this work
+    host: float | None = None  # seconds until a call returns, where nothing waits for the GPU
+    kernels: float | None = None  # seconds of a call's kernels, without the gaps between them
+    failure: str = ""
+
+
+class ContextLostError(RuntimeError):
+    """A provider left the GPU in a state in which every call of this process fails."""
+
+    def __init__(self, provider: str, why: str) -> None:
+        super().__init__(f"{provider}: {why}")
+        self.provider, self.why = provider, why
+
+
+def measure(
+    case: Case,
+    device: torch.device,
+    plan: Plan,
+    left_out: Mapping[str, str] | None = None,
+    trying: Callable[[str], None] = lambda name: None,
+) -> list[Measured]:
+    """Check every provider against float64, take its peak memory, then time all in turn.
+
+    Args:
+        case: What is measured.
+        device: Where its inputs are.
+        plan: How often.
+        left_out: Providers that ended an earlier process, and why; they are not called.
+        trying: Told the name of the provider that is called next and may take long to compile.
+    """
+    torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
+    run = _Run(case, device, plan)
+    for provider in case.providers:
+        run.found[provider.name].failure = (left_out or {}).get(provider.name, "")
+        trying(provider.name)
+        run.attempt(provider, run.check)
+        run.attempt(provider, run.warm_up)
+    trying("")
+    order = random.Random(0)
+    for turn in range(plan.rounds):
+        for provider in order.sample(list(case.providers), len(case.providers)):
+            if turn % run.intervals.get(provider.name, 1) == 0:
+                run.attempt(provider, functools.partial(run.take, turn=turn))
+    if device.type == "cuda" and launch_bound(case):
+        for provider in case.providers:
+            run.attempt(provider, run.split)
+    return list(run.found.values())
+
+
+def launch_bound(case: Case) -> bool:
+    """Return whether a GPU computes the case in less time than a call takes the host."""
+    return not case.flops and case.bytes_moved < 2**28
+
+
+class _Run:
+    """The inputs of a case, and what its providers have taken so far."""
+
+    def __init__(self, case: Case, device: torch.device, plan: Plan) -> None:
+        self.case, self.device, self.plan = case, device, plan
+        self.first, *others = (case.inputs(seed) for seed in range(plan.sets))
+        self.turns = itertools.cycle([self.first, *others])
+        self.found = {one.name: Measured(one.name, one.kind) for one in case.providers}
+        self.intervals: dict[str, int] = {}  # rounds from one turn of a provider to its next
+        self.repeats: dict[str, int] = {}  # timed calls of a turn
+
+    def attempt(self, provider: Provider, act: Callable[[Provider, Measured], None]) -> None:
+        """Act, unless the provider has failed; failing is a row of the table, not the end."""
+        mine = self.found[provider.name]
+        if mine.failure:
+            return
+        try:
+            act(provider, mine)
+        except Exception as failure:
+            mine.failure = _in_words(failure)
+            _raise_if_lost(provider, failure, self.device)
+
+    def check(self, provider: Provider, mine: Measured) -> None:
+        """Find the error and the peak memory; the first call may compile."""
+        answer = self.call(provider, self.first)()
+        if provider.kind != "floor":
+            mine.error = float(self.case.error(answer, self.first))
+        del answer
+        call = self.call(provider, self.first)
+        with Peak(self.device) as peak:
+            call()
+        mine.peak = peak.bytes
+
+    def warm_up(self, provider: Provider, mine: Measured) -> None:
+        usual = statistics.median(self.timed(provider) for _ in range(max(1, self.plan.warmup)))
+        quick = self.device.type != "cuda" and usual < LEAST_TIMED
+        self.repeats[provider.name] = max(1, round(LEAST_TIMED / max(usual, 1e-6))) if quick else 1
+        cost = usual * (1 + self.repeats[provider.name])  # of a turn, with its untimed call
+        able = max(3, min(self.plan.rounds, int(self.plan.seconds / max(cost, 1e-9))))
+        self.intervals[provider.name] = max(1, self.plan.rounds // able)
+
+    def take(self, provider: Provider, mine: Measured, *, turn: int) -> None:
+        # One untimed call first: memory that another provider freed may have left the machine
+        # (virtual machines return it), and the caches hold its data.
+        self.timed(provider)
+        calls = self.repeats[provider.name]
+        mine.seconds[turn] = sum(self.timed(provider) for _ in range(calls)) / calls
+
+    def split(self, provider: Provider, mine: Measured) -> None:
+        """Find the host's share of a call, and that of its kernels."""
+        calls = [self.call(provider, self.first) for _ in range(CALLS)]
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        mine.host = (time.perf_counter() - begin) / CALLS
+        torch.cuda.synchronize()
+        calls = [self.call(provider, self.first) for _ in range(CALLS)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for call in calls:
+                call()
+            torch.cuda.synchronize()
+        taken = sum(event.self_device_time_total for event in profile.key_averages())
+        mine.kernels = taken / CALLS / 1e6
+
+    def call(self, provider: Provider, inputs: Inputs) -> Callable[[], Any]:
+        """Prepare a call up to the part that is timed."""
+        ready = provider.prepare(inputs) if provider.prepare else inputs
+        leaves = {name: ready[name].detach().requires_grad_() for name in self.case.leaves}
+        ready = ready | leaves
+
+        def backward(output: Any) -> Any:
+            if provider.backward is not None:
+                return provider.backward(output, ready)
+            outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+            ones = [torch.ones_like(one) for one in outputs]
+            return torch.autograd.grad(outputs, list(leaves.values()), ones)
+
+        if self.case.step == FORWARD:
+            return lambda: provider.forward(ready)
+        if self.case.step == BACKWARD:
+            output = provider.forward(ready)
+            return lambda: backward(output)
+        return lambda: backward(provider.forward(ready))
+
+    def timed(self, provider: Provider) -> float:
+        """Return the seconds of a call."""
+        call = self.call(provider, next(self.turns))
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            answer = call()
+            seconds = time.perf_counter() - begin
+            del answer  # kept until here: returning memory is not part of the work
+            return seconds
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        answer = call()
+        end.record()
+        end.synchronize()
+        del answer
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def _in_words(failure: Exception) -> str:
+    reason = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {reason[0][:160]}"
+
+
+def _raise_if_lost(provider: Provider, failure: Exception, device: torch.device) -> None:
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            raise ContextLostError(provider.name, _in_words(failure)) from failure

@@ -1,0 +1,64 @@
+"""The processes of a run that use the device: they make jobs and write each result at once.
+
+    python -m fastrl.bench.worker SETTINGS OUT UNTIL JOB ...
+
+A process ends when a provider has cost it the GPU; the runner starts another one for what is left.
+No job starts after ``UNTIL``, of the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fastrl.bench.case import Case
+from fastrl.bench.journal import CEILINGS, Journal
+from fastrl.bench.machine import ceilings
+from fastrl.bench.report import Row, record
+from fastrl.bench.settings import Settings
+from fastrl.bench.timing import ContextLostError, measure
+
+
+def main(arguments: list[str]) -> int:
+    """Make the jobs; the exit status is 1 if the process cannot go on."""
+    text, out, until, *jobs = arguments
+    settings, journal, parent = Settings.from_json(text), Journal(Path(out)), os.getppid()
+    device = torch.device(settings.device)
+    cases = {case.name: case for case in settings.cases()}
+    for job in jobs:
+        if time.monotonic() > float(until) or os.getppid() != parent:
+            return 0
+        journal.append(job=job, started=time.time())
+        try:
+            if job == CEILINGS:
+                journal.append(job=job, result=ceilings(device, tiny=settings.tiny))
+            else:
+                journal.append(job=job, result=_measured(cases[job], device, settings, journal))
+        except ContextLostError as lost:
+            journal.append(job=job, lost=lost.provider, why=lost.why)
+            return 1
+        except Exception as failure:
+            journal.append(job=job, failure=f"{type(failure).__name__}: {str(failure)[:400]}")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return 0
+
+
+def _measured(case: Case, device: torch.device, settings: Settings, journal: Journal) -> Row:
+    def trying(provider: str) -> None:
+        journal.append(job=case.name, trying=provider)
+
+    found = measure(case, device, settings.plan, journal.left_out(case.name), trying)
+    kept = {name: getattr(case, name) for name in ("name", "op", "step", "model", "variant")}
+    kept |= {"shape": dict(case.shape), "dtype": str(case.dtype).removeprefix("torch.")}
+    kept |= {"device": device.type, "bytes_moved": case.bytes_moved, "flops": case.flops}
+    return record(kept, [dataclasses.asdict(one) for one in found])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
