@@ -1,4 +1,4 @@
-"""Which backend runs a call: the one named, else the fastest that supports the call.
+"""The choice of the backend for a call: the one named, else the fastest that supports the call.
 
 The environment variable `FASTRL_BACKEND` and `set_backend` change what `auto` means. Naming a
 backend that cannot run the call raises an error.
@@ -7,6 +7,8 @@ backend that cannot run the call raises an error.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from typing import Literal, cast, get_args
 
 import torch
@@ -28,6 +30,25 @@ _DEVICES = {
 }
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+
+class MissingBackendWarning(UserWarning):
+    """Plain PyTorch runs a call that a compiled backend would run if it were installed.
+
+    Results are the same, but take more time and memory. The warning comes once per process, at the
+    first call with `backend="auto"` that a missing backend would have run. It says what is missing
+    and how to get it. After `set_backend("reference")` it does not come.
+
+    Examples:
+        >>> import warnings
+        >>> import torch
+        >>> import fastrl
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", fastrl.MissingBackendWarning)
+        ...     logprobs = fastrl.token_logprobs(torch.zeros(1, 2), torch.tensor([0]))
+    """
+
+
+_warned = False
 _default: str = one_of("FASTRL_BACKEND", os.environ.get("FASTRL_BACKEND", "auto"), BACKENDS)
 
 
@@ -38,6 +59,7 @@ def set_backend(backend: Backend) -> None:
         backend: `"auto"` (the fastest that supports the call) or the name of a backend.
 
     Raises:
+        TypeError: the name is not a string.
         ValueError: the name is unknown or the backend cannot be used on this machine.
 
     Examples:
@@ -55,6 +77,9 @@ def set_backend(backend: Backend) -> None:
 
 def get_backend() -> Backend:
     """Return the default backend: the last `set_backend`, else `FASTRL_BACKEND`, else `auto`.
+
+    Returns:
+        `auto` or the name of a backend.
 
     Examples:
         >>> import fastrl
@@ -125,12 +150,35 @@ def resolve(
         reason = None if partial else unsupported
         for name in _PREFERENCE.get(device.type, ()):
             if refusal(name, device, dtype, reason) is None:
+                if name == "reference" and dtype in _KERNEL_DTYPES and reason is None:
+                    _warn_once(device.type)
                 return name
         return "reference"
     refused = refusal(chosen, device, dtype, unsupported)
     if refused is not None:
         raise ValueError(f"backend {chosen!r} cannot do this call: {refused}")
     return chosen
+
+
+def _warn_once(device: str) -> None:
+    """Say that no compiled backend of a device is installed, to the caller of this package."""
+    global _warned
+    if torch.compiler.is_compiling() or _warned:
+        return
+    _warned = True
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fastrl":
+        level, frame = level + 1, frame.f_back
+    lacking = "; ".join(
+        f"{name}: {unavailable(name)}" for name in _PREFERENCE[device] if name != "reference"
+    )
+    warnings.warn(
+        f"fastrl computes on {device} with plain PyTorch, which gives the same results as its "
+        f"compiled backends but takes more time and memory. What is missing: {lacking}. "
+        "`fastrl doctor` lists all backends; fastrl.set_backend('reference') silences this.",
+        MissingBackendWarning,
+        stacklevel=level,
+    )
 
 
 def torch_only(backend: str) -> None:

@@ -11,13 +11,17 @@ from fastrl.checks import number, positive
 class GammaWeights:
     """VESPO's weight of a sequence in the policy term (arXiv 2602.10693; TRL, Liger `vespo`).
 
-    With `log w`, the sum of `logprobs - old_logprobs` over the sequence, the weight of its tokens
-    is `phi = e^lambda w^k e^(-lambda w)`, 1 at `w = 1` and largest at `w = k / lambda`; a constant,
-    so that the gradient of `-phi A logprob` is `-phi A`. `lambda` and `k` follow the sign of `A`.
-    A `RolloutCorrection` of kind `truncate` or `mask` enters `w`, as a factor of each token's
-    ratio, instead of multiplying the loss; in the KL it remains a factor. The log-ratio of a token
-    is clamped to [-20, 20], the logarithm of its factor and `log w` to [log 1e-8, 20], `log phi` to
-    at most 80.
+    With `log w`, the sum of `logprobs - old_logprobs` over the sequence, all tokens of the sequence
+    have the weight
+
+        phi = e^lambda w^k e^(-lambda w)
+
+    which is 1 at `w = 1` and largest at `w = k / lambda`. It is a constant, so the gradient of
+    `-phi A logprob` is `-phi A`. `lambda` and `k` follow the sign of the advantage `A`. A
+    `RolloutCorrection` of kind `truncate` or `mask` enters `w`, as a factor of each token's ratio,
+    instead of multiplying the loss; in the KL it remains a factor. The log-ratio of a token is
+    clamped to [-20, 20], the logarithm of its factor and `log w` to [log 1e-8, 20], and `log phi`
+    to at most 80.
 
     Attributes:
         k_pos: exponent for `A >= 0`.

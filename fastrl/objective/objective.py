@@ -33,7 +33,7 @@ from fastrl.objective.presets import PRESETS, Convention, Preset, preset_fields,
 from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.objective.trust_region import TrustRegion
 
-#: The sampled token's estimate, or the divergence itself, from the reference's distribution.
+#: An estimate from the sampled token, or the exact divergence from the reference's distribution.
 KlTerm = KlEstimator | Literal["exact"]
 RolloutWeighs = Literal["policy-and-kl", "policy"]
 #: (logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token
@@ -62,7 +62,7 @@ _NEEDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss of a token, and how tokens are aggregated.
+    """A policy loss: the loss of a token, and how tokens are aggregated. `preset` has the sources.
 
     With `log r = logprobs - old_logprobs` (or its mean over the sequence) and the advantage `A`:
 
@@ -76,13 +76,13 @@ class Objective:
     | a function | `function(logprobs, old_logprobs, ref_logprobs, advantages)` | by autograd |
 
     `sg` stops the gradient. `log r` is clamped to [-80, 80] to avoid overflow, and to
-    `log_ratio_clamp` if given; outside the bounds the gradient is 0, exactly on a bound it is the
+    `log_ratio_clamp` if given; outside the bounds the gradient is 0, and on a bound it is the
     gradient inside. If both log-probabilities are the same infinity (a token that both policies
     exclude), their difference is 0, hence ratio 1 and KL 0. If a token's log-probability is
-    infinite, its gradient is 0 and its loss under `cispo` and `reinforce` is the infinite product,
+    infinite, its gradient is 0, and its loss under `cispo` and `reinforce` is the infinite product,
     or 0 if the advantage is 0. A token of weight 0 contributes neither loss nor gradient, unless it
     is NaN.
-    At the level `sequence-token` (GSPO-token), a token uses the value of the sequence's ratio but
+    At the level `sequence-token` (GSPO-token), a token uses the value of the sequence's ratio, but
     only the gradient of its own log-probability: `log r = sg[mean] + logprob - sg[logprob]`.
 
     | kl_gradient | KL term of a token, with `k` from `kl_estimator` | its gradient |
@@ -102,9 +102,9 @@ class Objective:
         sapo_temperature_neg: `tau` for all other advantages.
         kl_coef: weight `beta` of the KL to `ref_logprobs`. If it is 0, even at the end of a
             schedule, the other KL fields must be left at their defaults.
-        kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`; or `exact`: the KL itself,
-            KL(policy, reference), of the distributions that are given as `teacher`.
-        kl_clamp: bound on the absolute value of the estimate of a token, or None.
+        kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`; or `exact`, the KL(policy,
+            reference) itself, with the reference's distributions passed as `teacher`.
+        kl_clamp: bound on the absolute value of the estimate of a token in nats, or None.
         kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.
         teacher_coef: weight of the divergence from a `Teacher`, averaged as in `aggregation`.
         entropy_coef: weight of the entropy bonus.
@@ -112,24 +112,22 @@ class Objective:
             which one may be infinite, or None.
         aggregation: how tokens are weighted, as in `token_weights`.
         kl_aggregation: how tokens are weighted in the KL term; None means as in `aggregation`.
-        entropy_aggregation: how tokens are weighted in the entropy bonus; None means as in
-            `aggregation`.
-        length_norm: the constant length of `seq-mean-token-sum-norm`; None is the padded width T.
+        entropy_aggregation: how tokens are weighted in the entropy bonus; None: as `aggregation`.
+        length_norm: tokens, the divisor in `seq-mean-token-sum-norm`; None is the padded width T.
         count_empty: whether a mean over sequences counts sequences without an active token.
         rollout_correction: importance weights against `rollout_logprobs`: one, a tuple, or None.
         rollout_weighs: the terms that they multiply, `"policy-and-kl"` or `"policy"`.
-        off_policy_threshold: if the mean of `old_logprobs - logprobs` over a sequence is above this,
-            its tokens with negative advantage are dropped from the policy term (DeepSeek-V3.2).
-            `rollout_logprobs`, if given, replace `old_logprobs`; NaN differences count as 0. None
-            disables it.
+        off_policy_threshold: if the mean of `old_logprobs - logprobs` over a sequence, in nats, is
+            above this, its tokens with negative advantage are dropped from the policy term
+            (DeepSeek-V3.2). `rollout_logprobs`, if given, replace `old_logprobs`; NaN differences
+            count as 0. None disables it.
         top_entropy_quantile: the fraction of tokens, those with the highest entropy, that keep the
             policy term and the entropy bonus; the rest keep only the KL (arXiv 2506.01939). A token
             whose entropy is NaN keeps both.
         trust_region: drops tokens that have moved too far (DPPO, M2PO), or None.
         gamma_weights: VESPO's weights of sequences, with `reinforce`, or None.
-        convention: the trainer whose preset this is. The values that its presets set for the KL,
-            the entropy bonus or the rollout correction are accepted even while that term is off;
-            any others raise.
+        convention: the trainer whose preset this is. Its presets' values for the KL, the entropy
+            bonus or the rollout correction are accepted even while that term is off; others raise.
 
     Raises:
         ValueError: a field is invalid, or has no effect in combination with the other fields.
@@ -283,7 +281,7 @@ class Objective:
 
     @property
     def arguments(self) -> ObjectiveArguments:
-        """The objective as the operators take it; a function as surrogate is left out."""
+        """The arguments of the operators for this objective; a Python surrogate is left out."""
         return self._arguments  # type: ignore[attr-defined,no-any-return]
 
     def _as_arguments(self) -> ObjectiveArguments:
@@ -292,7 +290,7 @@ class Objective:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields |= {"log_ratio_low": -low, "log_ratio_high": high}
         surrogate, estimator = self.surrogate, self.kl_estimator
-        if estimator == "exact":  # a term of its own: the operators have none
+        if estimator == "exact":  # a separate term, which the operators do not compute
             estimator, fields["kl_coef"] = "k3", 0.0
         return ObjectiveArguments(
             surrogate=0 if callable(surrogate) else SURROGATES.index(surrogate),
@@ -355,14 +353,17 @@ class Objective:
         | aggregation of KL and entropy | like the policy | entropy: token mean | token mean in `gspo sapo gmpo` | token mean |
         | rollout correction multiplies | policy and KL | policy | policy | policy |
 
-        Pass what a convention cannot know: `normalizer` for global counts (TRL's
-        `num_items_in_batch`, verl's `batch_num_tokens`), `length_norm` for TRL's
-        `max_completion_length`, and verl's `clip_high` etc., which come from its configuration.
+        A convention cannot know global counts (pass `normalizer` for TRL's `num_items_in_batch` or
+        verl's `batch_num_tokens`), TRL's `max_completion_length` (pass `length_norm`), or the
+        configuration of verl (pass `clip_high` etc.).
 
         Args:
             name: one of the names above.
             convention: `fastrl` (the papers), `trl`, `verl` or `openrlhf`.
             **changes: fields of `Objective` that differ from the preset.
+
+        Returns:
+            The `Objective`.
 
         Raises:
             ValueError: the name or convention is unknown, the trainer does not have the loss, or

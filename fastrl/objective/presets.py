@@ -58,7 +58,7 @@ PRESETS: dict[str, Fields] = {
 
 
 def _changed(names: str, changes: Fields, **further: Fields) -> dict[str, Fields]:
-    """The presets in `names`, each with `changes` and with `further[name]`."""
+    """Return the presets in `names`, each with `changes` and with `further[name]`."""
     return {name: {**PRESETS[name], **changes, **further.get(name, {})} for name in names.split()}
 
 
@@ -117,7 +117,7 @@ ADVANTAGE_CONVENTIONS: dict[str, tuple[float, float, str]] = {
 
 
 def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
-    """The fields of a loss in the convention of a trainer, with changes."""
+    """Return the fields of a loss in the convention of a trainer, with changes."""
     one_of("objective", name, tuple(PRESETS))
     presets = CONVENTIONS[one_of("convention", convention, tuple(CONVENTIONS))]
     if name not in presets:
@@ -131,7 +131,7 @@ def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
 
 
 def values_of(convention: str, field: str) -> set[Any]:
-    """The values that the presets of a convention set for a field."""
+    """Return the values that the presets of a convention set for a field."""
     return {fields[field] for fields in CONVENTIONS[convention].values() if field in fields}
 
 

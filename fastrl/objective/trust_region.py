@@ -10,23 +10,25 @@ from fastrl.checks import one_of, positive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrustRegion:
-    """Drops tokens that have moved away from the old policy, and as their advantage pulls.
+    """A mask that drops tokens that moved too far from the old policy, the way `A` pulls them.
 
-    Only tokens with `A > 0, p > q` or `A < 0, p < q` can be dropped from the policy term, where
-    `log p` is the current log-probability and `log q` one of `old_logprobs`; without those nothing
-    is dropped. The mask is a constant, a NaN distance drops nothing.
+    With the probability `p` of the token under the policy and `q` under the old policy
+    (`old_logprobs`; without them nothing is dropped), only tokens with `A > 0, p > q` or
+    `A < 0, p < q` can be dropped from the policy term. The mask is a constant. A NaN distance drops
+    nothing.
 
-    | kind | dropped is a token with | source |
+    | kind | drops tokens with | source |
     | --- | --- | --- |
-    | `tv` | `abs(p - q)` above its bound | DPPO-Binary-TV, arXiv 2602.04879 |
-    | `kl` | `q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8))` above its bound | DPPO-Binary-KL |
-    | `m2` | one of the largest `(log p - log q)^2`: as many as it takes until their mean over the tokens that remain of those above is at most `high`; equal ones are dropped together | M2PO, arXiv 2510.01161 |
+    | `tv` | `abs(p - q)` above the bound | DPPO-Binary-TV, arXiv 2602.04879 |
+    | `kl` | `q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8))` above the bound | DPPO-Binary-KL |
+    | `m2` | the largest `(log p - log q)^2`, until the mean over the remaining candidates is at most `high`; equal ones are dropped together | M2PO, arXiv 2510.01161 |
 
-    `m2` looks at all tokens of the call.
+    `m2` considers the candidates of the whole call together.
 
     Attributes:
         kind: `"tv"`, `"kl"` or `"m2"`.
-        high: the bound for tokens with `A > 0`; for `m2`, the only bound.
+        high: the bound for tokens with `A > 0`, in probability (`tv`) or nats (`kl`); for `m2`, the
+            only bound, in squared nats.
         low: the bound for tokens with `A < 0`; None means as `high`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Statistics of rows as the functions of logits and of hidden states return them."""
+"""Statistics of rows, in the form that the functions of logits and of hidden states return."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from fastrl.contract import RowStats
 
 #: The fields of `TokenStats` with a gradient, in the order in which kernels take their slopes.
 DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp")
-#: Those that need a teacher.
+#: The fields that need a teacher.
 OF_TEACHER = ("divergence", "teacher_entropy", "agrees")
 
 
 class TokenStats(NamedTuple):
     """Statistics of the distribution at each token; fields that were not requested are None.
 
+    All have the shape of the token ids, `[B, T]` or `[N]`.
+
     Attributes:
-        logprobs: log p(token).
+        logprobs: log p(token), in nats.
         entropy: -sum p log p, in nats.
-        logsumexp: log sum exp z.
+        logsumexp: log sum exp z, in nats.
         sum_sq_probs: sum p^2 (no gradient).
         is_top1: bool, whether no logit is greater than the token's.
-        divergence: from the teacher's distribution, see `Teacher`.
-        teacher_entropy: of the teacher (no gradient).
-        agrees: bool, whether the same token is the most probable in both.
+        divergence: the divergence from the teacher's distribution in nats, see `Teacher`.
+        teacher_entropy: the entropy of the teacher's distribution in nats (no gradient).
+        agrees: bool, whether the same token is the most probable in both distributions.
 
     Examples:
         >>> import torch, fastrl
@@ -47,7 +49,7 @@ class TokenStats(NamedTuple):
     agrees: Tensor | None = None
 
 
-#: The others.
+#: The fields that need none.
 OF_ROW = tuple(name for name in TokenStats._fields if name not in OF_TEACHER)
 
 

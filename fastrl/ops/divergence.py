@@ -28,18 +28,24 @@ def token_divergence(
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the divergence of softmax(z) from a teacher's distribution at each token.
+    """Return the divergence of a student's distribution from a teacher's at each token.
 
-    `Teacher` has the formulas. The gradient is, with q of the student, p of the teacher and
-    m = (1 - beta) q + beta p: dD/dz_j = d_j - q_j sum_k d_k, where d_j is q_j - p_j (beta 0),
-    q_j log(q_j/p_j) (beta 1), or (1 - beta) q_j log(q_j/m_j). Equal rows give exactly 0, others
-    never less. `token_stats(..., outputs=("logprobs", "divergence"), teacher=teacher)` has more of
-    the same softmax.
+    `Teacher` defines the divergence D (Agarwal et al. 2023, arXiv 2306.13649; TRL's `GKDTrainer`).
+    With the student's q = softmax(z), the teacher's p and m = (1 - beta) q + beta p, it has the
+    gradient
+
+        dD/dz_j = d_j - q_j sum_k d_k
+        d_j = q_j - p_j                      (beta = 0)
+        d_j = q_j log(q_j / p_j)             (beta = 1)
+        d_j = (1 - beta) q_j log(q_j / m_j)  (else)
+
+    Equal rows give exactly 0, and no row gives less. To get log-probabilities from the same pass,
+    call `token_stats(..., outputs=("logprobs", "divergence"), teacher=teacher)`.
 
     Args:
-        logits: of the student, `[B, T, V]` or `[N, V]`, as in `token_logprobs`.
+        logits: the student's, `[B, T, V]` or `[N, V]`, as in `token_logprobs`.
         teacher: hidden states and head, logits, or the log-probabilities of some tokens.
-        temperature: of the student, as in `token_logprobs`; the teacher has its own.
+        temperature: the student's, as in `token_logprobs`; the teacher has its own.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
         mask: 0/1, `[B, T]` or `[N]`; masked rows give 0, even if they contain NaN.
@@ -48,7 +54,7 @@ def token_divergence(
         backend: `auto`, or the backend to use.
 
     Returns:
-        Divergences in fp32, `[B, T]` or `[N]`.
+        Divergences in nats, fp32, `[B, T]` or `[N]`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -96,20 +102,21 @@ def linear_divergence(
 ) -> Tensor:
     """Return `token_divergence` of hidden @ weight^T + bias, without storing all logits at once.
 
-    Both sides are projected a chunk at a time, and again in the backward: with a teacher of H'
-    hidden features 2NV(H + H') floating-point operations in the forward, and 4NVH more than that in
-    the backward (2NVH with a frozen head). As the loss, or a term of it, in one pass:
-    `linear_policy_loss(..., teacher=teacher)`.
+    `Teacher` defines the divergence (Agarwal et al. 2023, arXiv 2306.13649). Student and teacher
+    are projected a chunk at a time, and again in the backward. With H' hidden features in the
+    teacher this takes 2NV(H + H') floating-point operations in the forward, and 4NVH more than that
+    in the backward (2NVH with a frozen head). If the divergence is the loss or a term of it,
+    `linear_policy_loss(..., teacher=teacher)` computes it in one pass.
 
     Args:
-        hidden: last hidden states of the student, `[B, T, H]` or `[N, H]`.
-        weight: its LM head, as in `linear_token_logprobs`.
+        hidden: the student's last hidden states, `[B, T, H]` or `[N, H]`.
+        weight: the student's LM head, as in `linear_token_logprobs`.
         teacher: hidden states and head, logits, or the log-probabilities of some tokens.
         bias: `[V]`, or None.
         lora: as in `linear_token_logprobs`.
         chunk_tokens: as in `linear_token_logprobs`.
         compact: as in `linear_token_logprobs`.
-        temperature: of the student, as in `token_logprobs`; the teacher has its own.
+        temperature: the student's, as in `token_logprobs`; the teacher has its own.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
         mask: 0/1, `[B, T]` or `[N]`; masked rows give 0 and cost nothing.
@@ -118,7 +125,7 @@ def linear_divergence(
         backend: `auto`, or the backend for the chunks.
 
     Returns:
-        Divergences in fp32, `[B, T]` or `[N]`.
+        Divergences in nats, fp32, `[B, T]` or `[N]`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -156,7 +163,7 @@ def linear_divergence(
 
 
 def _no_tokens(name: str, inputs: object) -> Tensor:
-    """Return ids of some token for each row: the divergence depends on none."""
+    """Return arbitrary token ids, one per row: the divergence does not depend on them."""
     x = floating(name, inputs) if not hasattr(inputs, "full_tensor") else cast("Tensor", inputs)
     if x.dim() not in (2, 3):
         raise ValueError(f"{name} must have two or three dimensions, got {tuple(x.shape)}")

@@ -18,7 +18,7 @@ class Gae(NamedTuple):
     """Advantages and returns, in the shape of the rewards; 0 at masked tokens.
 
     Attributes:
-        advantages: A_t.
+        advantages: A_t, in units of the reward.
         returns: A_t + V_t, the targets of the value function.
 
     Examples:
@@ -46,23 +46,26 @@ def gae(
 ) -> Gae:
     """Return generalized advantage estimates (Schulman et al. 2016, arXiv 1506.02438).
 
-    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  returns = A + V,
-    where t + 1 is the next active token; masked tokens are skipped. lam = 0 is one-step TD,
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = delta_t + gamma lam A_{t+1}
+        returns_t = A_t + V_t
+
+    where t + 1 is the next active token: masked tokens are skipped. lam = 0 is one-step TD,
     lam = 1 is Monte Carlo.
 
     Args:
         rewards: `[B, T]` or packed `[N]`.
         values: the shape of `rewards`.
         mask: 0/1, the shape of `rewards`; masked tokens (padding, tool output) are skipped.
-        gamma: discount, in [0, 1].
-        lam: trace decay, in [0, 1].
+        gamma: discount per token, in [0, 1].
+        lam: trace decay per token, in [0, 1].
         terminated: 0/1, the shape of `rewards`: the episode ends after t, so V_{t+1} = A_{t+1} = 0.
         truncated: 0/1, the shape of `rewards`: the trajectory is cut after t, so A_{t+1} = 0 but
             V_{t+1} is kept, from `bootstrap_values[b, t]` if these are per token, else from the
             next token.
         bootstrap_values: the value of the state after the last active token, `[B]` (packed `[S]`),
-            or after every token, the shape of `rewards` (which takes precedence if the two shapes
-            are equal); None is 0.
+            or after every token, the shape of `rewards` (which takes precedence if both shapes are
+            equal); None is 0.
         cu_seqlens: int `[S + 1]`, the bounds of packed sequences; None is one sequence.
         backend: `auto`, or the backend to use.
 
@@ -126,14 +129,18 @@ def discounted_returns(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the discounted rewards-to-go G_t = r_t + gamma G_{t+1}, skipping masked tokens.
+    """Return the discounted rewards-to-go, the returns of REINFORCE (Williams 1992).
+
+        G_t = r_t + gamma G_{t+1}
+
+    where t + 1 is the next active token: masked tokens are skipped.
 
     Args:
         rewards: as in `gae`.
         mask: as in `gae`.
-        gamma: discount, in [0, 1].
+        gamma: discount per token, in [0, 1].
         terminated: as in `gae`.
-        truncated: as in `gae`, with G_{t+1} from `bootstrap_values`, or 0 without one for t.
+        truncated: as in `gae`; G_{t+1} is then the bootstrap value of t, or 0 if t has none.
         bootstrap_values: as in `gae`.
         cu_seqlens: as in `gae`.
         backend: `auto`, or the backend to use.

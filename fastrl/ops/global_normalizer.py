@@ -62,40 +62,42 @@ def global_normalizer(
 ) -> Tensor | dict[str, Tensor]:
     """Return the `normalizer` with which micro-batches and ranks give the loss of one whole batch.
 
-    n = sum over micro-batches and ranks of the count in `token_weights`: active tokens, sequences
-    or groups with an active token. With `gradients="mean"` it is n / ranks: DDP and FSDP divide the
-    sum of the gradients by the number of ranks, which this undoes. Each call of the loss with this
-    normalizer then contributes its share, and the gradients that the optimizer sees are those of a
-    single process on all sequences.
+        n = sum of the count over all micro-batches and ranks
+
+    The count is the one in `token_weights`: active tokens, or sequences or groups with an active
+    token. With `gradients="mean"` the result is n / ranks, because DDP and FSDP divide the sum of
+    the gradients by the number of ranks. Each call of the loss with this normalizer contributes its
+    share, and the optimizer sees the gradients of a single process on all sequences. TRL's
+    `num_items_in_batch` and verl's `batch_num_tokens` are such counts.
 
     A sequence, and for `prompt-mean` a group, must lie in one micro-batch of one rank.
     `seq-mean-token-sum-norm` with `length_norm=None` divides by the width of the micro-batch: pad
-    all alike, or give `length_norm`.
+    all micro-batches to one width, or pass `length_norm`.
 
     Args:
-        mask: 0/1, `[B, T]` or packed `[N]`, as the loss gets it; also 0 at tokens with the id
-            `ignore_index`. Or a list with one for each micro-batch of the optimizer step; any
-            number of rows each, and any number of micro-batches on each rank.
-        objective: the one given to the loss (name of a preset, `Objective` or function).
+        mask: 0/1, `[B, T]` or packed `[N]`, as passed to the loss, and 0 at tokens with the id
+            `ignore_index`; or a list with one mask for each micro-batch of the optimizer step.
+            Micro-batches may have any number of rows, and ranks any number of micro-batches.
+        objective: the one passed to the loss (name of a preset, `Objective` or function).
         aggregation: in place of `objective`, for `token_weights` and `value_loss`.
         count_empty: as in `token_weights`, with `aggregation`.
         group_size: as in `token_weights`, for `prompt-mean`.
         group_ids: as in `token_weights`, for `prompt-mean`; for a list of masks a list.
         cu_seqlens: int `[S + 1]`, the bounds of packed sequences; for a list of masks a list.
-        process_group: the ranks with different sequences, that is the data-parallel ones: ranks of
-            tensor parallelism hold the same tokens and must not be counted twice. None is this
+        process_group: the ranks that hold different sequences, which are the data-parallel ones:
+            tensor-parallel ranks hold the same tokens and must not be counted twice. None is this
             process alone. All ranks must call this together, with the same options.
-        gradients: whether the gradients of these ranks are averaged (`mean`) or added (`sum`).
+        gradients: whether the gradients of these ranks are averaged (`mean`) or summed (`sum`).
 
     Returns:
-        A 0-d fp64 tensor, the same bits on all ranks; if the objective has separate aggregations
-        for KL or entropy, a dict of them with the keys that the losses take. One all-gather of at
-        most three numbers, and no host synchronization.
+        A 0-d fp64 tensor, the same bits on all ranks. If the objective has separate aggregations
+        for KL or entropy, a dict of such tensors with the keys that the losses take. The call takes
+        one all-gather of at most three numbers, and no host synchronization.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, is missing or has no effect, or there
-            is no such count: for `token-sum`, and for a separate aggregation of the entropy of the
+        ValueError: an argument has the wrong shape or value, is missing or has no effect; or there
+            is no count, as for `token-sum`, and for a separate aggregation of the entropy of the
             tokens that `top_entropy_quantile` keeps.
 
     Examples:
@@ -198,7 +200,7 @@ def _parts(name: str, value: object) -> Sequence[Tensor]:
 
 
 def _parts_like(mask: Parts, name: str, value: object) -> Sequence[Tensor | None]:
-    """Return `value` of each micro-batch, a list if the masks are one."""
+    """Return `value` for each micro-batch: a list if `mask` is a list."""
     if isinstance(mask, Tensor):
         return [cast("Tensor | None", value)]
     if value is None:

@@ -22,8 +22,8 @@ class GroupAdvantages(NamedTuple):
 
     Attributes:
         advantages: the advantage of each reward.
-        mean: mean reward of the group.
-        std: standard deviation of the group's rewards.
+        mean: the mean reward of the group.
+        std: the standard deviation of the group's rewards.
         informative: bool, False if all rewards of the group are equal.
 
     Examples:
@@ -52,18 +52,21 @@ def group_advantages(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> GroupAdvantages:
-    """Return (r - baseline) / (scale + eps) within each group of responses to the same prompt.
+    """Return the advantage of each reward within its group of responses to the same prompt.
 
-    The defaults are GRPO (Shao et al. 2024) with TRL's eps and unbiased std. Dr. GRPO is
-    `scale="none"`, RLOO (Ahmadian et al. 2024) is `baseline="leave_one_out", scale="none"`, MaxRL
-    (arXiv 2602.02710), for rewards of at least 0, is `scale="mean", eps=1e-6`. Mean and variance
-    are computed in two passes in float64. A group of equal rewards gives exactly 0 (unless
-    `baseline="none"`). A non-finite reward affects only its group.
+        A = (r - baseline) / (scale + eps)
 
-    With `process_group` the batch is the rewards of all its ranks, concatenated in their order, and
-    the result this rank's part of the result for that batch, to the bit. A group may thus be spread
-    over ranks: `group_size` counts consecutive rewards of the concatenation, and equal `group_ids`
-    on different ranks are one group. Each rank computes the whole: rewards are few.
+    The defaults are GRPO (Shao et al. 2024, arXiv 2402.03300) with TRL's eps and unbiased std.
+    Dr. GRPO (arXiv 2503.20783) is `scale="none"`; RLOO (Ahmadian et al. 2024, arXiv 2402.14740) is
+    `baseline="leave_one_out", scale="none"`; MaxRL (arXiv 2602.02710), for rewards of at least 0,
+    is `scale="mean", eps=1e-6`. Mean and variance are computed in two passes in float64. A group of
+    equal rewards gives exactly 0 (unless `baseline="none"`). A non-finite reward affects only its
+    group.
+
+    With `process_group` the batch is the rewards of all its ranks, concatenated in rank order, and
+    each rank gets its part of the result for that batch, to the bit. A group may be spread over
+    ranks: `group_size` counts consecutive rewards of the concatenation, and equal `group_ids` on
+    different ranks are one group. Each rank computes the whole batch, since rewards are few.
 
     Args:
         rewards: `[N]`, or `[P, G]` for P groups of G.
@@ -78,9 +81,9 @@ def group_advantages(
             means the value of the convention.
         convention: the trainer whose `eps` and `singleton` are the defaults: `fastrl` and `trl`
             1e-4, zero; `verl` 1e-6, raw; `openrlhf` 1e-9, zero.
-        process_group: the ranks that share the batch, with any number of rewards each, also none;
+        process_group: the ranks that share the batch, each with any number of rewards, even none;
             None is this process alone. All ranks must call this together, with the same options and
-            dtype. Two all-gathers, and one wait for the number of rewards of each rank.
+            dtype. This takes two all-gathers and one wait for the number of rewards of each rank.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -88,9 +91,9 @@ def group_advantages(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, or no groups are given, or
+        ValueError: an argument has the wrong shape or value, no groups are given, or
             `process_group` has no effect: rewards `[P, G]` are whole groups, which only
-            `scale="batch"` relates to others.
+            `scale="batch"` relates to other groups.
 
     Examples:
         >>> import torch, fastrl

@@ -15,17 +15,17 @@ from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, KeptRows, check_off
 
 
 class KeptTokens(NamedTuple):
-    """The tokens from which each token was sampled, in the order of `token_ids.flatten()`.
+    """The set of tokens from which each token was sampled, in the order of `token_ids.flatten()`.
 
     A sampler with top-p, top-k or min-p normalizes its probabilities over the tokens that it keeps.
-    Given to a function of logits or hidden states, its log-probabilities, entropies and all other
-    statistics are of the same distribution: those of the logits with -inf for all other tokens
-    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556). A row without tokens has the whole
-    vocabulary. A row's own token is a member, even if the set lacks it, as it may by rounding at
-    the edge of top-p.
+    A function of logits or hidden states that is given these sets returns log-probabilities,
+    entropies and all other statistics of the sampler's distribution: those of the logits with -inf
+    for all other tokens ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556). An empty set
+    stands for the whole vocabulary. A row's own token counts as a member even if the set lacks it,
+    which rounding at the edge of top-p can cause.
 
     Attributes:
-        token_ids: integers `[M]`, the sets of all rows one after another; none twice in a set.
+        token_ids: integers `[M]`, the sets of all rows one after another; no id twice in a set.
         offsets: integers `[rows + 1]`, where each set begins, from 0 to M.
 
     Examples:
@@ -40,11 +40,18 @@ class KeptTokens(NamedTuple):
 
     @classmethod
     def from_padded(cls, token_ids: Tensor, *, padding: int = -1) -> KeptTokens:
-        """Return sets from `[B, T, K]` or `[N, K]`, in which `padding` is no token.
+        """Return the sets in a padded tensor.
+
+        Args:
+            token_ids: integers `[B, T, K]` or `[N, K]`.
+            padding: an entry that is no token.
+
+        Returns:
+            The sets.
 
         Raises:
-            TypeError: `token_ids` or `padding` are not integers.
-            ValueError: they have another shape, or a dtype without `padding`.
+            TypeError: `token_ids` or `padding` is not an integer.
+            ValueError: `token_ids` has another shape, or a dtype that cannot hold `padding`.
 
         Examples:
             >>> import torch, fastrl
@@ -67,11 +74,18 @@ class KeptTokens(NamedTuple):
     def from_lists(
         cls, sets: Sequence[Sequence[int]], *, device: torch.device | str | None = None
     ) -> KeptTokens:
-        """Return one set of token ids per row; an empty one is the whole vocabulary.
+        """Return one set of token ids per row.
+
+        Args:
+            sets: token ids of each row; an empty set stands for the whole vocabulary.
+            device: of the result.
+
+        Returns:
+            The sets.
 
         Raises:
             TypeError: an id is not an integer.
-            ValueError: it does not fit in int32.
+            ValueError: an id does not fit in int32.
 
         Examples:
             >>> import fastrl
@@ -96,19 +110,22 @@ class KeptTokens(NamedTuple):
     ) -> KeptTokens:
         """Return the sets of completions from a vLLM engine with `return_sampling_mask=True`.
 
-        Rows are `[len(outputs), length]`: completions that are padded on the right, as the losses
-        take them.
+        The rows are those of completions `[len(outputs), length]` that are padded on the right, as
+        the losses take them.
 
         Args:
-            outputs: `CompletionOutput`s, of which each has a `sampling_mask` with a list of ids per
-                token (or flat `token_ids` and `offsets`), or None: the whole vocabulary.
-            length: tokens to which completions are padded or cut; None: those of the longest.
+            outputs: `CompletionOutput`s. The `sampling_mask` of each has a list of ids per token
+                (or flat `token_ids` and `offsets`), or is None for the whole vocabulary.
+            length: tokens to which completions are padded or cut; None: the longest completion's.
             device: of the result.
+
+        Returns:
+            The sets.
 
         Raises:
             TypeError: an output has no `sampling_mask`.
-            ValueError: it has not as many sets as the completion has tokens, or its offsets do not
-                rise from 0 to the number of ids; `length` is below 0.
+            ValueError: a mask does not have one set for each token of its completion, its offsets
+                do not rise from 0 to the number of ids, or `length` is below 0.
 
         Examples:
             >>> from types import SimpleNamespace as Output
@@ -141,6 +158,12 @@ class KeptTokens(NamedTuple):
     def concatenate(cls, parts: Iterable[KeptTokens]) -> KeptTokens:
         """Return the sets of the rows of all parts, one after another.
 
+        Args:
+            parts: at least one.
+
+        Returns:
+            The sets.
+
         Raises:
             ValueError: there are no parts.
 
@@ -158,7 +181,10 @@ class KeptTokens(NamedTuple):
         return cls(ids, pad(counts.cumsum(0), (1, 0)))
 
     def counts(self) -> Tensor:
-        """Return how many tokens each row has kept, int64 `[rows]`; 0: the whole vocabulary.
+        """Return how many tokens each row has kept.
+
+        Returns:
+            int64 `[rows]`; 0 stands for the whole vocabulary.
 
         Examples:
             >>> import fastrl
@@ -168,9 +194,20 @@ class KeptTokens(NamedTuple):
         return self.offsets.to(torch.int64).diff()
 
     def lacking(self, token_ids: Tensor) -> Tensor:
-        """Return which tokens are not in the set of their row, as a mask in their shape.
+        """Return which tokens are not in the set of their row.
 
-        They count as members all the same; their share of the tokens is worth a look.
+        The functions treat them as members. More than a few mean that the sets belong to other
+        tokens.
+
+        Args:
+            token_ids: integers in the shape that the functions take, `[B, T]` or `[N]`.
+
+        Returns:
+            bool, the shape of `token_ids`.
+
+        Raises:
+            TypeError: `token_ids` is not a tensor of integers.
+            ValueError: `token_ids` or the sets have the wrong shape or values.
 
         Examples:
             >>> import torch, fastrl
@@ -184,11 +221,17 @@ class KeptTokens(NamedTuple):
         return rows.lacking.reshape(token_ids.shape)
 
     def take(self, rows: Tensor) -> KeptTokens:
-        """Return the sets of some rows, in their order: indices `[n]`, or bool `[rows]`.
+        """Return the sets of some rows.
+
+        Args:
+            rows: indices `[n]`, which also order the result, or bool `[rows]`.
+
+        Returns:
+            The sets.
 
         Raises:
             TypeError: `rows` is not a tensor.
-            ValueError: it has another shape.
+            ValueError: `rows` has another shape.
 
         Examples:
             >>> import torch, fastrl
@@ -208,6 +251,13 @@ class KeptTokens(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeptTokens:
         """Return the sets on a device.
 
+        Args:
+            device: where the result is.
+            non_blocking: as in `torch.Tensor.to`.
+
+        Returns:
+            The sets.
+
         Examples:
             >>> import fastrl
             >>> fastrl.KeptTokens.from_lists([[3, 1]]).to("cpu").token_ids.device.type
@@ -217,7 +267,7 @@ class KeptTokens(NamedTuple):
 
 
 def _sets_of(mask: Any, tokens: int, index: int) -> Sequence[Sequence[int]]:
-    """Return the set of each token of a completion from vLLM's mask of it."""
+    """Return the set of each token of a completion from the completion's mask in vLLM."""
     if mask is None:
         return [()] * tokens
     offsets = getattr(mask, "offsets", None)

@@ -23,22 +23,27 @@ def kl_divergence(
 ) -> Tensor:
     """Return an estimate of KL(pi || ref) for each token sampled from pi.
 
-    With d = ref_logprobs - logprobs, clamped to +-80:  k1 = -d (unbiased, any sign),
-    k2 = d^2 / 2,  k3 = exp(d) - 1 - d (unbiased, never negative),  abs = |d|
-    (Schulman, "Approximating KL divergence", 2020). verl calls them kl, mse, low_var_kl and abs.
-    If both are the same infinity (a token that both policies exclude), d = 0. An infinite
-    log-probability is a constant with gradient 0; all others have the gradient NaN if the estimate
-    is NaN.
+    With d = ref_logprobs - logprobs, clamped to +-80:
+
+        k1 = -d              unbiased, any sign
+        k2 = d^2 / 2         biased, never negative
+        k3 = exp(d) - 1 - d  unbiased, never negative
+        abs = |d|
+
+    (Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html). verl
+    calls them kl, mse, low_var_kl and abs. If both log-probabilities are the same infinity (a token
+    that both policies exclude), d = 0. An infinite log-probability is a constant with gradient 0;
+    all others have the gradient NaN if the estimate is NaN.
 
     Args:
-        logprobs: under the policy, any shape; differentiable, as is `ref_logprobs`.
-        ref_logprobs: under the reference policy, the same shape.
+        logprobs: under the policy, in nats, any shape; differentiable.
+        ref_logprobs: under the reference policy, in nats, the same shape; differentiable.
         estimator: `k1`, `k2`, `k3` or `abs`.
         clamp: clamp the estimate to +-clamp (gradient 0 outside), or None.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
-        The estimate of each token, fp32 (fp64 from fp64).
+        The estimate for each token in nats, the shape of `logprobs`, fp32 (fp64 from fp64).
 
     Raises:
         TypeError: an argument has the wrong type.

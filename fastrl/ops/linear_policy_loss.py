@@ -65,17 +65,19 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """Return `logits_policy_loss` of hidden @ weight^T + bias, without storing all logits at once.
 
-    At token level, the loss and all gradients are computed in one pass over chunks of rows: 6NHV
-    floating-point operations, 4NHV with a frozen head, 2NHV without gradients. Masked rows are left
-    out of all GEMMs, rows without advantage or weight out of the gradient GEMMs (on a CPU also
-    clipped rows).
-    GEMMs multiply in the precision that `linear_token_logprobs` names, autocast's on a GPU.
-    The backward leaves the gradients as they are where the upstream factor is 1; any other factor
-    reads and writes them once more, as do a compiled graph and a retained one. So give a constant,
-    such as the number of accumulated micro-batches, to `normalizer` instead of dividing the loss.
-    Objectives that depend on all current log-probabilities or entropies (sequence-level ratios,
-    masks, a rollout correction on policy) take two passes (8NHV) and no more memory, as do Python
-    functions under `torch.compile`.
+    The loss is the one that `policy_loss` (PPO, arXiv 1707.06347, and its variants) computes from
+    the `linear_token_logprobs` and entropies. Logits exist for a chunk of rows at a time, as in
+    Liger (arXiv 2410.10989). At token level, the loss and all gradients take one pass over the
+    chunks: 6NHV floating-point operations, 4NHV with a frozen head, 2NHV without gradients. Masked
+    rows are left out of all GEMMs, and rows without advantage or weight out of the gradient GEMMs
+    (on a CPU also clipped rows). `linear_token_logprobs` states the precision of the GEMMs.
+
+    The backward leaves the gradients as they are if the upstream factor is 1. Any other factor, a
+    compiled graph or a retained graph costs another read and write of the gradients, so pass a
+    constant, such as the number of accumulated micro-batches, to `normalizer` instead of dividing
+    the loss. Objectives that depend on all current log-probabilities or entropies (sequence-level
+    ratios, masks, a rollout correction on policy) take two passes (8NHV) and no more memory, as do
+    Python functions under `torch.compile`.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
@@ -86,10 +88,10 @@ def linear_policy_loss(
         bias: `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
         chunk_tokens: as in `linear_token_logprobs`.
-        compact: skip rows without effect, which on a GPU takes one synchronization.
+        compact: as in `linear_token_logprobs`.
         metrics: if False, the metrics are empty. If one pass is enough, rows with advantage or
-            weight 0 are then not projected, unless the KL or entropy term needs them; NaN in them
-            has no effect.
+            weight 0 are then not projected, unless the KL or entropy term needs them, and NaN in
+            them has no effect.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
@@ -106,15 +108,16 @@ def linear_policy_loss(
         cu_seqlens: as in `policy_loss`.
         kept: as in `linear_token_logprobs`.
         teacher: the distributions from which the policy diverges, for `objective.teacher_coef`, or
-            those of the reference for an exact KL. Its head takes 2NVH more operations; there is no
-            second projection of the policy.
+            those of the reference for an exact KL. Its head takes 2NHV more operations; the policy
+            is not projected a second time.
         vocab_group: as in `linear_token_logprobs`.
         reduce_hidden_gradient: as in `linear_token_logprobs`.
         backend: `auto`, or the backend for the chunks. A function as objective needs `auto` or
             `reference`: PyTorch evaluates it, on log-probabilities from the fastest backend.
 
     Returns:
-        `PolicyLoss`; the metric `entropy` is exact.
+        The loss, a scalar, with its metrics, as a `PolicyLoss`. Log-probabilities and entropies are
+        in nats; the metric `entropy` is exact.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -60,50 +60,52 @@ def linear_token_logprobs(
 ) -> Tensor:
     """Return `token_logprobs` of hidden @ weight^T + bias, without storing all logits at once.
 
-    Rows are projected to fp32 logits a chunk at a time, and again in the backward: 2NHV
-    floating-point operations in the forward, 6NHV in the backward, 4NHV with a frozen head. Masked
-    rows are left out of all GEMMs, rows with upstream gradient 0 out of the backward's GEMMs.
+    Rows are projected to fp32 logits a chunk at a time, and again in the backward, like the chunks
+    of Liger (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009). This takes 2NHV
+    floating-point operations in the forward, and 6NHV in the backward or 4NHV with a frozen head.
+    Masked rows are left out of all GEMMs, and rows with upstream gradient 0 out of those in the
+    backward.
+
+    On a GPU, operands that are both in 16 bits, or any under autocast, are multiplied in that dtype
+    on tensor cores (in fp32 before sm_80). Logits, their statistics and all sums remain fp32; the
+    gradient of the logits is rounded to bfloat16 for its GEMMs, as are fp16 operands and LoRA's
+    factors there. The gradient of an fp32 weight remains fp32. On a CPU autocast has no effect.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or `[N, H]`.
-        weight: the LM head, `[V, H]` as in `nn.Linear`; an FSDP2 shard is gathered. A DTensor that
-            is split over a mesh of the one dimension `tp` is a part of the vocabulary, as with
-            `vocab_group`.
+        weight: the LM head, `[V, H]` like that of an `nn.Linear`; an FSDP2 shard is gathered. A
+            DTensor that is split over a mesh of the one dimension `tp` is a part of the vocabulary,
+            as with `vocab_group`.
         token_ids: integers `[B, T]` or `[N]`.
         bias: `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
-        chunk_tokens: rows in a chunk; None chooses by vocabulary and device (on a GPU at most 512
-            MiB for a chunk's logits and hidden states, or as much as the copy to which the gradient
-            of a bfloat16 weight is rounded when these are freed).
+        chunk_tokens: rows in a chunk. None chooses by vocabulary and device: on a GPU a chunk's
+            logits and hidden states take at most 512 MiB, or as much as the bfloat16 copy of the
+            weight's gradient, which is made after they are freed.
         compact: skip rows without effect, which on a GPU takes one synchronization.
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
         mask: as in `token_logprobs`.
         ignore_index: as in `token_logprobs`.
-        kept: as in `token_logprobs`. Only the logits of kept tokens are computed, from their rows
-            of the weight: K/V of the floating-point operations. Rows that have kept much of the
-            vocabulary (on a GPU with 16-bit operands V/256 tokens) are projected as a whole. Rows
-            are processed in the order of their numbers of tokens, for which a GPU synchronizes
-            also without `compact`.
+        kept: as in `token_logprobs`. Only the logits of the K kept tokens are computed, from their
+            rows of the weight, with K/V of the floating-point operations. Rows that have kept much
+            of the vocabulary (on a GPU with 16-bit operands V/256 tokens) are projected to all V
+            logits. Rows are processed in the order of their K, for which a GPU synchronizes even
+            without `compact`.
         vocab_group: the ranks over which the vocabulary is split, or None. Weight, bias and B are
-            then those of this rank's part, as in `token_logprobs`; hidden states and A are the same
-            on every rank. Two chunks of `chunk_tokens` / 2 rows exist at once: one is projected
-            while the ranks exchange five numbers per row of the other. The gradient of A is summed
-            over the ranks.
-        reduce_hidden_gradient: sum the gradient of the hidden states over `vocab_group`; False
-            leaves that to the layer that made them (column-parallel, or a reduce-scatter of
+            then this rank's part, as in `token_logprobs`; hidden states and A are the same on every
+            rank. Two chunks of `chunk_tokens` / 2 rows exist at once: one is projected while the
+            ranks exchange five numbers per row of the other. The gradient of A is summed over the
+            ranks.
+        reduce_hidden_gradient: sum the gradient of the hidden states over `vocab_group`. False
+            leaves the sum to the layer that made them (column-parallel, or a reduce-scatter of
             sequence parallelism).
         backend: `auto`, or the backend for the chunks.
 
     Returns:
-        Log-probabilities in fp32, the shape of `token_ids`. fp32 GEMMs are torch's, which
+        Log-probabilities in nats, fp32, the shape of `token_ids`. fp32 GEMMs are torch's, which
         round their operands if `torch.set_float32_matmul_precision` is below "highest".
-
-    On a GPU, operands that are both in 16 bits, or any under autocast, are multiplied in that dtype
-    on tensor cores (before sm_80 in fp32). Logits, their statistics and all sums remain fp32; the
-    gradient of the logits is rounded to bfloat16 for its GEMMs, as are fp16 operands and LoRA's
-    factors there. The gradient of an fp32 weight remains fp32. On a CPU autocast has no effect.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -162,6 +164,9 @@ def linear_token_stats(
 ) -> TokenStats:
     """Return `token_stats` of hidden @ weight^T + bias, without storing all logits at once.
 
+    `token_stats` has the formulas, and `linear_token_logprobs` the costs, the precision and the
+    sources (arXiv 2410.10989, arXiv 2411.09009).
+
     Args:
         hidden: as in `linear_token_logprobs`.
         weight: as in `linear_token_logprobs`.
@@ -183,8 +188,8 @@ def linear_token_stats(
         backend: `auto`, or the backend for the chunks.
 
     Returns:
-        `TokenStats`, fp32 (is_top1 and agrees bool), each the shape of `token_ids`; 0 at masked
-        rows.
+        The statistics, in nats, as a `TokenStats`: fp32 (is_top1 and agrees bool), each the shape
+        of `token_ids`, 0 at masked rows.
 
     Raises:
         TypeError: an argument has the wrong type.

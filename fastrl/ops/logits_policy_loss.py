@@ -57,16 +57,19 @@ def logits_policy_loss(
 ) -> PolicyLoss:
     """Return `policy_loss` of the log-probabilities of tokens under logits.
 
-    Equals `policy_loss` of the `token_logprobs` and entropies of the logits. The only other tensor
-    of the size of the logits is their gradient. For objectives at token level each row is read once
-    and its gradient written once, while the row is still in cache:
-    dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H) with c_t = dL/dlogprob_t and
-    z as in `token_logprobs`.
-    The backward leaves the gradient as it is where the upstream factor is 1; any other factor reads
-    and writes it once more, as do a compiled graph and a retained one. So give a constant, such as
-    the number of accumulated micro-batches, to `normalizer` instead of dividing the loss.
-    fp16 logits, sequence-level ratios, masks of the objective and Python functions need a second
-    read in the backward.
+    The loss is the one that `policy_loss` (PPO, arXiv 1707.06347, and its variants) computes from
+    the `token_logprobs` and entropies of the logits. The only other tensor of the size of the
+    logits is their gradient. For objectives at token level each row is read once, and its gradient
+    is written once, while the row is still in cache. With c_t = dL/dlogprob_t and z as in
+    `token_logprobs`:
+
+        dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H)
+
+    The backward leaves the gradient as it is if the upstream factor is 1. Any other factor, a
+    compiled graph or a retained graph costs another read and write of the gradient, so pass a
+    constant, such as the number of accumulated micro-batches, to `normalizer` instead of dividing
+    the loss. fp16 logits, sequence-level ratios, masks of the objective and Python functions need a
+    second read of the logits in the backward.
 
     Args:
         logits: `[B, T, V]` or packed `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64:
@@ -88,17 +91,18 @@ def logits_policy_loss(
         group_ids: as in `token_weights`.
         cu_seqlens: as in `policy_loss`.
         inplace: allow the gradient to overwrite the logits, which saves a tensor of their size (the
-            reference backend never does). The logits cannot be used afterwards: a gradient
+            reference backend never does this). The logits cannot be used afterwards: a gradient
             through another use raises.
         kept: as in `token_logprobs`; the gradient is then written in the backward.
         teacher: as in `linear_policy_loss`; the gradient is then written in the backward.
-        vocab_group: as in `token_logprobs`. The ranks exchange a few numbers per row between two
-            reads of the logits: one for the statistics, one in the backward for the gradient.
+        vocab_group: as in `token_logprobs`. The logits are read twice, for the statistics and, in
+            the backward, for the gradient; in between the ranks exchange a few numbers per row.
         backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`:
             PyTorch evaluates it, on log-probabilities from the fastest backend.
 
     Returns:
-        `PolicyLoss`; the metric `entropy` is exact.
+        The loss, a scalar, with its metrics, as a `PolicyLoss`. Log-probabilities and entropies are
+        in nats; the metric `entropy` is exact.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -15,7 +15,10 @@ def masked_mean(
 ) -> Tensor:
     """Return the mean of x over the entries where the mask is 1, or 0 if there are none.
 
-    sum(mask * x) / sum(mask), except that NaN and infinity in masked entries have no effect.
+        sum(mask * x) / sum(mask)
+
+    like `masked_mean` of TRL and verl, except that NaN and infinity in masked entries have no
+    effect.
 
     Args:
         x: any shape.
@@ -24,7 +27,8 @@ def masked_mean(
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
-        fp32 (fp64 from fp64), differentiable in `x`.
+        The mean, 0-d or the shape of `x` without `dim`, fp32 (fp64 from fp64), differentiable in
+        `x`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -54,19 +58,21 @@ def whiten(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) of the entries where the mask is 1, and 0 elsewhere.
+    """Return x with mean 0 and variance 1 over the entries where the mask is 1, and 0 elsewhere.
+
+        (x - mean) / sqrt(var + 1e-8)
 
     The variance is unbiased (divided by n - 1), as in `masked_whiten` of TRL and verl. Mean and
-    variance are computed in two passes in float64. The variance is 0 if the mask is 1 for fewer
-    than two entries.
+    variance are computed in two passes in float64. If the mask is 1 for fewer than two entries, the
+    variance is 0.
 
     Args:
         x: any shape.
         mask: 0/1, the shape of `x`.
         shift_mean: subtract the mean; if False, only scale.
-        process_group: ranks whose entries are whitened together, any number on each; None is this
-            process alone. The statistics have the same bits on all ranks. All ranks must call this
-            together; it takes two all-gathers of one or two numbers.
+        process_group: the ranks whose entries are whitened together, any number on each; None is
+            this process alone. All ranks must call this together, and use statistics with the same
+            bits; it takes two all-gathers of one or two numbers.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:

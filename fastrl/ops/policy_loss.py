@@ -26,18 +26,20 @@ class PolicyLoss(NamedTuple):
     Attributes:
         loss: scalar, differentiable.
         metrics: 0-d tensors on the device, without gradient: `policy_loss` (without KL and
-            entropy), `kl` to the reference policy and `kl_old` to the old policy (k3), `entropy`
-            (exact if known, else the sample estimate -log p), `ratio_mean`, `ratio_max`,
-            `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (fractions of active tokens where
-            the lower, the upper or either bound is active), `active_tokens`, `zero_grad_fraction`.
-            With a teacher also the means of `divergence`, `teacher_entropy` and `teacher_agreement`
-            (the same token is the most probable); with an exact KL, `kl` is its mean.
-        logprobs: the log-probabilities of the tokens, detached, `[B, T]` or `[N]`. `policy_loss`
-            does not copy them: they share memory with its argument, unless that had to be cast or
-            made contiguous. Computed from logits or hidden states, they are 0 at masked tokens;
-            `linear_policy_loss` with `metrics=False` also leaves 0 at tokens that it did not
-            project.
-        entropy: the entropies, likewise; None if `policy_loss` was called without.
+            entropy), `kl` to the reference policy and `kl_old` to the old policy (k3, in nats),
+            `entropy` (in nats, exact if known, else the sample estimate -log p), `ratio_mean`,
+            `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (the fraction of
+            active tokens where the lower, the upper or either bound is active), `active_tokens`,
+            `zero_grad_fraction` (the fraction of active tokens without gradient). With a teacher
+            also the means of `divergence`, `teacher_entropy` and `teacher_agreement` (the same
+            token is the most probable in both); with an exact KL, `kl` is its mean.
+        logprobs: the log-probabilities of the tokens in nats, detached, `[B, T]` or `[N]`.
+            `policy_loss` does not copy them: they share memory with its argument, unless that had
+            to be cast or made contiguous. Computed from logits or hidden states, they are 0 at
+            masked tokens; `linear_policy_loss` with `metrics=False` also leaves 0 at tokens that it
+            did not project.
+        entropy: the entropies in nats, in the shape of `logprobs`; None if `policy_loss` was called
+            without them.
 
     Examples:
         >>> import torch, fastrl
@@ -71,26 +73,30 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the loss of PPO, GRPO or another `Objective`, with gradients and metrics.
 
-    L = sum_t w_t is_t [c_t f(log r_t, A_t) + kl_coef k_t] - entropy_coef sum_t w_t H_t with
-    log r_t = logprobs - old_logprobs. f and k are defined in `Objective`, the weights w_t in
-    `token_weights`, the rollout correction is_t in `RolloutCorrection`; c_t are the
-    `policy_weights`, 0 for tokens that a mask of the objective drops. Differentiable in `logprobs`
-    and `entropy`; all other arguments are constants.
+        L = sum_t w_t is_t [c_t f(log r_t, A_t) + kl_coef k_t] - entropy_coef sum_t w_t H_t
+        log r_t = logprobs_t - old_logprobs_t
+
+    `Objective` defines f and k, and `Objective.preset` names the papers (PPO, arXiv 1707.06347;
+    GRPO, arXiv 2402.03300; and others). `token_weights` defines the weights w_t and
+    `RolloutCorrection` the correction is_t; c_t are the `policy_weights`, 0 for tokens that a mask
+    of the objective drops. The loss is differentiable in `logprobs` and `entropy`; all other
+    arguments are constants.
 
     Args:
-        logprobs: `[B, T]` or packed `[N]`.
+        logprobs: log-probabilities of the tokens under the policy, in nats, `[B, T]` or packed
+            `[N]`.
         advantages: `[B]` or `[B, T]`; packed `[S]` (with `cu_seqlens`) or `[N]`, which takes
             precedence if S = N.
         mask: 0/1, the shape of `logprobs`; masked tokens have no effect, even if they are NaN.
-        old_logprobs: under the policy in the denominator of the ratio; None is the on-policy case
-            with ratio 1.
-        ref_logprobs: under the reference policy; needed if `kl_coef > 0`.
-        rollout_logprobs: from the engine that sampled the tokens; for `rollout_correction` and
-            `off_policy_threshold`.
-        entropy: the entropy at each token; needed if `entropy_coef` is not 0 or
-            `top_entropy_quantile` is below 1.
+        old_logprobs: under the policy in the denominator of the ratio, the shape of `logprobs`;
+            None is the on-policy case with ratio 1.
+        ref_logprobs: under the reference policy, the shape of `logprobs`; needed if `kl_coef > 0`.
+        rollout_logprobs: from the engine that sampled the tokens, the shape of `logprobs`; for
+            `rollout_correction` and `off_policy_threshold`.
+        entropy: the entropy at each token in nats, the shape of `logprobs`; needed if
+            `entropy_coef` is not 0 or `top_entropy_quantile` is below 1.
         policy_weights: constant factors in the policy term only, e.g. importance weights or masks;
-            the shape of `advantages`.
+            as `advantages`, in any of its shapes.
         objective: the name of a preset, an `Objective`, or a function
             `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
         normalizer: the global denominator, as in `token_weights`, from `global_normalizer`. If the
@@ -103,11 +109,12 @@ def policy_loss(
             since PyTorch evaluates it.
 
     Returns:
-        `PolicyLoss`.
+        The loss, a scalar, with its metrics, as a `PolicyLoss`.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument has the wrong shape or value, is missing, or has no effect.
+        RuntimeError: the call is inside a transform of `torch.func`.
 
     Examples:
         >>> import torch, fastrl

@@ -1,4 +1,4 @@
-"""The distribution that a student is compared with: a teacher's, or a reference policy's."""
+"""The distribution to compare a student with: a teacher's, or a reference policy's."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from fastrl.ops._vocabulary_parts.parts import group_of, local_part
 class Teacher(NamedTuple):
     """A teacher's distribution p of each token, to be compared with a student's q.
 
-    The divergence is, with m = (1 - beta) q + beta p:
+    With m = (1 - beta) q + beta p, `beta` selects the divergence, in nats:
 
     | beta | divergence | |
     | --- | --- | --- |
     | 0 | KL(p, q) = sum p log(p/q) | forward: infinite where the student alone excludes a token |
     | 1 | KL(q, p) = sum q log(q/p) | reverse: infinite where the teacher alone excludes a token |
-    | else | beta KL(p, m) + (1 - beta) KL(q, m) | generalised Jensen-Shannon divergence |
+    | else | beta KL(p, m) + (1 - beta) KL(q, m) | generalized Jensen-Shannon divergence |
 
-    as in TRL's `GKDTrainer` (Agarwal et al. 2023, arXiv 2306.13649). It has a gradient for the
-    student alone. A token that both exclude by a logit of -inf adds nothing. The vocabulary is the
-    student's: of a head with more rows pass the first ones, `weight[:V]`.
+    This is the divergence of TRL's `GKDTrainer` (Agarwal et al. 2023, arXiv 2306.13649). Only the
+    student gets a gradient. A token that both exclude by a logit of -inf adds nothing. Teacher and
+    student must have one vocabulary: if the teacher's head has more rows, pass `weight[:V]`.
 
-    Make one with `from_hidden`, `from_logits` or `from_top_k`.
+    Construct a teacher with `from_hidden`, `from_logits` or `from_top_k`. The functions that take
+    it check it, and raise a TypeError or ValueError that names the field.
 
     Attributes:
         hidden: last hidden states, `[B, T, H]` or `[N, H]`; H may differ from the student's.
@@ -41,9 +42,9 @@ class Teacher(NamedTuple):
         lora: (A `[r, H]`, B `[V, r]`, scale), or None.
         logits: `[B, T, V]` or `[N, V]`.
         token_ids: integers `[B, T, K]` or `[N, K]`, no id twice in a row.
-        logprobs: of those tokens.
-        has_tail: whether all other tokens are one more event.
-        beta: which divergence, in [0, 1].
+        logprobs: log-probabilities of those tokens in nats, the shape of `token_ids`.
+        has_tail: whether all other tokens together count as one more event.
+        beta: selects the divergence, in [0, 1].
         temperature: as in `token_logprobs`.
         logit_scale: as in `token_logprobs`.
         logit_softcap: as in `token_logprobs`.
@@ -81,7 +82,20 @@ class Teacher(NamedTuple):
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
     ) -> Teacher:
-        """Return the teacher with logits hidden @ weight^T + bias, of which a chunk exists at once.
+        """Return the teacher with logits hidden @ weight^T + bias, computed a chunk at a time.
+
+        Args:
+            hidden: last hidden states, `[B, T, H]` or `[N, H]`; H may differ from the student's.
+            weight: the LM head, `[V, H]`.
+            bias: `[V]`, or None.
+            lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
+            beta: selects the divergence, in [0, 1].
+            temperature: as in `token_logprobs`.
+            logit_scale: as in `token_logprobs`.
+            logit_softcap: as in `token_logprobs`.
+
+        Returns:
+            The teacher.
 
         Examples:
             >>> import torch, fastrl
@@ -113,6 +127,16 @@ class Teacher(NamedTuple):
     ) -> Teacher:
         """Return the teacher with these logits.
 
+        Args:
+            logits: `[B, T, V]` or `[N, V]`.
+            beta: selects the divergence, in [0, 1].
+            temperature: as in `token_logprobs`.
+            logit_scale: as in `token_logprobs`.
+            logit_softcap: as in `token_logprobs`.
+
+        Returns:
+            The teacher.
+
         Examples:
             >>> import torch, fastrl
             >>> logits = torch.randn(2, 3, 5)
@@ -131,12 +155,22 @@ class Teacher(NamedTuple):
     def from_top_k(
         cls, token_ids: Tensor, logprobs: Tensor, *, has_tail: bool = True, beta: float = 1.0
     ) -> Teacher:
-        """Return the teacher of which the log-probabilities of K tokens are known in each row.
+        """Return the teacher that is known by its log-probabilities of K tokens in each row.
 
-        Servers return these. The events are the K tokens and, with a tail, all others together;
-        without one, both distributions are normalised over the K tokens. The tail's probability is
-        1 minus that of the others, or the rounding of 1 in the dtype of the log-probabilities, if
-        that is more. Divergence and `teacher_entropy` are of the events.
+        Inference servers return such log-probabilities. Divergence and `teacher_entropy` are those
+        of a distribution over the K tokens and, with a tail, one more event for all other tokens;
+        without a tail, both distributions are normalized over the K tokens. The tail's probability
+        is 1 minus that of the K tokens, or the rounding error of 1 in the dtype of the
+        log-probabilities, if that is larger.
+
+        Args:
+            token_ids: integers `[B, T, K]` or `[N, K]`, no id twice in a row.
+            logprobs: the teacher's log-probabilities in nats, the shape of `token_ids`.
+            has_tail: whether all other tokens together count as one more event.
+            beta: selects the divergence, in [0, 1].
+
+        Returns:
+            The teacher.
 
         Examples:
             >>> import torch, fastrl
@@ -147,8 +181,8 @@ class Teacher(NamedTuple):
         """
         return cls(token_ids=token_ids, logprobs=logprobs, has_tail=has_tail, beta=beta)
 
-    def shared(self) -> tuple[object, ...]:
-        """Return what is the same on the ranks that split a vocabulary."""
+    def _shared(self) -> tuple[object, ...]:
+        """Return what must be the same on all ranks that split a vocabulary."""
         given = (self.hidden, self.weight, self.logits, self.bias, *(self.lora or ())[:2])
         kinds = [None if x is None else (str(x.dtype), x.dim()) for x in given]
         width = None if self.hidden is None else self.hidden.shape[-1]

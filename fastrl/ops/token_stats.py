@@ -50,11 +50,14 @@ def token_logprobs(
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return log softmax(z)[token] with z = softcap(logit_scale * logits) / temperature.
+    """Return the log-probability of each token from logits.
+
+        log p_y = log softmax(z)_y   with   z = softcap(logit_scale * logits) / temperature
+        d log p_y / dz_j = [j = y] - p_j
 
     Replaces TRL's `selective_log_softmax(logits, index)` and verl's
-    `logprobs_from_logits(logits, labels)`. The gradient is d log p_y / dz_j = [j = y] - p_j. The
-    logits are the only tensor of their size that is kept for the backward.
+    `logprobs_from_logits(logits, labels)`. The logits are the only tensor of their size that is
+    kept for the backward.
 
     Args:
         logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
@@ -66,21 +69,21 @@ def token_logprobs(
         mask: 0/1, the shape of `token_ids`; masked rows give 0, even if they contain NaN.
         ignore_index: rows with this id are masked, too.
         inplace_backward: allow the backward to overwrite the logits with their gradient, which
-            saves a tensor of their size (the reference backend never does). The logits cannot be
-            used afterwards: a gradient through another use raises.
-        kept: the tokens from which each token was sampled, or None; see `KeptTokens`. Of these rows
-            only the logits of kept tokens are read; the gradient of the others is 0.
+            saves a tensor of their size (the reference backend never does this). The logits cannot
+            be used afterwards: a gradient through another use raises.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`. Only the
+            logits of kept tokens are read, and the gradient of the others is 0.
         vocab_group: the ranks over which the vocabulary is split, or None. The logits are then
             this rank's columns; parts are in rank order and may differ in size. Token ids count
-            from the start of the whole vocabulary, and all that is per token must be the same on
-            every rank, as the results are, bit for bit. A DTensor of logits that is split in its
+            from the start of the whole vocabulary. All values per token must be the same on every
+            rank, and so are the results, bit for bit. A DTensor of logits that is split in its
             last dimension over a mesh of the one dimension `tp` needs no `vocab_group`.
         backend: `auto`, or the backend to use. `cuda` refuses a float temperature below 1e-6 times
-            the scale (or 2 softcap); there a row with no z above -6.9e8, or in fp16 with no logit
-            above -65504, counts as one of nothing but -inf.
+            the scale (or 2 softcap); it treats a row with no z above -6.9e8, or in fp16 with no
+            logit above -65504, as if all its logits were -inf.
 
     Returns:
-        Log-probabilities in fp32, the shape of `token_ids`.
+        Log-probabilities in nats, fp32, the shape of `token_ids`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -128,9 +131,16 @@ def token_stats(
 ) -> TokenStats:
     """Return log-probability, entropy and other statistics in one pass over the logits.
 
-    With z as in `token_logprobs`: logprobs = log p_y, entropy H = -sum_j p_j log p_j,
-    logsumexp = log sum_j exp z_j, sum_sq_probs = sum_j p_j^2, is_top1 = (z_y is the maximum). The
-    first three are differentiable: dH/dz_j = -p_j (log p_j + H), d logsumexp/dz_j = p_j.
+    With z and p = softmax(z) as in `token_logprobs`:
+
+        logprobs = log p_y                   d logprobs/dz_j = [j = y] - p_j
+        entropy = H = -sum_j p_j log p_j     dH/dz_j = -p_j (log p_j + H)
+        logsumexp = log sum_j exp z_j        d logsumexp/dz_j = p_j
+        sum_sq_probs = sum_j p_j^2           no gradient
+        is_top1 = (no z_j is above z_y)      no gradient
+
+    Replaces `entropy_from_logits` of TRL and verl, and verl's
+    `calculate_sum_pi_squared_from_logits`.
 
     Args:
         logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
@@ -148,8 +158,8 @@ def token_stats(
         backend: `auto`, or the backend to use.
 
     Returns:
-        `TokenStats`, fp32 (is_top1 and agrees bool), each the shape of `token_ids`; 0 at masked
-        rows.
+        The statistics, in nats, as a `TokenStats`: fp32 (is_top1 and agrees bool), each the shape
+        of `token_ids`, 0 at masked rows.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -40,7 +40,7 @@ def token_weights(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the weight w_t of every token such that the loss is sum_t w_t * loss_t.
+    """Return the weight w_t of every token, with which the loss is sum_t w_t loss_t.
 
     | aggregation | w_t of an active token | `normalizer` replaces |
     | --- | --- | --- |
@@ -51,16 +51,21 @@ def token_weights(
     | `prompt-mean` | 1 / (groups * tokens of the group) | groups |
     | `token-sum` | 1 | - |
 
+    `seq-mean-token-mean` is the mean of GRPO (arXiv 2402.03300), `token-mean` that of DAPO (arXiv
+    2503.14476), `seq-mean-token-sum-norm` that of Dr. GRPO (arXiv 2503.20783). verl's
+    `loss_agg_mode` has the same names.
+
     Sequences and groups without an active token are not counted, unless `count_empty` includes them
-    in means over sequences. If no token is active, all weights are 0.
-    With a `normalizer` that counts all micro-batches and ranks, from `global_normalizer`, the
-    gradient does not depend on how the batch is split.
+    in means over sequences. If no token is active, all weights are 0. With a `normalizer` from
+    `global_normalizer`, which counts all micro-batches and ranks, the gradient does not depend on
+    how the batch is split.
 
     Args:
         mask: 0/1, `[B, T]` or packed `[N]`.
         aggregation: a row of the table.
         normalizer: the global denominator, a float or a tensor of one element.
-        length_norm: the constant of `seq-mean-token-sum-norm`; None is the padded width T.
+        length_norm: the constant of `seq-mean-token-sum-norm`, in tokens; None is the padded width
+            T.
         group_size: for `prompt-mean`: number of consecutive sequences for the same prompt.
         group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
         count_empty: whether a mean over sequences counts those without an active token (TRL).
@@ -68,7 +73,7 @@ def token_weights(
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
-        fp32 weights, the shape of `mask`.
+        fp32 weights, the shape of `mask`, 0 at masked tokens.
 
     Raises:
         TypeError: an argument has the wrong type.

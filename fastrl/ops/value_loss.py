@@ -21,8 +21,9 @@ class ValueLoss(NamedTuple):
 
     Attributes:
         loss: scalar, differentiable.
-        metrics: 0-d tensors without gradient: `value_mean`, `return_mean`, `clip_fraction`,
-            `explained_variance` (1 - var(R - V) / var(R), or 0 if all returns are equal).
+        metrics: 0-d tensors without gradient: `value_mean`, `return_mean`, `clip_fraction` (of the
+            active tokens), `explained_variance` (1 - var(R - V) / var(R), or 0 if all returns are
+            equal).
 
     Examples:
         >>> import torch, fastrl
@@ -51,10 +52,15 @@ def value_loss(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> ValueLoss:
-    """Return sum_t w_t e(V_t, R_t) with e(V, R) = (V - R)^2 / 2, or the Huber loss with delta 1.
+    """Return the loss of a value function, clipped around its old values if asked for.
 
-    With `clip`, the loss of a token is max(e(V, R), e(V_old + clip(V - V_old, -clip, clip), R)), as
-    in PPO (Schulman et al. 2017; OpenAI baselines), TRL and verl.
+        L = sum_t w_t e(V_t, R_t)
+        e(V, R) = (V - R)^2 / 2, or the Huber loss with delta 1
+
+    `token_weights` defines w_t. With `clip`, the loss of a token is the one of PPO (Schulman et al.
+    2017, arXiv 1707.06347; OpenAI baselines), TRL and verl:
+
+        max(e(V, R), e(V_old + clip(V - V_old, -clip, clip), R))
 
     Args:
         values: `[B, T]` or packed `[N]`; the only differentiable argument.
@@ -72,7 +78,7 @@ def value_loss(
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
-        `ValueLoss`.
+        The loss, a scalar, with its metrics, as a `ValueLoss`.
 
     Raises:
         TypeError: an argument has the wrong type.

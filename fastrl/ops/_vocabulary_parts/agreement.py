@@ -131,7 +131,7 @@ class Agreement:
             return WHOLE
         given["backend"] = backend  # what computes is compared, not how it was chosen
         if given.get("teacher") is not None:  # a part of it is this rank's own
-            given["teacher"] = given["teacher"].shared()
+            given["teacher"] = given["teacher"]._shared()
         if "objective" in given:
             given["objective"] = as_objective(given["objective"])
         texts = {name: described(x, _SPLIT.get(name)) for name, x in given.items()}
