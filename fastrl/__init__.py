@@ -2,7 +2,7 @@
 
 from fastrl import interrupt as _interrupt  # noqa: F401  first: torch takes seconds
 from fastrl import native as _native  # noqa: F401  registers the operators
-from fastrl.backend import get_backend, set_backend
+from fastrl.backend import MissingBackendWarning, get_backend, set_backend
 from fastrl.objective import Objective
 from fastrl.objective.gamma_weights import GammaWeights
 from fastrl.objective.rollout_correction import RolloutCorrection
@@ -31,6 +31,7 @@ __all__ = [
     "GammaWeights",
     "GroupAdvantages",
     "KeptTokens",
+    "MissingBackendWarning",
     "Objective",
     "PolicyLoss",
     "RolloutCorrection",

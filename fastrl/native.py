@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import sys
 
 import torch
 
@@ -35,6 +37,25 @@ def new_large(
     return tensor
 
 
+def _driver_too_old() -> str | None:
+    """Return why the driver cannot run the CUDA extension, as one sentence, or None if it can.
+
+    A driver runs programs of its own major version of CUDA and of earlier ones.
+    """
+    runtime = getattr(sys.modules["fastrl._C_cuda"], "CUDART_VERSION", 0)  # 1000 major + 10 minor
+    supported = ctypes.c_int()
+    try:  # initialises nothing, so that processes can still fork
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(supported))
+    except OSError:
+        return None  # WSL and others have it elsewhere; a launch will tell
+    if supported.value // 1000 >= runtime // 1000:
+        return None
+    return (
+        f"the extension was compiled with CUDA {runtime // 1000}, and the NVIDIA driver supports "
+        f"CUDA {supported.value // 1000}.{supported.value % 1000 // 10}: update the driver"
+    )
+
+
 def _load(module: str, compiler: str, install: str) -> str | None:
     """Import a compiled module; return why it cannot be imported, or None."""
     try:
@@ -44,7 +65,8 @@ def _load(module: str, compiler: str, install: str) -> str | None:
             raise
         return (
             f"the compiled extension is not built: install {compiler} and reinstall from source "
-            f"with `{install} . --no-build-isolation`"
+            f"with `{install} --force-reinstall --no-deps --no-build-isolation --no-binary "
+            "fastrl-kernels fastrl-kernels`, or in a checkout with `.` in place of the last name"
         )
     except ImportError as error:
         return f"the compiled extension was built but does not load here ({error}); reinstall it"
@@ -70,6 +92,7 @@ missing = (
 if torch.version.cuda is None:
     cuda_missing = "this torch was built without CUDA"
 else:
-    cuda_missing = _load(
-        "fastrl._C_cuda", "the CUDA toolkit (nvcc)", "FASTRL_BUILD=cuda pip install"
+    cuda_missing = (
+        _load("fastrl._C_cuda", "the CUDA toolkit (nvcc)", "FASTRL_BUILD=cuda pip install")
+        or _driver_too_old()
     )
