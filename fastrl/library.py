@@ -212,14 +212,9 @@ def called(operator: Callable[..., Any], *arguments: object) -> Any:
 
 def qualified_names(name: str) -> list[str]:
     """Return an operator's name in each namespace that has it."""
-    first, *others = NAMESPACES.values()
-    if name.startswith(_ONLY_ONCE):
-        others = []
-    elif name in ONLY_ON_GPUS:
-        return [f"{space}::{name}" for space in others]
-    if name.startswith(NOT_IN_CUDA):
-        others.remove(NAMESPACES["cuda"])
-    return [f"{space}::{name}" for space in (first, *others)]
+    lacking = "cpu" if name in ONLY_ON_GPUS else "cuda" if name.startswith(NOT_IN_CUDA) else None
+    names = [f"{space}::{name}" for backend, space in NAMESPACES.items() if backend != lacking]
+    return names[:1] if name.startswith(_ONLY_ONCE) else names
 
 
 #: The names of all operators.
