@@ -166,8 +166,8 @@ def _warn_once(device: str) -> None:
     if torch.compiler.is_compiling() or _warned:
         return
     _warned = True
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fastrl":
+    level, frame, package = 1, sys._getframe(), __name__.partition(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
     lacking = "; ".join(
         f"{name}: {unavailable(name)}" for name in _PREFERENCE[device] if name != "reference"
