@@ -63,7 +63,7 @@ SUPPORT = [
     Support(
         option="`ClippedPGLossFn` and other losses, KL, advantages; the DTensor workers",
         handling="unchanged",
-        note="docs/conventions.md has `ClippedPGLossFn` as an `Objective`",
+        note="[conventions](conventions.md) has `ClippedPGLossFn` as an `Objective`",
     ),
     Support(
         option="a function with other parameters than in NeMo RL 0.7, or already replaced",

@@ -52,7 +52,8 @@ def test_every_block_is_of_a_kind_that_is_tested():
     kinds = {"python", "bash", "diff", "mermaid", "text"}
     assert {language for _, language, _ in BLOCKS} == kinds
     changes = {path for path, language, _ in BLOCKS if language == "diff"}
-    assert changes == {"README.md", "docs/replace-the-loss.md"}  # the latter has a test file
+    assert "README.md" in changes
+    assert all(path.startswith("docs/replace-the-loss/") for path in changes - {"README.md"})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""The changes that `docs/replace-the-loss.md` shows run, and do what it says of them."""
+"""The changes on the pages of `docs/replace-the-loss` run, and do what the pages say of them."""
 
 import re
 from pathlib import Path
@@ -17,19 +17,21 @@ from fastrl.integrations.transformers import (  # noqa: E402
     lm_head,
 )
 
-TEXT = (Path(__file__).parents[2] / "docs" / "replace-the-loss.md").read_text()
+FOLDER = Path(__file__).parents[2] / "docs" / "replace-the-loss"
+PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
 BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def blocks(heading):
-    """Return (before, after) of the code of a section; a block that is no diff has no before."""
-    (section,) = re.findall(
-        rf"^## {heading}\n(.*?)(?=^## |\Z)", TEXT, flags=re.DOTALL | re.MULTILINE
-    )
+def text_of(page):
+    return (FOLDER / f"{page}.md").read_text()
+
+
+def blocks(page):
+    """Return (before, after) of the code of a page; a block that is no diff has no before."""
     found = []
-    for kind, code in BLOCK.findall(section):
+    for kind, code in BLOCK.findall(text_of(page)):
         lines = code.splitlines()
         if kind == "python":
             found.append((None, code))
@@ -39,25 +41,27 @@ def blocks(heading):
     return found
 
 
-@pytest.mark.parametrize("heading", re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE))
-def test_code_is_python(heading):
-    assert blocks(re.escape(heading))
-    for pair in blocks(re.escape(heading)):
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_python(page):
+    assert blocks(page)
+    for pair in blocks(page):
         for code in pair:
-            compile(code or "", heading, "exec")
+            compile(code or "", page, "exec")
 
 
-#: How many changes of each section these tests run, and those of the file for other packages.
-CHANGES = {"TRL": 1, "verl": 1, "OpenRLHF": 3, "Liger": 2, "torchrl": 1, "A custom loop": 3}
-CHANGES["NeMo RL"] = 1
+def test_every_page_is_linked():
+    linked = re.findall(r"^\| \[[^]]+\]\(([\w-]+)\.md\) \|", text_of("index"), flags=re.MULTILINE)
+    assert sorted(linked) == PAGES
+
+
+#: How many changes of each page these tests run, and those of the file for other packages.
+CHANGES = {"trl": 1, "verl": 1, "openrlhf": 3, "liger": 2, "torchrl": 1, "custom-loop": 3}
+CHANGES["nemo-rl"] = 1
 
 
 def test_every_change_is_run():
-    found = {
-        heading: sum(before is not None for before, _ in blocks(re.escape(heading)))
-        for heading in re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE)
-    }
-    assert {heading: count for heading, count in found.items() if count} == CHANGES
+    found = {page: sum(before is not None for before, _ in blocks(page)) for page in PAGES}
+    assert {page: count for page, count in found.items() if count} == CHANGES
 
 
 @pytest.mark.slow
@@ -66,7 +70,7 @@ def test_trl(tmp_path, monkeypatch):
     trainer = make_trainer(save_model(tmp_path / "model"), output_dir=tmp_path, max_steps=1)
     names = dict.fromkeys(("model", "reward", "config", "dataset"))
     names["GRPOTrainer"] = lambda **_: trainer
-    (_, change), (_, complete) = blocks("TRL")
+    (_, change), (_, complete) = blocks("trl")
     exec(change, names)
     assert trainer.state.global_step == 1
     assert "_compute_loss" in trainer.__dict__
@@ -97,10 +101,10 @@ def rows(count=8, length=9):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_hugging_face_trainer(parts, objective, tmp_path):
     names = {}
-    ((_, code),) = blocks("Hugging Face `Trainer`")
+    ((_, code),) = blocks("transformers")
     if objective == "grpo":  # a mean over sequences, as the text after the code says
         sequences = "len(ids) * self.current_gradient_accumulation_steps"
-        assert f"`normalizer={sequences}`" in " ".join(TEXT.split())
+        assert f"`normalizer={sequences}`" in " ".join(text_of("transformers").split())
         code = code.replace('"dapo"', '"grpo"').replace("normalizer=n", f"normalizer={sequences}")
     exec(code, names)
     data = rows()
@@ -137,7 +141,7 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask):
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_custom_loop(which):
     data, found = rows(), []
-    for code in blocks("A custom loop")[which]:
+    for code in blocks("custom-loop")[which]:
         model = make_model()
         names = {
             "fastrl": fastrl,

@@ -1,4 +1,4 @@
-"""The changes that `docs/replace-the-loss.md` shows for other packages, on stand-ins of these."""
+"""The changes of `docs/replace-the-loss` for other packages, on stand-ins of these."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ def test_openrlhf(modules):
     everything |= own
     modules({"openrlhf.models": everything, "openrlhf.models.utils": everything})
     found = {}
-    for before, after in blocks("OpenRLHF"):
+    for before, after in blocks("openrlhf"):
         imported = {}
         for code in (before, after):
             names = {"__package__": "openrlhf.models", "__name__": "openrlhf.models.actor"}
@@ -67,7 +67,7 @@ def test_nemo_rl(modules):
     def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size):
         used.append(getattr(home, name))
 
-    for code in blocks("NeMo RL")[0]:
+    for code in blocks("nemo-rl")[0]:
         names = {"policy_cfg": settings}
         exec(code, names | {f.__name__: f for f in [patch_gpt_model_forward_for_linear_ce_fusion]})
     assert [f is getattr(nemo_rl, name) for f in used] == [False, True]
@@ -79,7 +79,7 @@ def test_nemo_rl(modules):
 
 def test_prime_rl_and_skyrl():
     """Against the log-softmax of logits that are -inf for all tokens but those kept."""
-    ((_, code),) = blocks("prime-rl and SkyRL")
+    ((_, code),) = blocks("prime-rl-and-skyrl")
     exec(code, names := {})
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 5, 4), torch.randn(7, 4)
@@ -106,7 +106,7 @@ def test_prime_rl_and_skyrl():
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_liger(place):
-    before, after = blocks("Liger")[place]
+    before, after = blocks("liger")[place]
     results = []
     for code in (before, after) if importable("liger_kernel.chunked_loss") else (after,):
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _WITHOUT_LOGITS = (
     "without logits inside `fastrl.integrations.transformers.inside_forward` "
-    '(docs/replace-the-loss.md, "A custom loop")'
+    "(docs/replace-the-loss/custom-loop.md)"
 )
 _OF_TOKENS = (
     "its loss needs log-probabilities of given tokens, which `fastrl.linear_token_logprobs` "
@@ -28,7 +28,7 @@ _OF_ITS_OWN = (
 )
 _OF_TRANSFORMERS = (
     "its `compute_loss` can call `fastrl.logits_policy_loss` "
-    '(docs/replace-the-loss.md, "Hugging Face `Trainer`")'
+    "(docs/replace-the-loss/transformers.md)"
 )
 
 

@@ -246,7 +246,7 @@ OTHERS: tuple[Support, ...] = (
         handling="fused",
         note="TRL itself refuses LoRA on the head, and no longer uses Liger's loss. Under FSDP2 "
         "TRL's gradient of a trainable copy of the head is not the mean of the ranks; fastrl's is: "
-        "docs/replace-the-loss.md",
+        "[what differs](replace-the-loss/trl.md#what-differs-from-trl)",
     ),
     Support(
         option="a `_get_per_token_logps_and_entropies` that is not TRL's",

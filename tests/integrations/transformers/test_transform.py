@@ -180,7 +180,7 @@ def recurrent_gemma():
     return model
 
 
-# the bounds are those of docs/replace-the-loss.md
+# the bounds are those of docs/replace-the-loss/trl.md
 @pytest.mark.parametrize(
     ("model", "bound"),
     [
@@ -199,7 +199,7 @@ def test_trls_head_ignores_what_some_models_do_to_their_logits(model, bound):
     states = last_hidden_states(model, input_ids=ids)[:, :-1]
     found = fastrl.linear_token_logprobs(states, token_ids=ids[:, 1:], **lm_head(model).arguments())
     assert (found - expected).abs().max() < 1e-5
-    fused.add_fused_lm_head(model)  # if this is right one day, docs/replace-the-loss.md is not
+    fused.add_fused_lm_head(model)  # if this is right one day, docs/replace-the-loss/trl.md is not
     theirs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     assert (theirs - expected).abs().max() > bound
 

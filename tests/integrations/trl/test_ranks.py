@@ -150,7 +150,7 @@ def test_a_copy_of_the_head_has_the_mean_gradient_of_the_ranks(settings, right, 
         use: [step["grad_norm"] for step in of_use[0]["steps"]] for use, of_use in found.items()
     }
     assert norms["fused"] == pytest.approx(norms["ddp"], rel=1e-5)
-    # else docs/replace-the-loss.md is out of date
+    # else docs/replace-the-loss/trl.md is out of date
     near = [a < 1.1 * b for a, b in zip(norms["none"], norms["ddp"], strict=True)]
     assert near == right
 
