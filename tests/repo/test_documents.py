@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from fastrl import Objective
 from fastrl.objective.presets import PRESETS
 
@@ -34,3 +36,38 @@ def test_the_page_of_objectives_has_every_paper_of_the_docstring():
     papers = set(re.findall(r"\d{4}\.\d{5}", Objective.preset.__doc__))
     assert len(papers) > 10
     assert papers - set(re.findall(r"/abs/(\d{4}\.\d{5})\)", page("objectives.md"))) == set()
+
+
+EXCERPT = re.compile(r'^```python title="([^"]*)"\n(.*?)^```$', flags=re.DOTALL | re.MULTILINE)
+EXCERPTS = [
+    (path.name, *found)
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    for found in EXCERPT.findall(path.read_text())
+]
+
+
+@pytest.mark.parametrize(("name", "source", "code"), EXCERPTS, ids=lambda text: text[-40:])
+def test_an_excerpt_is_in_the_file_that_it_names(name, source, code):
+    assert f"\n{code}" in (ROOT / source).read_text()
+
+
+def test_the_kernel_is_explained_by_excerpts():
+    assert sum(name == "how-a-kernel-works.md" for name, *_ in EXCERPTS) >= 10
+
+
+def test_the_picture_of_fusing_has_the_bytes_that_are_counted():
+    text = page("how-a-kernel-works.md")
+    counted = re.findall(r"assert bytes_per_logit\(\w+\) == (\d+)", text)
+    drawings = [page(f"pictures/fusing-{theme}.svg") for theme in ("light", "dark")]
+    box = re.compile(r'class="(?:forward|backward)" .*? width="(\d+)".*?\n.*?>(\d+)<')
+    for drawing in drawings:
+        assert re.findall(r">(\d+) bytes<", drawing) == [*counted, "0"]
+        rows = re.split(r'class="head"', drawing)[1:]
+        for row, total in zip(rows, counted, strict=False):
+            boxes = re.findall(
+                r'class="(?:forward|backward)" .*? width="(\d+)".*?\n.*?>(\d+)<', row
+            )
+            assert all(int(width) == 28 * int(size) for width, size in boxes)
+            assert sum(int(size) for _, size in boxes) == int(total)
+    colour = re.compile(r"#[0-9a-f]{6}")
+    assert len({colour.sub("", drawing) for drawing in drawings}) == 1
