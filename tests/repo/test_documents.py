@@ -64,9 +64,7 @@ def test_the_picture_of_fusing_has_the_bytes_that_are_counted():
         assert re.findall(r">(\d+) bytes<", drawing) == [*counted, "0"]
         rows = re.split(r'class="head"', drawing)[1:]
         for row, total in zip(rows, counted, strict=False):
-            boxes = re.findall(
-                r'class="(?:forward|backward)" .*? width="(\d+)".*?\n.*?>(\d+)<', row
-            )
+            boxes = box.findall(row)
             assert all(int(width) == 28 * int(size) for width, size in boxes)
             assert sum(int(size) for _, size in boxes) == int(total)
     colour = re.compile(r"#[0-9a-f]{6}")
