@@ -1,5 +1,6 @@
 """What the pages that explain say of the code: formulas, excerpts, errors."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -69,3 +70,47 @@ def test_the_picture_of_fusing_has_the_bytes_that_are_counted():
             assert sum(int(size) for _, size in boxes) == int(total)
     colour = re.compile(r"#[0-9a-f]{6}")
     assert len({colour.sub("", drawing) for drawing in drawings}) == 1
+
+
+def texts_of(node):
+    """Yield the strings of a module, with ... where something is formatted into them."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Constant) and isinstance(child.value, str):
+            yield child.value
+        elif isinstance(child, ast.JoinedStr):
+            yield "".join(x.value if isinstance(x, ast.Constant) else "..." for x in child.values)
+
+
+def messages_of(text):
+    """Return the first cells of the tables that are headed `message`."""
+    tables = re.findall(r"^\| message \|.*\n\|[- |]+\|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    return [row.split("|")[1].strip() for table in tables for row in table.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def raised():
+    """The texts of all modules that a user may meet."""
+    modules = (ROOT / "fastrl").rglob("*.py")
+    return [text for path in modules for text in texts_of(ast.parse(path.read_text()))]
+
+
+def is_in_order(parts, text):
+    place = 0
+    for part in parts:
+        place = text.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+@pytest.mark.parametrize("message", messages_of(page("errors.md")))
+def test_the_errors_of_the_page_are_those_of_the_code(message, raised):
+    assert re.fullmatch(r"`[^`]+`", message)
+    parts = message.strip("`").split("...")
+    assert max(map(len, parts)) > 10
+    assert any(is_in_order(parts, text) for text in raised)
+
+
+def test_the_page_of_errors_lists_what_is_met_most_often():
+    assert len(messages_of(page("errors.md"))) > 40
