@@ -32,6 +32,9 @@ TESTED = (
 class LigerFusedLinearGRPOLoss(nn.Module):
     """GRPO and its variants from hidden states and LM head, with Liger's arguments and results.
 
+    It has the losses of Liger's `LigerFusedLinearGRPOLoss` (arXiv 2410.10989), on
+    `linear_policy_loss`. `Objective.preset` has the papers.
+
     | loss_type | loss of a token | aggregation |
     | --- | --- | --- |
     | `grpo` | `-min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)` | mean over B of the token means |
@@ -46,11 +49,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     Args:
         beta: weight of the KL (k3) to the reference.
         compiled: ignored.
-        use_ref_model: whether there is a reference; without one the KL is 0.
+        use_ref_model: whether there is a reference policy; without one the KL is 0.
         chunk_size: ignored.
         epsilon_low: distance of the lower bound from 1.
         epsilon_high: distance of the upper bound from 1; for cispo the upper bound itself.
-        loss_type: one of the table.
+        loss_type: a row of the table.
         max_completion_length: for `dr_grpo`.
         importance_sampling_level: `token` or `sequence`.
         sapo_temperature_pos: tau for positive advantages.
@@ -59,13 +62,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         delta: upper bound of the unclipped ratio, or None.
         use_bias_correction_kl: multiply the KL by the ratio (DeepSeek-V3.2).
         vespo_k_pos: exponent of vespo's weights for advantages of at least 0.
-        vespo_lambda_pos: their decay.
-        vespo_k_neg: exponent for the others.
-        vespo_lambda_neg: their decay.
+        vespo_lambda_pos: decay of those weights.
+        vespo_k_neg: exponent of vespo's weights for negative advantages.
+        vespo_lambda_neg: decay of those weights.
 
     Raises:
         ValueError: an option is invalid or missing, or two options conflict.
-        NotImplementedError: Liger supports the option, fastrl does not.
+        NotImplementedError: Liger supports the option, but fastrl does not.
 
     Examples:
         >>> import torch
@@ -155,11 +158,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             attention_mask: 0/1, `[B, T]`: the tokens that count.
             advantages: `[B]`.
             bias: `[V]`, or None.
-            ref_per_token_logps: log-probabilities of the reference, `[B, T]`, or None.
+            ref_per_token_logps: log-probabilities of the reference in nats, `[B, T]`, or None.
             old_per_token_logps: log-probabilities of the old policy, `[B, T]`; None: on policy.
-            ref_input: hidden states of the reference, if its log-probabilities are not given.
-            ref_weight: weight of the reference's head.
-            ref_bias: bias of the reference's head.
+            ref_input: hidden states of the reference, `[B, T, H]`, in place of its
+                log-probabilities.
+            ref_weight: weight of the reference's head, `[V, H]`.
+            ref_bias: bias of the reference's head, `[V]`, or None.
             vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, factors of the policy term, or
                 None; with vespo `[B, T]`, factors of the sequence's ratio.
             num_items_in_batch: tokens of the whole batch on all ranks, for dapo, cispo and vespo.
@@ -179,7 +183,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         objective = self.objective
         if vllm_is_ratio is not None:
             factors = self._factors(vllm_is_ratio, ids)
-            if objective.gamma_weights:  # the ratios enter these, and do not multiply the loss
+            if objective.gamma_weights:  # the ratios enter these instead of multiplying the loss
                 if old_per_token_logps is None:
                     raise NotImplementedError(
                         "old_per_token_logps is needed with vllm_is_ratio and loss_type vespo, "

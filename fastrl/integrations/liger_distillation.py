@@ -14,12 +14,12 @@ SUPPORT = [
         handling="fused",
         note="any `beta`, `weight_hard_loss`, `weight_soft_loss` of at least 0, `ignore_index`, "
         "biases; `beta` as in `fastrl.Teacher`. The two losses of `return_soft_hard_loss` "
-        "have no gradient; Liger's have one of 0",
+        "have no gradient; in Liger their gradient is 0",
     ),
     Support(
         option="a hard loss with a `temperature` other than 1, or with a teacher of more tokens",
         handling="fused",
-        note="one pass for each loss: they are of different logits, as in Liger",
+        note="one pass for each loss, because they are of different logits, as in Liger",
     ),
     Support(
         option="a teacher with more tokens than the student",
@@ -44,7 +44,7 @@ SUPPORT = [
 
 
 class LigerFusedLinearJSDFunction:
-    """`apply` with the arguments and results of Liger's autograd function of that name."""
+    """The `apply` of Liger's autograd function of that name, with its arguments and results."""
 
     @staticmethod
     def apply(
@@ -64,7 +64,7 @@ class LigerFusedLinearJSDFunction:
         chunk_size: int = 1024,
         return_soft_hard_loss: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss as `LigerFusedLinearJSDLoss` does, whose arguments these are.
+        """Return the loss of `LigerFusedLinearJSDLoss`, which has the same arguments.
 
         Examples:
             >>> import torch
@@ -95,26 +95,28 @@ class LigerFusedLinearJSDFunction:
 
 
 class LigerFusedLinearJSDLoss(nn.Module):
-    """Distillation by the generalised Jensen-Shannon divergence, with Liger's arguments.
+    """Distillation by the generalized Jensen-Shannon divergence, with Liger's arguments.
 
-    weight_hard_loss * CE + weight_soft_loss * D, both means over the labels that are not
-    `ignore_index` (0 if there are none). CE is -log q of the label at temperature 1; D is the
-    divergence of `fastrl.Teacher` with this `beta`, both distributions at the `temperature`.
+        weight_hard_loss * CE + weight_soft_loss * D
+
+    Both are means over the labels that are not `ignore_index` (0 if there are none), in nats. CE is
+    -log q of the label at temperature 1. D is the divergence of `fastrl.Teacher` with this `beta`
+    (arXiv 2306.13649), with both distributions at the `temperature`.
 
     Loss and gradient take one pass over the rows. If the weight of the hard loss is not 0 and the
     temperature is not 1, or the teacher has more tokens than the student, the two losses are of
-    different logits, and each takes one.
+    different logits, and each takes a pass.
 
     Args:
         weight_hard_loss: weight of the cross-entropy with the labels.
         weight_soft_loss: weight of the divergence from the teacher, at least 0.
-        beta: which divergence, in [0, 1]: 0 is KL(teacher, student), 1 is KL(student, teacher).
+        beta: selects the divergence, in [0, 1]: 0 is KL(teacher, student), 1 KL(student, teacher).
         ignore_index: rows with this label have no effect.
-        temperature: divides the logits of both in the divergence, above 0.
+        temperature: divides the logits of student and teacher in the divergence, above 0.
         compiled: ignored.
         chunk_size: ignored.
-        return_soft_hard_loss: whether the divergence and the cross-entropy, both without weight and
-            without gradient, are returned after the loss.
+        return_soft_hard_loss: whether to return, after the loss, the divergence and the
+            cross-entropy, both without weight and gradient.
 
     Raises:
         ValueError: an option has a value that fastrl does not allow, or the student has more tokens
@@ -166,16 +168,16 @@ class LigerFusedLinearJSDLoss(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, fp32, and the two losses without weight if they were asked for.
+        """Return the loss, fp32, and if asked for the two losses without weights.
 
         Args:
             student_input: hidden states, `[N, H]` or `[B, T, H]`.
             student_weight: the student's LM head, `[V, H]`.
-            teacher_input: the teacher's hidden states; their size may differ.
-            teacher_weight: its head, with at least V rows.
+            teacher_input: the teacher's hidden states, `[N, H']` or `[B, T, H']`.
+            teacher_weight: the teacher's head, `[V', H']` with V' >= V.
             true_labels: `[N]` or `[B, T]`.
             student_bias: `[V]`, or None.
-            teacher_bias: of the teacher's head, or None.
+            teacher_bias: `[V']`, or None.
         """
         missing = teacher_weight.shape[0] - student_weight.shape[0]
         if missing < 0:

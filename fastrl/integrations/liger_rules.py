@@ -61,7 +61,7 @@ SUPPORT = [
 
 
 def refuse(loss_type: str, level: str, beta: float, max_completion_length: int | None) -> None:
-    """Raise for what Liger refuses, with its message if it has one, and what fastrl lacks."""
+    """Raise for options that Liger refuses, with its message if any, and that fastrl lacks."""
     if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(
             f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}: "

@@ -1,9 +1,9 @@
 """NeMo RL's chunked linear log-probabilities on `linear_token_logprobs`.
 
-with fastrl.integrations.nemo_rl.use_fastrl():
-    ...  # a policy with `policy.megatron_cfg.use_fused_linear_logprobs=true`
+    with fastrl.integrations.nemo_rl.use_fastrl():
+        ...  # a policy with `policy.megatron_cfg.use_fused_linear_logprobs=true`
 
-NeMo RL's policy workers are separate processes: call it in theirs.
+NeMo RL's policy workers are separate processes: make the call in each of them.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ SUPPORT = [
 def use_fastrl() -> Replaced:
     """Replace NeMo RL's `from_parallel_hidden_states_to_logprobs` with ours, in this process.
 
-    The forward that `use_fused_linear_logprobs` gives to Megatron's `GPTModel` calls it for the
-    loss, for the old and for the reference log-probabilities.
+    The forward that `use_fused_linear_logprobs` gives to Megatron's `GPTModel` calls the function
+    for the loss, for the old and for the reference log-probabilities.
 
-    Results equal NeMo RL's except that logits and gradients of the head are summed in float32,
-    where NeMo RL rounds the logits, and each chunk of the head's gradient, to its dtype.
+    Results equal NeMo RL's except for rounding: fastrl sums logits and gradients of the head in
+    float32, while NeMo RL rounds the logits, and each chunk of the head's gradient, to its dtype.
 
     Returns:
         A handle with `undo()` and `names`, which is also a context manager.
@@ -90,6 +90,10 @@ def use_fastrl() -> Replaced:
         NotImplementedError: the function of this NeMo RL is missing, has other parameters than in
             NeMo RL 0.7, or was already replaced; nothing is changed.
         RuntimeError: NeMo RL runs on fastrl already.
+
+    Examples:
+        >>> from fastrl.integrations.nemo_rl import use_fastrl
+        >>> handle = use_fastrl()  # doctest: +SKIP
     """
     ours = from_parallel_hidden_states_to_logprobs
     return Replaced(
@@ -121,8 +125,7 @@ def from_parallel_hidden_states_to_logprobs(
         output_weight_layer: the LM head W, `[V, H]`, or this rank's rows of it.
         runtime_gather_output: ignored, as in NeMo RL.
         target: token ids of the whole vocabulary, `[B, S]`, the same on every rank.
-        vocab_start_index: id of the first row of this rank; its rows follow those of the rank
-            before.
+        vocab_start_index: id of this rank's first row; its rows follow those of the previous rank.
         vocab_end_index: one past the id of this rank's last row.
         tp_group: the R ranks that share the head and the positions, or None.
         inference_only: True if no gradient is needed.
@@ -130,7 +133,8 @@ def from_parallel_hidden_states_to_logprobs(
         chunk_size: ignored; fastrl chooses the chunks.
 
     Returns:
-        fp32, the same on every rank, differentiable in hidden states and head.
+        Log-probabilities in nats, fp32 `[B, S - 1]`, the same on every rank, differentiable in
+        hidden states and head.
 
     Raises:
         ValueError: shapes or vocabulary indices do not fit together, or `cp_group` has several
@@ -187,7 +191,7 @@ class _Gathered(torch.autograd.Function):
 
 def _check_parts(part: tuple[int, int, int], like: Tensor, group: Any) -> None:
     """Raise on every rank unless start, end and rows of all ranks are parts in rank order."""
-    # in every call: with a cache, a rank whose indices changed would wait for ranks that skip this
+    # in every call: with a cache, a rank whose indices changed would wait for ranks that skip it
     parts = [part]
     if size_of(group) > 1:
         parts = gathered(torch.tensor(part, device=like.device), group).tolist()

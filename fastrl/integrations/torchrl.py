@@ -1,7 +1,9 @@
 """torchrl's functional GAE on `fastrl.discounted_returns`.
 
-with fastrl.integrations.torchrl.use_fastrl():
-    ...  # torchrl's GAE estimator calls fastrl
+    with fastrl.integrations.torchrl.use_fastrl():
+        ...
+
+In the block, torchrl's GAE estimator calls fastrl.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ SUPPORT = [
 def use_fastrl() -> Replaced:
     """Replace torchrl's `generalized_advantage_estimate` and its vectorized form with ours.
 
-    From then on, torchrl's modules in this process call ours, including the `GAE` estimator. A
-    call whose gamma or lmbda is learned or given per step is forwarded to torchrl's function.
+    From then on, torchrl's modules in this process call ours, including the `GAE` estimator. Calls
+    with a gamma or lmbda that is learned or given per step are forwarded to torchrl's function.
 
     Returns:
         A handle with `undo()` and `names`, which is also a context manager.
@@ -56,6 +58,10 @@ def use_fastrl() -> Replaced:
         NotImplementedError: a function of this torchrl is missing, has other parameters than in
             torchrl 0.14, or was already replaced; nothing is changed.
         RuntimeError: torchrl runs on fastrl already.
+
+    Examples:
+        >>> from fastrl.integrations.torchrl import use_fastrl
+        >>> handle = use_fastrl()  # doctest: +SKIP
     """
     home = "torchrl.objectives.value.functional"
     return Replaced(
@@ -80,16 +86,18 @@ def generalized_advantage_estimate(
     *,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    """Return torchrl's GAE advantages and value targets, in the shape of the inputs.
+    """Return torchrl's GAE advantages and value targets (arXiv 1506.02438).
 
-    delta_t = r_t + gamma (1 - terminated_t) V'_t - V_t,
-    A_t = delta_t + gamma lmbda (1 - done_t) A_{t+1},  targets = A + V,
-    with the given value V'_t of the next state. Differentiable, but only once.
+        delta_t = r_t + gamma (1 - terminated_t) V'_t - V_t
+        A_t = delta_t + gamma lmbda (1 - done_t) A_{t+1}
+        targets_t = A_t + V_t
+
+    with the given value V'_t of the next state. Both are differentiable once.
 
     Args:
         gamma: discount in [0, 1]; a number or a tensor of one element, which is read on the host.
-            With several values, or one that requires a gradient, torchrl's function computes the
-            whole call.
+            If it has several values or requires a gradient, torchrl's function computes the whole
+            call.
         lmbda: trace decay in [0, 1]; like gamma.
         state_value: V, `[*B, T, F]`.
         next_state_value: V', the shape of V.
@@ -98,11 +106,14 @@ def generalized_advantage_estimate(
         terminated: 0/1, the shape of V: V' counts as 0; None is `done`.
         time_dim: the dimension T.
 
+    Returns:
+        Advantages and targets, the shape of V.
+
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: shapes differ, or `time_dim`, gamma or lmbda is out of range.
-        NotImplementedError: gamma or lmbda has several values or requires a gradient, and
-            `use_fastrl` is not in use, so torchrl's function is unknown.
+        NotImplementedError: gamma or lmbda has several values or requires a gradient, and without
+            `use_fastrl` torchrl's function is unknown.
 
     Examples:
         >>> import torch

@@ -107,7 +107,7 @@ def reduce_metrics(
     The call takes one all-gather of a small vector and no host synchronization.
 
     Args:
-        metrics: `PolicyLoss.metrics`, or a sequence with one for each micro-batch.
+        metrics: `PolicyLoss.metrics`, 0-d tensors; or a sequence of them, one per micro-batch.
         process_group: the ranks; None is the default group if `torch.distributed` is initialized,
             else this process alone.
         policy_loss: how `policy_loss` is reduced. `sum` fits losses with a global `normalizer`.

@@ -38,12 +38,22 @@ ADVANTAGES: dict[str, dict[str, Any]] = {
 def train(config: GrpoConfig) -> Summary:
     """Train a model with GRPO, or with the variant that ``config.objective`` names.
 
+    The message of an error in a step tells where ``--resume`` continues.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        How the run ended: its directory, its last step, and the held-out rewards.
+
     Raises:
         ValueError: An input is invalid, or a reward function fails later.
         FloatingPointError: The logits, gradients or weights of a step are not finite.
         OSError: The disk is full.
 
-    The message of an error in a step tells where ``--resume`` continues.
+    Examples:
+        >>> from fastrl.train.grpo import GrpoConfig, train
+        >>> summary = train(GrpoConfig(steps=200, out="runs/first"))  # doctest: +SKIP
     """
     setup = prepare(config)
     model, teacher, size = setup.model, setup.teacher, config.group_size

@@ -203,7 +203,17 @@ def _check_quantized(model: Any, *, nf4: bool) -> None:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token per printable ASCII character, a padding and an end token."""
+    """Make a tokenizer with a token per printable ASCII character, a padding and an end token.
+
+    Returns:
+        The tokenizer, which pads on the left.
+
+    Examples:
+        >>> from fastrl.train.loading import character_tokenizer
+        >>> tokenizer = character_tokenizer()
+        >>> tokenizer.decode(tokenizer("1 + 2 =").input_ids)
+        '1 + 2 ='
+    """
     tokens = ["<pad>", "<eos>", *CHARACTERS]
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
@@ -218,7 +228,20 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A new Llama of half a million parameters, initialized from torch's generator."""
+    """Make a new Llama of half a million parameters, initialized from torch's generator.
+
+    Args:
+        tokenizer: determines the size of the vocabulary, and the padding and end tokens.
+
+    Returns:
+        The model, in float32 on the CPU, with a context of 512 tokens.
+
+    Examples:
+        >>> from fastrl.train.loading import character_tokenizer, small_model
+        >>> model = small_model(character_tokenizer())
+        >>> tuple(model.lm_head.weight.shape)
+        (97, 128)
+    """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -31,12 +31,22 @@ VALUE_COEF, VALUE_CLIP = 0.5, 0.2
 def train(config: PpoConfig) -> Summary:
     """Train a model with PPO, and a value model with it if the advantages need one.
 
+    The message of an error in a step tells where ``--resume`` continues.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        How the run ended: its directory, its last step, and the held-out rewards.
+
     Raises:
         ValueError: An input is invalid, or a reward function fails later.
         FloatingPointError: The logits, gradients or weights of a step are not finite.
         OSError: The disk is full.
 
-    The message of an error in a step tells where ``--resume`` continues.
+    Examples:
+        >>> from fastrl.train.ppo import PpoConfig, train
+        >>> summary = train(PpoConfig(steps=200, out="runs/first"))  # doctest: +SKIP
     """
     setup = prepare(config)
     model, size = setup.model, config.group_size

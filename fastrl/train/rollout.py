@@ -1,4 +1,4 @@
-"""What was sampled: the completions of a step, with what the losses need of them."""
+"""The sampled completions of a step, with the values that the losses need."""
 
 from typing import Any, NamedTuple
 
@@ -12,13 +12,27 @@ from fastrl.train.prompts import Prompt
 
 
 class Completion(NamedTuple):
-    """A completion, on the CPU."""
+    """A completion, with tensors on the CPU.
 
-    token_ids: Tensor  # [T], up to and including its end
-    logprobs: Tensor  # float32 [T], of the sampler at the temperature
-    ended: bool  # false if it reached the length limit without an end
-    sampled: Tensor | None = None  # bool [T], false where a tool or the user wrote; None: all true
-    kept: KeptTokens | None = None  # of each of the T tokens; None: of the whole vocabulary
+    Attributes:
+        token_ids: integers `[T]`, up to and including the end token.
+        logprobs: log-probabilities under the sampler at its temperature, in nats, float32 `[T]`.
+        ended: False if the completion reached the length limit without an end.
+        sampled: bool `[T]`, False where a tool or the user wrote; None: all True.
+        kept: the sets from which the T tokens were sampled; None: the whole vocabulary.
+
+    Examples:
+        >>> import torch
+        >>> from fastrl.train.rollout import Completion
+        >>> Completion(torch.tensor([5, 1]), torch.tensor([-0.7, -0.1]), ended=True).kept is None
+        True
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ended: bool
+    sampled: Tensor | None = None
+    kept: KeptTokens | None = None
 
 
 class Rollout(NamedTuple):

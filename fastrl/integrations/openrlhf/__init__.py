@@ -1,8 +1,10 @@
-"""OpenRLHF's losses and advantages under its names; import them from here instead.
+"""OpenRLHF's losses and advantages, under its names.
 
-from fastrl.integrations.openrlhf import PolicyLoss  # in openrlhf/trainer/ray/ppo_actor.py
-from fastrl.integrations.openrlhf import ValueLoss  # in openrlhf/trainer/ray/ppo_critic.py
-from fastrl.integrations.openrlhf import log_probs_from_logits  # in openrlhf/models/actor.py
+    from fastrl.integrations.openrlhf import PolicyLoss  # in openrlhf/trainer/ray/ppo_actor.py
+    from fastrl.integrations.openrlhf import ValueLoss  # in openrlhf/trainer/ray/ppo_critic.py
+    from fastrl.integrations.openrlhf import log_probs_from_logits  # in openrlhf/models/actor.py
+
+Each of these replaces the import of the same name in that file.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SUPPORT = [
     Support(
         option="`log_probs_from_logits`",
         handling="replaced",
-        note="fp32 also from 16-bit logits; the logits are not divided in place",
+        note="fp32 even from 16-bit logits; the logits are not divided in place",
     ),
     Support(
         option="`compute_approx_kl`: `k1`, `k2`, `k3`, `unbiased_gradient`",
@@ -58,14 +60,16 @@ _KL_CLAMP = 10.0
 
 
 class PolicyLoss(nn.Module):
-    """OpenRLHF's `PolicyLoss` on `policy_loss`: PPO with dual clip, or GSPO.
+    """OpenRLHF's `PolicyLoss` on `policy_loss`: PPO (arXiv 1707.06347) with dual clip, or GSPO.
 
-    ppo: f = -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A), for A < 0 at most
-    -dual_clip A, times the rollout correction. gspo: r is the geometric mean over the sequence.
+        f = -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A)
+
+    for A < 0 at most -dual_clip A, times the rollout correction. For GSPO (arXiv 2507.18071) r is
+    the geometric mean over the sequence.
 
     With the arguments of OpenRLHF 0.11.2, `forward` returns (loss, clip_ratio, ppo_kl, vllm_kl,
-    is_filter_ratio); with the arguments of 0.11.0 (`enable_vllm_is_correction=...`) it returns the
-    first four.
+    is_filter_ratio); with those of 0.11.0 (`enable_vllm_is_correction=...`) it returns the first
+    four.
 
     Args:
         clip_eps_low: distance of the lower bound from 1.
@@ -76,8 +80,8 @@ class PolicyLoss(nn.Module):
         policy_loss_type: `ppo` or `gspo`.
         is_correction_level: `off`, `token` or `seq`: whether the rollout correction compares tokens
             or sequences with the threshold.
-        is_correction_mode: `mask` or `clip`: drop what is outside the threshold, or clip it.
-        is_correction_gating: `ratio`, `binary_kl` or `tv`: the quantity that is compared.
+        is_correction_mode: `mask` or `clip`: drop the tokens outside the threshold, or clip them.
+        is_correction_gating: the compared quantity, `ratio`, `binary_kl` or `tv`.
         is_correction_threshold: (low, high).
         enable_vllm_is_correction: option of 0.11.0, instead of `is_correction_level`.
         vllm_is_truncated_threshold: option of 0.11.0, (low, high).
@@ -117,7 +121,7 @@ class PolicyLoss(nn.Module):
             raise ValueError(f"policy_loss_type must be ppo or gspo, got {policy_loss_type!r}")
         self.policy_loss_type = policy_loss_type
         self.token_level_loss = token_level_loss and policy_loss_type == "ppo"
-        if isinstance(is_correction_level, bool):  # where 0.11.0 has another argument
+        if isinstance(is_correction_level, bool):  # in this place 0.11.0 has another argument
             raise TypeError(
                 "is_correction_level must be off, token or seq; pass enable_vllm_is_correction by "
                 "keyword"
@@ -159,14 +163,14 @@ class PolicyLoss(nn.Module):
         """Return (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio); the last two may be None.
 
         Args:
-            log_probs: log-probabilities of the policy, `[B, T]`.
-            old_log_probs: log-probabilities of the old policy, computed by the trainer.
+            log_probs: log-probabilities of the policy in nats, `[B, T]`.
+            old_log_probs: those of the old policy, computed by the trainer, `[B, T]`.
             advantages: `[B, T]`.
             action_mask: 0/1, `[B, T]`; None is all ones.
-            rollout_log_probs: log-probabilities of the old policy, computed by the rollout engine.
+            rollout_log_probs: those of the old policy, computed by the rollout engine, `[B, T]`.
             dp_size: number of ranks over which gradients are averaged.
-            batch_num_tokens: tokens of the global batch; None: of this batch.
-            global_batch_size: sequences of the global batch; None: of this batch.
+            batch_num_tokens: tokens of the global batch; None counts those of this batch.
+            global_batch_size: sequences of the global batch; None counts those of this batch.
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         if self.gate.level != "off" and rollout_log_probs is None:
@@ -204,8 +208,9 @@ class PolicyLoss(nn.Module):
 class ValueLoss(nn.Module):
     """OpenRLHF's `ValueLoss` on `value_loss`.
 
-    max((V - R)^2, (V_old + clip(V - V_old, -clip_eps, clip_eps) - R)^2) / 2; without `clip_eps`
-    only (V - R)^2 / 2.
+        max((V - R)^2, (V_old + clip(V - V_old, -clip_eps, clip_eps) - R)^2) / 2
+
+    or (V - R)^2 / 2 without `clip_eps`.
 
     Args:
         clip_eps: the clip range of the values, or None.
@@ -249,9 +254,22 @@ class ValueLoss(nn.Module):
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log softmax(logits / temperature)[label], `[...]`, in fp32, by `token_logprobs`.
+    """Return the log-probabilities of labels, log softmax(logits / temperature)[label].
 
-    The logits are not changed; OpenRLHF's function divides them in place.
+    By `token_logprobs`, which leaves the logits as they are; OpenRLHF's function divides them by
+    the temperature in place.
+
+    Args:
+        logits: `[..., V]`.
+        labels: token ids, `[...]`.
+        temperature: above 0.
+
+    Returns:
+        Log-probabilities in nats, fp32, `[...]`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a label is outside the vocabulary, or the temperature is not above 0.
 
     Examples:
         >>> import torch
@@ -271,10 +289,23 @@ def compute_approx_kl(
     kl_estimator: str = "k1",
     unbiased_gradient: bool = False,
 ) -> Tensor:
-    """Return a KL estimate per token, k1, k2 or k3, clamped to +-10.
+    """Return a KL estimate per token, k1, k2 or k3 of `kl_divergence`, clamped to +-10.
 
-    `unbiased_gradient` keeps the value and takes the gradient of w k2 with the detached weight
-    w = min(exp(log_probs - log_probs_old), 10), in expectation the gradient of the KL.
+    Args:
+        log_probs: log-probabilities of the policy in nats, any shape.
+        log_probs_base: log-probabilities of the reference, the same shape.
+        log_probs_old: log-probabilities of the policy that sampled, the same shape, or None.
+        kl_estimator: `k1`, `k2` or `k3`.
+        unbiased_gradient: keep the value, but take the gradient of w k2 with the detached weight
+            w = min(exp(log_probs - log_probs_old), 10), whose expectation is the gradient of the
+            KL.
+
+    Returns:
+        The estimates in nats, fp32, the shape of `log_probs`.
+
+    Raises:
+        TypeError: `kl_estimator` is passed by position, as in OpenRLHF before `log_probs_old`.
+        ValueError: `kl_estimator` is none of the three.
 
     Examples:
         >>> import torch
@@ -303,10 +334,24 @@ def get_advantages_and_returns(
     gamma: float,
     lambd: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the advantages and returns of OpenRLHF's experience maker, `[B, T]`, by `gae`.
+    """Return the advantages and returns of OpenRLHF's experience maker, by `gae`.
 
     Masked tokens count as steps with reward 0 and value 0, while `gae` with a mask (and verl)
     skips them: the results differ if a mask has gaps.
+
+    Args:
+        values: `[B, T]`.
+        rewards: `[B, T]`.
+        action_mask: 0/1, `[B, T]`; None is all ones.
+        gamma: discount per token, in [0, 1].
+        lambd: trace decay per token, in [0, 1].
+
+    Returns:
+        Advantages and returns, fp32 `[B, T]`, without gradient.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: `values` and `rewards` differ in shape, or gamma or lambd is outside [0, 1].
 
     Examples:
         >>> import torch

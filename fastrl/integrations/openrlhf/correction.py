@@ -94,7 +94,7 @@ class RolloutGate(NamedTuple):
     def _statistic(
         self, log_ratio: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
     ) -> Tensor:
-        """Return what is compared with the threshold, `[B, T]`, or `[B, 1]` for sequences."""
+        """Return the quantity to compare with the threshold, `[B, T]`, or `[B, 1]` by sequence."""
         statistic = log_ratio
         if self.gating != "ratio":
             p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (rollout_log_probs, old_log_probs))

@@ -1,8 +1,8 @@
 """The LM head and the last hidden states of a `transformers` causal language model.
 
-head = lm_head(model)
-hidden = last_hidden_states(model, input_ids=..., attention_mask=...)
-fastrl.linear_token_logprobs(hidden[:, :-1], token_ids=input_ids[:, 1:], **head.arguments())
+    head = lm_head(model)
+    hidden = last_hidden_states(model, input_ids=..., attention_mask=...)
+    fastrl.linear_token_logprobs(hidden[:, :-1], token_ids=input_ids[:, 1:], **head.arguments())
 
 If DDP, FSDP or DeepSpeed wraps or shards the model, do both in its forward: `inside_forward`.
 """

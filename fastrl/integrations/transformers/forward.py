@@ -1,7 +1,8 @@
 """Calls inside the forward of a model and of its LM head.
 
 DDP, FSDP and DeepSpeed gather parameters, and prepare the reduction of gradients, in the forward of
-the modules that they wrap. So these are called as always, with another forward in the innermost.
+the modules that they wrap. So the wrappers are called as usual, and only the forward of the module
+inside them is replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Result = TypeVar("Result")
 
 
 def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
-    """Return the input of the LM head: the backbone's last hidden states, `[B, T, H]`.
+    """Return the input of the LM head: the backbone's last hidden states.
 
     Only the backbone is called, not the causal language model or a wrapper around it. Hooks
     (`register_forward_hook`, ...) on the latter do not fire; hooks on the backbone and its layers
@@ -43,8 +44,25 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
         model: as in `lm_head`.
         **inputs: `input_ids`, `attention_mask`, `position_ids`, ... as the model takes them.
 
+    Returns:
+        Hidden states `[B, T, H]` in the dtype of the model.
+
     Raises:
         ValueError: a PEFT wrapper has an adapter that only its own forward applies.
+
+    Examples:
+        >>> import torch, transformers
+        >>> from fastrl.integrations.transformers import last_hidden_states
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=32,
+        ...     hidden_size=8,
+        ...     intermediate_size=8,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=1,
+        ... )
+        >>> model = transformers.AutoModelForCausalLM.from_config(config)
+        >>> last_hidden_states(model, input_ids=torch.tensor([[3, 4, 5]])).shape
+        torch.Size([1, 3, 8])
     """
     _refuse_adapters_of_rows(inputs)
     for wrapper in wrappers(model):
@@ -59,20 +77,24 @@ def inside_forward(
     """Return `function(hidden, head)`, called in the forward of the model and of its LM head.
 
     There, and only there, DDP reduces gradients, and the parameters of the head are whole under
-    FSDP1, FSDP2 and ZeRO-3. All ranks must make the call together, as with any forward. What
-    `function` returns passes through the forward of the wrappers, and their hooks: tensors that are
-    to be differentiated must be in a tensor, tuple, list or dict. `function` must not call the
+    FSDP1, FSDP2 and ZeRO-3. All ranks must make the call together, as with any forward. The result
+    of `function` passes through the forward of the wrappers and their hooks, so tensors that need a
+    gradient must be the result itself or inside a tuple, list or dict. `function` must not call the
     model. A prompt-learning adapter (PEFT) puts its virtual tokens before the others.
 
-    With accelerate's mixed precision, call it in `accelerator.autocast()`.
+    With accelerate's mixed precision, make the call in `accelerator.autocast()`.
 
     Args:
         model: a `transformers` causal language model, as its wrappers returned it.
         function: takes the last hidden states `[B, T, H]` and the `LmHead`.
         **inputs: `input_ids`, `attention_mask`, ... as the model takes them.
 
+    Returns:
+        The result of `function`.
+
     Raises:
-        ValueError: as in `lm_head`, or the autocast of accelerate would be lost, or `adapter_names`
+        TypeError: `function` is not callable.
+        ValueError: as in `lm_head`; the autocast of accelerate would be lost; or `adapter_names`
             chooses an adapter for each row.
         RuntimeError: `function` calls the model.
 
@@ -114,7 +136,7 @@ def inside_forward(
 def call_with_forward(model: nn.Module, forward: Callable[..., Result], **inputs: Any) -> Result:
     """Call a model with another forward in the causal language model inside its wrappers.
 
-    `torch.compile` around it is not used.
+    A `torch.compile` around it is bypassed.
     """
     results: list[Result] = []
 
@@ -170,7 +192,7 @@ def inside_head(
 
 
 class _Once:
-    """Raises if a forward is called while it runs: it would call itself without end."""
+    """A guard that raises if a forward is called while it runs: the recursion would not end."""
 
     def __init__(self) -> None:
         self._runs = False
@@ -190,7 +212,7 @@ class _Once:
 
 
 def _without_views(results: Result) -> Result:
-    """Copy tensors that are views: FSDP2 warns of them, as its hooks are on the tensors."""
+    """Copy tensors that are views: FSDP2 puts its hooks on tensors, and warns of views."""
 
     def copied(x: Any) -> Any:
         return x.clone() if isinstance(x, Tensor) and x.requires_grad and x._is_view() else x
@@ -199,9 +221,9 @@ def _without_views(results: Result) -> Result:
 
 
 def in_own_dtypes(returned: Result, computed: Result) -> Result:
-    """Return what a forward returned, but undo the rounding of its results to another dtype.
+    """Return the results of a forward in the dtypes in which they were computed.
 
-    A mixed-precision policy of FSDP2 rounds outputs, to bfloat16 for example: a loss as well.
+    A mixed-precision policy of FSDP2 rounds all outputs, for example to bfloat16, even a loss.
     """
     new, structure = tree_flatten(returned)
     old, _ = tree_flatten(computed)

@@ -1,4 +1,4 @@
-"""The LM head of a causal language model, as the linear functions take it."""
+"""The LM head of a causal language model, in the form that the linear functions take."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ class LmHead(NamedTuple):
     Attributes:
         weight: `[V, H]`.
         bias: `[V]`, or None.
-        lora: (A, B, scale) of a LoRA adapter on the head, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale) of a LoRA adapter on the head, or None.
         logit_scale: factor on the logits.
         logit_softcap: softcap of the scaled logits, or None.
+
+    Examples:
+        >>> import torch, fastrl
+        >>> from fastrl.integrations.transformers import LmHead
+        >>> head = LmHead(torch.eye(2), None, None, logit_scale=2.0, logit_softcap=None)
+        >>> fastrl.linear_token_logprobs(
+        ...     torch.tensor([[1.0, 0.0]]), token_ids=torch.tensor([0]), **head.arguments()
+        ... ).exp()
+        tensor([0.8808])
     """
 
     weight: Tensor
@@ -37,10 +46,10 @@ class LmHead(NamedTuple):
 def lm_head(model: nn.Module) -> LmHead:
     """Return the LM head of a causal language model, with the model's scale and softcap.
 
-    Both are read from the model and its configuration. The first call for a model compares a few
-    rows with its own logits, and so does a call after they have changed; if the model is sharded,
-    `inside_forward` does. A model on the meta device is not compared. Rows that only pad the head
-    (`unpadded_vocab_size`) are left out.
+    Scale and softcap are read from the model and its configuration. The first call for a model, and
+    a call after they have changed, compares a few rows with the model's own logits; if the model is
+    sharded, `inside_forward` makes the comparison. A model on the meta device is not compared. Rows
+    that only pad the head (`unpadded_vocab_size`) are left out.
 
     LoRA on the head (PEFT) and a trainable copy of it (`modules_to_save`) are supported. The head
     is only read, never called, so its hooks do not fire.
@@ -48,10 +57,12 @@ def lm_head(model: nn.Module) -> LmHead:
     Args:
         model: a `transformers` causal language model, or a wrapper around one (PEFT, DDP, ...).
 
+    Returns:
+        The head, whose tensors are the model's.
+
     Raises:
-        ValueError: the head is not an `nn.Linear`, or its adapter not plain LoRA, or the model's
-            logits differ from what they would be from this head, or the call is compiled and none
-            was made before.
+        ValueError: the head is not an `nn.Linear`, its adapter is not plain LoRA, the model's
+            logits differ from those of this head, or the first call for a model is compiled.
 
     Examples:
         >>> import transformers

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Whose hooks are part of a forward; weight normalization is in torch.nn.utils.
+#: Packages whose hooks are part of a forward; weight normalization is in torch.nn.utils.
 _RUNTIMES = ("torch.distributed.", "torch.nn.utils.", "accelerate.", "deepspeed.", "trl.")
 
 
 def has_own_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of the user: not of torch.distributed, DeepSpeed, ..."""
+    """Return whether a module has hooks of the user's, not of torch.distributed, DeepSpeed, ..."""
     return any(_is_the_users(hook) for hooks in _hooks(module) for hook in hooks.values())
 
 

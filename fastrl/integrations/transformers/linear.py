@@ -15,7 +15,7 @@ class HeadLayers(NamedTuple):
     """The layers of an LM head.
 
     Attributes:
-        wrappers: the head as the model calls it, and what is between it and the linear layer.
+        wrappers: the head as the model calls it, and the modules between it and the linear layer.
         linear: the linear layer.
         lora: the layers A and B and the scale of an adapter, or None.
     """
@@ -40,7 +40,7 @@ def head_layers(head: Any) -> HeadLayers:
     """Return the layers of an LM head.
 
     Raises:
-        ValueError: the head is no linear layer, or has an adapter that is not plain LoRA.
+        ValueError: the head is not a linear layer, or has an adapter that is not plain LoRA.
     """
     wrappers = []
     while True:
@@ -68,14 +68,14 @@ def _linear(layer: Any) -> nn.Linear:
     # FSDP2 gives the layer a class of its own, whose forward is still nn.Linear's
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ValueError(
-            f"the LM head must be an nn.Linear, got {type(layer).__name__}: fastrl would have to "
-            f"know how it computes logits; {LOGITS}"
+            f"the LM head must be an nn.Linear, got {type(layer).__name__}: fastrl does not know "
+            f"how it computes logits; {LOGITS}"
         )
     weight = layer.weight
     if is_traceable_wrapper_subclass(weight) and not hasattr(weight, "full_tensor"):
         raise ValueError(
             f"the weight of the LM head must be a plain tensor, got {type(weight).__name__} "
-            f"(quantised): fastrl would have to multiply in its format; {LOGITS}"
+            f"(quantized): fastrl cannot multiply in its format; {LOGITS}"
         )
     return layer
 

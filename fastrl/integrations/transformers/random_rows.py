@@ -1,4 +1,4 @@
-"""A model's logits of random last hidden states, and what its linear layer makes of them."""
+"""A model's logits of random last hidden states, and those of its linear layer alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastrl.integrations.transformers.wrappers import (
     uncompiled,
 )
 
-#: Rows that are compared, and the largest of their logits, which a softcap of 30 halves.
+#: The number of compared rows, and the largest of their logits, which a softcap of 30 halves.
 _ROWS, _LARGEST = 4, 50.0
 
 
@@ -32,13 +32,16 @@ class RandomRows:
     """
 
     def __init__(self, causal: nn.Module, *, is_whole: bool, scales: set[float]) -> None:
-        """`is_whole` tells whether one rank alone can call the model.
+        """Draw the rows.
 
-        `scales` are factors that the model may put on the hidden states before its head.
+        Args:
+            causal: the causal language model.
+            is_whole: whether one rank alone can call the model.
+            scales: factors by which the model may multiply the hidden states before its head.
         """
         self.rounding = 0.0
         self._scales = scales
-        self._scale = 1.0  # the one that it does
+        self._scale = 1.0  # the factor that it uses
         self._factor = 1.0
         self._causal = causal
         # OPT calls the decoder of its base model, not the base model
@@ -114,7 +117,7 @@ class RandomRows:
         return forward
 
     def _outputs(self) -> Any:
-        """Return what a backbone returns: all that a model may ask for, None except the states."""
+        """Return the outputs of a backbone: every field a model may read, None but the states."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         class Outputs(BaseModelOutputWithPast):
@@ -145,7 +148,7 @@ class RandomRows:
         return logits
 
     def _token_ids(self) -> Tensor:
-        """Return tokens that stand for themselves, not for an image."""
+        """Return ids of ordinary tokens, not of image placeholders."""
         config = self._causal.config
         text = config.get_text_config()  # type: ignore[union-attr, operator]
         special = {
@@ -171,14 +174,14 @@ def _is_multiple(given: Tensor, scale: float, states: Tensor) -> bool:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """Return all of a parameter, of which tensor parallelism has given each rank a part."""
+    """Return a whole parameter that tensor parallelism has split over ranks."""
     gather = getattr(parameter, "full_tensor", None)
     return parameter if gather is None else gather()
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let all modules be in evaluation mode."""
+    """Put all modules into evaluation mode."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:

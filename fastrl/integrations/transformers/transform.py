@@ -1,4 +1,4 @@
-"""What a causal language model does to the output of its LM head: a scale and a softcap.
+"""The scale and the softcap of a causal language model, between its LM head and its logits.
 
 Both are read from the model and its configuration, where families use different names. A few rows
 are then compared with the model's own logits, once for each model.
@@ -38,7 +38,7 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 
 
 class Transform(NamedTuple):
-    """What is done to logits: softcap(logit_scale * logits).
+    """A transform of logits: softcap(logit_scale * logits).
 
     Attributes:
         logit_scale: a factor.
@@ -49,14 +49,14 @@ class Transform(NamedTuple):
     logit_softcap: float | None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return what the model's logits would be."""
+        """Return the model's logits for the output of its linear layer."""
         scaled = logits * self.logit_scale
         cap = self.logit_softcap
         return scaled if cap is None else cap * (scaled / cap).tanh()
 
 
 class _Compared(NamedTuple):
-    """A transform that gives a model's logits, and what there was to choose from."""
+    """A transform that gives a model's logits, and the candidates that it was chosen from."""
 
     candidates: tuple[Transform, ...]
     forward: Any  # of the linear layer, if it has one of its own
@@ -90,12 +90,11 @@ def transform_of(model: nn.Module) -> Transform:
 def prove(model: nn.Module) -> Transform:
     """Compare a few rows with the logits of a causal language model, unless that has been done.
 
-    The model is called as it is, wrappers included if it is sharded, on a few tokens. What its
-    backbone returns is replaced by random rows; the backbone itself is called only if it is
-    sharded.
+    The model is called as it is, with its wrappers if it is sharded, on a few tokens. Random rows
+    replace the output of its backbone; the backbone itself is called only if it is sharded.
 
     Raises:
-        ValueError: the logits differ for every transform that the model may mean.
+        ValueError: the logits differ for every transform that the model's attributes may mean.
     """
     causal = causal_model(model)
     candidates = _candidates(causal)
@@ -142,8 +141,8 @@ def _refuse(
     if linear.shape != logits.shape:
         raise ValueError(
             f"the logits of {name} must have the shape of its LM head's, {tuple(linear.shape)}, "
-            f"got {tuple(logits.shape)}; pass the part of the weight that is used to the linear "
-            "functions yourself"
+            f"got {tuple(logits.shape)}; pass the used part of the weight to the linear functions "
+            "yourself"
         )
     errors = [(x(linear) - logits).nan_to_num().abs().amax().item() for x in candidates]
     raise ValueError(
@@ -156,7 +155,7 @@ def _refuse(
 
 
 def _candidates(causal: nn.Module) -> tuple[Transform, ...]:
-    """Return the transforms that a model may mean, the likeliest first."""
+    """Return the transforms that a model's attributes may mean, the likeliest first."""
     scales = [
         1 / value if divides else value
         for name, divides in _SCALES
@@ -169,7 +168,7 @@ def _candidates(causal: nn.Module) -> tuple[Transform, ...]:
 
 
 def _numbers(causal: nn.Module, name: str) -> list[float]:
-    """Return a number of the model and of its configuration, which the forward may read."""
+    """Return the values of a number in the model and its configuration: either may be read."""
     config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
     values = (causal.__dict__.get(name), getattr(config, name, None))
     numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
@@ -177,9 +176,9 @@ def _numbers(causal: nn.Module, name: str) -> list[float]:
 
 
 def vocabulary_of(causal: nn.Module) -> int | None:
-    """Return how many rows of the head give logits, where the configuration says that some do not.
+    """Return how many rows of the head give logits, if the configuration says that it is padded.
 
-    Inkling's head is padded.
+    Inkling's head is.
     """
     count = getattr(causal.config.get_text_config(), "unpadded_vocab_size", None)  # type: ignore[union-attr, operator]
     return count if isinstance(count, int) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-#: The way on for a model that the linear functions cannot take.
+#: The alternative for a model that the linear functions cannot take.
 LOGITS = "`fastrl.logits_policy_loss` and `fastrl.token_logprobs` take the logits of any model"
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -22,12 +22,31 @@ def only_thread_in(causal: nn.Module) -> threading.RLock:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """Return what a causal language model computes its last hidden states with.
+    """Return the module that computes the last hidden states of a causal language model.
 
-    Of a vision-language model this is what takes the images, too.
+    In a vision-language model it is the module that also takes the images.
 
     Args:
         model: a `transformers` causal language model, or a wrapper around one.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: the model is no causal language model.
+
+    Examples:
+        >>> import transformers
+        >>> from fastrl.integrations.transformers import backbone
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=32,
+        ...     hidden_size=8,
+        ...     intermediate_size=8,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=1,
+        ... )
+        >>> type(backbone(transformers.AutoModelForCausalLM.from_config(config))).__name__
+        'LlamaModel'
     """
     causal = causal_model(model)
     base: nn.Module = causal.base_model  # type: ignore[assignment]
@@ -45,7 +64,7 @@ def causal_model(model: nn.Module) -> nn.Module:
     """Return the causal language model inside its wrappers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model is none.
     """
     *_, causal = wrappers(model)
     if not hasattr(causal, "get_output_embeddings") or not hasattr(causal, "config"):
@@ -55,7 +74,7 @@ def causal_model(model: nn.Module) -> nn.Module:
     if getattr(causal.config, "is_encoder_decoder", False):
         raise ValueError(
             f"model must be a causal language model, got the encoder and decoder "
-            f"{type(causal).__name__}: fastrl would have to be given the states of its decoder; "
+            f"{type(causal).__name__}: fastrl would need the states of its decoder; "
             f"{LOGITS}"
         )
     return causal
@@ -77,7 +96,7 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def unwrapped_once(model: nn.Module) -> nn.Module | None:
-    """Return what torch.compile, DDP, FSDP1 or DeepSpeed have wrapped, or None."""
+    """Return the module that torch.compile, DDP, FSDP1 or DeepSpeed has wrapped, or None."""
     if is_compiled(model):
         return _what_is_compiled(model)
     if is_fsdp1(model) or _names(model) & {"DistributedDataParallel", "DeepSpeedEngine"}:
@@ -88,7 +107,7 @@ def unwrapped_once(model: nn.Module) -> nn.Module | None:
 def _what_is_compiled(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` was given: DDP's wrapper, for example.
 
-    It is not always `_orig_mod`, in which accelerate's `unwrap_model` puts what is inside DDP.
+    It is not always `_orig_mod`, in which accelerate's `unwrap_model` puts the module inside DDP.
     """
     call = getattr(model, "_torchdynamo_orig_callable", None)  # its forward
     owner = getattr(call, "__self__", None)
@@ -96,7 +115,7 @@ def _what_is_compiled(model: nn.Module) -> nn.Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a module is what `torch.compile` returns for a module."""
+    """Return whether a module is the result of `torch.compile`."""
     return "OptimizedModule" in _names(model)
 
 
@@ -114,7 +133,7 @@ def _names(model: nn.Module) -> set[str]:
 def calling_inner_models(model: nn.Module) -> Iterator[None]:
     """Let wrappers that keep the forward of an inner model look it up when they are called.
 
-    PEFT's `disable_adapter()` lets a wrapper with prompt learning have the forward of its model.
+    PEFT's `disable_adapter()` gives a wrapper with prompt learning the forward of its model.
     """
     chain = list(wrappers(model))
     with contextlib.ExitStack() as stack:
@@ -132,7 +151,7 @@ def _forward_when_called(module: nn.Module) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Let a model run without the `torch.compile` around it or what it wraps; hooks fire."""
+    """Let a model run without the `torch.compile` around it or inside it; hooks fire."""
     with contextlib.ExitStack() as stack:
         for wrapper in wrappers(model):
             if is_compiled(wrapper):
@@ -142,7 +161,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module have another forward in this thread; its hooks fire as usual."""
+    """Give a module another forward in this thread; its hooks fire as usual."""
     previous, own = module.__dict__.get("forward"), module.forward
     thread = threading.get_ident()
 

@@ -1,10 +1,10 @@
 """`use_fastrl(trainer)` for the trainers of TRL.
 
-trainer = GRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)
-use_fastrl(trainer)
-trainer.train()
+    trainer = GRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)
+    use_fastrl(trainer)
+    trainer.train()
 
-Methods of the instance are replaced, by the adapter that `trainers.py` names for its class.
+The adapter that `trainers.py` names for the class replaces methods of the instance.
 """
 
 from __future__ import annotations
@@ -32,30 +32,36 @@ def use_fastrl(
 ) -> Handle:
     """Let a TRL trainer compute log-probabilities, and its loss if possible, with fastrl.
 
-    `docs/support.md` has the trainers and their options. In the fused loss of `GRPOTrainer` and
-    `RLOOTrainer`, log-ratios saturate at 80 (the two of the bias-corrected KL at 40), where TRL's
-    overflow: a run that has diverged continues with finite gradients, where TRL's become NaN. The
+    `docs/support.md` lists the trainers and their options. In the fused loss of `GRPOTrainer` and
+    `RLOOTrainer`, log-ratios saturate at 80 (both log-ratios of the bias-corrected KL at 40), where
+    TRL's overflow: a run that has diverged continues with finite gradients instead of NaN. The
     metric `fastrl/saturated_ratio_fraction` is the share of such tokens; the first batch that has
     any gives a RuntimeWarning.
 
-    Hooks on the LM head do not fire, as in TRL: the head is given no logits to return. If there are
+    Hooks on the LM head do not fire, as in TRL, because the head computes no logits. If there are
     any, a UserWarning says so.
 
     Args:
-        trainer: an instance of one of the trainers, before `train()`.
+        trainer: an instance of a supported trainer, before `train()`.
         fused: None computes loss and gradient in one pass where `docs/support.md` says so; True
             requires it; False replaces only log-probabilities and entropies.
         replay_kept_tokens: compute old, reference and new log-probabilities over the tokens that
-            `top_p`, `top_k` or `min_p` kept when each token was sampled by `transformers`. They
-            are then the sampler's, and not TRL's, which are of the whole vocabulary.
-        backend: `auto`, or the backend that works on the chunks.
+            `top_p`, `top_k` or `min_p` kept when `transformers` sampled each token. They are then
+            those of the sampler; TRL's are over the whole vocabulary.
+        backend: `auto`, or the backend for the chunks.
 
     Returns:
-        A handle with `undo()`, which is also a context manager. `fused` says whether the loss is
-        fused, `reason` why it is not.
+        A `Handle` with `undo()`, which is also a context manager. `fused` says whether the loss is
+        fused, and `reason` why not.
 
     Raises:
-        TypeError: `trainer` is none of those; the message names the function that fits it.
+        TypeError: `trainer` is of another class; the message names the function that fits it.
         ValueError: something about the trainer is not supported; the trainer is unchanged.
+
+    Examples:
+        >>> from fastrl.integrations.trl import use_fastrl
+        >>> handle = use_fastrl(trainer)  # doctest: +SKIP
+        >>> handle.fused, handle.reason  # doctest: +SKIP
+        (True, None)
     """
     return handle_of(trainer, Choices(fused, replay_kept_tokens, backend))

@@ -1,4 +1,4 @@
-"""What the adapters of TRL's trainers share: a handle with an undo, and checks of their models."""
+"""Shared by the adapters of TRL's trainers: a handle with an undo, and checks of their models."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ class Handle(Undoable):
     Attributes:
         fused: whether fastrl computes loss and gradient in one pass.
         reason: why it does not, or None.
-        undone: whether `undo` has been called. What replaces a method must call the previous one
-            then, as it may have been wrapped, and is not found by `undo`.
+        undone: whether `undo` has been called. A replaced method that was wrapped since then is not
+            found by `undo`, so it checks this and calls the previous method.
+
+    Examples:
+        >>> from fastrl.integrations.trl import use_fastrl
+        >>> with use_fastrl(trainer) as handle:  # doctest: +SKIP
+        ...     trainer.train()
     """
 
     def __init__(self, reason: str | None = None) -> None:
@@ -75,7 +80,7 @@ class Handle(Undoable):
 
 
 class LossHandle(Handle):
-    """A trainer whose `compute_loss` is replaced, except where the model's outputs are wanted."""
+    """A trainer whose `compute_loss` is replaced, except in calls that ask for the outputs."""
 
     def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
         """Replace the method of the instance."""
@@ -118,10 +123,10 @@ def check_models(
     """Refuse models whose head fastrl cannot read, and a backend that cannot run.
 
     Args:
-        trainer: whose models these are.
-        backend: asked of the user.
+        trainer: the trainer that has the models.
+        backend: the backend that the user asked for.
         names: attributes of the trainer; those that are missing or None are left out.
-        rules: that refuse trainers of this kind.
+        rules: the rules that refuse trainers of this kind.
 
     Raises:
         ValueError: a rule refuses the trainer or one of its models.
@@ -137,7 +142,7 @@ def check_models(
 
 
 def warn_of_hooks(models: Iterable[Any]) -> bool:
-    """Warn if the LM head of a model, None left out, has hooks, and return whether one has."""
+    """Warn if the LM head of a model has hooks, and return whether one has; skip None."""
     heads = [causal_model(m).get_output_embeddings() for m in models if m is not None]  # type: ignore[operator]
     found = [type(head).__name__ for head in heads if has_own_hooks(head)]
     if found:
@@ -151,7 +156,7 @@ def warn_of_hooks(models: Iterable[Any]) -> bool:
 
 
 def refuse_unfused(choices: Choices, base: type) -> None:
-    """Refuse `fused=False` for a trainer of which only the whole loss can be replaced."""
+    """Refuse `fused=False` for a trainer whose loss can only be replaced as a whole."""
     if choices.fused is False:
         raise ValueError(
             f"fused must be None or True for a {base.__name__}: its loss is a divergence, without "

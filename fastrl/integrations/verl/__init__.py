@@ -1,9 +1,9 @@
 """verl on fastrl: its token functions, advantages, losses and registered policy losses.
 
-with fastrl.integrations.verl.use_fastrl():
-    ...  # or keep the handle and call undo()
+    with fastrl.integrations.verl.use_fastrl():
+        ...  # or keep the handle and call undo()
 
-verl's workers are separate processes; for these use `fastrl.integrations.verl.plugin`.
+verl's workers are separate processes; `fastrl.integrations.verl.plugin` reaches them.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ def use_fastrl() -> Replaced:
 
     With the names, arguments and metrics of verl 0.9, this replaces `logprobs_from_logits`,
     `entropy_from_logits` (and its chunked form), `calculate_sum_pi_squared_from_logits`,
-    `agg_loss`, `compute_value_loss`, `kl_penalty`, all registered advantage estimators but the
-    optimal token baselines, and all registered policy losses but bypass_mode, which calls two of
-    them. Everything else remains verl's. Call it before verl builds its engines, which compile the
-    entropy function that they find.
+    `agg_loss`, `compute_value_loss`, `kl_penalty`, all registered advantage estimators except the
+    optimal token baselines, and all registered policy losses except bypass_mode, which calls two of
+    them. Everything else remains verl's. Make the call before verl builds its engines, which
+    compile the entropy function that they find.
 
     The functions behind `use_fused_kernels=True` (`FusedLinearForPPO`, `linear_cross_entropy`) and
     those of a vocabulary that Megatron's ranks share (`vocab_parallel_*`) are in modules that
-    import Liger, Triton or Megatron, `compute_forward_kl_topk` in one that only distillation needs.
-    They are replaced when verl imports these modules.
+    import Liger, Triton or Megatron, and `compute_forward_kl_topk` is in one that only distillation
+    needs. They are replaced when verl imports these modules.
 
-    Results equal verl's except that masked tokens give 0; log-probabilities and entropies are fp32
-    even from 16-bit logits; a group of equal rewards gives exactly 0; an empty mask, or a single
-    token to whiten, gives 0 where verl gives NaN or an error; token ids of -100 give 0 and others
-    outside the vocabulary an error; log-ratios that verl does not clamp saturate at 80. Mask values
-    other than 0 and 1 are factors, as in verl.
+    Results equal verl's with these exceptions. Masked tokens give 0. Log-probabilities and
+    entropies are fp32 even from 16-bit logits. A group of equal rewards gives exactly 0. An empty
+    mask, or a single token to whiten, gives 0, where verl gives NaN or an error. A token id of -100
+    gives 0, and any other id outside the vocabulary an error. Log-ratios that verl does not clamp
+    saturate at 80. Mask values other than 0 and 1 are factors, as in verl.
 
     Returns:
         A handle with `undo()` and `names`, which is also a context manager.
@@ -90,6 +90,10 @@ def use_fastrl() -> Replaced:
             verl 0.9, or was already replaced; nothing is changed. In a module that verl imports
             later, the import raises it.
         RuntimeError: verl runs on fastrl already, through another call or through the plug-in.
+
+    Examples:
+        >>> from fastrl.integrations.verl import use_fastrl
+        >>> handle = use_fastrl()  # doctest: +SKIP
     """
     try:
         return Replaced(
@@ -110,7 +114,7 @@ _PLUGIN = "fastrl.integrations.verl.plugin"
 
 _TOKENS = "verl.utils.torch_functional"
 _CORE = "verl.trainer.ppo.core_algos"
-#: estimators that not every verl 0.9 has
+#: Estimators that not every verl 0.9 has.
 _ESTIMATORS = (
     group_normalized.compute_grpo_vectorized_outcome_advantage,
     group_normalized.compute_grpo_passk_outcome_advantage,

@@ -46,7 +46,7 @@ def aggregation(
     """Return one of verl's modes as options of `token_weights`.
 
     verl divides by the count of the whole batch and multiplies by `dp_size`, because data
-    parallelism averages gradients over ranks: a `normalizer` of count / dp_size.
+    parallelism averages gradients over ranks. That is a `normalizer` of count / dp_size.
     """
     if mode not in _MODES:
         raise ValueError(f"loss_agg_mode must be one of {', '.join(_MODES)}; got {mode!r}")
@@ -83,9 +83,22 @@ def agg_loss(
     global_batch_size: int | None = None,
     loss_scale_factor: int | None = None,
 ) -> Tensor:
-    """Return sum_t w_t loss_t with the weights of `token_weights`; the modes have the same names.
+    """Return sum_t w_t loss_t with the weights of `token_weights`.
 
-    Mask values other than 0 and 1 weight the tokens, and their sum is the count.
+    Args:
+        loss_mat: the loss of each token, `[B, T]`.
+        loss_mask: 0/1, `[B, T]`; other values weight the tokens, and their sum is the count.
+        loss_agg_mode: an aggregation of `token_weights`.
+        dp_size: ranks over which data parallelism averages the gradients.
+        batch_num_tokens: tokens of the global batch; None counts those of this batch.
+        global_batch_size: sequences of the global batch; None counts those of this batch.
+        loss_scale_factor: the length in `seq-mean-token-sum-norm`, in tokens; None is T.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        ValueError: the mode is unknown, or `dp_size` is above 1 without a global count.
 
     Examples:
         >>> import torch

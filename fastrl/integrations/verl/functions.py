@@ -26,11 +26,21 @@ _KL_ESTIMATORS = {
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """Return log softmax(logits)[label], `[...]` from logits `[..., V]`, by `token_logprobs`.
+    """Return the log-probabilities of labels, log softmax(logits)[label], by `token_logprobs`.
 
-    `inplace_backward` lets the backward write the gradient over the logits where verl does: if verl
-    has found flash-attn, and VERL_DISABLE_FLASH_ATTN_CE is not 1. It is ignored otherwise, and if
-    that would overwrite a leaf.
+    Args:
+        logits: `[..., V]`.
+        labels: token ids, `[...]`.
+        inplace_backward: let the backward write the gradient over the logits wherever verl's does,
+            that is if verl has found flash-attn and VERL_DISABLE_FLASH_ATTN_CE is not 1. It is
+            ignored otherwise, and if it would overwrite a leaf.
+
+    Returns:
+        Log-probabilities in nats, fp32 `[...]`.
+
+    Raises:
+        TypeError: the logits are a nested tensor or a DTensor, or an argument has the wrong type.
+        ValueError: a label is outside the vocabulary.
 
     Examples:
         >>> import torch
@@ -54,9 +64,16 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Return -sum p log p, `[...]` from logits `[..., V]`, by `token_stats`.
+    """Return the entropies -sum p log p, by `token_stats`.
 
-    Logits of -inf contribute 0.
+    Args:
+        logits: `[..., V]`; those of -inf contribute 0.
+
+    Returns:
+        Entropies in nats, fp32 `[...]`.
+
+    Raises:
+        TypeError: the logits are a nested tensor or a DTensor.
 
     Examples:
         >>> import torch
@@ -101,7 +118,28 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the clipped value loss and the share of tokens where the clip acts, by `value_loss`.
 
-    max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2, aggregated as in `agg_loss`.
+        max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2
+
+    aggregated as in `agg_loss`.
+
+    Args:
+        vpreds: V, `[B, T]`.
+        returns: R, `[B, T]`.
+        values: V_old, `[B, T]`.
+        response_mask: 0/1, `[B, T]`; other values are factors.
+        cliprange_value: bound on |V - V_old|.
+        loss_agg_mode: as in `agg_loss`.
+        dp_size: as in `agg_loss`.
+        batch_num_tokens: as in `agg_loss`.
+        global_batch_size: as in `agg_loss`.
+        loss_scale_factor: as in `agg_loss`.
+
+    Returns:
+        Two scalars: the loss, and the share.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value.
 
     Examples:
         >>> import torch
@@ -129,13 +167,22 @@ def compute_value_loss(
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Return a KL estimate per token, or with `full` the KL itself.
 
-    `kl` / `k1`, `abs`, `mse` / `k2`, `low_var_kl` / `k3` (clamped to +-10). A `+` keeps the value
-    and takes the gradient of k2, which is the gradient of the KL in expectation.
+    Args:
+        logprob: log-probabilities of the sampled tokens under the policy in nats, any shape. With
+            `full`, log-probabilities or logits of the whole vocabulary, `[B, T, V]`.
+        ref_logprob: under the reference, the shape of `logprob`.
+        kl_penalty: `kl` or `k1`, `abs`, `mse` or `k2`, `low_var_kl` or `k3` (clamped to +-10), as
+            in `kl_divergence`. A `+` keeps the value and takes the gradient of k2, whose
+            expectation is the gradient of the KL. `full` is KL(policy, reference) by
+            `token_divergence`, with an exact gradient for the policy alone; so is `full+`. verl
+            raises for `full`: its batches have log-probabilities of the sampled tokens only.
 
-    `full` is KL(policy, reference) by `token_divergence`, fp32 `[B, T]`, with a gradient for the
-    policy alone. Both arguments are then log-probabilities or logits of the whole vocabulary,
-    `[B, T, V]`; verl, whose batches have them of the sampled tokens, raises for any. `full+` is the
-    same: that gradient is exact.
+    Returns:
+        The estimates in nats, the shape of `logprob`; with `full`, fp32 `[B, T]`.
+
+    Raises:
+        NotImplementedError: `kl_penalty` is unknown, or the arguments of `full` are not
+            `[B, T, V]`.
 
     Examples:
         >>> import torch

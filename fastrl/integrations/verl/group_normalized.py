@@ -35,10 +35,25 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> Estimate:
-    """Return (r - mean) / (std + epsilon) of each response times its mask, twice, `[B, T]`.
+    """Return GRPO's advantage of each response, times its mask (arXiv 2402.03300).
 
-    r is the sum of a response's rewards, `index` its group (any hashable); a group of one has
-    mean 0 and std 1. `norm_adv_by_std_in_grpo=False` omits the division (Dr. GRPO).
+        (r - mean) / (std + epsilon)
+
+    over the group of the response, whose rewards sum to r. A group of one has mean 0 and std 1.
+
+    Args:
+        token_level_rewards: `[B, T]`.
+        response_mask: 0/1, `[B, T]`; other values are factors.
+        index: the group of each response, B names of any hashable type.
+        epsilon: added to the standard deviation.
+        norm_adv_by_std_in_grpo: whether to divide; False is Dr. GRPO (arXiv 2503.20783).
+        config: ignored, as in verl.
+
+    Returns:
+        The same tensor twice, as advantages and returns, fp32 `[B, T]`, 0 at masked tokens.
+
+    Raises:
+        ValueError: `index` has another length than the mask.
 
     Examples:
         >>> import torch
@@ -81,9 +96,9 @@ def compute_gdpo_outcome_advantage(
 ) -> Estimate:
     """Return GDPO's whitened sum_k w_k (r_k - mean_k) / (std_k + epsilon) (arXiv 2601.05242).
 
-    r_k are the rewards `non_tensor_batch[key]` of the keys in `config.gdpo_reward_keys`, w_k is
-    from `config.gdpo_reward_weights` (1 without). Without `config`, `non_tensor_batch` or `batch`,
-    there is one reward, the sum of the token rewards.
+    The rewards r_k are `non_tensor_batch[key]` for the keys in `config.gdpo_reward_keys`, and the
+    weights w_k are `config.gdpo_reward_weights`, by default 1. Without `config`, `non_tensor_batch`
+    or `batch`, there is one reward, the sum of the token rewards.
 
     Examples:
         >>> import torch

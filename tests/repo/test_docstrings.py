@@ -1,0 +1,169 @@
+"""The docstrings of public names: complete, in agreement with the code, and parsed as written.
+
+griffe reads them, as it does for the API reference. Public are the names in `fastrl.__all__`, and
+those of the drop-ins and training loops that documents name.
+"""
+
+import doctest
+import logging
+import re
+from pathlib import Path
+
+import griffe
+import pytest
+
+import fastrl
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IMPORT = re.compile(r"from (fastrl\.(?:train|integrations)[\w.]*) import (\([^)]*\)|[^\n(]*)")
+DOTTED = re.compile(r"\bfastrl\.(?:train|integrations)(?:\.\w+)+")
+
+AS_IN = re.compile(r"^as in `(\w+)`(.*)", re.DOTALL)
+SHAPE = re.compile(r"`\[|shape|scalar|0-d|one element|as in `")
+SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|https?://|\b(19|20)\d\d\b|\b(TRL|verl)\b")
+
+PACKAGE = griffe.load("fastrl", search_paths=[ROOT], docstring_parser="google")
+
+
+def named_in_documents():
+    for text in (path.read_text() for path in DOCUMENTS):
+        yield from DOTTED.findall(text)
+        for module, names in IMPORT.findall(text):
+            alone = re.sub(r"#.*| as \w+", "", names)
+            yield from (f"{module}.{name}" for name in re.findall(r"\w+", alone))
+
+
+def definition(name):
+    """The object that a name means, through the modules that import it; None if there is none."""
+    try:
+        found = PACKAGE[name.removeprefix("fastrl.")]
+    except KeyError:
+        return None
+    return found.final_target if found.is_alias else found
+
+
+def public_names():
+    """Functions and classes by path, and the public methods of classes in `fastrl.__all__`."""
+    found = {}
+    for name in {*(f"fastrl.{one}" for one in fastrl.__all__), *named_in_documents()}:
+        item = definition(name)
+        if item and (item.is_function or item.is_class):
+            found[item.path] = item
+        if item and item.is_class and name.removeprefix("fastrl.") in fastrl.__all__:
+            methods = (one for one in item.members.values() if one.is_function)
+            found |= {one.path: one for one in methods if not one.name.startswith("_")}
+    return dict(sorted(found.items()))
+
+
+PUBLIC = public_names()
+FUNCTIONS = {path: item for path, item in PUBLIC.items() if item.is_function}
+RESULTS = {str(item.returns).split(".")[-1] for item in FUNCTIONS.values()}
+
+
+def each(items):
+    return pytest.mark.parametrize("item", items.values(), ids=items.keys())
+
+
+def sections(item, kind):
+    parsed = item.docstring.parsed if item.docstring else []
+    return [section.value for section in parsed if section.kind.value == kind]
+
+
+def described(item):
+    """Parameters or fields and their descriptions, as the docstring lists them."""
+    listed = sections(item, "parameters") + sections(item, "attributes")
+    return {one.name.strip("*"): one.description for section in listed for one in section}
+
+
+def declared(item):
+    """Parameters or fields and their annotations, as the code lists them."""
+    if item.is_class and ("__init__" not in item.members or sections(item, "attributes")):
+        fields = (one for one in item.attributes.values() if not one.name.startswith("_"))
+        return {one.name: str(one.annotation) for one in fields if "property" not in one.labels}
+    function = item if item.is_function else item.members["__init__"]
+    return {
+        one.name: str(one.annotation)
+        for one in function.parameters
+        if one.name not in ("self", "cls")
+    }
+
+
+def test_documents_name_what_exists():
+    assert sorted(name for name in named_in_documents() if definition(name) is None) == []
+
+
+@each(PUBLIC)
+def test_arguments_and_fields_are_those_of_the_code(item):
+    if item.is_class and all(one.docstring for one in item.attributes.values()):
+        return  # settings, with a docstring below each
+    assert list(described(item)) == list(declared(item))
+
+
+@each(PUBLIC)
+def test_every_tensor_has_a_shape(item):
+    text = " ".join(sections(item, "text")) if item.is_class else ""
+    annotations = declared(item)
+    without = [
+        name
+        for name, description in described(item).items()
+        if "Tensor" in annotations[name] and not SHAPE.search(f"{text} {description}")
+    ]
+    assert without == []
+
+
+@each(PUBLIC)
+def test_an_argument_as_in_another_function_is_described_there(item):
+    functions = {path.split(".")[-1]: one for path, one in FUNCTIONS.items()}
+    for name, description in described(item).items():
+        if reference := AS_IN.match(description):
+            there = described(functions[reference[1]])
+            assert name in there, f"{reference[1]} describes no {name}"
+            further = AS_IN.match(there[name])
+            assert not further or further[2], f"{name} of {reference[1]} only refers further"
+
+
+@each(FUNCTIONS)
+def test_results_and_errors_are_described(item):
+    if str(item.returns) != "None":
+        assert sections(item, "returns")
+    if any("Tensor" in annotation for annotation in declared(item).values()):
+        assert sections(item, "raises") or item.parent.is_class
+
+
+@each(PUBLIC)
+def test_there_is_an_example(item):
+    assert doctest.DocTestParser().get_examples(item.docstring.value)
+
+
+@each(PUBLIC)
+def test_log_probabilities_are_in_nats(item):
+    text = item.docstring.value
+    direct = {name: one for name, one in described(item).items() if not AS_IN.match(one)}
+    if any(re.search(r"log_?prob|entropy|diverg", name) for name in direct):
+        assert "nats" in text
+
+
+@each(PUBLIC)
+def test_mathematics_has_a_source(item):
+    of_math = item.path.startswith(("fastrl.ops.", "fastrl.objective."))
+    if of_math and item.name not in {*RESULTS, "reduce_metrics"} and not item.parent.is_class:
+        assert SOURCE.search(item.docstring.value)
+
+
+def test_every_docstring_is_parsed_as_written(caplog):
+    """No section with a wrong name, indentation or argument; no heading that is none."""
+    caplog.set_level(logging.WARNING, logger="griffe")
+    headings = []
+
+    def visit(item):
+        parsed = item.docstring.parsed if item.docstring else []
+        admonitions = (section for section in parsed if section.kind.value == "admonition")
+        headings.extend(f"{item.path}: {section.title}" for section in admonitions)
+        for member in item.members.values():
+            if not member.is_alias:
+                visit(member)
+
+    visit(PACKAGE)
+    assert headings == []
+    assert [one.getMessage() for one in caplog.records if "No type" not in one.getMessage()] == []
