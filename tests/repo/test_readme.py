@@ -1,4 +1,4 @@
-"""Code and commands in the documents run; the README names every public function."""
+"""Code and commands in the documents run; what a stranger sees first."""
 
 import ast
 import importlib.util
@@ -29,7 +29,7 @@ BLOCKS = [
 #: Its scripts are for torchrun, and have a test file.
 MANY_DEVICES = "docs/many-devices.md"
 #: test_documents.py runs these scripts on small models.
-SCRIPTS = "docs/examples/"
+SCRIPTS = {f"docs/examples/{name}.md" for name in ("grpo", "trl", "verl", "distillation")}
 #: Code within sentences.
 INLINE = [
     (path, "inline", " ".join(code.split()))
@@ -37,7 +37,7 @@ INLINE = [
     for code in re.findall(r"`([^`]+)`", FENCE.sub("", (ROOT / path).read_text()))
 ]
 PYTHON = [block for block in BLOCKS if block[1] == "python" and block[0] != MANY_DEVICES]
-PYTHON = [block for block in PYTHON if not block[0].startswith(SCRIPTS)]
+PYTHON = [block for block in PYTHON if block[0] not in SCRIPTS]
 COMMANDS = [block for block in BLOCKS if block[1] == "bash"]
 COMMANDS += [block for block in INLINE if re.match("(fastrl|make|python|torchrun) ", block[2])]
 
@@ -108,6 +108,17 @@ def test_options_of_training_commands_are_valid(block, tmp_path, monkeypatch):
             parse(kinds[command[1]], shlex.split(command[2], comments=True))
 
 
+def test_options_of_benchmark_commands_are_valid():
+    from fastrl.bench.command_line import SUBCOMMANDS, _parser
+
+    lines = [line for *_, code in COMMANDS for line in code.replace("\\\n", " ").splitlines()]
+    calls = [shlex.split(line, comments=True)[2:] for line in lines if line[:13] == "fastrl bench "]
+    assert len(calls) > 5
+    for words in calls:
+        if words[0] not in (*SUBCOMMANDS, "--help", "..."):
+            _parser().parse_args(words)
+
+
 def test_the_training_page_names_what_exists():
     """Options of the loops, functions that are called."""
     needed("transformers")
@@ -149,10 +160,21 @@ def test_the_diff_in_the_readme():
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
 
 
-def test_every_public_function_is_named():
+def test_every_public_function_is_in_the_table_of_functions():
+    table = (ROOT / "docs" / "which-function.md").read_text()
     functions = [name for name in fastrl.__all__ if inspect.isroutine(getattr(fastrl, name))]
-    assert [name for name in functions if f"`{name}`" not in README] == []
+    assert [name for name in functions if f"`{name}`" not in table] == []
+
+
+def test_a_picture_follows_the_first_sentence():
+    title, sentence, picture = README.split("\n\n")[:3]
+    assert title == "# fastrl"
+    assert sentence.count(". ") == 0
+    assert sentence.endswith(".")
+    assert picture.startswith("<picture>")
+    for theme in ("dark", "light"):
+        assert f'"docs/pictures/memory-{theme}.svg"' in picture
 
 
 def test_fits_on_a_few_screens():
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 150
