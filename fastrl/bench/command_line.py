@@ -108,16 +108,21 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    several = {"nargs": "+", "metavar": "NAME"}
     what = parser.add_argument_group("what is measured")
     what.add_argument("--quick", action="store_true", help="a selection for two minutes, two cores")
     what.add_argument(
         "--smoke", action="store_true", help="tiny shapes, to see whether it all runs"
     )
-    what.add_argument("--op", choices=OPS, help="operators; --list has them", **several)
-    what.add_argument("--model", choices=MODELS, help="shapes of these models", **several)
+    what.add_argument(
+        "--op", choices=OPS, help="operators; --list has them", nargs="+", metavar="NAME"
+    )
+    what.add_argument(
+        "--model", choices=MODELS, help="shapes of these models", nargs="+", metavar="NAME"
+    )
     what.add_argument("--rows", type=_positive, nargs="+", metavar="N", help="tokens in all")
-    what.add_argument("--dtype", choices=DTYPES, help="of logits or hidden states", **several)
+    what.add_argument(
+        "--dtype", choices=DTYPES, help="of logits or hidden states", nargs="+", metavar="NAME"
+    )
     what.add_argument(
         "--variant", nargs="+", metavar="TEXT", help="such as 'frozen head'; '' is none"
     )
@@ -126,8 +131,10 @@ def _parser() -> argparse.ArgumentParser:
         help="forward, backward, both; default: forward both",
     )  # fmt: skip
     who = parser.add_argument_group("who takes part")
-    who.add_argument("--backend", choices=BACKENDS, help="fastrl's; default: all", **several)
-    who.add_argument("--peer", help="default: all; 'none' is none", **several)
+    who.add_argument(
+        "--backend", choices=BACKENDS, help="fastrl's; default: all", nargs="+", metavar="NAME"
+    )
+    who.add_argument("--peer", help="default: all; 'none' is none", nargs="+", metavar="NAME")
     who.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=_positive, help="timed turns of a provider")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import fastrl
-from fastrl.bench.peers import DISTRIBUTIONS
+from fastrl.bench.peers import PEERS
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -28,7 +28,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": torch.__version__,
     }
-    versions = {name: version(name) for name in ("triton", *DISTRIBUTIONS)}
+    versions = {name: version(name) for name in ("triton", *(peer[1] for peer in PEERS.values()))}
     return found | {name: one for name, one in versions.items() if one}
 
 

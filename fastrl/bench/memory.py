@@ -19,7 +19,7 @@ class Peak:
     On a GPU it is the peak of torch's allocator, on Linux the high-water mark of the process's
     resident memory, which the kernel resets. Elsewhere ``bytes`` stays None.
 
-    Example:
+    Examples:
         >>> with Peak(torch.device("cpu")) as peak:
         ...     total = torch.ones(2**24).sum()
         >>> peak.bytes is None or peak.bytes > 2**25
@@ -29,10 +29,11 @@ class Peak:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes: int | None = None
+        self.before: int | None = None  #: bytes in use at the start
 
     def __enter__(self) -> Peak:
         gc.collect()
-        self._before = _reset_cuda() if self.device.type == "cuda" else _reset_resident()
+        self.before = _reset_cuda() if self.device.type == "cuda" else _reset_resident()
         return self
 
     def __exit__(
@@ -41,13 +42,13 @@ class Peak:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None or self._before is None:
+        if kind is not None or self.before is None:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            self.bytes = torch.cuda.max_memory_allocated() - self._before
+            self.bytes = torch.cuda.max_memory_allocated() - self.before
         else:
-            self.bytes = max(0, _status("VmHWM") - self._before)
+            self.bytes = max(0, _status("VmHWM") - self.before)
 
 
 def _reset_cuda() -> int:

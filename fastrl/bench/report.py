@@ -30,7 +30,7 @@ def results(entries: list[Entry], names: list[str]) -> Results:
     found[CEILINGS] = ended.get(CEILINGS, {}).get("result", {})
     found["cases"] = [ended[name]["result"] for name in names if "result" in ended.get(name, {})]
     found["not_run"] = {
-        name: ended[name]["failure"] if name in ended else "out of time"
+        name: ended[name]["failure"] if name in ended else "not reached"
         for name in names
         if "result" not in ended.get(name, {})
     }
@@ -69,13 +69,14 @@ def record(case: Mapping[str, Any], rows: list[Row]) -> Row:
 
 def median(row: Row) -> float:
     """Return the median time of a provider, in seconds."""
-    return statistics.median(row["seconds"].values())
+    return float(statistics.median(row["seconds"].values()))
 
 
 def ratio(other: Row, ours: Row) -> float:
     """Return the time of ``other`` over that of ``ours``, paired by round."""
     both = other["seconds"].keys() & ours["seconds"].keys()
-    return statistics.median(other["seconds"][turn] / ours["seconds"][turn] for turn in both)
+    pairs = (other["seconds"][turn] / ours["seconds"][turn] for turn in both)
+    return float(statistics.median(pairs))
 
 
 def fastest(case: Row) -> Row | None:

@@ -21,6 +21,7 @@ from fastrl.bench.journal import CEILINGS, NAME, Journal
 from fastrl.bench.machine import machine
 from fastrl.bench.settings import Settings
 
+WORKER = ("-m", "fastrl.bench.worker")
 STARTING = 60.0  # seconds that a process may take until its first line
 DIED = "its process died (out of memory?), hung, or compiled for too long"
 
@@ -93,7 +94,7 @@ class Run:
                 raise RuntimeError(f"the worker process ended before its first job: {self._said()}")
 
     def _process(self, jobs: list[str]) -> None:
-        command = [sys.executable, "-m", "fastrl.bench.worker", self.settings.to_json()]
+        command = [sys.executable, *WORKER, self.settings.to_json()]
         command += [str(self.out), str(self.end), *jobs]
         heard, last = len(self.journal.entries()), time.monotonic() + STARTING
         with self._log().open("w") as log:

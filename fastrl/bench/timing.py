@@ -74,7 +74,7 @@ def measure(
         trying: Told the name of the provider that is called next and may take long to compile.
     """
     torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
-    run = _Run(case, device, plan)
+    run = Calls(case, device, plan)
     for provider in case.providers:
         run.found[provider.name].failure = (left_out or {}).get(provider.name, "")
         trying(provider.name)
@@ -97,8 +97,8 @@ def launch_bound(case: Case) -> bool:
     return not case.flops and case.bytes_moved < 2**28
 
 
-class _Run:
-    """The inputs of a case, and what its providers have taken so far."""
+class Calls:
+    """Calls of the providers of a case on its inputs, and what they have taken so far."""
 
     def __init__(self, case: Case, device: torch.device, plan: Plan) -> None:
         self.case, self.device, self.plan = case, device, plan
