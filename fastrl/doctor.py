@@ -21,7 +21,7 @@ from fastrl.native import cpu_capability
 
 _PACKAGE = "fastrl-kernels"
 #: Extras of development, which a person who trains does not miss.
-_OF_DEVELOPMENT = {"bench", "test", "lint", "dev"}
+_OF_DEVELOPMENT = {"bench", "test", "lint", "release", "dev"}
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*?)\s*;.*extra\s*==\s*['\"]([\w-]+)['\"]")
 _GIB = 2**30
 
