@@ -24,11 +24,11 @@ def prepare(name):
         )
 
 
-def use(name, put_item, put_attribute):
+def use(name, put_item, put_attribute, module=fastrl.backend):
     """Let CPU tensors use a backend of GPUs; the functions put a value in its place."""
     prepare(name)
-    put_item(fastrl.backend._DEVICES, name, ("cpu", "cuda"))
-    unavailable = fastrl.backend.unavailable
+    put_item(module._DEVICES, name, ("cpu", "cuda"))
+    unavailable = module.unavailable
     put_attribute(
-        fastrl.backend, "unavailable", lambda asked: None if asked == name else unavailable(asked)
+        module, "unavailable", lambda asked: None if asked == name else unavailable(asked)
     )
