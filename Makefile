@@ -28,7 +28,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train train-ppo train-reward test test-all test-kernels test-vllm coverage-linear fuzz mutants install lint format types \
-        docs check bench bench-smoke targets gpu gpu-build gpu-first gpu-second gpu-third clean \
+        docs wheels check-wheels check bench bench-smoke pictures targets gpu gpu-build gpu-first gpu-second gpu-third clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -49,7 +49,9 @@ help:
 	@echo "make docs         the site, in build/site: $(PY) -m http.server -d build/site shows it"
 	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps the table)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
+	@echo "make pictures     the pictures of the documents and numbers of the README, from bench/results"
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
+	@echo "make wheels       the archives of a release in dist/, compiled here; make check-wheels tests them installed"
 	@echo "make gpu-first gpu-second gpu-third    on a machine with a GPU, which installs nothing: nine minutes"
 	@echo "                  each, one archive in OUT; make gpu says how to run their steps alone"
 	@echo "make clean        remove what was built, and the stamps in .venv"
@@ -136,6 +138,27 @@ bench-smoke: $(VENV)/.installed-bench $(BUILT)
 	$(PY) bench/compare.py --smoke
 	$(PY) bench/gpu.py --smoke
 	$(PY) -m pytest bench --benchmark-disable -q --shapes=smoke
+
+pictures: $(VENV)/.installed-bench
+	$(PY) bench/pictures.py
+
+# Compiled here, so the C library of this machine decides the tag; RELEASING.md has the wheels of a
+# release. WHEELS=cuda has both extensions and needs nvcc. From the sdist: what is not in it is missed.
+WHEELS ?= cpu
+wheels: $(VENV)/.installed-release
+	rm -rf dist
+	$(PY) -m build --sdist --no-isolation
+	FASTRL_BUILD=none $(PIP) wheel --no-deps --no-build-isolation -w dist dist/*.tar.gz
+	FASTRL_BUILD=$(WHEELS) $(PIP) wheel --no-deps --no-build-isolation -w build/wheel dist/*.tar.gz
+	PATH="$(abspath $(VENV))/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	  -w dist build/wheel/*-linux_*.whl
+	rm -r build/wheel
+	$(PY) -m twine check --strict dist/*
+
+# Each in an environment that has only torch and what runs the tests.
+TORCHES ?= torch==2.10.0 torch==2.15.0
+check-wheels:
+	$(PYTHON) -m tests.wheels dist/*.whl --torch $(TORCHES) -- -n $(JOBS) --dist loadfile $(ARGS)
 
 targets: $(VENV)/.installed-triton
 	$(PY) bench/targets.py $(ARGS)

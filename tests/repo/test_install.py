@@ -97,11 +97,16 @@ def test_its_tests_are_collected_and_run(unpacked, arguments, monkeypatch):
     assert int(last.split("/")[0].split()[0]) > (10 if len(arguments) > 1 else 3000)
 
 
-def test_installs_every_module_and_the_type_marker(installed):
-    expected = {path.relative_to(ROOT) for path in (ROOT / "fastrl").rglob("*.py")}
-    expected |= {Path("fastrl/py.typed"), Path("fastrl/train/report.html")}
-    found = {path.relative_to(installed) for path in installed.rglob("fastrl/**/*")}
-    assert expected == {path for path in found if path.suffix and path.suffix != ".pyc"}
+def test_installs_every_file_of_the_package(installed):
+    """Modules, the type marker and data."""
+
+    def files(folder):
+        paths = (folder / "fastrl").rglob("*.*")
+        built = (".so", ".pyc")
+        return {path.relative_to(folder) for path in paths if path.suffix not in built}
+
+    assert Path("fastrl/train/report.html") in files(ROOT)
+    assert files(installed) == files(ROOT)
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names - {"bin"} == {"fastrl"}  # and not the package `tests`
 

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+import fastrl
+
 ROOT = Path(__file__).parents[2]
-MAKEFILE, PROJECT, CI = (
-    (ROOT / name).read_text() for name in ("Makefile", "pyproject.toml", ".github/workflows/ci.yml")
+MAKEFILE, PROJECT, CI, WHEELS = (
+    (ROOT / name).read_text()
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        ".github/workflows/ci.yml",
+        ".github/workflows/wheels.yml",
+    )
 )
 TRITON_OF = dict(re.findall(r"(\d+\.\d+):(\d+\.\d+\.\d+)", MAKEFILE))
 
@@ -34,4 +42,26 @@ def test_ci_runs_the_oldest_and_the_newest_torch():
     minors = sorted(TRITON_OF, key=lambda version: int(version.split(".")[1]))
     assert f'"torch>={minors[0]}"' in PROJECT
     for minor in (minors[0], minors[-1]):
-        assert re.search(rf'torch: "{re.escape(minor)}\.\d+"', CI), minor
+        for workflow in (CI, WHEELS):
+            assert re.search(rf'torch: "{re.escape(minor)}\.\d+"', workflow), minor
+        assert re.search(rf"^TORCHES .*torch=={re.escape(minor)}\.\d+", MAKEFILE, re.MULTILINE)
+
+
+def test_wheels_are_compiled_with_the_oldest_torch():
+    """Its headers declare no function that it lacks."""
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', PROJECT)
+    assert re.search(rf"^pip install .* torch=={re.escape(oldest)}\.\d+ ", PROJECT, re.MULTILINE)
+    (minimum,) = re.findall(r'"TORCH_TARGET_VERSION", "0x0(\w{3})', (ROOT / "setup.py").read_text())
+    assert oldest == f"{int(minimum[0], 16)}.{int(minimum[1:], 16)}"
+
+
+def test_one_version_of_fastrl():
+    (named,) = re.findall(r'^version = "(.*)"', PROJECT, re.MULTILINE)
+    cited = re.findall(r"^version: (.*)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert [fastrl.__version__, *cited] == [named, named]
+
+
+def test_one_version_of_cibuildwheel():
+    """What a person can run is what the workflow runs."""
+    (named,) = re.findall(r"cibuildwheel==[\d.]+", PROJECT)
+    assert re.findall(r"cibuildwheel==[\d.]+", WHEELS) == [named]
