@@ -4,6 +4,7 @@ import html
 import os
 import re
 from pathlib import Path
+from xml.etree.ElementTree import tostring
 
 import ziamath
 from mkdocs.structure.files import File
@@ -50,18 +51,22 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(content, **_):
-    """Formulas are SVG in the colour of the text: no script, and the same in every browser."""
+    """Formulas are SVG in the size and colour of the text: no script, the same in every browser."""
+
+    def em(pixels):
+        return f"{pixels / 16:.3f}em"
 
     def typeset(found):
         formula = html.unescape(found["formula"]).strip()
         inline = found["kind"] == "span"
-        drawn = ziamath.Latex(formula, size=17, color="currentColor", inline=inline)
-        style = f"vertical-align: {drawn.getyofst():.2f}px" if inline else ""
-        svg = drawn.svg().replace(
-            "<svg ",
-            f'<svg role="img" aria-label="{html.escape(formula)}" style="{style}" ',
-            1,
-        )
-        return f'<{found["kind"]} class="formula">{svg}</{found["kind"]}>'
+        drawn = ziamath.Latex(formula, size=17, color="currentColor", inline=inline).svgxml()
+        box = [float(number) for number in drawn.get("viewBox").split()]
+        drawn.set("width", em(box[2]))
+        drawn.set("height", em(box[3]))
+        if inline:
+            drawn.set("style", f"vertical-align: {em(-box[1] - box[3])}")
+        drawn.set("role", "img")
+        drawn.set("aria-label", formula)
+        return f'<{found["kind"]} class="formula">{tostring(drawn, "unicode")}</{found["kind"]}>'
 
     return FORMULA.sub(typeset, content)
