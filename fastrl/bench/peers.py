@@ -10,13 +10,14 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fastrl.backend import BACKENDS, unavailable
+from fastrl.backend import BACKENDS, Backend, unavailable
 from fastrl.bench.case import Inputs, Provider
+from fastrl.bench.cases.error import clipped, masked_mean
 
 #: What a user types, what Python imports and what pip installs.
 PEERS = {
@@ -32,20 +33,26 @@ PEERS = {
     "torchrl": ("torchrl", "torchrl"),
 }
 _OF_DEVICE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
+DISTRIBUTIONS = tuple(sorted({pip for _, pip in PEERS.values()} - {"torch"}))
 Forward = Callable[[Inputs], Any]
+Logprobs = Callable[..., Any]
 
 
 class Participants(NamedTuple):
     """The device of a run, the backends of fastrl and the peers."""
 
     device: torch.device
-    backends: tuple[str, ...]
+    backends: tuple[Backend, ...]
     peers: tuple[str, ...]
 
-    def fastrl(self, forward: Callable[[str], Forward], *, named: str = "") -> list[Provider]:
-        """Return a provider for each backend, from its name."""
+    def fastrl(self, function: Callable[[Inputs, Backend], Any]) -> list[Provider]:
+        """Return a provider for each backend."""
+
+        def forward(backend: Backend) -> Forward:
+            return lambda inputs: function(inputs, backend)
+
         return [
-            Provider(f"fastrl {name}{named}", "fastrl", forward(name), prepare=_of_backend(name))
+            Provider(f"fastrl {name}", "fastrl", forward(name), prepare=_unless_available(name))
             for name in self.backends
         ]
 
@@ -103,7 +110,9 @@ def participants(
                 raise ValueError(f"{argument} must be among {', '.join(names)}, got {name!r}")
     if backends is None:
         backends = [name for name in _OF_DEVICE[device.type] if unavailable(name) is None]
-    return Participants(device, tuple(backends), tuple(PEERS if peers is None else peers))
+    return Participants(
+        device, tuple(cast("list[Backend]", backends)), tuple(PEERS if peers is None else peers)
+    )
 
 
 @functools.cache
@@ -126,7 +135,7 @@ def _form(function: Callable[..., Any], *, upcast: bool) -> Callable[..., Any]:
     return form
 
 
-def _of_backend(name: str) -> Callable[[Inputs], Inputs] | None:
+def _unless_available(name: str) -> Callable[[Inputs], Inputs] | None:
     reason = unavailable(name)
     return None if reason is None else _refused(reason)
 
@@ -138,63 +147,180 @@ def _refused(reason: str) -> Callable[[Inputs], Inputs]:
     return prepare
 
 
-class LogprobPeer(NamedTuple):
-    """A library's log-probabilities ``[N]`` of token ids ``[N]``."""
+def trl_stats(who: Participants) -> list[Provider]:
+    """Return TRL's log-probability and entropy, a kernel on GPUs."""
 
-    peer: str
-    name: str
-    function: Callable[..., Tensor]
-    on_gpu: bool = False
+    def forward(inputs: Inputs) -> Any:
+        function = imported("trl", "trl.trainer.utils", "selective_log_softmax_and_entropy")
+        return function(inputs["logits"], inputs["token_ids"])
+
+    return who.peer("trl", "TRL selective_log_softmax_and_entropy", forward)
 
 
-def _trl(logits: Tensor, ids: Tensor) -> Tensor:
-    found: Tensor = imported("trl", "trl.trainer.utils", "selective_log_softmax")(logits, ids)
+def logits_peers(who: Participants, *, loss: bool = False) -> list[Provider]:
+    """Return log-probabilities of ids ``[B, T]`` from logits, or the loss of these."""
+
+    def provider(peer: str, name: str, function: Logprobs, *, on_gpu: bool = False) -> None:
+        def forward(inputs: Inputs) -> Tensor:
+            found = function(inputs["logits"], inputs["token_ids"])
+            return _mean_loss(found, inputs) if loss else found
+
+        found.extend(who.peer(peer, name, forward, on_gpu=on_gpu))
+
+    def trl(logits: Tensor, ids: Tensor) -> Any:
+        return imported("trl", "trl.trainer.utils", "selective_log_softmax")(logits, ids)
+
+    def verl(logits: Tensor, ids: Tensor) -> Any:
+        function = imported("verl", "verl.utils.torch_functional", "logprobs_from_logits")
+        return function(logits, ids, inplace_backward=False)
+
+    def unsloth(logits: Tensor, ids: Tensor) -> Any:
+        return _unsloth("chunked_selective_log_softmax")(logits, ids).view(ids.shape)
+
+    def quack(logits: Tensor, ids: Tensor) -> Any:
+        function = imported("quack", "quack.cross_entropy", "cross_entropy")
+        return -function(logits.flatten(0, -2), ids.flatten(), reduction="none").view(ids.shape)
+
+    found: list[Provider] = []
+    provider("trl", "TRL selective_log_softmax", trl)
+    provider("verl", "verl logprobs_from_logits", verl)
+    provider("unsloth", "Unsloth chunked_selective_log_softmax", unsloth)
+    provider("quack", "QuACK cross_entropy", quack, on_gpu=True)
     return found
 
 
-def _verl(logits: Tensor, ids: Tensor) -> Tensor:
-    function = imported("verl", "verl.utils.torch_functional", "logprobs_from_logits")
-    found: Tensor = function(logits, ids, inplace_backward=False)
+def linear_peers(who: Participants, *, loss: bool = False) -> list[Provider]:
+    """Return log-probabilities of ids from hidden states and a head, or the loss of these."""
+
+    def provider(peer: str, name: str, function: Logprobs, *, on_gpu: bool = False) -> None:
+        def forward(inputs: Inputs) -> Tensor:
+            ids = inputs["token_ids"]
+            rows = function(inputs["hidden"].flatten(0, 1), inputs["weight"], ids.flatten())
+            return _mean_loss(rows.view(ids.shape), inputs) if loss else rows.view(ids.shape)
+
+        found.extend(who.peer(peer, name, forward, on_gpu=on_gpu))
+
+    def trl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+        function = imported("trl", "trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
+        tile = 32768  # TRL's default
+        return function.apply(hidden, weight, None, ids, 1.0, tile, None, 1.0, ())[0]
+
+    def unsloth(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+        function = _unsloth("grpo_chunked_hidden_states_logprobs")
+        return function(hidden[None], weight, ids[None])
+
+    def cut_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+        function = imported("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy")
+        return -function(hidden, weight, ids, reduction="none")
+
+    def quack(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+        function = imported("quack", "quack.linear_cross_entropy", "linear_cross_entropy_func")
+        return -function(hidden, weight, None, ids, reduction="none")
+
+    def verl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+        module = "verl.utils.kernel.linear_cross_entropy"
+        return imported("verl", module, "linear_cross_entropy")(hidden, weight, ids, 1.0, "none")[0]
+
+    def of_torch(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+        function = imported("torch", "torch.nn.functional", "linear_cross_entropy")  # from 2.13
+        options = imported("torch", "torch.nn", "LinearCrossEntropyOptions")()
+        return -function(hidden, weight, ids, reduction="none", options=options)
+
+    found: list[Provider] = []
+    provider("trl", "TRL ChunkedLogProbFunction", trl)
+    provider("unsloth", "Unsloth grpo_chunked_hidden_states_logprobs", unsloth)
+    provider("cut-cross-entropy", "cut-cross-entropy", cut_cross_entropy, on_gpu=True)
+    provider("quack", "QuACK linear_cross_entropy", quack, on_gpu=True)
+    provider("verl", "verl linear_cross_entropy", verl, on_gpu=True)
+    provider("torch", "torch linear_cross_entropy", of_torch)
     return found
 
 
-def _unsloth(logits: Tensor, ids: Tensor) -> Tensor:
-    imported("unsloth", "unsloth", "__version__")  # unsloth_zoo must come after it
-    module, name = "unsloth_zoo.rl_replacements", "chunked_selective_log_softmax"
-    found: Tensor = imported("unsloth", module, name)(logits, ids)
-    return found.view(ids.shape)
+def liger_grpo(who: Participants) -> list[Provider]:
+    """Return Liger's loss from logits, over which it writes the gradient."""
 
+    def prepare(inputs: Inputs) -> Inputs:
+        """Append the position that Liger takes and ignores."""
+        return {**inputs, "logits": torch.nn.functional.pad(inputs["logits"], (0, 0, 0, 1))}
 
-def _quack(logits: Tensor, ids: Tensor) -> Tensor:
-    function = imported("quack", "quack.cross_entropy", "cross_entropy")
-    return -function(logits.flatten(0, -2), ids.flatten(), reduction="none").view(ids.shape)
+    def forward(inputs: Inputs) -> Tensor:
+        losses = imported("liger", "liger_kernel.transformers.grpo_loss", "triton_grpo_loss")(
+            inputs["logits"], inputs["old_logprobs"], None, inputs["token_ids"],
+            inputs["sequence_advantages"], inputs["mask"].int(), temperature=1.0, beta=0.0,
+            eps_low=0.2, eps_high=0.2, inplace=True,
+        )  # fmt: skip
+        return masked_mean(losses[0], inputs)
 
+    def backward(loss: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+        return (torch.autograd.grad(loss, inputs["logits"])[0][:, :-1],)
 
-#: From logits ``[B, T, V]`` and ids ``[B, T]``.
-LOGITS_PEERS = (
-    LogprobPeer("trl", "TRL selective_log_softmax", _trl),
-    LogprobPeer("verl", "verl logprobs_from_logits", _verl),
-    LogprobPeer("unsloth", "Unsloth chunked_selective_log_softmax", _unsloth),
-    LogprobPeer("quack", "QuACK cross_entropy", _quack, on_gpu=True),
-)
-
-
-def liger_inputs(inputs: Inputs) -> Inputs:
-    """Append the position that Liger takes and ignores; it writes the gradient over the logits."""
-    return {**inputs, "logits": torch.nn.functional.pad(inputs["logits"], (0, 0, 0, 1))}
-
-
-def liger_loss(inputs: Inputs) -> Tensor:
-    """Return the mean of Liger's losses, which come one per token."""
-    losses = imported("liger", "liger_kernel.transformers.grpo_loss", "triton_grpo_loss")(
-        inputs["logits"], inputs["old_logprobs"], None, inputs["token_ids"],
-        inputs["of_sequences"], inputs["mask"].int(), temperature=1.0, beta=0.0, eps_low=0.2,
-        eps_high=0.2, inplace=True,
+    return who.peer(
+        "liger", "Liger triton_grpo_loss in place", forward, on_gpu=True, backward=backward,
+        prepare=prepare,
     )  # fmt: skip
-    mean: Tensor = (losses[0] * inputs["mask"]).sum() / inputs["mask"].sum()
-    return mean
 
 
-def liger_gradient(loss: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Return the gradient without the additional position."""
-    return (torch.autograd.grad(loss, inputs["logits"])[0][:, :-1],)
+def liger_linear_grpo(who: Participants) -> list[Provider]:
+    """Return Liger's loss from hidden states; ``bnpo`` is the mean over all tokens."""
+
+    def forward(inputs: Inputs) -> Any:
+        kind = imported("liger", "liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")
+        loss = kind(beta=0.0, use_ref_model=False, loss_type="bnpo")
+        names = ("hidden", "weight", "token_ids", "mask", "sequence_advantages")
+        hidden, weight, ids, mask, advantages = (inputs[name] for name in names)
+        old = inputs["old_logprobs"]
+        return loss(hidden, weight, ids, mask.int(), advantages, old_per_token_logps=old)[0]
+
+    return who.peer("liger", "Liger LigerFusedLinearGRPOLoss", forward)
+
+
+def divergence_peers(who: Participants, beta: float) -> list[Provider]:
+    """Return the mean divergence from a teacher, from hidden states and heads."""
+    names = ("hidden", "weight", "teacher_hidden", "teacher_weight")
+
+    def trl(inputs: Inputs) -> Any:
+        module = "trl.trainer.distillation_trainer"
+        hidden, weight, states, head = (inputs[name] for name in names)
+        function = imported("trl", module, "_chunked_divergence_loss")
+        return function(hidden, states, weight, head, inputs["mask"], beta)[0]
+
+    def liger(inputs: Inputs) -> Any:
+        kind = imported("liger", "liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")
+        loss = kind(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
+        hidden, weight, states, head = (inputs[name] for name in names)
+        ids = inputs["token_ids"].flatten()
+        return loss(hidden.flatten(0, 1), weight, states.flatten(0, 1), head, ids)
+
+    found = who.peer("trl", "TRL _chunked_divergence_loss", trl)
+    return [*found, *who.peer("liger", "Liger LigerFusedLinearJSDLoss", liger)]
+
+
+def torchrl_gae(who: Participants, gamma: float, lam: float) -> list[Provider]:
+    """Return torchrl's advantages; an episode ends at the last token of the mask."""
+
+    def prepare(inputs: Inputs) -> Inputs:
+        mask = inputs["mask"]
+        following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
+        values = torch.nn.functional.pad(inputs["values"][:, 1:], (0, 1))
+        return inputs | {"done": (mask & ~following)[..., None], "next": values[..., None]}
+
+    def forward(inputs: Inputs) -> Any:
+        module, name = "torchrl.objectives.value.functional", "vec_generalized_advantage_estimate"
+        values, rewards = inputs["values"][..., None], inputs["rewards"][..., None]
+        following, done = inputs["next"], inputs["done"]
+        function = imported("torchrl", module, name)
+        found = function(gamma, lam, values, following, rewards, done, done)[0][..., 0]
+        return found * inputs["mask"]
+
+    return who.peer(
+        "torchrl", "torchrl vec_generalized_advantage_estimate", forward, prepare=prepare
+    )
+
+
+def _mean_loss(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    return masked_mean(clipped(logprobs, inputs), inputs)
+
+
+def _unsloth(name: str) -> Any:
+    imported("unsloth", "unsloth", "__version__")  # unsloth_zoo can only be imported after it
+    return imported("unsloth", "unsloth_zoo.rl_replacements", name)

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from fastrl.bench.case import PASSES, Case
-from fastrl.bench.cases import logits
-from fastrl.bench.cases.logits import Size
+from fastrl.bench.cases import divergence, kept_tokens, linear, logits, tokens
+from fastrl.bench.cases.inputs import AUTOCAST, MASKED, PACKED, SLICED, Size
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, participants
 
-__all__ = ["OPS", "SELECTIONS", "Size", "cases"]
+__all__ = ["OPS", "SELECTIONS", "WITHOUT_MODEL", "Size", "cases"]
+
+
+def _linear_policy_loss(size: Size, step: str, who: Participants) -> Case:
+    if size.variant == divergence.WITH_TEACHER:
+        return divergence.loss_with_teacher(size, step, who)
+    if size.variant.endswith("kept"):
+        return kept_tokens.loss_of_kept(size, step, who)
+    return linear.linear_policy_loss(size, step, who)
+
 
 #: From size, pass and participants to the case, or None where the pass has no meaning.
 OPS: dict[str, Callable[[Size, str, Participants], Case | None]] = {
     "token_logprobs": logits.token_logprobs,
     "token_stats": logits.token_stats,
     "logits_policy_loss": logits.logits_policy_loss,
+    "linear_token_logprobs": linear.linear_token_logprobs,
+    "linear_policy_loss": _linear_policy_loss,
+    "token_divergence": divergence.token_divergence,
+    "linear_divergence": divergence.linear_divergence,
+    "policy_loss": tokens.policy_loss,
+    "gae": tokens.gae,
+    "group_advantages": tokens.group_advantages,
 }
+WITHOUT_MODEL = ("policy_loss", "gae", "group_advantages")
+#: Regular expressions of what may be unusual about a case.
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "token_logprobs": (logits.SLICED,),
-    "token_stats": (logits.SLICED,),
-    "logits_policy_loss": logits.VARIANTS,
-}
-WITHOUT_MODEL: tuple[str, ...] = ()
+    "token_logprobs": (SLICED,),
+    "token_stats": (SLICED,),
+    "logits_policy_loss": (MASKED, PACKED, SLICED),
+    "linear_token_logprobs": (),
+    "linear_policy_loss": (
+        MASKED, AUTOCAST, linear.FROZEN, divergence.WITH_TEACHER, r"[1-9]\d* kept",
+    ),
+    "token_divergence": tuple(divergence.BETAS),
+    "linear_divergence": tuple(divergence.BETAS),
+    "policy_loss": (
+        tokens.LENGTH, tokens.SEQUENCE_LEVEL, f"{tokens.SEQUENCE_LEVEL}, {tokens.LENGTH}",
+    ),
+    "gae": (tokens.LENGTH,),
+    "group_advantages": (tokens.ANSWERS, tokens.BY_ID, f"{tokens.BY_ID}, {tokens.ANSWERS}"),
+}  # fmt: skip
 
 
 def cases(
@@ -60,9 +89,10 @@ def cases(
     for size in sizes:
         _known("op", size.op, OPS)
         _known("model", size.model, ("",) if size.op in WITHOUT_MODEL else MODELS)
-        if not any(size.variant == known for known in ("", *VARIANTS[size.op])):
+        if not any(re.fullmatch(known, size.variant) for known in ("", *VARIANTS[size.op])):
+            known = "; ".join(VARIANTS[size.op])
             raise ValueError(
-                f"variant of {size.op} must be among {VARIANTS[size.op]}, got {size.variant!r}"
+                f"variant of {size.op} must match one of {known}, got {size.variant!r}"
             )
         if size.rows < 1:
             raise ValueError(f"rows must be at least 1, got {size.rows}")
@@ -79,9 +109,24 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SELECTIONS: dict[str, list[Size]] = {
     "smoke": [
         Size("token_logprobs", "tiny", 16, FLOAT32),
-        Size("token_stats", "tiny", 16, BFLOAT16, logits.SLICED),
-        Size("logits_policy_loss", "tiny", 16, FLOAT32, logits.MASKED),
-        Size("logits_policy_loss", "tiny", 128, BFLOAT16, logits.PACKED),
+        Size("token_stats", "tiny", 16, BFLOAT16, SLICED),
+        Size("logits_policy_loss", "tiny", 16, FLOAT32, MASKED),
+        Size("logits_policy_loss", "tiny", 128, BFLOAT16, PACKED),
+        Size("linear_token_logprobs", "tiny", 16, FLOAT32),
+        Size("linear_policy_loss", "tiny", 96, FLOAT32),
+        Size("linear_policy_loss", "tiny", 16, BFLOAT16, linear.FROZEN),
+        Size("linear_policy_loss", "tiny", 16, BFLOAT16, MASKED),
+        Size("linear_policy_loss", "tiny", 16, BFLOAT16, AUTOCAST),
+        Size("linear_policy_loss", "tiny", 16, FLOAT32, divergence.WITH_TEACHER),
+        Size("linear_policy_loss", "tiny", 16, FLOAT32, "32 kept"),
+        Size("token_divergence", "tiny", 16, FLOAT32, "forward KL"),
+        Size("linear_divergence", "tiny", 16, FLOAT32),
+        Size("linear_divergence", "tiny", 16, BFLOAT16, "Jensen-Shannon"),
+        Size("policy_loss", "", 120, FLOAT32),
+        Size("policy_loss", "", 120, FLOAT32, f"{tokens.SEQUENCE_LEVEL}, 40 tokens each"),
+        Size("gae", "", 120, FLOAT32, "40 tokens each"),
+        Size("group_advantages", "", 16, FLOAT32),
+        Size("group_advantages", "", 16, FLOAT32, f"{tokens.BY_ID}, groups of 4"),
     ],
     "quick-cpu": [
         Size("token_logprobs", "qwen3-0.6b", 128, FLOAT32),

@@ -1,0 +1,114 @@
+"""Inputs like those of training, made on the device from a seed."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.bench.case import Inputs
+from fastrl.bench.cases.error import logprobs_of, parts
+from fastrl.bench.models import MODELS
+
+STD = 3.0  # of the logits
+MASKED, PACKED, SLICED = "half the rows masked", "packed", "sliced"
+AUTOCAST = "float32 weights, autocast"
+PACKED_SEQUENCES = 64  # in one row
+
+
+class Size(NamedTuple):
+    """One entry of a selection; ``rows`` are all tokens, or all answers to all prompts."""
+
+    op: str
+    model: str
+    rows: int
+    dtype: torch.dtype
+    variant: str = ""
+
+    def sequences(self) -> tuple[int, int]:
+        """Return sequences and tokens of each: some peers take one advantage per sequence."""
+        counts = (1,) if self.variant == PACKED else (8, 2, 1)
+        sequences = next(count for count in counts if self.rows % count == 0)
+        return sequences, self.rows // sequences
+
+
+class Source:
+    """Random numbers on a device."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return normal numbers."""
+        return torch.randn(shape, device=self.device, generator=self.generator)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Return numbers in [0, 1)."""
+        return torch.rand(shape, device=self.device, generator=self.generator)
+
+    def integers(self, end: int, *shape: int) -> Tensor:
+        """Return integers below ``end``."""
+        return torch.randint(end, shape, device=self.device, generator=self.generator)
+
+
+def raised(vocabulary: int, source: Source, *rows: int) -> Tensor:
+    """Return logits whose token has a probability between 0.01 and 0.99 among normal ones."""
+    log_odds = 9.2 * source.uniform(*rows) - 4.6
+    return log_odds + math.log(vocabulary) + STD**2 / 2
+
+
+def logits_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
+    """Return logits with one raised target per row, and what comes with a rollout."""
+    source = Source(device, seed)
+    vocabulary = MODELS[size.model].vocabulary
+    B, T = size.sequences()
+    logits = torch.empty(
+        B, T + (size.variant == SLICED), vocabulary, dtype=size.dtype, device=device
+    )
+    logits = logits.normal_(0, STD, generator=source.generator)[:, :T]
+    ids = source.integers(vocabulary, B, T)
+    target = raised(vocabulary, source, B, T).to(size.dtype)
+    logits.scatter_(-1, ids[..., None], target[..., None])
+    inputs = {"logits": logits, "token_ids": ids}
+    old = [logprobs_of(logits[part].float(), ids[part]).flatten() for part in parts(inputs)]
+    return inputs | _rollout(torch.cat(old).view(B, T), size.variant, source)
+
+
+def linear_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
+    """Return hidden states and a head with such logits, and what comes with a rollout."""
+    source = Source(device, seed)
+    hidden_size, vocabulary = MODELS[size.model]
+    B, T = size.sequences()
+    weight = source.normal(vocabulary, hidden_size) * (STD / hidden_size**0.5)
+    ids = source.integers(vocabulary, B, T)
+    hidden, chosen = source.normal(B, T, hidden_size), weight[ids]
+    missing = raised(vocabulary, source, B, T) - (hidden * chosen).sum(-1)
+    hidden += (missing / chosen.square().sum(-1))[..., None] * chosen
+    hidden, weight = hidden.to(size.dtype), weight.to(size.dtype)
+    inputs = {"hidden": hidden, "weight": weight, "token_ids": ids}
+    head = weight.float().T
+    old = [logprobs_of(hidden[part].float() @ head, ids[part]).flatten() for part in parts(inputs)]
+    if size.variant == AUTOCAST:
+        inputs["weight"] = weight.float()
+    return inputs | _rollout(torch.cat(old).view(B, T), size.variant, source)
+
+
+def _rollout(logprobs: Tensor, variant: str, source: Source) -> Inputs:
+    """Return what comes with a rollout; about one token in forty is clipped."""
+    B, T = logprobs.shape
+    found: Inputs = {
+        "old_logprobs": logprobs + 0.1 * source.normal(B, T),
+        "mask": source.uniform(B, T) < (0.5 if variant == MASKED else 1.0),
+        "sequence_advantages": source.normal(PACKED_SEQUENCES if variant == PACKED else B),
+    }
+    found["active"] = int(found["mask"].sum())
+    found["advantages"] = found["sequence_advantages"][:, None]
+    if variant == PACKED:  # of uneven lengths
+        ends = torch.linspace(0, 1, PACKED_SEQUENCES + 1, device=source.device).square() * T
+        found["cu_seqlens"] = ends.int()
+        lengths = found["cu_seqlens"].diff()
+        found["advantages"] = found["sequence_advantages"].repeat_interleave(lengths)[None]
+    return found

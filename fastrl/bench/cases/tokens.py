@@ -1,0 +1,229 @@
+"""Operators on one number per token or answer, in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastrl
+from fastrl.backend import Backend
+from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
+from fastrl.bench.cases.error import clipped, masked_mean
+from fastrl.bench.cases.inputs import Size, Source
+from fastrl.bench.cases.logits import OBJECTIVE, Copy, floor
+from fastrl.bench.peers import Participants, torchrl_gae
+
+GAMMA, LAM = 1.0, 0.95
+EPS = 1e-4  # added to the deviation of a group
+LONGEST_LOOP = 4096  # tokens that a loop of torch calls takes in bearable time
+CHECKED_TOKENS = 2**18
+LENGTH, ANSWERS, BY_ID = r"\d+ tokens each", r"groups of \d+", "groups by id"
+SEQUENCE_LEVEL = "sequence level"
+
+
+def policy_loss(size: Size, step: str, who: Participants) -> Case:
+    """The clipped loss from log-probabilities, whose gradient fastrl computes in the forward."""
+    of_sequences = SEQUENCE_LEVEL in size.variant
+    objective = dataclasses.replace(OBJECTIVE, level="sequence" if of_sequences else "token")
+    names = ("logprobs", "old_logprobs", "advantages", "mask")
+    B, T = _sequences(size)
+
+    def ours(inputs: Inputs, backend: Backend) -> Tensor:
+        return fastrl.policy_loss(
+            inputs["logprobs"], inputs["advantages"][:, 0], inputs["mask"],
+            old_logprobs=inputs["old_logprobs"], objective=objective, backend=backend,
+        ).loss  # fmt: skip
+
+    def eager(logprobs: Tensor, *rest: Tensor, upcast: bool = False) -> Tensor:
+        tokens = dict(zip(names[1:], rest, strict=True))
+        if of_sequences:
+            mask, old = tokens["mask"], tokens["old_logprobs"]
+            log_ratio = ((logprobs - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+            logprobs, tokens["old_logprobs"] = log_ratio, torch.zeros_like(log_ratio)
+        return masked_mean(clipped(logprobs, tokens), tokens)
+
+    def inputs(seed: int) -> Inputs:
+        source = Source(who.device, seed)
+        logprobs = -4 * source.uniform(B, T)
+        old, advantages = logprobs + 0.1 * source.normal(B, T), source.normal(B, 1)
+        return dict(zip(names, (logprobs, old, advantages, _mask(source, B, T)), strict=True))
+
+    def error(answer: Any, inputs: Inputs) -> float:
+        exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        leaf = exact["logprobs"].requires_grad_()
+        truth = eager(leaf, *(exact[name] for name in names[1:]))
+        if step == FORWARD:
+            return float((answer - truth).detach().abs() / truth.detach().abs().clamp(min=1))
+        (truth,) = torch.autograd.grad(truth, leaf)
+        return _relative(answer[0], truth)
+
+    reads, writes = {FORWARD: (9, 0), BACKWARD: (9, 4), BOTH: (9, 4)}[step]
+    copy = floor("copy", Copy("logprobs", "old_logprobs"), step)
+    return Case(
+        op=size.op,
+        step=step,
+        model="",
+        shape={"sequences": B, "tokens": T},
+        dtype=torch.float32,
+        inputs=inputs,
+        providers=[*who.fastrl(ours), *who.eager(eager, names, torch.float32), copy],
+        error=error,
+        leaves=("logprobs",),
+        bytes_moved=(reads + writes) * B * T,
+        variant=size.variant,
+    )
+
+
+def gae(size: Size, step: str, who: Participants) -> Case | None:
+    """Generalized advantage estimation of padded rollouts, which has no backward pass."""
+    if step != FORWARD:
+        return None
+    B, T = _sequences(size)
+
+    def ours(inputs: Inputs, backend: Backend) -> Tensor:
+        names = ("rewards", "values", "mask")
+        arguments = (inputs[name] for name in names)
+        return fastrl.gae(*arguments, gamma=GAMMA, lam=LAM, backend=backend).advantages
+
+    def inputs(seed: int) -> Inputs:
+        source = Source(who.device, seed)
+        found = {name: source.normal(B, T) for name in ("rewards", "values")}
+        return found | {"mask": _mask(source, B, T)}
+
+    quick = T <= LONGEST_LOOP
+    kernels = tuple(name for name in who.backends if quick or name != "reference")
+    providers = who._replace(backends=kernels).fastrl(ours)
+    if quick and "eager" in who.peers:
+        providers.append(Provider("eager", "eager", _gae_loop))
+    return Case(
+        op=size.op,
+        step=step,
+        model="",
+        shape={"sequences": B, "tokens": T},
+        dtype=torch.float32,
+        inputs=inputs,
+        providers=[
+            *providers,
+            *torchrl_gae(who, GAMMA, LAM),
+            floor("copy", Copy("rewards", "values"), step),
+        ],
+        error=_gae_error,
+        bytes_moved=17 * B * T,  # advantages and returns are written
+        variant=size.variant,
+    )
+
+
+def _gae_loop(inputs: Inputs) -> Tensor:
+    """One step of tensor arithmetic per token, from the last to the first, as PPO trainers do."""
+    rewards, values = inputs["rewards"], inputs["values"]
+    active = inputs["mask"].to(rewards.dtype)
+    advantage = following = torch.zeros_like(rewards[:, 0])
+    found = []
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + GAMMA * following - values[:, t]
+        following = active[:, t] * values[:, t]
+        advantage = active[:, t] * (delta + GAMMA * LAM * advantage)
+        found.append(advantage)
+    return torch.stack(found[::-1], dim=1)
+
+
+def _gae_error(answer: Tensor, inputs: Inputs) -> float:
+    """Of the first rows, one number at a time."""
+    count = max(1, CHECKED_TOKENS // answer.shape[1])
+    names = ("rewards", "values", "mask")
+    truth = []
+    for rewards, values, mask in zip(
+        *(inputs[name][:count].tolist() for name in names), strict=True
+    ):
+        advantage = following = 0.0
+        row = []
+        for reward, value, active in zip(rewards[::-1], values[::-1], mask[::-1], strict=True):
+            if active:
+                advantage = reward + GAMMA * following - value + GAMMA * LAM * advantage
+                following = value
+            row.append(advantage if active else 0.0)
+        truth.append(row[::-1])
+    return _relative(answer[:count].cpu(), torch.tensor(truth, dtype=torch.float64))
+
+
+def group_advantages(size: Size, step: str, who: Participants) -> Case | None:
+    """Rewards to advantages within groups, without a backward pass; ``rows``: all answers."""
+    if step != FORWARD:
+        return None
+    named = re.search(r"groups of (\d+)", size.variant)
+    group = int(named[1]) if named else 8
+    by_id = BY_ID in size.variant
+    prompts = max(1, size.rows // group)
+
+    def ours(inputs: Inputs, backend: Backend) -> Tensor:
+        return fastrl.group_advantages(**inputs, eps=EPS, backend=backend).advantages
+
+    def inputs(seed: int) -> Inputs:
+        source = Source(who.device, seed)
+        rewards = source.uniform(prompts * group)
+        if not by_id:
+            return {"rewards": rewards, "group_size": group}
+        order = source.uniform(prompts * group).argsort()
+        ids = torch.arange(prompts, device=who.device).repeat_interleave(group)
+        return {"rewards": rewards, "group_ids": ids[order]}
+
+    def error(answer: Tensor, inputs: Inputs) -> float:
+        return _relative(answer, eager(inputs | {"rewards": inputs["rewards"].double()}))
+
+    eager = _lists if by_id else _views
+    providers = who.fastrl(ours)
+    if "eager" in who.peers:
+        providers.append(Provider("eager", "eager", eager))
+    return Case(
+        op=size.op,
+        step=step,
+        model="",
+        shape={"prompts": prompts, "group_size": group},
+        dtype=torch.float32,
+        inputs=inputs,
+        providers=[*providers, floor("copy", Copy("rewards"), step)],
+        error=error,
+        bytes_moved=(25 if by_id else 17) * prompts * group,
+        variant=size.variant,
+    )
+
+
+def _views(inputs: Inputs) -> Tensor:
+    groups: Tensor = inputs["rewards"].view(-1, inputs["group_size"])
+    centered = groups - groups.mean(-1, keepdim=True)
+    return (centered / (groups.std(-1, keepdim=True) + EPS)).flatten()
+
+
+def _lists(inputs: Inputs) -> Tensor:
+    """A dictionary of lists, as trainers group answers that come in any order."""
+    rewards: Tensor = inputs["rewards"]
+    members: dict[int, list[int]] = {}
+    for place, one in enumerate(inputs["group_ids"].tolist()):
+        members.setdefault(one, []).append(place)
+    advantages = torch.empty_like(rewards)
+    for places in members.values():
+        group = rewards[places]
+        advantages[places] = (group - group.mean()) / (group.std() + EPS)
+    return advantages
+
+
+def _sequences(size: Size) -> tuple[int, int]:
+    named = re.search(r"(\d+) tokens each", size.variant)
+    if named is None:
+        return size.sequences()
+    tokens = min(int(named[1]), size.rows)
+    return size.rows // tokens, tokens
+
+
+def _mask(source: Source, B: int, T: int) -> Tensor:
+    """Completions of uneven lengths, a quarter of the tokens padding at most."""
+    lengths = T - source.integers(max(1, T // 4), B, 1)
+    return torch.arange(T, device=source.device) < lengths
+
+
+def _relative(answer: Tensor, truth: Tensor) -> float:
+    return float((answer - truth).abs().max() / truth.abs().max())
