@@ -79,6 +79,9 @@ def _run(run: Run, options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured is kept, and --resume goes on", file=sys.stderr)
         found, status = run.results(), 130
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print(f"written: {options.out / 'results.md'}, results.json")
     for name, why in found["not_run"].items():
         print(f"not run: {name}: {why}")

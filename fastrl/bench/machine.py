@@ -84,6 +84,10 @@ def ceilings(device: torch.device, *, tiny: bool) -> dict[str, float]:
         seconds = _median(partial(torch.mm, a, b), device)
         name = str(dtype).removeprefix("torch.")
         found[f"{name} GEMM TFLOP/s"] = 2 * side**3 / seconds / 1e12
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_properties(device)
+        found["multiprocessors"] = chip.multi_processor_count
+        found["cache MB"] = chip.L2_cache_size / 1e6
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastrl.backend import BACKENDS, Backend, unavailable
 from fastrl.bench.case import Inputs, Provider
-from fastrl.bench.cases.error import clipped, masked_mean
+from fastrl.bench.error import clipped, masked_mean
 
 #: What a user types, what Python imports and what pip installs.
 PEERS = {

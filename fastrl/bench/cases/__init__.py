@@ -9,7 +9,7 @@ import torch
 
 from fastrl.bench.case import PASSES, Case
 from fastrl.bench.cases import divergence, kept_tokens, linear, logits, tokens
-from fastrl.bench.cases.inputs import AUTOCAST, MASKED, PACKED, SLICED, Size
+from fastrl.bench.inputs import AUTOCAST, MASKED, PACKED, SLICED, Size
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, participants
 

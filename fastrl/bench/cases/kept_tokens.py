@@ -10,9 +10,9 @@ from torch import Tensor
 import fastrl
 from fastrl.backend import Backend
 from fastrl.bench.case import Case, Inputs
-from fastrl.bench.cases.error import ROLLOUT, Work, clipped, logprobs_of, parts
-from fastrl.bench.cases.inputs import Size, Source, linear_inputs
 from fastrl.bench.cases.linear import linear_case, loss
+from fastrl.bench.error import ROLLOUT, Work, clipped, logprobs_of, parts
+from fastrl.bench.inputs import Size, Source, linear_inputs
 from fastrl.bench.peers import Participants
 
 

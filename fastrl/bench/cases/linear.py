@@ -11,9 +11,9 @@ from torch import Tensor
 import fastrl
 from fastrl.backend import Backend
 from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
-from fastrl.bench.cases.error import LOGPROBS, LOSS, LinearError, Work
-from fastrl.bench.cases.inputs import AUTOCAST, MASKED, Size, linear_inputs
 from fastrl.bench.cases.logits import OBJECTIVE
+from fastrl.bench.error import LOGPROBS, LOSS, LinearError, Work
+from fastrl.bench.inputs import AUTOCAST, MASKED, Size, linear_inputs
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, liger_linear_grpo, linear_peers
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import fastrl
 from fastrl.backend import Backend
 from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
-from fastrl.bench.cases.error import LOGPROBS, LOSS, STATS, Error, Work
-from fastrl.bench.cases.inputs import MASKED, PACKED, Size, logits_inputs
+from fastrl.bench.error import LOGPROBS, LOSS, STATS, Error, Work
+from fastrl.bench.inputs import MASKED, PACKED, Size, logits_inputs
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Forward, Participants, liger_grpo, logits_peers, trl_stats
 

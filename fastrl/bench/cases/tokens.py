@@ -12,9 +12,9 @@ from torch import Tensor
 import fastrl
 from fastrl.backend import Backend
 from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
-from fastrl.bench.cases.error import clipped, masked_mean
-from fastrl.bench.cases.inputs import Size, Source
 from fastrl.bench.cases.logits import OBJECTIVE, Copy, floor
+from fastrl.bench.error import clipped, masked_mean
+from fastrl.bench.inputs import Size, Source
 from fastrl.bench.peers import Participants, torchrl_gae
 
 GAMMA, LAM = 1.0, 0.95

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.bench.case import Inputs
-from fastrl.bench.cases.error import logprobs_of, parts
+from fastrl.bench.error import logprobs_of, parts
 from fastrl.bench.models import MODELS
 
 STD = 3.0  # of the logits
