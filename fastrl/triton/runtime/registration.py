@@ -1,4 +1,4 @@
-"""The operators of `fastrl_triton`; Triton and the kernels are imported at the first call of each.
+"""The operators of `fastrl_triton`; each imports Triton and its kernels at its first call.
 
 The key CPU serves the tests, which compile the kernels for a GPU and execute that code on a CPU.
 """
@@ -17,19 +17,18 @@ import torch
 
 from fastrl.library import NAMESPACES
 
-#: The module with the functions X, X_, X_fwd, X_bwd, X_fwd_ and X_bwd_, by X.
+#: The module with the functions X, X_, X_fwd, X_bwd, X_fwd_ and X_bwd_, by X; relative to this one,
+#: since the package on the Hub has another name.
 MODULES = {
-    "token_stats": "fastrl.triton.vocabulary.token_stats",
-    "divergence": "fastrl.triton.vocabulary.divergence",
-    "logits_policy_loss": "fastrl.triton.vocabulary.logits_policy_loss",
-    "policy_loss": "fastrl.triton.tokens.policy_loss",
-    "gae": "fastrl.triton.gae.gae",
-    "group_advantages": "fastrl.triton.groups.group_advantages",
-    "sequence_weights": "fastrl.triton.tokens.sequence_weights",
-    "scale": "fastrl.triton.scale",
-    **dict.fromkeys(
-        ("gathered_dots", "gathered_sums", "scattered_sums"), "fastrl.triton.vocabulary.gathered"
-    ),
+    "token_stats": "..vocabulary.token_stats",
+    "divergence": "..vocabulary.divergence",
+    "logits_policy_loss": "..vocabulary.logits_policy_loss",
+    "policy_loss": "..tokens.policy_loss",
+    "gae": "..gae.gae",
+    "group_advantages": "..groups.group_advantages",
+    "sequence_weights": "..tokens.sequence_weights",
+    "scale": "..scale",
+    **dict.fromkeys(("gathered_dots", "gathered_sums", "scattered_sums"), "..vocabulary.gathered"),
 }
 OPERATORS = (
     "token_stats_fwd",
@@ -65,11 +64,11 @@ def missing() -> str | None:
 def _imported_at_first_call(name: str) -> Callable[..., Any]:
     @functools.cache
     def implementation() -> Callable[..., Any]:
-        module = importlib.import_module(MODULES[re.sub(r"(_fwd|_bwd)?_?$", "", name)])
+        module = importlib.import_module(MODULES[re.sub(r"(_fwd|_bwd)?_?$", "", name)], __package__)
         return cast("Callable[..., Any]", getattr(module, name))
 
     def run(first: torch.Tensor, *arguments: Any) -> Any:
-        # Triton launches on the current device, whatever the device of the tensors
+        # Triton launches on the current device, whatever the device of the tensors is
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             return implementation()(first, *arguments)
 
