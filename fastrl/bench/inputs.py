@@ -14,7 +14,7 @@ from fastrl.bench.models import MODELS
 
 STD = 3.0  # of the logits
 MASKED, PACKED, SLICED = "half the rows masked", "packed", "sliced"
-AUTOCAST = "float32 weights, autocast"
+AUTOCAST, FROZEN, WITH_TEACHER = "float32 weights, autocast", "frozen head", "with a teacher"
 PACKED_SEQUENCES = 64  # in one row
 
 

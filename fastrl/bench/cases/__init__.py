@@ -9,7 +9,8 @@ import torch
 
 from fastrl.bench.case import PASSES, Case
 from fastrl.bench.cases import divergence, kept_tokens, linear, logits, tokens
-from fastrl.bench.inputs import AUTOCAST, MASKED, PACKED, SLICED, Size
+from fastrl.bench.cases.selections import SELECTIONS
+from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, PACKED, SLICED, WITH_TEACHER, Size
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, participants
 
@@ -17,7 +18,7 @@ __all__ = ["OPS", "SELECTIONS", "WITHOUT_MODEL", "Size", "cases"]
 
 
 def _linear_policy_loss(size: Size, step: str, who: Participants) -> Case:
-    if size.variant == divergence.WITH_TEACHER:
+    if size.variant == WITH_TEACHER:
         return divergence.loss_with_teacher(size, step, who)
     if size.variant.endswith("kept"):
         return kept_tokens.loss_of_kept(size, step, who)
@@ -44,17 +45,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "token_stats": (SLICED,),
     "logits_policy_loss": (MASKED, PACKED, SLICED),
     "linear_token_logprobs": (),
-    "linear_policy_loss": (
-        MASKED, AUTOCAST, linear.FROZEN, divergence.WITH_TEACHER, r"[1-9]\d* kept",
-    ),
+    "linear_policy_loss": (MASKED, AUTOCAST, FROZEN, WITH_TEACHER, r"[1-9]\d* kept"),
     "token_divergence": tuple(divergence.BETAS),
     "linear_divergence": tuple(divergence.BETAS),
-    "policy_loss": (
-        tokens.LENGTH, tokens.SEQUENCE_LEVEL, f"{tokens.SEQUENCE_LEVEL}, {tokens.LENGTH}",
-    ),
+    "policy_loss": (tokens.SEQUENCE_LEVEL, f"({tokens.SEQUENCE_LEVEL}, )?{tokens.LENGTH}"),
     "gae": (tokens.LENGTH,),
-    "group_advantages": (tokens.ANSWERS, tokens.BY_ID, f"{tokens.BY_ID}, {tokens.ANSWERS}"),
-}  # fmt: skip
+    "group_advantages": (tokens.GROUPS,),
+}
 
 
 def cases(
@@ -103,35 +100,3 @@ def cases(
 def _known(argument: str, name: str, names: Collection[str]) -> None:
     if name not in names:
         raise ValueError(f"{argument} must be among {', '.join(names)}, got {name!r}")
-
-
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-SELECTIONS: dict[str, list[Size]] = {
-    "smoke": [
-        Size("token_logprobs", "tiny", 16, FLOAT32),
-        Size("token_stats", "tiny", 16, BFLOAT16, SLICED),
-        Size("logits_policy_loss", "tiny", 16, FLOAT32, MASKED),
-        Size("logits_policy_loss", "tiny", 128, BFLOAT16, PACKED),
-        Size("linear_token_logprobs", "tiny", 16, FLOAT32),
-        Size("linear_policy_loss", "tiny", 96, FLOAT32),
-        Size("linear_policy_loss", "tiny", 16, BFLOAT16, linear.FROZEN),
-        Size("linear_policy_loss", "tiny", 16, BFLOAT16, MASKED),
-        Size("linear_policy_loss", "tiny", 16, BFLOAT16, AUTOCAST),
-        Size("linear_policy_loss", "tiny", 16, FLOAT32, divergence.WITH_TEACHER),
-        Size("linear_policy_loss", "tiny", 16, FLOAT32, "32 kept"),
-        Size("token_divergence", "tiny", 16, FLOAT32, "forward KL"),
-        Size("linear_divergence", "tiny", 16, FLOAT32),
-        Size("linear_divergence", "tiny", 16, BFLOAT16, "Jensen-Shannon"),
-        Size("policy_loss", "", 120, FLOAT32),
-        Size("policy_loss", "", 120, FLOAT32, f"{tokens.SEQUENCE_LEVEL}, 40 tokens each"),
-        Size("gae", "", 120, FLOAT32, "40 tokens each"),
-        Size("group_advantages", "", 16, FLOAT32),
-        Size("group_advantages", "", 16, FLOAT32, f"{tokens.BY_ID}, groups of 4"),
-    ],
-    "quick-cpu": [
-        Size("token_logprobs", "qwen3-0.6b", 128, FLOAT32),
-        Size("logits_policy_loss", "qwen3-0.6b", 128, FLOAT32),
-        Size("logits_policy_loss", "qwen3-0.6b", 128, BFLOAT16),
-    ],
-}
-SELECTIONS["quick-cuda"] = SELECTIONS["cpu"] = SELECTIONS["cuda"] = SELECTIONS["quick-cpu"]

@@ -16,7 +16,6 @@ from fastrl.bench.error import ROLLOUT, Work, clipped, logprobs_of
 from fastrl.bench.inputs import STD, Size, Source, linear_inputs, logits_inputs
 from fastrl.bench.peers import Participants, divergence_peers
 
-WITH_TEACHER = "with a teacher"
 BETAS = {"": 1.0, "reverse KL": 1.0, "forward KL": 0.0, "Jensen-Shannon": 0.5}
 OBJECTIVE = fastrl.Objective(
     clip_low=0.2, clip_high=0.2, teacher_coef=1.0, aggregation="token-mean"

@@ -13,11 +13,9 @@ from fastrl.backend import Backend
 from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
 from fastrl.bench.cases.logits import OBJECTIVE
 from fastrl.bench.error import LOGPROBS, LOSS, LinearError, Work
-from fastrl.bench.inputs import AUTOCAST, MASKED, Size, linear_inputs
+from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, Size, linear_inputs
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, liger_linear_grpo, linear_peers
-
-FROZEN = "frozen head"
 
 
 def linear_token_logprobs(size: Size, step: str, who: Participants) -> Case:
@@ -106,7 +104,8 @@ def _gemms(trained: bool, dtype: torch.dtype) -> Provider:
         if "teacher_hidden" in inputs:
             inputs["teacher_hidden"].flatten(0, 1) @ inputs["teacher_weight"].T
         weight: Tensor = inputs["weight"].detach()
-        return inputs["rows"] @ weight.T
+        rows: Tensor = inputs["rows"]
+        return rows @ weight.T
 
     def backward(logits: Tensor, inputs: Inputs) -> list[Tensor]:
         gradients = [logits @ inputs["weight"].detach()]

@@ -21,7 +21,8 @@ GAMMA, LAM = 1.0, 0.95
 EPS = 1e-4  # added to the deviation of a group
 LONGEST_LOOP = 4096  # tokens that a loop of torch calls takes in bearable time
 CHECKED_TOKENS = 2**18
-LENGTH, ANSWERS, BY_ID = r"\d+ tokens each", r"groups of \d+", "groups by id"
+LENGTH = r"[1-9]\d* tokens each"
+GROUPS = r"groups of [1-9]\d*( by id)?"
 SEQUENCE_LEVEL = "sequence level"
 
 
@@ -156,7 +157,7 @@ def group_advantages(size: Size, step: str, who: Participants) -> Case | None:
         return None
     named = re.search(r"groups of (\d+)", size.variant)
     group = int(named[1]) if named else 8
-    by_id = BY_ID in size.variant
+    by_id = size.variant.endswith("by id")
     prompts = max(1, size.rows // group)
 
     def ours(inputs: Inputs, backend: Backend) -> Tensor:
