@@ -1,0 +1,238 @@
+"""``fastrl bench step``: where the time and memory of a GRPO step go, with and without fastrl.
+
+    fastrl bench step --model Qwen/Qwen3-0.6B --prompts 4 --group-size 8 --completion-tokens 512
+
+`grpo_step` has the step. Each variant is a process of its own, which makes a step that is not
+counted, one whose memory is measured, and those that are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import torch
+
+from fastrl.bench.grpo_step import MEMORY, PARTS, SHAPES, TIMED, VARIANTS, Settings, model_config
+from fastrl.bench.machine import machine
+
+Row = dict[str, Any]
+#: Default, least value, and meaning.
+NUMBERS: dict[str, tuple[int, int, str]] = {
+    "prompts": (4, 1, "prompts of a step"),
+    "group-size": (4, 2, "completions of each prompt"),
+    "prompt-tokens": (64, 1, "tokens of each prompt"),
+    "completion-tokens": (128, 1, "tokens of each completion"),
+    "micro-batch": (4, 1, "sequences in a forward"),
+    "steps": (3, 1, "steps that are timed"),
+}
+INTERRUPTED = "interrupted"
+NOTES = """\
+Seconds are medians over the timed steps, with the 20th and 80th percentile. MB (1e6 bytes) is what
+is in use in a part at its worst moment, beyond weights and optimizer state. `loss` has the LM head;
+fastrl computes the gradient of the logits there, too. Predicted without fastrl: N V values in
+float32 for the N tokens of a micro-batch, twice in the loss (logits, log-softmax) and three times
+in the backward (log-softmax, and the gradients of both)."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, write ``step.json`` and ``step.md``, print the tables; return the exit status."""
+    settings, vocabulary, folder = _options(arguments)
+    found: Row = {
+        "command": shlex.join(["fastrl", "bench", "step", *arguments]),
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "machine": machine(torch.device(settings.device)),
+        "model": settings.model,
+        "settings": settings._asdict(),
+        "predicted": _predicted(settings, vocabulary),
+        "variants": [],
+    }
+    progress = Progress(len(VARIANTS) * (TIMED + settings.steps))
+    for variant in VARIANTS:
+        row = _measure(variant, settings, progress)
+        found["variants"].append(row)
+        (folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
+        (folder / "step.md").write_text(markdown(found))
+        if row["failure"].startswith(INTERRUPTED):
+            break
+    progress.show("")
+    print(f"{markdown(found)}\nwritten: {folder / 'step.json'}, step.md")
+    if row["failure"].startswith(INTERRUPTED):
+        return 130
+    return 0 if any(row["parts"] for row in found["variants"]) else 1
+
+
+def _options(arguments: Sequence[str]) -> tuple[Settings, int, Path]:
+    """Return the settings, the vocabulary of the model and the folder of the results."""
+    parser = argparse.ArgumentParser(
+        prog="fastrl bench step",
+        description="Measure where the time and memory of a GRPO step go, with and without fastrl.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    shapes = ", ".join(SHAPES)
+    text = f"a model of the Hugging Face Hub, a folder, or one with random weights: {shapes}"
+    parser.add_argument("--model", default="small", help=text)
+    parser.add_argument("--random", action="store_true", help="random weights of the model's shape")
+    for name, (default, least, text) in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=text)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of all"
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="of all")
+    parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--out", type=Path, default=Path("fastrl-bench"), help="folder of results")
+    given = vars(parser.parse_args(arguments))
+    folder: Path = given.pop("out")
+    settings = Settings(**given)
+    if find_spec("transformers") is None:
+        parser.error("transformers is missing: pip install 'fastrl-kernels[train]'")
+    if settings.micro_batch > settings.prompts * settings.group_size:
+        parser.error("argument --micro-batch: must be at most --prompts times --group-size")
+
+    def check(option: str, value: object, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            parser.error(f"argument --{option}: {str(value)!r} is not possible: {reason}")
+
+    check("device", settings.device, lambda: torch.empty(0, device=settings.device))
+    check("out", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+    config = check("model", settings.model, lambda: model_config(settings.model).get_text_config())
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    if settings.prompt_tokens + settings.completion_tokens > context:
+        parser.error(f"argument --completion-tokens: the model has a context of {context} tokens")
+    return settings, int(config.vocab_size), folder
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text!r}")
+        return int(text)
+
+    return number
+
+
+def _predicted(settings: Settings, vocabulary: int) -> dict[str, int]:
+    """Return the bytes of logits, and of what is computed from them, without fastrl."""
+    once = 4 * vocabulary * settings.micro_batch * settings.completion_tokens
+    return {"loss": 2 * once, "backward": 3 * once}
+
+
+def _measure(variant: str, settings: Settings, progress: Progress) -> Row:
+    """Return a variant as a row of ``step.json``; if it ended early, ``failure`` says why."""
+    command = [sys.executable, "-m", "fastrl.bench.grpo_step", variant]
+    command.append(json.dumps(settings._asdict()))
+    steps: list[Row] = []
+    part, failure = "loading", ""
+    try:
+        with (
+            TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            ) as child,
+        ):
+            assert child.stdout is not None
+            try:
+                progress.show(f"{variant}: {part}")
+                for line in child.stdout:
+                    entry = json.loads(line) if line.startswith('{"') else {}
+                    if "step" in entry:
+                        steps.append(entry)
+                        progress.count(1, entry["total"])
+                    part = entry.get("part", part)
+                    progress.show(f"{variant}: {part}")
+                if child.wait():
+                    failure = f"{part}: {_reason(child.returncode, errors)}"
+                    progress.count(TIMED + settings.steps - len(steps))
+            except KeyboardInterrupt:
+                child.kill()  # its session is its own, so that it has not been interrupted
+                raise
+    except KeyboardInterrupt:
+        failure = f"{INTERRUPTED} in step {len(steps) + 1}, {part}"
+    counted = steps[TIMED:] or steps[MEMORY:]
+    peaks = steps[MEMORY]["peaks"] if counted else {}
+    return {
+        "name": variant,
+        "failure": failure,
+        "parts": [_part(name, counted, peaks.get(name)) for name in PARTS if counted],
+        "peak": max(peaks.values(), default=None),
+        "seconds": statistics.median(step["total"] for step in counted) if counted else None,
+        "held": steps[0]["held"] if steps else None,
+    }
+
+
+def _reason(status: int, errors: IO[str]) -> str:
+    if status < 0:
+        return f"killed by signal {-status}, as Linux does when memory runs out"
+    errors.seek(0)
+    said = errors.read().strip().splitlines() or [f"exit status {status}"]
+    return said[-1][:200]
+
+
+def _part(name: str, steps: list[Row], peak: int | None) -> Row:
+    ordered = sorted(step["seconds"][name] for step in steps)
+    low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
+    median = statistics.median(ordered)
+    return {"part": name, "seconds": median, "low": low, "high": high, "peak": peak}
+
+
+def markdown(found: Row) -> str:
+    """Return the content of ``step.json`` as a document, each variant a line of its tables."""
+    about = {**found["machine"], "command": f"`{found['command']}`", "date": found["date"]}
+    lines = ["# fastrl bench step", ""]
+    lines += [*(f"- {name}: {value}" for name, value in about.items() if value), "", NOTES]
+    for unit, cell in (("seconds", _seconds), ("MB", _peak)):
+        lines += ["", f"| {unit} | {' | '.join(PARTS)} | step |", "| --- |" + 7 * " ---: |"]
+        for row in found["variants"]:
+            name = f"{row['name']} ({row['failure']})" if row["failure"] else row["name"]
+            cells = [cell(one) for one in (*row["parts"], row)] if row["parts"] else 7 * [""]
+            lines.append(f"| {name.replace('|', '/')} | {' | '.join(cells)} |")
+    predicted = [{"peak": found["predicted"].get(name)} for name in (*PARTS, "step")]
+    lines.append(f"| predicted, without | {' | '.join(map(_peak, predicted))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(one: Row) -> str:
+    spread = f" ({one['low']:.3g}-{one['high']:.3g})" if "low" in one else ""
+    return f"{one['seconds']:.3g}{spread}"
+
+
+def _peak(one: Row) -> str:
+    return "" if one["peak"] is None else f"{one['peak'] / 1e6:,.1f}"
+
+
+class Progress:
+    """A line on a terminal: what is measured now, and how long the rest takes."""
+
+    def __init__(self, steps: int) -> None:
+        self._left, self._seconds = steps, 0.0
+        self._begin = time.monotonic()
+
+    def count(self, steps: int, seconds: float = 0.0) -> None:
+        """Count steps as done; ``seconds`` is what one took, 0 if that is not known."""
+        self._left, self._seconds = self._left - steps, seconds or self._seconds
+        self._begin = time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Show the text and the time left; an empty text clears the line."""
+        left = max(0.0, self._left * self._seconds - (time.monotonic() - self._begin))
+        if text and self._seconds:
+            text = f"about {left:.0f} s left: {text}"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{text:<79.79}\r")
+            sys.stderr.flush()

@@ -1,0 +1,184 @@
+"""`fastrl bench step`: the same step in both variants, what its parts take, and how it ends."""
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastrl.bench import step
+from fastrl.bench.grpo_step import (
+    PARTS,
+    VARIANTS,
+    WITH,
+    WITHOUT,
+    Measurement,
+    Settings,
+    grpo_step,
+    load,
+    logprobs,
+    policy_loss,
+)
+from fastrl.bench.step import main
+from fastrl.integrations.transformers import LmHead
+
+TINY = ["--model", "tiny", "--prompts", "2", "--group-size", "2", "--completion-tokens", "24"]
+SETTINGS = Settings("tiny", False, 2, 3, 5, 7, 6, "float32", "cpu", False, 1)
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, 3.0)])
+def test_both_variants_have_the_same_loss_and_gradient(scale, softcap):
+    torch.manual_seed(0)
+    weight = torch.randn(50, 8, requires_grad=True)
+    hidden = torch.randn(3, 5, 8, requires_grad=True)
+    head = LmHead(weight, None, None, scale, softcap)
+    ids, gains = torch.randint(50, (3, 5)), torch.tensor([1.0, -2.0, 0.5])
+    old = logprobs(hidden, head, ids, False).detach()
+    torch.testing.assert_close(logprobs(hidden, head, ids, True), old)
+    old += torch.linspace(-0.5, 0.5, 15).view(3, 5)  # some ratios are clipped
+    losses, gradients = [], []
+    for fused in (False, True):
+        losses.append(policy_loss(hidden, head, ids, old, gains, 6, fused))
+        gradients.append(torch.autograd.grad(losses[-1], [hidden, weight]))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"micro_batch": 2}, {"recompute": True}], ids=["", "micro-batches", "recompute"]
+)
+def test_a_step_moves_the_weights_equally(changes):
+    """Also over several micro-batches, and where layers are recomputed."""
+    first = _weights_after_a_step(WITHOUT, SETTINGS)
+    for variant in VARIANTS:
+        moved = _weights_after_a_step(variant, SETTINGS._replace(**changes))
+        torch.testing.assert_close(moved, first, rtol=1e-4, atol=1e-6)
+
+
+def _weights_after_a_step(variant, settings):
+    torch.manual_seed(0)
+    model = load(settings)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    entered = []
+
+    def part(name):
+        entered.append(name)
+        return nullcontext()
+
+    grpo_step(model, torch.optim.SGD(model.parameters(), lr=1.0), variant, settings, part)
+    assert tuple(dict.fromkeys(entered)) == PARTS
+    after = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert (after - before).abs().max() > 1e-4
+    return after
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak")
+def test_the_logits_take_what_is_predicted_and_less_with_fastrl():
+    vocabulary = 60_000
+    settings = SETTINGS._replace(micro_batch=4, completion_tokens=64)
+    predicted = step._predicted(settings, vocabulary)
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    head, peaks = LmHead(weight, None, None, 1.0, None), {}
+    hidden = torch.randn(4, 64, 4, requires_grad=True)
+    ids, old = torch.randint(vocabulary, (4, 64)), torch.full((4, 64), -11.0)
+    for variant in VARIANTS:
+        part = Measurement(torch.device("cpu"), memory=True)
+        with part("loss"):
+            loss = policy_loss(hidden, head, ids, old, torch.ones(4), 4, variant == WITH)
+        with part("backward"):
+            loss.backward()
+        peaks[variant] = part.peaks
+        weight.grad = hidden.grad = None
+    assert peaks[WITHOUT] == pytest.approx(predicted, rel=0.1)
+    assert max(peaks[WITH].values()) < 0.4 * peaks[WITHOUT]["backward"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("step")
+    threads = pytest.MonkeyPatch()
+    threads.setenv("OMP_NUM_THREADS", "1")
+    assert main([*TINY, "--steps", "1", "--out", str(folder)]) == 0
+    threads.undo()
+    return json.loads((folder / "step.json").read_text()), (folder / "step.md").read_text()
+
+
+def test_the_parts_add_up_to_the_step(found):
+    for variant in found[0]["variants"]:
+        assert tuple(one["part"] for one in variant["parts"]) == PARTS
+        total = sum(one["seconds"] for one in variant["parts"])
+        assert 0.7 * variant["seconds"] < total <= variant["seconds"]
+        assert variant["peak"] == max(one["peak"] for one in variant["parts"])
+        assert variant["held"] > 3 * 4 * 1000 * 32  # the embedding and its moments
+
+
+def test_the_tables_have_a_line_for_each_variant(found):
+    results, text = found
+    assert results["command"].startswith("fastrl bench step --model tiny")
+    for unit in ("seconds", "MB"):
+        table = text.partition(f"| {unit} |")[2].partition("\n\n")[0].splitlines()
+        assert [line.split(" | ")[0] for line in table[2:4]] == [f"| {name}" for name in VARIANTS]
+        assert {line.count("|") for line in table[1:]} == {len(PARTS) + 3}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("--steps", "0", "argument --steps: must be at least 1, got '0'"),
+        ("--group-size", "1", "argument --group-size: must be at least 2"),
+        ("--prompts", "many", "argument --prompts: must be at least 1, got 'many'"),
+        ("--micro-batch", "5", "argument --micro-batch: must be at most"),
+        ("--completion-tokens", "50000", "argument --completion-tokens: "),
+        ("--dtype", "int8", "argument --dtype: "),
+        ("--device", "quantum", "argument --device: "),
+        ("--model", "no/such/model", "argument --model: 'no/such/model' is not possible: "),
+        ("--out", __file__, "argument --out: "),
+    ],
+)
+def test_bad_input_names_the_option(option, value, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*TINY, option, value])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_missing_transformers_is_told_with_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(step, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(TINY)
+    assert "pip install 'fastrl-kernels[train]'" in capsys.readouterr().err
+
+
+STEPS = "\n".join(
+    f"echo '{json.dumps({'step': number, 'total': 1.0, 'held': 1, **of_parts})}'"
+    for number, of_parts in enumerate(
+        3 * [{"seconds": dict.fromkeys(PARTS, 0.1), "peaks": dict.fromkeys(PARTS, 5)}]
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("commands", "status", "failure", "parts"),
+    [
+        ("kill -KILL $$", 1, "backward: killed by signal 9, as Linux does when memory", 0),
+        ("echo 'OutOfMemoryError: 7 GB' >&2; exit 1", 1, "backward: OutOfMemoryError: 7 GB", 0),
+        (f"{STEPS}\nexit 1", 0, "backward: ", 6),
+        (f"{STEPS}\nsleep 1; kill -INT $PPID; sleep 60", 130, "interrupted in step 4, backward", 6),
+    ],
+    ids=["killed", "raised", "raised later", "Ctrl-C"],
+)
+def test_a_variant_that_ends_early_is_a_row_that_says_why(
+    commands, status, failure, parts, monkeypatch, tmp_path
+):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps({'part': 'backward'})}'\n{commands}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(step.sys, "executable", str(program))
+    assert main([*TINY, "--out", str(tmp_path)]) == status
+    first, *others = json.loads(Path(tmp_path / "step.json").read_text())["variants"]
+    assert first["failure"].startswith(failure)
+    assert len(first["parts"]) == parts
+    assert [one["name"] for one in others] == ([] if status == 130 else [WITH])
+    assert f"| without ({failure}" in (tmp_path / "step.md").read_text()
