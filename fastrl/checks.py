@@ -19,7 +19,7 @@ INTEGERS = (
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
-#: With a larger number torch's operators on float32 tensors raise.
+#: Larger numbers make torch's operators on float32 tensors raise.
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -194,14 +194,14 @@ def as_mask(name: str, value: object, like: Tensor, like_name: str) -> Tensor:
 
 
 def saveable(value: Tensor) -> Tensor:
-    """Return `value` such that autograd can save it: an inference tensor is cloned."""
+    """Return `value` in a form that autograd can save: an inference tensor is cloned."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return value
     return value.clone() if value.is_inference() else value
 
 
 def can_read(value: Tensor) -> bool:
-    """Return whether values can be checked for free: on a CPU, and not while tracing."""
+    """Return whether checking values costs nothing: on a CPU, and not while tracing."""
     return value.device.type == "cpu" and not is_traced(value)
 
 

@@ -76,20 +76,20 @@ class ObjectiveArguments(NamedTuple):
     coefficients: Coefficients
 
     def flat(self) -> tuple[int, int, int, int, list[float]]:
-        """Return the arguments of an operator; `torch.compile` of 2.10 wants a plain list."""
+        """Return the arguments of an operator; `torch.compile` of 2.10 needs a plain list."""
         kinds = (self.surrogate, self.level, self.kl_estimator, self.kl_gradient)
         return (*kinds, [*self.coefficients])
 
 
 class LossArguments(NamedTuple):
-    """The inputs of a policy loss without gradient.
+    """The inputs of a policy loss that have no gradient.
 
     A constant is float32, `[S]` per sequence or `[B, T]` per token. A packed batch is `[1, N]`,
     split into S sequences by `cu_seqlens`; without `cu_seqlens` it is one sequence.
     """
 
     advantages: Tensor  # constant
-    weights: Tensor  # constant; of active tokens in each term without separate weights
+    weights: Tensor  # constant; for active tokens in all terms without separate weights
     kl_weights: Tensor | None  # constant
     entropy_weights: Tensor | None  # constant
     policy_weights: Tensor | None  # constant; further factors in the policy term only
@@ -148,7 +148,7 @@ FLAGS = ("is_top1",)
 
 
 class SavedStats(NamedTuple):
-    """What a backward takes: some statistics, and the slopes of those with a gradient."""
+    """The inputs of a backward: some statistics, and the slopes of those with a gradient."""
 
     row_max: Tensor
     log_sum: Tensor

@@ -1,6 +1,6 @@
 """`python -m fastrl` and `fastrl doctor`: what works on this machine, and what is missing.
 
-Nothing of the environment variables is printed.
+The report contains no environment variables.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fastrl.backend import BACKENDS, get_backend, unavailable
 from fastrl.native import cpu_capability
 
 _PACKAGE = "fastrl-kernels"
-#: Extras of development, which a person who trains does not miss.
+#: Extras for development, which a user does not need.
 _OF_DEVELOPMENT = {"bench", "test", "lint", "release", "dev"}
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*?)\s*;.*extra\s*==\s*['\"]([\w-]+)['\"]")
 _GIB = 2**30
 
 
 def report() -> str:
-    """Versions, backends, optional packages, GPUs, threads and free disk, as text."""
+    """Return versions, backends, optional packages, GPUs, threads and free disk, as text."""
     return "\n".join([*_backends(), *_packages(), *_machine()])
 
 
@@ -52,7 +52,7 @@ def _backends() -> list[str]:
 
 
 def _packages() -> list[str]:
-    """For each extra, its packages and their versions, and how to install what is missing."""
+    """Return for each extra its packages with versions, and how to install missing ones."""
     try:
         required = importlib.metadata.requires(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def _packages() -> list[str]:
 
 
 def _state(name: str, versions: str) -> tuple[str, bool]:
-    """The installed version of a package or what is wrong with it, and whether it can be used."""
+    """Return a package's version, or what is wrong with it, and whether it can be used."""
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

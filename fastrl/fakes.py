@@ -1,4 +1,4 @@
-"""What the operators return in a trace: shapes and dtypes, without values."""
+"""Fakes of the operators for traces: shapes and dtypes of the results, without values."""
 
 from __future__ import annotations
 

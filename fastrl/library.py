@@ -44,10 +44,10 @@ _ROWS = _declared(RowArguments)
 _LOSS = f"{_declared(LossArguments)}, {_declared(ObjectiveArguments)}"
 _SAVED = _declared(SavedStats)
 _PARTS = "str vocab_group, int vocab_rank, int[] vocab_sizes, bool reduce_hidden_gradient"
-# The tokens that each of the rows [N] has kept: integers [M], [N + 1]; None: all of them.
+# The tokens that each of the rows [N] has kept: integers [M], [N + 1]; None: all tokens.
 _KEPT = "Tensor? kept_ids, Tensor? kept_offsets"
 _KEPT_ROWS = f"{_ROWS}, {_PARTS}, {_KEPT}, str backend"
-# Rows of logits beside those of a teacher.
+# Rows of logits and those of a teacher.
 _PAIR = f"Tensor teacher_logits, {_ROWS}, {_declared(TeacherScaling)}"
 _DIVERGENCE_BACKWARD = (
     f"{_PAIR}, {_SAVED}, Tensor teacher_row_max, Tensor teacher_log_sum, float beta, "
@@ -82,9 +82,9 @@ _LINEAR_GRADIENTS = (
     "Tensor grad_lora_a, Tensor grad_lora_b)"
 )
 
-# An operator in place writes the gradient over the logits. With `narrow` a row of float32 logits,
-# which starts at a multiple of 16 bytes and has stride_t elements, becomes bfloat16 in the second
-# half of its memory: columns stride_t to stride_t + V of that memory as bfloat16. GPUs only.
+# An in-place operator writes the gradient over the logits. With `narrow` the gradient of a row of
+# float32 logits, which starts at a multiple of 16 bytes and has stride_t elements, is bfloat16 in
+# the second half of the row's memory: elements stride_t to stride_t + V of bfloat16. GPUs only.
 _SCHEMAS = {
     "token_stats_fwd": (
         f"(Tensor logits, {_ROWS}, bool with_entropy, bool with_sum_sq_probs) -> "
@@ -129,7 +129,7 @@ _SCHEMAS = {
         "float correction, float eps, int singleton) -> "
         "(Tensor advantages, Tensor mean, Tensor std, Tensor informative)"
     ),
-    # gradient *= factor (one element), which costs no memory traffic where the factor is 1.
+    # gradient *= factor (one element), without memory traffic if the factor is 1.
     "scale_": "(Tensor(a!) gradient, Tensor factor) -> ()",
     "linear_token_stats_fwd": f"({_LINEAR}) -> ({_declared(RowStats)}, {_TEACHER_STATS})",
     "linear_token_stats_bwd": (
@@ -141,7 +141,7 @@ _SCHEMAS = {
         f"(Tensor logprobs, Tensor entropy, Tensor divergence, Tensor teacher_entropy, "
         f"Tensor agrees, {_LINEAR_GRADIENTS[1:]}"
     ),
-    # token_stats of rows that are compared with a teacher's.
+    # token_stats of rows that are compared with those of a teacher.
     "compared_token_stats_fwd": (
         f"({_COMPARED.format('')}) -> ({_declared(RowStats)}, {_TEACHER_STATS})"
     ),
@@ -149,11 +149,11 @@ _SCHEMAS = {
     "compared_token_stats_bwd_": (
         f"({_COMPARED.format('(a!) ')}, {_SAVED}, {_TEACHER_SAVED}) -> ()"
     ),
-    # token_stats of rows of which some have kept a part of the vocabulary.
+    # token_stats of rows, some of which have kept a part of the vocabulary.
     "kept_token_stats_fwd": (f"(Tensor logits, {_KEPT_ROWS}) -> ({_declared(RowStats)})"),
     "kept_token_stats_bwd": (f"(Tensor logits, {_KEPT_ROWS}, {_SAVED}) -> Tensor"),
     "kept_token_stats_bwd_": (f"(Tensor(a!) logits, {_KEPT_ROWS}, {_SAVED}) -> ()"),
-    # With ids [C, K] of rows of a matrix, below 0 for none:
+    # The ids [C, K] are those of rows of a matrix; one below 0 stands for no row.
     # out[c, k] += states[c] . matrix[ids[c, k]]
     "gathered_dots_": "(Tensor(a!) out, Tensor states, Tensor matrix, Tensor ids) -> ()",
     # out[c] += sum_k factors[c, k] matrix[ids[c, k]]
@@ -177,12 +177,12 @@ _SCHEMAS = {
     ),
 }
 
-#: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered in the first
-#: alone: those in Python take the backend of their chunks as an argument.
+#: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered only in the
+#: first one: those in Python take the backend of their chunks as an argument.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
 IN_PYTHON = ("linear_", "kept_", "compared_")
 _ONLY_ONCE = (*IN_PYTHON, "cpu_", "has_", "huge_", "mixed_", "objective_eval")
-#: Operators that the CPU backend does without.
+#: Operators that the CPU backend does not have.
 ONLY_ON_GPUS = ("scale_",)
 #: Operators that the CUDA backend takes from Triton on a GPU, and from the CPU backend elsewhere.
 NOT_IN_CUDA = ("gathered_", "scattered_", "divergence_")
@@ -197,7 +197,7 @@ def called(operator: Callable[..., Any], *arguments: object) -> Any:
     """Call an operator that checks the values of tensors.
 
     Raises:
-        ValueError: the operator found a wrong value; the text is its own.
+        ValueError: the operator found a wrong value; the message is its own.
     """
     if torch.compiler.is_compiling():
         return operator(*arguments)
@@ -226,11 +226,11 @@ for _name, _schema in _SCHEMAS.items():
 
 
 def arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of logits, sums and accumulated gradients: float32, or float64 if an input is."""
+    """Return the dtype of logits, sums and gradients: float32, or float64 if an input is."""
     is_double = torch.float64 in (hidden.dtype, weight.dtype)
     return torch.float64 if is_double else torch.float32
 
 
 def stored_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype in which a gradient is kept until the backward: float16 might underflow."""
+    """Return the dtype of a gradient until the backward: not float16, which might underflow."""
     return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype

@@ -13,7 +13,7 @@ from fastrl import library as library
 
 #: Why the compiled CPU backend cannot be used, as one sentence, or None if it can.
 missing: str | None = None
-#: The same for the CUDA extension, regardless of whether there is a GPU.
+#: The same for the CUDA extension, whether or not there is a GPU.
 cuda_missing: str | None = None
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 def segments_of(gradient: Tensor) -> tuple[int, int, int] | None:
     """Return number, length and stride of the contiguous segments that cover a tensor once.
 
-    None where they have no common stride.
+    Return None if they have no common stride.
     """
     dims = sorted(
         (stride, size)

@@ -35,7 +35,7 @@ def refuse_transforms(function: str) -> None:
 
 
 def is_transformed() -> bool:
-    """Return whether this runs inside a transform of `torch.func`."""
+    """Return whether the call is inside a transform of `torch.func`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -1,7 +1,7 @@
-"""What the ranks of a process group hold together, with the same bits on every rank.
+"""Sums and concatenations over the ranks of a process group, with the same bits on every rank.
 
-Sums are gathered and added in the order of the ranks: the order in which an all-reduce adds is left
-to the library that communicates.
+Terms are gathered and added in rank order. An all-reduce would leave the order to the communication
+library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def size_of(group: torch.distributed.ProcessGroup | None) -> int:
 def gathered(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
     """Return the tensors of all ranks, `[R, *shape]`; `x` has one shape and dtype on all of them.
 
-    One collective, without waiting for the device.
+    It takes one collective, and does not wait for the device.
     """
     if group is None:
         return x[None]
@@ -44,9 +44,9 @@ def gathered(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
 def start_gather(
     x: Tensor, group: torch.distributed.ProcessGroup
 ) -> tuple[Tensor, torch.distributed.Work]:
-    """Return where `gathered` will be, and what to wait for; until then `x` must be kept."""
+    """Start `gathered`; return its result and the work to wait for, until which `x` must exist."""
     result = x.new_empty((size_of(group), *x.shape))
-    # torch 2.13 warns of all_gather_into_tensor, and earlier ones lack what it names instead
+    # torch 2.13 warns of all_gather_into_tensor, and earlier versions lack its replacement
     work = torch.distributed.all_gather(list(result.unbind()), x, group=group, async_op=True)
     return result, cast("torch.distributed.Work", work)
 
@@ -57,7 +57,7 @@ def total(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
 
 
 def concatenated(x: Tensor, counts: Sequence[int], group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, in their order; `counts` has the number of rows of each."""
+    """Return the rows of all ranks in rank order; `counts` has the number of rows of each."""
     rows = x.new_zeros((max(counts), *x.shape[1:]))
     rows[: x.shape[0]] = x
     parts = gathered(rows, group).unbind()

@@ -1,4 +1,4 @@
-"""Checks of logits or hidden states and of everything given per row."""
+"""Checks of logits or hidden states, and of all arguments per row."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def counted_rows(rows: RowArguments) -> Tensor:
 
 
 def check_ids(rows: RowArguments, active: Tensor, vocabulary: int) -> None:
-    """Raise, on a CPU, for an id of an active row that is outside the vocabulary."""
+    """Raise on a CPU for an id of an active row that is outside the vocabulary."""
     if can_read(rows.token_ids):
         invalid = active & ((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
         if bool(invalid.any()):
@@ -180,7 +180,7 @@ def refuse_unsafe_inplace(name: str, logits: Tensor) -> None:
 
 
 def _rows_overlap(logits: Tensor) -> bool:
-    """Return whether an element may belong to two rows: a stride is shorter than what it spans."""
+    """Return whether an element may belong to two rows: a stride is shorter than its contents."""
     span = 1
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
         if size > 1 and stride < span:

@@ -1,6 +1,6 @@
 """The divergence of a student's distribution from a teacher's, and its gradient by the logits.
 
-With q of the student, p of the teacher and m = (1 - beta) q + beta p:
+With the student's q, the teacher's p and m = (1 - beta) q + beta p:
 
     beta = 0:  KL(p || q) = sum p log p/q
     beta = 1:  KL(q || p) = sum q log q/p
@@ -24,7 +24,7 @@ from fastrl.reference.vocabulary_parts import part_slope
 
 
 class DivergenceTerms(NamedTuple):
-    """What each event adds to the divergence, and its d."""
+    """The term of each event in the divergence, and its d."""
 
     value: Tensor
     slope: Tensor
@@ -33,10 +33,10 @@ class DivergenceTerms(NamedTuple):
 def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTerms:
     """Return the terms of log-probabilities of the same events.
 
-    A term of the two KLs has q - p, or p - q, beside its logarithm: their sum is 0, no term is
-    negative, and an error in a normalizer has no effect to first order. Everything is made of the
-    larger probability and of expm1 of the distance, so nearly equal distributions keep their
-    digits.
+    The terms of the two KLs contain q - p, or p - q, besides the logarithm. These sum to 0, but
+    keep every term at 0 or above, and an error in a normalizer has no effect to first order. All
+    terms are computed from the larger probability and from expm1 of the distance, so nearly equal
+    distributions keep their digits.
     """
     excluded = (log_q == float("-inf")) & (log_p == float("-inf"))
     log_ratio = torch.where(excluded, 0.0, log_q - log_p)
@@ -74,7 +74,7 @@ def divergence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the divergence, sum d, and whether the same column is the largest in both, `[B, T]`.
 
-    The logits may be a part of the rows that the statistics are of: the sums are then this part's.
+    The logits may be a part of the rows behind the statistics: the sums are then over this part.
     """
     log_q = _logprobs(logits, active, rows, stats)
     log_p = _logprobs(teacher_logits, active, teacher, teacher_stats)
@@ -102,7 +102,7 @@ def divergence_gradient(
     grad_divergence: Tensor,
     slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Return dL/dlogits from dL/ddivergence and from the slopes that `part_gradient` takes."""
+    """Return dL/dlogits from dL/ddivergence and the slopes that `part_gradient` takes."""
     with inner_graph():
         leaf = logits.detach().clone().requires_grad_()
         shifted = _shifted(leaf, active, rows, stats)

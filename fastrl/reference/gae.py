@@ -21,7 +21,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns `[B, T]`.
 
-    From the last token to the first, skipping masked tokens:
+    The recurrence goes from the last token to the first, and skips masked tokens:
     delta_t = r_t + gamma V_next - V_t,  A_t = delta_t + gamma lam A_next.
     """
     tokens = rewards.shape[1]

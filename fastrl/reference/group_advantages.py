@@ -63,5 +63,5 @@ def group_advantages(
 
 
 def _std(squares: Tensor, freedom: Tensor) -> Tensor:
-    """Square root of the variance; 0 without degrees of freedom."""
+    """Return the square root of the variance; 0 without degrees of freedom."""
     return torch.where(freedom > 0, squares / freedom.clamp(min=1e-9), 0.0 * squares).sqrt()

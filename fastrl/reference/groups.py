@@ -14,5 +14,5 @@ def dense_index(group_ids: Tensor) -> Tensor:
 
 
 def group_sum(x: Tensor, index: Tensor) -> Tensor:
-    """Return the sum over its group for each member; `index` is from `dense_index`."""
+    """Return for each member the sum over its group; `index` is from `dense_index`."""
     return torch.zeros_like(x).index_add(0, index, x)[index]

@@ -1,4 +1,4 @@
-"""Gradients that a call computes for itself, whatever the caller's autograd mode and hooks are."""
+"""Gradients that a call computes internally, whatever the caller's autograd mode and hooks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 def inner_graph() -> Iterator[None]:
     """Record a graph that the caller's hooks on saved tensors (checkpointing, offloading) skip.
 
-    Saved tensors are detached: a saved output that had its node would keep itself alive, in a cycle
-    that nothing collects. Autograd leaves it to hooks to notice that they were overwritten.
+    Saved tensors are detached: a saved output with its node would keep itself alive, in a cycle
+    that nothing collects. With hooks, autograd does not check whether saved tensors were
+    overwritten, so these hooks do.
 
     Raises:
         RuntimeError: a tensor that the gradient needs was modified in place.

@@ -9,10 +9,10 @@ from torch import Tensor
 def kept_logits(
     logits: Tensor, token_ids: Tensor, kept_ids: Tensor, kept_offsets: Tensor, start: int = 0
 ) -> Tensor:
-    """Return the logits with -inf for all tokens but those that a row has kept, and its own.
+    """Return the logits with -inf for all tokens except those that a row has kept, and its own.
 
-    A row without kept tokens remains as it is. If the vocabulary is split, `start` is the id of the
-    first of these columns.
+    A row without kept tokens stays as it is. If the vocabulary is split, `start` is the id of the
+    first column.
     """
     vocabulary = logits.shape[-1]
     counts = kept_offsets.to(torch.int64).diff()

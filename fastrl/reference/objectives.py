@@ -31,7 +31,7 @@ def clamp(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 
 def difference(logprobs: Tensor, others: Tensor) -> Tensor:
-    """`logprobs - others`; 0 for equal infinities: a token that both policies exclude.
+    """Return `logprobs - others`, and 0 for equal infinities: a token that both policies exclude.
 
     An infinite log-probability is a constant and gets no gradient.
     """
@@ -50,7 +50,7 @@ def saturate(
 
 
 def weighted_logprob(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """`weights * logprobs`; 0 where the weight is 0, even if the log-probability is infinite."""
+    """Return `weights * logprobs`, and 0 for weight 0 even if the log-probability is infinite."""
     constant = logprobs.isinf()
     product = weights * torch.where(constant, logprobs.detach(), logprobs)
     return torch.where(constant & (weights == 0), 0.0, product)
@@ -59,7 +59,7 @@ def weighted_logprob(weights: Tensor, logprobs: Tensor) -> Tensor:
 def ppo_clip(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
-    """`-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`; A < 0: at most -dual_clip A."""
+    """Return `-min(min(r, delta) A, clip(r, 1-clip_low, 1+clip_high) A)`, with the dual clip."""
     ratio = log_ratio.exp()
     free = clamp(ratio, -inf, c.delta) * advantages
     bounded = clamp(ratio, 1 - c.clip_low, 1 + c.clip_high) * advantages
@@ -77,7 +77,7 @@ def ppo_clip(
 def cispo(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
-    """`-sg[clip(r, 1-clip_low, 1+clip_high)] A logprob`: every token keeps a gradient."""
+    """Return `-sg[clip(r, 1-clip_low, 1+clip_high)] A logprob`: every token keeps a gradient."""
     low, high = 1 - c.clip_low, 1 + c.clip_high
     ratio = log_ratio.exp().detach()
     above = (ratio > high) & (advantages != 0)
@@ -89,7 +89,7 @@ def cispo(
 def sapo(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
-    """`-4/tau sigmoid(tau (r - 1)) A`: a smooth gate instead of a clip."""
+    """Return `-4/tau sigmoid(tau (r - 1)) A`: a smooth gate instead of a clip."""
     tau = torch.full_like(log_ratio, c.sapo_temperature_neg)
     tau = tau.masked_fill(advantages > 0, c.sapo_temperature_pos)
     # autograd takes g (1 - g) for the slope of a sigmoid g, and 1 + expm1 for that of expm1
@@ -100,7 +100,7 @@ def sapo(
 
 
 def gmpo_log_ratio(log_ratio: Tensor, advantages: Tensor, c: Coefficients) -> tuple[Tensor, Tensor]:
-    """The clipped token log-ratio whose mean over the sequence GMPO exponentiates, and clip."""
+    """Return clipped log-ratios, whose mean over the sequence GMPO exponentiates, and clip."""
     low, high = -c.clip_low, c.clip_high
     rises = advantages >= 0
     above = rises & (log_ratio > high) & (advantages != 0)
@@ -110,14 +110,14 @@ def gmpo_log_ratio(log_ratio: Tensor, advantages: Tensor, c: Coefficients) -> tu
 
 
 def gmpo(mean_log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """`-A exp(mean of the clipped log-ratios)`."""
+    """Return `-A exp(mean of the clipped log-ratios)`."""
     return -advantages * mean_log_ratio.exp()
 
 
 def reinforce(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, c: Coefficients
 ) -> tuple[Tensor, Tensor]:
-    """`-A logprob`."""
+    """Return `-A logprob`."""
     loss = weighted_logprob(-advantages, logprobs)
     return loss, torch.zeros_like(advantages, dtype=torch.int8)
 
@@ -132,7 +132,7 @@ SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def k3(x: Tensor) -> Tensor:
-    """`e^x - 1 - x`, with the derivative `expm1(x)`; plain autograd has `(expm1(x) + 1) - 1`."""
+    """Return `e^x - 1 - x` with the derivative `expm1(x)`; autograd has `(expm1(x) + 1) - 1`."""
     at, slope = x.detach(), torch.expm1(x.detach())
     rest = x - at  # 0: k3(at + rest) = k3(at) + expm1(at) rest + e^at k3(rest)
     return slope - at + slope * (x - at) + (slope + 1) * (torch.expm1(rest) - rest)
@@ -168,13 +168,13 @@ def kl_term(
     log_ratio_bounds: tuple[float, float] = (inf, inf),
     unshared: Tensor | bool = True,
 ) -> Tensor:
-    """The KL as it enters the loss.
+    """Return the KL term of the loss per token.
 
     `exact` is the estimate with its true gradient. `straight-through` has the value of the estimate
     and the gradient of k2, which is an unbiased estimate of the gradient of the KL.
     `bias-corrected` is the estimate times the ratio, which makes value and gradient of k3 unbiased
-    off policy. `bound` clamps the estimate, `log_ratio_bounds` (low, high) clamp the log-ratio to
-    `[-low, high]`; `unshared` marks tokens whose log-ratio depends on no other token.
+    off policy. `bound` clamps the estimate, and `log_ratio_bounds` (low, high) clamps the log-ratio
+    to `[-low, high]`; `unshared` marks tokens whose log-ratio depends on no other token.
     """
     if gradient == "bias-corrected":
         # a product of two exponentials fits into a float if each exponent is clamped to half the
@@ -183,8 +183,8 @@ def kl_term(
         clamped = saturate(log_ratio, *log_ratio_bounds, limit=half)
         term = clamped.exp() * kl_estimate(logprobs, ref_logprobs, estimator, bound, half)
         if estimator == "k3":
-            # with x = ref - logprob: d(r k3) = r k3 - r (k3 + x) = -r x; in autograd, terms of size
-            # e^x cancel instead
+            # with x = ref - logprob: d(r k3) = r k3 - r (k3 + x) = -r x, where autograd would
+            # subtract terms of size e^x
             x = difference(ref_logprobs, logprobs).detach()
             in_range = (x.abs() <= half) & (torch.expm1(x) - x <= bound) & (clamped == log_ratio)
             closed_form = in_range & unshared
@@ -199,5 +199,5 @@ def kl_term(
 
 
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-    """`value` with the derivative `slope` with respect to x, or 0 where x is not finite."""
+    """Return `value` with the derivative `slope` by x, or 0 where x is not finite."""
     return value.detach() + slope.detach() * torch.where(x.isfinite(), x - x.detach(), 0.0)

@@ -36,7 +36,7 @@ class _Inputs(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """The terms of the loss per token, and what the metrics need."""
+    """The terms of the loss per token, and values for the metrics."""
 
     policy: Tensor
     kl: Tensor
@@ -188,7 +188,7 @@ def _terms(
     if level != "token" and surrogate != "gmpo":
         log_ratio = sequences.mean(log_ratio, mask)
     if level == "sequence-token":
-        # the sequence's log-ratio, with the gradient of the token's log-probability alone
+        # the sequence's log-ratio, with the gradient of the token's own log-probability
         zero = torch.where(logprobs.isfinite(), logprobs - logprobs.detach(), 0.0)
         log_ratio = log_ratio.detach() + zero
     unclamped_log_ratio = log_ratio

@@ -12,7 +12,7 @@ from torch import Tensor
 class Sequences:
     """The sequence to which each token belongs.
 
-    In a padded batch a row is a sequence, and `index` is None; in a packed batch `index` `[N]`
+    In a padded batch each row is a sequence and `index` is None; in a packed batch `index` `[N]`
     holds the index of each token's sequence. `count` is the number of sequences.
     """
 
@@ -40,13 +40,13 @@ class Sequences:
         return per_sequence[self.index].reshape(tokens.shape)
 
     def mean(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Masked mean over each sequence, for each of its tokens (0 if all are masked)."""
+        """Return for each token the masked mean over its sequence (0 if all are masked)."""
         total = self.total(torch.where(mask, x, 0.0))
         count = self.total(mask.to(x.dtype)).clamp(min=1)
         return self.spread(total / count, x)
 
     def greatest(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Masked maximum over each sequence, for each of its tokens (-inf if all are masked)."""
+        """Return for each token the masked maximum over its sequence (-inf if all are masked)."""
         x = torch.where(mask, x, -torch.inf)
         if x.numel() == 0:
             return x

@@ -1,4 +1,4 @@
-"""Tokens that are dropped from the policy term: far from the old policy, or of low entropy."""
+"""Tokens to drop from the policy term: far from the old policy, or of low entropy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def off_policy(
     """Return which tokens have A < 0 in a sequence with mean(sampled - current) > threshold.
 
     From DeepSeek-V3.2 (arXiv 2512.02556): negative samples that the current policy would hardly
-    produce do not help. Differences that are NaN count as 0, as in TRL.
+    produce do not help. NaN differences count as 0, as in TRL.
     """
     gap = difference(sampled_logprobs, logprobs.detach())
     drift = sequences.mean(torch.where(gap.isnan(), 0.0, gap), mask)
@@ -49,7 +49,7 @@ def outside_trust_region(
 
 
 def _largest_squares(x: Tensor, among: Tensor, bound: float) -> Tensor:
-    """Return the entries without which the mean square of the others in `among` is in bounds."""
+    """Return the fewest largest entries of `among` without which the mean square is in bounds."""
     squares = torch.where(among, x.square(), torch.inf)
     ordered = squares.flatten().sort().values
     ranks = torch.arange(1, ordered.shape[0] + 1, device=x.device)

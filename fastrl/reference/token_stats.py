@@ -12,7 +12,7 @@ def squashed(logits: Tensor, logit_scale: float, logit_softcap: float | None) ->
     if logit_softcap is None:
         return logits
     x = logits * (logit_scale / logit_softcap)
-    # autograd has 1 - tanh^2 for the slope; the same as 2 sigmoid(2 x) - 1 keeps its digits
+    # autograd's slope of tanh is 1 - tanh^2; that of 2 sigmoid(2 x) - 1 keeps its digits
     twin = 2 * logsigmoid(2 * x).exp()
     capped = logit_softcap * (torch.tanh(x).detach() + (twin - twin.detach()))
     return torch.where(logits == float("-inf"), logits, capped)
@@ -28,11 +28,11 @@ def shifted_logits(
     """Return z - max z and max z for z = softcap(logit_scale * logits) / temperature.
 
     The maximum is subtracted before anything is rounded, so a common offset of the logits costs no
-    precision. It is differentiated, and not a constant, if its token has more than half of the
-    probability: 1 - p is then summed over the other tokens, without cancellation. A logit of -inf
-    excludes its token: it remains -inf under a softcap and gets no gradient. A temperature that is
-    a tensor is per row. Where the logits are a part of the row, `row_max` is the largest logit of
-    the whole row.
+    precision. If its token has more than half of the probability, the maximum is differentiated
+    instead of treated as a constant: 1 - p is then summed over the other tokens, without
+    cancellation. A logit of -inf excludes its token: it remains -inf under a softcap and gets no
+    gradient. A temperature that is a tensor is per row. If the logits are a part of the row,
+    `row_max` is the largest logit of the whole row.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature[..., None].to(logits.dtype)
@@ -44,9 +44,9 @@ def shifted_logits(
         largest = torch.where(others < 1, largest, largest.detach())
     else:
         largest = squashed(row_max, logit_scale, logit_softcap)[..., None]
-    largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row of nothing but -inf
+    largest = torch.where(largest == float("-inf"), 0.0, largest)  # all logits are -inf
     excluded = torch.where(logits == float("-inf"), float("-inf"), 0.0)
-    # the maximum also has its gradient where the token itself is excluded
+    # the maximum gets its gradient even if the token itself is excluded
     shifted = (torch.where(excluded == 0, u, 0.0) - largest) * factor / temperature + excluded
     return shifted, largest * factor / temperature
 
@@ -54,11 +54,12 @@ def shifted_logits(
 def log_sum_exp(shifted: Tensor) -> Tensor:
     """Return log sum exp t, `[..., 1]`, for the t of `shifted_logits`.
 
-    As log1p of all but the maximum it has its digits where one token has nearly all probability.
+    It is log1p of the sum without the maximum, which keeps its digits if one token has nearly all
+    the probability.
     """
     columns = torch.arange(shifted.shape[-1], device=shifted.device)
     top = columns == shifted.argmax(-1, keepdim=True)
-    # expm1 is 0 at the maximum, NaN in a row with NaN, and -1 in one of nothing but -inf
+    # expm1 is 0 at the maximum, NaN in a row with NaN, and -1 in a row of -inf alone
     return torch.where(top, shifted.expm1(), shifted.exp()).sum(-1, keepdim=True).log1p()
 
 

@@ -72,7 +72,7 @@ def _group_index(how: AggregationArguments, lengths: Tensor) -> Tensor:
 
 
 def _denominator(how: AggregationArguments, count: Tensor) -> float | Tensor:
-    """The global count if given, else the local one; 1 instead of a local count of 0."""
+    """Return the global count if given, else the local one, or 1 for a local count of 0."""
     if how.normalizer_tensor is not None:
         return torch.where(count > 0, how.normalizer_tensor.reshape(()).to(count.dtype), 1.0)
     return how.normalizer or count.clamp(min=1)

@@ -9,7 +9,7 @@ from fastrl.reference.objectives import clamp
 
 
 def value_error(values: Tensor, returns: Tensor, loss: str) -> Tensor:
-    """`(V - R)^2 / 2`, or for huber `|V - R| - 1/2` where `|V - R| > 1`."""
+    """Return `(V - R)^2 / 2`, or for huber `|V - R| - 1/2` where `|V - R| > 1`."""
     difference = values - returns
     if loss == "mse":
         return 0.5 * difference.square()
@@ -31,6 +31,6 @@ def value_loss(
     with torch.no_grad():
         free_loss, bounded_loss = (value_error(x, returns, loss) for x in (values, bounded))
         clipped = bounded_loss > free_loss
-    # in a tie the free loss determines the gradient; `torch.maximum` would average the two
+    # in a tie the unclipped loss determines the gradient; `torch.maximum` would average the two
     chosen = torch.where(clipped | broken, bounded, values)
     return value_error(chosen, returns, loss), clipped

@@ -1,4 +1,4 @@
-"""The statistics of rows whose vocabulary is split over ranks, from those of its parts."""
+"""The statistics of rows whose vocabulary is split over ranks, from those of the parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastrl.reference.token_stats import log_sum_exp, shifted_logits, squashed
 
 
 class PartStats(NamedTuple):
-    """What a rank knows of each row, from its part of the vocabulary alone.
+    """The statistics of rows over a rank's part of the vocabulary alone.
 
     With t = z - max z over the part: s = sum exp t.
     """
@@ -21,14 +21,14 @@ class PartStats(NamedTuple):
     row_max: Tensor  # the largest logit; -inf if all are
     log_sum: Tensor  # log s
     entropy: Tensor  # of the softmax over the part
-    sum_sq_probs: Tensor  # of the same
+    sum_sq_probs: Tensor  # of the softmax over the part
     token_logit: Tensor  # 0 where the token belongs to another part
 
 
 def part_stats(logits: Tensor, active: Tensor, own: Tensor, rows: RowArguments) -> PartStats:
     """Return the statistics of a part, `[B, T]`; `own` says where the token is one of its columns.
 
-    A row of nothing but -inf adds nothing to the whole one.
+    A row of -inf alone adds nothing to the whole row.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     x = torch.where(active[..., None], logits, 0.0).to(dtype)
@@ -64,7 +64,7 @@ def whole_stats(parts: PartStats, rows: RowArguments, active: Tensor, known: Ten
     below = _scaled(parts.row_max, rows, active) - top
     weights = torch.where(parts.row_max == float("-inf"), 0.0, parts.log_sum.exp() * below.exp())
     total = weights.sum(0)
-    # the part with the maximum has the weight 1 + expm1(log s), of which S - 1 takes no 1
+    # the part with the maximum has the weight 1 + expm1(log s); S - 1 takes it without the 1
     ranks = torch.arange(len(weights), device=weights.device).view(-1, *[1] * (weights.dim() - 1))
     first = ranks == parts.row_max.argmax(0)
     beside_1 = torch.where(first, parts.log_sum.expm1(), weights).sum(0)

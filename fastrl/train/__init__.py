@@ -1,6 +1,6 @@
 """Training loops on the public functions: `fastrl.train.grpo` and `fastrl.train.ppo`.
 
-Both read top to bottom. They need the ``train`` extra, which the rest of fastrl does not.
+Both read from top to bottom. Only they need the ``train`` extra.
 """
 
 from importlib.util import find_spec

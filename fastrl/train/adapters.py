@@ -1,6 +1,6 @@
 """LoRA adapters through `peft`: attached, saved, restored, switched off.
 
-An adapter is float32, also on bfloat16 or 4-bit weights, and so takes small updates.
+An adapter is float32 even on bfloat16 or 4-bit weights, so small updates are not lost.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
     """A causal LM whose weights are frozen, with an adapter that is trained."""
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
-        """Save the adapter alone: never the embeddings, about which peft would ask the hub."""
+        """Save the adapter alone, without embeddings: for these peft would ask the hub."""
         super().save_pretrained(save_directory, **{"save_embedding_layers": False, **options})
 
     def base_weights(self) -> dict[str, Tensor]:
-        """The weights of the model without the adapter, by their names in that model."""
+        """Return the weights of the model without the adapter, by their names in that model."""
         return {
             name.replace(".base_layer.", "."): tensor
             for name, tensor in self.get_base_model().state_dict().items()
@@ -32,7 +32,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
         }
 
     def save_base(self, directory: Path) -> None:
-        """Save the model without the adapter; it loads as any other."""
+        """Save the model without the adapter, as a model that loads like any other."""
         self.get_base_model().save_pretrained(directory, state_dict=self.base_weights())
 
     def load_weights(self, directory: Path) -> None:
@@ -45,7 +45,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
 
     @contextmanager
     def base_trained(self, frozen: list[nn.Parameter]) -> Iterator[None]:
-        """Train the weights instead of the adapter, all but ``frozen``; the adapter is off."""
+        """Train the weights, except ``frozen``, instead of the adapter, which is off meanwhile."""
         base = [p for name, p in self.named_parameters() if self.base_model.prefix not in name]
         with self.disable_adapter():
             for parameter in base:
@@ -58,7 +58,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
 
 
 def attach(model: Any, config: RunConfig, base: str) -> AdaptedModel:
-    """The model with a new adapter that changes nothing yet."""
+    """Return the model with a new adapter that changes nothing yet."""
     everything = config.lora_targets == ("all-linear",)
     names = [name for name, _ in model.named_modules()]
     for target in () if everything else config.lora_targets:

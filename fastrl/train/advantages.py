@@ -12,11 +12,12 @@ _KL_HORIZON = 10000  # completions
 
 
 def compared(rewards: Tensor, config: PpoConfig) -> Tensor:
-    """The rewards of sequences ``[N]`` as the estimate takes them.
+    """Return the rewards of sequences ``[N]`` in the form that the estimate takes.
 
     For ``group`` they are (reward - mean) / deviation over the completions of a prompt. The KL
-    penalty is subtracted from that, not before: between completions of equal rewards it is all that
-    differs, and divided by its own deviation its noise would count as much as a reward.
+    penalty is subtracted from the result and not from the rewards: between completions of equal
+    rewards only the penalty differs, and divided by its own deviation its noise would count as much
+    as a reward.
     """
     if config.advantage != "group":
         return rewards
@@ -24,7 +25,7 @@ def compared(rewards: Tensor, config: PpoConfig) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
-    """Rewards per token [N, T]: the sequence's [N] at its last token, minus a penalty per token."""
+    """Return rewards ``[N, T]``: those of sequences at their last tokens, minus the penalty."""
     lengths = mask.sum(1, keepdim=True)
     last = mask & (mask.cumsum(1) == lengths)
     return torch.where(last, rewards[:, None], 0.0) - torch.where(mask, penalty, 0.0)
@@ -33,28 +34,28 @@ def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
 def advantages_and_returns(
     rewards: Tensor, values: Tensor | None, mask: Tensor, counted: Tensor, config: PpoConfig
 ) -> tuple[Tensor, Tensor]:
-    """Advantages ``[N, T]`` of tokens with rewards r, and their discounted returns R.
+    """Return the advantages ``[N, T]`` of tokens with rewards r, and their discounted returns R.
 
     R_t = sum of gamma^(k - t) r_k over the tokens k >= t. With ``config.advantage``:
 
-    - ``reward``: A = R. What led to a reward becomes more likely, and what led to a smaller one
-      does too, only less; the variance is large (REINFORCE, Williams 1992).
+    - ``reward``: A = R. Tokens that led to a reward become more likely, even if the reward was
+      small, only less so; the variance is large (REINFORCE, Williams 1992).
     - ``value``: A = R - V, with V learned: better or worse than expected. R still has the noise of
-      all later tokens. As all but the first and the last, scaled to mean 0 and deviation 1.
+      all later tokens. Scaled to mean 0 and deviation 1, like ``gae``.
     - ``gae``: A = sum of (gamma lam)^(k - t) (r_k + gamma V_{k+1} - V_k): later tokens count
       through V, which has less noise and some error; lam weighs the two (Schulman et al. 2016).
     - ``group``: A = R of rewards that are compared within the group of a prompt, see `compared`:
       the group takes the place of V (GRPO, Shao et al. 2024).
 
     Args:
-        rewards: Per token ``[N, T]``; `token_rewards`. Those of a prompt are consecutive.
-        values: ``[N, T]``, of `value` and `gae`; None for the others.
+        rewards: Per token ``[N, T]``, from `token_rewards`; those of a prompt are consecutive.
+        values: ``[N, T]``, for ``value`` and ``gae``; None for the others.
         mask: Bool ``[N, T]``, the tokens of the completions.
-        counted: Bool ``[N, T]``, those of them in the loss.
+        counted: Bool ``[N, T]``, the tokens in the loss.
         config: Names the estimate, gamma, lam and group size.
 
     Returns:
-        Advantages and the targets of the value model; without one, the returns R.
+        Advantages, and the targets of the value model, or without one the returns R.
     """
     if config.advantage in ("value", "gae"):
         assert values is not None
@@ -68,13 +69,15 @@ def advantages_and_returns(
 class KlPenalty:
     """The coefficient of the KL penalty, which with ``kl_target`` follows the measured KL.
 
-    After N completions with the mean KL per token d it is multiplied by
-    1 + clip(d / kl_target - 1, -0.2, 0.2) min(N, 10000) / 10000
+    After N completions with a mean KL per token of d it is multiplied by
+
+        1 + clip(d / kl_target - 1, -0.2, 0.2) min(N, 10000) / 10000
+
     (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2, in the form of TRL and
     verl).
 
     Attributes:
-        coefficient: The present one.
+        coefficient: The current coefficient.
     """
 
     def __init__(self, config: PpoConfig) -> None:

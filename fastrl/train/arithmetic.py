@@ -1,9 +1,9 @@
 """A task that needs no download: small sums in words and digits, answered in digits.
 
-Its records are ``{"prompt": ..., "answer": ..., "demonstrations": [...]}``. No prompt is both
-trained on and held out; the same problem in other words may be.
+Its records are ``{"prompt": ..., "answer": ..., "demonstrations": [...]}``. No prompt is in both
+sets, but the same problem may be, in other words.
 
-The warm start imitates the demonstrations, which are correct one time in three and otherwise one
+The warm start imitates the demonstrations, of which one in three is correct and the others are one
 too large (an off-by-one error). They teach the format and the rough size of an answer. The most
 likely imitation is wrong; only the reward tells which answer is correct.
 """
@@ -28,15 +28,15 @@ class Problem(NamedTuple):
 
     @property
     def answer(self) -> int:
-        """The number that answers the problem."""
+        """The correct answer."""
         return self.a + self.b if self.plus else self.a - self.b
 
     def demonstrations(self) -> list[str]:
-        """The demonstrated answers, each equally likely."""
+        """Return the demonstrated answers, each equally likely."""
         return [str(self.answer + error) for error in (0, 1, 1)]
 
     def phrasings(self) -> list[str]:
-        """Every wording: each template with each operand in digits or as a word."""
+        """Return every wording: each template with each operand in digits or as a word."""
         templates = _PLUS if self.plus else _MINUS
         return [
             template.format(a=a, b=b)
@@ -47,18 +47,18 @@ class Problem(NamedTuple):
 
 
 def problems() -> list[Problem]:
-    """All problems with operands from 0 to ``LARGEST``, in a fixed order."""
+    """Return all problems with operands from 0 to ``LARGEST``, in a fixed order."""
     numbers = range(LARGEST + 1)
     sums = [Problem(a, b, True) for a in numbers for b in numbers]
     return sums + [Problem(a, b, False) for a in numbers for b in numbers if b <= a]
 
 
 def split(seed: int, held_out: int = 256) -> tuple[list[Record], list[Record]]:
-    """The records for training and the held-out records.
+    """Return the records for training and the held-out records.
 
     Args:
-        seed: Determines which prompts are held out and the order of both lists.
-        held_out: How many are held out.
+        seed: Determines which prompts are held out, and the order of both lists.
+        held_out: The number of held-out records.
     """
     records: list[Record] = [
         {

@@ -23,15 +23,15 @@ from torch import Tensor
 CHECKSUMS = "checksums.json"
 _STATE = "state.pt"
 _NAME = re.compile(r"step-(\d{6,})")
-_KEPT = 2  # the last one, and the one before it should that be damaged
+_KEPT = 2  # the last one, and the one before it in case the last is damaged
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written; what was written of it is removed."""
+    """A checkpoint could not be written; the incomplete files are removed."""
 
 
 class Stateful(Protocol):
-    """What can be saved and restored: an optimizer, a module."""
+    """An object with a state to save and restore: an optimizer, a module."""
 
     def state_dict(self) -> Any:  # noqa: D102
         ...
@@ -41,7 +41,7 @@ class Stateful(Protocol):
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator that a step may use: torch's, Python's and NumPy's."""
+    """Return the state of each generator that a step may use: torch's, Python's and NumPy's."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002 -- reward functions may use it
     return {
         "torch": torch.get_rng_state(),
@@ -63,7 +63,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_generators() -> Iterator[None]:
-    """Put the generators back at the end."""
+    """Restore the generators at the end of the block."""
     before = rng_state()
     try:
         yield
@@ -89,7 +89,7 @@ def save(
 ) -> None:
     """Write ``directory/step-NNNNNN`` atomically, unless it is there.
 
-    All but the last checkpoint are deleted before, so that a disk needs room for two.
+    All checkpoints but the last are deleted first, so that the disk needs room for two.
     """
     final = directory / f"step-{step:06d}"
     if final.exists():
@@ -105,7 +105,7 @@ def save(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in directory.glob(_partial(directory / "step-*").name):
-            shutil.rmtree(stale)  # of a process that was killed
+            shutil.rmtree(stale)  # left by a process that was killed
         for old in _all(directory)[: 1 - _KEPT]:
             os.replace(old, _partial(old))  # a kill in the middle leaves nothing that looks whole
             shutil.rmtree(_partial(old))
@@ -118,7 +118,7 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
     """Load ``parts`` and the generators; the model is loaded from its path like any other.
 
     Returns:
-        How many steps were done.
+        The number of finished steps.
     """
     with reading(checkpoint):
         state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
@@ -129,7 +129,7 @@ def restore(checkpoint: Path, parts: Mapping[str, Stateful]) -> int:
 
 
 def latest(directory: Path) -> Path | None:
-    """The latest checkpoint, or None."""
+    """Return the latest checkpoint, or None."""
     found = _all(directory)
     return found[-1] if found else None
 
@@ -150,7 +150,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def store(directory: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` fill a directory, which gets its name when it is complete and on disk."""
+    """Let ``write`` fill a directory, and name it once it is complete and on disk."""
     partial = _partial(directory)
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
@@ -165,12 +165,12 @@ def store(directory: Path, write: Callable[[Path], Any]) -> None:
         os.replace(partial, directory)
         _sync(directory.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is needed
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the space
         raise
 
 
 def verify(directory: Path, *, as_model: bool = False) -> None:
-    """Compare the files of a directory with their sums."""
+    """Compare the files of a directory with their checksums."""
     recorded = directory / CHECKSUMS
     if as_model and not recorded.exists():
         return
@@ -186,7 +186,7 @@ def verify(directory: Path, *, as_model: bool = False) -> None:
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """The SHA-256 sum of names, shapes and bits of weights."""
+    """Return the SHA-256 sum of names, shapes and bits of weights."""
     digest = hashlib.sha256()
     for name, weight in weights:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
@@ -220,7 +220,7 @@ def _sync(path: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The system's error behind ``error``, such as a full disk, if there is one."""
+    """Return the system's error behind ``error``, such as a full disk, if there is one."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.strerror:
@@ -234,9 +234,9 @@ def _partial(checkpoint: Path) -> Path:
 
 
 def _all(directory: Path) -> list[Path]:
-    """The checkpoints by their step; all are whole, since they got their names at the end."""
+    """Return the checkpoints by step; all are complete, since they are named at the end."""
     try:
-        names = os.listdir(directory)  # a glob takes what cannot be read for empty
+        names = os.listdir(directory)  # a glob would treat an unreadable directory as empty
     except (FileNotFoundError, NotADirectoryError):
         return []
     found = {m[1]: directory / name for name in names if (m := _NAME.fullmatch(name))}

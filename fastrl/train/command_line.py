@@ -1,4 +1,4 @@
-"""The command line: options to a config, errors to one clear line and an exit status."""
+"""The command line: turns options into a config, and errors into one line and an exit status."""
 
 import signal
 import sys
@@ -20,11 +20,11 @@ Config = TypeVar("Config", bound=RunConfig)
 def parse(kind: type[Config], arguments: Sequence[str] | None = None, program: str = "") -> Config:
     """Make a config from the command line.
 
-    With ``--resume`` the settings of the run in OUT are the defaults.
+    With ``--resume`` the defaults are the settings of the run in OUT.
 
     Raises:
         ValueError: A value is invalid, or there is no run to resume.
-        SystemExit: An argument is not understood, status 2; or it was ``--help``, status 0.
+        SystemExit: An argument is not understood (status 2), or is ``--help`` (status 0).
     """
 
     def read(default: Config) -> Config:
@@ -59,7 +59,7 @@ def main(
     """Parse the command line, train, and print how the run ended; never returns.
 
     With ``--plan`` it prints the predicted memory instead. The exit status is 2 after bad input,
-    numbers that are not finite, a full disk or a full memory, and 130 after an interrupt.
+    non-finite numbers, a full disk or exhausted memory, and 130 after an interrupt.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/interrupt.py
     try:
@@ -74,7 +74,7 @@ def main(
         for line in [*getattr(error, "__notes__", []), f"error: {error}"]:
             sys.stderr.write(printable(f"{line}\n", keep="\n"))
         sys.exit(2)
-    except KeyboardInterrupt:  # before the first step, or a second one
+    except KeyboardInterrupt:  # before the first step, or the second interrupt
         sys.stderr.write("interrupted\n")
         sys.exit(130)
     sys.stdout.write(f"{summary}\n")

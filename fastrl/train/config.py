@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from fastrl import Objective
 
-#: Settings that may change on --resume: they do not alter what the finished steps computed.
+#: Settings that may change on --resume: the finished steps do not depend on them.
 FREE = {
     *("out", "resume", "plan", "device", "track", "steps", "eval_every", "save_every"),
     *("save_minutes", "tokens_per_micro_batch", "tokens_per_generation", "gradient_checkpointing"),
@@ -30,7 +30,7 @@ _AT_MOST_1 = {"top_p", "min_p", "gamma", "lam", "teacher_beta"}
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """What both loops share.
+    """Settings of both loops.
 
     Raises:
         ValueError: A field has an invalid value; the message begins with its name.
@@ -44,49 +44,49 @@ class RunConfig:
     """An embedded task, arithmetic or long_addition; two files (.jsonl or .parquet), for training
     and held out; or a data set of the hub or a directory, and perhaps its configuration."""
     splits: tuple[str, str] = ("train", "test")
-    """Splits of the data set for training and held out, such as train[:95%] and train[95%:]."""
+    """Splits of the data set: for training, and held out, such as train[:95%] and train[95%:]."""
     columns: tuple[str, str] = ("prompt", "answer")
-    """The columns of files and data sets that become prompt and answer of the records."""
+    """The columns of files and data sets that contain prompt and answer."""
     chat_template: bool = False
-    """Make prompts that are text messages of the user; prompts that are messages always are."""
+    """Pass text prompts through the chat template as user messages; messages always go through."""
     max_prompt_tokens: int = 512
     """A longer prompt is an error, never truncated."""
 
     sampler: str = "transformers"
-    """transformers, vllm, or module:function, a rollout of your own: docs/training.md."""
+    """transformers, vllm, or module:function for a rollout of your own: docs/training.md."""
     prompts_per_step: int = 64
     """Prompts per step."""
     group_size: int = 1
     """Completions per prompt."""
     max_new_tokens: int = 4
-    """Longest completion, including its end token."""
+    """Length limit of a completion, including its end token."""
     temperature: float = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: float = 1.0
-    """Sample from the most likely tokens with this probability in all. The loss and all
-    log-probabilities are of the tokens that were kept; evaluation is greedy, and uses none."""
+    """Sample from the most likely tokens, whose probabilities add up to this. Loss and
+    log-probabilities are over the tokens that were kept. Evaluation is greedy and ignores this."""
     top_k: int | None = None
-    """Sample from this many tokens, the most likely ones."""
+    """Sample from this many of the most likely tokens."""
     min_p: float = 0.0
-    """Sample from the tokens that are at least this share as likely as the most likely one."""
+    """Sample from tokens with at least this fraction of the largest probability."""
     stop: tuple[str, ...] = ()
-    """What ends a completion besides the model's end tokens: tokens (<|im_end|>), or texts."""
+    """Further ends of a completion besides the model's end tokens: tokens (<|im_end|>) or texts."""
     truncated: Literal["count", "mask"] = "count"
-    """mask: completions without an end before max_new_tokens have no loss."""
+    """mask: completions that reach max_new_tokens without an end have no loss."""
     tokens_per_generation: int = 65536
-    """Most tokens of sequences that are generated together, which bounds the cache."""
+    """Most tokens in the sequences that are generated together; this bounds the cache."""
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Importance weights between sampler and trainer, truncated or masked above 2; auto: truncate
-    where their log-probabilities can differ (bfloat16, another sampler)."""
+    """Importance weights between sampler and trainer, truncated or masked above 2. auto: truncate
+    if their log-probabilities can differ (bfloat16, another sampler)."""
 
     reward: tuple[str, ...] = ("exact_match",)
-    """Reward functions, summed: exact_match, math_verify, overlong, model:PATH (a reward model), or
-    module:function; a weight as in overlong=0.5, with 0 it is only logged. none: grpo learns from a
-    teacher alone."""
+    """Reward functions, which are added up: exact_match, math_verify, overlong, model:PATH (a
+    reward model), or module:function; overlong=0.5 gives a weight, and =0 only logs the reward.
+    none: grpo learns from a teacher alone."""
     reward_timeout: float | None = None
-    """Seconds that a module:function may take for a completion, in a process of its own."""
+    """Seconds that a module:function may take for a completion, in its own process."""
     reward_failed: float | None = None
-    """Reward of a completion on which a function fails, instead of ending the run."""
+    """Reward of a completion on which a function fails; without it, a failure ends the run."""
 
     steps: int = 100
     """Rounds of sampling and learning."""
@@ -99,9 +99,9 @@ class RunConfig:
     warmup_steps: int = 5
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """The learning rate after the warm-up; linear and cosine fall to a tenth at the last step."""
+    """Learning rate after the warm-up; linear and cosine fall to a tenth at the last step."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm."""
+    """Clip gradients to this norm."""
     clip_low: float | None = None
     """Lower clip range of the ratio; by default the objective's."""
     clip_high: float | None = None
@@ -111,24 +111,24 @@ class RunConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     warm_start_steps: int | None = None
-    """Supervised steps on the demonstrations of an embedded task first; by default only for the
-    small new model."""
+    """Supervised steps at the start, on the demonstrations of an embedded task; by default only for
+    the small new model."""
 
     tokens_per_micro_batch: int = 16384
     """Most tokens per forward and backward; a longer sequence is a micro-batch of its own."""
     attention: Literal["by_sequence", "flash_attention_2", "flex_attention", "sdpa", "eager"] = (
         "by_sequence"
     )
-    """by_sequence: sdpa on each sequence of a packed row; others: transformers' own, which
-    recognize packed rows by their positions."""
+    """by_sequence: sdpa on each sequence of a packed row. The others are those of transformers,
+    which recognize packed rows by their positions."""
     gradient_checkpointing: bool = False
-    """Keep only the input of each layer, and recompute the layer."""
+    """Keep only the input of each layer, and recompute the layer in the backward."""
     offload_checkpoints: bool = False
     """Move the inputs that gradient_checkpointing keeps to pinned host memory."""
     mlp_tile: int | None = None
-    """Run and recompute the MLPs in tiles of this many tokens, and recompute the norms."""
+    """Run and recompute MLPs in tiles of this many tokens, and recompute the norms."""
     loss: Literal["linear", "logits"] = "linear"
-    """linear: from hidden states and the LM head, never storing the logits; logits: from the
+    """linear: from hidden states and the LM head, without storing the logits. logits: from the
     model's logits, for heads that linear does not support."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: forward and backward under autocast."""
@@ -136,8 +136,8 @@ class RunConfig:
     """Dtype of the weights; nf4: linear layers in 4 bits below an adapter (QLoRA), all else as
     precision says; needs bitsandbytes."""
     rounding: Literal["master", "stochastic"] = "master"
-    """How bfloat16 weights take small updates: through float32 copies, or by stochastic rounding,
-    which needs torchao."""
+    """How bfloat16 weights keep small updates: in float32 copies, or by stochastic rounding, which
+    needs torchao."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_offloaded"] = "adamw"
     """adamw_8bit: 8-bit moments, needs torchao; adamw_offloaded: moments and float32 copies of the
     weights in host memory."""
@@ -153,17 +153,17 @@ class RunConfig:
     resume: bool = False
     """Continue the run in OUT, by default the last in runs, from its last checkpoint."""
     seed: int = 0
-    """Random seed, also of the embedded tasks."""
+    """Random seed of the run and of the embedded tasks."""
     eval_every: int = 5
     """Steps between evaluations on the held-out prompts; every second one shows samples."""
     save_every: int = 50
     """Steps between checkpoints, of which the last two are kept."""
     save_minutes: float | None = None
-    """Also save once this long has passed since the last checkpoint."""
+    """Also save a checkpoint when this long has passed since the last one."""
     device: str = "auto"
     """auto, cpu, cuda, ...: auto uses a GPU if there is one."""
     track: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Trackers that get the metrics, each by its own package and environment variables."""
+    """Trackers for the metrics, each set up by its own package and environment variables."""
     plan: float | None = None
     """Print the predicted peak memory, and how to fit this many GiB, instead of training."""
 
@@ -199,7 +199,7 @@ class RunConfig:
         if self.rounding == "stochastic" and not half_trained:
             raise ValueError(
                 'rounding must be "master" unless bfloat16 weights are trained: others need no '
-                f"rounding, got weights={self.weights}, lora_rank={self.lora_rank}"
+                f"rounding; got weights={self.weights}, lora_rank={self.lora_rank}"
             )
         if self.rounding == "stochastic" and self.optimizer == "adamw_offloaded":
             raise ValueError(
@@ -230,7 +230,7 @@ class RunConfig:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether tokens are sampled from a part of the vocabulary."""
+        """Whether the sampler keeps only a part of the vocabulary."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
     @property
@@ -239,7 +239,7 @@ class RunConfig:
         return self.precision if self.weights == "nf4" else self.weights
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as JSON holds them, without those that only say how to start."""
+        """Return the settings as JSON values, without those that only say how to start."""
         settings = {k: v for k, v in asdict(self).items() if k not in ("resume", "plan")}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
 
@@ -255,14 +255,14 @@ class GrpoConfig(RunConfig):
     objective: str = "grpo"
     """A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."""
     advantage: Literal["group", "batch", "unscaled", "leave_one_out"] | None = None
-    """The reward minus the group's mean, over the deviation of the group (the default) or of the
-    batch, or unscaled (the default of dr_grpo); leave_one_out: minus the others' mean (RLOO)."""
+    """The reward minus the group's mean, divided by the deviation of the group (the default) or of
+    the batch, or unscaled (default of dr_grpo). leave_one_out: minus the others' mean (RLOO)."""
     sampling_rounds: int = 1
-    """Rounds of sampling in which groups of equal rewards are replaced by groups of further
-    prompts; above 1 this is DAPO's dynamic sampling."""
+    """Rounds of sampling, in which groups of other prompts replace groups of equal rewards; above 1
+    this is DAPO's dynamic sampling."""
     teacher: str | None = None
-    """Distillation: the policy also approaches this causal LM, of the same tokens, on what it
-    samples. A directory or hub name, or a run, whose last checkpoint is taken."""
+    """Distillation: the policy also approaches this causal LM, which must have the same tokens, on
+    its own samples. A directory, a hub name, or a run, whose last checkpoint is used."""
     teacher_coef: float | None = None
     """Weight of the divergence from the teacher, by default 1; with 0 it is only logged."""
     teacher_beta: float | None = None
@@ -302,11 +302,11 @@ class GrpoConfig(RunConfig):
 
     @property
     def has_reward(self) -> bool:
-        """Whether the policy learns from rewards; if not, from a teacher alone."""
+        """Whether the policy learns from rewards, not from a teacher alone."""
         return "none" not in self.reward
 
     def policy_objective(self) -> Objective:
-        """The preset with the given fields."""
+        """Return the preset with the given fields."""
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
         preset: Any = self.objective
@@ -327,20 +327,20 @@ class PpoConfig(RunConfig):
     kl_coef: float = 0.01
     """Weight of the KL penalty, to the initial model, in the reward."""
     advantage: Literal["reward", "value", "gae", "group"] = "gae"
-    """reward: what follows; value: that minus the value model; gae: generalized advantage
-    estimates; group: compared with the completions of the prompt, without a value model."""
+    """reward: the rewards that follow. value: these minus the value model. gae: generalized
+    advantage estimates. group: compared with completions of the prompt, without a value model."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 0.95
     """Decay of the generalized advantage estimates."""
     value_model: Literal["shared", "separate"] = "shared"
-    """shared: a head on the policy's last hidden states; separate: a backbone of its own, which
-    begins as a copy of the policy's."""
+    """shared: a head on the policy's last hidden states. separate: its own backbone, which starts
+    as a copy of the policy's."""
     kl_target: float | None = None
     """Adapt kl_coef so that the KL per token approaches this."""
     stop_kl: float | None = None
-    """Leave out the rest of a step's updates once the KL per token of a minibatch to the sampling
-    policy exceeds this."""
+    """Skip the rest of a step's updates once a minibatch's KL per token to the sampling policy
+    exceeds this."""
 
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
@@ -368,7 +368,7 @@ class PpoConfig(RunConfig):
         return self.advantage in ("value", "gae")
 
     def policy_objective(self) -> Objective:
-        """The clipped loss of PPO; its KL is in the rewards."""
+        """Return the clipped loss of PPO; its KL is in the rewards."""
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
         return Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes)

@@ -1,4 +1,4 @@
-"""What ends a completion: one of several tokens, or a stop string."""
+"""The ends of a completion: one of several tokens, or a stop string."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _NO_TOKEN = 2**62  # above every vocabulary, so that no stop string matches it
 
 
 class Endings:
-    """The end tokens of the model, and those tokens and texts that ``stop`` names.
+    """The end tokens of the model, and the tokens and texts that ``stop`` names.
 
     Raises:
         ValueError: A text can never appear, the model has no end token, or it has generation
@@ -29,21 +29,21 @@ class Endings:
         if not self.token_ids:
             raise ValueError("stop must name at least one token, since the model has no end token")
         self._ends = torch.tensor(self.token_ids)
-        # One criterion per text: each fails by itself if no token can complete it. A text that is a
-        # token may be written by others, too.
+        # One criterion per text, so that each fails by itself if no token can complete it. A text
+        # that is a token may also be spelled by other tokens.
         self.texts = [text for text in config.stop if text not in tokenizer.all_special_tokens]
         self._strings = [_stop_string(text, tokenizer) for text in self.texts]
         self._span = max([1, *(criterion.maximum_token_len for criterion in self._strings)])
 
     def reached(self, token_ids: Tensor) -> Tensor:
-        """Whether the last token of each completion [N, T] ends it, bool [N]."""
+        """Return whether the last token of each completion [N, T] ends it, bool [N]."""
         ended = torch.isin(token_ids[:, -1], self._ends.to(token_ids.device))
         for criterion in self._strings:
             ended |= criterion(token_ids, None)
         return ended
 
     def length(self, token_ids: Tensor) -> tuple[int, bool]:
-        """The length of a completion [T] up to and including its end, and whether it has one."""
+        """Return the length of a completion [T] including its end, and whether it has an end."""
         before = token_ids.new_full((self._span - 1,), _NO_TOKEN)
         ended = self.reached(torch.cat([before, token_ids]).unfold(0, self._span, 1))
         if not ended.any():
@@ -52,7 +52,7 @@ class Endings:
 
 
 def _check_generation_config(model: Any) -> None:
-    """Penalties, forced tokens and the like would apply before the temperature."""
+    """Refuse penalties, forced tokens and the like, which apply before the temperature."""
     harmless = ("eos_token_id", "pad_token_id", "bos_token_id", "transformers_version")
     other = {
         name: value

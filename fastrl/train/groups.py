@@ -1,4 +1,4 @@
-"""The groups of a step: rounds of sampling until there are enough with information."""
+"""The groups of a step: rounds of sampling until enough groups are informative."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from fastrl.train.rollout import Rollout
 
 
 class SampledGroups:
-    """Collects ``prompts_per_step`` groups in at most ``sampling_rounds`` rounds.
+    """A collection of ``prompts_per_step`` groups in at most ``sampling_rounds`` rounds.
 
     With several rounds (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a group whose rewards
     are all equal is kept only if no round brings one to replace it.
@@ -27,19 +27,19 @@ class SampledGroups:
 
     @property
     def missing(self) -> int:
-        """How many groups with information are missing; 0 after the last round."""
+        """The number of informative groups that are missing; 0 after the last round."""
         if self.rounds >= self._config.sampling_rounds:
             return 0
         return max(0, self._config.prompts_per_step - sum(part.groups for part in self._kept))
 
     def prompts(self, train: list[Prompt], step: int) -> list[Prompt]:
-        """The prompts of the next round: as many as are missing, from another order each round."""
+        """Return the prompts of the next round, one per missing group, in this round's order."""
         order = self._config.seed + 2**31 * self.rounds
         count = self._config.prompts_per_step
         return deal(train, count=count, step=step, seed=order)[: self.missing]
 
     def add(self, sampled: Rollout, scored: Scored) -> None:
-        """Add the completions of a round, a group in consecutive rows, and their rewards."""
+        """Add the completions of a round, each group in consecutive rows, and their rewards."""
         self.rounds += 1
         self.failures += int(scored.failed.sum())
         size = self._config.group_size
@@ -52,7 +52,7 @@ class SampledGroups:
                 where.append(_Round(sampled.rows(rows), scored.rows(rows), len(rows) // size))
 
     def batch(self) -> tuple[Rollout, Scored]:
-        """The completions of the groups, and their rewards."""
+        """Return the completions of the groups, and their rewards."""
         count = self._config.prompts_per_step * self._config.group_size
         parts = [*self._kept, *self._spare]
         sampled = rollout.concatenate([part.sampled for part in parts])

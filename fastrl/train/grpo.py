@@ -5,10 +5,10 @@ completions that did better than their group, with `fastrl.linear_policy_loss` o
 With ``--teacher`` the policy also approaches another model, on the tokens that it samples itself.
 By default a small new model learns to add and subtract; ``--help`` lists the options.
 
-A reader needs, in the order of a step: `sampling`, `rewards`, `packing`, `policy` (which calls the
-fused loss; the KL to `run.reference` is in it, by ``Objective.kl_coef``), `optimizers` and `run`.
-The teacher of a distillation is in `teacher_model`, its divergence in the same loss. `plan` says
-where the memory peaks.
+The modules in the order of a step: `sampling`, `rewards`, `packing`, `policy` (which calls the
+fused loss, with the KL to `run.reference` weighted by ``Objective.kl_coef``), `optimizers`, `run`.
+`teacher_model` has the teacher of a distillation, whose divergence is part of the same loss. `plan`
+predicts where the memory peaks.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ def train(config: GrpoConfig) -> Summary:
 
             # Compare the rewards within each group. A completion without advantage has no gradient,
             # unless another term asks for one, and does not enter the model.
-            groups = None  # where the teacher alone is learned from
+            groups = None  # if the policy learns from the teacher alone
             if config.has_reward:
                 groups = group_advantages(rewards, group_size=size, **ADVANTAGES[advantage])
             counted = rollout.counted(config.truncated)

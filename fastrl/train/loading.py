@@ -30,13 +30,13 @@ from fastrl.train.prompts import Prompt
 
 logging.disable_progress_bar()  # the loops have their own
 
-#: What reading a model of others raises; ImportError: it is quantized by a package.
+#: Errors of reading a foreign model; ImportError: a package has quantized it.
 LOADING_ERRORS = (OSError, ImportError, ValueError, KeyError, RuntimeError, SafetensorError)
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is a GPU if there is one.
+    """Return the device of that name; ``auto`` is a GPU if there is one.
 
     Raises:
         ValueError: There is no such device.
@@ -51,14 +51,14 @@ def find_device(name: str) -> torch.device:
 
 
 def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """The precision of forward and backward."""
+    """Return the context that sets the precision of forward and backward."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
 def load(
     path: str | None, device: torch.device, dtype: str = "float32", *, nf4: bool = False
 ) -> tuple[Any, Any]:
-    """The model, in evaluation mode, and its tokenizer; weights come from safetensors files alone.
+    """Load a model, in evaluation mode, and its tokenizer, from safetensors files alone.
 
     Raises:
         ValueError: There is no such model, it is damaged, or its tokenizer has no end token; or it
@@ -67,7 +67,7 @@ def load(
     if path is None:
         tokenizer: Any = character_tokenizer()
         model: Any = small_model(tokenizer)
-        for parameter in model.parameters():  # not the buffers, some of which must be float32
+        for parameter in model.parameters():  # but not buffers: some of them must be float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
     else:
         try:
@@ -104,10 +104,10 @@ def load(
 
 
 def pretrained_config(path: str) -> Any:
-    """The configuration of a model.
+    """Return the configuration of a model.
 
     Raises:
-        ValueError: It is an adapter; or code must run that comes with the model, or that it names:
+        ValueError: The model is an adapter, or it needs code that comes with it, or that it names:
             an attention kernel of the hub.
         OSError: There is no such model.
     """
@@ -122,7 +122,7 @@ def pretrained_config(path: str) -> Any:
 
 
 def reason(error: Exception, path: str) -> str:
-    """Why the model at ``path`` cannot be loaded, with what can be done about it."""
+    """Return why the model at ``path`` cannot be loaded, and what to do about it."""
     text = str(error)
     if "trust_remote_code" in text:
         return "it brings or names code, which the loops do not run"
@@ -135,10 +135,10 @@ def reason(error: Exception, path: str) -> str:
 
 
 def not_finite(model: Any) -> str | None:
-    """The name of the first tensor with a value that is not finite."""
+    """Return the name of the first tensor with a value that is not finite, or None."""
     for name, parameter in model.named_parameters():
         weight = parameter.detach()
-        if (scales := getattr(parameter, "quant_state", None)) is not None:  # of nf4
+        if (scales := getattr(parameter, "quant_state", None)) is not None:  # nf4
             weight = scales.absmax if scales.offset is None else scales.offset
         if not weight.is_floating_point() or weight.itemsize == 1 or weight.numel() == 0:
             continue  # quantized weights have no NaN, or no minimum
@@ -148,7 +148,7 @@ def not_finite(model: Any) -> str | None:
 
 
 def context_of(model: Any) -> int | None:
-    """The tokens of the longest sequence of a model, if it has a limit."""
+    """Return the length limit of a model's sequences in tokens, or None."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -166,7 +166,7 @@ def check_length(model: Any, prompts: list[Prompt], max_new_tokens: int) -> None
 
 
 def _four_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that quantize to NF4 and compute in ``dtype`` (QLoRA)."""
+    """Return arguments of ``from_pretrained`` for NF4 with arithmetic in ``dtype`` (QLoRA)."""
     try:
         from bitsandbytes.nn import LinearNF4
     except ModuleNotFoundError as error:
@@ -188,7 +188,7 @@ def _four_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_quantized(model: Any, *, nf4: bool) -> None:
-    """Check that 4-bit layers are there if and only if asked for; make them fit for training."""
+    """Check that there are 4-bit layers if and only if asked for; make them trainable."""
     if not nf4:
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError("it is quantized; only --weights nf4 quantizes, from whole weights")
@@ -197,8 +197,8 @@ def _check_quantized(model: Any, *, nf4: bool) -> None:
     if not any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
         raise ValueError("weights must not be nf4: the model has no linear layers but its head")
     for layer in layers:
-        # on a CPU with AVX512-BF16, a pass in eval would repack the weight for good, for a product
-        # in bfloat16 that has no gradient
+        # on a CPU with AVX512-BF16, a forward in eval would repack the weight permanently, for a
+        # bfloat16 product that has no gradient
         layer.support_avx512bf16_for_cpu = False
 
 
@@ -240,7 +240,7 @@ def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         >>> from fastrl.train.loading import character_tokenizer, small_model
         >>> model = small_model(character_tokenizer())
         >>> tuple(model.lm_head.weight.shape)
-        (97, 128)
+        (98, 128)
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,7 +1,7 @@
 """A task that needs no download, with long completions: addition with every step written out.
 
-Its records are ``{"prompt": ..., "answer": ..., "demonstrations": [...]}``. The prompt is
-``985440+503958:`` and a right completion of it is::
+Its records are ``{"prompt": ..., "answer": ..., "demonstrations": [...]}``. For the prompt
+``985440+503958:`` a correct completion is::
 
      0+8+0=08 8_____
     _98544+_50395: 4+5+0=09 98____
@@ -11,13 +11,13 @@ Its records are ``{"prompt": ..., "answer": ..., "demonstrations": [...]}``. The
     _____9+_____5: 9+5+0=14 489398
     1489398
 
-Each line adds the last digits and the carry, puts the new digit before those it has, and the next
-one drops what is done; the last line is the sum. Blanks are underscores: all fields keep their
-place in a line, so that a model of two layers learns to copy them.
+Each line adds the last digits and the carry, and puts the new digit before those found so far. The
+next line drops the digits that are done, and the last line is the sum. Blanks are underscores: all
+fields keep their place in a line, so that a model of two layers learns to copy them.
 
-The warm start imitates the demonstrations, in which each carry is forgotten more often than not.
-The most likely imitation is wrong as soon as there is a carry; a sample is right if it remembers
-all of them. The reward looks at the last line alone: only it tells that carries count.
+The warm start imitates the demonstrations, which forget each carry more often than not. The most
+likely imitation is wrong as soon as there is a carry; a sample is correct if it remembers all of
+them. The reward depends on the last line alone, and only the reward shows that carries count.
 """
 
 import random
@@ -26,11 +26,11 @@ from typing import Any
 Record = dict[str, Any]
 
 DIGITS = 6
-FORGOTTEN = 0.6  # of the carries in the demonstrations
+FORGOTTEN = 0.6  # the share of carries that the demonstrations forget
 
 
 def completion(a: int, b: int, *, forgotten: float, generator: random.Random) -> str:
-    """The steps and the sum of two numbers of ``DIGITS`` digits."""
+    """Return the steps and the sum of two numbers of ``DIGITS`` digits."""
     lines, total, carry = [], "", 0
     for column in range(DIGITS):
         x, y = (number // 10**column % 10 for number in (a, b))
@@ -43,15 +43,15 @@ def completion(a: int, b: int, *, forgotten: float, generator: random.Random) ->
 
 
 def _without(number: int, digits: int) -> str:
-    """A number without its last digits, in the width of all."""
+    """Return a number without its last digits, padded to the width of all."""
     return f"{number // 10**digits:_>{DIGITS}}"
 
 
 def split(seed: int, held_out: int = 256, train: int = 4096) -> tuple[list[Record], list[Record]]:
-    """The records for training and the held-out records.
+    """Return the records for training and the held-out records.
 
     Returns:
-        Two lists of records. No two numbers are added twice, not even in the other order.
+        Two lists of records. No pair of numbers occurs twice, not even in the other order.
     """
     generator = random.Random(seed)
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
@@ -72,7 +72,7 @@ def split(seed: int, held_out: int = 256, train: int = 4096) -> tuple[list[Recor
 
 
 def right_sum(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-    """The reward: 1 if the last line is the record's ``"answer"`` in its width, else 0."""
+    """Return 1 for a completion whose last line is the ``"answer"`` in its width, else 0."""
     return [
         float(text.rpartition("\n")[2] == f"{record['answer']:_>{DIGITS + 1}}")
         for text, record in zip(completions, records, strict=True)

@@ -1,4 +1,4 @@
-"""The metrics of the losses, collected over micro-batches on the device, read once per step."""
+"""The metrics of the losses: collected over micro-batches on the device, read once per step."""
 
 from collections.abc import Mapping
 
@@ -29,20 +29,20 @@ _MEANS = (
 
 
 class MetricMeans:
-    """Means of a loss's metrics over tokens, the largest ratio, and the tokens learned from."""
+    """Means of a loss's metrics over tokens, the largest ratio, and the number of tokens."""
 
     def __init__(self) -> None:
         self._tokens: list[Tensor] = []
         self._seen: list[dict[str, Tensor]] = []
         self._learned = 0
-        self._minibatch = 0  # where the present minibatch begins
+        self._minibatch = 0  # where the current minibatch begins
 
     def begin_minibatch(self) -> None:
-        """Begin what `minibatch_kl` measures."""
+        """Start the minibatch that `minibatch_kl` measures."""
         self._minibatch = len(self._seen)
 
     def minibatch_kl(self) -> float:
-        """Mean KL over the tokens of this minibatch to the policy that sampled; 0 without any."""
+        """Return the minibatch's mean KL to the sampling policy; 0 without tokens."""
         seen, tokens = self._seen[self._minibatch :], self._tokens[self._minibatch :]
         total = sum(metrics["kl_old"] * count for metrics, count in zip(seen, tokens, strict=True))
         count = float(sum(tokens))
@@ -56,7 +56,7 @@ class MetricMeans:
         self._learned += batch.input_ids.shape[1]
 
     def read(self) -> dict[str, float]:
-        """The means over all tokens so far; without any only ``learned_tokens``."""
+        """Return the means over all tokens so far; without tokens only ``learned_tokens``."""
         learned = {"learned_tokens": float(self._learned)}
         if not self._seen:
             return learned
@@ -72,16 +72,16 @@ class MetricMeans:
 
 
 def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
-    """Mean KL (k3) of the sampler to the policy that it samples for, over tokens ``[n]``."""
+    """Return the mean KL (k3) from the sampler to its policy, over tokens ``[n]``."""
     return kl_divergence(of_sampler, logprobs.detach(), estimator="k3").mean()
 
 
 def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
-    """Tokens, mean length and share of truncated completions; tokens that the sampler computed.
+    """Return number of tokens, mean length and truncated share of completions, and token counts.
 
-    ``real_tokens`` are those of prompts and completions, ``padded_tokens`` are these and padding.
-    ``kept_tokens`` is the mean number of tokens that the sampler kept, ``kept_lacking`` the share
-    of sampled tokens that are not among them.
+    ``real_tokens`` counts prompts and completions, ``padded_tokens`` padding, too. ``kept_tokens``
+    is the mean number of tokens that the sampler kept, ``kept_lacking`` the share of sampled tokens
+    that are not among them.
     """
     kept = {}
     if rollout.kept is not None:
@@ -102,7 +102,7 @@ def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Share of the returns' variance that the values explain; 0 if the returns are constant."""
+    """Return the share of the returns' variance that the values explain; 0 for equal returns."""
     y, error = returns[mask], (returns - values)[mask]
     variance = (y - y[:1]).var(correction=0)  # the rounded mean of equal returns may differ
     return float(torch.where(variance > 0, 1 - error.var(correction=0) / variance, 0.0))

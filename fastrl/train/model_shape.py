@@ -1,4 +1,4 @@
-"""A model's sizes, from its configuration alone, and what its layers keep, from a dry run."""
+"""A model's sizes, from its configuration alone, and its activations, from a dry run."""
 
 import weakref
 from collections import Counter
@@ -29,7 +29,7 @@ class Shape:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        #: bytes of a weight and of what linear layers compute
+        #: bytes of a weight, and of an output of the linear layers
         self.wide = 4 if config.dtype == "float32" else 2
         self.element = 4 if config.dtype == config.precision == "float32" else 2
         self.autocasts = self.element < self.wide
@@ -53,7 +53,7 @@ class Shape:
                 f"{'without ' + ', '.join(missing) if missing else 'with experts'}"
             )
         self.hidden, self.layers = int(sizes.hidden_size), int(sizes.num_hidden_layers)
-        #: of each layer, where sliding and full attention alternate
+        #: the kind of each layer, if sliding and full attention alternate
         self.kinds = tuple(getattr(sizes, "layer_types", None) or [None] * self.layers)
         width = getattr(sizes, "head_dim", None) or self.hidden // sizes.num_attention_heads
         heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
@@ -66,11 +66,11 @@ class Shape:
         #: the matrices of the layers, which nf4 stores in 4 bits
         self.matrices = [p.numel() for p in weights - ends if p.dim() == 2]
         trained = [p.numel() for p in set(self._adapted(model).parameters()) if p.requires_grad]
-        self.trained, self.largest = sum(trained), max(trained)  # in all, and of one parameter
+        self.trained, self.largest = sum(trained), max(trained)  # all, and the largest parameter
         self.adapter = 0 if config.lora_rank is None else self.trained
 
     def built(self, kinds: tuple[str | None, ...]) -> Any:
-        """The model with layers of these kinds, its adapter included, on the device "meta"."""
+        """Return the model with layers of these kinds, and its adapter, on the device "meta"."""
         sizes = deepcopy(self._of_model)
         sizes.num_hidden_layers = len(kinds)
         if getattr(sizes, "layer_types", None):
@@ -99,10 +99,10 @@ class Shape:
 class Activations(NamedTuple):
     """Bytes of activations of all layers."""
 
-    kept: float  # what the forward keeps of the layers
-    states: float  # and of what follows them: the last norm, the last hidden states
-    forward: float  # peak of the forward, beyond what it keeps
-    backward: float  # peak of the backward, beyond what the forward keeps
+    kept: float  # kept by the forward for the layers
+    states: float  # kept for the rest: the last norm, the last hidden states
+    forward: float  # peak of the forward, beyond the kept bytes
+    backward: float  # peak of the backward, beyond the kept bytes
 
 
 Settings = tuple[str, bool, int | None]  # precision, gradient_checkpointing, mlp_tile
@@ -110,7 +110,7 @@ Settings = tuple[str, bool, int | None]  # precision, gradient_checkpointing, ml
 
 @lru_cache(maxsize=64)
 def activations(model: Shape, settings: Settings, tokens: int, row: int) -> Activations:
-    """What a row of ``row`` tokens takes, in sequences of ``tokens``.
+    """Return the bytes for a row of ``row`` tokens, in sequences of ``tokens``.
 
     A dry run has one layer, and another of each kind. A long row is extrapolated, since bytes are
     linear in its tokens.
@@ -134,7 +134,7 @@ def activations(model: Shape, settings: Settings, tokens: int, row: int) -> Acti
 
 
 def _dry_run(model: Any, settings: Settings, tokens: int, row: int) -> tuple[int, int, int]:
-    """Bytes that the forward keeps, and how far its peak and the backward's are above."""
+    """Return the bytes that the forward keeps, and the peaks of forward and backward above them."""
     precision, checkpoints, tile = settings
     without_dropout(model)
     if tile is not None:
@@ -160,7 +160,7 @@ def _dry_run(model: Any, settings: Settings, tokens: int, row: int) -> tuple[int
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """The same on the CPU. Gradients of parameters are dropped: the plan counts them itself."""
+    """Return a CPU tensor of that shape; a parameter drops its gradient, which the plan counts."""
     moved = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         moved = nn.Parameter(moved, tensor.requires_grad)
@@ -170,7 +170,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 class _Memory(TorchDispatchMode):
-    """Counts the bytes of the storages that operations allocate, as long as they exist."""
+    """A count of the bytes of the storages that operations allocate, while these exist."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,7 +178,7 @@ class _Memory(TorchDispatchMode):
         self.live = self.peak = 0
         for tensor in (*model.parameters(), *model.buffers()):
             self._add(tensor.untyped_storage())
-        self.live = self.peak = 0  # from here on: beyond the weights
+        self.live = self.peak = 0  # from here on, beyond the weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

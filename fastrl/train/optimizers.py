@@ -1,4 +1,4 @@
-"""The optimizer that the settings name: AdamW, in which precision and memory; its rate and step."""
+"""The optimizer that the settings name: AdamW, its precision, its memory, its rate, its step."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,13 +15,14 @@ MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 def make_optimizer(
     parameters: Iterable[Tensor], config: RunConfig, **options: Any
 ) -> torch.optim.Optimizer:
-    """The optimizer of those parameters that require gradients.
+    """Return the optimizer of the parameters that require gradients.
 
-    bfloat16 parameters take updates smaller than their precision as ``config.rounding`` says; the
-    others (an adapter, a value head) are stepped as they are.
+    ``config.rounding`` says how bfloat16 parameters keep updates below their precision. Others (an
+    adapter, a value head) are stepped directly.
 
     Raises:
-        ValueError: Nothing is trained; torchao is missing; the device has nothing to offload from.
+        ValueError: Nothing is trained, torchao is missing, or the device has no memory of its own
+            to offload from.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -48,10 +49,10 @@ def make_optimizer(
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """The learning rate of the step after ``step`` whole ones; no step has a rate of 0.
+    """Return the learning rate after ``step`` finished steps; it is never 0.
 
-    It is a function of step and settings alone: a run that is resumed for more steps continues with
-    the rate that a longer run has there.
+    It depends on step and settings alone: a run that is resumed for more steps continues with the
+    rate that a longer run has at that step.
     """
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
     after = max(0, step - config.warmup_steps)
@@ -78,7 +79,7 @@ def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> flo
         group["lr"] = rate
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
-        if parameter.grad is None:  # every completion was left out: a gradient of 0, not no step
+        if parameter.grad is None:  # every completion was left out: step with a gradient of 0
             parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
     if not norm.isfinite():
@@ -89,7 +90,7 @@ def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> flo
 
 
 def _adamw(config: RunConfig, options: dict[str, Any], device: str) -> MakeOptimizer:
-    """What makes the optimizer of parameters on their device."""
+    """Return a function that makes the optimizer of parameters on their device."""
     if config.optimizer == "adamw_8bit" or config.rounding == "stochastic":
         try:
             from fastrl.integrations import torchao
@@ -108,11 +109,11 @@ def _adamw(config: RunConfig, options: dict[str, Any], device: str) -> MakeOptim
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Steps float32 copies of the weights, and rounds each of them to its weight.
+    """An optimizer that steps float32 copies of the weights, and rounds each copy to its weight.
 
-    A weight that is float32 and in the right place is its own copy. The copies are made by the
-    first step, not before: a warm start may change the weights in between. There is an optimizer
-    for each weight, so that only one gradient at a time exists in float32.
+    A weight that is float32 and in the right place is its own copy. The first step makes the
+    copies, because a warm start may change the weights before it. Each weight has its own
+    optimizer, so that only one gradient at a time exists in float32.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class MasterWeights(torch.optim.Optimizer):
             weight.copy_(master)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the copies, None for a weight that is its own, and their optimizers' states."""
+        """Return the copies, None for weights without one, and the states of the optimizers."""
         each = list(self._each())
         return {
             "masters": [None if _is_same(w, master) else master for _, w, master, _ in each],

@@ -1,4 +1,4 @@
-"""Completions from a rollout function of the user's own, checked before they are learned from."""
+"""Completions from a rollout function of the user's own, checked before training on them."""
 
 from typing import Any, cast
 
@@ -16,10 +16,10 @@ from fastrl.train.rollout import Completion
 def checked_completion(
     one: Any, prompt: list[int], model: Any, config: RunConfig, *, greedy: bool
 ) -> Completion:
-    """A completion from a user's function, as tensors of the right types.
+    """Return a completion from a user's function, with tensors of the right types.
 
     Raises:
-        ValueError: It does not fit the model or the settings.
+        ValueError: The completion does not fit the model or the settings.
     """
     try:
         ids, logprobs = torch.as_tensor(one.token_ids), torch.as_tensor(one.logprobs).float()
@@ -47,7 +47,7 @@ def checked_completion(
             raise ValueError(
                 "sampler must return the tokens that were kept (Completion.kept) for each that "
                 "it sampled with top_p, top_k or min_p: the trainer's log-probabilities, "
-                "normalized over the whole vocabulary, would not be those of what was sampled, "
+                "normalized over the whole vocabulary, would not be those of the sampler, "
                 "and every ratio would be biased"
             )
         lacking = kept.lacking(ids.cpu())[of_sampler]
@@ -60,7 +60,7 @@ def checked_completion(
 
 
 def _checked_kept(kept: object, ids: Tensor, vocabulary: int) -> KeptTokens:
-    """The sets of tokens ``ids`` [T] from a user's function."""
+    """Return the sets of the tokens ``ids`` [T] from a user's function."""
     try:
         if isinstance(kept, KeptTokens):
             kept = kept.to("cpu")  # where values are checked

@@ -1,4 +1,4 @@
-"""Minibatches, and micro-batches by tokens: sequences packed into rows without padding."""
+"""Minibatches, and micro-batches of sequences that are packed into rows without padding."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,23 +15,23 @@ from fastrl.train.rollout import Rollout
 
 
 class PackedBatch(NamedTuple):
-    """S completions and their prompts in one row of L tokens; n of the tokens are scored.
+    """S completions and their prompts in one row of L tokens, of which n are scored.
 
-    The last token of a completion is predicted and predicts nothing, so it is not in the row.
+    The last token of a completion predicts no other token, so it is not in the row.
     """
 
     input_ids: Tensor  # [1, L]
     position_ids: Tensor  # [1, L], which restart with each sequence
     layout: Layout
-    predictors: Tensor  # [n], the place in the row of the token before each scored token
+    predictors: Tensor  # [n], the position in the row of the token before each scored token
     token_ids: Tensor  # [n], the scored tokens
     cu_seqlens: Tensor  # [S + 1], int32: where the scored tokens of each completion begin
     rows: Tensor  # [S], the completions in the rollout
     mask: Tensor  # bool [S, T], which of their tokens are scored
-    kept: KeptTokens | None  # of the scored tokens
+    kept: KeptTokens | None  # the sets of the scored tokens
 
     def take(self, values: Tensor) -> Tensor:
-        """Values ``[n]`` at the scored tokens, of values ``[N, T]`` of the rollout."""
+        """Return the values ``[n]`` of the scored tokens from values ``[N, T]`` of the rollout."""
         return values[self.rows][self.mask]
 
     def put(self, values: Tensor, into: Tensor) -> None:
@@ -42,7 +42,7 @@ class PackedBatch(NamedTuple):
 
 
 def minibatches(samples: int, config: RunConfig, group_size: int = 1) -> Iterator[Tensor]:
-    """Row indices for each optimizer step: every group once per epoch, shuffled."""
+    """Yield row indices for each optimizer step: every group once per epoch, shuffled."""
     rows = torch.arange(samples).view(-1, group_size)
     for _ in range(config.epochs):
         for groups in torch.randperm(len(rows)).tensor_split(config.minibatches):
@@ -50,7 +50,7 @@ def minibatches(samples: int, config: RunConfig, group_size: int = 1) -> Iterato
 
 
 def normalizer(mask: Tensor, aggregation: str) -> Tensor:
-    """The loss's denominator over an optimizer step: its tokens, or its non-empty sequences.
+    """Return the loss's denominator in an optimizer step: its tokens or non-empty sequences.
 
     With it, the gradients of the micro-batches add up to the gradient of the whole minibatch.
     """
@@ -73,9 +73,9 @@ def micro_batches(
 
     Args:
         rollout: The completions.
-        rows: Indices of those to pack.
-        mask: Bool ``[N, T]``, which tokens are scored. What follows the last of them in a
-            completion is left out, and a completion without any.
+        rows: Indices of the completions to pack.
+        mask: Bool ``[N, T]``, which tokens are scored. Tokens after the last scored one of a
+            completion are left out, and so is a completion without any.
         tokens: Tokens per row. A longer sequence has a row of its own.
         share_prompts: Whether completions of one prompt in one row share its tokens.
     """
@@ -115,7 +115,7 @@ def _shared(units: list[_Unit], rollout: Rollout, tokens: int) -> Iterator[_Unit
 
 
 def _first_fit(units: list[_Unit], tokens: int) -> list[list[_Unit]]:
-    """The units in bins, the largest first, each in the first bin with enough room."""
+    """Return the units in bins: the largest first, each in the first bin with enough room."""
     bins: list[list[_Unit]] = []
     room: list[int] = []
     for unit in sorted(units, key=lambda unit: -unit.tokens):
@@ -151,7 +151,7 @@ class _Row:
 def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]) -> PackedBatch:
     device = mask.device
     row = _Row()
-    places: list[Tensor] = []  # of the tokens that predict those of each completion
+    places: list[Tensor] = []  # positions of the tokens that predict each completion's
     for unit in units:
         prompt = torch.tensor(rollout.prompts[unit.prompt], device=device)
         own = [rollout.token_ids[sample, : lengths[sample] - 1] for sample in unit.rows]

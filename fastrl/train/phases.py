@@ -1,4 +1,4 @@
-"""What each phase of a step takes: seconds, and the largest amount of memory."""
+"""Time and peak memory of each phase of a step."""
 
 import time
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ import torch
 
 
 class Phases:
-    """Measures the phases of a step, of which each may be entered several times.
+    """A measurement of the phases of a step, each of which may be entered several times.
 
-    Memory is all that is in use at the phase's worst moment, weights included: of a GPU what torch
-    has allocated on it, of a CPU the process's resident memory, which only Linux tells. An
-    accelerator has done its work when a phase ends.
+    Peak memory includes everything in use, also the weights: on a GPU the memory that torch has
+    allocated, on a CPU the process's resident memory, which only Linux reports. When a phase ends,
+    it waits for the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count what happens inside as the phase ``name``."""
+        """Count the block as the phase ``name``."""
         _reset_peak(self._device)
         begin = time.perf_counter()
         try:
@@ -37,7 +37,7 @@ class Phases:
                 self._row[peak_key] = max(peak / 1e9, self._row.get(peak_key, 0.0))
 
     def read(self) -> dict[str, float]:
-        """``seconds_NAME`` and ``peak_gb_NAME`` (1e9 bytes) of the phases since the last call."""
+        """Return ``seconds_NAME`` and ``peak_gb_NAME`` (1e9 bytes) since the last call."""
         row, self._row = self._row, {}
         return row
 
@@ -51,7 +51,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> int | None:
-    """The bytes at the worst moment since the last reset; None if nothing tells."""
+    """Return the peak in bytes since the last reset; None if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "cpu":

@@ -1,8 +1,8 @@
 """The peak memory of a run, predicted from its settings and the model's configuration.
 
 ``python -m fastrl.train.grpo --plan 24 --model NAME ...`` prints it part by part without loading
-any weights, and says what to switch on for the run to fit 24 GiB. The formula is stated in
-`docs/long-sequences.md`; ``python bench/train_memory.py`` compares it with measurements.
+any weights, and names the options with which the run fits 24 GiB. `docs/long-sequences.md` states
+the formula; ``python bench/train_memory.py`` compares it with measurements.
 """
 
 from dataclasses import replace
@@ -24,25 +24,25 @@ class Plan(NamedTuple):
     weights: float
     gradients: float
     optimizer: float
-    activations: float  # that the forward keeps: all, or the input of each layer
-    layer_activations: float  # what the forward or the backward of a layer takes beyond them
+    activations: float  # kept by the forward: all, or the input of each layer
+    layer_activations: float  # for the forward or backward of a layer, beyond the kept ones
     # a chunk of logits, then a copy of the head's gradient; or all logits and their gradient; and
-    # the states' gradient
+    # the gradient of the hidden states
     loss_workspace: float
     head_gradient: float  # the gradient of the head, which the loss computes
-    weight_update: float  # what the optimizer computes with, of one weight after another
+    weight_update: float  # temporary tensors of the optimizer, for one weight after another
     generation_cache: float  # keys and values of the sequences that are generated together
-    host_memory: float  # what is in host memory instead
+    host_memory: float  # bytes that are in host memory instead
     learning: float  # the peak of a minibatch
 
     @property
     def generation(self) -> float:
-        """The peak of the generation, before there are gradients."""
+        """The peak during generation, before there are gradients."""
         return self.weights + self.optimizer + self.generation_cache
 
     @property
     def peak(self) -> float:
-        """The larger of both."""
+        """The larger of the two peaks."""
         return max(self.generation, self.learning)
 
 
@@ -85,12 +85,12 @@ def plan(
     of = activations(model, settings, tokens, row)
     states = of.states + (values > 0) * scored * model.hidden * (12 - element)
     layer = of.backward + (2 * max(model.matrices) if config.weights == "nf4" else 0)
-    # of checkpoints that are moved to the host, the one in use and the one on its way remain
+    # of the checkpoints that move to the host, the one in use and the one in transfer remain
     kept = states + (2 * of.kept / model.layers if config.offload_checkpoints else of.kept)
 
     head = model.vocabulary * model.hidden * (not model.adapter and not config.freeze_head)
     logits = scored * model.vocabulary * element
-    if config.loss == "logits":  # ppo holds on to them in the backward, which copies the gradient
+    if config.loss == "logits":  # ppo keeps them in the backward, which copies the gradient
         loss = float((2 + isinstance(config, PpoConfig)) * logits)
         of_head = max(0, head * wide - logits)  # the logits are freed first
     else:  # the gradient is accumulated in float32 and then rounded, when the chunk is gone
@@ -119,7 +119,7 @@ def plan(
 def _chunk_bytes(
     config: RunConfig, model: Shape, scored: int, device: str, rounded: float
 ) -> float:
-    """A chunk of logits in float32, its hidden states, and weights as they are multiplied."""
+    """Return the bytes of a chunk of float32 logits, its hidden states and its GEMM operands."""
     vocabulary, hidden = model.vocabulary, model.hidden
     if device == "gpu":
         copy = 2.0 * vocabulary * hidden if model.autocasts else 0.0
@@ -133,7 +133,7 @@ def _chunk_bytes(
 def _optimizer_bytes(
     config: RunConfig, model: Shape, values: int, device: str
 ) -> tuple[float, float]:
-    """The optimizer's state, and what it allocates to update the largest weight."""
+    """Return the bytes of the optimizer's state, and of its update of the largest weight."""
     eight_bit, stochastic = config.optimizer == "adamw_8bit", config.rounding == "stochastic"
     half = config.weights == "bfloat16" and not model.adapter
     masters = 4.0 if half and not stochastic else 0.0
@@ -152,7 +152,7 @@ def _optimizer_bytes(
 
 
 def _cache_bytes(config: RunConfig, model: Shape, sequences: int, tokens: int) -> float:
-    """Keys and values, a step's logits, and autocast's copies of the weights."""
+    """Return the bytes of keys and values, a step's logits, and autocast's copies of weights."""
     together = max(1, min(sequences, config.tokens_per_generation // tokens))
     # under autocast the norms of the keys and the rotation make the keys float32
     of_keys = 4 if model.autocasts else model.element
@@ -165,7 +165,7 @@ def _cache_bytes(config: RunConfig, model: Shape, sequences: int, tokens: int) -
 def to_fit(
     config: RunConfig, model: Shape, *, tokens: int, device: str, limit: float
 ) -> tuple[dict[str, Any], Plan]:
-    """Switches, from the cheapest on, with which the run fits ``limit`` bytes; all if it cannot."""
+    """Return the cheapest options with which the run fits ``limit`` bytes; all if it cannot."""
     changes: dict[str, Any] = {}
     best = plan(config, model, tokens=tokens, device=device)
     switches: list[tuple[str, Any]] = [
@@ -188,7 +188,7 @@ def to_fit(
 
 
 def report(config: RunConfig) -> str:
-    """The plan as text: each part, the peaks, and what to switch on to fit ``config.plan`` GiB.
+    """Return the plan as text: the parts, the peaks, and options that fit ``config.plan`` GiB.
 
     Raises:
         ValueError: The model or a setting is not of a kind that can be planned.

@@ -1,7 +1,7 @@
 """The policy on a packed batch: log-probabilities and loss, from hidden states or from logits.
 
 With ``loss="linear"`` only the model's backbone is called: the loss takes hidden states and the
-weight of the head, and the logits are never materialized. ``loss="logits"`` calls the whole model
+weight of the head, and the logits never exist as a whole. ``loss="logits"`` calls the whole model
 and supports every head.
 """
 
@@ -40,9 +40,9 @@ class PolicyOutputs(NamedTuple):
 
 
 def offloaded(config: RunConfig) -> AbstractContextManager[Any]:
-    """Where the model's forward moves what autograd keeps to pinned host memory, if it does.
+    """Return a context in which autograd keeps tensors in pinned host memory, if so configured.
 
-    With gradient checkpointing that is the input of each layer.
+    With gradient checkpointing these are the inputs of the layers.
     """
     return save_on_cpu(pin_memory=True) if config.offload_checkpoints else nullcontext()
 
@@ -59,7 +59,7 @@ def check_head(model: Any, config: RunConfig) -> None:
 def batches(
     rollout: Rollout, rows: Tensor, mask: Tensor, config: RunConfig
 ) -> Iterator[PackedBatch]:
-    """The micro-batches of some completions; ``mask`` ``[N, T]`` are the tokens to score.
+    """Return the micro-batches of some completions; ``mask`` ``[N, T]`` selects tokens to score.
 
     Completions of a prompt in one row share its tokens wherever the attention allows it.
     """
@@ -83,7 +83,7 @@ def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyO
 
 
 def hidden_states(backbone: Any, batch: PackedBatch, config: RunConfig) -> Tensor:
-    """The last hidden states ``[n, H]`` where a backbone predicts the scored tokens."""
+    """Return the last hidden states ``[n, H]`` where a backbone predicts the scored tokens."""
     with autocast(config, batch.input_ids.device), offloaded(config):
         out = backbone(**_inputs(batch, config))
     return out.last_hidden_state[0, batch.predictors]  # type: ignore[no-any-return]
@@ -101,7 +101,7 @@ def _inputs(batch: PackedBatch, config: RunConfig) -> dict[str, Any]:
 
 
 def policy_logprobs(outputs: PolicyOutputs, batch: PackedBatch, config: RunConfig) -> Tensor:
-    """Log-probabilities ``[n]`` of the scored tokens."""
+    """Return the log-probabilities ``[n]`` of the scored tokens."""
     options: dict[str, Any] = {
         "token_ids": batch.token_ids,
         "temperature": config.temperature,
@@ -127,9 +127,9 @@ def policy_loss(
     objective: Objective,
     normalizer: Tensor,
 ) -> PolicyLoss:
-    """The loss of the scored tokens, fused with its gradient.
+    """Return the loss of the scored tokens, fused with its gradient.
 
-    Advantages are ``[S]`` or ``[n]``, or None with a teacher alone; log-probabilities ``[n]``.
+    Advantages are ``[S]`` or ``[n]``, or None with a teacher alone; log-probabilities are ``[n]``.
     """
     options: dict[str, Any] = {
         "temperature": config.temperature,
@@ -156,7 +156,7 @@ def policy_loss(
 
 @torch.no_grad()
 def completion_logprobs(model: Any, rollout: Rollout, rows: Tensor, config: RunConfig) -> Tensor:
-    """Log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere; by micro-batches."""
+    """Return log-probabilities ``[N, T]`` of the completions ``rows``, 0 elsewhere."""
     logprobs = torch.zeros_like(rollout.logprobs)
     for batch in batches(rollout, rows, rollout.mask, config):
         outputs = policy_outputs(model, batch, config)
@@ -172,11 +172,11 @@ def _states_and_head(outputs: PolicyOutputs) -> tuple[Tensor, LmHead]:
 
 @torch.no_grad()
 def check_packing(model: Any, config: RunConfig) -> None:
-    """Raise a `ValueError` if the log-probabilities of a sequence depend on what is packed with it.
+    """Raise a `ValueError` if a sequence's log-probabilities depend on others in the same row.
 
-    Three short sequences, two of which share a prompt, are run in one row. Other tokens in the
-    first of them must not move the others; and each must be what the model computes of it alone,
-    with its own attention.
+    The check runs three short sequences, two of which share a prompt, in one row. Other tokens in
+    the first sequence must not change the others, and each result must equal that of the sequence
+    alone with the model's own attention.
     """
     if config.attention == BY_SEQUENCE and getattr(model.config, "attention_chunk_size", None):
         raise ValueError(
@@ -211,7 +211,7 @@ def _logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
 
 
 def _sequences(model: Any) -> tuple[Rollout, Rollout]:
-    """Three sequences, the longest first, and the same with another completion in the first."""
+    """Return three sequences, the longest first, and the same with another first completion."""
     generator = torch.Generator().manual_seed(0)
     tokens = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(tokens, (3, 6), generator=generator)
@@ -231,7 +231,7 @@ def _sequences(model: Any) -> tuple[Rollout, Rollout]:
 
 
 def _own_logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
-    """Log-probabilities of each sequence alone, with an attention of transformers."""
+    """Return the log-probabilities of each sequence alone, with transformers' own attention."""
     own = replace(config, tokens_per_micro_batch=1)
     if config.attention == BY_SEQUENCE:
         for name in ("sdpa", "eager"):

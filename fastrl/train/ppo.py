@@ -2,8 +2,9 @@
 
 A step samples completions, rewards each at its last token, subtracts a KL penalty per token, turns
 rewards into advantages, and learns from them with a clipped policy loss and a clipped value loss.
-``--advantage`` names their estimate: plain rewards, minus values, generalized (the default), or
-within groups. By default a small new model learns to add and subtract; ``--help`` lists options.
+``--advantage`` selects their estimate: plain rewards, rewards minus values, generalized (the
+default), or within groups. By default a small new model learns to add and subtract; ``--help``
+lists the options.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Prompts: read, tokenized, and dealt to the steps in an order of seed and step alone."""
+"""Prompts: read, tokenized, and dealt to the steps in an order that seed and step determine."""
 
 import glob
 import hashlib
@@ -28,16 +28,16 @@ class Prompt(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The prompt as text; of a conversation, the last message."""
+        """The prompt as text, or the last message of a conversation."""
         prompt = self.record["prompt"]
         return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def read_records(config: RunConfig) -> tuple[list[Record], list[Record]]:
-    """The records for training and the held-out ones.
+    """Return the records for training and the held-out ones.
 
     Raises:
-        ValueError: They cannot be read, or a row is invalid; the message names where.
+        ValueError: They cannot be read, or a row is invalid; the message names the place.
     """
     first, *rest = config.prompts
     if first in TASKS and not rest:
@@ -55,7 +55,7 @@ def read_records(config: RunConfig) -> tuple[list[Record], list[Record]]:
 
 
 def digest(records: list[Record]) -> str:
-    """A sum of all records, to tell whether they changed."""
+    """Return a checksum of all records, by which a change shows."""
     text = json.dumps(records, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -95,13 +95,13 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
 
 
 def count_shared(train: list[Prompt], held_out: list[Prompt]) -> int:
-    """How many of the held-out prompts are also training prompts."""
-    trained = {hash(tuple(prompt.token_ids)) for prompt in train}  # far less than the tuples
+    """Return the number of held-out prompts that are also training prompts."""
+    trained = {hash(tuple(prompt.token_ids)) for prompt in train}  # far smaller than the tuples
     return sum(hash(tuple(prompt.token_ids)) in trained for prompt in held_out)
 
 
 def deal(prompts: list[Item], *, count: int, step: int, seed: int) -> list[Item]:
-    """The ``count`` prompts of a step: every prompt once in random order, then in another order.
+    """Return the ``count`` prompts of a step: all prompts in random order, then in another order.
 
     There is no state between calls, so a resumed run continues with the same prompts.
     """
@@ -128,7 +128,7 @@ def _of_file(path: str) -> Iterable[Record]:
             return [json.loads(line) for line in lines if line.strip()]
         files = {"data_files": glob.escape(path), "split": "train", "streaming": True}
         return list(_datasets().load_dataset("parquet", **files))
-    except Exception as error:  # of a library that reads what others wrote
+    except Exception as error:  # the type depends on the library and the data
         raise ValueError(f"prompts: {path} cannot be read: {_reason(error)}") from error
 
 
@@ -136,7 +136,7 @@ def _of_dataset(config: RunConfig) -> Iterable[Iterable[Record]]:
     name, datasets = config.prompts[0], _datasets()
     try:
         return [datasets.load_dataset(*config.prompts, split=split) for split in config.splits]
-    except Exception as error:  # of a library that reads what others wrote
+    except Exception as error:  # the type depends on the library and the data
         where = "" if Path(name).exists() else "there is no such task or directory; on the hub: "
         raise ValueError(f"prompts: {name!r} cannot be read: {where}{_reason(error)}") from error
 
@@ -181,7 +181,7 @@ def _datasets() -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause, in one line: libraries wrap it in messages without content."""
+    """Return the innermost cause in one line; libraries wrap it in messages without content."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,4 @@
-"""Activations that are recomputed, tiled or moved to the host instead of being kept."""
+"""Activations that are recomputed, tiled or moved to the host instead of kept."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +16,12 @@ from fastrl.train.loading import autocast
 def save_memory(model: Any, config: RunConfig) -> None:
     """Set up gradient checkpointing, MLP tiles and attention, as the settings say.
 
-    The model is in training mode afterwards, since `transformers` checkpoints only then; all
-    dropout is 0, or the loss would see other probabilities than the sampling.
+    Afterwards the model is in training mode, since `transformers` checkpoints only then, and all
+    dropout is 0, since the loss must see the probabilities of the sampling.
 
     Raises:
-        ValueError: A setting would have no effect on this model, or is not available; or something
-            in it stays random.
+        ValueError: A setting has no effect on this model or is not available, or the model stays
+            random.
     """
     without_dropout(model)
     if config.offload_checkpoints and model.device.type == "cpu":
@@ -55,13 +55,13 @@ def save_memory(model: Any, config: RunConfig) -> None:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Let autograd keep the inputs of the layers alone, and recompute the layers."""
-    enable = getattr(model, "activation_checkpointing_enable", None)  # of transformers 5
+    """Let autograd keep only the inputs of the layers, and recompute the layers."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def without_dropout(model: Any) -> None:
-    """Set every probability of dropout to 0, in modules and configuration; then train mode."""
+    """Set every dropout probability to 0, in modules and configuration, and the training mode."""
     for owner in (*model.modules(), model.config, model.config.get_text_config()):
         if isinstance(owner, nn.modules.dropout._DropoutNd):
             owner.p = 0.0
@@ -74,8 +74,8 @@ def without_dropout(model: Any) -> None:
 def tile_mlps(model: Any, tokens: int) -> None:
     """Run the MLP of each layer on ``tokens`` tokens at a time, and recompute it by tiles.
 
-    So are the RMS norms: those of `transformers` keep what they normalized, and a float32 copy of a
-    bfloat16 input.
+    RMS norms are recomputed, too: those of `transformers` keep the normalized input, and a float32
+    copy of a bfloat16 input.
 
     Raises:
         ValueError: No MLP of the model works on each token by itself.
@@ -87,15 +87,15 @@ def tile_mlps(model: Any, tokens: int) -> None:
         module.forward = partial(_in_tiles, module.forward, tokens=tokens)
     hidden = model.config.get_text_config().hidden_size
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):  # of whole states, or of heads
+        if type(module).__name__.endswith("RMSNorm"):  # over whole states, or over heads
             module.forward = partial(_in_tiles, module.forward, tokens=tokens, width=hidden)
 
 
 def _is_mlp(name: str, module: nn.Module) -> bool:
-    """Whether a module is a layer's MLP of linear layers, which treats each token alone."""
+    """Return whether a module is a layer's MLP of linear layers, which treats tokens alone."""
     if name.rpartition(".")[2] != "mlp":
         return False
-    inside = module.modules()  # an adapter's layers hold the linear ones
+    inside = module.modules()  # an adapter's layers contain the linear ones
     return any(isinstance(part, nn.Linear) for part in inside) and not any(
         hasattr(module, part) for part in ("experts", "gate", "router")
     )
@@ -110,7 +110,7 @@ def _in_tiles(
 ) -> Tensor:
     """Call ``forward`` on states ``[..., H]`` of at most ``tokens`` tokens at a time.
 
-    A token has one row, or with ``width`` as many as fill that width: its heads.
+    A token has one row, or with ``width`` as many rows (its heads) as fill that width.
     """
     rows = max(1, tokens * (states.shape[-1] if width is None else width) // states.shape[-1])
     if states[..., 0].numel() <= rows:
@@ -124,7 +124,7 @@ def _in_tiles(
 
 
 def _recomputes(model: Any, config: RunConfig) -> bool:
-    """Whether any layer runs again in the backward through a few tokens.
+    """Return whether any layer runs again in the backward through a few tokens.
 
     Raises:
         ValueError: Two passes over the same tokens differ.

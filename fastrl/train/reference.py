@@ -1,4 +1,4 @@
-"""The reference of the KL: the policy before the first step, frozen."""
+"""The reference policy of the KL: the policy before the first step, frozen."""
 
 import copy
 from pathlib import Path
@@ -30,7 +30,7 @@ class Reference:
             return
         try:
             verify(stored)
-            with unchanged_generators():  # making a model may use them, copying does not
+            with unchanged_generators():  # making a model may use them, copying it does not
                 weights = type(model).from_pretrained(
                     stored, dtype=model.dtype, use_safetensors=True
                 )
@@ -39,7 +39,7 @@ class Reference:
             raise ValueError(f"resume: {stored} cannot be read: {error}") from error
 
     def logprobs(self, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Log-probabilities ``[N, T]`` of the completions ``rows``, as `completion_logprobs`."""
+        """Return log-probabilities ``[N, T]`` of completions ``rows``: `completion_logprobs`."""
         if self._frozen is not None:
             return completion_logprobs(self._frozen, rollout, rows, self._config)
         with self._adapted.disable_adapter():

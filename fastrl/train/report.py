@@ -1,7 +1,8 @@
-"""``report.html``: a run on one page that needs no network and runs no script; ``curves.png``.
+"""``report.html``, a run on one page without network or scripts, and ``curves.png``.
 
-Whatever a model, a data set or a setting says is text on the page: Jinja2 escapes it, what no
-browser prints is written as its escape, and the page's policy forbids scripts and requests.
+Strings from a model, a data set or a setting can only be text on the page: Jinja2 escapes them,
+characters that no browser shows are written as escapes, and the page's policy forbids scripts and
+requests.
 """
 
 import base64
@@ -41,7 +42,7 @@ _PANELS = {
     "share of completions": ("truncated", "left_out", "informative"),
 }
 _LONGEST = 20_000  # characters of a text on the page
-_LARGEST = 3e38  # of float32; where numbers are much larger, no axis finds its ticks
+_LARGEST = 3e38  # the largest float32; matplotlib finds no ticks for much larger numbers
 
 
 def write_report(
@@ -70,7 +71,7 @@ def write_report(
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Plot the quantities in ``rows`` against the step, a panel for those that belong together."""
+    """Plot the quantities in ``rows`` against the step, with related ones in one panel."""
     from matplotlib import rc_context  # takes half a second
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -103,10 +104,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with every character that no terminal prints as Python's escape of it.
+    """Return the text with Python's escapes for every character that no terminal prints.
 
-    Escaped are control characters, overrides of the writing direction and other invisible marks,
-    and lone surrogates; not those in ``keep``.
+    These are control characters, overrides of the writing direction and other invisible marks, and
+    lone surrogates, except those in ``keep``.
     """
     if text.isprintable():
         return text
@@ -114,7 +115,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def _visible(value: Any) -> Any:
-    """A text without characters that are not shown, and not longer than a page bears."""
+    """Return a text with escapes for invisible characters, cut to `_LONGEST` characters."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     more = len(value) - _LONGEST
@@ -138,7 +139,7 @@ def _facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _measured(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """Name, seconds and largest peak of memory, in GB, of each phase; the longest first."""
+    """Return name, seconds and peak memory in GB of each phase, the longest phase first."""
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds_"))
     phases = [
         (
@@ -161,7 +162,7 @@ def _phases(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
 
 
 def _settings(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Name, value and default of each setting, those that were changed first."""
+    """Return name, value and default of each setting, the changed ones first."""
     defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
     now = {f.name: getattr(config, f.name) for f in fields(config)}
     order = sorted(now, key=lambda name: now[name] == defaults[name])

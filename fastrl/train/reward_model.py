@@ -1,6 +1,7 @@
 """A reward model: a sequence classification model of `transformers` with one label.
 
-TRL's ``RewardTrainer`` trains them; `docs/train_reward_model.py` does on the arithmetic task.
+TRL's ``RewardTrainer`` trains such models: `docs/train_reward_model.py` does it for the arithmetic
+task.
 """
 
 from pathlib import Path
@@ -20,20 +21,20 @@ from fastrl.train.loading import (
 )
 from fastrl.train.prompts import Record
 
-_TOKENS = 16384  # that are scored together, padding included
+_TOKENS = 16384  # most tokens that are scored together, including padding
 
 
 class RewardModel:
-    """The reward function that scores prompt and completion with a reward model.
+    """A reward function that scores prompt and completion with a reward model.
 
-    The model reads the text of both, in its own tokens, and the end token; conversations, and with
-    ``chat_template`` every prompt, through its own chat template, which writes the end. It computes
-    in the dtype of its files, without gradients. The head of a decoder reads the last token that is
-    not padding, so its padding token must not be the end token.
+    The model reads the text of both, in its own tokens, and the end token. Conversations, and with
+    ``chat_template`` every prompt, go through its own chat template, which writes the end. It
+    computes in the dtype of its files, without gradients. The head of a decoder reads the last
+    token that is not padding, so its padding token must not be the end token.
 
     Raises:
         ValueError: There is no such model; it is damaged, has several labels or lacks trained
-            weights; its tokenizer has no end token or padding.
+            weights; or its tokenizer has no end or padding token.
     """
 
     def __init__(self, path: str, device: torch.device, config: RunConfig) -> None:
@@ -71,14 +72,14 @@ class RewardModel:
         self._model = model.to(device).requires_grad_(False).eval()
 
     def fingerprint(self) -> str:
-        """A sum of the weights."""
+        """Return a checksum of the weights."""
         return fingerprint(self._model.named_parameters())
 
     @torch.no_grad()
     def __call__(
         self, prompts: list[str], completions: list[str], records: list[Record]
     ) -> list[float]:
-        """The score of each prompt with its completion.
+        """Return the score of each prompt with its completion.
 
         Raises:
             ValueError: A sequence is longer than the model's context.
@@ -106,7 +107,7 @@ class RewardModel:
         return scores
 
     def _encode(self, prompt: Any, completion: str) -> list[int]:
-        """Special tokens that are spelled out in a completion are text: it cannot end that way."""
+        """Tokenize; special tokens spelled out in a completion are text, so they end nothing."""
         if self._chat or not isinstance(prompt, str):
             asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*asked, {"role": "assistant", "content": completion}]
@@ -121,7 +122,7 @@ class RewardModel:
 
 
 def _by_length(sequences: list[list[int]]) -> list[list[int]]:
-    """The rows of sequences of similar lengths that, padded to the longest, fit `_TOKENS`."""
+    """Return groups of rows of similar lengths that fit `_TOKENS` padded to the longest."""
     batches: list[list[int]] = []
     for row in sorted(range(len(sequences)), key=lambda row: len(sequences[row])):
         if not batches or (len(batches[-1]) + 1) * len(sequences[row]) > _TOKENS:

@@ -1,4 +1,4 @@
-"""Rewards: a weighted sum of functions of the completions, ready ones and the user's own."""
+"""Rewards: a weighted sum of functions of the completions, built-in ones and the user's own."""
 
 import concurrent.futures
 import copy
@@ -17,14 +17,14 @@ from fastrl.train.prompts import Prompt, Record
 from fastrl.train.reward_model import RewardModel
 from fastrl.train.sampling import import_function
 
-#: What judges the completions of an embedded task where nothing is rewarded.
+#: The function that judges completions of an embedded task if nothing is rewarded.
 _CHECKS = {
     "arithmetic": ("exact_match",),
     "long_addition": ("fastrl.train.long_addition:right_sum",),
 }
-_PROBED = 8  # records on which the functions are tried before a run
+_PROBED = 8  # records on which a run tries the functions before it starts
 
-#: Takes the texts of N prompts and completions and their records; returns N numbers.
+#: Takes the texts of N prompts and completions, and their records; returns N numbers.
 RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float]]
 
 
@@ -35,12 +35,12 @@ class RewardError(ValueError):
 class Failure(NamedTuple):
     """Why a function has no reward for a completion."""
 
-    reason: str  # what follows the function's name in a sentence
+    reason: str  # a phrase that follows the function's name
     trace: str = ""
 
 
 class Completions(NamedTuple):
-    """N completions and what functions judge them by."""
+    """N completions, and the data by which functions judge them."""
 
     prompts: list[str]
     texts: list[str]
@@ -48,7 +48,7 @@ class Completions(NamedTuple):
     lengths: list[int]  # tokens
 
 
-#: A function as it is called here: for each completion its reward, or why it has none.
+#: A function as it is called here: returns a reward for each completion, or why there is none.
 Judge = Callable[[Completions], list[float | Failure]]
 
 
@@ -60,13 +60,13 @@ class Scored(NamedTuple):
     failed: Tensor  # bool [N], whether a function failed and ``reward_failed`` took its place
 
     def rows(self, index: Tensor) -> "Scored":
-        """The completions at ``index``."""
+        """Return the rewards of the completions at ``index``."""
         parts = {name: part[index] for name, part in self.parts.items()}
         return Scored(self.total[index], parts, self.failed[index])
 
 
 def concatenate(scored: Sequence[Scored]) -> Scored:
-    """The rewards of several lots of completions as one."""
+    """Return the rewards of several batches of completions as one."""
     return Scored(
         torch.cat([each.total for each in scored]),
         {name: torch.cat([each.parts[name] for each in scored]) for name in scored[0].parts},
@@ -77,7 +77,7 @@ def concatenate(scored: Sequence[Scored]) -> Scored:
 class Rewards:
     """The functions that ``config.reward`` names, with their weights.
 
-    With ``none`` it is the check of an embedded task, by which progress is seen, or no function.
+    With ``none`` it is the check of an embedded task, which shows progress, or no function.
 
     Raises:
         ValueError: A function does not exist, or a weight is not finite.
@@ -102,7 +102,7 @@ class Rewards:
             raise ValueError(f"reward must have a weight other than 0, got {config.reward}")
 
     def __len__(self) -> int:
-        """How many functions there are."""
+        """Return the number of functions."""
         return len(self._judges)
 
     def score(
@@ -131,7 +131,7 @@ class Rewards:
     def means(
         self, scored: Scored, *, failures: int | None = None, prefix: str = "reward"
     ) -> dict[str, float]:
-        """The means of rewards, as the log names them."""
+        """Return the means of rewards under the names of the log."""
         row = {prefix: float(scored.total.double().mean())} if scored.parts else {}
         if len(scored.parts) > 1:
             for name, part in scored.parts.items():
@@ -144,7 +144,7 @@ class Rewards:
         """Try the functions on empty completions of a few prompts.
 
         Raises:
-            RewardError: A function fails: without ``reward_failed`` on one completion, else on all.
+            RewardError: A function fails on any completion, or with ``reward_failed`` on all.
         """
         few = prompts[:: -(-len(prompts) // _PROBED)]
         texts, records = [prompt.text for prompt in few], [prompt.record for prompt in few]
@@ -174,7 +174,7 @@ class Rewards:
         return partial(_in_workers, path, config.reward_timeout)
 
     def _outcomes(self, name: str, given: Completions) -> tuple[Tensor, dict[int, Failure]]:
-        """The rewards of a function, float64 [N], and why it failed on some."""
+        """Return the rewards of a function, float64 [N], and its failures by index."""
         rewards = torch.empty(len(given.texts), dtype=torch.float64)
         failures: dict[int, Failure] = {}
         for i, outcome in enumerate(self._judges[name](given)):
@@ -193,10 +193,10 @@ class Rewards:
 
 
 def exact_match(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-    """1 if the completion equals the record's ``"answer"`` up to surrounding space, else 0.
+    """Return 1 for a completion that equals ``"answer"`` up to surrounding space, else 0.
 
     Raises:
-        ValueError: A record has no text as its answer.
+        ValueError: The answer of a record is not text.
     """
     for record in records:
         if not isinstance(record.get("answer"), str):
@@ -208,12 +208,12 @@ def exact_match(prompts: list[str], completions: list[str], records: list[Record
 
 
 def math_equality(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-    """1 if math-verify finds the completion's answer equal to the record's ``"answer"``, else 0.
+    """Return 1 for a completion whose answer math-verify finds equal to ``"answer"``, else 0.
 
-    What follows the last ``####`` of a text is its answer, as in GSM8K.
+    The answer is the text after the last ``####``, as in GSM8K.
 
     Raises:
-        ValueError: A record's answer has no number or formula.
+        ValueError: The answer of a record has no number or formula.
     """
     parse, verify = _import_math_verify()
 
@@ -232,9 +232,9 @@ def math_equality(prompts: list[str], completions: list[str], records: list[Reco
 
 
 def overlong(lengths: Sequence[int], max_new_tokens: int) -> list[float]:
-    """The soft overlong punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+    """Return the soft overlong punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13.
 
-    0 for completions of up to four fifths of ``max_new_tokens``, then falling linearly to -1.
+    It is 0 up to four fifths of ``max_new_tokens``, and then falls linearly to -1.
     """
     buffer = max(1, max_new_tokens // 5)
     start = max_new_tokens - buffer
@@ -242,7 +242,7 @@ def overlong(lengths: Sequence[int], max_new_tokens: int) -> list[float]:
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """A function and its weight, of ``NAME=WEIGHT`` or ``NAME``."""
+    """Return the function and the weight in ``NAME=WEIGHT`` or ``NAME``."""
     name, _, number = text.rpartition("=")
     try:
         weight = float(number) if name else 1.0
@@ -264,7 +264,7 @@ def _in_this_process(function: RewardFunction, given: Completions) -> list[float
     alone = [_in_this_process(function, Completions([p], [t], [r], [n])) for p, t, r, n in rows]
     if any(isinstance(one, Failure) for (one,) in alone):
         return [one for (one,) in alone]
-    try:  # it fails only on several, or passes now
+    try:  # it may fail only on several, or pass now
         return _checked(function, given.prompts, given.texts, given.records)
     except (Exception, SystemExit) as error:
         return [_failure(error)] * len(given.texts)
@@ -292,7 +292,7 @@ def _in_workers(path: str, seconds: float, given: Completions) -> list[float | F
 
 
 def _call(path: str, prompt: str, text: str, record: Record) -> float | Failure:
-    """In a worker: the reward of a completion."""
+    """Return the reward of a completion; runs in a worker."""
     torch.set_num_threads(1)
     return _in_this_process(
         import_function(path, "reward"), Completions([prompt], [text], [record], [0])
@@ -300,7 +300,7 @@ def _call(path: str, prompt: str, text: str, record: Record) -> float | Failure:
 
 
 def _checked(function: RewardFunction, *columns: Any) -> list[float | Failure]:
-    """Call a function, on copies since what it changes must not reach another, and check it."""
+    """Call a function and check its result; it gets copies, so that it can change no other's."""
     prompts, texts, records = columns
     returned = function(list(prompts), list(texts), copy.deepcopy(records))
     if isinstance(returned, (str, bytes, Mapping)):

@@ -38,7 +38,7 @@ class Completion(NamedTuple):
 class Rollout(NamedTuple):
     """N completions, padded on the right to T tokens, and the prompts they continue.
 
-    Only values per token are padded. What enters the model is packed: `fastrl.train.packing`.
+    Only values per token are padded. The model gets packed rows: `fastrl.train.packing`.
     """
 
     prompts: list[list[int]]  # token ids of the different prompts
@@ -51,11 +51,11 @@ class Rollout(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """The sampled tokens of each completion, with its end token."""
+        """The number of sampled tokens of each completion, including its end token."""
         return self.mask.sum(1).tolist()
 
     def rows(self, index: Tensor) -> "Rollout":
-        """The completions at ``index``."""
+        """Return the completions at ``index``."""
         at = index.to(self.mask.device)
         kept, length = self.kept, self.mask.shape[1]
         if kept is not None:
@@ -73,17 +73,17 @@ class Rollout(NamedTuple):
         )
 
     def counted(self, truncated: str) -> Tensor:
-        """The mask of the tokens in the loss: without truncated completions if ``"mask"``."""
+        """Return the mask of the tokens in the loss; ``"mask"`` omits truncated completions."""
         return self.mask & ~self.truncated[:, None] if truncated == "mask" else self.mask
 
 
 def rollout_of(
     prompts: list[Prompt], completions: list[Completion], device: torch.device
 ) -> Rollout:
-    """The completions as tensors on ``device``; those of a prompt are consecutive.
+    """Return completions as tensors on ``device``; those of a prompt are consecutive.
 
     Raises:
-        ValueError: A completion has no tokens, or not a log-probability and a mask for each.
+        ValueError: A completion has no tokens, or lacks a log-probability or a mask for one.
         FloatingPointError: A token was sampled from logits that are not finite.
     """
     masks = []
@@ -117,7 +117,7 @@ def rollout_of(
 
 
 def _padded(kept: list[KeptTokens | None], mask: Tensor, device: torch.device) -> KeptTokens | None:
-    """What the tokens of completions have kept, with empty sets as padding."""
+    """Return the sets of the completions' tokens, with empty sets as padding."""
     if all(one is None for one in kept):
         return None
     counts = torch.zeros(mask.shape, dtype=torch.int64)
@@ -129,7 +129,7 @@ def _padded(kept: list[KeptTokens | None], mask: Tensor, device: torch.device) -
 
 
 def concatenate(rollouts: list[Rollout]) -> Rollout:
-    """The completions of several rollouts as one, each padded to the longest."""
+    """Return the completions of several rollouts as one, padded to the longest."""
     length = max(rollout.mask.shape[1] for rollout in rollouts)
     kept = None
     if any(rollout.kept is not None for rollout in rollouts):
@@ -151,7 +151,7 @@ def concatenate(rollouts: list[Rollout]) -> Rollout:
 
 
 def _kept(rollout: Rollout, length: int) -> KeptTokens:
-    """What the tokens of a rollout that is padded to another length have kept."""
+    """Return the sets of a rollout's tokens, padded to another length."""
     shape, device = rollout.mask.shape, rollout.mask.device
     if rollout.kept is None:
         return KeptTokens.from_lists([[]] * (shape[0] * length), device=device)

@@ -1,4 +1,4 @@
-"""The frame of a run: load or resume, log, save; a checkpoint is left however it ends."""
+"""The frame of a run: load or resume, log, save, and leave a checkpoint however the run ends."""
 
 import signal
 import time
@@ -28,12 +28,12 @@ from fastrl.train.sampling import Sampler
 from fastrl.train.teacher_model import TeacherModel, load_teacher
 from fastrl.train.warm_start import check_warm_start, frozen_head, warm_start, warm_start_steps
 
-#: The directory of the model that the run began with, as the reference or below an adapter.
+#: The directory of the run's initial model, which is the reference or is below an adapter.
 INITIAL = "initial"
 
 
 class Setup(NamedTuple):
-    """What a loop works on: model, prompts, rewards and the log of the run."""
+    """The inputs of a loop: model, prompts, rewards and the log of the run."""
 
     config: RunConfig
     log: RunLog
@@ -51,9 +51,9 @@ def prepare(config: RunConfig) -> Setup:
     """Check and load everything that ``config`` names; lock the directory of the run.
 
     Raises:
-        ValueError: Anything that would stop the run later: a missing file, a prompt that is too
-            long, a reward that does not exist or returns a wrong type, damaged weights, prompts
-            that changed since the run began, another process in the same directory.
+        ValueError: Something would stop the run later: a missing file, a prompt that is too long,
+            a reward that does not exist or returns a wrong type, damaged weights, prompts that
+            changed since the run began, another process in the same directory.
     """
     log = RunLog(config)
     with ExitStack() as unless_prepared:
@@ -87,7 +87,7 @@ def prepare(config: RunConfig) -> Setup:
         )
         save_memory(model, config)
         check_packing(model, config)
-        optimizers.make_optimizer(model.parameters(), config)  # one that is missing fails here
+        optimizers.make_optimizer(model.parameters(), config)  # a missing one fails here
         sampler = Sampler(model, tokenizer, config)
         unless_prepared.pop_all()
     parts = model, tokenizer, train, held_out, rewards, teacher, sampler
@@ -104,14 +104,14 @@ def training_run(
     """Start or resume a run, and leave a checkpoint and curves behind however it ends.
 
     - An interrupt before the first optimizer step of a step ends it at the next token or
-      micro-batch, and the steps before are saved. After it, the step is finished first.
-    - An error before the first optimizer step leaves a checkpoint of the steps before. After it
-      none can be saved, since the weights belong to no step, nor after numbers that are not finite.
+      micro-batch, and the earlier steps are saved. After it, the step is finished first.
+    - An error before the first optimizer step leaves a checkpoint of the earlier steps. After it,
+      and after numbers that are not finite, nothing is saved, since the weights belong to no step.
       The message tells where ``--resume`` continues.
 
     Args:
-        setup: What `prepare` returned.
-        parts: What a checkpoint holds besides the model: the optimizer, a value head.
+        setup: The result of `prepare`.
+        parts: Contents of a checkpoint besides the model: the optimizer, a value head.
         warm_started: Called when a new run has its first weights, before they are saved.
     """
     log = setup.log
@@ -119,7 +119,7 @@ def training_run(
         run = TrainingRun(setup, parts, interrupt)
         with run.phase("start"):
             run.start(warm_started)
-        # a forward is a token in the sampling, a micro-batch elsewhere
+        # a forward is a token while sampling, and a micro-batch otherwise
         hook = backbone(setup.model).register_forward_pre_hook(run.poll)
         failed = True
         try:
@@ -150,7 +150,7 @@ class TrainingRun:
         self._setup, self._config, self._log = setup, setup.config, setup.log
         self._parts, self._interrupt = parts, interrupt
         self._rng = checkpoint.rng_state()  # at the beginning of the next step
-        self._between_steps = True  # the weights are those after `step` steps, and can be saved
+        self._between_steps = True  # the weights are those after `step` steps, so save them
         self._started = self._saved = time.perf_counter()
 
     def start(self, warm_started: Callable[[], None]) -> None:
@@ -177,9 +177,9 @@ class TrainingRun:
             self.save()
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of steps done so far, until there are enough or the user interrupts.
+        """Yield the number of finished steps, until there are enough or the user interrupts.
 
-        Each step must change the weights by `apply` alone, and end with `finish_step`.
+        A step must change the weights only by `apply`, and end with `finish_step`.
         """
         self._measure_what_is_missing()
         while self.step < self._config.steps and not self._interrupt.requested:
@@ -187,12 +187,12 @@ class TrainingRun:
             yield self.step
 
     def poll(self, *_: Any) -> None:
-        """Raise if the user wants to stop and the steps done so far can be saved."""
+        """Raise if the user wants to stop and the finished steps can be saved."""
         if self._interrupt.requested and self._between_steps:
             raise _Interrupted
 
     def apply(self, optimizer: torch.optim.Optimizer) -> float:
-        """`optimizers.apply` in this step; from here to `finish_step` nothing can be saved."""
+        """Call `optimizers.apply` in this step; nothing can be saved before `finish_step`."""
         whole, self._between_steps = self._between_steps, False
         try:
             return optimizers.apply(optimizer, self._config, self.step)
@@ -201,19 +201,19 @@ class TrainingRun:
             raise
 
     def show(self, prompts: Sequence[Prompt], completions: Sequence[str], scored: Scored) -> None:
-        """Let some completions of this step be shown, if samples of it are due."""
+        """Collect some completions of this step, if it shows samples."""
         parts = scored.parts if len(scored.parts) > 1 else {}
         self._log.collect(self.step + 1, prompts, completions, {"reward": scored.total, **parts})
 
     def finish_step(self, row: Row) -> None:
-        """Log a step, with the held-out reward if it is due, and save a checkpoint if one is.
+        """Log a step, with the held-out reward and a checkpoint if they are due.
 
-        The speed is the ``tokens`` of the row over the time of the whole step.
+        The speed is the number of ``tokens`` in the row over the time of the whole step.
         """
         config = self._config
         row["learning_rate"] = optimizers.learning_rate(config, self.step)
         if self.reference is None:
-            row.pop("kl", None)  # it would be 0: there is no reference
+            row.pop("kl", None)  # always 0 without a reference
         self.step, self._rng, self._between_steps = self.step + 1, checkpoint.rng_state(), True
         row = {"step": self.step, **row, **self.phase.read()}
         row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
@@ -229,7 +229,7 @@ class TrainingRun:
             self._log.report()
 
     def _measure_what_is_missing(self) -> None:
-        """Evaluate before the first step, or what an interrupt prevented before this resumption."""
+        """Evaluate before the first step, or where an interrupt prevented it."""
         start, rows = self.phase.read(), self._log.rows
         if not rows:
             self._log.write({"step": self.step, **self._evaluate(), **start})
@@ -241,7 +241,7 @@ class TrainingRun:
 
         Raises:
             CheckpointError: It could not be written.
-            FloatingPointError: A weight or logit is not finite; it would replace a better one.
+            FloatingPointError: A weight or logit is not finite; the old checkpoint is better.
         """
         model = self._setup.model
         self._between_steps = False  # an interrupt waits
@@ -258,7 +258,7 @@ class TrainingRun:
         self._saved, self._between_steps = time.perf_counter(), True
 
     def rescue(self, error: Exception) -> None:
-        """Save a checkpoint if there is a whole step to save; add to ``error`` what resumes."""
+        """Save a checkpoint if a whole step can be saved; note in ``error`` how to resume."""
         note = ""
         if self._between_steps and not isinstance(
             error, (checkpoint.CheckpointError, FloatingPointError)
@@ -287,13 +287,13 @@ class TrainingRun:
         return self._log.summary(self.step, interrupted=stopped)
 
     def _not_finite(self) -> str | None:
-        """What of the model is not finite: a weight, or its outputs on tokens of all kinds."""
+        """Return the part of the model that is not finite: a weight, or outputs on many tokens."""
         setup = self._setup
         if (name := not_finite(setup.model)) is not None:
             return f"the weight {name!r} is"
         vocabulary = len(setup.model.get_input_embeddings().weight)
         count = min(64, vocabulary, context_of(setup.model) or 64)
-        ids = torch.linspace(0, vocabulary - 1, count).long()  # some were in no step: no updates
+        ids = torch.linspace(0, vocabulary - 1, count).long()  # some were in no step yet
         asked, answer = Prompt({}, ids[: count // 2].tolist()), ids[count // 2 :]
         rollout = rollout_of([asked], [Completion(answer, answer * 0.0, True)], setup.model.device)
         logprobs = completion_logprobs(setup.model, rollout, torch.tensor([0]), self._config)
@@ -303,7 +303,10 @@ class TrainingRun:
         return step % self._config.eval_every == 0 or step == self._config.steps
 
     def _evaluate(self) -> Row:
-        """Mean reward of greedy completions of the held-out prompts; uses no random numbers."""
+        """Return the mean reward of greedy completions of the held-out prompts.
+
+        It uses no random numbers.
+        """
         setup = self._setup
         if not setup.rewards:
             return {}
@@ -315,11 +318,11 @@ class TrainingRun:
 
 
 class _Interrupted(BaseException):
-    """The user wants to stop, and the steps done so far can be saved."""
+    """The user wants to stop, and the finished steps can be saved."""
 
 
 class _Interrupt:
-    """A context in which the first SIGINT or SIGTERM only sets ``requested``; a second one ends.
+    """A context in which the first SIGINT or SIGTERM sets ``requested``; the second one ends.
 
     Outside the main thread, where Python allows no signal handlers, this does nothing.
     """
@@ -348,7 +351,7 @@ class _Interrupt:
 def _load_policy(
     config: RunConfig, device: torch.device, log: RunLog, resumed_from: Path | None
 ) -> tuple[Any, Any]:
-    """The model, new or of a checkpoint, and its tokenizer; with ``lora_rank`` adapted."""
+    """Return the model, new or from a checkpoint, with its adapter if any, and its tokenizer."""
     if resumed_from is not None:
         with checkpoint.reading(resumed_from):
             checkpoint.verify(resumed_from)
@@ -384,5 +387,5 @@ def _save_base(setup: Setup, directory: Path) -> None:
 
 
 def _begins_changed(config: RunConfig) -> bool:
-    """Whether the run begins with other weights than those that ``config.model`` names."""
+    """Return whether the run begins with other weights than those that ``config.model`` names."""
     return config.model is None or warm_start_steps(config) > 0

@@ -1,4 +1,4 @@
-"""What a run writes besides checkpoints, in its locked directory, and shows."""
+"""The files of a run besides its checkpoints, in its locked directory, and its output."""
 
 import json
 import math
@@ -36,7 +36,7 @@ _SHOWN = {  # on the bar, by importance
     "learning_rate": "lr",
     "tokens_per_second": "tok/s",
 }
-_REPORT_SECONDS = 60.0  # at least, between two reports
+_REPORT_SECONDS = 60.0  # least time between two reports
 
 
 class Summary(NamedTuple):
@@ -44,11 +44,11 @@ class Summary(NamedTuple):
 
     directory: Path
     step: int
-    held_out: tuple[float, float]  # before the first step, and the last that was measured
+    held_out: tuple[float, float]  # rewards before the first step, and at the last evaluation
     interrupted: bool
 
     def __str__(self) -> str:
-        """The final lines of output."""
+        """Return the final lines of output."""
         before, after = self.held_out
         lines = [
             f"held-out reward, greedy: {before:.3f} before, {after:.3f} after step {self.step}"
@@ -92,7 +92,7 @@ class RunLog:
             )
 
     def checkpoint_to_resume(self) -> Path | None:
-        """The last checkpoint of a run that is resumed; None if the run is to begin anew."""
+        """Return the last checkpoint of a resumed run; None if the run starts at step 0."""
         if not self.config.resume:
             return None
         last = latest(self.checkpoints)
@@ -105,7 +105,7 @@ class RunLog:
         return last
 
     def begun_with(self, **sums: str | None) -> None:
-        """Note what the run began with; raise a `ValueError` if it began with something else."""
+        """Record checksums of the run's inputs; raise a `ValueError` if they have changed."""
         for name, value in sums.items():
             if self._begun.setdefault(name, value) != value:
                 raise ValueError(
@@ -125,7 +125,7 @@ class RunLog:
 
     @contextmanager
     def stage(self, name: str, steps: int) -> Iterator[Callable[[int, Row], None]]:
-        """Show a bar for ``steps`` steps before the first one; yields what advances it."""
+        """Show a bar for ``steps`` steps before the first one; yield the function to advance it."""
         self._bar = _Progress(name, steps)
         try:
             yield self._bar.show
@@ -133,11 +133,11 @@ class RunLog:
             self._bar.close()
 
     def follow(self, step: int) -> None:
-        """Show the bar of the run, of which ``step`` steps are done."""
+        """Show the bar of the run, with ``step`` steps done."""
         self._bar = _Progress(printable(self.directory.name), self.config.steps, done=step)
 
     def write(self, row: Row) -> None:
-        """Append a row, and what was collected for samples; advance the bar."""
+        """Append a row and the collected samples; advance the bar."""
         self.rows.append(row)
         self._append("metrics.jsonl", [row])
         if self._trackers is not None:
@@ -174,7 +174,7 @@ class RunLog:
             self._collected.append({**sample, "reward": parts.pop("reward"), "parts": parts})
 
     def say(self, line: str) -> None:
-        """Print a line without breaking the bar; what is not printed by a terminal is escaped."""
+        """Print a line without breaking the bar, with escapes for unprintable characters."""
         tqdm.write(printable(line, keep="\n"))
 
     def report(self, *, always: bool = False) -> None:
@@ -204,7 +204,7 @@ class RunLog:
                 self.directory.rmdir()
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
-        """How the run ended, from its log."""
+        """Return how the run ended, from its log."""
         measured = [row["held_out_reward"] for row in self.rows if "held_out_reward" in row]
         before, after = (measured[0], measured[-1]) if measured else (math.nan, math.nan)
         return Summary(self.directory, step, (before, after), interrupted)
@@ -238,7 +238,7 @@ class RunLog:
         return kept
 
     def _read(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a file, if it exists; a line that an interruption cut is dropped."""
+        """Return the rows of a file, if it exists, without a line that an interruption cut."""
         path = self.directory / name
         rows = []
         *lines, _ = path.read_text(errors="replace").split("\n") if path.exists() else [""]
@@ -251,7 +251,7 @@ class RunLog:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """The settings of the run in a directory; a `ValueError` if there are none."""
+    """Return the settings of the run in a directory; raise a `ValueError` if there are none."""
     if not (directory / SETTINGS).exists():
         raise ValueError(f"resume: {directory} contains no run")
     return _read_object(directory / SETTINGS)
@@ -265,7 +265,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def last_run(loop: str) -> Path:
-    """The unnamed run of a loop with the highest number; ``runs/LOOP-1`` if there is none."""
+    """Return the unnamed run of a loop with the highest number, or ``runs/LOOP-1``."""
     return Path("runs", f"{loop}-{max([1, *_numbers(loop, SETTINGS)])}")
 
 
@@ -279,7 +279,7 @@ def _directory(config: RunConfig) -> Path:
 
 
 def _numbers(loop: str, mark: str) -> list[int]:
-    """The numbers of the directories ``runs/LOOP-N`` that hold a file ``mark``."""
+    """Return the numbers N of the directories ``runs/LOOP-N`` with a file ``mark``."""
     names = [path.parent.name for path in Path("runs").glob(f"{loop}-*/{mark}")]
     numbers = [name.removeprefix(f"{loop}-") for name in names]
     return [int(number) for number in numbers if number.isdecimal()]
@@ -315,7 +315,7 @@ class _Progress:
 
 
 def _chosen(collected: list[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
-    """The best and the worst of some samples, and a random one, which depends on the seed alone."""
+    """Return the best and the worst sample, and a random one that depends on the seed alone."""
     order = sorted(collected, key=lambda sample: -sample["reward"])
     ends = [*zip(("best", "worst"), (order[:1] + order[1:][-1:]), strict=False)]
     others = [("random", random.Random(seed).choice(order[1:-1]))] if len(order) > 2 else []
@@ -323,7 +323,7 @@ def _chosen(collected: list[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
 
 
 def _line(sample: Mapping[str, Any]) -> str:
-    """A sample in a line for the screen."""
+    """Return a sample as a line for the screen."""
     parts = "".join(f" {name} {value:.3g}" for name, value in sample["parts"].items())
     asked, answer = (
         text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
@@ -334,7 +334,7 @@ def _line(sample: Mapping[str, Any]) -> str:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """The row in a line; None if it is damaged."""
+    """Return the row in a line, or None if it is damaged."""
     try:
         row = json.loads(line)
     except ValueError:

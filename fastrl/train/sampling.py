@@ -29,11 +29,11 @@ from fastrl.train.own_completions import checked_completion
 from fastrl.train.prompts import Prompt
 from fastrl.train.rollout import Completion, Rollout, rollout_of
 
-_AT_ONCE = 2**24  # scores, which bounds the memory of their probabilities
+_AT_ONCE = 2**24  # scores at a time, which bounds the memory of their probabilities
 
 #: Completes token ids.
 Complete = Callable[[list[list[int]]], list[Completion]]
-#: A rollout: prompts, completions per prompt, what completes token ids, the tokenizer.
+#: A rollout: takes prompts, completions per prompt, a function that completes ids, the tokenizer.
 RolloutFunction = Callable[[list[Prompt], int, Complete, Any], list[Completion]]
 
 
@@ -41,14 +41,14 @@ class TokenCount(NamedTuple):
     """Tokens of prompts and completions that an engine computed."""
 
     real: int
-    padded: int  # real ones and padding
+    padded: int  # with padding
 
 
 class Engine(Protocol):
-    """What samples from softmax(logits / temperature), or from the tokens of it that are kept."""
+    """A sampler from softmax(logits / temperature), or from the tokens that are kept of it."""
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
-        """Complete each prompt, or with its most likely tokens, which uses no random numbers.
+        """Complete each prompt; ``greedy`` takes the most likely tokens, without random numbers.
 
         Equal states of torch's generator on the CPU give equal samples.
 
@@ -57,11 +57,11 @@ class Engine(Protocol):
         """
 
     def computed(self) -> TokenCount:
-        """What was computed since the last call."""
+        """Return the number of tokens computed since the last call."""
 
 
 class Sampler:
-    """Samples the completions of prompts by the engine or the function that the settings name.
+    """A sampler of completions, by the engine or the function that the settings name.
 
     Raises:
         ValueError: A setting does not fit the model, its tokenizer or the engine, or the engine is
@@ -70,7 +70,7 @@ class Sampler:
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._own: RolloutFunction | None = None  # what takes the place of a completion each
+        self._own: RolloutFunction | None = None  # the user's, in place of one completion each
         self.engine: Engine
         if config.sampler == "vllm":
             from fastrl.train.vllm_sampler import VllmEngine
@@ -135,7 +135,7 @@ class Sampler:
 class TransformersEngine:
     """`generate`, for every model and device, in micro-batches that bound its cache.
 
-    The samples do not depend on the split into micro-batches, up to rounding of the logits: each
+    Up to rounding of the logits, the samples do not depend on the split into micro-batches: each
     completion has its own random numbers, which are drawn before.
     """
 
@@ -168,7 +168,7 @@ class TransformersEngine:
         return tokens
 
     def _micro_batches(self, prompts: list[list[int]]) -> Iterator[list[int]]:
-        """The rows of prompts of similar lengths that fit ``tokens_per_generation``."""
+        """Yield rows of prompts of similar lengths that fit ``tokens_per_generation``."""
         limit, new = self._config.tokens_per_generation, self._config.max_new_tokens
         rows: list[int] = []
         for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
@@ -221,10 +221,10 @@ class TransformersEngine:
 
 
 def rollout_correction(config: RunConfig) -> RolloutCorrection | None:
-    """The importance weights of tokens whose sampler is not exactly the trainer's policy.
+    """Return the importance weights for tokens of a sampler that differs from the policy.
 
-    ``"auto"`` is ``"truncate"`` where the sampler's log-probabilities can differ from the
-    trainer's: in bfloat16, whose rounding depends on the shapes, and with another sampler.
+    ``"auto"`` is ``"truncate"`` if the sampler's log-probabilities can differ from the trainer's:
+    in bfloat16, whose rounding depends on the shapes, and with another sampler.
     """
     kind = config.rollout_correction
     if kind == "auto":
@@ -236,10 +236,11 @@ def rollout_correction(config: RunConfig) -> RolloutCorrection | None:
 
 
 def import_function(path: str, option: str) -> Any:
-    """The function ``module:function``.
+    """Import the function ``module:function``.
 
     Raises:
-        ValueError: The module cannot be imported, or has no such function; names the option.
+        ValueError: The module cannot be imported, or has no such function; the message names the
+            option.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -256,7 +257,7 @@ def import_function(path: str, option: str) -> Any:
 
 
 def keeps(config: RunConfig) -> list[LogitsProcessor]:
-    """What takes tokens out of the logits at the temperature, in the order of `transformers`."""
+    """Return the processors that remove tokens from the logits, in the order of `transformers`."""
     processors: list[LogitsProcessor] = []
     if config.top_k is not None:
         processors.append(TopKLogitsWarper(config.top_k))
@@ -279,12 +280,12 @@ def choose(
         scores: Logits, float32 [N, V].
         temperature: Positive.
         uniforms: Numbers in [0, 1), float64 [N]; None chooses the most likely tokens.
-        keeps: What takes tokens out of the distribution.
+        keeps: Processors that remove tokens from the distribution.
 
     Returns:
         Token ids [N], their log-probabilities, float32 [N], and which tokens were kept, bool
-        [N, V]. A log-probability is NaN if the row has no distribution, because a logit is NaN or
-        infinite or all are -inf. Otherwise the token has a positive probability.
+        [N, V]. A log-probability is NaN if the row has no distribution because a logit is NaN or
+        infinite, or all are -inf. Otherwise the token has a positive probability.
     """
     scaled = scores.float() / temperature
     for processor in keeps:
@@ -296,7 +297,7 @@ def choose(
         target = uniforms[:, None] * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, target, right=True)
         drawn = drawn.clamp(max=scores.shape[-1] - 1)
-        # A parallel sum need not be monotonic to the last bit, so check what it found.
+        # A parallel sum need not be monotonic to the last bit, so check the result.
         possible = logprobs.gather(-1, drawn).exp() > 0
         token_ids = torch.where(possible, drawn, token_ids)
     of_tokens = logprobs.gather(-1, token_ids).squeeze(-1)
@@ -304,10 +305,10 @@ def choose(
 
 
 class _TokenChoice(LogitsProcessor):
-    """Chooses the tokens of ``generate(do_sample=False)``, and records their log-probabilities.
+    """The choice of the tokens of ``generate(do_sample=False)``, with their log-probabilities.
 
-    Where it samples from a part of the vocabulary, it records that, too. It is the last processor:
-    `transformers` adds its own before, and those for sampling not at all.
+    If it samples from a part of the vocabulary, it records that part, too. It is the last
+    processor: `transformers` adds its own before it, but none for sampling.
     """
 
     def __init__(self, config: RunConfig, uniforms: Tensor | None) -> None:
@@ -335,7 +336,7 @@ class _TokenChoice(LogitsProcessor):
 
 
 class _CompletionEnds(StoppingCriteria):
-    """Looks for the end of a completion behind its prompt, never across both."""
+    """A search for the end of a completion after its prompt, never across both."""
 
     def __init__(self, endings: Endings, prompt_length: int) -> None:
         self._endings, self._prompt_length = endings, prompt_length
@@ -346,9 +347,9 @@ class _CompletionEnds(StoppingCriteria):
 
 @contextmanager
 def generation_mode(model: Any, config: RunConfig) -> Iterator[None]:
-    """No gradients, ``eval``, the run's precision, and an attention that supports padding.
+    """Set no gradients, ``eval``, the run's precision, and an attention that supports padding.
 
-    In ``eval``, gradient checkpointing does not disable the cache. Everything is put back after.
+    In ``eval``, gradient checkpointing does not disable the cache. At the end, all is restored.
     """
     modes = [(module, module.training) for module in model.modules()]
     attention = model.config._attn_implementation

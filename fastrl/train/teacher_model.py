@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model that is run over the policy's own samples."""
+"""The teacher of a distillation: a frozen model that runs over the policy's own samples."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from fastrl.train.policy import check_head, check_packing, policy_outputs
 
 
 class TeacherModel:
-    """The model that ``config.teacher`` names, which has the tokens of the policy.
+    """The model that ``config.teacher`` names, which must have the tokens of the policy.
 
-    It computes in the run's precision and at its temperature, as the policy does: where both agree
+    It computes in the run's precision and at its temperature, as the policy does: if the two agree,
     they agree at every temperature.
 
     Raises:
-        ValueError: There is no such model, or none that can be run as the policy is; or it has
-            other tokens.
+        ValueError: There is no such model, it cannot be run like the policy, or it has other
+            tokens.
     """
 
     def __init__(self, config: GrpoConfig, policy: Any, tokenizer: Any) -> None:
@@ -37,7 +37,7 @@ class TeacherModel:
             check_packing(self.model, config)
         except (ImportError, ValueError) as error:
             raise ValueError(f"teacher: {error}") from error
-        # heads may have more rows than the tokenizer has tokens, to pad them: those are left out
+        # heads may be padded to more rows than the tokenizer has tokens: leave the padding out
         self._rows, rows = _rows(policy, config), _rows(self.model, config)
         if own.get_vocab() != tokenizer.get_vocab() or rows < self._rows:
             raise ValueError(
@@ -48,12 +48,12 @@ class TeacherModel:
             )
 
     def fingerprint(self) -> str:
-        """A sum of the weights."""
+        """Return a checksum of the weights."""
         return fingerprint(self.model.named_parameters())
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Teacher:
-        """Its distributions of the scored tokens of a packed row."""
+        """Return its distributions of the scored tokens of a packed row."""
         states, logits, head = policy_outputs(self.model, batch, self._config)
         beta, temperature = self._config.teacher_beta, self._config.temperature
         options: dict[str, Any] = {"beta": beta, "temperature": temperature}
@@ -67,13 +67,13 @@ class TeacherModel:
 
 
 def load_teacher(config: RunConfig, policy: Any, tokenizer: Any) -> TeacherModel | None:
-    """The teacher, if the settings name one."""
+    """Return the teacher, if the settings name one."""
     if isinstance(config, GrpoConfig) and config.teacher is not None:
         return TeacherModel(config, policy, tokenizer)
     return None
 
 
 def _rows(model: Any, config: RunConfig) -> int:
-    """The rows of the head that the loss reads."""
+    """Return the number of rows of the head that the loss reads."""
     head = lm_head(model) if config.loss == "linear" else model.get_output_embeddings()
     return len(head.weight)

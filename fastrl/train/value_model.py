@@ -22,8 +22,8 @@ from fastrl.train.rollout import Rollout
 class ValueModel(nn.Module):
     """A hidden layer and one value per token, initially 0, on hidden states.
 
-    With ``value_model="shared"`` these are the policy's. With ``"separate"`` a backbone of its own
-    computes them, a copy of the policy's that is trained by the value loss alone.
+    With ``value_model="shared"`` these are the policy's. With ``"separate"`` they come from its own
+    backbone, a copy of the policy's that is trained by the value loss alone.
     """
 
     def __init__(self, model: Any, config: PpoConfig) -> None:
@@ -39,7 +39,7 @@ class ValueModel(nn.Module):
         self.to(model.device)
 
     def forward(self, outputs: PolicyOutputs, batch: PackedBatch, config: PpoConfig) -> Tensor:
-        """Values ``[n]`` before each scored token; ``outputs`` are the policy's on the batch."""
+        """Return values ``[n]`` before the scored tokens; ``outputs`` are the policy's."""
         states = outputs.states
         if self.backbone is not None:
             states = hidden_states(self.backbone, batch, config)
@@ -47,7 +47,7 @@ class ValueModel(nn.Module):
         return self.outer(torch.relu(self.inner(states.float()))).squeeze(-1)  # type: ignore[no-any-return]
 
     def follow(self, model: Any) -> None:
-        """Give a backbone of its own the policy's present weights."""
+        """Copy the policy's current weights to a separate backbone."""
         if self.backbone is not None:
             self.backbone.load_state_dict(backbone(model).state_dict())
 
@@ -56,7 +56,7 @@ class ValueModel(nn.Module):
 def rollout_values_and_logprobs(
     model: Any, critic: ValueModel, rollout: Rollout, config: PpoConfig
 ) -> tuple[Tensor, Tensor]:
-    """Values before each token of the completions and their log-probabilities, both ``[N, T]``.
+    """Return the values before the tokens of completions, and log-probabilities, ``[N, T]`` each.
 
     A backbone that policy and critic share runs once.
     """

@@ -16,16 +16,16 @@ from fastrl.train.rollout import Completion
 from fastrl.train.sampling import TokenCount, generation_mode
 
 _CHECKED = 8, 64  # completions, and tokens of each, whose log-probabilities are compared
-# The most mean KL (k3) to the model. Rounding caused at most 2e-12 and 5e-4 on a CPU; an engine
-# that kept its first, random weights had from 0.03 to 0.7.
+# The largest mean KL (k3) to the model. Rounding caused at most 2e-12 and 5e-4 on a CPU; an engine
+# that kept its initial random weights had 0.03 to 0.7.
 _MOST_KL = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 class VllmEngine:
     """The fastest engine. On a GPU it sleeps while the model learns, and its weights are dropped.
 
-    Each call hands over the model's weights, and compares log-probabilities of what was sampled
-    with the model's. The engine's cache holds ``tokens_per_generation`` tokens.
+    Each call hands over the model's weights, and compares log-probabilities of the samples with
+    the model's. The engine's cache holds ``tokens_per_generation`` tokens.
 
     Raises:
         ValueError: vLLM is missing or for another device, or a setting does not fit.
@@ -34,7 +34,7 @@ class VllmEngine:
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the weights would be copied
         if config.keeps_tokens:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns what it keeps
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns kept tokens
         try:
             from vllm.platforms import current_platform
         except ModuleNotFoundError as error:
@@ -58,7 +58,7 @@ class VllmEngine:
             self._call("sleep", level=2)
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
-        """See `Engine.complete`; raises a `RuntimeError` if the engine has other weights."""
+        """See `Engine.complete`; raise a `RuntimeError` if the engine has other weights."""
         from vllm import SamplingParams
 
         config, temperature = self._config, 0.0 if greedy else self._config.temperature
@@ -68,13 +68,13 @@ class VllmEngine:
         if config.keeps_tokens and greedy:  # that engine has no temperature of 0
             keeps, temperature = {"top_k": 1}, 1.0
         parameters = [
-            SamplingParams(  # its defaults change nothing about the distribution
+            SamplingParams(  # the defaults do not change the distribution
                 temperature=temperature,
                 seed=None if greedy else int(torch.randint(2**31, (1,))),
                 max_tokens=config.max_new_tokens,
                 stop=list(self._endings.texts),
                 stop_token_ids=self._endings.token_ids,
-                ignore_eos=True,  # the end tokens above are all that there are
+                ignore_eos=True,  # there are no end tokens but those above
                 detokenize=bool(self._endings.texts),
                 logprobs=0,  # of the sampled token alone
                 **keeps,
@@ -94,7 +94,7 @@ class VllmEngine:
         return TokenCount(tokens, tokens)
 
     def _start(self) -> Any:
-        """The engine with the architecture of the model, and random weights at first."""
+        """Return an engine with the architecture of the model, and random weights at first."""
         from vllm import LLM
 
         config, model, architecture = self._config, self._model, self._model.config
@@ -107,7 +107,7 @@ class VllmEngine:
             self._tokenizer.save_pretrained(directory)
             return LLM(
                 model=directory,
-                hf_overrides={"architectures": [type(plain).__name__]},  # a new model names none
+                hf_overrides={"architectures": [type(plain).__name__]},  # new models name none
                 load_format="dummy",
                 generation_config="vllm",  # its own defaults, none of the model's
                 dtype=self._dtype,
@@ -116,7 +116,7 @@ class VllmEngine:
                 gpu_memory_utilization=0.3,  # must be free at the start; the cache is as above
                 enable_sleep_mode=self._can_sleep,
                 enforce_eager=not self._can_sleep,  # compiling for a CPU takes 15 seconds
-                logprobs_mode="processed_logprobs",  # at the temperature, of the tokens kept
+                logprobs_mode="processed_logprobs",  # at the temperature, over the kept tokens
                 **({"return_sampling_mask": True} if config.keeps_tokens else {}),
             )
 
@@ -151,7 +151,7 @@ class VllmEngine:
                 own = token_logprobs(logits[0], ids, temperature=temperature, kept=kept)
                 kls.append(kl_divergence(done[row].logprobs[: len(ids)], own.cpu()))
         kl = float(torch.cat(kls).mean())
-        if kl > most:  # a NaN is the model's, and told later
+        if kl > most:  # a NaN comes from the model, and is reported later
             raise RuntimeError(
                 f"vLLM does not sample with the model's weights: the mean KL to the model in "
                 f'{self._dtype} must be at most {most}, got {kl:.2g}; use sampler "transformers"'
@@ -159,7 +159,7 @@ class VllmEngine:
 
 
 def _cache_bytes(architecture: Any, element: int) -> int:
-    """Keys and values of all layers per token; more than needed where some have a window."""
+    """Return the bytes of all layers' keys and values per token, ignoring sliding windows."""
     text = architecture.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -182,12 +182,12 @@ def _check_replay(config: RunConfig, device: str) -> None:
         )
     if config.top_k is None:
         raise ValueError(
-            "top_k must be set with top_p or min_p in vLLM, which tells only up to top_k tokens"
+            "top_k must be set with top_p or min_p in vLLM, which returns at most top_k tokens"
         )
 
 
 def _completion(output: Any, *, keeps: bool) -> Completion:
-    """A completion of vLLM; a `RuntimeError` if it was cut for another reason than its length."""
+    """Return a completion of vLLM; raise a `RuntimeError` if something but its length cut it."""
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM did not finish a completion: {output.finish_reason}")
     ids = list(output.token_ids)

@@ -1,4 +1,4 @@
-"""A few supervised steps, so that a new model gets its first rewards."""
+"""A few supervised steps, so that a new model earns its first rewards."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ _RATE = 3e-3
 
 
 def warm_start_steps(config: RunConfig) -> int:
-    """How many supervised steps come first."""
+    """Return the number of supervised steps at the start."""
     if config.warm_start_steps is not None:
         return config.warm_start_steps
     return _OF_TASK[config.prompts[0]][0] if _is_new(config) else 0
@@ -46,9 +46,9 @@ def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -
 def warm_start(
     model: Any, tokenizer: Any, prompts: list[Prompt], config: RunConfig
 ) -> Iterator[float]:
-    """Train on the demonstrations of training prompts; yields the loss of each step.
+    """Train on the demonstrations of training prompts; yield the loss of each step.
 
-    With ``lora_rank`` it is the weights below the adapter that learn.
+    With ``lora_rank`` the weights below the adapter learn, not the adapter.
     """
     steps = warm_start_steps(config)
     if not steps:
@@ -79,7 +79,7 @@ def warm_start(
 
 
 def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
-    """The weights of the embeddings and of the LM head if ``freeze_head`` is on."""
+    """Return the weights of the embeddings and of the LM head if ``freeze_head`` is on."""
     if not config.freeze_head:
         return []
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -87,7 +87,7 @@ def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
 
 
 def demonstrated(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
-    """The texts as completions of their prompts, as if they had been sampled."""
+    """Return texts as completions of their prompts, as if they had been sampled."""
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     completions = [
         Completion(torch.tensor([*own, tokenizer.eos_token_id]), torch.zeros(len(own) + 1), True)

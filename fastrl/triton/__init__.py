@@ -1,1 +1,1 @@
-"""The Triton kernels, one module per operator; none is imported before its first call."""
+"""The Triton kernels, one module per operator, each imported at the first call of its operator."""

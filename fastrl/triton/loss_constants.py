@@ -11,7 +11,7 @@ from fastrl.contract import LossArguments
 
 
 class BySequence(NamedTuple):
-    """Which constants have one value per sequence; kernels are compiled for these answers."""
+    """Which constants have one value per sequence, as constants of the compilation."""
 
     advantages: bool
     weights: bool
@@ -21,7 +21,7 @@ class BySequence(NamedTuple):
 
 
 def by_sequence(loss: LossArguments) -> BySequence:
-    """Say which constants have one value per sequence."""
+    """Return which constants have one value per sequence."""
     constants = (getattr(loss, name) for name in BySequence._fields)
     return BySequence(*(x is not None and x.dim() == 1 for x in constants))
 

@@ -1,7 +1,7 @@
-"""The scalar mathematics of every surrogate and KL estimator: the Triton twin of objectives.h.
+"""The scalar formulas of every surrogate and KL estimator: the Triton counterpart of objectives.h.
 
 Names, order and meaning are as in `csrc/objectives.h`; `fastrl/reference/objectives.py` is the
-definition. A kernel is compiled for one surrogate and one KL estimator, which it gets as functions.
+definition. A kernel is compiled for one surrogate and one KL estimator, passed to it as functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 class SurrogateTerms(NamedTuple):
-    """What a surrogate returns: loss f, slope df/dlog_ratio (or df/dlogprob), clip -1, 0 or +1."""
+    """Results of a surrogate: loss f, slope df/dlog_ratio (or df/dlogprob), clip -1, 0 or +1."""
 
     loss: Any
     slope: Any
@@ -48,10 +48,10 @@ class KlTerms(NamedTuple):
     """The KL of a token and its derivatives.
 
     Attributes:
-        value: of the estimator.
+        value: the estimate.
         slope: d value / d logprob at this ratio.
         ratio_slope: d value / d log_ratio.
-        own_slope: both together, where the ratio is the token's own.
+        own_slope: both together, for a token whose ratio is its own.
     """
 
     value: Any
@@ -70,7 +70,7 @@ class GmpoTerms(NamedTuple):
 
 @triton.jit
 def exp(x):
-    """e^x for finite x; `tl.exp` rounds its scaled argument, and so loses digits of large ones."""
+    """Return e^x for finite x; `tl.exp` rounds its scaled argument, and loses digits of large x."""
     y = x * _LOG2E
     rest = tl.fma(x, _LOG2E, -y) + x * _LOG2E_LOW
     power = tl.exp2(y)
@@ -79,7 +79,7 @@ def exp(x):
 
 @triton.jit
 def expm1(x):
-    """e^x - 1 for finite x, by its series where the difference would cancel."""
+    """Return e^x - 1 for finite x, by its series where the difference would cancel."""
     tail = ((x * (1 / 40320) + 1 / 5040) * x + 1 / 720) * x + 1 / 120
     series = (((tail * x + 1 / 24) * x + 1 / 6) * x + 1 / 2) * x + 1.0
     return tl.where(tl.abs(x) < 0.5, series * x, exp(x) - 1.0)
@@ -87,26 +87,26 @@ def expm1(x):
 
 @triton.jit
 def clamp(x, low, high):
-    """Hold x within the bounds, and let NaN through."""
+    """Clamp x to the bounds; NaN stays NaN."""
     raised = tl.where(x < low, low, x)
     return tl.where(raised > high, high, raised)
 
 
 @triton.jit
 def difference_of(logprob, other):
-    """Of two log-probabilities; 0 where both are the same infinity: excluded from both."""
+    """Return logprob - other; 0 if both are the same infinity: both policies exclude the token."""
     return tl.where(logprob == other, 0.0, logprob - other)
 
 
 @triton.jit
 def token_slope(logprob, slope):
-    """dL/dlogprob: an infinite log-probability is a constant, but NaN reaches the gradient."""
+    """Return dL/dlogprob: 0 for an infinite log-probability, a constant; a NaN slope stays NaN."""
     return tl.where((tl.abs(logprob) == float("inf")) & (slope == slope), 0.0, slope)
 
 
 @triton.jit
 def weighted(weight, value):
-    """Multiply; 0 where the weight is, also next to an infinite value."""
+    """Return weight * value, and 0 for weight 0 even if the value is infinite."""
     return tl.where((weight == 0) & (value == value), 0.0, weight * value)
 
 
@@ -164,7 +164,7 @@ def gmpo_terms(difference, advantage, c):
 
 @triton.jit
 def gmpo(ratio, log_ratio, in_range, advantage, logprob, c):
-    """One token's own geometric mean; over a sequence the caller averages `gmpo_terms`."""
+    """Return the terms of a token with its own ratio; a sequence's come from `gmpo_terms`."""
     terms = gmpo_terms(log_ratio, advantage, c)
     loss = -advantage * exp(terms.log_ratio)
     return SurrogateTerms(loss, tl.where(terms.unclipped & in_range, loss, 0.0), terms.clip)
@@ -192,7 +192,7 @@ def objective_terms(SURROGATE: tl.constexpr, difference, advantage, logprob, c):
     in_range = (difference >= lowest) & (difference <= highest)
     ratio = exp(log_ratio)
     terms = SURROGATE(ratio, log_ratio, in_range, advantage, logprob, c)
-    # comparisons with NaN choose a flat branch: a broken token must not pass for a clipped one
+    # comparisons with NaN choose a flat branch: a NaN token must not look like a clipped one
     slope = tl.where(terms.loss == terms.loss, terms.slope, terms.loss)
     return ObjectiveTerms(terms.loss, slope, terms.clip, log_ratio, ratio)
 
@@ -227,7 +227,7 @@ def kl_terms(
     `difference` is ref_logprob - logprob; `policy_difference` is the `difference` of
     `objective_terms`, and only the bias-corrected gradient uses it.
     """
-    # a product of two exponentials fits a float where each factor is held at half the range
+    # a product of two exponentials fits a float if each exponent is clamped to half the range
     limit: tl.constexpr = MAX_LOG_RATIO / 2 if KL_GRADIENT == BIAS_CORRECTED else MAX_LOG_RATIO
     x = clamp(difference, -limit, limit)
     in_range = (difference >= -limit) & (difference <= limit)
@@ -264,12 +264,12 @@ SURROGATES = {
 }
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
-#: The surrogates whose gradient flows through the ratio; the others' flows through logprob.
+#: The surrogates whose gradient flows through the ratio, not directly through logprob.
 THROUGH_RATIO = ("ppo_clip", "sapo", "gmpo")
 
 
 def compiled_for(objective: contract.ObjectiveArguments) -> dict[str, Any]:
-    """Return the constants of the compilation that every kernel with an objective has."""
+    """Return the compilation constants of every kernel with an objective."""
     return {
         "SURROGATE": SURROGATES[contract.SURROGATES[objective.surrogate]],
         "KL_ESTIMATOR": KL_ESTIMATORS[contract.KL_ESTIMATORS[objective.kl_estimator]],

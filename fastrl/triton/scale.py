@@ -1,4 +1,4 @@
-"""The finished gradient times the upstream one, which costs next to nothing where that is 1."""
+"""The product of a finished gradient and the upstream factor, at almost no cost if that is 1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scale_kernel(
     gradient, factor, segments, length: tl.int64, stride: tl.int64, blocks,
     BLOCK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Scale `segments` times so many elements; `blocks` of each fit behind any head."""
+    """Scale all segments; in each, `blocks` whole blocks fit behind a head of any length."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         SIZE: tl.constexpr = gradient.dtype.element_ty.primitive_bitwidth // 8
@@ -56,7 +56,7 @@ def scale_kernel(
 
 @functools.cache
 def programs_of(device: torch.device) -> int:
-    """Return the programs of a launch: they loop, and leave at once where the factor is 1."""
+    """Return the number of programs in a launch: they loop, or end at once if the factor is 1."""
     if device.type == "cpu":
         return PROGRAMS_PER_PROCESSOR
     processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Which sequence of a batch a token belongs to."""
+"""The sequence of a batch to which a token belongs."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def packed_sequence(token, cu_seqlens, sequences):
-    """Return the number of the last sequence that begins at or before a token (or each of many)."""
+    """Return the index of the last sequence that begins at or before a token (or many tokens)."""
     step = sequences * 0 + 1
     while step < sequences:
         step *= 2
@@ -22,10 +22,11 @@ def packed_sequence(token, cu_seqlens, sequences):
 
 @triton.jit
 def padded_sequence(start, block, length):
-    """Return the numbers of the rows of the tokens `start + block`, in a batch of this length.
+    """Return the row indices of the tokens `start + block` in a batch of this length.
 
-    A division in float32, which costs a fraction of one in integers. It is exact: with 1/2 added
-    no quotient comes near an integer, up to the longest row that is told apart from longer ones.
+    It divides in float32, at a fraction of the cost of an integer division. The result is exact:
+    with 1/2 added, no quotient comes near an integer, up to the longest row that is distinguished
+    from longer ones.
     """
     held = tl.minimum(length, 1 << 18)  # far longer than a block
     left = length - start % length

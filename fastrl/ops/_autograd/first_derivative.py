@@ -1,4 +1,4 @@
-"""The guard of every backward in fastrl against second derivatives."""
+"""A guard against second derivatives for every backward in fastrl."""
 
 from __future__ import annotations
 

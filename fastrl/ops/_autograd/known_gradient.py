@@ -1,8 +1,8 @@
 """Losses whose gradient is computed in the forward; the backward only scales it.
 
-On a GPU nobody looks at the upstream factor, which would take a synchronization: a kernel of the
-backend does, and leaves the gradient alone where it is 1. Any other factor costs another read and
-write, and so does every factor in a compiled or retained graph.
+On a GPU the host does not read the upstream factor, which would take a synchronization. A kernel of
+the backend reads it, and leaves the gradient alone if it is 1. Any other factor costs another read
+and write of the gradient, and so does every factor in a compiled or retained graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_gradients(
     """
     tensors, grads, cast_back = [], [], False
     for x, grad in gradients:
-        # in forward mode the function raises, where it would otherwise lose the tangent
+        # in forward mode the function raises instead of losing the tangent
         if x is not None and grad is not None and (x.requires_grad or _forward_mode()):
             tensors.append(x)
             grads.append(grad)
@@ -52,7 +52,7 @@ class _KnownGradients(torch.autograd.Function):
         ctx.dtypes = [x.dtype for x in tensors] if cast_back else None
         if torch.compiler.is_compiling():
             return loss.clone()
-        ctx.mark_dirty(loss)  # a new tensor of the caller, which needs no copy
+        ctx.mark_dirty(loss)  # a new tensor of the caller's, so no copy is needed
         return loss
 
     @staticmethod
@@ -65,7 +65,7 @@ class _KnownGradients(torch.autograd.Function):
 
 
 def alias_before_overwriting(logits: Tensor) -> Tensor:
-    """Return an alias of the logits, which receives their gradient after they are overwritten."""
+    """Return an alias of the logits that receives their gradient after they are overwritten."""
     return cast("Tensor", _Alias.apply(logits))  # type: ignore[no-untyped-call]
 
 
@@ -120,7 +120,7 @@ def _on_gpu(factor: Tensor) -> bool:
 
 
 def _scale_on_gpu(grad: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """Multiply in place, by a kernel that returns at once where the factor is 1."""
+    """Multiply in place, by a kernel that returns at once if the factor is 1."""
     if segments_of(grad) is None:
         return grad.mul_(factor)
     operators(backend).scale_(grad, factor)

@@ -1,4 +1,4 @@
-"""Tensors saved for a backward, inference tensors included."""
+"""Tensors saved for a backward, including inference tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """Save tensors for the backward, also those that were made in inference mode.
+    """Save tensors for the backward, even those that were made in inference mode.
 
     `save_for_backward` rejects the latter, and clones of an LM head would take too much memory.
     """

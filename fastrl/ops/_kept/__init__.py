@@ -1,1 +1,1 @@
-"""Rows that have kept a part of the vocabulary: their columns, and their statistics from logits."""
+"""Rows that have kept a part of the vocabulary: their columns and their statistics."""

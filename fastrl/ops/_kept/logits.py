@@ -1,7 +1,7 @@
 """Statistics of rows of logits that have kept a part of the vocabulary, and their gradient.
 
-The logits that a chunk of rows has kept are gathered, and the kernels of whole rows run on them.
-Rows of the whole vocabulary go through the same kernels in place, as a mask selects them.
+The logits that a chunk of rows has kept are gathered, and the kernels for whole rows run on them.
+Rows of the whole vocabulary go through the same kernels in place, selected by a mask.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from fastrl.tracing import refuse_transforms
 class Chunk(NamedTuple):
     """Rows of similar numbers of kept tokens, and their logits `[C, K]`."""
 
-    place: tuple[Tensor, Tensor, Tensor]  # of each of these in `[B, T, V]`
+    place: tuple[Tensor, Tensor, Tensor]  # indices of these logits in `[B, T, V]`
     padding: Tensor  # bool [C, K]
-    indices: Tensor  # [C], of all rows
+    indices: Tensor  # [C], the rows among all rows
     logits: Tensor
     rows: RowArguments
     part: PartRows | None  # the rows of this rank's part of a split vocabulary
@@ -134,7 +134,7 @@ class KeptCall(NamedTuple):
         return sum(self.parts.sizes) if self.parts.split() else self.logits.shape[-1]
 
     def check(self) -> None:
-        """Raise for values that do not fit, as the trace of a function cannot."""
+        """Raise for invalid values, which the trace of a function cannot check."""
         check_ids(self.rows, self.active(), self.vocabulary())
         check_kept(self.kept, self.active().flatten(), self.vocabulary())
 
@@ -194,7 +194,7 @@ class KeptCall(NamedTuple):
         return chunks
 
     def whole_rows(self, stats: Sequence[Tensor], slopes: Slopes) -> tuple[object, ...]:
-        """Return what `token_stats_bwd` takes beside the logits, for rows of a whole vocabulary."""
+        """Return the other arguments of `token_stats_bwd` for the rows of the whole vocabulary."""
         part, rows = self.part(), self.rows._replace(mask=self.whole())
         if part is not None:
             rows, slopes = part.rows._replace(mask=self.whole()), part.slopes(slopes)
@@ -230,8 +230,8 @@ def kept_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 def kept_token_stats_bwd(*arguments: Any) -> Tensor:
     """Return dL/dlogits, 0 at the tokens that a row has not kept.
 
-    The arguments of the forward are followed by row_max, log_sum, entropy, and the upstream
-    gradients of logprobs, entropy and logsumexp.
+    After the arguments of the forward come row_max, log_sum, entropy, and the upstream gradients of
+    logprobs, entropy and logsumexp.
     """
     call, stats, slopes = _backward(arguments)
     gradient = operators(call.backend).token_stats_bwd(call.logits, *call.whole_rows(stats, slopes))

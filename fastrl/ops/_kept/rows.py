@@ -1,7 +1,7 @@
 """The tokens that rows have kept, as columns of a small matrix of logits.
 
-The logits of the tokens that a row has kept are a row of their own, over a small vocabulary: the
-kernels for rows of logits need not know of the rest. Rows of similar numbers of tokens are a chunk
+The logits that a row has kept form a row over a small vocabulary, so the kernels for rows of logits
+do not need to know about the others. Rows with similar numbers of kept tokens form a chunk
 `[C, K]`, padded with logits of -inf.
 """
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from fastrl.checks import can_read
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
-#: Bytes of what a chunk of such rows has in memory, on a CPU and on a GPU.
+#: Bytes in memory for a chunk of such rows, on a CPU and on a GPU.
 CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
-#: Bytes of the temporary tensors for each column: ids in 32 and 64 bits, logits, comparisons.
+#: Bytes of temporary tensors per column: ids in 32 and 64 bits, logits, comparisons.
 COLUMN_BYTES = 32
-#: In place of the number of tokens of a row that has the whole vocabulary: similar to no other.
+#: The number of tokens of a row that has the whole vocabulary: similar to no other number.
 WHOLE_ROW = 2**31
 #: An id that no token has.
 NO_ID = -2
-#: Rows of up to twice the tokens of the first one, and this many more, share a chunk.
+#: A chunk has rows of up to twice the tokens of its first row, plus this many.
 _SIMILAR = 16
 
 
@@ -47,12 +47,12 @@ class KeptColumns(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """What rows `[N]` have kept."""
+    """The tokens that rows `[N]` have kept."""
 
     ids: Tensor  # [M]
     starts: Tensor  # [N], in `ids`
     counts: Tensor  # [N]; 0: the whole vocabulary
-    lacking: Tensor  # bool [N]: the set lacks the row's own token, which is a member all the same
+    lacking: Tensor  # bool [N]: the set lacks the row's own token, which is still a member
     vocabulary: int
 
     @classmethod
@@ -86,7 +86,7 @@ class KeptRows(NamedTuple):
         own = token_ids[:, None]
         ids = torch.where(place < self.counts[:, None], self.ids[entries].to(torch.int64), -1)
         ids = torch.where((place == self.counts[:, None]) & self.lacking[:, None], own, ids)
-        # on a GPU nobody has looked at the values
+        # on a GPU the values have not been checked
         ids = torch.where((ids >= 0) & (ids < self.vocabulary), ids, -1)
         found = (ids == own) & (own >= 0)
         places = torch.where(found.any(1), found.int().argmax(1), -1)
@@ -94,7 +94,7 @@ class KeptRows(NamedTuple):
 
 
 def check_offsets(ids: Tensor, offsets: Tensor) -> None:
-    """Raise, on a CPU, for offsets `[N + 1]` that do not fit the ids."""
+    """Raise on a CPU for offsets `[N + 1]` that do not fit the ids."""
     if not can_read(offsets):
         return
     total, counts = ids.shape[0], offsets.to(torch.int64).diff()
@@ -107,7 +107,7 @@ def check_offsets(ids: Tensor, offsets: Tensor) -> None:
 
 
 def check_kept(kept: KeptArguments, active: Tensor, vocabulary: int) -> None:
-    """Raise, on a CPU, for offsets that do not fit and for wrong ids of an active row `[N]`."""
+    """Raise on a CPU for offsets that do not fit, and for wrong ids of an active row `[N]`."""
     ids, offsets = kept
     if ids is None or offsets is None or not (can_read(ids) and can_read(offsets)):
         return
@@ -141,7 +141,7 @@ def ids_of_part(columns: KeptColumns, parts: VocabularyParts) -> Tensor:
 
 
 def similar(widths: Sequence[int], start: int, count: int) -> Iterator[slice]:
-    """Split rows in rising order of their widths where these become much larger."""
+    """Split rows, sorted by width, where the widths become much larger."""
     end = start + count
     while start < end:
         stop = bisect_right(widths, 2 * widths[start] + _SIMILAR, start, end)

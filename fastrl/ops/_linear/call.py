@@ -1,4 +1,4 @@
-"""The arguments of the linear operators, read back from their flat form."""
+"""The arguments of the linear operators, restored from their flat form."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class LinearCall(NamedTuple):
         return mask
 
     def check_teacher(self) -> None:
-        """Raise for values of a teacher that do not fit, as the trace of a function cannot."""
+        """Raise for invalid values of a teacher, which the trace of a function cannot check."""
         vocabulary = sum(self.parts.sizes) if self.parts.split() else self.weight.shape[0]
         self.teacher.check_tokens(self.active(), vocabulary)
 
     def kept_rows(self, *, checked: bool = False) -> KeptRows | None:
-        """Return what the rows have kept, or None if all have the whole vocabulary.
+        """Return the kept tokens of the rows, or None if all have the whole vocabulary.
 
-        `checked`: raise for values that do not fit, as the trace of a function cannot.
+        With `checked`, raise for invalid values, which the trace of a function cannot check.
         """
         if self.kept.kept_ids is None:
             return None
@@ -70,7 +70,7 @@ class LinearCall(NamedTuple):
         return KeptRows.of(self.kept, self.rows.token_ids, vocabulary)
 
     def on_gpu(self) -> bool:
-        """Return whether the kernels of a GPU run the chunks (on a CPU: as they would there)."""
+        """Return whether the kernels of a GPU run the chunks; tests run them on a CPU."""
         return self.backend in ("triton", "cuda")
 
 
@@ -83,7 +83,7 @@ class Arguments:
     """The flat arguments of an operator, consumed from the front."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        """`arguments`: in the order of the schema."""
+        """Take the arguments in the order of the schema."""
         self._remaining = list(arguments)
 
     def take(self, fields: type[Fields]) -> Fields:
@@ -104,7 +104,7 @@ class Arguments:
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable autocast, whose dtype has become an argument where it has an effect."""
+    """Disable autocast in a function: its dtype is already an argument wherever it matters."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:

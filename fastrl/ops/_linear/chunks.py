@@ -1,4 +1,4 @@
-"""Chunks of rows in a linear form: which rows they contain, their statistics and gradients."""
+"""Chunks of rows in a linear form: their rows, their statistics and their gradients."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fastrl.ops._vocabulary_parts.statistics import PartRows, write_part_gradien
 _CPU_CHUNK_BYTES = 192 * 2**20
 #: Bytes that kernels and torch allocate beside a chunk on a GPU.
 _GPU_BESIDE_BYTES = 4 * 2**20
-#: Most bytes that belong to a chunk on a GPU, or more where they cost no peak: logits, copies and
-#: gradients of hidden states.
+#: Most bytes of a chunk on a GPU, unless more do not raise the peak: logits, copies and gradients
+#: of hidden states.
 _GPU_CHUNK_BYTES = 512 * 2**20 - _GPU_BESIDE_BYTES
 #: A GEMM on a GPU works on tiles of this many rows or more.
 _GPU_TILE = 64
-#: Rows of logits on a GPU start at multiples of as many elements: 16 bytes in bfloat16.
+#: Rows of logits on a GPU start at multiples of this many elements: 16 bytes in bfloat16.
 _GPU_ALIGNMENT = 8
 
 
@@ -64,21 +64,21 @@ def in_batch(part: PartRows) -> PartRows:
 class RowOrder(NamedTuple):
     """The rows of a call, in the order in which they are processed.
 
-    First come those that may have a gradient, then those of which only the statistics are needed.
+    First come the rows that may have a gradient, then those that need statistics alone.
     """
 
     indices: Tensor | None  # None: all rows, in their own order
     trained: int
     scored: int
-    #: of what rows have kept, rising in both groups; None: all rows have the whole vocabulary
+    #: numbers of kept tokens, rising in both groups; None: all rows have the whole vocabulary
     widths: list[int] | None = None
 
     def of(self, values: Tensor) -> Tensor:
-        """Return values `[N]` of all rows for those that are processed, in this order."""
+        """Return the values `[N]` of all rows in this order, for the processed rows."""
         return values if self.indices is None else values[self.indices]
 
     def pieces(self, start: int, count: int) -> Iterator[tuple[slice, int | None]]:
-        """Split rows where what they have kept becomes much more; yield each piece with its width.
+        """Split rows where they have kept many more tokens; yield each piece with its width.
 
         A width of None is the whole vocabulary.
         """
@@ -89,7 +89,7 @@ class RowOrder(NamedTuple):
             yield rows, self.width(rows)
 
     def width(self, rows: slice) -> int | None:
-        """Return the most that rows of one piece have kept; None is the whole vocabulary."""
+        """Return the most tokens kept by rows of a piece; None is the whole vocabulary."""
         if self.widths is None:
             return None
         width = self.widths[rows.stop - 1]
@@ -99,10 +99,10 @@ class RowOrder(NamedTuple):
 def order_rows(
     active: Tensor, may_flow: Tensor, *, compact: bool, kept: KeptRows | None = None
 ) -> RowOrder:
-    """Order the rows `[N]`; inactive ones are left out. Without `compact`, all rows are trained.
+    """Order the rows `[N]` without inactive ones. Without `compact`, all rows are trained.
 
     On a GPU this is the only synchronization of a call, so a captured graph processes all rows.
-    Rows that have kept a part of the vocabulary are always ordered, by its size.
+    Rows that have kept a part of the vocabulary are always ordered by its size.
     """
     on_gpu = active.is_cuda and torch.cuda.is_initialized()  # fake tensors need no driver
     captured = on_gpu and torch.cuda.is_current_stream_capturing()
@@ -124,7 +124,7 @@ def order_rows(
 
 
 def row_stride(vocabulary: int, *, on_gpu: bool) -> int:
-    """Return the elements from one row of a chunk's logits to the next."""
+    """Return the stride of the rows in a chunk's logits, in elements."""
     return -(-vocabulary // _GPU_ALIGNMENT) * _GPU_ALIGNMENT if on_gpu else vocabulary
 
 
@@ -140,14 +140,14 @@ def chunk_size(
 ) -> int:
     """Return the number of rows in a chunk: `chunk_tokens`, or a default.
 
-    These are the rows in all `buffers`, and the same number on all ranks of a split vocabulary.
-    Those of a teacher's head are beside them.
+    The number covers the rows in all `buffers`, and is the same on all ranks of a split vocabulary.
+    The logits of a teacher's head come on top.
     """
     vocabulary = head.vocabulary
-    if parts.split():  # a GPU fills its memory by its own part; a CPU gains nothing from more rows
+    if parts.split():  # a GPU fills its memory with its part; a CPU gains nothing from more rows
         vocabulary = max(parts.sizes) if on_gpu else sum(parts.sizes)
     limit = _GPU_CHUNK_BYTES
-    if weight_trained and not parts.split():  # the ranks' parts may be of several sizes
+    if weight_trained and not parts.split():  # the ranks' parts may have different sizes
         limit = max(limit, head.rounded_gradient_bytes() - _GPU_BESIDE_BYTES)
     rows = chunk_tokens or _default_rows(head, teacher, vocabulary, limit, on_gpu=on_gpu)
     tile = _GPU_TILE if chunk_tokens is None and on_gpu and rows >= buffers * _GPU_TILE else 1
@@ -157,17 +157,17 @@ def chunk_size(
 def _default_rows(
     head: LinearHead, teacher: LinearHead | None, vocabulary: int, limit: int, *, on_gpu: bool
 ) -> int:
-    """Return how many rows of logits of a vocabulary exist at once.
+    """Return how many rows of logits exist at once.
 
     On a CPU the logits of a chunk and a block of converted weights take less than 256 MiB. On a GPU
-    every chunk reads and writes the accumulated weight gradient once, which takes many rows to
+    every chunk reads and writes the accumulated weight gradient once, which only many rows
     amortize; the logits of a chunk, and the copies and gradients of its hidden states, take at most
-    `limit` bytes. They are freed before the copy of a 16-bit weight's gradient is allocated, so up
-    to its size they do not add to the peak.
+    `limit` bytes. They are freed before the copy of a 16-bit weight's gradient is allocated, so
+    they do not add to the peak up to its size.
     """
     if on_gpu:
         width, wide = head.weight.shape[1], head.dtype.itemsize
-        # hidden states as operands and their gradient, which is converted; for LoRA both in full
+        # hidden states as operands, and their gradient, which is converted; with LoRA both whole
         of_states = 2 * wide + (2 if head.lora_a is None else 2 + wide)
         row_bytes = row_stride(vocabulary, on_gpu=True) * wide + width * of_states
         if teacher is not None:
@@ -183,7 +183,7 @@ def _default_rows(
 def chunks(start: int, count: int, size: int, *, on_gpu: bool) -> Iterator[slice]:
     """Yield the rows from `start` on in chunks of about equal sizes, of at most `size` rows.
 
-    The GEMMs of a short last chunk would be inefficient, as they are with a part of a tile.
+    The GEMMs of a short last chunk would be inefficient, as are those with a part of a tile.
     """
     number = -(-count // size)
     tile = _GPU_TILE if on_gpu and size % _GPU_TILE == 0 else 1
@@ -194,7 +194,7 @@ def chunks(start: int, count: int, size: int, *, on_gpu: bool) -> Iterator[slice
 
 
 def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
-    """Return the statistics of the whole logits `[C, V]` of a chunk, `[C]` each."""
+    """Return the statistics of a chunk's rows of whole logits `[C, V]`, `[C]` each."""
     if backend == "reference":
         stats = reference_stats(logits, rows)
         unused = torch.zeros_like(logits[:, 0])
@@ -214,9 +214,10 @@ def write_chunk_gradient(
     narrow: bool,
     part: PartRows | None = None,
 ) -> None:
-    """Overwrite the logits `[C, V]` with dL/dlogits; `grads`: of logprobs, entropy, logsumexp.
+    """Overwrite the logits `[C, V]` with dL/dlogits.
 
-    `narrow`: as bfloat16 in the second half of each row, see `fastrl/library.py`. `part`: the rows
+    The upstream gradients `grads` are those of logprobs, entropy and logsumexp. With `narrow` the
+    result is bfloat16 in the second half of each row, see `fastrl/library.py`. `part` has the rows
     `[C]` of this part of a split vocabulary.
     """
     if part is not None:
@@ -259,7 +260,7 @@ def reference_stats(logits: Tensor, rows: RowArguments) -> tuple[Tensor, ...]:
 
 
 def gradient_of(logits: Tensor, *, narrow: bool) -> Tensor:
-    """Return dL/dlogits `[C, V]`, which an operator has written over the logits of a chunk."""
+    """Return dL/dlogits `[C, V]` that an operator has written over the logits of a chunk."""
     if not narrow:
         return logits
     count, vocabulary, stride = *logits.shape, logits.stride(0)
@@ -270,8 +271,7 @@ def gradient_of(logits: Tensor, *, narrow: bool) -> Tensor:
 def compact_rows(logits: Tensor, has_gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Move the rows with a gradient to the front of a chunk; return them and their old indices.
 
-    Rows from the end replace those without a gradient, so only as many rows are copied as are
-    replaced.
+    Rows from the end replace those without a gradient, so no others are copied.
     """
     count = int(has_gradient.sum())
     kept = torch.arange(count, device=has_gradient.device)

@@ -32,7 +32,7 @@ class LinearHead:
     lora_a: Tensor | None
     lora_b: Tensor | None
     lora_scale: float
-    #: of logits, sums and accumulated gradients
+    #: the dtype of logits, sums and accumulated gradients
     dtype: torch.dtype
 
     @property
@@ -41,7 +41,7 @@ class LinearHead:
         return self.weight.shape[0]
 
     def rounded_gradient_bytes(self) -> int:
-        """Return the bytes of the copy to which the weight's gradient is rounded in the end."""
+        """Return the bytes of the rounded copy of the weight's gradient, made at the end."""
         stored = stored_dtype(self.weight)
         return 0 if stored == self.dtype else self.weight.numel() * stored.itemsize
 
@@ -52,7 +52,7 @@ class LinearHead:
     def project(self, products: Products, hidden: Tensor, logits: Tensor) -> None:
         """Write the logits of hidden states `[C, H]` in `products.operand_dtype`.
 
-        They are `[C, V]`, or those of the columns that `products` are for.
+        The logits are `[C, V]`, or those of the columns of `products`.
         """
         products.logits(hidden, logits)
         if self.lora_a is not None and self.lora_b is not None:
@@ -64,10 +64,10 @@ class LinearHead:
 
 
 class HeadGradients:
-    """Gradients of the head's parameters, accumulated over chunks; only needed ones use memory."""
+    """Gradients of the head's parameters, accumulated over chunks, if they are needed."""
 
     def __init__(self, head: LinearHead, needs: tuple[bool, ...]) -> None:
-        """`needs`: whether weight, bias, lora_a and lora_b need a gradient."""
+        """Allocate them; `needs` says which of weight, bias, lora_a and lora_b need one."""
         self._head = head
         self._sums = [
             new_large(parameter, parameter.shape, head.dtype)
@@ -78,9 +78,9 @@ class HeadGradients:
         for total in self._sums[1:]:
             if total is not None:
                 total.zero_()
-        # the first chunk overwrites the gradient of the weight, which saves zeroing it
+        # the first chunk overwrites the gradient of the weight, so it needs no zeros
         self._weight_written = False
-        #: NaN where all gradients are to become NaN, and 0 where not
+        #: NaN if all gradients must become NaN, else 0
         self.poison: Tensor | None = None
 
     def add(
@@ -105,7 +105,7 @@ class HeadGradients:
     def _add_lora(
         self, products: Products, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None
     ) -> None:
-        """Add a chunk to the gradients of A and B, and what flows through them to `grad_hidden`."""
+        """Add a chunk to the gradients of A and B, and their part of `grad_hidden`."""
         head = self._head
         lora_a, lora_b = self._sums[2:]
         if head.lora_a is None or head.lora_b is None:
@@ -125,7 +125,7 @@ class HeadGradients:
             grad_hidden.addmm_(grad_low_rank, a)
 
     def sum_low_rank_over(self, group: dist.ProcessGroup) -> None:
-        """Sum the gradient of A over ranks, each of which has it for its part of the vocabulary."""
+        """Sum the gradient of A over ranks: each has that of its part of the vocabulary."""
         lora_a = self._sums[2]
         if lora_a is not None:
             dist.all_reduce(lora_a, group=group)
@@ -140,7 +140,7 @@ class HeadGradients:
         if weight is not None and not self._weight_written:
             weight.zero_()
             small.append(weight)
-        if self.poison is not None:  # the weight of chunks has it from their hidden states
+        if self.poison is not None:  # the weight gets the NaN from the hidden states of chunks
             for total in small:
                 if total is not None:
                     total += self.poison
@@ -165,7 +165,7 @@ def as_head(
     lora: object,
     group: dist.ProcessGroup | None = None,
 ) -> LinearHead:
-    """Check an LM head against hidden states `[..., H]`, or its part of a split vocabulary."""
+    """Check an LM head, or its part of a split vocabulary, against hidden states `[..., H]`."""
 
     def parameter(name: str, value: object, *, split: bool = True) -> Tensor:
         if group is None:
@@ -175,7 +175,7 @@ def as_head(
         return floating(name, local_part(value))
 
     matrix = parameter("weight", weight)
-    # a part without columns is refused later, on all ranks
+    # an empty part is refused later, on all ranks
     empty = group is None and matrix.shape[:1] == (0,)
     if matrix.dim() != 2 or matrix.shape[1] != hidden.shape[-1] or empty:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The gradient of the hidden states, written chunk by chunk, and summed over ranks."""
+"""The gradient of the hidden states, written chunk by chunk and summed over ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class HiddenGradient:
     """
 
     def __init__(self, total: Tensor, group: dist.ProcessGroup | None) -> None:
-        """`total`: zeros in the dtype of the result."""
+        """Write into `total`, zeros in the dtype of the result."""
         self._total, self._group = total, group
         self._sending: tuple[slice | Tensor, Tensor, Any] | None = None
 
     def put(self, rows: slice | Tensor, gradient: Tensor) -> None:
-        """Write the gradient of rows; with a process group take the tensor over."""
+        """Write the gradient of rows; with a process group take ownership of the tensor."""
         if self._group is None:
             self._total[rows] = gradient.to(self._total.dtype)
             return
@@ -30,7 +30,7 @@ class HiddenGradient:
         self._sending = rows, gradient, work
 
     def put_same(self, rows: slice | Tensor, value: Tensor) -> None:
-        """Write what is already the same on all ranks."""
+        """Write a value that is already the same on all ranks."""
         self._total[rows] = value.to(self._total.dtype)
 
     def result(self) -> Tensor:

@@ -101,7 +101,7 @@ def checked_inputs(
 def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> LinearInputs:
     """Return the differentiable inputs of the operators.
 
-    The ranks of a split vocabulary meet here, so everything else must have been checked.
+    The ranks of a split vocabulary meet here, so everything else must be checked before.
     """
     hidden, rows, active, head, kept, teacher = checked
     teacher = with_operand_dtype(teacher, backend)
@@ -123,7 +123,7 @@ def chunk_options(
 ) -> ChunkOptions:
     """Check the options; choose the backend for the chunks and the dtype of its GEMMs.
 
-    `unsupported` is why compiled kernels cannot evaluate the objective, or None.
+    `unsupported` says why compiled kernels cannot evaluate the objective, or is None.
     """
     if chunk_tokens is not None:
         chunk_tokens = whole("chunk_tokens", chunk_tokens, low=1)

@@ -3,9 +3,9 @@
     logits[c, k] = states[c] . weight[ids[c, k]],   d states[c] = sum_k d logits[c, k] weight[ids[c, k]]
     d weight[i] = the sum of d logits[c, k] states[c] over ids[c, k] = i
 
-They read K rows of the weight for each row of the chunk, where a GEMM multiplies with all V of
-them. A GEMM reads each row of the weight once for many rows of the chunk, so from some K on it is
-faster; the logits that rows have kept are then gathered from all.
+These products read K rows of the weight for each row of the chunk. A GEMM multiplies with all V
+rows, but reads each of them once for many rows of the chunk, so it is faster from some K on; the
+logits that rows have kept are then gathered from all logits.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fastrl.ops._kept.rows import CHUNK_BYTES, COLUMN_BYTES
 from fastrl.ops._linear.products import Products, TileProducts
 from fastrl.ops._linear.tensor_cores import TensorCoreProducts
 
-#: Elements of gathered rows that exist at once without kernels for them.
+#: Elements of gathered rows that exist at once if there are no kernels for these products.
 _AT_ONCE = 2**22
-# A GPU multiplies so many times faster than it reads: a GEMM over V columns takes as long as
-# reading V / ratio rows of the weight. On an H100, in 16 bits: 2 V H / (800 Tflop/s) against
+# How much faster a GPU multiplies than it reads: a GEMM over V columns takes as long as reading
+# V / ratio rows of the weight. On an H100, in 16 bits: 2 V H / (800 Tflop/s) against
 # 2 K H bytes / (3.35 TB/s) gives K = V / 239; in float32 (60 Tflop/s) K = V / 36.
 _TENSOR_CORE_RATIO, _FLOAT32_RATIO = 256, 32
 # On a CPU with AVX-512, K = V / 12 rows of the weight take as long as the GEMM and gathering from
@@ -30,13 +30,13 @@ _CPU_RATIO, _TILE_RATIO = 12, 64
 
 
 class KeptProducts:
-    """Products with the columns `ids` `[C, K]` of each row; -1 is none, with a logit of -inf."""
+    """Products with the columns `ids` `[C, K]` of each row; -1 is no column, with logit -inf."""
 
     #: dL/dlogits has the dtype of the logits
     narrow = False
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, ids: Tensor, backend: str) -> None:
-        """`weight`: `[V, H]`; `dtype`: of the results."""
+        """Multiply with rows of `weight` `[V, H]`, with results in `dtype`."""
         self._weight, self._dtype, self._ids, self._backend = weight, dtype, ids, backend
 
     def taken(self, rows: Tensor) -> KeptProducts:
@@ -86,10 +86,10 @@ class KeptProducts:
 
 
 class GemmKeptProducts(KeptProducts):
-    """The same by the GEMMs of whole rows, for rows that have kept much of the vocabulary."""
+    """The same products by GEMMs of whole rows, for rows that kept much of the vocabulary."""
 
     def __init__(self, products: Products, all_logits: Tensor, kept: KeptProducts) -> None:
-        """`products`: of whole rows; `all_logits`: memory for a chunk of their logits `[C, V]`."""
+        """Multiply by `products` of whole rows; `all_logits` is memory for logits `[C, V]`."""
         super().__init__(kept._weight, kept._dtype, kept._ids, kept._backend)
         self._products, self._all = products, all_logits
         self._scattered = False
@@ -124,14 +124,14 @@ class GemmKeptProducts(KeptProducts):
         if self._products.narrow:
             result = self._all.view(torch.bfloat16)[:, : self._all.shape[1]]
         if not self._scattered:
-            # a column of -1 adds its 0 to the first one
+            # a column of -1 adds 0 to the first column
             result.zero_().scatter_add_(1, self._index(), grad_logits.to(result.dtype))
             self._scattered = True
         return result
 
 
 def widest(vocabulary: int, products: Products, *, on_gpu: bool) -> int:
-    """Return from how many kept tokens on a row is multiplied with the whole vocabulary."""
+    """Return the number of kept tokens from which a row is multiplied with all the vocabulary."""
     ratio = _TILE_RATIO if isinstance(products, TileProducts) else _CPU_RATIO
     if on_gpu:
         on_tensor_cores = isinstance(products, TensorCoreProducts)

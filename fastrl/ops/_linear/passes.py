@@ -3,9 +3,9 @@
     per chunk, on a CPU:  project -> statistics -> slopes -> dL/dlogits in place -> gradient GEMMs
                on a GPU:  project -> one kernel: statistics, slope, dL/dlogits   -> gradient GEMMs
 
-Masked rows are left out of all GEMMs, rows without advantage or weight out of the gradient GEMMs.
-On a CPU the latter also skip rows whose slopes turn out to be 0 (clipped); on a GPU that takes a
-synchronization per chunk and costs more than it saves, so there these rows remain as zeros.
+Masked rows are left out of all GEMMs, and rows without advantage or weight out of the gradient
+GEMMs. On a CPU the latter also skip rows whose slopes turn out to be 0 (clipped). On a GPU that
+would take a synchronization per chunk, which costs more than it saves, so these rows stay as zeros.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _store(values: Sequence[Tensor], chunk: slice, of_chunk: Sequence[Tensor]) -
 def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Project all chunks again and return the gradients of hidden states and parameters.
 
-    The arguments of the forward are followed by row_max, log_sum, entropy, the upstream gradients
-    of logprobs, entropy and logsumexp, slope_mean, row_max and log_sum of the teacher, the upstream
+    After the arguments of the forward come row_max, log_sum, entropy, the upstream gradients of
+    logprobs, entropy and logsumexp, slope_mean, row_max and log_sum of the teacher, the upstream
     gradient of the divergence, and which gradients are needed.
     """
     flat = Arguments(arguments)
@@ -85,7 +85,7 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     for grad in (*grads, grad_divergence):
         may_flow = may_flow if grad is None else may_flow | (grad != 0)
     if call.parts.split() and call.parts.reduce_hidden_gradient and needs[0]:
-        # the ranks add up the gradients of the same rows, also where a loss differs by rounding
+        # the ranks add up the gradients of the same rows, even if a loss differs by rounding
         may_flow = gathered(may_flow.byte(), call.parts.process_group()).bool().any(0)
     kept = call.kept_rows()
     order = order_rows(active, may_flow, compact=call.compact, kept=kept)
@@ -127,10 +127,10 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
 def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return statistics of all rows and the gradients of the loss, in one pass over the rows.
 
-    They are log-probability, entropy, divergence, the teacher's entropy and whether the top tokens
-    agree. The arguments of `LinearCall` are followed by the loss and objective arguments, the
-    weights of the divergence, which gradients are needed, and whether rows without a gradient are
-    needed for the metrics.
+    The statistics are log-probability, entropy, divergence, the teacher's entropy and whether the
+    top tokens agree. After the arguments of `LinearCall` come those of the loss and the objective,
+    the weights of the divergence, which gradients are needed, and whether the metrics need rows
+    without a gradient.
     """
     flat = Arguments(arguments)
     call = flat.take(LinearCall)
@@ -169,7 +169,7 @@ def linear_loss_pass(
     compared, with_teacher = walk.no_teacher_stats(), call.teacher.given()
     one_kernel = call.on_gpu() and slopes.function is None and not call.parts.split()
     one_kernel = one_kernel and not with_teacher
-    # where the vocabulary is split, the ranks add up the gradients of the same rows
+    # if the vocabulary is split, the ranks add up the gradients of the same rows
     compacting = call.compact and call.hidden.device.type == "cpu"
     compacting = compacting and not (one_kernel or call.parts.split() or with_teacher)
     differentiable = any(needs)

@@ -2,10 +2,10 @@
 
     logits = hidden weight^T,   d hidden = d logits weight,   d weight += d logits^T hidden
 
-The implementation is chosen once per call by backend, device and dtype (rows that have kept a part
-of the vocabulary have their own, in `kept.py`). On a CPU torch rounds the
-product of 16-bit matrices to 16 bits, too coarse for log-probabilities; there, operands are
-converted block by block, or multiplied by fastrl's kernel for AMX tiles.
+The implementation is chosen once per call by backend, device and dtype (`kept.py` has that for rows
+that have kept a part of the vocabulary). On a CPU torch rounds the product of 16-bit matrices to 16
+bits, which is too coarse for log-probabilities, so operands are converted block by block, or
+multiplied by fastrl's kernel for AMX tiles.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _BLOCK_BYTES = 16 * 2**20
 class ConvertedProducts(WholeRows):
     """Operands converted to the dtype of the results: float32, or float64 if one is float64."""
 
-    #: of dL/dlogits; otherwise it has the dtype of the logits
+    #: the dtype of dL/dlogits, if it is not that of the logits
     narrow = False
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        """`weight`: `[V, H]`; `dtype`: of the results."""
+        """Multiply with `weight` `[V, H]`, with results in `dtype`."""
         self._weight = weight
-        #: of the hidden states
+        #: the dtype of the hidden states
         self.operand_dtype = self._dtype = dtype
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
@@ -74,7 +74,7 @@ class TileProducts(ConvertedProducts):
     """bfloat16 on the AMX tiles of a CPU; dL/dlogits is split into the sum of two bfloat16."""
 
     def __init__(self, weight: Tensor) -> None:
-        """`weight`: bfloat16 `[V, H]`."""
+        """Multiply with `weight`, bfloat16 `[V, H]`."""
         super().__init__(weight, torch.float32)
         self.operand_dtype = torch.bfloat16
 
@@ -103,7 +103,7 @@ def choose_products(
     backend: str,
     operand_dtype: torch.dtype | None,
 ) -> Products:
-    """Return the GEMMs for a call with results in `dtype`; see `gemm_dtype` for the last one."""
+    """Return the GEMMs for a call with results in `dtype`; the last argument: `gemm_dtype`."""
     if operand_dtype is not None and multiply_bfloat16(hidden.device):
         return TensorCoreProducts(weight, operand_dtype)
     is_bfloat16 = hidden.dtype == weight.dtype == torch.bfloat16

@@ -10,15 +10,15 @@ from torch import Tensor
 from fastrl.ops._linear.whole_rows import WholeRows
 
 _HALVES = (torch.bfloat16, torch.float16)
-#: Devices that torch has no product of 16-bit matrices with a float32 result for.
+#: Devices for which torch has no product of 16-bit matrices with a float32 result.
 _WITHOUT = ("cpu",)
 
 
 def gemm_dtype(hidden: Tensor, weight: Tensor, backend: str) -> torch.dtype | None:
-    """Return the 16-bit dtype in which a GPU multiplies, or None: in the dtype of the results.
+    """Return the 16-bit dtype in which a GPU multiplies, or None for the dtype of the results.
 
-    It is autocast's, else the dtype that hidden states and weight have in common. On a CPU autocast
-    has no effect, and the reference backend never rounds an operand.
+    It is autocast's dtype, else that of both hidden states and weight. On a CPU autocast has no
+    effect, and the reference backend never rounds an operand.
     """
     device = hidden.device.type
     if device in _WITHOUT or backend not in ("triton", "cuda"):
@@ -42,16 +42,16 @@ def multiply_bfloat16(device: torch.device) -> bool:
 class TensorCoreProducts(WholeRows):
     """16-bit operands, converted once per call, and float32 results.
 
-    dL/dlogits is bfloat16 for float16 operands, too, whose range is too narrow for it, so their
-    gradients are products of bfloat16 copies.
+    dL/dlogits is bfloat16 even for float16 operands, since the range of float16 is too narrow, so
+    their gradients are products of bfloat16 copies.
     """
 
-    #: the gradient that replaces float32 logits is bfloat16
+    #: the dtype of the gradient that replaces float32 logits
     narrow = True
 
     def __init__(self, weight: Tensor, operand_dtype: torch.dtype) -> None:
-        """`weight`: `[V, H]` in any dtype; `operand_dtype`: bfloat16 or float16."""
-        #: of the hidden states
+        """Multiply with `weight` `[V, H]` of any dtype; `operand_dtype`: bfloat16 or float16."""
+        #: the dtype of the hidden states
         self.operand_dtype = operand_dtype
         self._given, self._weight = weight, weight.to(operand_dtype)
 

@@ -44,17 +44,17 @@ class LinearGradients(NamedTuple):
 
 
 class ChunkBuffer(NamedTuple):
-    """Memory for a chunk: its logits, and its hidden states as the GEMMs take them."""
+    """Memory for a chunk: its logits, and its hidden states as operands of the GEMMs."""
 
     logits: Tensor
     states: Tensor
 
 
 class Projected(NamedTuple):
-    """A chunk: its hidden states as the products take them, logits and row arguments.
+    """A chunk: its hidden states as operands of the products, its logits and row arguments.
 
-    The logits are `[C, V]`, or `[C, K]` where rows have kept a part of the vocabulary; token ids
-    are then columns of it.
+    The logits are `[C, V]`, or `[C, K]` if rows have kept a part of the vocabulary; token ids are
+    then columns of that part.
     """
 
     products: Products
@@ -72,8 +72,7 @@ class Projected(NamedTuple):
 class LinearWalk:
     """The rows of a call in their order; a chunk is a slice of it.
 
-    A chunk's logits are overwritten by those of the next one, or of the one after it where the
-    vocabulary is split.
+    The next chunk overwrites a chunk's logits, or the one after it if the vocabulary is split.
     """
 
     def __init__(
@@ -85,10 +84,11 @@ class LinearWalk:
         *,
         exchanging: bool = True,
     ) -> None:
-        """`needs`: whether hidden, weight, bias, lora_a and lora_b need a gradient.
+        """Order the rows and allocate the buffers.
 
-        `kept`: of all rows, in their own order. `exchanging`: whether statistics are computed,
-        which ranks that split a vocabulary exchange.
+        `needs` says which of hidden, weight, bias, lora_a and lora_b need a gradient. `kept` has
+        all rows in their own order. `exchanging` says whether statistics are computed, which the
+        ranks of a split vocabulary exchange.
         """
         hidden, head = call.hidden, call.head()
         self._hidden, self._head, self._order, self._needs = hidden, head, order, needs
@@ -102,7 +102,7 @@ class LinearWalk:
         if kept is not None:
             assert order.indices is not None
             self._kept = kept.taken(order.indices)
-        #: from how many kept tokens on a row is multiplied with the whole vocabulary; the ranks
+        #: number of kept tokens from which a row is multiplied with the whole vocabulary; the ranks
         #: exchange the same chunks
         columns = max(call.parts.sizes) if call.parts.split() else head.vocabulary
         self._widest = widest(columns, self._products, on_gpu=self._on_gpu)
@@ -126,7 +126,7 @@ class LinearWalk:
         self._size = max(1, min(size, sum(counts)))
         number = sum(-(-count // self._size) for count in counts)
         self._stride = row_stride(head.vocabulary, on_gpu=self._on_gpu)
-        # a list: a generator would refer to self, and only the cyclic collector would free it
+        # a list: a generator would refer to self, and only the cyclic collector could free it
         self._buffers = itertools.cycle(
             [self._new_buffer(hidden) for _ in range(min(buffers, number))]
         )
@@ -156,7 +156,7 @@ class LinearWalk:
         return self._chunks(0, self._order.trained)
 
     def scored(self) -> Iterator[slice]:
-        """Yield chunks of the rows of which only the statistics are needed."""
+        """Yield chunks of the rows that need statistics alone."""
         return self._chunks(self._order.trained, self._order.scored)
 
     def _chunks(self, start: int, count: int) -> Iterator[slice]:
@@ -178,8 +178,8 @@ class LinearWalk:
     def with_stats(self, chunks: Iterable[slice]) -> Iterator[tuple[Projected, RowStats]]:
         """Project chunks; yield each with the statistics of its rows.
 
-        Where the vocabulary is split, the ranks exchange theirs while the next chunk is projected,
-        or while the caller works on the one before.
+        If the vocabulary is split, the ranks exchange their statistics while the next chunk is
+        projected, or while the caller works on the previous one.
         """
         before: tuple[Projected, Exchange] | None = None
         for chunk in chunks:
@@ -228,19 +228,19 @@ class LinearWalk:
         return Projected(products, states, logits, rows, part)
 
     def compare(self, chunk: slice, projected: Projected) -> Comparison | None:
-        """Return the comparison of a chunk with the teacher's, if there is one."""
+        """Return the comparison of a chunk with the teacher's rows, if there is a teacher."""
         if self._teacher is None:
             return None
         return self._teacher.beside(chunk, projected.logits, projected.rows, projected.part)
 
     def gradient(self, projected: Projected) -> Tensor:
-        """Return dL/dlogits, which an operator has written over the logits of a chunk."""
+        """Return dL/dlogits that an operator has written over the logits of a chunk."""
         return gradient_of(projected.logits, narrow=projected.products.narrow)
 
     def add_gradients(
         self, chunk: slice, projected: Projected, remaining: Tensor | None = None
     ) -> None:
-        """Add up the gradients of a chunk, or of what `remaining` says of its rows."""
+        """Add up the gradients of a chunk, or of those rows that `remaining` selects."""
         products, states = projected.products, projected.states
         grad_states = torch.empty_like(states, dtype=self._head.dtype) if self._needs[0] else None
         self._parameters.add(products, self.gradient(projected), states, grad_states)
@@ -254,7 +254,7 @@ class LinearWalk:
     def pass_on_nan(self, chunk: slice, logprobs: Tensor) -> None:
         """Let NaN log-probabilities of scored rows reach all gradients.
 
-        The slopes of these rows are 0 times that. They take part in no gradient GEMM.
+        The slopes of these rows are 0 times NaN, but the rows take part in no gradient GEMM.
         """
         nan = torch.where(logprobs.isnan(), torch.nan, 0.0)
         if self._needs[0]:
@@ -265,7 +265,7 @@ class LinearWalk:
         self._parameters.poison = nan.sum() if before is None else before + nan.sum()
 
     def no_stats(self) -> RowStats:
-        """Return statistics of 0 for the rows in their order."""
+        """Return zero statistics for the rows in their order."""
         like, dtype = self._rows.token_ids, self._head.dtype
         return RowStats._make(
             torch.zeros_like(like, dtype=torch.bool if name in FLAGS else dtype)
@@ -273,7 +273,7 @@ class LinearWalk:
         )
 
     def no_teacher_stats(self) -> TeacherStats:
-        """Return a comparison of 0 for the rows in their order, without rows if not compared."""
+        """Return a zero comparison for the rows in their order, or one of no rows."""
         like, dtype = self._rows.token_ids, self._head.dtype
         like = like[:0] if self._teacher is None else like
         zeros = TeacherStats._make(
@@ -282,7 +282,7 @@ class LinearWalk:
         return zeros._replace(agrees=torch.zeros_like(like, dtype=torch.bool))
 
     def expanded(self, values: Tensor) -> Tensor:
-        """Return values in the order of processing for all rows `[N]`, 0 at the others."""
+        """Return values in the order of processing for all rows `[N]`, 0 at unprocessed ones."""
         if self._order.indices is None:
             return values
         result = values.new_zeros(self._hidden.shape[0])
@@ -290,14 +290,14 @@ class LinearWalk:
         return result
 
     def expanded_comparison(self, compared: TeacherStats) -> Iterator[Tensor]:
-        """Yield what there is of a comparison, for all rows."""
+        """Yield the tensors of a comparison for all rows, if there is one."""
         for values in compared:
             yield values if self._teacher is None else self.expanded(values)
 
     def gradients(self) -> LinearGradients:
-        """Return the gradients, accumulated over all chunks, whose memory is freed first.
+        """Free the memory of the chunks, and return the gradients accumulated over them.
 
-        The caller has to drop the last chunk, too.
+        The caller must drop the last chunk, too.
         """
         del self._buffers, self._teacher
         if self._parts.split():

@@ -1,4 +1,4 @@
-"""What bias and low-rank factors add to the logits of whole rows `[C, V]`, and their gradients."""
+"""The parts of bias and low-rank factors in logits of whole rows `[C, V]`, and their gradients."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def unsupported_reason(objective: Objective) -> str | None:
 
 
 class LossInputs(NamedTuple):
-    """The inputs of a policy loss other than log-probabilities and entropy; no gradients."""
+    """The inputs of a policy loss besides log-probabilities and entropy; none has a gradient."""
 
     objective: Objective
     arguments: LossArguments

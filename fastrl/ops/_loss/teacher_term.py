@@ -1,4 +1,4 @@
-"""The term of a policy loss that is the divergence from a teacher, or from a reference policy."""
+"""The divergence from a teacher, or from a reference policy, as a term of a policy loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastrl.ops._teacher.arguments import TeacherArguments
 
 
 class Compared(NamedTuple):
-    """The rows of a call beside the teacher's, `[B, T]`."""
+    """The comparison of a call's rows with the teacher's, `[B, T]`."""
 
     divergence: Tensor
     teacher_entropy: Tensor

@@ -20,7 +20,7 @@ Normalizer = float | Tensor | Mapping[str, float | Tensor]
 
 
 class TermAggregations(NamedTuple):
-    """The aggregation of each term; None means the same as in the policy term."""
+    """The aggregation of each term; None means that of the policy term."""
 
     policy: AggregationArguments
     kl: AggregationArguments | None

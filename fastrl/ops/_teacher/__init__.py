@@ -1,1 +1,1 @@
-"""A teacher's distributions beside a student's: their statistics, divergence and gradient."""
+"""A teacher's distributions and a student's: their statistics, divergence and gradient."""

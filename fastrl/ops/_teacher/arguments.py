@@ -1,4 +1,4 @@
-"""A teacher as the operators take it."""
+"""A teacher in the form that the operators take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastrl.contract import RowArguments, TeacherScaling
 class TeacherArguments(NamedTuple):
     """A teacher's hidden states and head, its logits, or its log-probabilities of some tokens.
 
-    Rows are `[N]`, or `[B, T]` beside logits `[B, T, V]`.
+    Rows are `[N]`, or `[B, T]` with logits `[B, T, V]`.
     """
 
     teacher_hidden: Tensor | None  # [N, H]
@@ -27,7 +27,7 @@ class TeacherArguments(NamedTuple):
     teacher_logits: Tensor | None  # [N, V] or [B, T, V]
     teacher_ids: Tensor | None  # int64 [N, K]
     teacher_logprobs: Tensor | None  # [N, K]
-    has_tail: bool  # the other tokens are one more event
+    has_tail: bool  # all other tokens together are one more event
     scaling: TeacherScaling
     teacher_operand_dtype: torch.dtype | None
     beta: float
@@ -45,7 +45,7 @@ class TeacherArguments(NamedTuple):
         return (*self[:at], *self.scaling, *self[at + 1 :])
 
     def check_tokens(self, active: Tensor, vocabulary: int) -> None:
-        """Raise, on a CPU, for top-k values of an active row `[N]` that do not fit."""
+        """Raise on a CPU for invalid top-k values of an active row `[N]`."""
         ids, logprobs = self.teacher_ids, self.teacher_logprobs
         if ids is None or logprobs is None or not (can_read(ids) and can_read(active)):
             return
@@ -60,7 +60,7 @@ class TeacherArguments(NamedTuple):
         if bool(repeated.any()):
             token = int(ordered[:, 1:][repeated][0])
             raise ValueError(f"teacher.token_ids must not repeat an id in a row, got {token} twice")
-        # rounded logarithms: of bfloat16 a mass may be some percent above 1
+        # logarithms are rounded: in bfloat16 the mass may be some percent above 1
         most = logprobs.exp().sum(-1)
         limit = 1 + max(1e-3, 16 * torch.finfo(self.teacher_logprobs.dtype).eps)  # type: ignore[union-attr]
         if bool((most > limit).any()):

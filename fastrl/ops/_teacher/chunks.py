@@ -1,4 +1,4 @@
-"""The rows of a teacher beside the chunks of a student's rows."""
+"""The rows of a teacher for the chunks of a student's rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def teacher_head(teacher: TeacherArguments, dtype: torch.dtype) -> LinearHead | 
 
 
 class TeacherChunks:
-    """The teacher's side of the rows of a call; a chunk overwrites the one before."""
+    """The teacher's side of a call; each chunk overwrites the previous one."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class TeacherChunks:
         backend: str,
         parts: VocabularyParts,
     ) -> None:
-        """`order` has the indices of the rows that are processed, `size` is of a chunk.
+        """Allocate the buffers.
 
-        `dtype` is the dtype of the student's logits.
+        `order` has the indices of the processed rows, `size` is the number of rows in a chunk, and
+        `dtype` is that of the student's logits.
         """
         self._teacher, self._order, self._backend, self._parts = teacher, order, backend, parts
         self._head = teacher_head(teacher, dtype)
@@ -110,10 +111,10 @@ class TeacherChunks:
 
 
 class Dense:
-    """A comparison of a chunk of whole rows, `[C]`, as `TopKRows`."""
+    """A comparison of a chunk of whole rows, `[C]`, with the interface of `TopKRows`."""
 
     def __init__(self, pair: Pair) -> None:
-        """`pair` has rows `[1, C]`."""
+        """Compare the rows `[1, C]` of `pair`."""
         self._pair = pair
 
     def compare(self, stats: RowStats) -> TeacherStats:

@@ -1,7 +1,7 @@
 """Differentiable statistics of logits that are compared with a teacher's.
 
-A teacher's logits are read where they are. Its hidden states are projected, and its K tokens looked
-up, for a chunk of rows at a time.
+A teacher's logits are read in place. Its hidden states are projected, and its K tokens are looked
+up, a chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops._vocabulary_parts.statistics import PartRows, combined, part_stats
 from fastrl.tracing import refuse_transforms
 
-#: Bytes of logits of a chunk that are copied at once.
+#: Bytes of a chunk's copied logits.
 _CHUNK_BYTES = {False: 64 * 2**20, True: 256 * 2**20}
 
 
@@ -54,7 +54,7 @@ def compared_token_stats(
 
 
 def _refuse_shared_memory(logits: Tensor, given: Tensor | None) -> None:
-    """Raise if the gradient of a row would overwrite what another one is compared with."""
+    """Raise if the gradient of a row would overwrite teacher logits of another row."""
     if given is None or given.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
         return
     pair = (logits, given)
@@ -117,7 +117,7 @@ class _ComparedTokenStats(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """Rows of a chunk, and the logits `[C, V]` of which copies are compared."""
+    """Rows of a chunk, and copies of their logits `[C, V]` to compare."""
 
     place: slice
     logits: Tensor
@@ -145,7 +145,7 @@ class _Call(NamedTuple):
     backend: str
 
     def check(self) -> None:
-        """Raise for values that do not fit, as the trace of a function cannot."""
+        """Raise for invalid values, which the trace of a function cannot check."""
         assert self.rows.mask is not None
         vocabulary = sum(self.parts.sizes) if self.parts.split() else self.logits.shape[-1]
         check_ids(self.rows, self.rows.mask, vocabulary)
@@ -157,7 +157,7 @@ class _Call(NamedTuple):
         return PartRows.of(self.rows, self.rows.mask, self.parts) if self.parts.split() else None
 
     def pair(self, logits: Tensor) -> Pair | None:
-        """Return all rows beside the teacher's logits, or None if it has none."""
+        """Return all rows paired with the teacher's logits, or None if it has none."""
         given = self.teacher.teacher_logits
         if given is None:
             return None
@@ -217,8 +217,8 @@ def compared_token_stats_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 def compared_token_stats_bwd(*arguments: Any) -> Tensor:
     """Return dL/dlogits.
 
-    The arguments of the forward are followed by row_max, log_sum, entropy, the upstream gradients
-    of logprobs, entropy and logsumexp, slope_mean, row_max and log_sum of the teacher, and the
+    After the arguments of the forward come row_max, log_sum, entropy, the upstream gradients of
+    logprobs, entropy and logsumexp, slope_mean, row_max and log_sum of the teacher, and the
     upstream gradient of the divergence.
     """
     call, stats, compared, grad_divergence, slopes = _backward(arguments)

@@ -1,6 +1,6 @@
 """Rows of logits `[B, T, V]` compared with those of a teacher, on any backend.
 
-Where the vocabulary is split, each rank has the sums over its part, which are added up.
+If the vocabulary is split, each rank computes the sums over its part, and the ranks add them up.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fastrl.ops._vocabulary_parts.statistics import PartRows, Slopes, combined, 
 
 
 class TeacherStats(NamedTuple):
-    """What a comparison yields per row; 0 in inactive rows."""
+    """The results of a comparison per row; 0 in inactive rows."""
 
     divergence: Tensor
     teacher_entropy: Tensor
     agrees: Tensor  # bool: the same token is the most probable
-    slope_mean: Tensor  # for the backward, as are the others
+    slope_mean: Tensor  # this and the following are for the backward
     row_max: Tensor
     log_sum: Tensor
 
@@ -36,15 +36,15 @@ class TeacherStats(NamedTuple):
         return self[:3]
 
     def without_gradient(self) -> tuple[Tensor, ...]:
-        """Return those that are not differentiable."""
+        """Return the fields that are not differentiable."""
         return self[1:3]
 
     def saved(self) -> tuple[Tensor, ...]:
-        """Return what the backward needs."""
+        """Return the tensors that the backward needs."""
         return self[3:]
 
     def indexed(self, index: Any) -> TeacherStats:
-        """Index or reshape all of them."""
+        """Index or reshape all fields."""
         return TeacherStats._make(x[index] for x in self)
 
 
@@ -57,9 +57,9 @@ def pair_of(
     part: PartRows | None,
     parts: VocabularyParts,
 ) -> Pair:
-    """Return rows of both; `part` is set if the vocabulary is split."""
+    """Return the pair of student and teacher rows; `part` is set if the vocabulary is split."""
     given = teacher_logits
-    # in float64 just where the student's are
+    # float64 exactly where the student's logits are
     if torch.float64 in (given.dtype, logits.dtype) and given.dtype != logits.dtype:
         given = given.to(arithmetic_dtype(logits, logits))
     given = given if given.stride(-1) == 1 or given.shape[-1] == 1 else given.contiguous()
@@ -137,7 +137,7 @@ class Pair:
         return self._stats(self.teacher_logits, self.teacher.rows(self.rows), of_part)
 
     def _compared(self, sums: Sequence[Tensor], of_teacher: RowStats) -> TeacherStats:
-        """Return the comparison from its sums over this rank's part, or over the rows."""
+        """Return the comparison from its sums over whole rows or this rank's part of them."""
         divergence, slope_mean, agrees = sums
         if self.part is not None:
             stacked = torch.stack([divergence, slope_mean, agrees.to(divergence.dtype)])
@@ -178,14 +178,14 @@ class Pair:
         )
 
     def _operators(self) -> Any:
-        """Return the operators of this backend; CUDA has those of Triton, or of the CPU."""
+        """Return the operators of this backend; CUDA uses those of Triton or the CPU."""
         if self.backend != "cuda":
             return operators(self.backend)
         return operators("triton" if self.logits.is_cuda else "cpu")
 
 
 class ReferencePair(Pair):
-    """The same in float64, in which the statistics of whole rows are computed once more."""
+    """The same in float64, with the statistics of whole rows recomputed in it."""
 
     def student_stats(self) -> RowStats:
         """Return the student's statistics."""
@@ -241,7 +241,7 @@ class ReferencePair(Pair):
         self.logits.copy_(self.gradient(stats, compared, grad_divergence, slopes))
 
     def _sums(self, stats: RowStats) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats, RowStats]:
-        """Return the sums of a comparison, and the statistics of both that they are made with."""
+        """Return the sums of a comparison, and the statistics of both rows behind them."""
         part = self._as_part()
         teachers = part._replace(rows=self.teacher.rows(part.rows))
         if self.part is None:
@@ -260,7 +260,7 @@ class ReferencePair(Pair):
         return sums, stats, of_teacher
 
     def _as_part(self) -> PartRows:
-        """Return the rows of this rank's part; whole rows are one, too."""
+        """Return the rows of this rank's part; whole rows count as one part."""
         if self.part is not None:
             return self.part
         rows, ids = self.rows, self.rows.token_ids

@@ -1,8 +1,9 @@
-"""Rows of logits compared with a teacher of which the log-probabilities of K tokens are known.
+"""Rows of logits compared with a teacher that gives log-probabilities of K tokens.
 
-The comparison is between two small rows: the logits of the K tokens, and the log-sum-exp of all
-others as one more event, if there is a tail. That is summed by itself, as 1 minus the rest would
-lose it, so its gradient goes to the other tokens in the shares that they have of it.
+The comparison is between two small rows: the logits of the K tokens and, with a tail, the
+log-sum-exp of all others as one more event. The tail is summed by itself, since 1 minus the rest
+would lose it, so its gradient is shared among the other tokens in proportion to their
+probabilities.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _AS_THEY_ARE = TeacherScaling(None, 1.0, 1.0, 0.0)
 
 
 class Events(NamedTuple):
-    """The student's side: `[C, K]`, and `[C]` for the tail."""
+    """The student's events: the K tokens `[C, K]`, and the tail `[C]`."""
 
     logits: Tensor  # of the K tokens
-    exponents: Tensor  # z of them
-    tail: Tensor | None  # log-sum-exp of z of all others
+    exponents: Tensor  # z of the K tokens
+    tail: Tensor | None  # log-sum-exp of z of all other tokens
 
 
 class TopKRows:
@@ -51,7 +52,7 @@ class TopKRows:
         part: PartRows | None,
         parts: VocabularyParts,
     ) -> None:
-        """`teacher` has the ids and log-probabilities of these rows; `part` is of `[C]`."""
+        """Take the ids and log-probabilities of `teacher` for these rows; `part` has rows `[C]`."""
         assert teacher.teacher_ids is not None
         assert teacher.teacher_logprobs is not None
         self._logits, self._rows, self._backend = logits, rows, backend
@@ -69,7 +70,7 @@ class TopKRows:
 
     def _read(self) -> Events:
         x = self._logits.gather(1, self._ids)
-        if self._part is None:  # on a GPU nobody has looked at the ids
+        if self._part is None:  # on a GPU the ids have not been checked
             held = torch.where(self._own, x, float("nan"))
         else:
             held = total(torch.where(self._own, x, 0.0), self._parts.process_group())
@@ -92,7 +93,7 @@ class TopKRows:
         pair, logprobs = self._pair(), self._teacher.teacher_logprobs
         assert logprobs is not None
         compared = pair.compare(pair.student_stats()).indexed(0)
-        # of tokens, where the comparison is of events
+        # this counts tokens, while the comparison is over events
         row_max = stats.row_max
         if self._backend == "reference" and self._part is None:
             row_max = self._logits.amax(1).to(row_max.dtype)
@@ -125,8 +126,8 @@ class TopKRows:
             logsumexp = every.logsumexp(1)
             log_q = self._events.exponents - logsumexp[:, None]
             policy = self._policy(log_q, stats.entropy, slopes)
-            # the tail's tokens have q_j / q_tail of its gradient; what the K tokens get of it here
-            # is overwritten
+            # each token of the tail gets q_j / q_tail of its gradient; the share that the K tokens
+            # get here is overwritten
             share = (logsumexp - tail).exp()
             of_tail = torch.where(share.isinf(), 0.0, of_events[:, -1] * share)
             of_logsumexp = of_tail if of_logsumexp is None else of_tail + of_logsumexp
@@ -151,7 +152,7 @@ class TopKRows:
         self._put(target, values.to(target.dtype))
 
     def _policy(self, log_q: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]) -> Tensor:
-        """Return dL/dz of the K tokens by the slopes of the student's statistics."""
+        """Return dL/dz of the K tokens through the student's statistics."""
         of_logprob, of_entropy, of_logsumexp = (
             0.0 if slope is None else slope[:, None] for slope in slopes
         )
@@ -169,7 +170,7 @@ class TopKRows:
         logprobs = logprobs.to(exponents.dtype)
         if tail is not None:
             others = 1 - logprobs.double().exp().sum(1, keepdim=True)
-            # NaN remains; a mass of 1 may be rounded, and a tail of 0 would be no event
+            # NaN stays; a mass of 1 may be rounded, and a tail of 0 would be no event
             others = torch.where(others < least, least, others)
             logprobs = torch.cat([logprobs, others.log().to(logprobs.dtype)], 1)
             exponents = torch.cat([exponents, tail[:, None]], 1)
@@ -218,7 +219,7 @@ class TopKRows:
         return raw_gain * 4 * decay / (1 + decay).square()
 
     def _put(self, target: Tensor, values: Tensor) -> None:
-        """Write values to the columns of the K tokens, where they are this rank's."""
+        """Write values to the columns of the K tokens that belong to this rank."""
         if self._part is None:
             target.scatter_(1, self._ids, values)
             return

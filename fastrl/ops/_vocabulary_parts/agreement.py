@@ -1,4 +1,4 @@
-"""What the ranks of a split vocabulary tell each other before a call, and must agree on."""
+"""The agreement of the ranks of a split vocabulary before a call: sizes and equal arguments."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from fastrl.tracing import is_traced, is_transformed
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: The dimension in which an argument is split; its values are the rank's own.
+#: The dimension in which an argument is split; each rank has its own values.
 _SPLIT = {"logits": -1, "weight": 0, "bias": 0, "lora": 0}
-#: What each rank computes and may round differently; its values are not compared.
+#: Arguments that ranks compute and may round differently; their values are not compared.
 _COMPUTED = ("hidden",)
 _REFUSED = -1  # in place of the size of a part
-_MOST = 32  # arguments; what a rank sends is as long for every function
+_MOST = 32  # arguments; all functions send messages of one length
 
 
 def ranks_agree(function: Callable[P, R]) -> Callable[P, R]:
     """Let all ranks of a split vocabulary make the same call, or raise on all of them.
 
-    With a group, also one of a DTensor, the function gets an `Agreement` as `vocab_group`. It must
-    ask that for the `parts` once all checks are done.
+    With a group, even that of a DTensor, the function gets an `Agreement` as `vocab_group`, and
+    must call its `parts` once all checks are done.
     """
     names = [*_signature(function).parameters]
     part = "logits" if "logits" in names else "weight"
@@ -43,7 +43,7 @@ def ranks_agree(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if agreement_of(kwargs.get("vocab_group")) is not None:  # for the function that calls this
+        if agreement_of(kwargs.get("vocab_group")) is not None:  # the caller has made it
             return function(*args, **kwargs)
         group = checked_group(kwargs.get("vocab_group"), "vocab_group")
         if group is None:
@@ -61,7 +61,7 @@ def ranks_agree(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def agreement_of(vocab_group: object) -> Agreement | None:
-    """Return what a function of `ranks_agree` was given as `vocab_group`."""
+    """Return the `Agreement` that a function of `ranks_agree` got as `vocab_group`, or None."""
     return vocab_group if isinstance(vocab_group, Agreement) else None
 
 
@@ -90,7 +90,7 @@ class Agreement:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> None:
-        """`function` is called with `args` and `kwargs`."""
+        """Describe the call of `function` with `args` and `kwargs`."""
         self.group, self.args, self.kwargs = group, args, kwargs
         self._function = function
         self._given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -102,7 +102,7 @@ class Agreement:
             torch.cuda.is_current_stream_capturing()
         )
         if captured or any(map(is_traced, self._given)):
-            # only inside torch.func the other ranks can be told
+            # the other ranks can be told only inside torch.func
             self._waits = self._waits and is_transformed() and not captured
             raise ValueError(
                 "vocab_group cannot be used in a trace, in torch.func or while a CUDA graph is "
@@ -115,10 +115,10 @@ class Agreement:
             self._exchanged([_REFUSED])
 
     def parts(self, size: int, active: Tensor, backend: str) -> VocabularyParts:
-        """Exchange the sizes of the parts; compare the arguments, and which backend computes.
+        """Exchange the sizes of the parts; compare the arguments and the backend.
 
-        Takes one collective of 66 integers, which the host waits for. `active` says which tokens
-        count; what is given for others is not compared.
+        It takes one collective of 66 integers, for which the host waits. `active` says which tokens
+        count; values of other tokens are not compared.
 
         Raises:
             ValueError: a part is empty, arguments differ between ranks, or a rank has refused.
@@ -129,8 +129,8 @@ class Agreement:
         reduce = bool(given.get("reduce_hidden_gradient", True))
         if not self._waits and size > 0:
             return WHOLE
-        given["backend"] = backend  # what computes is compared, not how it was chosen
-        if given.get("teacher") is not None:  # a part of it is this rank's own
+        given["backend"] = backend  # the resolved one: ranks may have chosen it in different ways
+        if given.get("teacher") is not None:  # compare what is not this rank's part of it
             given["teacher"] = given["teacher"]._shared()
         if "objective" in given:
             given["objective"] = as_objective(given["objective"])
@@ -153,9 +153,9 @@ class Agreement:
         return VocabularyParts(self.group.group_name, dist.get_rank(self.group), sizes, reduce)
 
     def _exchanged(self, numbers: Sequence[int], digests: Tensor | None = None) -> list[list[int]]:
-        """Return what each rank sends."""
+        """Return the messages of all ranks."""
         self._waits = False
-        # a rank that refuses may have been given tensors on other devices than those of the group
+        # a rank that refuses may have got tensors on devices that the group does not support
         kinds = [device.type for device in self.group._device_types]
         devices = [x.device for x in self._given if x.device.type in kinds]
         devices.sort(key=lambda device: device.type == "cpu")
@@ -226,7 +226,7 @@ def _counted(active: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _digests(given: Mapping[str, Sequence[Tensor]], active: Tensor, counted: Tensor) -> Tensor:
-    """Return for each argument an integer that differs where values do, but for a coincidence."""
+    """Return an integer per argument that differs if its values do, except by coincidence."""
     bits = [
         torch.cat([_integers(x, name, active, counted) for x in each])
         for name, each in given.items()
@@ -239,7 +239,7 @@ def _digests(given: Mapping[str, Sequence[Tensor]], active: Tensor, counted: Ten
 
 
 def _integers(values: Tensor, name: str, active: Tensor, counted: Tensor) -> Tensor:
-    """Return the bits of values as `[N]`, of those that belong to no active token as of 0."""
+    """Return the bits of values as `[N]`, with 0 for those that belong to no active token."""
     real = values.is_floating_point()
     values = values.detach().to(torch.float64 if real else torch.int64)
     if name == "cu_seqlens":  # may have as many entries as there are tokens

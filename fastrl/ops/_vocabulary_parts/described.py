@@ -1,4 +1,4 @@
-"""Descriptions of arguments that are the same in every process, to be compared between ranks."""
+"""Descriptions of arguments that are equal in every process, for comparison between ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _PLAIN = (str, type(None), bytes, bytearray, slice, range, Enum, torch.dtype, Nu
 def described(
     value: Any, split: int | None = None, known: dict[int, tuple[object, str]] | None = None
 ) -> str:
-    """Return what is the same in two processes with the same argument, without values of tensors.
+    """Return a description that is equal in two processes with the same argument.
 
-    Numbers of the same value are the same, whatever their type. `split` is a dimension in which
-    tensors may differ; `known` has what was described before, by its id, and keeps it alive.
+    Values of tensors are left out. Numbers of equal value are the same, whatever their type.
+    `split` is a dimension in which tensors may differ; `known` maps the id of an object to the
+    object, which it keeps alive, and its description.
     """
     if isinstance(value, Tensor):
         shape = [*value.shape]
@@ -39,7 +40,7 @@ def described(
         return repr(value)
     known = {} if known is None else known
     if id(value) not in known:
-        known[id(value)] = value, "..."  # within itself
+        known[id(value)] = value, "..."  # for references to itself
         inner = functools.partial(described, split=split, known=known)
         known[id(value)] = value, _of_parts(value, inner)
     return known[id(value)][1]
@@ -59,7 +60,7 @@ def _of_parts(value: Any, inner: Any) -> str:
 
 
 def _made_of(value: Any) -> object:
-    """Return what makes one function do something else than another of the same name."""
+    """Return the parts in which functions of the same name can differ."""
     value = getattr(value, "_torchdynamo_orig_callable", value)
     if isinstance(value, CodeType):
         return value.co_code, value.co_names, value.co_consts
@@ -73,7 +74,7 @@ def _made_of(value: Any) -> object:
     if isinstance(value, type) or not (is_dataclass(value) or callable(value)):
         return None
     if isinstance(value, torch.nn.Module) and any(True for _ in value.parameters()):
-        return None  # a model holds more than what the function does, also its place in the run
+        return None  # a model holds more than its function: its state in the run
     return type(value).__call__ if callable(value) else None, _attributes(value)
 
 

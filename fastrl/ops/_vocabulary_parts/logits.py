@@ -60,7 +60,7 @@ def split_logits(
 def parts_of_logits(
     logits: Tensor, rows: RowArguments, agreement: Agreement | None, backend: str
 ) -> VocabularyParts:
-    """Exchange the sizes of the parts `[B, T, V]`, once everything has been checked."""
+    """Exchange the sizes of the parts `[B, T, V]` once everything has been checked."""
     if agreement is None:
         return WHOLE
     return agreement.parts(logits.shape[-1], counted_rows(rows), backend)

@@ -1,4 +1,4 @@
-"""Which part of the vocabulary each rank of a process group has."""
+"""The part of the vocabulary that each rank of a process group has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TENSOR_PARALLEL = "tp"
 
 
 class VocabularyParts(NamedTuple):
-    """The parts of a vocabulary in rank order, as operators take them; no group: it is whole."""
+    """The parts of a vocabulary in rank order, for operators; without a group it is whole."""
 
     group: str  # the name of the process group
     rank: int  # of this process in it
@@ -40,7 +40,7 @@ WHOLE = VocabularyParts("", 0, [], True)
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return a process group by its name, as operators take it."""
+    """Return a process group by its name, which operators take."""
     module = cast("Any", dist.distributed_c10d)
     return cast("dist.ProcessGroup", module._resolve_process_group(name))
 
@@ -50,7 +50,7 @@ def group_of(
 ) -> dist.ProcessGroup | None:
     """Return the group over which a tensor is split in dimension `dim`, or None if it is whole.
 
-    That is `vocab_group`, or the one of the mesh dimension `tp` over which a DTensor is sharded.
+    It is `vocab_group`, or the group of the mesh dimension `tp` over which a DTensor is sharded.
 
     Raises:
         TypeError: `vocab_group` is not a process group with this rank in it.
@@ -79,5 +79,5 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def local_part(value: Any) -> Any:
-    """Return this rank's part of a DTensor, differentiable; anything else as it is."""
+    """Return this rank's part of a DTensor, differentiable; return anything else unchanged."""
     return value.to_local() if is_sharded(value) else value

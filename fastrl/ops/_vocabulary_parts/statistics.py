@@ -1,10 +1,10 @@
 """Statistics of rows whose vocabulary is split: every rank's share, exchanged and combined.
 
-A rank runs the same kernels on its part as on a whole row, with ids of its own columns. What they
-return is combined by `reference.whole_stats`. The kernels of the backward take the statistics of
-the whole row, and exponents relative to its maximum, so they need nothing but other slopes: with
-y the token, dL/dz_j = g ([j = y] - p_j) is -g p_j on the ranks that do not have y, which is the
-gradient of the log-sum-exp.
+A rank runs the same kernels on its part as on a whole row, with ids of its own columns, and
+`reference.whole_stats` combines the results. The backward kernels take the statistics of the whole
+row, and exponents relative to its maximum, so only the slopes differ: with y the token,
+dL/dz_j = g ([j = y] - p_j) is -g p_j on the ranks that do not have y, which is the gradient of the
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PartRows(NamedTuple):
         ids = rows.token_ids
         own = (ids >= start) & (ids < start + size)
         known = (ids >= 0) & (ids < sum(parts.sizes))
-        # ids now count from this part, so one may equal ignore_index
+        # ids now count from the start of this part, so one may equal ignore_index
         local = rows._replace(
             token_ids=torch.where(own, ids - start, 0), mask=active, ignore_index=-1
         )
@@ -103,7 +103,7 @@ def part_stats(
         called(operators(backend).token_stats_fwd, logits, *rows, with_entropy, with_sum_sq_probs)
     )
     token_logit = logits.gather(-1, rows.token_ids[..., None])[..., 0].to(stats.log_sum.dtype)
-    empty = stats.logsumexp == float("-inf")  # of nothing but -inf: it adds nothing
+    empty = stats.logsumexp == float("-inf")  # all logits are -inf: it adds nothing
     return torch.stack(
         reference.PartStats(
             row_max=torch.where(empty, float("-inf"), stats.row_max),
@@ -124,9 +124,10 @@ def write_part_gradient(
     *,
     narrow: bool = False,
 ) -> None:
-    """Overwrite the logits `[B, T, V]` of a part with dL/dlogits; `stats` are of the whole rows.
+    """Overwrite the logits `[B, T, V]` of a part with dL/dlogits.
 
-    `slopes` are of logprob, entropy and logsumexp, `[B, T]`.
+    `stats` are those of the whole rows; `slopes` are those of logprob, entropy and logsumexp,
+    `[B, T]`.
     """
     of_part = part.slopes(slopes)
     if backend == "reference":
@@ -140,7 +141,7 @@ def write_part_gradient(
 
 
 def gradient_arguments(part: PartRows, stats: RowStats, slopes: Slopes) -> tuple[object, ...]:
-    """Return what `token_stats_bwd` takes beside the logits."""
+    """Return the arguments of `token_stats_bwd` besides the logits."""
     of_part = (None if slope is None else slope.contiguous() for slope in slopes)
     return (*part.rows, stats.row_max, stats.log_sum, stats.entropy, *of_part)
 
@@ -149,7 +150,7 @@ class Exchange:
     """The statistics of a part on their way to the other ranks."""
 
     def __init__(self, stats: Tensor, parts: VocabularyParts) -> None:
-        """`stats`: from `part_stats`."""
+        """Start to send `stats` from `part_stats`."""
         self._own = stats  # kept until it is sent
         self._gathered, self._work = start_gather(stats, parts.process_group())
 

@@ -1,1 +1,1 @@
-"""The reverse scan of generalised advantage estimation."""
+"""The reverse scan of generalized advantage estimation."""

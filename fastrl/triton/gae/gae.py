@@ -1,14 +1,14 @@
-"""Generalised advantage estimation as a scan from the last token to the first.
+"""Generalized advantage estimation as a scan from the last token to the first.
 
 All sequences lie in one flat run of tokens, cut into chunks of `BLOCK`, so a long row is spread
-over many programs and short ones share one. What a token hands to the valid token before it,
-h_t = gamma V_t + gamma lam A_t with A_t = r_t - V_t + h_{t+1}, is affine in what it received, and
-affine maps compose. A thread holds four neighbouring tokens (16 bytes), composes them one after
-the other, and a scan over the threads, loaded in reverse, gives each what comes from behind it.
-The tree of compositions is fixed, so two runs agree to the bit.
+over many programs and short rows share one. A token passes a state to the valid token before it,
+h_t = gamma V_t + gamma lam A_t with A_t = r_t - V_t + h_{t+1}. It is affine in the state that the
+token received, and affine maps compose. A thread holds four neighboring tokens (16 bytes) and
+composes them one after another; a scan over the threads, loaded in reverse, gives each thread the
+state from behind it. The tree of compositions is fixed, so two runs agree to the bit.
 
-Where whole sequences fit in a chunk, one launch does it; else the first launch leaves one map per
-chunk and the second composes those behind its own chunk before it writes.
+If whole sequences fit in a chunk, one launch suffices. Otherwise the first launch leaves one map
+per chunk, and the second composes the maps behind its own chunk before it writes.
 """
 
 from typing import Any, NamedTuple
@@ -38,14 +38,14 @@ BEHIND = tl.constexpr(64)  # later chunks whose maps a program composes at a tim
 # which launch
 ONLY = tl.constexpr(0)  # sequences end inside their chunk
 MAPS = tl.constexpr(1)  # first of two: the map of each chunk
-APPLY = tl.constexpr(2)  # second of two: what comes from behind, then advantages
+APPLY = tl.constexpr(2)  # second of two: the state from behind, then advantages
 
 
 class Inputs(NamedTuple):
     """The tensors of the operator."""
 
     rewards: Any
-    value_estimates: Any  # tuples of Triton have a member `values`
+    value_estimates: Any  # `values` is a member of Triton's tuples
     mask: Any
     terminated: Any
     truncated: Any
@@ -54,18 +54,18 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the operator returns."""
+    """The results of the operator."""
 
     advantages: Any
     returns: Any
 
 
 class Specialization(NamedTuple):
-    """What the kernel is compiled for.
+    """The constants that a kernel is compiled for.
 
     Attributes:
-        state: of one number, or what the second is.
-        phase: which launch it is.
+        state: whether the state is one number, or the meaning of the second.
+        phase: the launch: the only one, or one of two.
         aligned: whether chunks begin at multiples of 16 bytes.
         block: tokens of a program.
     """
@@ -77,9 +77,9 @@ class Specialization(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token of every thread, or its four.
+    """One token of every thread, or all four.
 
-    `after` is what follows the last token of a sequence, or the bootstrap value of each token.
+    `after` is the value after the last token of a sequence, or the bootstrap value of each token.
     """
 
     active: Any
@@ -93,7 +93,7 @@ class Token(NamedTuple):
 
 @triton.jit
 def _quarters(x):
-    """Return the four columns of `[G, 4]`, which one thread holds."""
+    """Return the four columns of `[G, 4]`; one thread holds a row."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2]))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -109,14 +109,14 @@ def _joined(quarters):
 
 @triton.jit
 def _precede(received, quads, i: tl.constexpr, gamma, decay, STATE: tl.constexpr):
-    """Return the advantage of a token and what it hands on: token i of each thread's four."""
+    """Return the advantage of token i of each thread's four, and the state that it passes on."""
     token = Token(
         quads.active[i], quads.reward[i], quads.value[i], quads.terminated[i],
         quads.truncated[i], quads.is_last[i], quads.after[i],
     )  # fmt: skip
     PER_TOKEN: tl.constexpr = STATE == UNMET
     constant, trace, by_next, value, is_open = received
-    # behind the last token of a sequence comes gamma times what follows it
+    # the state behind the last token of a sequence is gamma times the value that follows
     constant = tl.where(token.is_last, 0.0 if PER_TOKEN else gamma * token.after, constant)
     trace = tl.where(token.is_last, 0.0, trace)
     if STATE != ONE_NUMBER:
@@ -151,7 +151,7 @@ def _precede(received, quads, i: tl.constexpr, gamma, decay, STATE: tl.constexpr
 
 @triton.jit
 def _from_behind(maps, chunk, chunks, STATE: tl.constexpr):
-    """Compose the maps of the chunks behind, until one does not depend on what is behind it."""
+    """Compose the maps of the chunks behind, until one is independent of the rest."""
     behind = identity_map(tl.zeros([1], tl.float32).sum(0))
     at = chunk + 1
     needed = behind.trace != 0
@@ -223,7 +223,7 @@ def gae_kernel(inputs, out, maps, tokens, length, sequences, span, gamma, lam, S
         behind = identity_map(tl.zeros([1], tl.float32).sum(0))
         if PHASE == APPLY:
             behind = _from_behind(maps, chunk, tl.num_programs(0), STATE)
-        # of a known state, here zero, a map is its constant and its value
+        # applied to a known state, here zero, a map gives its constant and its value
         received = compose(behind, before)
         zero = tl.zeros([GROUPS], tl.float32)
         state = GaeMap(received.constant, zero, zero, received.value, zero)

@@ -1,10 +1,10 @@
 """Affine maps that carry the GAE state across a run of tokens, and how they compose.
 
-The state goes from the last token to the first. It is what a token hands to the one before it, h,
-and where that does not suffice a second number u: gamma V of the next valid token (a truncated
-token needs it without the trace), or, with a bootstrap value per token, 1 until a valid token has
-been met. A map gives the new state from an old one (h0, u0):
-h = constant + trace h0 + next u0, u = value + open u0.
+The state goes from the last token to the first. It is h, which a token passes to the one before it,
+and where h does not suffice a second number u: gamma V of the next valid token (a truncated token
+needs it without the trace), or, with a bootstrap value per token, 1 until the first valid token. A
+map gives the new state from an old one (h0, u0): h = constant + trace h0 + next u0,
+u = value + open u0.
 """
 
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# the state: one number, or what the second is
+# the state: one number, or the meaning of the second
 ONE_NUMBER = tl.constexpr(0)
 NEXT_VALUE = tl.constexpr(1)
 UNMET = tl.constexpr(2)
 
 
 class GaeMap(NamedTuple):
-    """With a state of one number `next`, `value` and `open` are not used."""
+    """An affine map; with a state of one number, `next`, `value` and `open` are not used."""
 
     constant: Any
     trace: Any
@@ -30,13 +30,13 @@ class GaeMap(NamedTuple):
 
 @triton.jit
 def _times(factor, x):
-    # a cut (factor 0) holds back NaN too
+    # a cut (factor 0) also stops NaN
     return tl.where(factor != 0, factor * x, 0.0)
 
 
 @triton.jit
 def identity_map(like):
-    """Return the map that changes nothing, of the shape of `like`."""
+    """Return the identity map in the shape of `like`."""
     zero = tl.zeros_like(like)
     return GaeMap(zero, zero + 1.0, zero, zero, zero + 1.0)
 
@@ -54,7 +54,7 @@ def compose(first, then):
 def _scan(
     a1, c1, g1, w1, k1, ia, ic, ig, iw, ik, a2, c2, g2, w2, k2, ja, jc, jg, jw, jk
 ):  # fmt: skip
-    """Compose maps, and beside each the map of all that came before it."""
+    """Compose maps, each together with the map of all that came before it."""
     first = GaeMap(a1, c1, g1, w1, k1)
     upto = compose(first, GaeMap(a2, c2, g2, w2, k2))
     before = compose(first, GaeMap(ja, jc, jg, jw, jk))
@@ -71,7 +71,7 @@ def _scan_without_value(a1, c1, ia, ic, a2, c2, ja, jc):
 
 @triton.jit
 def scanned(maps, STATE: tl.constexpr):
-    """Compose the maps of a chunk's groups: return all up to each, and all before each."""
+    """Return the compositions of a chunk's groups up to each group, and before each group."""
     none = identity_map(maps.constant)
     if STATE == ONE_NUMBER:
         constant, trace, constant_before, trace_before = tl.associative_scan(
@@ -105,7 +105,7 @@ def last_map(maps):
 
 @triton.jit
 def store_map(maps, chunk, chunks, found, STATE: tl.constexpr):
-    """Store the map of a chunk: a row of `maps` for each field that is used."""
+    """Store the map of a chunk: one row of `maps` for each used field."""
     at = maps + chunk
     tl.store(at, found.constant)
     tl.store(at + chunks, found.trace)
@@ -117,7 +117,7 @@ def store_map(maps, chunk, chunks, found, STATE: tl.constexpr):
 
 @triton.jit
 def load_maps(maps, chunk, chunks, STATE: tl.constexpr):
-    """Load the maps of a vector of chunks; beyond the last chunk is the identity."""
+    """Load the maps of a vector of chunks; the identity lies beyond the last chunk."""
     known = chunk < chunks
     at = maps + chunk
     constant = tl.load(at, mask=known, other=0.0)

@@ -1,13 +1,13 @@
 """Advantages of rewards relative to their group, in one launch; scaled by the batch in two.
 
-A program compares its rewards with every reward that may be of their groups, whatever the order:
-three sweeps (size and largest, mean, deviation) over the group's neighbourhood where groups are
-consecutive, over the whole batch where ids name them. A batch with ids that is too large for that
-is sorted by torch first, and the sweeps run over runs of equal ids.
+A program compares its rewards with every reward that may be in their groups, in any order: three
+sweeps (size and largest, mean, deviation) over the neighborhood of the groups if they are
+consecutive, or over the whole batch if ids name them. If a batch with ids is too large for that,
+torch sorts it first, and the sweeps run over runs of equal ids.
 
-There is no 64-bit float: each reward is cut at a power of two above the sum of its group into a
-part whose sums are exact and a rest that is tiny, so the mean is known beyond float32 and a
-difference from it is right to its own last digits. Nothing may be contracted into an FMA here.
+The kernels use no 64-bit floats. A power of two above the sum of its group cuts each reward into a
+part whose sums are exact and a tiny rest, so the mean is known beyond float32, and a difference
+from it is correct to its own last digits. Nothing may be contracted into an FMA here.
 """
 
 import torch
@@ -20,7 +20,7 @@ ROWS = 16  # rewards of a program
 COLUMNS = 64  # rewards that they are compared with at a time
 ALL_PAIRS = 4096  # the largest batch of ids that is not sorted first
 ONE_PROGRAM = 16384  # the largest batch whose std is found by one program
-BATCH_COLUMNS = 2048  # rewards that it takes at a time
+BATCH_COLUMNS = 2048  # rewards that this program takes at a time
 BATCH_WARPS = 16
 
 LEAVE_ONE_OUT = tl.constexpr(BASELINES.index("leave_one_out"))
@@ -67,7 +67,7 @@ def _reward(at, rewards, order, limit, MODE: tl.constexpr):
 
 @triton.jit
 def _bound(key, group_ids, count, ABOVE: tl.constexpr):
-    """Return where in sorted ids the first is that is not below the key (ABOVE: above it)."""
+    """Return the place in sorted ids of the first that is not below (ABOVE: above) the key."""
     low = tl.zeros_like(key)
     high = low + count
     while low < high:
@@ -94,7 +94,7 @@ def _neighbours(first, last, group_ids, group_size, count, MODE: tl.constexpr):
 
 @triton.jit
 def _mean(high, low, size):
-    """Divide a sum that is given in two parts; return the quotient in two parts."""
+    """Divide a sum in two parts; return the quotient in two parts."""
     mean = tl.div_rn(high, size)
     # mean * size without rounding, after Dekker: halves of the digits multiply exactly
     upper, count = mean * 4097, size * 4097
@@ -115,7 +115,7 @@ def _std(squares, size, correction, scale):
 
 @triton.jit
 def _known(begin, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, MODE: tl.constexpr):
-    """Say which of COLUMNS rewards belong to a group without NaN and infinities."""
+    """Return which of COLUMNS rewards belong to a group without NaN and infinities."""
     columns = tl.arange(0, COLUMNS)
     key = _key(begin + columns, group_ids, group_size, count, MODE)
     last = tl.minimum(begin + COLUMNS, count) - 1
@@ -132,7 +132,7 @@ def _known(begin, rewards, group_ids, group_size, count, COLUMNS: tl.constexpr, 
 def _batch_std(
     rewards, group_ids, group_size, count, correction, COLUMNS: tl.constexpr, MODE: tl.constexpr
 ):
-    """Return the deviation of all rewards whose group is finite."""
+    """Return the standard deviation of all rewards whose group is finite."""
     columns = tl.arange(0, COLUMNS)
     broken = tl.zeros([COLUMNS], tl.int32)
     for begin in range(0, count, COLUMNS):
@@ -168,7 +168,7 @@ def _batch_std(
     return _std(tl.sum(squares, 0), size, correction, scale)
 
 
-# else code for aligned rewards would add them in another order
+# otherwise the code for aligned rewards would add them in another order
 @triton.jit(
     do_not_specialize=("count", "group_size"),
     do_not_specialize_on_alignment=("rewards", "group_ids"),
@@ -267,7 +267,7 @@ def group_advantages_kernel(
 def _compared(
     near, end, key, rewards, group_ids, order, group_size, COLUMNS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """Return the next rewards, and for each row which of them are of its group."""
+    """Return the next rewards, and for each row which of them are in its group."""
     at = near + tl.arange(0, COLUMNS)
     y = _reward(at, rewards, order, end, MODE)
     its_key = _key(at, group_ids, group_size, end, MODE)
@@ -338,7 +338,7 @@ def group_advantages_fwd(
 
 
 def _std_of_finite(rewards, means, correction):
-    """Return the deviation over a large batch, by torch: one program would take too long."""
+    """Return the standard deviation of a large batch, by torch: one program would be too slow."""
     known = means.isfinite()
     size = known.sum()
     x = torch.where(known, rewards, 0.0).double()

@@ -1,4 +1,4 @@
-"""How the program of a launch that finishes last is found; it adds up what all of them left."""
+"""Detection of the last program of a launch to finish, which adds up the results of all."""
 
 import torch
 import triton
@@ -7,12 +7,12 @@ import triton.language as tl
 
 @triton.jit
 def is_last(finished):
-    """Say whether all other programs have finished; what they stored can then be read."""
-    # all threads have stored what they leave before another program is told
+    """Return whether all other programs have finished, so that their results can be read."""
+    # all threads must have stored their results before other programs learn of it
     tl.debug_barrier()
     return tl.atomic_add(finished, 1) == tl.num_programs(0) - 1
 
 
 def count_of_finished(device):
-    """Return a zero for one launch; one kept for the next would not survive a private pool."""
+    """Return a zero counter for one launch; a private memory pool could reuse a kept one."""
     return torch.zeros(1, dtype=torch.int32, device=device)

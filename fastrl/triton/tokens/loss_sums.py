@@ -1,12 +1,12 @@
-"""The sums over tokens that programs leave, and how the last of them adds these up."""
+"""The sums over tokens that each program stores, and their total by the last program."""
 
 import triton
 import triton.language as tl
 
 from fastrl.contract import METRICS
 
-#: Every program leaves a row of sums: of the metrics, of the terms of the loss that are no metrics,
-#: and zeros up to a power of two.
+#: Every program stores a row of sums: those of the metrics, those of other terms of the loss, and
+#: zeros up to a power of two.
 _FIELDS = (*METRICS, "weighted_kl", "weighted_entropy")
 ROW = tl.constexpr(triton.next_power_of_2(len(_FIELDS)))
 _DOUBLINGS = tl.constexpr(ROW.value.bit_length() - 1)
@@ -21,7 +21,7 @@ _ACTIVE_TOKENS = tl.constexpr(_FIELDS.index("active_tokens"))
 _WEIGHTED_KL = tl.constexpr(_FIELDS.index("weighted_kl"))
 _WEIGHTED_ENTROPY = tl.constexpr(_FIELDS.index("weighted_entropy"))
 
-_ADDED_AT_A_TIME = tl.constexpr(64)  # programs
+_ADDED_AT_A_TIME = tl.constexpr(64)  # programs whose rows are added at a time
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def fold(x):
 
 @triton.jit
 def product(x, y):
-    """Return a rounded product, which no sum of lanes may take unrounded from one of them."""
+    """Return a rounded product: a sum of lanes must not take one lane's product unrounded."""
     return tl.fma(x, y, 0.0)
 
 
@@ -50,7 +50,7 @@ def fold_min(x):
 
 @triton.jit
 def _halves_joined(columns, half: tl.constexpr):
-    """Join the tensors that are half of all apart."""
+    """Join each tensor with the one half of the list away."""
     joined = ()
     for i in tl.static_range(half):
         pair = tl.join(columns[i], columns[i + half])
@@ -73,7 +73,7 @@ def _stacked(sums, weighted_kl, weighted_entropy):
 
 @triton.jit
 def store_sums(partial_sums, program, sums, ratio_max, ratio_min, weighted_kl, weighted_entropy):
-    """Leave the sums of a program, given as vectors; `sums` are `Metrics` but for the extremes."""
+    """Store the sums of a program, given as vectors; `sums` are `Metrics` without the extremes."""
     field = tl.arange(0, ROW)
     row = tl.sum(_stacked(sums, weighted_kl, weighted_entropy), 0)
     row = tl.where(field == _RATIO_MAX, tl.max(ratio_max, 0), row)
@@ -99,7 +99,7 @@ def finish(partial_sums, programs, loss_out, metrics, c):
     total = tl.sum(sums, 0)
 
     active = tl.sum(tl.where(field == _ACTIVE_TOKENS, total, 0.0), 0)
-    # NaN where a ratio is, which the extremes of the programs may have lost
+    # NaN if a ratio is NaN, which the extremes of the programs may have lost
     ratios = tl.sum(tl.where(field == _RATIO_MEAN, total, 0.0), 0)
     extreme = tl.where(field == _RATIO_MAX, tl.max(highest, 0), tl.min(lowest, 0))
     is_extreme = (field == _RATIO_MAX) | (field == _RATIO_MIN)

@@ -1,8 +1,9 @@
 """The policy loss from log-probabilities: loss, slope per token and every metric.
 
-A program takes a run of tokens (token level) or one sequence (the others, which read it again once
-its ratio is known) and leaves one row of sums. The program that finishes last, found by a counter
-that each call zeroes, adds the rows up in the order of the programs, so two runs agree to the bit.
+A program takes a run of tokens (at token level) or one sequence (at the other levels, which read it
+again once its ratio is known) and stores one row of sums. The program that finishes last, found by
+a counter that each call zeroes, adds up the rows in the order of the programs, so two runs agree to
+the bit.
 """
 
 from typing import Any, NamedTuple
@@ -47,12 +48,12 @@ from fastrl.triton.tokens.loss_sums import (
 )
 
 BLOCK = 1024  # tokens of a program at a time
-MOST_PROGRAMS = 512  # at token level: beyond it programs take several blocks
+MOST_PROGRAMS = 512  # at token level: with more blocks, a program takes several
 NUM_WARPS = 8
 
 
 class Outputs(NamedTuple):
-    """What the operator returns; no slope of the entropy where it has no coefficient."""
+    """The results of the operator; without an entropy coefficient there is no entropy slope."""
 
     loss: Any
     slope: Any
@@ -61,7 +62,7 @@ class Outputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block of tokens; what is not active enters all arithmetic as 0."""
+    """A block of tokens; inactive ones enter all arithmetic as 0."""
 
     at: Any
     sequence: Any
@@ -82,7 +83,7 @@ def _load_tokens(
     start, end, logprobs, mask, loss, length, sequence, BY_SEQUENCE: tl.constexpr,
     LEVEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load a block; `sequence` is the one it is of, or at token level how many there are."""
+    """Load a block; `sequence` is its sequence, or at token level the number of sequences."""
     block = tl.arange(0, BLOCK)
     at = start + block
     inside = at < end
@@ -140,7 +141,7 @@ def policy_loss_kernel(
         begin = tl.load(loss.cu_seqlens + program).to(tl.int64)
         end = tl.load(loss.cu_seqlens + program + 1).to(tl.int64)
     limit = tokens if LEVEL == TOKEN else end
-    if ALIGNED:  # no hint holds on an argument, so it goes through a division
+    if ALIGNED:  # a hint has no effect on an argument, hence the division
         begin = tl.multiple_of(begin, 4)
         limit = limit // 4 * 4
     sequence = sequences if LEVEL == TOKEN else program
@@ -160,7 +161,7 @@ def policy_loss_kernel(
             count += x.active.to(tl.float32)
         size = tl.maximum(tl.sum(count, 0), 1.0)
         mean = zero + tl.div_rn(tl.sum(total, 0), size)
-        alone = size == 1  # its ratio is its own, and the slope of the KL through it
+        alone = size == 1  # a single token has its own ratio, and the KL's slope through it
         if LEVEL == SEQUENCE and (THROUGH_RATIO or KL_GRADIENT == BIAS_CORRECTED):
             total = zero
             for start in range(begin, end, BLOCK):
@@ -258,7 +259,7 @@ def policy_loss_kernel(
 
 
 def _at_16_bytes(tensor):
-    """Return the tensor, a copy if it is a view that begins elsewhere."""
+    """Return the tensor, or a copy if it does not begin at a multiple of 16 bytes."""
     is_there = tensor is None or tensor.data_ptr() % 16 == 0
     return tensor if is_there else tensor.clone()
 
@@ -282,7 +283,7 @@ def policy_loss_fwd(logprobs, entropy, mask, *arguments):
     else:
         programs = sequences
     has_entropy_slope = c.entropy_coef != 0
-    # four tokens are in range or none is, and begin at a multiple of 16 bytes
+    # groups of four tokens are in range as a whole, and begin at multiples of 16 bytes
     by_four = tokens if level == "token" else span
     aligned = by_four % 4 == 0 and (level == "token" or loss.cu_seqlens is None)
     logprobs, entropy, mask = map(_at_16_bytes, (logprobs, entropy, mask))

@@ -1,8 +1,8 @@
 """The weight of a valid token of each sequence.
 
-Programs count the valid tokens of a sequence, or of some of its blocks where sequences are few. The
-program that finishes last, found by a counter that each call zeroes, adds up these counts, which
-are integers, and writes the weights.
+Programs count the valid tokens of a sequence, or of some of its blocks if sequences are few. The
+program that finishes last, found by a counter that each call zeroes, adds up these integer counts
+and writes the weights.
 """
 
 import torch
@@ -13,7 +13,7 @@ from fastrl.contract import AGGREGATIONS, AggregationArguments
 from fastrl.triton.tokens.last_program import count_of_finished, is_last
 
 BLOCK = 2048  # tokens of a program at a time
-MOST_PROGRAMS = 512  # beyond it sequences are not shared by programs
+MOST_PROGRAMS = 512  # with as many sequences, programs do not share them
 COUNTS = 1024  # counts that the last program adds at a time
 NUM_WARPS = 4
 
@@ -26,7 +26,7 @@ PROMPT_MEAN = tl.constexpr(AGGREGATIONS.index("prompt-mean"))
 
 @triton.jit
 def _tokens_of_groups(group, groups, counts, each, COLUMNS: tl.constexpr):
-    """Return the valid tokens of these groups; the counts of a group are `each` neighbours."""
+    """Return the valid tokens of these groups; each group has `each` neighboring counts."""
     total = tl.zeros([group.shape[0], COLUMNS], tl.int32)
     for first in range(0, each, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
@@ -42,7 +42,7 @@ def _write_weights(
     AGGREGATION: tl.constexpr, COUNT_EMPTY: tl.constexpr,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights of all sequences; outside of prompt-mean a group is one sequence."""
+    """Write the weights of all sequences; a group is one sequence except in prompt-mean."""
     SHARED: tl.constexpr = (AGGREGATION == SEQ_MEAN_TOKEN_MEAN) | (AGGREGATION == PROMPT_MEAN)
     each = group_size * splits
     denominator = 1.0

@@ -1,8 +1,8 @@
 """The divergence of rows of logits from a teacher's, and the gradient of the student's rows.
 
-With q of the student and p of the teacher, everything is made of y = log2 q/p, which is computed
-from the logits themselves, of the larger of the two, and of expm1(-|ln q/p|), as in
-csrc/cpu/vocabulary/divergence_blocks.h: differences of nearly equal rows keep their digits.
+With the student's q and the teacher's p, everything is computed from y = log2 q/p, which comes from
+the logits themselves, from the larger of the two, and from expm1(-|ln q/p|), as in
+csrc/cpu/vocabulary/divergence_blocks.h, so differences of nearly equal rows keep their digits.
 
 One program goes through both rows; the gradient begins at their end, as in row_gradient.py.
 """
@@ -35,7 +35,7 @@ from fastrl.triton.vocabulary.rows import (
     token_logit,
 )
 
-COLUMNS, MOST_LANES = tl.constexpr(8), 256  # of a lane in one step, and the most lanes
+COLUMNS, MOST_LANES = tl.constexpr(8), 256  # columns of a lane in one step, and the most lanes
 FORWARD_KL, REVERSE_KL = tl.constexpr(0), tl.constexpr(1)  # otherwise Jensen-Shannon
 
 OF_PAIR = len(RowArguments._fields) + len(TeacherScaling._fields)
@@ -45,7 +45,7 @@ OF_TOKENS = (*PER_TOKEN, *(f"teacher_{n}" for n in PER_TOKEN), "slope_mean", "gr
 
 
 class DivergenceMap(NamedTuple):
-    """What turns the logits of both rows into log2 of probabilities, and into log2 q/p."""
+    """The map from the logits of both rows to log2 of probabilities, and to log2 q/p."""
 
     binary_gain: Any
     squash: Any
@@ -57,7 +57,7 @@ class DivergenceMap(NamedTuple):
     teacher_log2_sum: Any
     same: Any  # whether z is the same function of the logit in both rows
     difference: Any  # then log2 q/p is (u - v - difference) * binary_gain - offset
-    error: Any  # what the rounding of that difference has left
+    error: Any  # the rounding error of that difference
     offset: Any
 
 
@@ -85,7 +85,7 @@ def _squash(x, squash, SPEC: tl.constexpr):
 
 @triton.jit
 def _difference(x, y, u, v, squash, SPEC: tl.constexpr):
-    """Return u - v of two logits of the same map, and what its rounding has left."""
+    """Return u - v of two logits of the same map, and its rounding error."""
     difference, error = u - v, 0.0
     if SPEC.softcap:  # tanh a - tanh b = (1 - tanh b) (1 + tanh a) (1 - exp(2 b - 2 a)) / 2
         distance = tl.abs(x - y) * squash
@@ -126,7 +126,7 @@ def _product_or_zero(probability, log):
 def divergence_terms(
     x, x_teacher, to, beta, KIND: tl.constexpr, SPEC: tl.constexpr, TEACHER: tl.constexpr
 ):
-    """Return what adds to the divergence and to slope_mean, q, log2 q, agrees and dv/dx."""
+    """Return the terms of the divergence and of slope_mean, q, log2 q, agrees and dv/dx."""
     u, derivative = _squash(x, to.squash, SPEC)
     v, _ = _squash(x_teacher, to.teacher_squash, TEACHER)
     log2_q = tl.fma(u - to.max, to.binary_gain, -to.log2_sum)
@@ -247,7 +247,7 @@ def divergence_bwd_kernel(
             if grad.dtype.element_ty != logits.dtype.element_ty:
                 tl.debug_barrier()  # the gradient may overwrite what others read of this block
             _v, slope, q, log2_q, _a, of_x = divergence_terms(x, y, to, beta, KIND, SPEC, TEACHER)
-            # with an upstream of 0 there is no teacher, whose row may be NaN
+            # with an upstream gradient of 0 ignore the teacher's row, which may be NaN
             q = tl.where(upstream == 0, tl.exp2(log2_q), q)
             of_row = tl.fma(at_least(log2_q), linear, constant) if SPEC.entropy else constant
             g = tl.where(columns == token, 0.0, q * of_row)
@@ -268,7 +268,7 @@ def _launch(
     given = dict(zip(kernel.arg_names, saved, strict=False))
     beta, entropy = given["beta"], given.get("grad_entropy") is not None
     options = launch_options(logits, *grad, softcap=rows.logit_softcap, entropy=entropy)
-    # the other fields are not used here, and would only lead to further compilations
+    # these kernels do not use the other fields, which would only lead to further compilations
     lanes = min(options["SPEC"].lanes, MOST_LANES)
     used = {"lanes": lanes, "width": 0, "edges": False, "together": False}
     options["num_warps"] = max(1, options["num_warps"] * lanes // options["SPEC"].lanes)

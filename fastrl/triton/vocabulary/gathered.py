@@ -1,8 +1,8 @@
 """Products of hidden states with some rows of an LM head, and the sums of their gradients.
 
-With ids `[C, K]` of rows of the matrix, below 0 for none; all sums are in float32. The terms of an
-id are added in their order, in blocks of terms sorted by id, whose edges depend on the number of
-terms alone: the same bits in every run.
+The ids `[C, K]` are those of rows of the matrix, and one below 0 stands for no row. All sums are in
+float32. The terms of an id are added in order, in blocks of terms sorted by id. The edges of these
+blocks depend on the number of terms alone, so every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Ids and columns of the matrix in a tile, of which a lane reads 16 bytes at a time.
+#: Ids and columns of the matrix in a tile; a lane reads 16 bytes of it at a time.
 IDS, WIDTH = 8, 256
 WARPS = 2
-#: Columns of a sum of terms, for one warp: more terms each than what their ids and places cost.
+#: Columns of a sum of terms, for one warp: enough to outweigh the loads of ids and places.
 SCATTERED_WIDTH = 512
-#: Sorted terms of a block, at least, and blocks at most, which bounds the memory of their edges.
+#: The fewest sorted terms of a block, and the most blocks, which bounds the memory of their edges.
 BLOCK, MOST_BLOCKS = 64, 2048
 
 
@@ -110,7 +110,7 @@ def edge_sums_kernel(
     last = tl.minimum(first + block, total) - 1
     token = tl.load(ids + last)
     before = tl.load(ids + first - 1, mask=first > 0, other=-1) == token
-    stop = tl.load(stops + index)  # behind the terms of this id
+    stop = tl.load(stops + index)  # the end of this id's terms
     if (token >= 0) & (before == 0) & (stop > last + 1):
         sums = tl.load(tails + index * width + h, mask=mask, other=0.0)
         for after in range(index + 1, (stop - 1) // block + 1):

@@ -49,7 +49,7 @@ def _slopes(
     logprob, index, length, sequences, loss, c, BY_SEQUENCE: tl.constexpr,
     SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Return dL/dlogprob and dL/dentropy of a row; all that depends on the loss is here."""
+    """Return dL/dlogprob and dL/dentropy of a row, the only values that depend on the loss."""
     if loss.cu_seqlens is None:
         sequence = index // length
     else:

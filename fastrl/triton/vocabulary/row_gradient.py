@@ -1,9 +1,10 @@
-"""The second sweep over a row: its gradient, which may take the place of the logits.
+"""The second sweep over a row: its gradient, which may overwrite the logits.
 
-With p_j = 2^t_j norm the gradient of a row is p_j (constant + linear t_j); at the token dL/dlogprob
-is added. The row is read from its end, which the first sweep has left in cache. A bfloat16 gradient
-of float32 logits may fill the second half of their row: element j then begins at byte
-2 stride + 2 j >= 4 j, beyond all logits that are still to be read once those of its block are.
+With p_j = 2^t_j norm the gradient of a row is p_j (constant + linear t_j), plus dL/dlogprob at the
+token. The row is read from its end, which the first sweep has left in cache. A bfloat16 gradient of
+float32 logits may fill the second half of their row: element j then begins at byte
+2 stride + 2 j >= 4 j, so once its block is read, it lies beyond all logits that are still to be
+read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fastrl.triton.vocabulary.rows import (
 
 
 class Slopes(NamedTuple):
-    """The derivatives of the loss by the statistics of a row."""
+    """The derivatives of the loss with respect to the statistics of a row."""
 
     logprob: Any
     entropy: Any
@@ -37,7 +38,7 @@ class Slopes(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """The gradient of a row is 2^t (constant + linear t), under a softcap times dv/dx."""
+    """The gradient of a row, 2^t (constant + linear t), under a softcap times dv/dx."""
 
     constant: Any
     linear: Any
@@ -52,7 +53,7 @@ def _head(grad, vocabulary, SPEC: tl.constexpr):
 
 @triton.jit
 def _edges(head, vocabulary, split, owner_of_tail, SPEC: tl.constexpr):
-    """Return the columns at the ends of a row that do not fill 16 bytes, and which there are."""
+    """Return the columns at the ends of a row that do not fill 16 bytes, and their mask."""
     WIDTH: tl.constexpr = SPEC.width
     place = tl.arange(0, 2 * WIDTH)
     tail = place - WIDTH + head + (vocabulary - head) // WIDTH * WIDTH
@@ -84,14 +85,14 @@ def _block_gradient(
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     tiles = load_block(block, limit, MASKED, SPEC.together, SPEC)
     if grad.dtype.element_ty != block.dtype.element_ty:
-        tl.debug_barrier()  # the gradient may overwrite what other threads read of this block
+        tl.debug_barrier()  # the gradient may overwrite logits that other threads read
     for tile in tl.static_range(TILES):
         g = _gradient(tiles[tile], row_terms, binary_gain, reference, squash, SPEC)
         place = grad + tile_columns(tile, SPEC)
         if MASKED:
             mask = tile_mask(tile, limit, SPEC.width, SPEC)
             tl.store(place, g.to(grad.dtype.element_ty), mask=mask, cache_modifier=".cs")
-        else:  # read once at most: the rest of the row is to stay in the cache
+        else:  # read at most once more: the rest of the row must stay in the cache
             tl.store(place, g.to(grad.dtype.element_ty), cache_modifier=".cs")
 
 
@@ -141,18 +142,18 @@ def row_gradient(
 
     Args:
         row: pointer to the logits.
-        grad: pointer to the gradient; may be the same, or half a row on with half the width.
-        has_gradient: whether the gradient of the row may be other than zero.
-        token: its column, -1 where the id is outside the vocabulary.
-        x: its logit, NaN where it has no column; None where it is still in the row.
+        grad: pointer to the gradient; the same, or half a row further with half the width.
+        has_gradient: whether the gradient of the row may be nonzero.
+        token: the column of the token, -1 if its id is outside the vocabulary.
+        x: the logit of the token, NaN if it has no column; None if it is still in the row.
         stats: `Statistics` of the row.
         slopes: `Slopes` of the row.
         vocabulary: columns of the row.
         gain: dz/dv.
         binary_gain: gain in exponents of two.
-        squash: inside the softcap.
-        split: the number of this program among those that share the row.
-        splits: how many share it.
+        squash: the factor inside the softcap.
+        split: the index of this program among those that share the row.
+        splits: the number of programs that share the row.
         SPEC: `Specialization` of the launch.
     """
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * SPEC.lanes
@@ -190,7 +191,7 @@ def row_gradient(
         if SPEC.edges:
             edges, is_mine = _edges(head, vocabulary, split, full % splits, SPEC)
             x_edges = tl.load(row + edges, mask=is_mine, other=0).to(tl.float32)
-        tl.debug_barrier()  # everyone has read these logits before anyone overwrites them
+        tl.debug_barrier()  # all threads must read these logits before any overwrites them
         if has_tail:
             _block_gradient(
                 blocks + tail, grad_blocks + tail, limit, row_terms,
@@ -202,7 +203,7 @@ def row_gradient(
                 blocks + start, grad_blocks + start, BLOCK, row_terms,
                 binary_gain, reference, squash, False, SPEC,
             )  # fmt: skip
-        tl.debug_barrier()  # what follows overwrites logits, and an element of the token's block
+        tl.debug_barrier()  # the following stores overwrite logits, and one in the token's block
         if SPEC.edges:
             g = _gradient(x_edges, row_terms, binary_gain, reference, squash, SPEC)
             mask = is_mine & (edges != token)

@@ -1,9 +1,9 @@
-"""How a block of a row is read, so that each lane gets its columns wherever the row begins.
+"""Loads of a block of a row that give each lane its columns wherever the row begins.
 
-A lane reads 16 bytes at a time where rows are aligned. Elsewhere it reads words of 4 bytes: 16-bit
-logits that begin in the middle of a word are shifted into place. Either way memory is read in
-whole words, or 16 bytes, of which one column at least is wanted: never beyond the 16 bytes that
-hold a row's first or last column.
+If rows are aligned, a lane reads 16 bytes at a time. Otherwise it reads words of 4 bytes, and
+shifts 16-bit logits that begin in the middle of a word into place. Each word, or 16 bytes, that is
+read contains at least one wanted column, so no load goes beyond the 16 bytes that hold a row's
+first or last column.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastrl.triton.vocabulary.rows import COLUMNS_PER_LANE
 
 @triton.jit
 def _lane_starts(tile, each: tl.constexpr, SPEC: tl.constexpr):
-    """Return where each lane starts in a tile, of `each` columns or words a lane."""
+    """Return where each lane starts in a tile with `each` columns or words per lane."""
     LANES: tl.constexpr = SPEC.lanes
     return tile * (LANES * each) + tl.arange(0, LANES) * each
 
@@ -40,7 +40,7 @@ def tile_mask(tile, limit, width: tl.constexpr, SPEC: tl.constexpr):
 def _unpacked(words):
     """Return both bfloat16 of each word in float32, the first one from the lower bits.
 
-    An instruction each, where the conversion of a single one takes up to two.
+    That takes one instruction each; converting a single bfloat16 takes up to two.
     """
     low = (words << 16).to(tl.float32, bitcast=True)
     high = (words & -65536).to(tl.float32, bitcast=True)
@@ -49,13 +49,13 @@ def _unpacked(words):
 
 @triton.jit
 def _of_lanes(x0, x1, x2, x3):
-    """Return [lanes, 4] from what each lane has."""
+    """Return [lanes, 4] from the four values of each lane."""
     return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [x0.shape[0], 4])
 
 
 @triton.jit
 def _both(word, following):
-    """Return two words as one of 64 bits."""
+    """Return two words joined to one of 64 bits."""
     high = following.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
     return high | word.to(tl.uint32, bitcast=True)
 
@@ -70,7 +70,7 @@ def _load_unaligned_halves(block, tile, limit, MASKED: tl.constexpr, SPEC: tl.co
     place = (block - odd).to(tl.pointer_type(tl.int32)) + _lane_starts(tile, 4, SPEC)
     words = ()
     for i in tl.static_range(5):
-        step = i if i < 4 else 3 + odd  # a fifth word is wanted only where columns are shifted
+        step = i if i < 4 else 3 + odd  # only shifted columns need a fifth word
         if MASKED:
             word = tl.load(place + step, mask=starts + (2 * step - odd) < limit, other=0)
         else:
@@ -116,7 +116,7 @@ def _load_unaligned_words(block, tile, limit, MASKED: tl.constexpr, SPEC: tl.con
 def load_tile(block, tile, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, SPEC: tl.constexpr):
     """Return the columns [lanes, width] of a tile in float32.
 
-    Masked, what a lane has beyond the limit is not specified.
+    If it is masked, values beyond the limit are unspecified.
     """
     WIDTH: tl.constexpr = SPEC.width
     dtype: tl.constexpr = block.dtype.element_ty
@@ -144,7 +144,7 @@ def load_tile(block, tile, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, S
 
 @triton.jit
 def load_block(block, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, SPEC: tl.constexpr):
-    """Return the tiles of a block; `load_tile` says what is in them beyond the limit."""
+    """Return the tiles of a block; for values beyond the limit see `load_tile`."""
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     tiles = ()
     for tile in tl.static_range(TILES):
@@ -155,7 +155,7 @@ def load_block(block, limit, MASKED: tl.constexpr, ALIGNED: tl.constexpr, SPEC: 
 
 @triton.jit
 def load_columns(block, columns_left, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Return the tiles of a block; -inf where a masked one has no columns left."""
+    """Return the tiles of a block, with -inf where a masked one has no columns."""
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     tiles = ()
     for tile in tl.static_range(TILES):

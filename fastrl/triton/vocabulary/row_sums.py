@@ -1,8 +1,8 @@
-"""The first sweep over a row: its maximum, and the sums that its statistics are made of.
+"""The first sweep over a row: its maximum, and the sums from which its statistics follow.
 
-Every block is summed relative to its own maximum per lane, and the blocks are folded in their
-order, which costs one rescaling per block and leaves the exponentials independent of the fold. A
-row that is split over programs is folded from the same blocks in the same order.
+Every block is summed relative to its own maximum per lane, and the blocks are folded in order. This
+costs one rescaling per block, and the exponentials do not depend on the fold. A row that is split
+over programs is folded from the same blocks in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fastrl.triton.vocabulary.rows import (
     value,
 )
 
-#: Numbers of a row that belong to its token: the logit, and the sums over the rest of its lane.
+#: The number of values per row for its token: its logit, and the sums over the rest of its lane.
 OF_TOKEN = tl.constexpr(5)
 
 
@@ -48,7 +48,7 @@ class Sums(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The statistics of a row that its gradient is made of."""
+    """The statistics of a row that determine its gradient."""
 
     row_max: Any
     log_sum: Any
@@ -61,13 +61,13 @@ def block_sums(
 ):  # fmt: skip
     """Return the sums [lanes] of a block, masked if it has more columns than are left.
 
-    They are nothing in the lane with the column `token`, which `token_lane_sums` has.
+    The lane with the column `token` has empty sums: `token_lane_sums` computes them.
     """
     TILES: tl.constexpr = COLUMNS_PER_LANE // SPEC.width
     tiles = load_columns(block, columns_left, MASKED, SPEC)
     largest = tiles[0]
     for tile in tl.static_range(1, TILES):
-        largest = tl.maximum(largest, tiles[tile])  # loses NaN: the sum will show it
+        largest = tl.maximum(largest, tiles[tile])  # loses NaN, but the sum shows it
     largest = tl.max(largest, axis=1)
     v = value(largest, squash, SPEC)
     factor = exponent_factor(v, binary_gain)
@@ -101,7 +101,7 @@ def lane_of(column, SPEC: tl.constexpr):
 def token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC: tl.constexpr):
     """Return the sums over the columns that share a lane of their block with the token.
 
-    They are without the token: a sum near 1 would not tell how far it is ahead of the others.
+    They exclude the token: a sum near 1 would not tell how far the token is ahead of the others.
     """
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * SPEC.lanes
     start = token // BLOCK * BLOCK
@@ -121,7 +121,7 @@ def token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC: tl.conste
 
 @triton.jit
 def fold(sums, following, binary_gain, squash, SPEC: tl.constexpr):
-    """Return the sums over both, relative to the larger exponent."""
+    """Return the sums over both parts, relative to the larger exponent."""
     exponents = value(sums.largest, squash, SPEC) * binary_gain
     next_exponents = value(following.largest, squash, SPEC) * binary_gain
     first = sums.largest >= following.largest
@@ -143,7 +143,7 @@ def row_sums(
 ):  # fmt: skip
     """Return the sums of the row of that index, from those of `sums_of_blocks` if given.
 
-    They are without the token, which `row_statistics` adds.
+    They exclude the token, which `row_statistics` adds.
     """
     LANES: tl.constexpr = SPEC.lanes
     BLOCK: tl.constexpr = COLUMNS_PER_LANE * LANES
@@ -208,9 +208,9 @@ def log1p(x):
 
 @triton.jit
 def row_statistics(others, x, token, binary_gain, squash, SPEC: tl.constexpr):
-    """Return the sums and statistics of a row; one of nothing but -inf has no softmax.
+    """Return the sums and statistics of a row; a row of -inf alone has no softmax.
 
-    `others` are the sums of all but the token, whose logit is `x`.
+    `others` are the sums of all columns but the token's, whose logit is `x`.
     """
     x = tl.where(token >= 0, x, float("-inf"))
     largest = tl.maximum(others.largest, x)
@@ -230,7 +230,7 @@ def row_statistics(others, x, token, binary_gain, squash, SPEC: tl.constexpr):
     residue = tl.fma(v, factor, -reference)
     log_s = tl.where(s == 0, float("nan"), tl.log(s))
     log_sum = tl.fma(-LN2, residue, log_s)
-    # no closer to 0 than a sum near 1 can tell, unless the token is the largest
+    # no closer to 0 than a sum near 1 can resolve, unless the token is the largest
     log_sum = tl.where(log_sum < 1.2e-7, 0.0, log_sum)
     leads = (x >= others.largest) & (s != 0) & (s == s)
     log_sum = tl.where(leads, log1p(rest * tl.exp2(-residue)), log_sum)
@@ -241,7 +241,7 @@ def row_statistics(others, x, token, binary_gain, squash, SPEC: tl.constexpr):
 
 @triton.jit
 def token_logprob(x, row_max, log_sum, gain, squash, SPEC: tl.constexpr):
-    """Return log p of a logit; NaN where the logit is."""
+    """Return log p of a logit; NaN if the logit is."""
     t = exact_difference(x, row_max, squash, SPEC) * gain
     return tl.where(x == float("-inf"), float("-inf"), t) - log_sum
 
@@ -279,10 +279,10 @@ def sums_of_blocks_kernel(
 
 
 def sums_of_blocks(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the sums of every block, each by a separate program, and what rows have of tokens.
+    """Return the sums of every block, each by a separate program, and the values of the tokens.
 
-    That is the token's logit and `token_lane_sums`, since a gradient that other programs write may
-    overwrite the logits.
+    These are the token's logit and `token_lane_sums`: other programs may overwrite the logits with
+    their gradient.
     """
     logits = arguments["logits"]
     B, T, V = logits.shape

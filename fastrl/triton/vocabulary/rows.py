@@ -1,11 +1,11 @@
-"""Rows of logits as the kernels of vocabulary size take them: addresses, scaling, launch shapes.
+"""Rows of logits for the kernels over the vocabulary: addresses, scaling, launch shapes.
 
-A row is cut in blocks of 32 columns per lane, and each lane belongs to one thread: in every block
-it reads its columns 16 bytes at a time, and keeps separate sums. Block and lane depend on the
+A row is cut into blocks of 32 columns per lane, and each lane belongs to one thread, which reads
+its columns of a block 16 bytes at a time and keeps separate sums. Block and lane depend on the
 vocabulary and the dtype alone, and so does every bit of a result.
 
-Up to a constant z is gain * v, for v = x, or v = -1 / (1 + 2^(squash x)) under a softcap; the
-kernels work on v, and on exponents of two, binary_gain * v with binary_gain = gain log2(e).
+Up to a constant, z is gain * v for v = x, or v = -1 / (1 + 2^(squash x)) under a softcap. The
+kernels work on v and on exponents of two, binary_gain * v with binary_gain = gain log2(e).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 COLUMNS_PER_LANE = tl.constexpr(32)
 MOST_LANES = 512
-#: Programs of most lanes that a multiprocessor holds at a time, with 64 registers a thread.
+#: Programs with the most lanes that fit a multiprocessor at 64 registers per thread.
 RESIDENT = 2
-#: Programs that even out the last wave of a single sweep, which may be split at no cost.
+#: Programs that even out the last wave of a single sweep, which can be split at no cost.
 EVEN = 8
 
-#: Arguments whose value must not lead to another compilation, ...
+#: Arguments whose values must not cause another compilation, ...
 RUN_TIME = (
     "ignore_index",
     "length",
@@ -57,7 +57,7 @@ PER_TOKEN = (
 
 
 class Specialization(NamedTuple):
-    """What a kernel on rows of logits is compiled for.
+    """The constants that a kernel on rows of logits is compiled for.
 
     Attributes:
         lanes: threads that share a row.
@@ -65,8 +65,8 @@ class Specialization(NamedTuple):
         aligned: rows start at multiples of 16 bytes.
         edges: a row may begin or end between such multiples.
         together: rows of the gradient start as far from such multiples as those of the logits.
-        softcap: there is one.
-        entropy: sums for the entropy are kept; in a gradient, it has a split.
+        softcap: the logits have a softcap.
+        entropy: sums for the entropy are kept; in a gradient, the entropy has a slope.
         squares: sums for sum_sq_probs are kept.
     """
 
@@ -93,17 +93,17 @@ def blocks_of(vocabulary: int) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors want work; a CPU has none to fill."""
+    """Return how many multiprocessors need work; a CPU has none to fill."""
     if device.type == "cpu":
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def splits_of(logits: Tensor, programs: int | None = None) -> int:
-    """Return how many programs share a row: as many as leave none of `programs` places free.
+    """Return how many programs share a row: enough to fill all `programs` places.
 
-    Places are counted per multiprocessor, by default those that are resident. Beyond one wave a row
-    is not split, since its second sweep would find it in memory and no longer in cache.
+    Places are counted per multiprocessor, by default the resident ones. Beyond one wave a row is
+    not split, since its second sweep would no longer find it in cache.
     """
     rows = logits.shape[0] * logits.shape[1]
     places = (RESIDENT if programs is None else programs) * processors(logits.device)
@@ -111,9 +111,9 @@ def splits_of(logits: Tensor, programs: int | None = None) -> int:
 
 
 def _phases(tensor: Tensor) -> tuple[int, ...]:
-    """Return how far a tensor, and each of its rows from the one before, is from 16 bytes.
+    """Return the offsets of a tensor, and of a row from the previous one, modulo 16 bytes.
 
-    Also where there is one row: it must be summed in the order that it has among others.
+    A single row counts its offset, too: it must be summed in the order that it has among others.
     """
     size = tensor.element_size()
     return (tensor.data_ptr() % 16, *(stride * size % 16 for stride in tensor.stride()[:2]))
@@ -122,7 +122,7 @@ def _phases(tensor: Tensor) -> tuple[int, ...]:
 def launch_options(
     *tensors: Tensor, softcap: float, entropy: bool = False, squares: bool = False
 ) -> dict[str, Any]:
-    """Return what a launch on these tensors `[B, T, V]` is compiled for, and its other options.
+    """Return the constants and the other options of a launch on these tensors `[B, T, V]`.
 
     The tensors are logits, and the gradient if there is one.
     """
@@ -142,14 +142,14 @@ def launch_options(
     return {
         "SPEC": spec,
         "num_warps": max(1, spec.lanes // (64 if torch.version.hip else 32)),
-        # what the compiler fuses may differ between two kernels that must agree: the fused
-        # multiply-adds are all written out
+        # the compiler may fuse differently in two kernels that must agree, so all fused
+        # multiply-adds are explicit
         "enable_fp_fusion": False,
     }
 
 
 def narrowed(logits: Tensor) -> Tensor:
-    """Return the second half of the memory of every row of float32 logits, as bfloat16 `[B, T, V]`.
+    """Return the second half of each row's memory, of float32 logits, as bfloat16 `[B, T, V]`.
 
     Raises:
         ValueError: the logits are not float32, or their rows overlap.
@@ -196,7 +196,7 @@ def row_counts(index, token_id, mask, ignore_index):
 
 @triton.jit
 def row_start(tensor, index, length, stride_b, stride_t, SPEC: tl.constexpr):
-    """Return where a row starts; its offset has 64 bits, since the logits may pass 2^31."""
+    """Return where a row starts; its offset has 64 bits, since logits may exceed 2^31."""
     batch = index // length
     offset = batch * stride_b + (index - batch * length) * stride_t
     if SPEC.aligned:
@@ -247,7 +247,7 @@ def exact_difference(x, largest, squash, SPEC: tl.constexpr):
     difference = x - largest
     if SPEC.softcap:  # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b)
         inside = squash * LN2
-        difference = tl.where(x == largest, 0.0, difference)  # which may both be +inf
+        difference = tl.where(x == largest, 0.0, difference)  # both may be +inf
         product = tanh_of_half(x * inside) * tanh_of_half(largest * inside)
         difference = 0.5 * tanh_of_half(difference * inside) * (1.0 - product)
     return difference
@@ -255,7 +255,7 @@ def exact_difference(x, largest, squash, SPEC: tl.constexpr):
 
 @triton.jit
 def exponent(x, v, binary_gain, reference, SPEC: tl.constexpr):
-    """Return binary_gain * v - reference, rounded once; -inf where the logit is."""
+    """Return binary_gain * v - reference, rounded once; -inf if the logit is."""
     t = tl.fma(v, binary_gain, -reference)
     if SPEC.softcap:
         t = tl.where(x == float("-inf"), float("-inf"), t)
@@ -264,10 +264,10 @@ def exponent(x, v, binary_gain, reference, SPEC: tl.constexpr):
 
 @triton.jit
 def exponent_factor(v, binary_gain):
-    """Return the factor of the exponents in place of binary_gain, v being the largest.
+    """Return the factor of the exponents in place of binary_gain; v is the largest value.
 
     Beyond 2^30 two logits are equal or far apart, but the rounded reference may be hundreds away
-    from the exponent of the largest: a power of two multiplies without rounding.
+    from the exponent of the largest, so the factor is a power of two, which does not round.
     """
     power = (binary_gain.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(v * binary_gain) < 1073741824.0, binary_gain, power)
@@ -275,13 +275,13 @@ def exponent_factor(v, binary_gain):
 
 @triton.jit
 def at_least(t):
-    """Hold an exponent at -200 or above, where 2^t and 2^t * t are 0; let NaN through."""
+    """Clamp an exponent to at least -200, where 2^t and 2^t * t are 0; NaN stays NaN."""
     return tl.maximum(t, -200.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def finite_or_zero(reference):
-    """Replace the reference of the exponents by 0 where no logit is above -inf."""
+    """Replace the reference of the exponents by 0 if no logit is above -inf."""
     return tl.where(reference == float("-inf"), 0.0, reference)
 
 
@@ -293,5 +293,5 @@ def token_column(token_id, vocabulary):
 
 @triton.jit
 def token_logit(row, token, wanted):
-    """Return the logit in the column of a token; NaN where it has none."""
+    """Return the logit in the column of a token; NaN if it has none."""
     return tl.load(row + token, mask=(token >= 0) & wanted, other=float("nan")).to(tl.float32)

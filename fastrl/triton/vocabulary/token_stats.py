@@ -1,4 +1,4 @@
-"""Log-probability, entropy and other statistics of tokens from their logits, and the gradient."""
+"""Log-probability, entropy and other statistics of tokens from logits, and their gradient."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def token_stats_fwd_kernel(
         tl.store(out.logsumexp + index, tl.where(sums.s == 0, float("-inf"), logsumexp))
         tl.store(out.sum_sq_probs + index, sums.ss / sums.s / sums.s if SPEC.squares else 0.0)
         is_top1 = exact_value(x, squash, SPEC) >= top
-        if SPEC.softcap:  # under which -inf has a value, too
+        if SPEC.softcap:  # under a softcap -inf has a value, too
             is_top1 = is_top1 & ((x != float("-inf")) | (stats.row_max == float("-inf")))
         tl.store(out.is_top1 + index, is_top1)
         tl.store(out.row_max + index, stats.row_max)
