@@ -1,13 +1,18 @@
 """What the pages that explain say of the code: formulas, excerpts, errors."""
 
 import ast
+import random
 import re
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastrl import Objective
 from fastrl.objective.presets import PRESETS
+from tests.integrations.packages import needed, stand_ins
+from tests.integrations.verl import formulas, loss_formulas
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,3 +119,86 @@ def test_the_errors_of_the_page_are_those_of_the_code(message, raised):
 
 def test_the_page_of_errors_lists_what_is_met_most_often():
     assert len(messages_of(page("errors.md"))) > 40
+
+
+# --- scripts of docs/examples
+
+
+def script(name):
+    block = re.compile(r"^```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+    (code,) = block.findall(page(f"examples/{name}"))
+    return compile(code, name, "exec")
+
+
+@pytest.fixture
+def small_models(tmp_path, monkeypatch):
+    """Small models in folders with the names of those that the scripts load."""
+    needed("transformers")
+    from fastrl.train.loading import character_tokenizer, small_model
+
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    random.seed(0)
+    for name, sharpness in (("Qwen3-0.6B-Base", 1.0), ("Qwen3-1.7B-Base", 4.0)):
+        model = small_model(tokenizer)
+        with torch.no_grad():  # a teacher that prefers some tokens
+            model.lm_head.weight.mul_(sharpness)
+        model.save_pretrained(tmp_path / "Qwen" / name)
+        tokenizer.save_pretrained(tmp_path / "Qwen" / name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def faster(monkeypatch):
+    """A learning rate for small models."""
+    optimizer = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda weights, lr: optimizer(weights, lr=2e-3))
+
+
+def numbers_after(word, text):
+    return [float(x) for x in re.findall(rf"{word} (-?[\d.]+)", text)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_grpo_script_raises_the_reward(small_models, faster, capsys):
+    exec(script("grpo.md"), {"__name__": "script"})
+    rewards = numbers_after("reward", capsys.readouterr().out)
+    assert len(rewards) == 25
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_distillation_script_nears_the_teacher(small_models, faster, capsys):
+    exec(script("distillation.md"), {"__name__": "script"})
+    text = capsys.readouterr().out
+    divergences, agreements = numbers_after("divergence", text), numbers_after("agreement", text)
+    assert len(divergences) == 30
+    assert divergences[-1] < 0.6 * divergences[0]
+    assert agreements[-1] > agreements[0] + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_trl_script_trains_and_saves(small_models, tmp_path, capsys):
+    needed("trl")
+    exec(script("trl.md"), names := {"__name__": "script"})
+    assert names["trainer"].state.global_step == 10
+    assert "the loss is fused" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "trl" / "model.safetensors").is_file()
+
+
+def test_the_verl_script_compares_functions_that_were_replaced(monkeypatch, capsys):
+    """On stand-ins with verl's formulas."""
+    functions = {
+        name: function
+        for name, function in (vars(formulas) | vars(loss_formulas)).items()
+        if isinstance(function, types.FunctionType)
+    }
+    del functions["compute_policy_loss_reinforce"]  # another name of its first argument
+    homes = ("verl.utils.torch_functional", "verl.trainer.ppo.core_algos")
+    stand_ins(monkeypatch, dict.fromkeys(homes, functions))
+    exec(script("verl.md"), names := {})
+    assert names["count"] > 10
+    assert "functions of verl run on fastrl" in capsys.readouterr().out
