@@ -1,0 +1,90 @@
+"""`make docs` builds a site without a warning, of all public names, that fetches nothing."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import fastrl
+from tests.integrations.packages import needed
+
+needed("mkdocs")
+
+ROOT = Path(__file__).parents[2]
+#: Attributes that a browser follows by itself.
+FETCHED = {
+    ("script", "src"),
+    ("link", "href"),
+    ("img", "src"),
+    ("iframe", "src"),
+    ("source", "src"),
+}
+#: Diagrams that Material draws with a script from another host.
+DRAWN_ELSEWHERE = 'class="mermaid"'
+
+pytestmark = pytest.mark.slow
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.fetched, self.anchors = [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name == "id":
+                self.anchors.add(value)
+            if (tag, name) in FETCHED and ("rel", "canonical") not in attributes:
+                self.fetched.append(value)
+
+
+def build(folder, *options):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    return subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    return {
+        path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.html")
+    }
+
+
+def test_every_public_name_has_an_entry(site):
+    pages = [Page(text) for name, text in site.items() if name.startswith("api/")]
+    anchors = set().union(*(page.anchors for page in pages))
+    assert [name for name in fastrl.__all__ if f"fastrl.{name}" not in anchors] == []
+
+
+def test_nothing_comes_from_another_host(site):
+    fetched = {link for text in site.values() for link in Page(text).fetched}
+    assert len(fetched) > 10
+    assert [link for link in fetched if re.match(r"(\w+:)?//", link)] == []
+    assert [name for name, text in site.items() if DRAWN_ELSEWHERE in text] == []
+
+
+def test_formulas_are_drawn(site):
+    assert site["objectives/index.html"].count('class="formula"') > 20
+    assert [name for name, text in site.items() if 'class="arithmatex"' in text] == []
+
+
+def test_a_broken_link_stops_the_build(tmp_path):
+    """What the settings say of links and anchors is in force."""
+    (tmp_path / "docs").mkdir()
+    settings = (ROOT / "mkdocs.yml").read_text().partition("nav:\n")[0]
+    settings = re.sub(r"^hooks:\n.*\n", "", settings, flags=re.MULTILINE)
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    options = ("--config-file", str(tmp_path / "mkdocs.yml"))
+    for link, broken in (("#there", False), ("#gone", True), ("gone.md", True)):
+        (tmp_path / "docs" / "index.md").write_text(f"# There\n\n[a link]({link})\n")
+        done = build(tmp_path / "site", *options)
+        assert (done.returncode != 0) == broken, done.stderr
