@@ -76,7 +76,7 @@ def draw(results: Results, out: Path) -> list[Path]:
 
 
 def time(results: Results) -> Any:
-    """Return lines of the time per call, against rows and against the vocabulary."""
+    """Return lines of the time per call, against tokens and against the vocabulary."""
 
     def took(row: Row) -> float | None:
         return median(row) if row["seconds"] else None
@@ -95,7 +95,7 @@ def memory(results: Results) -> Any:
 
 
 def tokens(case: Row) -> int:
-    """Return the rows of a case; operators without logits take as many values."""
+    """Return the tokens of a case, which are the rows of its logits."""
     return int(case["shape"].get("rows") or math.prod(case["shape"].values()))
 
 
@@ -105,7 +105,7 @@ def vocabulary(case: Row) -> int:
 
 
 def sweeps(cases: Iterable[Row]) -> list[tuple[list[Row], list[Row]]]:
-    """Return per operator, pass and dtype the cases that differ in rows or in the model alone."""
+    """Return per operator, pass and dtype the cases that differ in tokens or in the model alone."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for case in cases:
         key = tuple(case[name] for name in ("op", "step", "dtype", "variant"))
@@ -172,11 +172,15 @@ def _lines(
         if points[-1][0] == x(cases[-1]) and kind != "floor":
             ends.append((points[-1][1], colour))
     first = cases[0]
-    other = f"vocabulary {vocabulary(first)}" if x is tokens else f"{tokens(first)} rows"
-    what = {"forward": "", "backward": " backward", "both": " and gradient"}[first["step"]]
-    axes.set_title(f"{first['op']}{what}")
-    about = ", ".join(part for part in (first["dtype"], first["variant"], other) if part)
-    axes.set_xlabel(f"{'rows' if x is tokens else 'vocabulary'}   ({about})")
+    of = {"forward": "", "backward": " backward", "both": " and gradient"}[first["step"]]
+    axes.set_title(f"{first['op']}{of}")
+    same = f"vocabulary {vocabulary(first)}" if x is tokens else f"{tokens(first)} tokens"
+    about = [first["dtype"], first["variant"], same if vocabulary(first) else ""]
+    along = "tokens" if x is tokens else "vocabulary"
+    axes.set_xlabel(f"{along} ({', '.join(filter(None, about))})")
+    if not seen:  # such as memory where nothing tells it
+        axes.set_axis_off()
+        return
     sizes_axis(axes, [x(case) for case in cases])
     log_axis(axes.yaxis, write)
     mark_ends(axes, ends, write)

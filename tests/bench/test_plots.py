@@ -151,6 +151,14 @@ def test_results_without_a_time_are_drawn(tmp_path):
     assert plots.draw({"machine": MACHINE, "cases": []}, tmp_path) == []
 
 
+def test_memory_that_is_unknown_is_no_line(results, tmp_path):
+    for one in results["cases"]:
+        for row in one["providers"]:
+            row["peak"] = None
+    plots.draw(results, tmp_path)
+    assert ": 64:" not in numbers(tmp_path / "memory-light.svg")
+
+
 def test_the_command_draws_or_says_why_not(results, tmp_path, capsys):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(results))

@@ -1,0 +1,103 @@
+"""Draw docs/pictures and write the numbers of the README, from the JSON in bench/results.
+
+    python bench/pictures.py
+
+tests/repo/test_pictures.py holds both to that JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from readme_numbers import written
+
+from fastrl.bench.figures import legend, panels, save
+from fastrl.bench.plots import memory, step, time
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PICTURES = ROOT / "docs" / "pictures"
+DATE = "2026-11-26"
+COLOURS = ("#0f7dc2", "#009e73", "#b8609a", "#9a7d0a")
+
+
+def main() -> None:
+    for path in drawn(PICTURES):
+        print(path.relative_to(ROOT))
+    if results := read("cpu"):
+        readme = ROOT / "README.md"
+        readme.write_text(written(readme.read_text(), results))
+
+
+def drawn(out: Path) -> list[Path]:
+    """Draw the pictures whose results are there."""
+    results = read("cpu")
+    linear = cases_of(results, lambda op, dtype: op == "linear_policy_loss")
+    sources: dict[str, tuple[dict, Callable]] = {
+        "curves": (read("curves"), curves),
+        "step": (read("step-cpu"), step),
+        "memory": (cases_of(linear, lambda op, dtype: dtype == "float32"), memory),
+        # from hidden states in bfloat16, too, where fastrl is not always the fastest
+        "time": (cases_of(results, lambda op, dtype: "linear" in op or dtype == "float32"), time),
+    }
+    paths = []
+    for name, (source, build) in sources.items():
+        if source:
+            paths += save(name, lambda build=build, source=source: build(source), out)
+    return paths
+
+
+def read(kind: str) -> dict:
+    """Results of a kind; of several runs of `fastrl bench`, the cases of all."""
+    found: dict = {}
+    for path in sorted(RESULTS.glob(f"{kind}*-{DATE}.json")):
+        one = json.loads(path.read_text())
+        if "cases" in one:
+            one["cases"] = found.get("cases", []) + one["cases"]
+            one["commands"] = [*found.get("commands", []), one["command"]]
+        found = one
+    return found
+
+
+def cases_of(results: dict, wanted: Callable[[str, str], bool]) -> dict:
+    """The results with some of their cases: of calls that trainers make as a whole."""
+    return results and {
+        **results,
+        "cases": [
+            case
+            for case in results["cases"]
+            if wanted(case["op"], case["dtype"])
+            and case["step"] == ("forward" if case["op"] == "token_logprobs" else "both")
+        ],
+    }
+
+
+def curves(studies: dict):
+    """Lines of rewards by step, of each seed and of their mean: sampled, and held out."""
+    figure, grid = panels(len(studies), 2, 0.4 + 3.9 * len(studies), sharex="row", sharey="row")
+    figure.suptitle(
+        "Rewards by step: three seeds, and their mean", x=0.01, ha="left", weight="bold"
+    )
+    for row, study in zip(grid, studies.values(), strict=True):
+        for axes, key in zip(row, ("reward", "held_out_reward"), strict=True):
+            for colour, (method, seeds) in zip(COLOURS, study["curves"].items(), strict=False):
+                runs = [dict(run[key]) for run in seeds.values()]
+                for run in runs:
+                    axes.plot(list(run), list(run.values()), color=colour, linewidth=1, alpha=0.4)
+                means = [statistics.mean(run[at] for run in runs) for at in runs[0]]
+                axes.plot(list(runs[0]), means, color=colour, linewidth=3, label=method)
+            if study["teacher"]:
+                final = study["teacher"][key][-1][1]
+                axes.axhline(final, linestyle=":", color="#8a8a8a", label="teacher")
+            axes.set(xlabel="step", ylim=(0, 1.03))
+        row[0].set_title(f"sampled: {study['title']}")
+        row[1].set_title("greedy, on held-out prompts")
+        legend(row[1], [row[1]], "", 1, loc="lower right")
+    return figure
+
+
+if __name__ == "__main__":
+    main()

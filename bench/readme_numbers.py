@@ -1,0 +1,89 @@
+"""The tables of the README, between its markers, from results of `fastrl bench`."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from fastrl.bench.figures import in_seconds
+from fastrl.bench.report import fastest, median, ratio
+
+BLOCK = re.compile(r"(?<=<!-- numbers:begin -->\n).*(?=<!-- numbers:end -->)", re.DOTALL)
+#: What is called, its pass, rows and vocabulary.
+WORK = {
+    "log-probability": ("token_logprobs", "forward", 256, 151936),
+    "loss and gradient": ("logits_policy_loss", "both", 256, 151936),
+    "the same from hidden states": ("linear_policy_loss", "both", 1024, 49152),
+}
+KINDS = ("fastrl in place", "compile", "eager", "peer")
+
+
+def written(readme: str, results: dict) -> str:
+    """Put the tables of these results into the README."""
+    text = f"\n{conditions(results)}\n\n{times(results)}\n\n{memory(results)}\n\n"
+    readme, tables = BLOCK.subn(lambda _: text, readme)
+    if tables != 1:
+        raise ValueError(f"README.md must have the markers of its tables once, got {tables}")
+    return readme
+
+
+def conditions(results: dict) -> str:
+    made = results["machine"]
+    text = f"{made['device']}; torch {made['torch']}, {results['date'][:10]}. Times of others are "
+    text += (
+        "multiples of fastrl's, in each column of the fastest that ran; memory is the peak of a "
+    )
+    text += "call beyond its inputs. Commands: "
+    commands = [f"`{command}`" for command in results["commands"]]
+    return "\n".join(textwrap.wrap(text + "; ".join(commands) + ".", 100, break_on_hyphens=False))
+
+
+def times(results: dict) -> str:
+    """One row per work and dtype."""
+    columns = ["work", "tokens x vocabulary", "dtype", "fastrl", "fastrl in place"]
+    lines = head([*columns, "torch.compile", "eager", "other library"])
+    for work, (op, step, rows, vocabulary) in WORK.items():
+        for dtype in ("float32", "bfloat16"):
+            size = {"op": op, "step": step, "dtype": dtype, "variant": ""}
+            case = next(iter(matching(results, size, rows, vocabulary)), None)
+            if case is None or (ours := fastest(case)) is None:
+                raise ValueError(f"results must have fastrl's time of {op}, {size}, {rows} rows")
+            cells = [work, f"{rows} x {vocabulary}", dtype, in_seconds(median(ours))]
+            for kind in KINDS:
+                timed = [row for row in case["providers"] if row["kind"] == kind and row["seconds"]]
+                best = min(timed, key=median, default=None)
+                name = f"{best['name']}, " if best and kind == "peer" else ""
+                cells.append(f"{name}{ratio(best, ours):.2g}" if best else "")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def memory(results: dict) -> str:
+    """Peak MB of the loss and all gradients from hidden states, by rows."""
+    op, step, _, vocabulary = WORK["the same from hidden states"]
+    size = {"op": op, "step": step, "dtype": "float32", "variant": ""}
+    cases = sorted(
+        matching(results, size, None, vocabulary), key=lambda case: case["shape"]["rows"]
+    )
+    known = [row for case in cases for row in case["providers"] if row["peak"] is not None]
+    names = list(dict.fromkeys(row["name"] for row in known if row["kind"] != "floor"))
+    lines = head([f"tokens (x {vocabulary}, float32), peak MB", *names])
+    for case in cases:
+        peaks = {row["name"]: row["peak"] for row in case["providers"]}
+        cells = ["" if peaks.get(name) is None else f"{peaks[name] / 1e6:.0f}" for name in names]
+        lines.append(f"| {case['shape']['rows']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def matching(results: dict, size: dict, rows: int | None, vocabulary: int) -> list[dict]:
+    return [
+        case
+        for case in results["cases"]
+        if all(case[name] == value for name, value in size.items())
+        and case["shape"]["vocabulary"] == vocabulary
+        and rows in (None, case["shape"]["rows"])
+    ]
+
+
+def head(columns: list[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]

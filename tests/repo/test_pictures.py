@@ -1,0 +1,110 @@
+"""The pictures of the documents and the numbers of the README are those of the committed JSON."""
+
+import json
+import re
+
+import pytest
+
+NAMES = ("curves", "memory", "step", "time")
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """What a picture shows: its numbers and its words, but not where matplotlib puts them."""
+    pytest.importorskip("matplotlib")
+
+    def read(path):
+        text = path.read_text()
+        numbers = re.search(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)[1]
+        return numbers, sorted(re.findall(r"<text[^>]*>([^<]*)</text>", text))
+
+    return read
+
+
+@pytest.fixture
+def pictures(bench):
+    pytest.importorskip("matplotlib")
+    return bench("pictures")
+
+
+def test_pictures_are_drawn_from_the_committed_results(pictures, shown, tmp_path):
+    """To the byte, where the same matplotlib draws them."""
+    drawn = pictures.drawn(tmp_path)
+    committed = [path for name in NAMES for path in pictures.PICTURES.glob(f"{name}-*.svg")]
+    assert {path.name for path in drawn} == {path.name for path in committed}
+    assert {"curves-light.svg", "curves-dark.svg"} <= {path.name for path in drawn}
+    for path in drawn:
+        kept = pictures.PICTURES / path.name
+        assert shown(path) == shown(kept), f"python bench/pictures.py draws {path.name} again"
+        versions = [re.search(r"Matplotlib v[\d.]+", one.read_text())[0] for one in (path, kept)]
+        if versions[0] == versions[1]:
+            assert path.read_bytes() == kept.read_bytes(), path.name
+
+
+def test_a_stale_picture_is_found(pictures, shown, tmp_path, monkeypatch):
+    kept = pictures.PICTURES / "curves-light.svg"
+    results = json.loads((pictures.RESULTS / f"curves-{pictures.DATE}.json").read_text())
+    seeds = next(iter(results["methods"]["curves"].values()))
+    seeds["2"]["held_out_reward"][3][1] += 0.001
+    (tmp_path / f"curves-{pictures.DATE}.json").write_text(json.dumps(results))
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+    changed, _ = pictures.drawn(tmp_path)
+    assert shown(changed) != shown(kept)
+
+
+def test_the_numbers_of_the_readme_are_the_results(pictures):
+    readme = (pictures.ROOT / "README.md").read_text()
+    assert re.search("<!-- numbers:begin -->.*<!-- numbers:end -->", readme, re.DOTALL)
+    if results := pictures.read("cpu"):
+        assert readme == pictures.written(readme, results), "python bench/pictures.py writes them"
+
+
+def test_the_table_of_the_training_page_is_the_results(pictures, bench):
+    study = pictures.read("curves")["methods"]
+    page = (pictures.ROOT / "docs" / "training.md").read_text()
+    assert bench("curves").table(study) in page
+    assert f"The teacher reaches {study['teacher']['held_out_reward'][-1][1]:.3f}" in page
+
+
+def provider(name, kind, ms, peak=None):
+    times = {str(turn): ms / 1e3 for turn in range(3)} if ms else {}
+    return {"name": name, "kind": kind, "seconds": times, "peak": peak, "error": 0.0}
+
+
+def test_the_tables_have_the_numbers_of_the_results(bench):
+    numbers = bench("readme_numbers")
+    providers = [
+        provider("fastrl cpu", "fastrl", 2, 5_000_000),
+        provider("fastrl cpu, in place", "fastrl in place", 1, 0),
+        provider("eager", "eager", 30, 70_000_000),
+        provider("eager in bfloat16", "eager", 20, 90_000_000),
+        provider("TRL", "peer", 5),
+        provider("Liger", "peer", None),
+        provider("copy", "floor", 1, 0),
+    ]
+    cases = [
+        {
+            "op": op,
+            "step": step,
+            "dtype": dtype,
+            "variant": "",
+            "shape": {"rows": rows, "vocabulary": vocabulary},
+            "providers": providers,
+        }
+        for op, step, rows, vocabulary in numbers.WORK.values()
+        for dtype in ("float32", "bfloat16")
+    ]
+    machine = {"device": "a CPU", "torch": "2.13.0"}
+    made = {"machine": machine, "date": "2026-11-26T01:02:03", "commands": ["fastrl bench"]}
+    before = "a <!-- numbers:begin -->\nold\n<!-- numbers:end --> b"
+    text = numbers.written(before, {**made, "cases": cases})
+    assert text.startswith("a <!-- numbers:begin -->\n\na CPU; torch 2.13.0, 2026-11-26.")
+    assert text.endswith("<!-- numbers:end --> b")
+    assert "old" not in text
+    assert "| loss and gradient | 256 x 151936 | float32 | 2 ms | 0.5 |  | 10 | TRL, 2.5 |" in text
+    assert "peak MB | fastrl cpu | fastrl cpu, in place | eager | eager in bfloat16 |" in text
+    assert "| 1024 | 5 | 0 | 70 | 90 |" in text
+    with pytest.raises(ValueError, match="markers"):
+        numbers.written("no tables", {**made, "cases": cases})
+    with pytest.raises(ValueError, match="token_logprobs"):
+        numbers.written(before, {**made, "cases": cases[1:]})
