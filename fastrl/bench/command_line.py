@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         0 if every case was measured and no call of fastrl failed, 1 if not, 2 for options that
         make no sense, 130 after Ctrl-C.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/interrupt.py
     if arguments and arguments[0] == "step":
         from fastrl.bench import step
 

@@ -208,7 +208,8 @@ def markdown(found: Row) -> str:
 
 
 def _seconds(one: Row) -> str:
-    spread = f" ({one['low']:.3g}-{one['high']:.3g})" if "low" in one else ""
+    low, high = one.get("low"), one.get("high")  # a whole step has none
+    spread = "" if low == high else f" ({low:.3g}-{high:.3g})"
     return f"{one['seconds']:.3g}{spread}"
 
 
@@ -230,9 +231,9 @@ class Progress:
 
     def show(self, text: str) -> None:
         """Show the text and the time left; an empty text clears the line."""
-        left = max(0.0, self._left * self._seconds - (time.monotonic() - self._begin))
         if text and self._seconds:
-            text = f"about {left:.0f} s left: {text}"
+            begun = min(1.0, (time.monotonic() - self._begin) / self._seconds)  # of this step
+            text = f"about {(self._left - begun) * self._seconds:.0f} s left: {text}"
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{text:<79.79}\r")
             sys.stderr.flush()
