@@ -1,6 +1,8 @@
 """The package for Hugging Face `kernels`, generated and loaded without a network."""
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +23,6 @@ def refuse(*_):
     raise OSError("this test has no network")
 
 socket.getaddrinfo = socket.socket.connect = refuse
-os.environ["HF_HUB_OFFLINE"] = "1"
 import kernels, torch
 sys.modules["fastrl"] = None  # an import of it raises
 hub = kernels.get_local_kernel(Path(sys.argv[1]))
@@ -85,14 +86,17 @@ else:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     needed("kernels")
-    out = tmp_path_factory.mktemp("hub") / "fastrl"
+    out = tmp_path_factory.mktemp("checkout") / "build" / "hub"
     subprocess.run([*GENERATE, str(out)], check=True, timeout=60)
     return out
 
 
 def run(code, package):
     command = [sys.executable, "-W", "ignore", "-c", LOAD + code, str(package)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=offline, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -102,6 +106,12 @@ def test_its_kernels_compute_what_ours_do(package):
 
 def test_every_function_is_there_beside_an_installed_fastrl(package):
     run(IN_PLAIN_TORCH, package)
+
+
+def test_the_code_of_the_page_runs(package):
+    page = (ROOT / "docs" / "hub.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    run(f"os.chdir({str(package.parents[1])!r})\n{code}assert fastrl.gae is hub.gae", package)
 
 
 def test_it_imports_itself_relatively_and_else_only_torch_and_triton(package):

@@ -30,6 +30,8 @@ BLOCKS = [
 MANY_DEVICES = "docs/many-devices.md"
 #: test_documents.py runs these scripts on small models.
 SCRIPTS = {f"docs/examples/{name}.md" for name in ("grpo", "trl", "verl", "distillation")}
+#: test_hub_package.py generates the package that its code loads.
+HUB = "docs/hub.md"
 #: Code within sentences.
 INLINE = [
     (path, "inline", " ".join(code.split()))
@@ -37,7 +39,7 @@ INLINE = [
     for code in re.findall(r"`([^`]+)`", FENCE.sub("", (ROOT / path).read_text()))
 ]
 PYTHON = [block for block in BLOCKS if block[1] == "python" and block[0] != MANY_DEVICES]
-PYTHON = [block for block in PYTHON if block[0] not in SCRIPTS]
+PYTHON = [block for block in PYTHON if block[0] not in {*SCRIPTS, HUB}]
 COMMANDS = [block for block in BLOCKS if block[1] == "bash"]
 COMMANDS += [block for block in INLINE if re.match("(fastrl|make|python|torchrun) ", block[2])]
 
