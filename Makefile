@@ -47,7 +47,7 @@ help:
 	@echo "make install      .venv with everything for development"
 	@echo "make lint format types check    ruff, clang-format, codespell, mypy; check: all of CI"
 	@echo "make docs         the site, in build/site: $(PY) -m http.server -d build/site shows it"
-	@echo "make bench        speed against eager torch and torch.compile (ARGS='--save' keeps the table)"
+	@echo "make bench        fastrl bench: speed and memory beside other libraries (ARGS='--quick', --help for more)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
 	@echo "make pictures     the pictures of the documents and numbers of the README, from bench/results"
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
@@ -58,7 +58,7 @@ help:
 
 # OpenMP's threads spin while they wait for one another. Beside other processes, whose cores they then
 # take, that makes training many times slower; so they sleep after 300 turns, microseconds.
-# bench/shared_cores.py measures it. The environment's GOMP_SPINCOUNT or OMP_WAIT_POLICY win.
+# The environment's GOMP_SPINCOUNT or OMP_WAIT_POLICY win.
 ifndef OMP_WAIT_POLICY
 train train-ppo train-reward: export GOMP_SPINCOUNT ?= 300
 endif
@@ -131,13 +131,11 @@ docs: $(VENV)/.installed-docs
 check: lint types bench-smoke test coverage-linear test-all
 
 bench: $(VENV)/.installed-bench $(BUILT)
-	$(PY) bench/compare.py $(ARGS)
-	$(PY) bench/memory.py
+	$(PY) -m fastrl.bench --out build/bench $(ARGS)
 
 bench-smoke: $(VENV)/.installed-bench $(BUILT)
-	$(PY) bench/compare.py --smoke
-	$(PY) bench/gpu.py --smoke
-	$(PY) -m pytest bench --benchmark-disable -q --shapes=smoke
+	$(PY) -m fastrl.bench --smoke --peer eager trl torch --out build/bench-smoke
+	$(PY) -m pytest bench --benchmark-disable -q -k "float32 and not compile"
 
 pictures: $(VENV)/.installed-bench
 	$(PY) bench/pictures.py

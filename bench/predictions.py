@@ -59,13 +59,19 @@ def table(found: Results) -> list[str]:
     """Return the table of what was predicted and what was measured."""
     lines = ["| case | provider | predicted | measured | measured / predicted | |"]
     lines += ["| --- | --- | ---: | ---: | ---: | --- |"]
-    for case in found["cases"]:
+    for case in filter(has_prediction, found["cases"]):
         for provider, expected, took in _pairs(case, found["ceilings"]):
             ratio = took / expected
             apart = "apart" if abs(ratio - 1) > APART else ""
             times = f"{_in_words(expected)} | {_in_words(took)} | {ratio:.2f} | {apart}"
             lines.append(f"| {case['name']} | {provider} | {times} |")
     return lines
+
+
+def has_prediction(case: Row) -> bool:
+    """Return whether a model is there: not of divergences, nor of a loss without its gradient."""
+    computed_forward = case["op"].endswith("policy_loss") and case["step"] == FORWARD
+    return not case["op"].endswith("divergence") and not computed_forward
 
 
 def _pairs(case: Row, machine: Machine) -> Iterator[tuple[str, float, float]]:
@@ -127,9 +133,9 @@ def _of_h100() -> list[str]:
     lines = ["| case | Triton | CUDA |", "| --- | ---: | ---: |"]
     device = torch.device("cuda")
     for case in cases(SELECTIONS["cuda"], (FORWARD, BOTH), device, ("triton", "cuda"), ()):
-        if case.op in ("token_divergence", "linear_divergence"):
-            continue
         kept = case._asdict() | {"dtype": str(case.dtype).removeprefix("torch.")}
+        if not has_prediction(kept):
+            continue
         times = [seconds(kept, f"fastrl {backend}", MACHINE) for backend in ("triton", "cuda")]
         lines.append(f"| {case.name} | {' | '.join(map(_in_words, times))} |")
     return lines

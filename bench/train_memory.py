@@ -1,19 +1,14 @@
-"""Peak memory of one training step, beyond the weights and the optimizer's state.
+"""Peak memory of a training step beside what `--plan` predicts for it.
 
-    python bench/train_memory.py [--model a b] [--tokens 4096 16384 32768] [--loop grpo ppo trl]
-        [--settings off checkpointing tiles on]
-    python bench/train_memory.py --configurations [NAME ...]
+    python bench/train_memory.py [NAME ...]
 
-Each number is from a separate process on the CPU, in float32: a model of random weights makes a
-step on a short batch, so that the optimizer has its state, resets the kernel's high-water mark of
-resident memory, and makes a step on the measured batch: forward, loss and backward of every
-micro-batch, then clipping and AdamW. Gradients count. The process returns freed blocks to the
-kernel at once (MALLOC_MMAP_THRESHOLD_), or the mark would contain what glibc keeps for later.
-In brackets: what `python -m fastrl.train.grpo --plan` predicts, from the settings alone.
-`--configurations` compares both for other settings and models, one line each; by default all.
-
-The row "trl" is `GRPOTrainer.compute_loss` with its backward, with TRL's default settings (among
-them gradient checkpointing) in float32.
+Each number is from a separate process on the CPU, in float32 unless a configuration says otherwise:
+a model of random weights makes a step on a short batch, so that the optimizer has its state, and
+then a step on the measured batch, whose peak beyond weights and optimizer state is measured:
+forward, loss and backward of every micro-batch, then clipping and AdamW. Gradients count. The
+process returns freed blocks to the kernel at once (MALLOC_MMAP_THRESHOLD_), or the peak would
+contain what glibc keeps for later. `python -m fastrl.train.grpo --plan` predicts from the settings
+alone.
 """
 
 from __future__ import annotations
@@ -30,14 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from memory import _peak, _reset_peak
+
+from fastrl.bench.memory import Peak
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 256
 PROMPT = 64  # tokens
 GROUP = 8  # completions of a prompt, if there are as many
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class, its sizes
-    "a": ("Qwen3", {"num_hidden_layers": 4, "vocab_size": 151936}),
     "b": ("Qwen3", {"num_hidden_layers": 8, "vocab_size": 8000}),
     "qwen3": ("Qwen3", {}),
     "untied": ("Qwen3", {"tie_word_embeddings": False}),
@@ -56,15 +51,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class, 
         },
     ),
 }
-WHOLE = {"tokens_per_micro_batch": 2**30}
-SAVING = {"gradient_checkpointing": True, "mlp_tile": 1024}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "off": WHOLE,  # everything off, one micro-batch
-    "checkpointing": {**WHOLE, "gradient_checkpointing": True},
-    "tiles": {**WHOLE, **SAVING},
-    "on": {**SAVING, "tokens_per_micro_batch": 4096},
-}
-RAGGED = [1024] + 15 * [128]  # 2,944 tokens; padded they were 16,384
 EIGHT = 8 * [512]
 LORA = {"lora_rank": 8}
 HALF = {"weights": "bfloat16", "precision": "bfloat16"}
@@ -108,7 +94,7 @@ class Case(NamedTuple):
     """What a process measures."""
 
     model: str
-    loop: str  # grpo, ppo or trl
+    loop: str  # grpo or ppo
     lengths: list[int]  # tokens of each sequence, its prompt included
     settings: dict[str, Any]
 
@@ -118,73 +104,25 @@ def main() -> None:
     if given.case:
         print(json.dumps(_measure(Case(*json.loads(given.case)))))
         return
-    if given.configurations is not None:
-        print(
-            "| configuration | measured, MB | predicted, MB | ratio |\n| --- | ---: | ---: | ---: |"
-        )
-        for name in given.configurations or CONFIGURATIONS:
-            case = Case(*CONFIGURATIONS[name])
-            measured, predicted = _run(case), _predicted(case) / 1e6
-            ratio = "" if measured.startswith("not") else f"{predicted / float(measured):.2f}"
-            print(f"| {name} | {measured} | {predicted:.1f} | {ratio} |", flush=True)
-        return
-    print(
-        "MB (1e6 bytes) beyond weights and optimizer. off: one micro-batch, nothing recomputed; "
-        "checkpointing: with gradient_checkpointing; tiles: and mlp_tile 1024; on: and "
-        f"tokens_per_micro_batch 4096. torch {torch.__version__}\n"
-    )
-    for model in given.model:
-        _, sizes = MODELS[model]
-        layers, vocabulary = sizes["num_hidden_layers"], sizes["vocab_size"]
-        print(f"{layers} layers, H = {WIDTH}, V = {vocabulary:,}:\n")
-        print("| loop | sequences | settings |", *(f"{n:,} tokens |" for n in given.tokens))
-        print("| --- | --- | --- |", *("---: |" for _ in given.tokens))
-        for loop in given.loop:
-            for sequences, settings in _rows(loop, given.settings):
-                print(f"| {loop} | {sequences} | {settings}", end=" ", flush=True)
-                for n in given.tokens:
-                    case = Case(model, loop, _lengths(sequences, n), SETTINGS.get(settings, {}))
-                    cell = _cell(case) if loop != "trl" or n == min(given.tokens) else ""
-                    print(f"| {cell}", end=" ", flush=True)
-                print("|")
-        for loop in given.loop:
-            if loop != "trl" and "off" in given.settings:
-                ragged = _run(Case(model, loop, RAGGED, WHOLE))
-                full = _run(Case(model, loop, [sum(RAGGED) // 2] * 2, WHOLE))
-                print(
-                    f"\n{loop}, {sum(RAGGED):,} tokens, off: {ragged} MB in a sequence "
-                    f"of 1,024 and 15 of 128, {full} MB in two sequences."
-                )
-        print()
+    print("| configuration | measured, MB | predicted, MB | ratio |")
+    print("| --- | ---: | ---: | ---: |")
+    for name in given.configurations:
+        case = Case(*CONFIGURATIONS[name])
+        measured, predicted = _run(case), _predicted(case) / 1e6
+        ratio = "" if measured.startswith("not") else f"{predicted / float(measured):.2f}"
+        print(f"| {name} | {measured} | {predicted:.1f} | {ratio} |", flush=True)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", choices=("a", "b"), default=["a", "b"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768])
-    loops = ["grpo", "ppo", "trl"]
-    parser.add_argument("--loop", nargs="+", choices=loops, default=loops)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--configurations", nargs="*", choices=CONFIGURATIONS, metavar="NAME")
+    parser.add_argument(
+        "configurations", nargs="*", default=[*CONFIGURATIONS], metavar="NAME", help="default: all"
+    )
     parser.add_argument("--case", help="measure this one, here: JSON")
-    return parser.parse_args()
-
-
-def _rows(loop: str, settings: list[str]) -> list[tuple[str, str]]:
-    """The sequences and settings of the rows of a loop."""
-    if loop == "trl":
-        return [("of 1,024", "its defaults")]
-    return [(sequences, name) for sequences in ("of 1,024", "one") for name in settings]
-
-
-def _lengths(sequences: str, tokens: int) -> list[int]:
-    return [tokens] if sequences == "one" else [1024] * (tokens // 1024)
-
-
-def _cell(case: Case) -> str:
-    """Measured, and what `fastrl.train.plan` predicts."""
-    measured = _run(case)
-    return measured if case.loop == "trl" else f"{measured} ({_predicted(case) / 1e6:,.0f})"
+    given = parser.parse_args()
+    if unknown := {*given.configurations} - {*CONFIGURATIONS}:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(CONFIGURATIONS)}")
+    return given
 
 
 def _predicted(case: Case) -> float:
@@ -229,11 +167,13 @@ def _run(case: Case) -> str:
 def _measure(case: Case) -> int:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    step = _trl_step(case) if case.loop == "trl" else _step(case)
+    step = _step(case)
     step([256, 200])
-    before = _reset_peak()
-    step(case.lengths)
-    return _peak() - before
+    with Peak(torch.device("cpu")) as peak:
+        step(case.lengths)
+    if peak.bytes is None:
+        raise RuntimeError("the peak of resident memory can be reset on Linux alone")
+    return peak.bytes
 
 
 def _model_config(case: Case) -> Any:
@@ -341,43 +281,6 @@ def _rollout(lengths: list[int], vocabulary: int) -> Any:
         logprobs=torch.full(shape, -float(torch.tensor(vocabulary).log())).where(mask, 0.0),
         truncated=torch.zeros(len(lengths), dtype=torch.bool),
     )
-
-
-def _trl_step(case: Case) -> Any:
-    """A function that calls TRL's loss and its backward; TRL's optimizer has no part in it."""
-    sys.path.insert(0, str(ROOT))
-    from tests.integrations.trl.runs import make_trainer, save_model
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_model(Path(folder) / "model", "Qwen3Config", **_sizes(case))
-        trainer = make_trainer(
-            path,
-            output_dir=folder,
-            gradient_checkpointing=True,
-            model_init_kwargs={"dtype": "float32"},
-        )
-    trainer.current_gradient_accumulation_steps = 1
-    model = trainer.model.train()
-    # as `trainer.train()` does; transformers 5 has renamed the method
-    checkpointed = getattr(model, "activation_checkpointing_enable", None)
-    (checkpointed or model.gradient_checkpointing_enable)()
-
-    def step(lengths: list[int]) -> None:
-        ids = torch.randint(4, trainer.model.config.vocab_size, (len(lengths), max(lengths)))
-        shape = (len(lengths), max(lengths) - PROMPT)
-        batch = {
-            "prompt_ids": ids[:, :PROMPT],
-            "prompt_mask": torch.ones(len(lengths), PROMPT, dtype=torch.long),
-            "completion_ids": ids[:, PROMPT:],
-            "completion_mask": torch.ones(shape, dtype=torch.long),
-            "advantages": torch.randn(len(lengths)),
-            "old_per_token_logps": torch.full(shape, -9.0),
-            "num_items_in_batch": torch.tensor(shape[0] * shape[1]),
-        }
-        trainer.compute_loss(model, batch).backward()
-        model.zero_grad(set_to_none=True)
-
-    return step
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from memory import _peak, _reset_peak
 
 import fastrl
+from fastrl.bench.memory import Peak
 from fastrl.ops._linear.chunks import chunk_size, chunks
 from fastrl.ops._linear.head import LinearHead
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
@@ -65,12 +65,12 @@ def _rank(
         ids, advantages = (_same(x) for x in (ids, advantages))
         with torch.no_grad():
             hidden.copy_(_same(hidden.detach()))
-        before = _reset_peak()
-        fastrl.linear_policy_loss(
-            hidden, weight, ids, advantages, torch.ones(rows), objective="dapo",
-            vocab_group=dist.group.WORLD,
-        ).loss.backward()  # fmt: skip
-        return _peak() - before
+        with Peak(hidden.device) as peak:
+            fastrl.linear_policy_loss(
+                hidden, weight, ids, advantages, torch.ones(rows), objective="dapo",
+                vocab_group=dist.group.WORLD,
+            ).loss.backward()  # fmt: skip
+        return peak.bytes or 0
 
     peak_of_a_call(8, 64 * ranks, 64)
     peak = peak_of_a_call(given.rows, given.vocab, own)

@@ -32,9 +32,11 @@ ENDING = 8.0  # seconds that a step has to end when its time is over, and its in
 TAIL = 3000  # characters of a step's log that are shown
 
 _TESTS = '"$PYTHON" -m tests.gpu.device.run --out "$STEP" --seconds $LEFT $RESUME'
-_BENCH = '"$PYTHON" bench/gpu.py --out "$STEP" --seconds $LEFT $RESUME --only'
-_LOGITS = "'^(token_stats|logits_policy_loss) 8192 x'"
-_LINEAR = "'^linear_policy_loss 8192 x (4096 x 128256|896 x 151936) .*trained head$'"
+_BENCH = '"$PYTHON" -m fastrl.bench --device cuda --out "$STEP" --seconds $LEFT $RESUME'
+_LOGITS = "--op token_stats logits_policy_loss --rows 8192 --no-plots"
+_LINEAR = "--op linear_policy_loss --model llama-3.1-8b qwen2.5-0.5b --rows 8192 --pass both"
+_REPORT = '"$PYTHON" bench/predictions.py "$STEP/results.json"'
+_GOALS = '"$PYTHON" bench/goals.py "$STEP/results.json"'
 _NCU = 'ncu --clock-control none --set full --force-overwrite --export "$STEP/profile"'
 _FILES = "tests/gpu/device/test_gpu_"
 #: Seconds at most (what a step leaves is for those after it) and commands, by importance: within a
@@ -57,10 +59,10 @@ STEPS: dict[str, tuple[float, list[str]]] = {
         [f'{_NCU} "$LAUNCHES" large', 'ncu --import "$STEP/profile.ncu-rep" --page details'],
     ),
     # both measure fastrl: the difference is the noise
-    "bench": (150, [f"{_BENCH} {_LOGITS} --no-peers"]),
-    "peers": (540, [f"{_BENCH} {_LOGITS}"]),
+    "bench": (150, [f"{_BENCH} {_LOGITS} --peer none"]),
+    "peers": (540, [f"{_BENCH} {_LOGITS}", _REPORT, _GOALS]),
     "linear-tests": (190, [f"{_TESTS} {_FILES}linear.py {_FILES}graphs.py"]),
-    "linear-bench": (150, [f"{_BENCH} {_LINEAR}"]),
+    "linear-bench": (150, [f"{_BENCH} {_LINEAR}", _REPORT, _GOALS]),
     # what racecheck finds need not be a defect: it may not know barriers in remote shared memory
     "sanitize": (
         90,
@@ -69,7 +71,7 @@ STEPS: dict[str, tuple[float, list[str]]] = {
             for tool in ("memcheck", "initcheck", "synccheck", "racecheck")
         ],
     ),
-    "tune": (540, ['"$PYTHON" bench/gpu_tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),
+    "tune": (540, ['"$PYTHON" bench/tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),
 }
 PIECES = {
     "first": ("build", "machine", "tests"),
