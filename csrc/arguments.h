@@ -1,5 +1,5 @@
-// Groups of arguments of the registered operators (fastrl/contract.py), and how an operator gets
-// them from the dispatcher, which has one value for each of their fields.
+// Groups of arguments of the registered operators (fastrl/contract.py), and the code that builds
+// them from the dispatcher's stack, which has one value for each of their fields.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -119,7 +119,7 @@ void put_results(StableIValue* stack, uint64_t count, const std::tuple<T...>& re
              results);
 }
 
-// boxed<f> is the function f as `impl` of a library takes it.
+// boxed<f> is the function f in the form that `impl` of a library takes.
 template <auto run>
 struct Boxed;
 template <typename Result, typename... Parameters, Result (*run)(Parameters...)>

@@ -47,8 +47,8 @@ inline void check_device(const Tensor& tensor, const Tensor& like, const char* n
                   name, " must be on the device of ", like_name);
 }
 
-// For wrong values of a user's tensor. Torch 2.15 passes no exception type on, so the text marks it
-// for `fastrl.library.called`, which raises a ValueError.
+// For wrong values of a user's tensor. Torch 2.15 does not pass on the type of an exception, so the
+// text marks it for `fastrl.library.called`, which raises a ValueError.
 template <typename... Parts>
 [[noreturn]] void raise_value_error(const Parts&... parts) {
   std::ostringstream text;
@@ -132,7 +132,7 @@ inline std::string element_text(const Tensor& tensor, int64_t i) {
   return text.find_first_not_of("-0123456789") == std::string::npos ? text + ".0" : text;
 }
 
-// Rows of [B, T, V] that are to be overwritten must not share an element.
+// Rows of [B, T, V] that will be overwritten must not share an element.
 inline void check_rows_apart(const Tensor& logits) {
   const int64_t batch = logits.size(0), tokens = logits.size(1), row = logits.size(2);
   const int64_t b = std::abs(logits.stride(0)), t = std::abs(logits.stride(1));
@@ -142,7 +142,7 @@ inline void check_rows_apart(const Tensor& logits) {
 }
 
 // A new contiguous tensor on the device of `like`; its contents are arbitrary until written.
-// (torch::stable::new_empty takes the way through the dispatcher.)
+// (torch::stable::new_empty would go through the dispatcher.)
 inline Tensor new_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                          ScalarType dtype) {
   constexpr size_t kMostDims = 8;
@@ -166,7 +166,7 @@ inline Tensor empty_like_tokens(const Tensor& like, ScalarType dtype) {
   return new_tensor(like, like.sizes(), dtype);
 }
 
-// The enumerator of this number.
+// The enumerator with this number.
 template <typename Kind>
 Kind check_kind(int64_t number, const char* name) {
   constexpr int64_t kMost = static_cast<int64_t>(kLast<Kind>);

@@ -13,7 +13,7 @@ inline void check_temperature(double temperature) {
   }
 }
 
-// The numbers; of `temperatures`, which replace one of them, the values are not looked at.
+// Checks the numbers, but not the values of `temperatures`, which replace one of them.
 inline void check_scaling(const std::optional<Tensor>& temperatures, double temperature,
                           double logit_scale, double logit_softcap) {
   if (!temperatures) check_temperature(temperature);
@@ -72,7 +72,7 @@ inline void check_narrow(bool narrow) {
   STD_TORCH_CHECK(!narrow, "narrow must be false on this device");
 }
 
-// What the narrow mode asks of rows of [B, T, V]: each has the memory of its whole stride.
+// The narrow mode requires that each row of [B, T, V] has the memory of its whole stride.
 inline void check_narrow_rows(const Tensor& logits) {
   check_dtype(logits, ScalarType::Float, "logits");
   if (logits.numel() == 0) return;

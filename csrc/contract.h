@@ -7,7 +7,7 @@
 
 #if defined(__CUDACC__)
 #define FASTRL_HD __host__ __device__ __forceinline__
-#else  // always inline: the CPU kernels compile these for several instruction sets
+#else  // always inline, since the CPU kernels compile these for several instruction sets
 #define FASTRL_HD inline __attribute__((always_inline))
 #endif
 
@@ -21,7 +21,7 @@ enum class Surrogate : int { kPpoClip, kCispo, kSapo, kGmpo, kReinforce };
 template <>
 inline constexpr Surrogate kLast<Surrogate> = Surrogate::kReinforce;
 
-// One ratio per token; one per sequence; one per sequence, with the slope through the token's
+// One ratio per token; one per sequence; one per sequence, with the slope through the token's own
 // ratio.
 enum class Level : int { kToken, kSequence, kSequenceToken };
 template <>
@@ -61,7 +61,7 @@ inline constexpr Singleton kLast<Singleton> = Singleton::kRaw;
 // exp(80) still fits a float; log-ratios saturate here with slope 0.
 constexpr double kMaxLogRatio = 80.0;
 
-// The scalars of an objective; a bound that is not set is infinite.
+// The scalars of an objective; an unset bound is infinite.
 template <typename S>
 struct Coefficients {
   S clip_low;
@@ -84,7 +84,7 @@ struct Coefficients {
   }
 };
 
-// An objective as the kernels take it.
+// An objective in the form that the kernels take.
 template <typename S>
 struct Objective {
   Surrogate surrogate;
@@ -94,7 +94,7 @@ struct Objective {
   Coefficients<S> coefficients;
 };
 
-// What group advantages are relative to, divided by, and for a group of one.
+// Group advantages: the baseline, the divisor, and the rule for a group of one.
 struct GroupKinds {
   Baseline baseline;
   Scale scale;
@@ -111,8 +111,8 @@ struct Constant {
   }
 };
 
-// The constants of a policy loss as the kernels take them. A term without separate weights uses
-// `weights`; other absent constants are null.
+// The constants of a policy loss in the form that the kernels take. A term without separate weights
+// uses `weights`; other absent constants are null.
 struct LossConstants {
   Constant advantages;
   Constant weights;
@@ -123,7 +123,7 @@ struct LossConstants {
   const float* ref_logprobs;
 };
 
-// Statistics: the numbers of one row, or the arrays that have those of all rows.
+// Statistics: the numbers of one row, or the arrays with those of all rows.
 template <typename Real, typename Flag>
 struct RowStatsOf {
   Real logprobs;
@@ -136,7 +136,7 @@ struct RowStatsOf {
 };
 using RowStatsOut = RowStatsOf<float*, bool*>;
 
-// Calls f with each statistic of all these.
+// Calls f with each statistic of all arguments.
 template <typename F, typename... Stats>
 FASTRL_HD void for_each_stat(const F& f, Stats&&... stats) {
   f(stats.logprobs...);

@@ -3,7 +3,7 @@
 
 namespace fastrl {
 
-// Value after the last token: none, one per sequence, or one per token.
+// The value after the last token: none, one per sequence, or one per token.
 enum class Bootstrap : int { kNone, kSequence, kToken };
 
 struct GaeInputs {

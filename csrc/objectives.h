@@ -42,7 +42,8 @@ FASTRL_HD T clamp(T x, T low, T high) {
   return Math::where(raised > high, high, raised);
 }
 
-// The difference of log-probabilities; 0 for equal infinities: a token that both policies exclude.
+// The difference of log-probabilities, and 0 for equal infinities: a token that both policies
+// exclude.
 template <typename Math, typename T = typename Math::Real>
 FASTRL_HD T difference_of(T logprob, T other) {
   return Math::where(logprob == other, T{}, logprob - other);
@@ -153,8 +154,8 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Surrogate kind, T difference, T adva
   return {loss, slope, clip, log_ratio, ratio};
 }
 
-// `difference` is ref_logprob - logprob; `policy_difference` is the one of `objective_terms`, used
-// only by the bias-corrected gradient.
+// `difference` is ref_logprob - logprob; `policy_difference` is that of `objective_terms`, and only
+// the bias-corrected gradient uses it.
 template <typename Math, typename S, typename T = typename Math::Real>
 FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T difference,
                               T policy_difference, const Coefficients<S>& c) {

@@ -1,4 +1,4 @@
-// A mask as the caller passed it: 0 and 1 of any dtype.
+// A mask from the caller: 0 and 1 of any dtype.
 #pragma once
 
 #include "../check.h"

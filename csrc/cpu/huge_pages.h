@@ -11,8 +11,8 @@
 
 namespace fastrl::cpu {
 
-// Memory this large is mapped anew each time, and faulting it in by 4 KiB pages costs several times
-// as much as writing it: request huge pages before the first access.
+// Memory this large is mapped again each time, and faulting it in by 4 KiB pages costs several
+// times as much as writing it, so request huge pages before the first access.
 inline void use_huge_pages(const Tensor& tensor) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20;

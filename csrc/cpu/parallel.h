@@ -9,7 +9,7 @@
 
 namespace fastrl::cpu {
 
-// Calls run(task) for every task in [0, count); each thread takes the next task that is left. The
+// Calls run(task) for every task in [0, count); each thread takes the next remaining task. The
 // result must not depend on which thread runs a task, and run must not throw.
 template <typename Run>
 void for_each_task(int64_t count, const Run& run) {

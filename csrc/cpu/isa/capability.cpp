@@ -55,7 +55,7 @@ std::string cpu_capability() { return kernels().capability; }
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels* chosen = choose();  // when it throws, the next call tries again
+  static const Kernels* chosen = choose();  // if it throws, the next call tries again
   return *chosen;
 }
 

@@ -1,4 +1,4 @@
-// Everything that kernels_*.cpp in this folder compile once per instruction set. They define
+// The code that kernels_*.cpp in this folder compile once per instruction set. They define
 // FASTRL_ISA, the namespace and name of the table, and FASTRL_VEC_BYTES. Nothing here may call the
 // standard library: its inline functions would be compiled for this instruction set, and the linker
 // could pick them for the whole library.

@@ -22,8 +22,8 @@ struct LogitMap {
 // Sums over one block, with t = exponent of two relative to the block's largest logit.
 struct BlockPartial {
   float max;  // largest raw logit
-  // sum 2^t but for the 1 of the largest, beside which a small one would have no digits; sum t 2^t,
-  // sum 2^2t
+  // sum 2^t without the 1 of the largest, next to which a small term would lose its digits;
+  // sum t 2^t, sum 2^2t
   double rest, sum_t, sum_sq;
 };
 
@@ -38,13 +38,13 @@ struct GradientTerms {
 struct DivergenceMap {
   float binary_gain, max, log2_sum;  // of the student; log2_sum is relative to max
   float teacher_binary_gain, teacher_max, teacher_log2_sum;
-  float max_difference, max_difference_error;  // max - teacher_max, and what its rounding left
+  float max_difference, max_difference_error;  // max - teacher_max, and its rounding error
   float offset;                                // log2_sum - teacher_log2_sum
   float beta;
 };
 
-// Of a row: its divergence, the sum of q times the derivative by ln q, and whether the same column
-// is the largest in both.
+// The divergence of a row, the sum of q times the derivative by ln q, and whether the same column
+// is the largest in both rows.
 struct DivergenceSums {
   double value, slope;
   bool agrees;
@@ -65,14 +65,14 @@ struct TokenInputs {
 };
 
 // For a sequence that shares one ratio: the mean of its log-ratios, the part of the slope that each
-// of its tokens receives, and whether it has only one token, which then does not share its ratio.
+// of its tokens receives, and whether it has a single token, which then does not share its ratio.
 struct SharedRatio {
   float mean, slope;
   bool alone;
 };
 
-// Tokens [begin, end) of one sequence; at token level of several sequences, unless a constant is
-// given per sequence.
+// Tokens [begin, end) of one sequence, or at token level of several sequences, unless a constant is
+// per sequence.
 struct Segment {
   int64_t begin, end, sequence;
   SharedRatio shared;
@@ -97,7 +97,7 @@ struct Kernels {
   // tanh(by x) as the kernels compute it
   float (*tanh)(float x, float by);
 
-  // Of a vector of `width` floats with those rows of a matrix that `ids` names; see
+  // Products of a vector of `width` floats with the rows of a matrix that `ids` names; see
   // gathered_rows.h.
   using Gathered = void (*)(const float* x, const void* rows, int64_t stride, const int32_t* ids,
                             int64_t count, int64_t width, float* out);
@@ -122,7 +122,7 @@ struct Kernels {
   void (*sum_log_ratios)(const TokenInputs& in, const Segment& sequence, double* sum,
                          int64_t* count);
   // Sum over a sequence of the derivatives with respect to its mean log-ratio: w f' and the ratio
-  // slope of the KL, which a single token has in its own slope.
+  // slope of the KL, which for a single token is part of its own slope.
   double (*sum_slopes)(const TokenInputs& in, const Segment& sequence, int64_t active);
 };
 

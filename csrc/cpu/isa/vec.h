@@ -45,8 +45,8 @@ FASTRL_INLINE double sum_of_lanes(vfloat x) {
 }
 
 // --- logits in memory -------------------------------------------------------------------------
-// Two vectors at a time. 16-bit floats may come in any order of lanes, as long as store_pair puts
-// them back where load_pair found them: bfloat16 takes the even elements, then the odd ones.
+// Two vectors at a time. 16-bit floats may come in any order of lanes, as long as store_pair writes
+// them to where load_pair found them: bfloat16 takes the even elements, then the odd ones.
 
 struct VecPair {
   vfloat a, b;
@@ -75,9 +75,9 @@ FASTRL_INLINE VecPair load_pair(const BFloat16* x) {
   __builtin_memcpy(&both, x, kVecBytes);
   return {float_of(both << 16), float_of(both & 0xffff0000u)};
 }
-// To nearest even, in the upper half of each lane. NaN needs no care: it comes from a bfloat16,
-// from an operation, or is the plain one of rows.cpp, so that its lower half is 0 and rounding
-// cannot carry into the sign.
+// Rounds to nearest even, in the upper half of each lane. NaN needs no special case: it comes from
+// a bfloat16, from an operation, or from rows.cpp, so its lower half is 0, and rounding cannot
+// carry into the sign.
 FASTRL_INLINE vuint round_to_bfloat16(vfloat x) {
   const vuint bits = bits_of(x);
   return bits + 0x7fffu + ((bits >> 16) & 1u);

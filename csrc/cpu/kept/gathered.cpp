@@ -7,7 +7,7 @@
 namespace fastrl::cpu {
 namespace {
 
-// Products in a task, so that it outweighs its start.
+// Products in a task, enough to outweigh its start.
 constexpr int64_t kTask = 1 << 17;
 
 void check_matrix(const Tensor& tensor, const char* name) {
@@ -89,7 +89,7 @@ void scattered_sums_(Tensor& out, const Tensor& factors, const Tensor& states, c
   check_floats(states, rows.rows(), width, "states");
   check_floats(factors, rows.rows(), count, "factors");
   check_floats(out, matrix_rows, width, "out");
-  // the terms sorted by id; those of an id in the order of rows, however threads share them out
+  // the terms sorted by id, and within an id in the order of rows, whatever the threads do
   std::vector<int64_t> begins(matrix_rows + 1);
   for (int64_t i = 0; i < rows.rows() * count; ++i) {
     if (const int32_t id = rows.row(0)[i]; id >= 0) ++begins[id + 1];

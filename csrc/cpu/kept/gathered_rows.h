@@ -13,7 +13,7 @@ FASTRL_INLINE vfloat load_row(const BFloat16* x) {
 }
 FASTRL_INLINE vfloat load_row(const Half* x) { return load_half(x); }
 
-// Fewer elements than a vector, with zeros behind.
+// Fewer elements than a vector, filled up with zeros.
 template <typename T>
 FASTRL_INLINE vfloat load_part(const T* x, int64_t count) {
   T part[kLanes] = {};
@@ -21,7 +21,7 @@ FASTRL_INLINE vfloat load_part(const T* x, int64_t count) {
   return load_row(part);
 }
 
-// out[k] += x . rows[ids[k]], but for ids below 0.
+// out[k] += x . rows[ids[k]], except for ids below 0.
 template <typename T>
 void gathered_dots(const float* x, const void* rows, int64_t stride, const int32_t* ids,
                    int64_t count, int64_t width, float* out) {
@@ -43,7 +43,7 @@ void gathered_dots(const float* x, const void* rows, int64_t stride, const int32
   }
 }
 
-// out += sum_k factors[k] rows[ids[k]], but for ids below 0; in the order of k.
+// out += sum_k factors[k] rows[ids[k]] in the order of k, except for ids below 0.
 template <typename T>
 void gathered_sum(const float* factors, const void* rows, int64_t stride, const int32_t* ids,
                   int64_t count, int64_t width, float* out) {

@@ -17,8 +17,8 @@ namespace {
 // Results of a task; a task packs b once for all its rows.
 constexpr int64_t kRows = 512, kColumns = 1024;
 // A result with few tasks is split along K into at most this many slices of at least this length,
-// so that there are about kFewTasks tasks; more would only take memory (up to 32 MiB). The split
-// does not depend on the number of threads, and neither do the sums.
+// to get about kFewTasks tasks; more would only take memory (up to 32 MiB). The split does not
+// depend on the number of threads, and neither do the sums.
 constexpr int64_t kMostSlices = 8, kSlice = 4096, kFewTasks = 16;
 
 bool has_matrix_tiles() { return has_tiles() && std::string(kernels().capability) == "avx512"; }

@@ -1,12 +1,12 @@
 // The matrix product on AMX tiles. A tile holds 16 rows of 64 bytes; one instruction adds the
 // product of 16 x 32 and 32 x 16 bfloat16 to 16 x 16 float32. Operands are packed block by block
-// into the order that the tiles need, so that all loads of the inner loop hit the L2.
+// into the order of the tiles, so that all loads of the inner loop hit the L2.
 #include "tile_matmul.h"
 
 #include <cstring>
 
-// clang before 14 ends every function that uses tiles with a tilerelease, which makes the next one
-// fault on an illegal instruction; older compilers do without the tiles
+// clang before 14 ends every function that uses tiles with a tilerelease, so the next function
+// faults on an illegal instruction; with older compilers the tiles are not used
 #if defined(__clang__)
 #define FASTRL_COMPILES_TILES (__clang_major__ >= 14)
 #else
@@ -202,7 +202,7 @@ void multiply_panels(const char* a_high, const char* a_low, const char* b, int64
   _tile_stored(3, below + kTile, stride);
 }
 
-// The tile configuration belongs to the thread; restores the previous one at the end.
+// Sets the tile configuration of the thread, and restores the previous one at the end.
 class TileShapes {
  public:
   TileShapes() {

@@ -25,7 +25,7 @@ void scan(const Scan& all, const int64_t* begin, const int64_t* sequence, int64_
     next_value[k] = in.bootstrap == Bootstrap::kSequence ? in.bootstrap_values[sequence[k]] : 0.0;
     trace[k] = 0.0;
   }
-  // with a bootstrap per token, the state after the last active one has that token's
+  // with bootstrap values per token, the state after the last active token has that token's
   bool seen[kChains] = {};
   for (int64_t t = length - 1; t >= 0; --t) {
     for (int k = 0; k < kChains; ++k) {

@@ -1,4 +1,4 @@
-// Advantages of rewards relative to their group. One thread: this is cheap.
+// Advantages of rewards relative to their group, on one thread, since this is cheap.
 #include <algorithm>
 #include <cmath>
 #include <numeric>

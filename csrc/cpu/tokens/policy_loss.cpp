@@ -12,9 +12,9 @@
 namespace fastrl::cpu {
 namespace {
 
-constexpr int64_t kTokensPerTask = 4096;  // fixed, so that the order of summation is
+constexpr int64_t kTokensPerTask = 4096;  // fixed, to fix the order of summation
 
-// In the order of the parts, so that the result does not depend on the threads.
+// Adds in the order of the parts, so that the result does not depend on the threads.
 TokenSums combine(const std::vector<TokenSums>& parts) {
   TokenSums total{};
   total.ratio_max = -std::numeric_limits<float>::infinity();
@@ -57,7 +57,7 @@ bool any_by_sequence(const LossConstants& c) {
          c.entropy_weights.by_sequence || c.policy_weights.by_sequence;
 }
 
-// The sums over all tokens, in parts that only depend on the shape.
+// The sums over all tokens, in parts that depend on the shape alone.
 TokenSums run(const Kernels& kernels, const TokenInputs& in, const Sequences& sequences,
               int64_t tokens) {
   std::vector<TokenSums> parts;

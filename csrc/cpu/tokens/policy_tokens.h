@@ -63,7 +63,7 @@ struct SegmentInputs {
         policy_weights(inputs.constants.policy_weights, segment.sequence) {}
 };
 
-// Up to a vector of tokens from i on; what is not active is 0 in every input and enters as such.
+// Up to a vector of tokens from i on; inactive tokens are 0 in every input.
 struct Tokens {
   const SegmentInputs& segment;
   const TokenInputs& in;
@@ -104,7 +104,7 @@ struct Tokens {
   FASTRL_INLINE vfloat load(const SegmentConstant& constant) const {
     return constant.values ? load(constant.values) : where(active, constant.same, vfloat{});
   }
-  // The KL to the reference, given the difference behind the policy ratio.
+  // The KL to the reference, given the log-ratio of the policy.
   FASTRL_INLINE KlTerms<vfloat> kl(vfloat policy_difference) const {
     const Objective<float>& o = in.objective;
     return kl_terms<VectorMath>(o.kl_estimator, o.kl_gradient,
@@ -148,8 +148,8 @@ void sum_log_ratios(const TokenInputs& in, const Segment& sequence, double* sum,
   *count = count_of(active);
 }
 
-// Whether all tokens of a sequence with one ratio have the same terms: they do not where the loss
-// looks at the token itself.
+// Whether all tokens of a sequence with one ratio have the same terms: not if the loss depends on
+// the token itself.
 FASTRL_INLINE bool terms_are_shared(const TokenInputs& in) {
   return in.objective.level != Level::kToken && in.constants.advantages.by_sequence &&
          flows_through_ratio(in.objective.surrogate) && in.objective.surrogate != Surrogate::kGmpo;
@@ -192,13 +192,13 @@ double sum_slopes(const TokenInputs& in, const Segment& sequence, int64_t active
   return total.total();
 }
 
-// The sums of a few vectors of tokens: as exact as their terms are.
+// The sums of a few vectors of tokens, as exact as their terms.
 struct StepSums {
   vfloat policy{}, weighted_kl{}, weighted_entropy{}, kl{}, kl_old{}, entropy{}, ratio{};
 };
 constexpr int kVectorsPerStep = 4;
 
-// The sums over tokens, a lane each.
+// The sums over tokens, one per lane.
 struct LaneSums {
   DoubleSum policy, weighted_kl, weighted_entropy, kl, kl_old, entropy, ratio;
   vint active{}, clip_low{}, clip_high{}, zero_grad{};
@@ -237,7 +237,7 @@ struct LaneSums {
 };
 
 // Loss, slope and metrics of one vector of tokens.
-// `known` are the terms of the whole sequence, where they are shared.
+// `known` has the terms of the whole sequence, if they are shared.
 FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, const Terms* known,
                               LaneSums* sums, StepSums* step) {
   const TokenInputs& in = t.in;
@@ -310,7 +310,7 @@ FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, const Terms* 
 
 void token_losses(const TokenInputs& inputs, const Segment* segments, int64_t count,
                   TokenSums* sums) {
-  const TokenInputs in = inputs;  // nobody else writes to a copy, so it stays in registers
+  const TokenInputs in = inputs;  // no other code writes to a copy, so it stays in registers
   const bool shared = terms_are_shared(in);
   LaneSums lanes;
   lanes.ratio_max = fill(-__builtin_inff());

@@ -1,9 +1,9 @@
 // The divergence of a block of two rows and its derivative by the logits of the first one, the
 // student's. Included by isa.h only, inside the namespace of one instruction set.
 //
-// With q of the student and p of the teacher, everything is made of y = log2 q/p, which is computed
-// from the logits themselves, of the larger of the two, and of expm1(-|ln q/p|): where the rows are
-// almost equal, their differences keep their digits.
+// With the student's q and the teacher's p, everything is computed from y = log2 q/p, which comes
+// from the logits themselves, from the larger of the two, and from expm1(-|ln q/p|), so differences
+// of nearly equal rows keep their digits.
 
 FASTRL_INLINE vfloat load_lanes(const float* x) {
   vfloat value;
@@ -23,7 +23,7 @@ FASTRL_INLINE void store_lanes(BFloat16* x, vfloat y) {
   __builtin_memcpy(x, &words, kVecBytes / 2);
 }
 
-// The next of the n elements that are left, as many as a vector has; -inf beyond them.
+// The next of the n remaining elements, as many as fit a vector, with -inf beyond them.
 template <typename T>
 FASTRL_INLINE vfloat load_next(const T* x, int64_t n) {
   if (n >= kLanes) return load_lanes(x);
@@ -127,7 +127,7 @@ FASTRL_INLINE vfloat product_or_zero(vfloat probability, vfloat log) {
   return where(probability == 0.0f, vfloat{}, probability * log);
 }
 
-// What a column adds to the divergence, and q times the derivative of the divergence by ln q.
+// A column's term of the divergence, and q times the derivative of the divergence by ln q.
 struct DivergenceTerms {
   vfloat value, slope;
 };
@@ -152,7 +152,7 @@ FASTRL_INLINE DivergenceTerms divergence_terms(const RowPair& pair, float beta) 
   return {beta * product_or_zero(pair.p, of_p) + slope, slope};
 }
 
-// `u` and `v` are what block_values writes.
+// `u` and `v` come from block_values.
 template <Divergence kKind>
 void block_divergence(const float* u, const float* v, int64_t n, const DivergenceMap& map,
                       DivergenceSums* sums) {

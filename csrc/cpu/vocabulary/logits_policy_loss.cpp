@@ -27,7 +27,7 @@ class TokenLoss {
     const Coefficients<double>& c = objective_.coefficients;
     const int64_t s = sequences_.of(row);
     const auto at = [&](const Constant& x) { return static_cast<double>(x.at(s, row)); };
-    // rounded as it is returned, so that a ratio to logprobs of an earlier call is exactly 1
+    // rounded like the result, so that a ratio to logprobs of an earlier call is exactly 1
     const double logprob = static_cast<float>(stats.logprobs);
     const double old = in_.old_logprobs ? static_cast<double>(in_.old_logprobs[row]) : logprob;
     const double difference = difference_of<Math>(logprob, old);

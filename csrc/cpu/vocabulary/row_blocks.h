@@ -2,7 +2,7 @@
 // Included by isa.h only, inside the namespace of one instruction set.
 
 constexpr int kStep = 4 * kLanes;  // columns per iteration: two pairs of vectors
-// Bytes ahead: the hardware alone reaches little more than half the bandwidth of one core.
+// Bytes to prefetch ahead: the hardware alone reaches little more than half of a core's bandwidth.
 constexpr int64_t kPrefetchSums = 8192, kPrefetchGradient = 2048;
 
 // Prefetches a step `bytes` ahead; no effect beyond the end of the logits.
@@ -52,7 +52,7 @@ float block_max(const T* x, int64_t n) {
       step = tail;
     }
     const VecPair low = load_pair(step), high = load_pair(step + 2 * kLanes);
-    m0 = at_least(low.a, m0);  // keeps the maximum so far where x is NaN: the sum will show it
+    m0 = at_least(low.a, m0);  // keeps the maximum so far if x is NaN, which the sum will show
     m1 = at_least(low.b, m1);
     m2 = at_least(high.a, m2);
     m3 = at_least(high.b, m3);
@@ -81,8 +81,8 @@ FASTRL_INLINE int64_t column_of(const T*, int vector, int lane) {
   return vector * kLanes + lane;
 }
 
-// The sum without the 1 of the largest logit, where the others are far below it: of all lanes but
-// the one that has it, and of that lane's columns once more.
+// The sum without the 1 of the largest logit, if the others are far below it: the sum of all other
+// lanes, plus that of the other columns in its lane, which are added once more.
 template <typename T, bool kSoftcap>
 double rest_of_peak(const T* x, int64_t n, const Exponent<kSoftcap>& exponent,
                     const vfloat (&sums)[4]) {
@@ -115,7 +115,7 @@ template <typename T, bool kSoftcap, bool kEntropy, bool kSquares>
 void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPartial* partial) {
   const T* x = static_cast<const T*>(logits);
   const float max = block_max(x, n);
-  // a block of nothing but -inf sums to exactly 0 whatever it is relative to
+  // a block of -inf alone sums to exactly 0, whatever it is relative to
   const Exponent<kSoftcap> exponent(map, max == -__builtin_inff() ? 0.0f : max);
   Sums<kEntropy, kSquares> s0, s1, s2, s3;
   int64_t i = 0;
@@ -133,7 +133,7 @@ void block_partial(const void* logits, int64_t n, const LogitMap& map, BlockPart
     copy_tail(padding, padding, n - i);
     const VecPair low = load_pair(tail), high = load_pair(tail + 2 * kLanes);
     const VecPair pad_low = load_pair(padding), pad_high = load_pair(padding + 2 * kLanes);
-    s0.add(exponent(low.a) + pad_low.a);  // a softcap makes the padding finite: -inf once more
+    s0.add(exponent(low.a) + pad_low.a);  // a softcap makes the padding finite, so add -inf again
     s1.add(exponent(low.b) + pad_low.b);
     s2.add(exponent(high.a) + pad_high.a);
     s3.add(exponent(high.b) + pad_high.b);

@@ -1,4 +1,4 @@
-// What a backward gets beside its rows: the statistics that the forward saved, and their gradients.
+// Inputs of a backward besides its rows: the statistics saved by the forward, and their gradients.
 #pragma once
 
 #include "rows.h"

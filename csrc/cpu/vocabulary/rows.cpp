@@ -88,7 +88,7 @@ Rows::PlannedGradient Rows::plan_gradient(int64_t row, const RowStats& stats,
       (flow.logsumexp - flow.logprob - flow.entropy * (stats.entropy - stats.log_sum)) * norm);
   planned.terms.linear = with_plain_nan(-flow.entropy * kLn2 * norm);
 
-  // at the token the two parts would cancel as p approaches 1
+  // at the token the two terms would cancel as p approaches 1
   const double p = std::exp(stats.logprobs);
   double gradient = -flow.logprob * std::expm1(stats.logprobs) + flow.logsumexp * p;
   if (p != 0) gradient -= flow.entropy * (stats.logprobs + stats.entropy) * p;

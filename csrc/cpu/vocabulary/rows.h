@@ -1,5 +1,5 @@
 // Shared by the operators on logits: the statistics of a row from its blocks, its gradient, and the
-// walk over rows. A row is always split into the same blocks, and their sums are combined in order,
+// loop over rows. A row is always split into the same blocks, and their sums are combined in order,
 // so a result depends neither on other rows nor on how many threads work on one row.
 #pragma once
 
@@ -37,7 +37,7 @@ class RowSum {
   }
 
   float max() const { return max_; }
-  bool empty() const { return sums_.sum == 0; }  // nothing but -inf: there is no softmax
+  bool empty() const { return sums_.sum == 0; }  // all logits are -inf: there is no softmax
   double log_sum() const {
     return empty() ? std::numeric_limits<double>::quiet_NaN() : std::log1p(rest_);
   }
@@ -59,15 +59,15 @@ class RowSum {
     }
   };
   Sums sums_{0, 0, 0};
-  double rest_ = -1;  // the sum but for the 1 of the largest
+  double rest_ = -1;  // the sum without the 1 of the largest
   double exponent_ = -std::numeric_limits<double>::infinity();
   float max_ = -std::numeric_limits<float>::infinity();
 };
 
 using RowStats = RowStatsOf<double, bool>;
 
-// The gradient of the loss in the statistics of a row, and in its divergence from a teacher's,
-// whose own gradient needs `slope_mean`.
+// The gradient of the loss with respect to the statistics of a row, and to its divergence from a
+// teacher's row, whose own gradient needs `slope_mean`.
 struct RowGradient {
   double logprob = 0, logsumexp = 0, entropy = 0, divergence = 0, slope_mean = 0;
 };
@@ -80,7 +80,7 @@ class Rows {
  public:
   Rows(const Tensor& logits, const RowArguments& arguments);
 
-  // The first sweep: which sums are wanted.
+  // The sums that the first sweep computes.
   struct Reduction {
     bool entropy, sum_sq_probs;
   };
@@ -115,7 +115,7 @@ class Rows {
     const int64_t threads = torch::stable::get_num_threads();
     if (threads == 1 || blocks == 1 || num_active_ == 0 || num_active_ >= 4 * threads) {
       // Enough rows per task. Threads that start adjacent rows in new memory would each clear the
-      // same huge page, so there a task spans several pages, as far as load balance allows.
+      // same huge page, so a task there spans several pages, as far as load balance allows.
       const int64_t fresh = grad ? kTaskBytes / (grad->row_bytes() + 1) : 0;
       const int64_t rows_at_once =
           std::max<int64_t>({1, 8 * kBlock / (logits_.vocabulary() + 1),
@@ -158,10 +158,10 @@ class Rows {
     }
   }
 
-  // Statistics from what the forward saved, for a gradient without the first sweep.
+  // Statistics from the values saved by the forward, for a gradient without the first sweep.
   RowStats restore(int64_t row, float row_max, double log_sum, double entropy) const;
 
-  // What `RowGradient::divergence` refers to.
+  // The object that `RowGradient::divergence` refers to.
   void compare_with(const TeacherRows* teacher) { teacher_ = teacher; }
 
   const Logits& logits() const { return logits_; }

@@ -11,7 +11,7 @@ bool as_they_are(const Logits& logits, const Scaling& scaling) {
   return logits.type() == kFloat && !scaling.softcap();
 }
 
-// The values that the kernels compare, in `room` unless they are in memory already.
+// The values that the kernels compare, in `room` unless they are already in memory.
 const float* values(const Kernels& kernels, const Logits& logits, const Scaling& scaling,
                     int64_t row, int64_t begin, int64_t size, float* room) {
   const char* x = logits.at(row, begin);

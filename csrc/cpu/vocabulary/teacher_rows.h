@@ -1,4 +1,4 @@
-// Rows of a teacher's logits beside a student's: their divergence and its derivative.
+// Rows of a teacher's logits and a student's: their divergence and its derivative.
 #pragma once
 
 #include "rows.h"
@@ -36,8 +36,7 @@ class TeacherRows {
 
   DivergenceSums sums(int64_t row) const;
 
-  // Writes dL/dlogits of a block as the gradient, of which `raw_gain` is dz/dlogits without a
-  // softcap.
+  // Writes dL/dlogits of a block; `raw_gain` is dz/dlogits without a softcap.
   void write_gradient(int64_t row, int64_t begin, int64_t size, const DivergenceSlopes& by,
                       float raw_gain, char* grad) const;
   // dL/dz of the divergence alone at one column

@@ -7,7 +7,7 @@
 
 namespace fastrl::cuda {
 
-// A float and the rounding error of its sum, which takes no arithmetic in double.
+// A float and the rounding error of its sum, computed without arithmetic in double.
 struct Sum {
   float high, low;
 
@@ -20,11 +20,11 @@ struct Sum {
     add(other.high);
     low += other.low;
   }
-  // of an infinite or NaN sum the error is NaN
+  // the error of an infinite or NaN sum is NaN
   __device__ float total() const { return high - high == 0.0f ? high + low : high; }
 };
 
-// Shuffles move one word; this moves a struct of them.
+// Shuffles move one word; this moves a struct of words.
 template <typename T, typename Shuffle>
 __device__ __forceinline__ T shuffled(const T& x, const Shuffle& shuffle_word) {
   static_assert(sizeof(T) % sizeof(uint32_t) == 0, "whole words");
@@ -53,7 +53,7 @@ __device__ __forceinline__ T sum_block(T x, T* shared) {
   constexpr int kWarps = kThreads / kWarp;
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
   x = sum_warp(x);
-  sync_block();  // every thread has read the sum before this one
+  sync_block();  // every thread has read the previous sum
   if (lane == 0) shared[warp] = x;
   sync_block();
   if (warp == 0) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ T sum_block(T x, T* shared) {
   return shared[0];
 }
 
-// True in the block that arrives last, to which all that the blocks wrote before is visible.
-// `arrived` is 0 before the launch.
+// True in the block that arrives last; earlier writes of all blocks are visible to it. `arrived` is
+// 0 before the launch.
 __device__ __forceinline__ bool last_block(uint32_t* arrived, uint32_t* shared) {
   sync_block();
   if (thread_index() == 0) {

@@ -1,6 +1,7 @@
 // The part of primitives.cuh that begins with sm_90: clusters of blocks that reach into each
-// other's shared memory, and bulk copies that run beside the threads. Kernels that call any of it
-// are for such devices only; for others these bodies are empty, and the kernels are not launched.
+// other's shared memory, and bulk copies that run concurrently with the threads. Kernels that call
+// these functions are only for such devices; for others the bodies are empty, and the kernels are
+// not launched.
 #pragma once
 
 namespace fastrl::cuda {
@@ -33,7 +34,7 @@ __device__ __forceinline__ unsigned cluster_size() {
   FASTRL_SM90(asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x));)
   return x;
 }
-// By every thread of every block of the cluster; what was stored before is visible after.
+// Called by every thread of every block of the cluster; earlier stores are visible afterwards.
 __device__ __forceinline__ void sync_cluster() {
   FASTRL_SM90(asm volatile("barrier.cluster.arrive.release;\n\t"
                            "barrier.cluster.wait.acquire;" :: : "memory");)
@@ -50,20 +51,20 @@ __device__ __forceinline__ void store_remote(float* shared, unsigned rank, float
                            "f"(x) : "memory");)
 }
 
-// --- transfers into shared memory that run beside the threads
+// --- transfers into shared memory that run concurrently with the threads
 
-// Completes a phase once it was armed and the bytes it was armed for have arrived, of which some
-// may have come before. Lies in shared memory.
+// A barrier in shared memory. It completes a phase once it was armed and the expected bytes have
+// arrived, some of which may have arrived before.
 struct ByteBarrier {
   uint64_t state;
 };
-// By one thread; sync_block before any use, sync_cluster before use by other blocks.
+// Called by one thread; sync_block before any use, sync_cluster before use by other blocks.
 __device__ __forceinline__ void init(ByteBarrier* barrier) {
   FASTRL_SM90(asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
                            "fence.mbarrier_init.release.cluster;" ::"r"(
                                shared_address(barrier)) : "memory");)
 }
-// By one thread, once per phase and before it waits.
+// Called by one thread, once per phase and before it waits.
 __device__ __forceinline__ void arm(ByteBarrier* barrier, unsigned bytes) {
   FASTRL_SM90(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                                shared_address(barrier)),
@@ -93,8 +94,8 @@ __device__ __forceinline__ void send16(const Vec16& x, void* shared, ByteBarrier
                            "r"(x.word[0]), "r"(x.word[1]), "r"(x.word[2]), "r"(x.word[3]),
                            "r"(remote_address(barrier, rank)) : "memory");)
 }
-// Waits until the phase of this parity is complete: 0 the first time, then 1, 0, ... For what other
-// blocks sent, the scope is the cluster.
+// Waits until the phase of this parity is complete: 0 the first time, then 1, 0, ... For data from
+// other blocks, the scope is the cluster.
 template <bool kCluster = false>
 __device__ __forceinline__ void wait(ByteBarrier* barrier, unsigned parity) {
   if constexpr (kCluster) {
@@ -112,7 +113,7 @@ __device__ __forceinline__ void wait(ByteBarrier* barrier, unsigned parity) {
                            "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
                            "r"(parity) : "memory");)
 }
-// Before a bulk copy overwrites what threads stored: by those threads, then a barrier.
+// Called by threads whose stores a bulk copy will overwrite; then a barrier.
 __device__ __forceinline__ void fence_bulk() {
   FASTRL_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory");)
 }

@@ -26,7 +26,7 @@ class Configured {
   Configured(Kernel kernel, const LaunchShape& shape, Stream stream) {
     const void* function = reinterpret_cast<const void*>(kernel);
     if (shape.shared_bytes > 48 * 1024) {
-      // the limit is the kernel's, not the launch's: another thread must never find it lower
+      // the limit belongs to the kernel, not the launch: another thread must never find it lower
       int device = 0, most = 0;
       status = cudaGetDevice(&device);
       if (status == kSuccess) {
@@ -37,7 +37,7 @@ class Configured {
       }
     }
     if (status == kSuccess && shape.shared_bytes > 8 * 1024) {
-      // all that L1 can spare, or fewer blocks may run at once than are counted below
+      // as much as L1 can spare, or fewer blocks may run at once than are counted below
       status = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                     cudaSharedmemCarveoutMaxShared);
     }
@@ -94,8 +94,8 @@ Status ask_resident_clusters(void (*kernel)(Params), LaunchShape shape, const De
   return status;
 }
 
-// The same, with the last answer kept: launches in a training loop repeat. A failure counts as 0
-// and is not kept, since it may pass.
+// The same, with the last answer cached, since launches in a training loop repeat. A failure counts
+// as 0 and is not cached, since it may be temporary.
 template <typename Params>
 int resident_clusters(void (*kernel)(Params), const LaunchShape& shape,
                       const DeviceLimits& limits) {

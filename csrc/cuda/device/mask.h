@@ -1,4 +1,4 @@
-// A mask of 0 and 1 in whatever dtype it was given.
+// A mask of 0 and 1 of any dtype.
 #pragma once
 
 #include <cstdint>

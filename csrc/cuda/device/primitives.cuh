@@ -1,6 +1,6 @@
-// Everything that kernels need of the machine: their place in the grid, barriers, shuffles,
-// clusters, asynchronous copies, ordered memory, fast exponentials. Kernels use nothing else of
-// CUDA but `__global__`, `__device__` and `__launch_bounds__`.
+// All machine features that kernels use: their place in the grid, barriers, shuffles, clusters,
+// asynchronous copies, ordered memory, fast exponentials. From CUDA they use nothing else but
+// `__global__`, `__device__` and `__launch_bounds__`.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ struct alignas(16) Vec16 {
   uint32_t word[4];
 };
 
-// What a launch needs to know of the device.
+// Properties of the device that a launch needs.
 struct DeviceLimits {
   int major, sms;
   int shared_per_block, shared_per_sm, l2_bytes;
@@ -22,7 +22,7 @@ struct DeviceLimits {
 struct LaunchShape {
   unsigned blocks, threads;
   unsigned cluster = 1;     // blocks that share memory; divides `blocks`
-  size_t shared_bytes = 0;  // of one block, all of it dynamic
+  size_t shared_bytes = 0;  // per block, all of it dynamic
 };
 
 }  // namespace fastrl::cuda
@@ -36,7 +36,7 @@ using Status = cudaError_t;
 constexpr Status kSuccess = cudaSuccess, kInvalid = cudaErrorInvalidValue;
 constexpr int kWarp = 32;
 
-// Before a loop over an array that has to stay in registers.
+// Before a loop over an array that must stay in registers.
 #define FASTRL_UNROLL _Pragma("unroll")
 
 // --- where this thread is
@@ -72,7 +72,7 @@ template <typename T>
 __device__ __forceinline__ T shuffle(T x, int lane) {
   return __shfl_sync(0xffffffffu, x, lane);
 }
-// A bit per lane.
+// One bit per lane.
 __device__ __forceinline__ uint32_t lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
 
 // --- memory that several blocks write
@@ -89,8 +89,8 @@ template <typename T>
 __device__ __forceinline__ T atomic_compare_and_swap(T* p, T expected, T x) {
   return atomicCAS(p, expected, x);
 }
-// What this thread, and those it met at a barrier, wrote before is visible to a thread that reads
-// `x`.
+// Earlier writes of this thread, and of threads that it met at a barrier, are visible to a thread
+// that reads `x`.
 __device__ __forceinline__ void store_release(unsigned* p, unsigned x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
@@ -107,7 +107,7 @@ __device__ __forceinline__ unsigned add_acquire_release(unsigned* p, unsigned x)
                : "memory");
   return old;
 }
-__device__ __forceinline__ void pause() { __nanosleep(40); }  // between looks at a flag
+__device__ __forceinline__ void pause() { __nanosleep(40); }  // between reads of a flag
 
 // --- vector access; addresses are multiples of 16 bytes. `_once`: will not be needed again.
 
@@ -118,7 +118,7 @@ __device__ __forceinline__ Vec16 load16(const void* global) {
 __device__ __forceinline__ Vec16 load16_once(const void* global) {
   return as_vec16(__ldcs(static_cast<const uint4*>(global)));
 }
-// Of the vector the bytes in [begin, end) count, one at least; the others may lie beside the row,
+// Only the bytes [begin, end) of the vector count, at least one; the others may lie outside the row
 // and have any value.
 template <bool kOnce>
 __device__ __forceinline__ Vec16 load16_within(const void* global, const void*, const void*) {
@@ -153,10 +153,10 @@ __device__ __forceinline__ float fast_reciprocal(float x) {  // the same
   return y;
 }
 __device__ __forceinline__ uint32_t count_bits(uint32_t x) { return __popc(x); }
-// A product and a sum that are never joined to a multiply-add.
+// A product and a sum that are never fused to a multiply-add.
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
-// Maxima that let NaN through.
+// Maxima that propagate NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));

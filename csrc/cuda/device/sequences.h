@@ -1,6 +1,6 @@
 // Where sequences begin and end: rows of a padded [B, T] tensor, or cu_seqlens of a packed [1, N].
-// Nobody has looked at cu_seqlens before the launch: whatever they hold, nothing here reads beyond
-// them, and no sequence reaches beyond the tokens.
+// The values of cu_seqlens are not checked before the launch. Whatever they are, nothing here reads
+// beyond them, and no sequence reaches beyond the tokens.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,8 @@ struct Sequences {
   }
 
  private:
-  // The first sequence from `low` on that ends behind a token; `high` if none does before it.
+  // The first sequence from `low` on that ends behind a token, or `high` if there is none before
+  // it.
   FASTRL_HD uint32_t first_behind(int64_t token, uint32_t low, uint32_t high) const {
     while (low < high) {
       const uint32_t middle = low + (high - low) / 2;

@@ -1,8 +1,8 @@
-// Generalised advantage estimation as a scan over all tokens of the batch, last to first.
+// Generalized advantage estimation as a scan over all tokens of the batch, last to first.
 //
-// Sequences follow one another, so one scan takes them all: a block scans a chunk, whatever
-// sequences it holds, and composes what it needs from behind the chunk from the maps of the chunks
-// there, in their order, so that the bits do not depend on which block was first.
+// Sequences follow one another, so one scan covers them all. A block scans a chunk, whatever
+// sequences it holds, and composes the maps of the chunks behind it in their order, so the bits do
+// not depend on which block was first.
 #pragma once
 
 #include "gae_map.cuh"
@@ -16,11 +16,11 @@ template <int kThreads>
 struct GaeShared {
   Vec16 staged[kThreads * kVectors];
   GaeMap warps[kThreads / kWarp];
-  GaeMap behind;  // of all that follows the chunk
+  GaeMap behind;  // the map of everything behind the chunk
   uint32_t chunk;
 };
 
-// What the tokens of one thread hold.
+// The tokens of one thread.
 template <bool kPerToken>
 struct GaeTokens {
   float reward[kRun], value[kRun], bootstrap[kPerToken ? kRun : 1];
@@ -34,7 +34,7 @@ struct GaeTokens {
     const int64_t last =
         first + kRun <= p.sequences.tokens ? first + kRun - 1 : p.sequences.tokens - 1;
     sequence = static_cast<uint32_t>(p.sequences.of(last));
-    // not so where cu_seqlens end too early
+    // not so if cu_seqlens end too early
     const bool inside = sequence < p.sequences.count;
     if (inside && p.sequences.begin(sequence + 1) == last + 1) ends |= 1u << (last - first);
     for (int64_t s = sequence; s > 0; --s) {
@@ -47,7 +47,7 @@ struct GaeTokens {
     return active == 0xffffu && (terminated | truncated | ends) == 0;
   }
 
-  // Puts the run before `map`; `at` sees the advantage of every token.
+  // Composes the run with `map` behind it; `at` gets the advantage of every token.
   template <typename At>
   __device__ __forceinline__ GaeMap scan(const GaeParams& p, int64_t first, GaeMap map,
                                          const At& at) const {
@@ -70,7 +70,7 @@ struct GaeTokens {
     return map;
   }
 
-  // The same where all tokens are valid and nothing ends.
+  // The same if all tokens are valid and no sequence ends.
   template <typename At>
   __device__ __forceinline__ GaeMap scan_plain(const GaeParams& p, GaeMap map, const At& at) const {
     map.precede(reward[kRun - 1], value[kRun - 1], false, false, kPerToken,
@@ -89,7 +89,7 @@ struct GaeTokens {
   }
 };
 
-// The composition of all chunks behind `chunk`, up to where a sequence ends; by one warp.
+// The composition of all chunks behind `chunk`, up to the end of a sequence; by one warp.
 __device__ __forceinline__ GaeMap look_behind(const GaeParams& p, int64_t chunk, int64_t chunks) {
   const GaeMap* maps = static_cast<const GaeMap*>(p.maps);
   const uint32_t* flags = p.ticket_and_flags + 1;
@@ -111,7 +111,7 @@ __device__ __forceinline__ GaeMap look_behind(const GaeParams& p, int64_t chunk,
   return behind;
 }
 
-// The map of all behind this thread's run: the runs of the block after it, then the other chunks.
+// The map of everything behind this thread's run: later runs of the block, then the other chunks.
 template <int kThreads>
 __device__ __forceinline__ GaeMap scan_block(const GaeParams& p, const GaeMap& own, int64_t chunk,
                                              int64_t chunks, GaeShared<kThreads>* shared) {
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, kPerToken ? 2 : 3)
   const int64_t chunks = num_blocks();
   int64_t chunk = 0;
   if (chunks > 1) {
-    // tickets, so that the chunks that this one waits for are already being worked on
+    // tickets ensure that the chunks that this one waits for are already in progress
     if (thread_index() == 0) shared->chunk = atomic_add(p.ticket_and_flags, 1u);
     sync_block();
     chunk = chunks - 1 - shared->chunk;

@@ -1,5 +1,5 @@
-// The recurrence of GAE over a run of tokens, as a map from what follows the run to what precedes
-// it: A' = constant + trace A + next V, V' = value. Maps of neighbouring runs compose.
+// The recurrence of GAE over a run of tokens, as a map from the state behind the run to the state
+// before it: A' = constant + trace A + next V, V' = value. Maps of neighboring runs compose.
 #pragma once
 
 #include "../device/block_sum.cuh"
@@ -7,17 +7,16 @@
 namespace fastrl::cuda {
 
 struct GaeMap {
-  // A sequence ends inside: nothing from behind the run enters.
+  // A sequence ends inside the run: nothing from behind enters.
   static constexpr uint32_t kClosed = 1;
   // There are valid tokens before that end; `value` belongs to the first.
   static constexpr uint32_t kSeen = 2;
-  // The advantage behind the run enters; the value behind it enters. Where they do not, they may
-  // be NaN, so that a factor of 0 is not enough.
+  // Whether the advantage, and the value, from behind the run enter. If they do not, they may be
+  // NaN, so a factor of 0 is not enough.
   static constexpr uint32_t kTrace = 4, kNext = 8;
 
   float constant, trace, next, value;
-  float
-      bootstrap;  // in place of the value after the last valid token of a sequence, where per token
+  float bootstrap;  // the value after the last valid token of a sequence, if there is one per token
   uint32_t flags;
 
   __device__ static GaeMap identity() { return {0, 1, 0, 0, 0, kTrace}; }
@@ -28,7 +27,7 @@ struct GaeMap {
     return {0, 0, 0, after, 0, per_token ? kClosed : kClosed | kSeen};
   }
 
-  // Puts one valid token before the run.
+  // Adds one valid token before the run.
   __device__ void precede(float reward, float token_value, bool terminated, bool truncated,
                           bool per_token, float own_bootstrap, float gamma, float decay) {
     const bool cut = terminated || truncated;

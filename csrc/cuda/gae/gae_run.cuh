@@ -1,5 +1,5 @@
-// How the threads of GAE read and write their tokens: each has sixteen, one after another, but a
-// warp moves 512 contiguous bytes at a time and exchanges vectors through shared memory.
+// Loads and stores of the tokens of GAE's threads. Each thread has sixteen consecutive tokens, but
+// a warp moves 512 contiguous bytes at a time, and exchanges vectors through shared memory.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@
 
 namespace fastrl::cuda {
 
-constexpr int kRun = 16;  // tokens of a thread, one after another; as bools they are one vector
+constexpr int kRun = 16;  // consecutive tokens of a thread; as bools they are one vector
 constexpr int kVectors = kRun / 4;
 
 // Sixteen tokens from `first` on.
@@ -17,7 +17,7 @@ struct Run {
   const GaeParams& p;
   int64_t first;
   bool whole_warp;  // all tokens of the warp's runs exist and lie on 16-byte boundaries
-  Vec16* staged;    // the warp's
+  Vec16* staged;    // the warp's buffer
 
   // The rotation avoids bank conflicts where each thread reads its own vectors.
   __device__ __forceinline__ int own_place(int j) const {
@@ -85,7 +85,7 @@ struct Run {
     const int64_t left = p.sequences.tokens - first;
     return left >= kRun ? 0xffffu : left > 0 ? (1u << left) - 1u : 0u;
   }
-  // One bit per token; tokens that do not exist are `otherwise`, as all are where `bools` is null.
+  // One bit per token; missing tokens are `otherwise`, and so are all if `bools` is null.
   __device__ __forceinline__ uint32_t load_bits(const bool* bools, bool otherwise) const {
     if (!bools) return otherwise ? 0xffffu : 0u;
     uint32_t bits = 0;

@@ -1,8 +1,8 @@
-// Advantages of rewards relative to their group, in phases that the whole grid must finish one
-// after the other: a launch each, or a single block for few rewards.
+// Advantages of rewards relative to their group, in phases that the whole grid must finish in
+// order: one launch per phase, or a single block for few rewards.
 //
 // Consecutive groups: a warp or a block takes one. Arbitrary ids: a hash table gathers the groups.
-// Sums of several blocks are integers, so that their order does not matter.
+// Sums over several blocks are integers, so their order does not matter.
 #pragma once
 
 #include "group_advantages.h"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_to(GroupEntry* entry, const Extent& extent) 
   atomic_add(&entry->count, extent.count);
 }
 
-// This thread's share of the rewards.
+// The rewards of this thread.
 template <int kThreads>
 __device__ __forceinline__ int64_t first_of_thread() {
   return int64_t{block_index()} * kThreads + thread_index();
@@ -105,7 +105,7 @@ __device__ __forceinline__ void consecutive_groups(const GroupAdvantagesParams& 
 
 // --- arbitrary ids
 
-// The entry of a reward's group, claimed by whichever member comes first.
+// The entry of a reward's group, claimed by the first member that arrives.
 __device__ __forceinline__ uint32_t find_entry(const GroupAdvantagesParams& p, uint32_t i) {
   const int64_t id = p.group_ids[i];
   uint64_t hash = static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15u;
@@ -139,7 +139,7 @@ enum class Phase {
   kSumGroups,
   kSquareGroups,
   kWrite,
-  // with Scale::kBatch: of all rewards whose group is finite
+  // with Scale::kBatch: the deviation of all rewards whose group is finite
   kSumBatch,
   kSquareBatch,
   kDivide
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
   ((run_phase<kPhases, kThreads>(p, shared), sync_block()), ...);
 }
 
-// The size from which a consecutive group gets a whole block; smaller ones get a warp.
+// The size from which a consecutive group gets a whole block; smaller groups get a warp.
 template <int kThreads>
 constexpr int64_t kWholeBlockFrom = 4 * kThreads;
 
@@ -269,7 +269,7 @@ template <int kThreads = 256, int kThreadsAlone = 512>
 Status launch_group_advantages(const GroupAdvantagesParams& p, Stream stream,
                                int64_t single_block_to = kSingleBlockTo<kThreadsAlone>) {
   if (p.count == 0) return kSuccess;
-  // consecutive groups on their own are one launch anyway
+  // consecutive groups alone are one launch anyway
   const bool phases = p.group_ids || p.kinds.scale == Scale::kBatch;
   const bool single_block = phases && p.count <= single_block_to;
   if (p.group_ids) {

@@ -1,4 +1,4 @@
-// What the operator of group advantages passes to its kernels. No torch.
+// Arguments of the kernels of group advantages. No torch.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace fastrl::cuda {
 
-// What rewards add up to, in integers: the same in any order. Of one group, or of the whole batch.
+// The sums of rewards in integers, which are the same in any order: of one group, or of the batch.
 struct GroupEntry {
-  uint32_t owner;                // the member that claimed the entry, plus 1; 0 where none did
+  uint32_t owner;                // the member that claimed the entry, plus 1; 0 if none did
   uint32_t highest, not_lowest;  // rewards in an order of integers
   uint32_t count;
   unsigned long long sum, squares;  // in fixed point
@@ -17,14 +17,14 @@ struct GroupEntry {
 
 struct GroupAdvantagesParams {
   const float* rewards;
-  const int64_t* group_ids;  // null where groups are consecutive
+  const int64_t* group_ids;  // null if groups are consecutive
   int64_t count, group_size;
   GroupKinds kinds;
   float correction, eps;
   float *advantages, *mean, *std;
   bool* informative;
-  // With ids, 2 * count entries or more, a power of two, and the entry of each reward; without, no
-  // entries. One more of the batch behind them, needed with ids or Scale::kBatch.
+  // With ids: at least 2 * count entries, a power of two, and the entry of each reward; without ids
+  // none. Behind them an entry of the batch, needed with ids or Scale::kBatch.
   GroupEntry* entries;
   uint32_t* entry_of;
   int64_t num_entries;

@@ -1,5 +1,5 @@
-// Mean and deviation of a group in fixed point: integers add up to the same in any order, and lose
-// nothing that a float could hold, so neither atomics nor the shape of a launch change a bit.
+// Mean and deviation of a group in fixed point. Integers give the same sum in any order and lose no
+// digits of a float, so neither atomics nor the shape of a launch change a bit.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ __device__ __forceinline__ float unordered(uint32_t key) {
   return bits_to_float(key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
-// The range of some rewards; all 0 where there are none.
+// The range of some rewards; all 0 if there are none.
 struct Extent {
   uint32_t highest, not_lowest, count;
 
@@ -43,7 +43,7 @@ struct FixedPoint {
   float half_low;
   int exponent, bits;
 
-  // `total`: how many may be added up without overflow.
+  // `total`: how many terms can be added without overflow.
   __device__ FixedPoint(const Extent& extent, int64_t total) : half_low(0.5f * extent.low()) {
     const float half_range = 0.5f * extent.high() - half_low;
     exponent = static_cast<int>(float_to_bits(half_range) >> 23) - 127;
@@ -74,7 +74,7 @@ struct FixedPoint {
   }
 };
 
-// What the members of a group share.
+// The values that the members of a group share.
 struct GroupOf {
   Extent extent;
   FixedPoint fixed;

@@ -2,14 +2,14 @@
 //
 // At token level a block takes a range of tokens; at the sequence levels a cluster of blocks takes
 // whole sequences and reads each three times: mean log-ratio, sum of slopes, losses. The block that
-// finishes last adds up the sums of all.
+// finishes last adds up the sums of all blocks.
 #pragma once
 
 #include "policy_tokens.cuh"
 
 namespace fastrl::cuda {
 
-// Adds up the sums of all blocks in their order and writes what the operator returns.
+// Adds up the sums of all blocks in order, and writes the results of the operator.
 template <int kThreads>
 __device__ __forceinline__ void finish(const PolicyLossParams& p, TokenSums sums,
                                        TokenSums* shared) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void finish(const PolicyLossParams& p, TokenSums sums
   metrics.zero_grad_fraction = static_cast<float>(sums.zero_grad) / n;
 }
 
-// At most 96 registers: with fewer it spills on sm_100.
+// At most 96 registers: with fewer the kernel spills on sm_100.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 640 / kThreads)
     policy_loss_of_tokens(const __grid_constant__ PolicyLossParams p) {
@@ -63,7 +63,7 @@ struct SequenceShared {
   float ranks[kMostRanks][3];  // sum and count of every block of the cluster
 };
 
-// Every thread of the cluster receives the sum over it, added up in the order of the blocks.
+// Every thread of the cluster receives the sum over the cluster, added in the order of the blocks.
 template <int kThreads>
 __device__ __forceinline__ CountedSum sum_cluster(CountedSum x, SequenceShared<kThreads>* shared) {
   x = sum_block<kThreads>(x, reinterpret_cast<CountedSum*>(shared->warps));
@@ -85,7 +85,7 @@ __device__ __forceinline__ CountedSum sum_cluster(CountedSum x, SequenceShared<k
   return x;
 }
 
-// The mean of the log-ratios of a sequence, or of what gmpo averages.
+// The mean of the log-ratios of a sequence, or of the clipped ones that gmpo averages.
 template <int kThreads>
 __device__ __forceinline__ float mean_log_ratio(const PolicyLossParams& p,
                                                 const TokenRange& sequence,
@@ -117,7 +117,7 @@ __device__ __forceinline__ float shared_slope(const PolicyLossParams& p, const T
   const Objective<float>& o = p.objective;
   const float kl_coef = o.coefficients.kl_coef;
   const bool policy = flows_through_ratio(o.surrogate);
-  // the slope through the ratio of a single token is in its own slope
+  // a single token's slope through the ratio is part of its own slope
   const bool corrected = o.kl_gradient == KlGradient::kBiasCorrected && count > 1.0f;
   const bool kl = kl_coef != 0.0f && corrected;
   if (o.level != Level::kSequence || !(policy || kl)) return 0.0f;

@@ -1,4 +1,4 @@
-// What the operator of the policy loss passes to its kernel. No torch.
+// Arguments of the kernel of the policy loss. No torch.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,14 @@ struct PolicyLossParams {
   int64_t per_block;
   unsigned ranks;
   void* partial_sums;
-  uint32_t* arrived;  // 0 before; not used where there is one block
+  uint32_t* arrived;  // 0 before the launch; not used by a single block
   // set by the launch
   bool aligned;      // tokens may be read four at a time
   bool by_sequence;  // some constant is per sequence
 };
 
-// Sets per_block and ranks and returns the number of blocks: functions of the shape alone, so that
-// the order of summation is, and few enough for one block to add up the sums of all.
+// Sets per_block and ranks, and returns the number of blocks. They depend on the shape alone, and
+// so does the order of summation; the blocks are few enough for one block to add up all sums.
 inline unsigned policy_loss_blocks(PolicyLossParams* params) {
   constexpr int64_t kMostBlocks = 2048, kFewestTokens = 1024, kTokensOfRank = 4096;
   const bool by_token = params->objective.level == Level::kToken;
@@ -40,7 +40,7 @@ inline unsigned policy_loss_blocks(PolicyLossParams* params) {
   params->per_block = fewest * ((work + fewest * kMostBlocks - 1) / (fewest * kMostBlocks));
   params->ranks = 1;
   if (work <= 0) return 1;
-  // sequences so few that they would leave most of the device idle, and long
+  // few long sequences, which would leave most of the device idle
   while (!by_token && params->ranks < kMostRanks && work * params->ranks < 128 &&
          tokens / work > kTokensOfRank * params->ranks) {
     params->ranks *= 2;

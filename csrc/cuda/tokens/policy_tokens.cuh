@@ -1,5 +1,4 @@
-// Four tokens of the policy loss at a time: what they read, what they add to the sums, their
-// slopes.
+// Four tokens of the policy loss at a time: their inputs, their terms in the sums, their slopes.
 #pragma once
 
 #include <cstring>
@@ -13,14 +12,14 @@ namespace fastrl::cuda {
 using FloatMath = ScalarMath<float>;
 constexpr int kQuad = 4;  // tokens that a thread works on at a time
 
-// One compensated step for four numbers, whose plain sum is as exact as they are.
+// One compensated step for four numbers, whose plain sum is as exact as the numbers.
 __device__ __forceinline__ void add_quad(Sum* sum, const float (&x)[kQuad]) {
   sum->add((x[0] + x[1]) + (x[2] + x[3]));
 }
 
 struct TokenSums {
   Sum policy, weighted_kl, weighted_entropy, kl, kl_old, entropy, ratio;
-  float ratio_max, ratio_min;  // meaningful where active > 0
+  float ratio_max, ratio_min;  // valid if active > 0
   uint32_t active, clip_low, clip_high, zero_grad;
 
   __device__ void add_ratio_range(float highest, float lowest, bool first) {
@@ -65,8 +64,8 @@ struct TokenRange {
   int64_t begin, end, sequence;
 };
 
-// Four tokens from `first` on, of which those in the range count. kWhole: all of them exist and lie
-// on 16-byte boundaries. kOneSequence: the range is one sequence.
+// Four tokens from `first` on; only those in the range count. kWhole: all of them exist and lie on
+// 16-byte boundaries. kOneSequence: the range is one sequence.
 template <bool kWhole, bool kOneSequence>
 struct Quad {
   const PolicyLossParams& p;
@@ -147,7 +146,7 @@ struct Quad {
       x[k] = is_active(k) ? constant.values[sequence[kOneSequence ? 0 : k]] : 0.0f;
     }
   }
-  // Writes the tokens of the range alone: the others may belong to other blocks.
+  // Writes only the tokens of the range: the others may belong to other blocks.
   __device__ __forceinline__ void store(float* values, const float (&x)[kQuad]) const {
     if (kWhole && first >= range.begin && first + kQuad <= range.end) {
       Vec16 stored;

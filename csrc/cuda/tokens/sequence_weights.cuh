@@ -1,8 +1,8 @@
 // The weight of a valid token of each sequence, in one launch.
 //
 // Each warp counts the valid tokens of a chunk and marks them as bits of words. The block that
-// finishes last adds the chunks up; the number of valid tokens before any place is then known, and
-// the difference of two such numbers is the count of a sequence. All counts are integers and exact.
+// finishes last adds up the chunks, which gives the number of valid tokens before any place; the
+// difference of two such numbers is the count of a sequence. All counts are integers and exact.
 #pragma once
 
 #include "../device/block_sum.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t running_sum(uint32_t x) {
   return x;
 }
 
-// By one warp; the elements of the mask have the size of a Word.
+// Called by one warp; the elements of the mask have the size of a Word.
 template <typename Word>
 __device__ __forceinline__ void count_chunk(const SequenceWeightsParams& p, int64_t chunk) {
   constexpr int kAtOnce = 8;  // loads in flight
@@ -70,7 +70,7 @@ struct Count {
   __device__ void add(const Count& other) { value += other.value; }
 };
 
-// By one block: from the valid tokens of each chunk to those before it.
+// Called by one block: turns the valid tokens in each chunk into those before it.
 template <int kThreads>
 __device__ __forceinline__ void add_up_chunks(const SequenceWeightsParams& p, uint32_t* shared) {
   constexpr int kWarps = kThreads / kWarp;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void add_up_chunks(const SequenceWeightsParams& p, ui
   sync_block();
 }
 
-// How many valid tokens are before this one.
+// The number of valid tokens before this one.
 __device__ __forceinline__ uint32_t valid_before(const SequenceWeightsParams& p, int64_t token) {
   uint32_t count = p.before_chunk[token / kChunk];
   if (token % kChunk != 0) {  // then the chunk exists
@@ -113,14 +113,14 @@ __device__ __forceinline__ uint32_t valid_tokens(const SequenceWeightsParams& p,
   return begin < end ? valid_before(p, end) - valid_before(p, begin) : 0;
 }
 
-// The global denominator where given, else the local one; where nothing counts divide by 1.
+// The global denominator if given, else the local one, or 1 if nothing counts.
 __device__ __forceinline__ float denominator(const SequenceWeightsParams& p, uint32_t count) {
   if (p.normalizer_tensor.value) return count > 0 ? as_float(p.normalizer_tensor) : 1.0f;
   if (p.normalizer != 0.0f) return p.normalizer;
   return static_cast<float>(count > 0 ? count : 1);
 }
 
-// By one block.
+// Called by one block.
 template <int kThreads>
 __device__ __forceinline__ void write_weights(const SequenceWeightsParams& p, Count* shared) {
   const int64_t sequences = p.sequences.count, first = thread_index();

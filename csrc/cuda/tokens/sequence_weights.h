@@ -1,4 +1,4 @@
-// What the operator of the weights of sequences passes to its kernel. No torch.
+// Arguments of the kernel of the weights of sequences. No torch.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace fastrl::cuda {
 
-constexpr int64_t kTokensOfChunk = 1024;  // one warp's, in words of 32
+constexpr int64_t kTokensOfChunk = 1024;  // tokens of one warp, in words of 32
 constexpr int64_t kWordsOfChunk = kTokensOfChunk / 32;
 
 struct SequenceWeightsParams {
@@ -27,8 +27,8 @@ struct SequenceWeightsParams {
   bool* active;  // which tokens are valid; may be null
   // The valid tokens before each chunk, and the number of all after the last.
   uint32_t* before_chunk;
-  // Of each word: a bit for every valid token, and how many of them are before it in its chunk.
-  // Null where no weight depends on the lengths of sequences.
+  // For each word a bit per valid token, and the number of valid tokens before it in its chunk.
+  // Null if no weight depends on the lengths of sequences.
   uint32_t *words, *before_word;
   uint32_t* arrived;  // 0 before
 };

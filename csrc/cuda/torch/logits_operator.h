@@ -1,4 +1,4 @@
-// The logits argument and what always accompanies it, checked.
+// The logits argument and the arguments that always accompany it, checked.
 #pragma once
 
 #include <cstdlib>
@@ -24,10 +24,10 @@ inline LogitsType logits_type(const Tensor& logits, const char* name = "logits")
 }
 
 // Exponents of two are exact down to -1e9, logits down to -690 times this. Temperatures per row are
-// not looked at: with one that is too low, a row may become NaN.
+// not checked: if one is too low, the row may become NaN.
 constexpr double kMostGain = 1e6;
 
-// The values of the tensors are not looked at: a token outside the vocabulary gives NaN.
+// The values of the tensors are not checked: a token outside the vocabulary gives NaN.
 inline LogitsParams check_logits(const Tensor& logits, const RowArguments& in) {
   const int64_t* token_ids = check_rows(logits, in);
   const double scale = in.logit_softcap > 0 ? 2 * in.logit_softcap : in.logit_scale;
@@ -55,8 +55,8 @@ inline GradientParams gradient_in(const Tensor& grad) {
   return {logits_type(grad), grad.mutable_data_ptr(), grad.stride(0), grad.stride(1)};
 }
 
-// The logits as their own gradient: their rows must not share an element. With `narrow` a row is
-// all of its stride, see fastrl/library.py.
+// The logits as memory of their gradient: rows must not share an element. With `narrow` a row
+// covers its whole stride, see fastrl/library.py.
 inline GradientParams gradient_over(const Tensor& logits, const LogitsParams& in, bool narrow) {
   check_rows_apart(logits);
   if (!narrow) return gradient_in(logits);

@@ -1,4 +1,4 @@
-// What every operator of the CUDA backend needs around its launch: device, stream, scratch, errors.
+// Shared by the launches of all CUDA operators: device, stream, scratch memory, errors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 
 namespace fastrl::cuda {
 
-// Makes the device of a call's tensors the current one while it lives.
+// Makes the device of a call's tensors the current one during its lifetime.
 class Call {
  public:
   Call(const Tensor& like, const char* name) : device_(device_of(like, name)), guard_(device_) {
@@ -38,13 +38,13 @@ inline void check_launch(cudaError_t status, const char* kernel) {
                   " could not be launched: ", cudaGetErrorString(status));
 }
 
-// Scratch memory; after the tensor is gone, only later launches on the stream reuse it.
+// Scratch memory; after the tensor is freed, only later launches on the stream reuse it.
 inline Tensor scratch(const Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
 
-// The same of words that are 0 when the launch begins. Nothing is kept from call to call: memory of
-// a CUDA graph's pool may be another tensor's in the next one.
+// Scratch words that are 0 when the launch begins. Nothing is kept between calls: memory of a CUDA
+// graph's pool may belong to another tensor in the next call.
 inline Tensor zeroed_words(const Tensor& like, int64_t count, const Call& call) {
   const Tensor words = new_tensor(like, {count}, ScalarType::Int);
   check_launch(cudaMemsetAsync(words.mutable_data_ptr(), 0, 4 * count, call.stream()), "memset");
@@ -62,7 +62,7 @@ inline Sequences sequences_of(const Tensor& tokens, const std::optional<Tensor>&
   return {data_or_null<int32_t>(cu_seqlens), tokens.numel(), count, tokens.size(1)};
 }
 
-// The values of a mask are not looked at: whatever is not 0 counts as 1.
+// The values of a mask are not checked: everything but 0 counts as 1.
 inline Mask mask_of(const Tensor& mask) {
   const int bytes = static_cast<int>(mask.element_size());
   switch (mask.scalar_type()) {

@@ -22,8 +22,9 @@ constexpr int64_t kMaxSplitBytes = FASTRL_SPLIT_BYTES;
 constexpr int64_t kLargeSplitBytes = 3 * kMaxSplitBytes;  // one block per SM
 constexpr int kMaxCluster = 16;
 
-// A row is split at whole vectors. Each split is reduced on its own and the splits in order,
-// whichever block works on them: a result depends on the size of the vocabulary and its type alone.
+// A row is split at whole vectors. Each split is reduced on its own, and the splits are combined in
+// order, whichever block works on them, so a result depends on the size of the vocabulary and on
+// the dtype alone.
 struct Splits {
   int count;
   int columns;  // of every split but the last
@@ -83,7 +84,7 @@ struct LogitMap {
 
 struct Scaling {
   const float* temperatures;
-  float scale, squash, raw_gain;  // divided by the temperature where all rows have one
+  float scale, squash, raw_gain;  // divided by the temperature if all rows share one
 
   static Scaling of(const LogitsParams& p) {
     const double temperature = p.temperatures ? 1.0 : p.temperature;

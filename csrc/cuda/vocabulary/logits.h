@@ -1,4 +1,4 @@
-// What the operators on logits pass to their kernels. No torch.
+// Arguments of the kernels on logits. No torch.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct LogitsParams {
   Mask mask;
   int64_t ignore_index;
   const float* temperatures;
-  double temperature, logit_scale, logit_softcap;  // no softcap: 0
+  double temperature, logit_scale, logit_softcap;  // a softcap of 0 is none
 };
 
 // Where the gradient is written: over the logits, or into a buffer. It has the dtype of the logits,
@@ -40,7 +40,7 @@ inline bool is_narrow(const LogitsParams& p, const GradientParams& grad) {
   return p.type == kFloat && grad.type == kBFloat16;
 }
 
-// [batch, tokens], contiguous; a statistic that is not wanted is 0.
+// [batch, tokens], contiguous; unrequested statistics are 0.
 struct TokenStatsParams {
   LogitsParams in;
   bool with_entropy, with_sum_sq_probs;
@@ -51,7 +51,7 @@ struct TokenStatsParams {
 struct TokenStatsBackwardParams {
   LogitsParams in;
   GradientParams out;
-  const float *row_max, *log_sum, *entropy;  // as the forward returned them
+  const float *row_max, *log_sum, *entropy;  // from the forward
   const float *grad_logprobs, *grad_entropy, *grad_logsumexp;
 };
 

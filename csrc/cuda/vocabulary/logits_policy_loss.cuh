@@ -16,13 +16,13 @@ Status launch_one_pass(const LogitsPolicyLossCall& call, const DeviceLimits& lim
     const unsigned ranks = static_cast<unsigned>(rows.splits.count);
     LaunchShape shape{ranks, kThreads, ranks,
                       ClusterShared<kThreads>::template bytes<T, kAligned>(rows)};
-    // as many blocks per SM as fit, three or fewer; 0 where the device cannot hold a cluster of
-    // this size, or as much shared memory
+    // as many blocks per SM as fit, at most three; 0 if the device cannot hold a cluster of this
+    // size, or this much shared memory
     const unsigned clusters = static_cast<unsigned>(resident_clusters(kernel, shape, limits));
     shape.blocks *= clusters < rows.rows ? clusters : rows.rows;
     if (clusters > 0) return launch(kernel, shape, call, stream);
   }
-  // As many rows at once as fit in half of L2, where the second sweep finds them; at least one
+  // As many rows at once as fit in half of L2, where the second sweep finds them, and at least one
   // per SM.
   const unsigned sms = static_cast<unsigned>(limits.sms);
   const int64_t row_bytes = rows.vocabulary * static_cast<int64_t>(sizeof(T));

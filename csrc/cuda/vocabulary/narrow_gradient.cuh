@@ -1,8 +1,8 @@
 // The narrow mode: the gradient of float32 logits is bfloat16, in the second half of each row's own
 // memory. A cluster has the whole row in shared memory before it stores. Otherwise one block takes
-// a row from its last columns to its first: the gradient of column j lies at byte 2 (stride + j) >=
-// 4 j of the row, so a step overwrites only columns from its own first on, which every thread has
-// loaded before any thread stores.
+// a row from its last columns to its first. The gradient of column j lies at byte 2 (stride + j) >=
+// 4 j of the row, so a step overwrites no columns before its own first one, and every thread has
+// loaded the columns of the step before any thread stores.
 #pragma once
 
 #include <type_traits>
@@ -31,8 +31,8 @@ __device__ __forceinline__ Vec16 narrow_vector(Vec16 low, Vec16 high, uint32_t f
   return y;
 }
 
-// A step of a block: `at` is the first column of this thread; with kPartial some lie behind the
-// end.
+// A step of a block: `at` is the first column of this thread; with kPartial some columns lie behind
+// the end.
 template <bool kLinear, bool kPartial, int kThreads, int kAtOnce, bool kAligned, bool kSoftcap>
 __device__ __forceinline__ void narrow_step(const float* row,
                                             const Stores<BFloat16, kAligned>& stores, ptrdiff_t at,
@@ -82,7 +82,7 @@ __device__ __forceinline__ void sweep_narrow_gradient(const float* row,
   }
 }
 
-// This thread's share of writing the gradient of a split that lies in shared memory.
+// This thread's part of writing the gradient of a split in shared memory.
 template <bool kLinear, int kThreads, bool kAligned, bool kSoftcap>
 __device__ __forceinline__ void sweep_staged_gradient(const float* staged,
                                                       const Stores<BFloat16, kAligned>& stores,
@@ -116,7 +116,7 @@ __device__ __forceinline__ void sweep_staged_gradient(const float* staged,
   }
 }
 
-// The gradient of a split that lies in shared memory; `token` is relative to it.
+// The gradient of a split in shared memory; `token` is relative to it.
 template <int kThreads, bool kAligned, bool kSoftcap>
 __device__ __forceinline__ void write_staged_gradient(const float* staged,
                                                       const Stores<BFloat16, kAligned>& stores,
@@ -130,7 +130,7 @@ __device__ __forceinline__ void write_staged_gradient(const float* staged,
   store_token_gradient<kThreads>(stores, token, terms);
 }
 
-// The gradient of a whole row; by every thread of its block.
+// The gradient of a whole row; called by every thread of its block.
 template <int kThreads, bool kAligned, bool kSoftcap>
 __device__ __forceinline__ void write_narrow_gradient(const float* row,
                                                       const Stores<BFloat16, kAligned>& stores,

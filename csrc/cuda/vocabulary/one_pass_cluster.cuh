@@ -29,12 +29,12 @@ struct StagedSplit {
     head = before < n ? before : n;
     bulk_bytes = static_cast<unsigned>((n - head) * static_cast<int>(sizeof(T))) / 16 * 16;
   }
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void start(ByteBarrier* full) const {
     arm(full, bulk_bytes);
     if (bulk_bytes > 0) bulk_load(shared + head, global + head, bulk_bytes, full);
   }
-  // By every thread; visible after a barrier.
+  // Called by every thread; visible after a barrier.
   __device__ __forceinline__ void copy_rest() const {
     if (kAligned) return;
     const int bulk = static_cast<int>(bulk_bytes / sizeof(T)), t = thread_index();
@@ -44,16 +44,16 @@ struct StagedSplit {
   }
 };
 
-// RowSums without the sum that this kernel has no use for.
+// RowSums without the sum that this kernel does not use.
 struct PartialSums {
   float max, sum, sum_t;
 
   __device__ __forceinline__ operator RowSums() const { return {max, sum, sum_t, 0.0f}; }
 };
 
-// What the blocks of a cluster tell each other about their splits of a row.
+// The report of a block to its cluster about its split of a row.
 struct SplitReport : PartialSums {
-  float token;  // the logit of the chosen token, in the split where it lies
+  float token;  // the logit of the chosen token, in the split that contains it
 
   __device__ __forceinline__ Vec16 packed() const {
     return {{float_to_bits(max), float_to_bits(sum), float_to_bits(sum_t), float_to_bits(token)}};
@@ -63,8 +63,8 @@ struct SplitReport : PartialSums {
 template <int kThreads>
 struct ClusterShared {
   static constexpr int kWarps = kThreads / kWarp;
-  // Of every block's split, by turns: a block may be one exchange ahead, not two, since it sends
-  // its next report after it has read all reports of this row.
+  // Reports of every block's split, in alternation: a block may be one exchange ahead but not two,
+  // since it sends its next report after it has read all reports of this row.
   alignas(16) SplitReport splits[2][kMaxCluster];
   ByteBarrier exchanged[2];
   ByteBarrier full[2];
@@ -73,9 +73,9 @@ struct ClusterShared {
   PartialSums warps[kWarps];
   GradientTerms terms;
   bool zero;
-  uint32_t sequence;  // of the last row that was fetched: rows rise
+  uint32_t sequence;  // that of the last fetched row; row numbers rise
 
-  // Beside rows that are not aligned there is room for the shift, and for a vector after the last.
+  // For unaligned rows there is room for the shift, and for a vector after the last.
   template <typename T, bool kAligned>
   __host__ __device__ static unsigned stage_bytes(const RowGeometry& rows) {
     return rows.splits.columns * static_cast<unsigned>(sizeof(T)) + (kAligned ? 0 : 32);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     split.copy_rest();
   };
 
-  // The words of a row's inputs: the first warp fetches them and begins the row a turn later.
+  // The words of a row's inputs: the first warp fetches them, and begins the row one turn later.
   constexpr int kFetched = (RowInputs::kWords + kWarp - 1) / kWarp;
   const auto fetch = [&](unsigned row, uint32_t* words) {
     if (t == 0 && row < rows.rows) {
@@ -145,13 +145,13 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
     fetch(row, words);
     begin(row, stage, words);
   }
-  sync_cluster();  // every block runs and can be written to; what threads copied is visible
+  sync_cluster();  // every block runs and can be written to; copies by threads are visible
 
-  // The first three rows of a cluster follow from its number, the others from tickets, which it
-  // draws as it goes: one that starts late, or runs beside something else, takes fewer.
+  // The first three rows of a cluster follow from its index, the others from tickets, which it
+  // draws as it goes: a cluster that starts late, or shares its SMs, takes fewer.
   const unsigned of_number = 3 * clusters;
   unsigned row = block_index() / ranks, next = row + clusters, after = next + clusters;
-  unsigned parity = 0;  // of the next wait for a stage, a bit each
+  unsigned parity = 0;  // of the next wait for each stage, one bit per stage
   for (unsigned turn = 0; row < rows.rows; ++turn) {
     const int stage = turn % 2;
     uint32_t words[kFetched];  // used at the end of this iteration, when they have arrived
@@ -220,14 +220,14 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       write_gradient<kThreads>(source, stores, token, terms, exponents);
     }
 
-    if (!kAligned) fence_bulk();  // a copy will overwrite elements that threads stored
+    if (!kAligned) fence_bulk();  // a bulk copy will overwrite elements stored by threads
     sync_block();                 // no thread reads this stage any more
     begin(after, stage, words);
     row = next;
     next = after;
     after = following;
   }
-  // A block may exit here: it has waited for all that others send to it.
+  // A block may exit here: it has received everything that others send to it.
 }
 
 template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>

@@ -8,7 +8,7 @@ namespace fastrl::cuda {
 
 using RowStats = RowStatsOf<float, bool>;
 
-// The gradient of the loss in the statistics of a row.
+// The gradient of the loss with respect to the statistics of a row.
 struct RowFlow {
   float logprob, logsumexp, entropy;
 };
@@ -19,7 +19,7 @@ struct GradientTerms {
   float center, constant, linear, token_gradient;
 };
 
-// Below this, the logarithm of a sum near 1 is rounding noise, unless it is of the others alone.
+// Below this, the logarithm of a sum near 1 is rounding noise, unless the sum excludes the token.
 constexpr float kResolution = 1.2e-7f;
 
 // The exponent of the largest logit: not quite 0, as the center is rounded.
@@ -49,7 +49,7 @@ __device__ __forceinline__ RowStats finish(const RowSums& others, float token, b
   sums.sum += e;
   sums.sum_t = std::fma(e, t, sums.sum_t);
   sums.sum_sq = std::fma(e, e, sums.sum_sq);
-  const bool empty = sums.max <= map.floor;  // nothing but -inf: there is no softmax
+  const bool empty = sums.max <= map.floor;  // all logits count as -inf: there is no softmax
   const float sum = empty ? NAN : sums.sum;
   const float log_of_sum = std::log(sum);
   RowStats stats;
@@ -66,7 +66,7 @@ __device__ __forceinline__ RowStats finish(const RowSums& others, float token, b
   const float largest = kSoftcap ? top + 0.5f : top;
   stats.logsumexp = empty ? -INFINITY : std::fma(largest, map.gain, stats.log_sum);
   stats.sum_sq_probs = sums.sum_sq / (sum * sum);
-  // what counts as -inf; under a softcap it has a value, too
+  // a logit that counts as -inf; under a softcap it has a value, too
   stats.is_top1 = token <= map.floor ? empty : exponents.squashed(token) >= top;
   return stats;
 }
@@ -86,7 +86,7 @@ __device__ __forceinline__ GradientTerms gradient_terms(float max, float log_sum
           0.0f};
 }
 
-// At the token, the sum of the two terms would cancel as p nears 1.
+// At the token, the two terms would cancel as p approaches 1.
 template <bool kSoftcap>
 __device__ __forceinline__ float token_gradient(float token, float logprob, float entropy,
                                                 const RowFlow& flow, const LogitMap& map) {
@@ -135,8 +135,8 @@ __device__ __forceinline__ Vec16 gradient_vector(Vec16 x, uint32_t floor,
   return x;
 }
 
-// How the gradient of a split is stored: vectors are aligned in memory, so that each is stored at
-// once; one thread each stores the elements before the first vector and after the last.
+// The layout of the stores of a split's gradient. Vectors are aligned in memory, so that each is
+// one store; single threads store the elements before the first vector and after the last.
 template <typename T, bool kAligned>
 struct Stores {
   static constexpr int kLanes = Element<T>::kLanes;
@@ -163,7 +163,7 @@ struct Stores {
   }
 };
 
-// This thread's share of writing the gradient of a split.
+// This thread's part of writing the gradient of a split.
 template <bool kLinear, int kThreads, typename T, bool kAligned, bool kSoftcap, typename Source>
 __device__ __forceinline__ void sweep_gradient(const Source& source,
                                                const Stores<T, kAligned>& stores,
@@ -212,7 +212,7 @@ __device__ __forceinline__ void write_zeros(const Stores<T, kAligned>& stores) {
   if (column >= 0) store_element(stores.grad + column, Element<T>::from(0.0f));
 }
 
-// The chosen token's own gradient, over what its vector held; `token` may lie beside the split.
+// Overwrites the gradient at the chosen token; `token` may lie outside the split.
 template <int kThreads, typename T, bool kAligned>
 __device__ __forceinline__ void store_token_gradient(const Stores<T, kAligned>& stores,
                                                      int64_t token, const GradientTerms& terms) {

@@ -12,8 +12,8 @@ struct LogitsPolicyLossCall {
   Scaling scaling;
 };
 
-// What accompanies a row of logits, as words: as many threads fetch one each. They are stored as
-// they lie in memory, and looked at where they are needed: no thread waits where it fetches one.
+// The inputs that accompany a row of logits, as words, each fetched by one thread. They are stored
+// as they are in memory and interpreted where they are needed, so no thread waits for its fetch.
 struct RowInputs {
   enum Name {
     kTokenLow,
@@ -51,14 +51,14 @@ struct RowInputs {
   }
 };
 
-// The element of so many bytes at an address, or the first four bytes of a longer one.
+// The element of this many bytes at an address, or the first four bytes of a longer one.
 __device__ __forceinline__ uint32_t load_word(const unsigned char* at, int bytes) {
   if (bytes == 1) return *at;
   if (bytes == 2) return *reinterpret_cast<const uint16_t*>(at);
   return *reinterpret_cast<const uint32_t*>(at);
 }
 
-// `sequence`: of the row, or their number where cu_seqlens end before it.
+// `sequence`: that of the row, or the number of sequences if cu_seqlens end before it.
 __device__ __forceinline__ uint32_t fetch_input(const LogitsPolicyLossCall& call, int name,
                                                 unsigned row, uint32_t sequence) {
   const LogitsPolicyLossParams& p = call.p;
@@ -112,7 +112,7 @@ __device__ __forceinline__ RowFlow row_flow(const LogitsPolicyLossParams& p, con
           -c.entropy_coef * in.value(RowInputs::kEntropyWeight)};
 }
 
-// What follows from the sums of a row: what is returned of it, and what its gradient is made of.
+// The values that follow from the sums of a row: its results, and the terms of its gradient.
 struct RowOutcome {
   GradientTerms terms;
   bool zero;  // the whole gradient is

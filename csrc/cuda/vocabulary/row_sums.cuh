@@ -6,8 +6,8 @@
 
 namespace fastrl::cuda {
 
-// Of all logits but the chosen token's, with t_j = binary_gain * x_j - center(max), an exponent of
-// two.
+// Sums over all logits but the chosen token's, with t_j = binary_gain * x_j - center(max), an
+// exponent of two.
 struct RowSums {
   float max;                 // largest raw logit, at least the floor
   float sum, sum_t, sum_sq;  // sum 2^t, sum t 2^t, sum 2^2t
@@ -20,12 +20,12 @@ template <bool kSoftcap>
 struct Exponents {
   LogitMap map;
 
-  // The value v that z is linear in; under a softcap it is finite for a logit of -inf, too. Both
+  // The value v in which z is linear; under a softcap it is finite even for a logit of -inf. Both
   // approximations together give v an absolute error of 2^-22; with tanh.approx it would be 2^-11.
   __device__ __forceinline__ float squashed(float x) const {
     return kSoftcap ? fast_reciprocal(-1.0f - fast_exp2(x * map.squash)) : x;
   }
-  // What exponents are relative to. The product is rounded on its own, so that every use has the
+  // The reference of the exponents. The product is rounded on its own, so that every use has the
   // same bits. If all logits are excluded it is 0: the exponent of the floor has a large residue.
   __device__ __forceinline__ float center(float max) const {
     const float center = multiply_rounded(squashed(max), map.binary_gain);
@@ -48,7 +48,7 @@ struct Exponents {
   __device__ __forceinline__ RowSums nothing() const { return {map.floor, 0, 0, 0}; }
 };
 
-// Adds kVectors vectors of a row: one rescaling for all, and values stay packed until used.
+// Adds kVectors vectors of a row, with one rescaling for all; values stay packed until used.
 template <typename T, bool kSoftcap, Wanted kWanted, int kVectors>
 __device__ __forceinline__ void add_vectors(RowSums* sums, const Vec16* x, uint32_t floor,
                                             const Exponents<kSoftcap>& exponents) {
@@ -91,8 +91,8 @@ __device__ __forceinline__ void add_vectors(RowSums* sums, const Vec16* x, uint3
            before.sum_sq + (sum_sq[0] + sum_sq[1])};
 }
 
-// This thread's share of a split: vectors k = thread, thread + kThreads, ... The column `token` of
-// the split, if it is one, is left out: a sum near 1 does not tell how far a token is ahead.
+// This thread's part of a split: vectors k = thread, thread + kThreads, ... The column `token` of
+// the split, if it has one, is left out: a sum near 1 does not tell how far a token is ahead.
 template <typename T, bool kSoftcap, Wanted kWanted, int kThreads, typename Source>
 __device__ __forceinline__ RowSums sweep_sums(const Source& source, int64_t token,
                                               const Exponents<kSoftcap>& exponents) {
@@ -155,8 +155,8 @@ __device__ __forceinline__ RowSums reduce_sums(RowSums s, const Exponents<kSoftc
   return s;
 }
 
-// The same of `n` sums in shared memory, or what converts to sums, by one warp; more than a warp
-// has lanes in turns.
+// The same for `n` sums in shared memory, or values that convert to sums, by one warp, in turns if
+// they are more than its lanes.
 template <Wanted kWanted, bool kSoftcap, typename Sums>
 __device__ __forceinline__ RowSums reduce_sums(const Sums* all, int n,
                                                const Exponents<kSoftcap>& exponents) {

@@ -1,5 +1,5 @@
-// Scales a gradient in place by a number on the device: the gradient of a loss by what flows back
-// to the loss, which is most often 1. Then no element is touched.
+// Scales a gradient in place by a number on the device: the gradient of a loss by the upstream
+// gradient of the loss. It is usually 1, and then no element is touched.
 #pragma once
 
 #include "../device/number.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ Vec16 scaled(Vec16 x, float factor) {
 }
 
 // Elements of a segment that a block scales at once.
-constexpr int kScaleVectors = 4;  // of a thread
+constexpr int kScaleVectors = 4;  // per thread
 template <typename T, int kThreads>
 constexpr int kScaleChunk = kScaleVectors * kThreads * Element<T>::kLanes;
 
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads, 4) scale_kernel(const __grid_constan
   }
 }
 
-// kInvalid where there are more tasks than fit 31 bits: nothing but very short segments has as
-// many.
+// Returns kInvalid if the number of tasks does not fit 31 bits, which only very short segments can
+// cause.
 template <int kThreads = kVocabularyThreads>
 Status launch_scale(const ScaleParams& p, const DeviceLimits& limits, Stream stream) {
   if (p.segments == 0 || p.length == 0) return kSuccess;
@@ -70,7 +70,7 @@ Status launch_scale(const ScaleParams& p, const DeviceLimits& limits, Stream str
     constexpr int64_t kChunk = kScaleChunk<T, kThreads>;
     const int64_t chunks = (p.length + kChunk - 1) / kChunk;
     if (p.segments > INT32_MAX / chunks) return kInvalid;
-    // few enough that they return at once, and as many as run at once
+    // as many as run at once, which is few enough to return quickly
     const int64_t resident = int64_t{4} * limits.sms, tasks = p.segments * chunks;
     const LaunchShape shape{static_cast<unsigned>(tasks < resident ? tasks : resident), kThreads};
     return launch(scale_kernel<T, kThreads>, shape, p, stream);

@@ -1,4 +1,4 @@
-// What the operator that scales a gradient passes to its kernel. No torch.
+// Arguments of the kernel that scales a gradient. No torch.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct ScaleParams {
   DeviceNumber factor;
 };
 
-// Finds the segments of a tensor, in the order of its memory; false where there are none, or where
-// elements share memory. Sorts `sizes` and `strides`.
+// Finds the segments of a tensor in memory order; false if there are none, or if elements share
+// memory. Sorts `sizes` and `strides`.
 inline bool find_segments(int dims, int64_t* sizes, int64_t* strides, ScaleParams* p) {
   for (int i = 1; i < dims; ++i) {
     for (int j = i; j > 0 && strides[j - 1] > strides[j]; --j) {

@@ -1,5 +1,5 @@
-// Where the values of a split of a row are read from: global or shared memory, in vectors of 16
-// bytes even where the row does not begin on such a boundary.
+// The sources of the values of a split of a row: global or shared memory, read in vectors of 16
+// bytes even if the row does not begin on such a boundary.
 #pragma once
 
 #include "../device/elements.cuh"
@@ -31,8 +31,8 @@ __device__ __forceinline__ unsigned misalignment(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) & 15);
 }
 
-// Calls f(shift), in a branch for each number of whole words in the shift of a source: there the
-// compiler knows which words of two vectors are joined, and selects none.
+// Calls f(shift), in a branch for each number of whole words in the shift of a source, so that the
+// compiler knows which words of two vectors to join, and needs no selection.
 template <typename Source, typename F>
 __device__ __forceinline__ void with_known_words(unsigned shift, const F& f) {
   if constexpr (!Source::kShifted) return f(0u);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void with_known_words(unsigned shift, const F& f) {
   }
 }
 
-// Replaces the lanes of which `excluded` is true by -inf.
+// Replaces the lanes for which `excluded` is true by -inf.
 template <typename T, typename Excluded>
 __device__ __forceinline__ Vec16 exclude_lanes(Vec16 x, const Excluded& excluded) {
   constexpr int kPerWord = Element<T>::kPerWord, kBits = 32 / kPerWord;
@@ -71,10 +71,10 @@ __device__ __forceinline__ Vec16 keep_lanes(Vec16 x, int n) {
 }
 
 // `vector(column, shift)`: the values from this column on, all inside the split. With kAligned a
-// vector begins at the column; otherwise `shift` is the distance in bytes to the boundary before
-// it, and the two vectors that hold the values are joined: of memory beside the split no more is
-// read than the vectors of 16 bytes that hold its first and last column. `last_vector`: the same,
-// with -inf beyond the end.
+// vector begins at the column. Otherwise `shift` is the distance in bytes to the boundary before
+// it, and the two vectors that hold the values are joined; outside the split, only the rest of the
+// 16-byte vectors with its first and last column is read. `last_vector`: the same, with -inf beyond
+// the end.
 template <typename T, bool kAligned, bool kStreaming>
 struct GlobalSource {
   static constexpr bool kShifted = !kAligned;
@@ -86,7 +86,7 @@ struct GlobalSource {
     return kAligned ? 0 : misalignment(data + column) & (16 - sizeof(T));
   }
   __device__ __forceinline__ Vec16 vector(ptrdiff_t column, unsigned shift) const {
-    // without a shift what follows may lie beyond the split
+    // without a shift, the next vector may lie beyond the split
     return joined(data + column, shift, shift == 0 ? 0 : 16);
   }
   __device__ __forceinline__ Vec16 last_vector(ptrdiff_t column, unsigned shift) const {
@@ -109,12 +109,12 @@ struct GlobalSource {
   }
 };
 
-// A split that was copied to shared memory at the same distance from a vector's beginning; without
-// kShifts that is 0, wherever the split ends.
+// A split copied to shared memory at the same distance from the beginning of a vector; without
+// kShifts this is 0, wherever the split ends.
 template <typename T, bool kAligned, bool kShifts = !kAligned>
 struct SharedSource {
   static constexpr bool kShifted = kShifts;
-  // two loads each where they are joined, for which more than two would leave no registers
+  // joined vectors take two loads each, so more than two would leave no registers
   static constexpr int kStores = kShifts ? 2 : 4;
   const T* data;
   int columns;

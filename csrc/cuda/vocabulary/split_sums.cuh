@@ -8,8 +8,8 @@
 
 namespace fastrl::cuda {
 
-// Stores to the same place in every block of the cluster; by one warp, all lanes of which have `x`,
-// a struct of four floats.
+// Stores to the same place in every block of the cluster; called by one warp, all lanes of which
+// have `x`, a struct of four floats.
 template <typename T>
 __device__ __forceinline__ void broadcast(const T& x, T* shared) {
   constexpr int kFields = 4;
@@ -37,9 +37,9 @@ struct SplitSums {
         count(splits_of_row) {}
   static size_t bytes(int splits_of_row) { return sizeof(RowSums) * splits_of_row * (kWarps + 1); }
 
-  // Fills `splits`, which every warp that needs the sums of the row combines in their order. The
-  // blocks of a cluster share the splits out, and each has all sums in the end. Once per launch: a
-  // block that is ahead would overwrite what another still reads.
+  // Fills `splits`, which every warp that needs the sums of the row combines in order. The blocks
+  // of a cluster share the splits, and each has all sums in the end. Called once per launch: a
+  // block that is ahead would overwrite sums that another still reads.
   template <typename T, bool kAligned, Wanted kWanted, bool kStreaming, bool kSoftcap>
   __device__ __forceinline__ void sweep(const RowGeometry& rows, const unsigned char* row,
                                         int64_t token, const Exponents<kSoftcap>& exponents) const {

@@ -49,8 +49,8 @@ Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits& limits,
   const TokenStatsCall call{p, geometry(p.in, nullptr), Scaling::of(p.in)};
   if (call.rows.rows == 0) return kSuccess;
   const int splits = call.rows.splits.count;
-  // a block per row, or a cluster where that leaves SMs with fewer blocks than fit; the numbers are
-  // the same
+  // a block per row, or a cluster if that would leave SMs with fewer blocks than fit; the results
+  // are the same
   unsigned ranks = 1;
   while (limits.major >= 9 && ranks < 8 && 2 * ranks <= static_cast<unsigned>(splits) &&
          int64_t{ranks} * call.rows.rows < int64_t{4} * limits.sms) {
@@ -61,7 +61,7 @@ Status launch_token_stats(const TokenStatsParams& p, const DeviceLimits& limits,
   return dispatch(p.in, call.rows, [&](auto element, auto aligned, auto softcap) {
     using T = decltype(element);
     constexpr bool kAligned = aligned, kSoftcap = softcap;
-    if constexpr (!kSoftcap) {  // with one, everything is always computed
+    if constexpr (!kSoftcap) {  // with a softcap, everything is always computed
       if (!p.with_sum_sq_probs && !p.with_entropy) {
         return launch(token_stats_kernel<T, kAligned, false, Wanted::kSum, kThreads>, shape, call,
                       stream);

@@ -18,7 +18,7 @@ struct BackwardShared {
 };
 
 // A block per split of a row, or per row in the narrow mode. Only the block that overwrites the
-// chosen token's logit needs it.
+// chosen token's logit needs that logit.
 template <typename T, bool kAligned, bool kSoftcap, int kThreads, typename Gradient = T>
 __global__ void __launch_bounds__(kThreads, kSoftcap ? 2 : (kAligned ? 4 : 3))
     token_stats_backward_kernel(const __grid_constant__ TokenStatsBackwardCall call) {
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 2 : (kAligned ? 4 : 3))
         kWholeRows ? static_cast<int>(call.rows.vocabulary) : call.rows.columns(split);
     const Stores<Gradient, kAligned> stores(
         reinterpret_cast<Gradient*>(call.rows.grad_row(row)) + first, columns);
-    // loads that do not wait for each other
+    // independent loads
     const int64_t token_id = p.in.token_ids[row];
     const float max = p.row_max[row], log_sum = p.log_sum[row], entropy = p.entropy[row];
     const float temperature = p.in.temperatures ? p.in.temperatures[row] : 1.0f;
