@@ -202,3 +202,12 @@ def test_the_verl_script_compares_functions_that_were_replaced(monkeypatch, caps
     exec(script("verl.md"), names := {})
     assert names["count"] > 10
     assert "functions of verl run on fastrl" in capsys.readouterr().out
+
+
+PLACE = re.compile(r"`((?:fastrl|csrc|tests|bench|docs)/[\w./*-]+(?:\.\w+|/))`")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
+def test_places_in_the_source_exist(path):
+    named = {place.rstrip("/") for place in PLACE.findall(path.read_text())}
+    assert {place for place in named if not list(ROOT.glob(place))} == set()
