@@ -1,4 +1,4 @@
-"""`python -m fastrl.integrations` prints the table of what the drop-ins support."""
+"""`python -m fastrl.integrations` prints the table of the options that the drop-ins support."""
 
 import sys
 

@@ -11,10 +11,10 @@ from typing import Any
 
 
 class AfterImport(MetaPathFinder):
-    """Calls a function with the name of each of these modules after its import, until `stop()`.
+    """A hook that calls a function with the name of each module after its import, until `stop()`.
 
-    An error that the function raises is an error of the import. A copy that is executed without
-    being the module of that name in `sys.modules` is not an import.
+    An error that the function raises is an error of the import. Executing a copy that is not the
+    module of that name in `sys.modules` does not count as an import.
 
     Examples:
         >>> import sys
@@ -32,18 +32,18 @@ class AfterImport(MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Watch no further imports; a second call does nothing."""
+        """Stop watching imports; a second call does nothing."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the finders after this one find, with a loader that calls the function."""
+        """Return the spec of the finders after this one, with a loader that calls the function."""
         if fullname not in self._names or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            find = getattr(finder, "find_spec", None)  # import skips finders without it, too
+            find = getattr(finder, "find_spec", None)  # `import` also skips finders without it
             spec: ModuleSpec | None = find and find(fullname, path, target)
             if spec is not None:
                 loader: Any = spec.loader
@@ -64,7 +64,7 @@ class _Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         imported = sys.modules.get(module.__name__) is module
-        # the module looks as if it had been imported by its own loader
+        # the module looks as if its own loader had imported it
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -37,8 +37,8 @@ SUPPORT = [
         option="Liger's other losses: preferences (DPO, ORPO, ...), cosine similarity, and those "
         "of `liger_kernel.transformers`",
         handling="unchanged",
-        note="`fastrl.linear_divergence` and `fastrl.token_divergence` compute what "
-        "`LigerFusedLinearJSD` and `LigerJSD` do",
+        note="`fastrl.linear_divergence` and `fastrl.token_divergence` compute the divergence of "
+        "`LigerFusedLinearJSD` and `LigerJSD`",
     ),
 ]
 

@@ -15,7 +15,7 @@ SUPPORT = [
     Support(
         option='`importance_sampling_level="sequence"`',
         handling="primitive",
-        note="the ratio depends on the whole sequence, so the rows are visited twice",
+        note="the ratio depends on the whole sequence, so there are two passes over the rows",
     ),
     Support(
         option='`loss_type="luspo"` with `importance_sampling_level="sequence"` and `beta=0`',
@@ -29,7 +29,7 @@ SUPPORT = [
     Support(
         option='`loss_type="vespo"`',
         handling="primitive",
-        note="its weights depend on the whole sequence, so the rows are visited twice",
+        note="its weights depend on the whole sequence, so there are two passes over the rows",
     ),
     Support(
         option='`vllm_is_ratio` with `loss_type="vespo"`, of shape `[B]` or `[B, 1]`, or without '
@@ -40,7 +40,7 @@ SUPPORT = [
     Support(
         option='`importance_sampling_level="sequence"` with `"cispo"`, `"sapo"` or `"vespo"`',
         handling="refused",
-        note="with Liger's message, but by the constructor",
+        note="with Liger's message, but in the constructor",
     ),
     Support(
         option="`delta` not above `1 + epsilon_high`",

@@ -15,16 +15,16 @@ from fastrl.integrations.undoing import Undoable
 
 
 class Replacement(NamedTuple):
-    """A function of a package and what replaces it.
+    """A function of a package, and the function that replaces it.
 
     Attributes:
-        module: the module that defines it, `package.some.module`.
-        name: its name there: of a function, of a method (`Class.method`), or of the `apply` of an
+        module: the module that defines the function, `package.some.module`.
+        name: the name there of a function, of a method (`Class.method`), or of the `apply` of an
             autograd function, whose parameters are those of its `forward` without `ctx`.
         function: ours, with the same parameters and defaults.
-        optional: True if some versions of the package do not have it.
-        when_imported: True if `module` is not imported for this, since it needs packages that not
-            every process has or wants; the function is replaced as soon as something imports it.
+        optional: True if some versions of the package do not have the function.
+        when_imported: True if `module` needs packages that not every process has, so it is not
+            imported for this; the function is replaced as soon as something imports the module.
     """
 
     module: str
@@ -34,17 +34,17 @@ class Replacement(NamedTuple):
     when_imported: bool = False
 
 
-#: our functions that are in use at the moment -> the package's functions that they replace
+#: Our functions that are currently in use, and the package's functions that they replace.
 _REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the package's function that ours replaces at the moment, or None."""
+    """Return the package's function that ours currently replaces, or None."""
     return _REPLACED.get(function)
 
 
 class _Found(NamedTuple):
-    """A function of the package, and the class if it is a method."""
+    """A function of the package, and its class if it is a method."""
 
     where: str
     owner: type | None
@@ -71,7 +71,7 @@ class Replaced(Undoable):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """`module.name` of what was replaced so far, once each."""
+        """The `module.name` of each function replaced so far."""
         return tuple(dict.fromkeys(found.where for found in self._found))
 
     def undo(self) -> None:

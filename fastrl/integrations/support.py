@@ -1,7 +1,7 @@
-"""What each drop-in does with each option of its trainer; `docs/support.md` is made from it.
+"""The support of each drop-in for the options of its trainer; `docs/support.md` comes from it.
 
-A drop-in lists its options as `SUPPORT` and is listed in `MODULES`. The rules that decide what
-`use_fastrl` does are the rows of the table, so code and table cannot contradict each other.
+A drop-in lists its options as `SUPPORT` and is listed in `MODULES`. The rules that decide the
+behavior of `use_fastrl` are the rows of the table, so code and table cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MODULES: tuple[str, ...] = ("trl", "verl", "openrlhf", "nemo_rl", "liger", "torc
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """One option of a trainer and what a drop-in does with it.
+    """One option of a trainer, and how a drop-in handles it.
 
     Attributes:
-        option: the option as its user writes it.
+        option: the option as a user writes it.
         handling: a key of `MEANINGS`.
-        note: the reason, or what to know about it; part of the error message if it is refused.
-        applies: tells whether the option is set on a trainer, where the handling depends on it.
-        reason: says why, of a trainer where it is set.
+        note: the reason, or a remark; part of the error message if the option is refused.
+        applies: returns whether the option is set on a trainer, if the handling depends on it.
+        reason: returns the reason for a trainer on which it is set.
     """
 
     option: str

@@ -11,11 +11,11 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 
 class _Corrected(torch.optim.Optimizer):
-    """What torchao's optimizers need in the loops.
+    """Corrections of torchao's optimizers for the training loops.
 
     - Moments that are not quantized are float32. In bfloat16, as torchao makes them for bfloat16
       weights, the second moment could not decay: 0.999 of a value rounds to that value.
-    - A second moment never becomes 0 beside larger ones, see `_without_zero`.
+    - A second moment never becomes 0 next to larger ones, see `_without_zero`.
     - A learning rate may be set as a number.
     - On a CPU nothing is compiled: it would take half a minute, and a C++ compiler.
     """
@@ -41,7 +41,7 @@ class _Corrected(torch.optim.Optimizer):
 
 
 class EightBitAdamW(_Corrected, AdamW8bit):  # type: ignore[misc]
-    """AdamW with 8-bit moments; of weights under 4096 elements or no multiple of 256, float32."""
+    """AdamW with 8-bit moments, or float32 below 4096 elements or for no multiple of 256."""
 
 
 class StochasticAdamW(_Corrected, _AdamW):  # type: ignore[misc]
@@ -49,12 +49,12 @@ class StochasticAdamW(_Corrected, _AdamW):  # type: ignore[misc]
 
 
 def _without_zero(moment: Tensor) -> Tensor:
-    """The moment; if it is a quantized second one, its code 0 means the smallest positive value.
+    """Return the moment; in a quantized second moment, code 0 becomes the smallest positive value.
 
-    256 neighbours share a scale. Below 1.6e-7 of the largest, torchao rounds a second moment to 0,
-    while the first moment is still kept: their quotient, the update, is then limited by eps alone.
-    The row of a rare token in the embeddings, beside the row of a frequent one, moved by hundreds
-    of learning rates in a step without its token.
+    256 neighbors share a scale. torchao rounds a second moment below 1.6e-7 of the largest to 0,
+    but keeps the first moment, so only eps limits their quotient, the update. The row of a rare
+    token in the embeddings, next to that of a frequent one, moved by hundreds of learning rates in
+    a step without its token.
     """
     if isinstance(moment, OptimState8bit) and not moment.signed:
         moment.qmap = moment.qmap.clone()

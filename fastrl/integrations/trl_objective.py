@@ -28,7 +28,7 @@ def trl_objective(
     top_entropy_quantile: float = 1.0,
     gamma_weights: GammaWeights | None = None,
 ) -> Objective:
-    """Return the objective of a `loss_type`; options that it does not use are not looked at.
+    """Return the objective of a `loss_type`; options that it does not use are ignored.
 
     Raises:
         ValueError: an option has a value that no `Objective` has.

@@ -1,4 +1,4 @@
-"""The handle that `use_fastrl` returns: what it changed can be undone."""
+"""The handle of `use_fastrl`, which can undo its change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Handle = TypeVar("Handle", bound="Undoable")
 
 
 class Undoable:
-    """A change with an `undo()`, which as a context manager undoes itself."""
+    """A change with an `undo()`; as a context manager it undoes itself at the end."""
 
     def undo(self) -> None:
         """Undo the change; a second call does nothing."""

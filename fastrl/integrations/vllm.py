@@ -1,4 +1,4 @@
-"""The weights of a trainer's model for a vLLM engine in the same process."""
+"""Transfer of the weights of a trainer's model to a vLLM engine in the same process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def hand_over_weights(llm: Any, model: Any) -> None:
-    """Give a vLLM engine (0.32) the present weights of a `transformers` model, LoRA merged.
+    """Give a vLLM engine (0.32) the current weights of a `transformers` model, with LoRA merged.
 
-    `reload_weights` packs weights for a CPU again; the `load_weights` of the engine's model cannot.
-    Whether the engine computes with them, its log-probabilities tell: compare some.
+    `reload_weights` packs the weights for a CPU again; the `load_weights` of the engine's model
+    cannot. To verify that the engine uses them, compare some log-probabilities.
 
     Args:
         llm: A ``vllm.LLM`` in this process, with the architecture of the model.
@@ -23,9 +23,9 @@ def hand_over_weights(llm: Any, model: Any) -> None:
 
 @torch.no_grad()
 def plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of a checkpoint, one after another; an adapter is merged.
+    """Yield the weights by their names in a checkpoint; an adapter is merged.
 
-    The bits of a frozen weight are restored: merging and unmerging would round it in every step.
+    Frozen weights are restored to the bit: merging and unmerging would round them in every step.
     """
     if not hasattr(model, "peft_config"):
         yield from ((name, weight.detach()) for name, weight in model.named_parameters())
@@ -44,7 +44,7 @@ def plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pack_head(engine_model: Any) -> None:
-    """Pack the head for a CPU again: a tied one is not among the weights. A GPU needs none."""
+    """Pack the head for a CPU again, since a tied head is not among the weights."""
     head: Any = getattr(engine_model, "lm_head", None)
     if hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)

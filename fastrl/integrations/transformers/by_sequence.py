@@ -1,10 +1,10 @@
 """Attention within each sequence of a packed row, without a mask of the whole row.
 
 A packed row ``[1, L]`` holds several sequences one after another. The masks that `transformers`
-builds for it take L^2 bytes; here `scaled_dot_product_attention` runs on each sequence, and on
+builds for it take L^2 bytes. Here `scaled_dot_product_attention` runs on each sequence, or on
 sequences of similar lengths together. A sequence may continue a prefix that it shares with others:
 its tokens attend to the prefix and to themselves. `transformers` finds the function under the name
-``by_sequence`` (`AttentionInterface`) and hands it the layout as the keyword ``sequences``.
+``by_sequence`` (`AttentionInterface`) and passes it the layout as the keyword ``sequences``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ BY_SEQUENCE = "by_sequence"
 _LONG = 1024
 #: Most tokens, prefixes included, of shorter sequences that are attended to together.
 _TOGETHER = 16384
-#: Queries per call where a mask is necessary, which bounds the mask.
+#: Queries per call if a mask is necessary, which bounds the mask.
 _QUERIES = 512
 
 
@@ -33,9 +33,9 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """S spans that are attended to together, shorter ones padded at the end to T tokens.
+    """S spans that are attended to together, with shorter ones padded at the end to T tokens.
 
-    The mask is causal, so that no token attends to the padding behind it.
+    The mask is causal, so no token attends to the padding behind it.
     """
 
     spans: int  # S
@@ -44,16 +44,16 @@ class Block(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a packed row is attended to; the same for all layers."""
+    """The attention pattern of a packed row, the same for all layers."""
 
     blocks: list[Block]
-    queries: Tensor | None  # places in the row of the blocks' S T queries; None: the row itself
-    keys: Tensor | None  # of their S (P + T) keys
-    order: Tensor | None  # [L], where each token's output is among the queries
+    queries: Tensor | None  # positions in the row of the blocks' S T queries; None: the row itself
+    keys: Tensor | None  # positions of their S (P + T) keys
+    order: Tensor | None  # [L], the place of each token's output among the queries
 
 
 def make_layout(spans: Iterable[Span], device: torch.device) -> Layout:
-    """The layout of the non-empty spans that cover a row."""
+    """Return the layout of the non-empty spans that cover a row."""
     blocks: list[Block] = []
     queries: list[int] = []
     keys: list[int] = []
@@ -94,7 +94,7 @@ def attend_by_sequence(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention ``[1, L, heads, D]`` of a packed row, as `transformers` calls it.
+    """Return the attention ``[1, L, heads, D]`` of a packed row, as `transformers` calls it.
 
     Raises:
         ValueError: The layer needs something that this function does not compute.
@@ -133,7 +133,7 @@ def attend_by_sequence(
         )
     ]
     parts = [output.transpose(1, 2).flatten(0, 1) for output in outputs]
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts)  # one is not copied
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)  # a single part is not copied
     return (flat if sequences.order is None else flat[sequences.order])[None], None
 
 
@@ -143,14 +143,14 @@ AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention ``[S, heads, T, D]`` of the last T of K positions to all before them."""
+    """Return causal attention ``[S, heads, T, D]`` of the last T of K positions."""
     length, total = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
     if length == total and (window is None or length <= window):
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-    if grouped and query.is_cuda:  # with a mask and grouped heads, CUDA would store the scores
+    if grouped and query.is_cuda:  # with mask and grouped heads, CUDA would store the scores
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
         grouped = False
@@ -177,18 +177,18 @@ def _attend(
 
 
 def _take(heads: Tensor, places: Tensor | None) -> Tensor:
-    """The tokens at some places of ``[1, heads, L, D]``."""
+    """Return the tokens at some places of ``[1, heads, L, D]``."""
     return heads if places is None else heads.index_select(2, places)
 
 
 def _by_span(heads: Tensor, spans: int) -> Tensor:
-    """``[1, heads, S T, D]`` as ``[S, heads, T, D]``."""
+    """Return ``[1, heads, S T, D]`` as ``[S, heads, T, D]``."""
     _, count, tokens, width = heads.shape
     return heads.view(count, spans, tokens // spans, width).transpose(0, 1)
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
-    """Neighbours of similar lengths whose prefixes have one length, or one long span."""
+    """Yield neighbors of similar lengths with prefixes of one length, or one long span."""
     group: list[Span] = []
     for span in spans:
         if group and not _fits(group, span):
@@ -209,7 +209,7 @@ def _fits(group: list[Span], span: Span) -> bool:
 
 
 def _prefix(span: Span) -> int:
-    """Tokens of the prefix."""
+    """Return the number of tokens in the prefix."""
     return span.prefix[1] - span.prefix[0]
 
 

@@ -32,7 +32,7 @@ from fastrl.integrations.trl.two_models import Side
 
 _LOSS = "_compute_loss"
 _DIVERGENCE = "_chunked_divergence_loss"
-#: The arguments of TRL's function, beside those of the heads, which `LmHead` has.
+#: The arguments of TRL's function, besides those of the heads, which are in `LmHead`.
 _ARGUMENTS = (
     "student_hidden_states",
     "teacher_hidden_states",
@@ -58,7 +58,7 @@ SUPPORT: tuple[Support, ...] = (
         option="a subclass, or a patched instance, of another trainer than `GRPOTrainer` and "
         "`RLOOTrainer` with a loss that is not TRL's (`ServerDistillationTrainer`, ...)",
         handling="refused",
-        note="it would not be called",
+        note="its own loss would not be called",
     ),
 )
 
@@ -153,16 +153,16 @@ def distillation_loss(
 
     Args:
         student: hidden states of the tokens `[B, K, H]`, and the head.
-        teacher: the same of the teacher, whose H may differ.
+        teacher: those of the teacher, whose H may differ.
         mask: 0/1, `[B, K]`.
-        normalizer: what the sum over the tokens is divided by.
-        beta: which divergence, as in `Teacher`.
-        temperature: of both.
+        normalizer: the divisor of the sum over the tokens.
+        beta: selects the divergence, as in `Teacher`.
+        temperature: of both distributions.
         backend: `auto`, or the backend for the chunks.
     """
     result = fastrl.linear_policy_loss(
         student.hidden,
-        token_ids=torch.zeros_like(mask, dtype=torch.int64),  # a divergence is of no token
+        token_ids=torch.zeros_like(mask, dtype=torch.int64),  # a divergence depends on no token
         advantages=None,
         mask=mask,
         metrics=False,

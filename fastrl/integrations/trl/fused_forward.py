@@ -1,8 +1,8 @@
 """A model whose forward answers TRL's `fused_lm_head=True` with fastrl.
 
 TRL gives the causal language model of a trainer a forward that returns log-probabilities of the
-labels instead of logits (`add_fused_lm_head`). Its place is taken here, so that whatever calls the
-model, in whichever wrapper, is served.
+labels instead of logits (`add_fused_lm_head`). This one replaces it, so that it serves every caller
+of the model, in any wrapper.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class FusedForward:
 
     Attributes:
         causal: the causal language model.
-        forward: what its attribute `forward` is to be.
-        undone: True leaves all calls to TRL's forward, also those of wrappers that have kept this.
-        calls: how many calls fastrl has answered.
+        forward: the new value of its attribute `forward`.
+        undone: if True, all calls go to TRL's forward, even from wrappers that have kept this one.
+        calls: the number of calls that fastrl has answered.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class FusedForward:
         """Make the forward, without changing the model.
 
         Args:
-            trainer: whose precision is used.
-            model: its model, or its reference, in any wrapper.
+            trainer: the trainer, whose precision is used.
+            model: its model, or its reference model, in any wrapper.
             wanted: the outputs of `token_outputs` that TRL reads.
-            compiled: the backbones of the trainer's models that are compiled.
+            compiled: the compiled backbones of the trainer's models.
             temperature: of the distribution.
             backend: as in `use_fastrl`.
 
         Raises:
-            ValueError: the model has no forward with `fused_lm_head`, or fastrl's.
+            ValueError: the model has no forward with `fused_lm_head`, or already fastrl's.
         """
         self.undone = False
         self.calls = 0
@@ -77,12 +77,12 @@ class FusedForward:
         )
         self._compiled = compiled
         self._is_compiled = False
-        self._answered: Any = None  # what the model's forward returns, before its wrappers
+        self._answered: Any = None  # the result of the model's forward, before its wrappers
         _refuse_other_forwards(self.causal)
         self.forward = self._around(self.causal.forward)
 
     def _around(self, own: Any) -> types.MethodType:
-        # bound again, so that a deep copy of the model calls TRL's forward on the copy
+        # bound once more, so that a deep copy of the model calls TRL's forward on the copy
         function = getattr(
             own, "__func__", lambda _, *arguments, **inputs: own(*arguments, **inputs)
         )
@@ -102,9 +102,9 @@ class FusedForward:
 
     @contextlib.contextmanager
     def ready(self, model: nn.Module) -> Iterator[None]:
-        """Prepare calls of the model in its present wrappers, and let them run uncompiled.
+        """Prepare calls of the model in its current wrappers, and let them run uncompiled.
 
-        The first call, and one after the scale or the softcap have changed, compares a few rows.
+        The first call, and any call after scale or softcap have changed, compares a few rows.
         """
         prove(model)
         self._is_compiled = any(is_compiled(wrapper) for wrapper in wrappers(model))
@@ -144,15 +144,15 @@ def answer(
     """Return the `FusedCausalLMOutput` of a batch, in the forward of the causal language model.
 
     Args:
-        trainer: whose precision is used.
+        trainer: the trainer, whose precision is used.
         causal: the causal language model.
-        run: its backbone, or what calls it.
+        run: its backbone, or a function that calls it.
         score: `token_outputs` of given tokens.
-        *arguments: of the backbone.
-        labels: `[B, T]`, of which each position predicts the next; -100 is left out.
-        shift_labels: `[B, T]`, what each position predicts.
-        num_items_in_batch: divides the loss; None: the number of labels.
-        **inputs: of the backbone.
+        *arguments: arguments of the backbone.
+        labels: `[B, T]`; each position predicts the label of the next, and -100 is left out.
+        shift_labels: `[B, T]`, the label that each position predicts.
+        num_items_in_batch: divisor of the loss; None is the number of labels.
+        **inputs: keyword arguments of the backbone.
     """
     from trl.trainer.utils import FusedCausalLMOutput
 
@@ -176,7 +176,7 @@ def answer(
 
 
 def _replaced_autocast(trainer: Any, causal: nn.Module) -> AbstractContextManager[Any]:
-    """Return the autocast that accelerate has put around the forward which is not called now."""
+    """Return the autocast that accelerate has put around the bypassed forward."""
     if "_original_forward" not in causal.__dict__:
         return contextlib.nullcontext()
     context: AbstractContextManager[Any] = trainer.accelerator.autocast()

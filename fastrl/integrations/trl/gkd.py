@@ -89,12 +89,12 @@ def mean_divergence(
     """Return the mean divergence of a model from the trainer's teacher, for `trainer.beta`.
 
     Args:
-        trainer: has the teacher.
+        trainer: the trainer, which has the teacher.
         model: the student, as the trainer calls it.
-        inputs: of both models.
+        inputs: keyword arguments of both models.
         mask: 0/1 of the last K tokens, `[B, K]`.
         count: the tokens of all micro-batches and ranks; None counts those in the mask.
-        temperature: of both.
+        temperature: of both distributions.
         backend: `auto`, or the backend for the chunks.
     """
     if count is None:

@@ -1,8 +1,8 @@
 """TRL's experimental `IWOPDTrainer` on fastrl.
 
 Its `compute_loss` calls student and teacher for the logits of all tokens. The instance gets another
-one: of sampled tokens it computes log-probabilities, which TRL's code weights, and of distributions
-the divergence with its gradient.
+one. For sampled tokens it computes log-probabilities, which TRL's code weights; for whole
+distributions it computes the divergence with its gradient.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def iw_opd_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
 
 
 class _KnownLogprobs:
-    """What TRL's code gets in place of logits, to divide, normalize and gather from."""
+    """A stand-in for the logits, which TRL's code divides, normalizes and gathers from."""
 
     def __init__(self, logprobs: Tensor) -> None:
         self._logprobs = logprobs

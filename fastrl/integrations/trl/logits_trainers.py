@@ -1,7 +1,7 @@
 """TRL's trainers that compute log-probabilities from whole logits, on fastrl without them.
 
-One method of the instance is replaced: the one that calls the model. What TRL does with the
-log-probabilities stays: its loss, its rewards and its metrics.
+One method of the instance is replaced: the one that calls the model. The code that uses the
+log-probabilities remains TRL's: its loss, its rewards and its metrics.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class LogitsHandle(Handle):
 
     Attributes:
         fused: False.
-        reason: why.
+        reason: why it is False.
         trainer: the trainer.
-        own: its method that is replaced.
+        own: the replaced method of the trainer.
     """
 
     def __init__(self, trainer: Any, reason: str, method: Method, choices: Choices) -> None:
@@ -111,8 +111,8 @@ class LogitsHandle(Handle):
 
         Args:
             model: the policy or the reference, in its wrappers.
-            token_ids: `[B, T]`, what each position predicts; -100 is left out.
-            inputs: of the model.
+            token_ids: `[B, T]`, the token that each position predicts; -100 is left out.
+            inputs: keyword arguments of the model.
             names: outputs of `token_outputs`.
             mean_of_all: as in `token_outputs`.
         """
@@ -181,7 +181,7 @@ _IMAGES = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_th
 
 
 def _cpo(handle: LogitsHandle, model: nn.Module, batch: dict[str, Any]) -> Forward:
-    """Return what `concatenated_forward` does, with mean logits `[B, T]` for logits."""
+    """Return the results of `concatenated_forward`, with mean logits `[B, T]` for logits."""
     trainer = handle.trainer
     inputs, labels = _pairs(trainer, batch, trainer.pad_token_id)
     outputs = _outputs_of_pairs(handle, model, shifted(labels), inputs)
@@ -196,9 +196,9 @@ def _cpo(handle: LogitsHandle, model: nn.Module, batch: dict[str, Any]) -> Forwa
 
 
 def _orpo(handle: LogitsHandle, model: nn.Module, batch: dict[str, Any]) -> Forward:
-    """Return what `concatenated_forward` does, with mean logits `[B, T - 1]` for logits.
+    """Return the results of `concatenated_forward`, with mean logits `[B, T - 1]` for logits.
 
-    The loss of the chosen sequences is of their prompts, too.
+    The loss of the chosen sequences includes their prompts.
     """
     trainer = handle.trainer
     inputs, labels = _pairs(trainer, batch, trainer.padding_value)
@@ -235,13 +235,13 @@ def _outputs_of_pairs(
 def _forward(
     trainer: Any, outputs: Any, logprobs: Tensor, logits: Tensor, nll: Tensor, chosen: int
 ) -> Forward:
-    """Return TRL's tuple from `logprobs` `[B]` and `logits`, of which TRL takes the mean."""
+    """Return TRL's tuple from `logprobs` `[B]` and `logits`, which TRL averages."""
     parts = (logprobs[:chosen], logprobs[chosen:], logits[:chosen], logits[chosen:], nll)
     return (*parts, outputs.aux_loss) if trainer.aux_loss_enabled else parts
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Return what each position predicts, -100 for the last, `[B, T]`."""
+    """Return the label that each position predicts, -100 for the last, `[B, T]`."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 

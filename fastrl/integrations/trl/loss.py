@@ -15,7 +15,7 @@ from fastrl.integrations.trl.replay import KEPT
 from fastrl.integrations.trl.rules import is_rloo, objective_of
 from fastrl.integrations.trl.scoring import Scorer, Scores, precision_of_head, token_scorer
 
-#: What a batch may hold for the loss; one with anything else is left to TRL.
+#: Inputs of the loss that a batch may hold; TRL computes the loss of a batch with any others.
 LOSS_INPUTS = frozenset(
     {
         "prompt_ids",
@@ -34,7 +34,7 @@ LOSS_INPUTS = frozenset(
     }
 )
 
-#: What a batch may hold for the model, which TRL passes on.
+#: Inputs of the model that a batch may hold, which TRL passes on.
 MODEL_INPUTS = frozenset(
     {
         "pixel_values",
@@ -52,7 +52,7 @@ MODEL_INPUTS = frozenset(
 
 
 def can_be_fused(inputs: dict[str, Any]) -> bool:
-    """Return whether a batch holds only what the fused loss knows."""
+    """Return whether a batch holds only inputs that the fused loss knows."""
     known = LOSS_INPUTS | MODEL_INPUTS
     return known.issuperset(name for name, value in inputs.items() if value is not None)
 
@@ -60,7 +60,7 @@ def can_be_fused(inputs: dict[str, Any]) -> bool:
 def loss_scorer(
     trainer: Any, inputs: dict[str, Any], temperature: float, backend: Backend
 ) -> Scorer:
-    """Return what computes the loss of a batch, with log-probabilities and entropies `[B, K]`."""
+    """Return a function that computes a batch's loss, log-probabilities and entropies `[B, K]`."""
     scorer = _rloo_scorer if is_rloo(trainer) else _grpo_scorer
     return scorer(trainer, inputs, temperature, backend)
 
@@ -122,7 +122,7 @@ def loss_mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _unscored(logprobs: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """Give tokens written by tools their old log-probability: TRL computes their ratio, too."""
+    """Give tokens written by tools their old log-probability, since TRL computes their ratio."""
     old = inputs.get("old_per_token_logps")
     if old is None or inputs.get("tool_mask") is None:
         return logprobs
@@ -140,7 +140,7 @@ def normalizers(
     if trainer.loss_type == "bnpo":
         counts["policy"] = tokens
     elif trainer.loss_type in ("cispo", "dapo"):
-        # one rank's share of the generation batch, and of that one accumulation window's share
+        # one rank's share of the generation batch, and one accumulation window's share of that
         share = parts / trainer.args.steps_per_generation if trainer.model.training else 1.0
         counted = inputs["num_items_in_batch"].clamp(min=1.0)
         counts["policy"] = counted * float(share / trainer.accelerator.num_processes)
@@ -158,15 +158,15 @@ def _correction(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
 
 
 def _sampled(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
-    """Return vLLM's log-probabilities, from which the off-policy mask counts the distance."""
+    """Return vLLM's log-probabilities, from which the off-policy mask measures the distance."""
     if trainer.off_policy_mask_threshold is None:
         return None
     return inputs.get("sampling_per_token_logps")
 
 
 def accumulated(trainer: Any) -> int:
-    """Return by how many micro-batches of a step the trainer divides its loss."""
-    if is_rloo(trainer):  # leaves that to the Trainer
+    """Return the number of micro-batches by which the trainer divides its loss."""
+    if is_rloo(trainer):  # it leaves the division to the Trainer
         return 1
     parts: int = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     return parts

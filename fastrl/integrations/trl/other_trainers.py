@@ -1,4 +1,4 @@
-"""What fastrl has for the trainers of TRL that `use_fastrl` does not take."""
+"""Functions of fastrl for the trainers of TRL that `use_fastrl` does not take."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _of_sampled_tokens(option: str) -> str:
 
 _SAMPLED = _of_sampled_tokens('distillation_mode="sampled_token"')
 _TOKENS = ("SFT", "SSD", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO")
-#: What `use_fastrl` takes, unless it is a class, or a subclass with a loss of its own.
+#: Trainers that `use_fastrl` takes, unless given as a class or a subclass with its own loss.
 _TAKEN = frozenset(
     {
         *("GRPO", "RLOO", "AsyncGRPO"),
@@ -50,7 +50,7 @@ _TAKEN = frozenset(
         *("Distillation", "GKD", "GOLD", "SDFT", "SDPO", "IWOPD"),
     }
 )
-#: By the name of the class without `Trainer`.
+#: Advice by the name of the class without `Trainer`.
 _WAYS = {
     **dict.fromkeys(("GRPO", "RLOO"), _OF_POLICIES),
     **dict.fromkeys(_TOKENS, _OF_TOKENS),
@@ -60,7 +60,7 @@ _WAYS = {
     "IWOPD": _of_sampled_tokens('distillation_objective="iw_opd"'),
     "Reward": _OF_SCORES,
     "AsyncGRPO": _OF_POLICIES,
-    "_Base": _OF_ITS_OWN,  # another one of TRL's
+    "_Base": _OF_ITS_OWN,  # any other trainer of TRL's
     "": _OF_TRANSFORMERS,
 }
 

@@ -1,9 +1,9 @@
 """TRL's `GRPOTrainer` and `RLOOTrainer` on fastrl.
 
-Two methods of the instance are replaced: `_get_per_token_logps_and_entropies`, which is TRL's own
-around a model whose forward uses fastrl, and `_compute_loss` if the configuration allows it. TRL's
-code still logs the metrics, from fastrl's log-probabilities and entropies. One metric is added: the
-share of log-ratios that saturate in the fused loss where TRL's would overflow.
+Two methods of the instance are replaced: `_get_per_token_logps_and_entropies`, which runs TRL's own
+method on a model whose forward uses fastrl, and, if the configuration allows it, `_compute_loss`.
+TRL's code still logs the metrics, from fastrl's log-probabilities and entropies. One metric is
+added: the share of log-ratios that saturate in the fused loss where TRL's would overflow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ARGUMENTS = (
     "compute_aux_loss",
 )
 
-#: Calls in which the fused loss is compared with TRL's own value, which is computed anyway.
+#: The number of calls that compare the fused loss with TRL's value, which is computed anyway.
 _COMPARED_CALLS = 16
 
 
@@ -66,7 +66,7 @@ class PolicyHandle(Handle):
         fused: whether fastrl computes loss and gradient. TRL still computes the loss of a batch
             with unknown inputs, and of every batch while a callback has set an option that cannot
             be fused.
-        reason: why they are not, or None.
+        reason: why the loss is not fused, or None.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PolicyHandle(Handle):
         self._trainer = trainer
         self._backend = backend
         self._replay = replay
-        self._temperature = trainer.temperature  # which TRL reads once, too
+        self._temperature = trainer.temperature  # TRL also reads it once
         self._fusing: dict[str, Any] | None = None  # the batch whose loss is being computed
-        self._outputs: Any = None  # of the model, for that batch
+        self._outputs: Any = None  # the model's outputs for that batch
         self._compiled = CompiledBackbones(trainer)
         self._comparisons = 0
         self._warned_of_saturation = False
@@ -164,7 +164,7 @@ class PolicyHandle(Handle):
             return self._loss(model, inputs)  # type: ignore[no-any-return]
         if not can_be_fused(inputs) or why_not_fused(self._trainer) is not None:
             loss: Tensor = self._loss(model, inputs)
-            if has_ratios(self._trainer, inputs):  # other ranks may add up what they have counted
+            if has_ratios(self._trainer, inputs):  # other ranks may add up their counts
                 log_saturated(self._trainer, torch.zeros(2, device=loss.device))
             return loss
         self._fusing = inputs
@@ -178,7 +178,7 @@ class PolicyHandle(Handle):
         if has_ratios(self._trainer, inputs):
             logprobs = outputs.log_probs[:, -inputs["completion_ids"].shape[1] :]
             saturated = count_saturated(self._trainer, inputs, logprobs)
-            # TRL has just read its metrics from the device, so reading one more costs no wait
+            # TRL has just read its metrics from the device, so one more read causes no wait
             fraction = log_saturated(self._trainer, saturated)
         loss = outputs.loss
         if outputs.aux_loss is not None:

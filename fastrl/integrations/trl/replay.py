@@ -1,7 +1,8 @@
 """The tokens that a TRL trainer's sampler kept, from generation to the loss.
 
-`transformers` samples from what its logits processors leave. One more behind them records what that
-is, TRL shuffles and splits the sets with the rest of a batch, and its scores are taken over them.
+`transformers` samples from the tokens that its logits processors leave. One more processor at the
+end records these sets, TRL shuffles and splits them with the rest of a batch, and its scores are
+taken over them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.integrations.trl.rules import NOT_REPLAYED
 from fastrl.ops.kept_tokens import KeptTokens
 
-#: What a batch calls the sets: a list of `KeptTokens`, one for each sequence.
+#: The key of the sets in a batch: a list of `KeptTokens`, one for each sequence.
 KEPT = "kept_tokens"
 
 _GENERATE = "_generate_single_turn"
 _BATCH = "_generate_and_score_completions"
 _PROCESSORS = "_get_logits_processor"
 
-#: Processors of `transformers` that take tokens out and leave the softmax of the others as it is.
+#: Processors of `transformers` that remove tokens without changing the logits of the others.
 _TAKING_OUT = frozenset(
     {
         "TopKLogitsWarper",
@@ -48,25 +49,25 @@ _TAKING_OUT = frozenset(
 
 
 class Replay:
-    """Records the sets of a trainer's completions, and has those of the batch that is scored.
+    """A record of the sets of a trainer's completions, with those of the batch that is scored.
 
     Attributes:
-        methods: of the trainer that are replaced, by name.
+        methods: the replaced methods of the trainer, by name.
     """
 
     def __init__(self, trainer: Any) -> None:
         """Refuse a trainer whose sets cannot be recorded; nothing is changed yet.
 
         Raises:
-            ValueError: TRL or `transformers` keep no sets of what this trainer samples.
+            ValueError: TRL or `transformers` cannot keep the sets of this trainer's samples.
         """
         for rule in NOT_REPLAYED:
             if rule.applies is not None and rule.applies(trainer):
                 raise ValueError(f"replay_kept_tokens does not support {rule.option}: {rule.note}")
         self._trainer = trainer
-        self._temperature = trainer.temperature  # which TRL reads once, too
+        self._temperature = trainer.temperature  # TRL also reads it once
         self._sets: Sequence[KeptTokens] | None = None
-        self._completions: list[list[int]] = []  # of the last generation
+        self._completions: list[list[int]] = []  # those of the last generation
         self._undone = False
         causal = causal_model(trainer.model)
         for owner, name in ((trainer, _GENERATE), (trainer, _BATCH), (causal, _PROCESSORS)):
@@ -84,7 +85,7 @@ class Replay:
     def undo(self) -> None:
         """Let the methods call TRL's from now on, wherever they are still called.
 
-        TRL generates anew: its batches have old log-probabilities over their sets.
+        TRL then generates anew, since the batches have old log-probabilities over their sets.
         """
         if not self._undone:
             self._undone, self._trainer._buffered_inputs = True, None
@@ -144,7 +145,7 @@ class Replay:
 
 
 def kept_of(sets: Sequence[KeptTokens], token_ids: Tensor) -> KeptTokens:
-    """Return the sets of tokens `[B, T]`; those behind the end of a sequence are empty."""
+    """Return the sets of tokens `[B, T]`; they are empty behind the end of a sequence."""
     length = token_ids.shape[1]
     counts = [pad(one.counts(), (0, length - one.offsets.shape[0] + 1)) for one in sets]
     offsets = pad(torch.cat(counts).cumsum(0), (1, 0))
@@ -176,7 +177,7 @@ class _Recorder:
             del causal.__dict__[_PROCESSORS]
 
     def _check(self, config: Any, processors: Sequence[Any]) -> None:
-        """Refuse what would make the sampler's distribution another than that of the sets."""
+        """Refuse options with which the sampler's distribution is not that of the sets."""
         mode = config.get_generation_mode()
         if mode != "sample":
             raise ValueError(f"replay_kept_tokens must be False for a generation by {mode.value}")
@@ -198,7 +199,7 @@ class _Recorder:
             )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record what is left of logits `[B, V]`."""
+        """Record the tokens that are left in logits `[B, V]`."""
         left = scores != -torch.inf
         left &= ~left.all(1, keepdim=True)  # all of them are an empty set
         offsets = pad(left.sum(1).cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""The options of TRL's trainers, and what `use_fastrl` does with each."""
+"""The options of TRL's trainers, and the behavior of `use_fastrl` for each."""
 
 from __future__ import annotations
 
@@ -103,20 +103,20 @@ REFUSED: tuple[Support, ...] = (
     Support(
         option="tensor, context or sequence parallelism",
         handling="refused",
-        note="the rows or the vocabulary of the head are spread over several devices; a loss over "
-        "such ranks would be needed. FSDP2 and DDP are supported",
+        note="the rows or the vocabulary of the head are spread over several devices, which would "
+        "need a loss over those ranks. FSDP2 and DDP are supported",
         applies=_more_than_data_parallel,
     ),
     Support(
         option="several devices in one process (`device_map`, `n_gpu > 1`)",
         handling="refused",
-        note="the backbone and the head must be on one device: start one process for each "
+        note="backbone and head must be on one device: start one process per device "
         "(`accelerate launch`), with FSDP2 or DDP",
         applies=lambda t: _is_split(t) or getattr(t.args, "n_gpu", 1) > 1,
     ),
 )
 
-#: Asked for `replay_kept_tokens=True`.
+#: Rules for `replay_kept_tokens=True`.
 NOT_REPLAYED: tuple[Support, ...] = (
     Support(
         option="`replay_kept_tokens=True` with `use_vllm`",
@@ -128,8 +128,8 @@ NOT_REPLAYED: tuple[Support, ...] = (
     Support(
         option="`replay_kept_tokens=True` with `use_transformers_continuous_batching`",
         handling="refused",
-        note="its logits are those of whichever sequences run; `generate_batch` would have to "
-        "return the tokens that each kept",
+        note="its logits belong to whichever sequences are running; `generate_batch` would have to "
+        "return the tokens that each sequence kept",
         applies=lambda t: t.use_transformers_continuous_batching,
     ),
     Support(
@@ -161,7 +161,7 @@ OWN_LOSS = Support(
     reason=lambda t: f"this {type(t).__name__} computes a loss of its own",
 )
 
-#: Asked at each call, as callbacks may change the options of a trainer.
+#: Rules that are checked at each call, as callbacks may change the options of a trainer.
 PRIMITIVE: tuple[Support, ...] = (
     Support(
         option='`loss_type="vespo"`, or one that is not in this table',
@@ -206,8 +206,8 @@ FUSED: tuple[Support, ...] = (
         option='`RLOOTrainer`, `importance_sampling_level="sequence"` (GSPO), '
         "`off_policy_mask_threshold`, `top_entropy_quantile`",
         handling="fused",
-        note="the rows are visited twice, in the same memory: what they need is known only after "
-        "the last token",
+        note="two passes over the rows in the same memory: their gradients depend on values that "
+        "are known only after the last token",
     ),
     Support(
         option="`top_p`, `top_k`, `min_p` and generation by `transformers`, with "
@@ -251,7 +251,7 @@ OTHERS: tuple[Support, ...] = (
     Support(
         option="a `_get_per_token_logps_and_entropies` that is not TRL's",
         handling="refused",
-        note="it would not be called",
+        note="your method would not be called",
     ),
     Support(
         option="TRL before 1.15",
@@ -261,7 +261,7 @@ OTHERS: tuple[Support, ...] = (
     Support(
         option="other trainers (`RewardTrainer`, ...)",
         handling="refused",
-        note="the error names the function of fastrl that computes what their loss needs, if any",
+        note="the error names the function of fastrl that fits their loss, if there is one",
     ),
     Support(
         option="`use_fastrl` a second time",
@@ -279,7 +279,7 @@ OTHERS: tuple[Support, ...] = (
         option="`replay_kept_tokens=True` with an option that changes the logits of kept tokens "
         "(`repetition_penalty`, ...), another temperature in `generation_kwargs`, beams",
         handling="refused",
-        note="by an error in the first generation",
+        note="with an error in the first generation",
     ),
     Support(
         option="hooks on the LM head (`register_forward_hook`, ...)",

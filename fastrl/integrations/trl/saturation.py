@@ -14,7 +14,7 @@ from fastrl.integrations.trl.rules import is_rloo
 #: The metric in TRL's logs: the share of tokens with a saturated log-ratio.
 METRIC = "fastrl/saturated_ratio_fraction"
 
-#: Where a log-ratio saturates; each of the two in the bias-corrected KL at half of it.
+#: The size at which a log-ratio saturates; both in the bias-corrected KL saturate at half of it.
 SATURATES_AT = 80.0
 
 
@@ -28,7 +28,7 @@ def has_ratios(trainer: Any, inputs: dict[str, Any]) -> bool:
 def count_saturated(trainer: Any, inputs: dict[str, Any], logprobs: Tensor) -> Tensor:
     """Return the number of tokens with a saturated log-ratio, and of all tokens, as `[2]`.
 
-    Log-ratios to the old policy, of sequences in GSPO and RLOO, and to the reference count.
+    It counts log-ratios to the old policy (of sequences in GSPO and RLOO) and to the reference.
     """
     valid = loss_mask(inputs).bool()
     distances = []
@@ -42,7 +42,7 @@ def count_saturated(trainer: Any, inputs: dict[str, Any], logprobs: Tensor) -> T
             mean = torch.where(valid, ratios, 0.0).sum(-1, keepdim=True) / lengths
             ratios = mean.expand_as(ratios)
         distances.append(ratios.abs())
-    if trainer.beta and not is_rloo(trainer):  # whose KL is part of the reward
+    if trainer.beta and not is_rloo(trainer):  # in RLOO the KL is part of the reward
         distances.append((logprobs - inputs["ref_per_token_logps"]).abs())
     saturated = torch.stack(distances).amax(0) > saturates_at(trainer)
     return torch.stack([(saturated & valid).sum(), valid.sum()]).float()
@@ -63,7 +63,7 @@ def log_saturated(trainer: Any, counts: Tensor) -> float:
 
 
 def warn_of_saturation(trainer: Any, fraction: float) -> None:
-    """Warn, on the main process, about a share above 0."""
+    """Warn on the main process about a share above 0."""
     if trainer.accelerator.is_main_process:
         warnings.warn(
             f"{fraction:.2%} of the tokens of a batch have a log-ratio to the old policy or the "

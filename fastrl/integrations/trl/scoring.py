@@ -1,8 +1,8 @@
-"""TRL scores completions with fastrl: in its model's forward, from hidden states and LM head.
+"""Scores of TRL's completions in its model's forward, from hidden states and LM head.
 
 TRL calls its model with `fused_lm_head=True` and reads log-probabilities and entropies from the
-output, which the forward computes without the logits. That forward is replaced here, and TRL's own
-code around it stays: how a batch is split, images are passed on, and the model is wrapped.
+output, which the forward computes without the logits. This module replaces that forward. TRL's own
+code around it stays: it splits a batch, passes on images and wraps the model.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fastrl.ops.linear_token_stats import linear_token_stats
 
 
 class Scores(NamedTuple):
-    """What is computed for the completions of a batch.
+    """The results for the completions of a batch.
 
     Attributes:
-        loss: of the batch, or None.
+        loss: the loss of the batch, or None.
         logprobs: `[B, K]`, 0 where masked.
         entropy: `[B, K]`, or None.
     """
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     entropy: Tensor | None
 
 
-#: Inputs of a model with a token in each place of the second dimension.
+#: Inputs of a model whose second dimension is over tokens.
 _SEQUENCES = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 #: (hidden states `[B, K, H]` that predict the tokens, token ids `[B, K]`, head, kept) -> scores
@@ -51,7 +51,7 @@ class ScoredModel:
     """A model as TRL calls it for the scores of completions, with a forward that uses fastrl.
 
     Attributes:
-        outputs: what each call returned, for all of TRL's batch or a part of it.
+        outputs: the result of each call, for all of TRL's batch or a part of it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ScoredModel:
         compiled: CompiledBackbones,
         sets: Sequence[KeptTokens] | None = None,
     ) -> None:
-        """`count` is the number K of tokens in a completion, `sets` are of each completion."""
+        """Score the last `count` = K tokens; `sets` has the kept tokens of each completion."""
         self.outputs: list[Any] = []
         self._trainer = trainer
         self._model = model
@@ -103,7 +103,7 @@ class ScoredModel:
         )
         mask = token_ids != -100
         loss = scores.loss
-        if loss is None:  # of language modelling, for hooks: TRL does not use it
+        if loss is None:  # a language-modeling loss for hooks: TRL does not use it
             loss = -scores.logprobs.sum() / mask.sum().clamp(min=1)
         entropy = scores.entropy
         return FusedCausalLMOutput(
@@ -130,9 +130,9 @@ def states_of(
 
     Args:
         causal: a causal language model, in whose forward this is called.
-        run: its backbone, or what calls it.
-        *arguments: of the backbone.
-        **inputs: of the backbone.
+        run: its backbone, or a function that calls it.
+        *arguments: arguments of the backbone.
+        **inputs: keyword arguments of the backbone.
     """
     config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
     if getattr(config, "output_router_logits", False):
@@ -156,7 +156,7 @@ class CompiledBackbones:
         self._of: dict[nn.Module, nn.Module] = {}
 
     def backbone(self, causal: nn.Module, *, compiled: bool) -> Callable[..., Any]:
-        """Return what runs the backbone of a causal language model."""
+        """Return a function that runs the backbone of a causal language model."""
         part = backbone(causal)
         return functools.partial(self.run, part) if compiled else part
 
@@ -166,7 +166,7 @@ class CompiledBackbones:
         if part not in self._of:
             self._of[part] = cast("nn.Module", torch.compile(part, **options))
         if options.get("dynamic") is not False:
-            # a new length would compile a second time, and completions seldom have the same one
+            # a new length would compile a second time, and completions seldom have equal lengths
             for name in _SEQUENCES:
                 if inputs.get(name) is not None:
                     torch._dynamo.maybe_mark_dynamic(inputs[name], 1)
@@ -186,7 +186,7 @@ def _router_loss(config: Any, router_logits: Any, mask: Tensor | None) -> Tensor
 def token_scorer(
     trainer: Any, temperature: float, backend: Backend, *, with_entropy: bool
 ) -> Scorer:
-    """Return what computes log-probabilities, and entropies if wanted."""
+    """Return a function that computes log-probabilities, and entropies if wanted."""
     wanted = ("logprobs", "entropy") if with_entropy else ("logprobs",)
 
     def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead, kept: KeptTokens | None) -> Scores:

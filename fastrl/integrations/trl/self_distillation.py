@@ -2,8 +2,8 @@
 
 Their methods pass the logits of student and teacher to a few functions that return a number for
 each token. The instance gets copies of the methods that find fastrl's functions under those names,
-and in place of the logits a note of which model would be called with what. TRL's code still weights
-and averages the numbers, and logs its metrics.
+and that pass a description of the model call in place of the logits. TRL's code still weights and
+averages the numbers, and logs its metrics.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ _REASON = "TRL weights the divergences of the tokens"
 
 
 class NoLogits:
-    """What TRL's code gets in place of logits: the call of a model that would return them.
+    """A stand-in for logits in TRL's code: the call of a model that would return them.
 
     Attributes:
-        model: that would be called.
-        inputs: of the model.
-        count: how many of the last tokens are scored, K.
-        mask: which of them are, `[B, K]`; at first all but padding.
-        logprobs: of those tokens, `[B, K]`, once they are computed.
-        divergence: from the teacher, `[B, K]`, or None.
+        model: the model of the call.
+        inputs: keyword arguments of the model.
+        count: the number K of last tokens that are scored.
+        mask: the scored ones among them, `[B, K]`; at first all but padding.
+        logprobs: log-probabilities of those tokens, `[B, K]`, once they are computed.
+        divergence: the divergence from the teacher, `[B, K]`, or None.
     """
 
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor], count: int) -> None:
@@ -106,7 +106,7 @@ class NoLogits:
         return self.inputs["input_ids"][:, -self.count :]
 
     def sum(self) -> Tensor:
-        """Return a number with the student's graph, of which TRL takes 0 times."""
+        """Return a number with the student's graph, which TRL multiplies by 0."""
         return cast("Tensor", self.logprobs).sum()
 
 
@@ -143,7 +143,7 @@ class SelfDistillationHandle(Handle):
         self.replace(self._trainer, name, until_undone)
 
     def _functions(self, method: Any) -> dict[str, Any]:
-        """Return what the copy of a method finds in place of functions of logits."""
+        """Return the functions that a copied method finds in place of functions of logits."""
 
         def logprobs(logits: Any, _: Tensor) -> Tensor:
             if logits.logprobs is None:
@@ -192,7 +192,7 @@ class SelfDistillationHandle(Handle):
         return cast("Tensor", stats.logprobs), stats.divergence
 
     def _compare(self, student: NoLogits, teacher: NoLogits, mask: Tensor) -> None:
-        """Compute what the loss needs of both models, with one call of each."""
+        """Compute the values of both models for the loss, with one call of each."""
         if getattr(self._trainer.args, "distillation_weight", 1.0) == 1:  # no other loss
             student.mask = teacher.mask = mask
         context = self._trainer._get_teacher_context_for_self_distillation
@@ -233,7 +233,7 @@ class SelfDistillationHandle(Handle):
         student.logprobs, student.divergence = found
 
     def _teacher(self, student: Side, teacher: Side, mask: Tensor) -> Teacher:
-        """Return what the student is compared with."""
+        """Return the teacher for the comparison with the student."""
         options = self._trainer.args
         shared = {"beta": options.distillation_alpha, "temperature": self._trainer.temperature}
         if options.distillation_mode == "topk_logits":
@@ -247,7 +247,7 @@ class SelfDistillationHandle(Handle):
             )
         head = teacher.head
         if self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
-            head = _copied(head)  # the backward reads it after its module has given it up
+            head = _copied(head)  # the backward reads it after its module has freed it
         return Teacher.from_hidden(teacher.hidden, **shared, **head.arguments())
 
     def _warn_of_hooks(self) -> None:

@@ -1,4 +1,4 @@
-"""What TRL's models return for tokens, from hidden states and LM head, without the logits."""
+"""The outputs of TRL's models for tokens, from hidden states and LM head, without the logits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fastrl.integrations.transformers import LmHead
 from fastrl.integrations.trl.scoring import precision_of_head
 from fastrl.ops.linear_token_stats import linear_token_stats
 
-#: TRL's names of statistics, and those of `TokenStats`.
+#: TRL's names of statistics, and those in `TokenStats`.
 _STATS = {
     "log_probs": "logprobs",
     "entropy": "entropy",
     "log_sum_sq_probs": "sum_sq_probs",
     "is_top1": "is_top1",
 }
-#: Most logits of a softcap that exist at once, for their mean.
+#: Most logits with a softcap that exist at once, for their mean.
 _LOGITS = 2**24
 
 
@@ -35,13 +35,13 @@ def token_outputs(
     backend: Backend = "auto",
     mean_of_all: bool = False,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
-    """Return what computes TRL's outputs for tokens; all are 0 where a token is -100.
+    """Return a function that computes TRL's outputs for tokens; all are 0 where a token is -100.
 
     Only `log_probs` and `entropy` have a gradient. A token counts as `is_top1` if no logit is
-    greater; TRL takes the first of equal logits only.
+    greater; TRL counts only the first of equal logits.
 
     Args:
-        trainer: decides on the precision of the LM head.
+        trainer: the trainer, which decides the precision of the LM head.
         token_ids: `[B, T]`.
         wanted: names of `log_probs`, `entropy`, `log_sum_sq_probs`, `mean_logits` and `is_top1`.
         temperature: of the distribution.

@@ -1,7 +1,8 @@
 """TRL's trainers that call their models with `fused_lm_head=True`, on fastrl.
 
-TRL computes the loss and logs its metrics, from what fastrl returns for the tokens. The forward of
-the model and of the reference model is replaced, and `compute_loss` is wrapped to prepare them.
+TRL computes the loss and logs its metrics, from the values that fastrl returns for the tokens. The
+forward of the model and of the reference model is replaced, and a wrapper of `compute_loss`
+prepares both models.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SUPPORT: tuple[Support, ...] = (
     ),
 )
 
-#: The outputs that each trainer reads of its model; of the reference model only `log_probs`.
+#: The outputs that each trainer reads from its model; from the reference model only `log_probs`.
 _OUTPUTS = {
     "SFTTrainer": ("log_probs", "entropy", "is_top1"),
     "DPOTrainer": ("log_probs", "entropy", "mean_logits", "is_top1"),
@@ -96,7 +97,7 @@ class TokenHandle(Handle):
 
     Attributes:
         fused: False.
-        reason: why.
+        reason: why it is False.
     """
 
     def __init__(

@@ -33,11 +33,11 @@ def top_k_teacher(
 
     Args:
         student: hidden states `[B, K, H]` and the head.
-        teacher: the same of the teacher, whose H may differ.
-        mask: 0/1, `[B, K]`; other rows are left out.
-        count: how many tokens of each row.
+        teacher: those of the teacher, whose H may differ.
+        mask: 0/1, `[B, K]`; rows with 0 are left out.
+        count: the number of tokens in each row.
         beta: as in `Teacher`.
-        temperature: of both.
+        temperature: of both distributions.
         has_tail: as in `Teacher.from_top_k`.
     """
     active = mask.reshape(-1) != 0

@@ -1,7 +1,7 @@
 """TRL's `TPOTrainer` on fastrl, without whole logits.
 
-TRL's own loss runs on a stand-in for the logits, which has what that loss reads of them. Functions
-that would take the logits are others in a copy of it.
+TRL's own loss runs on a stand-in for the logits, which has all that the loss reads from them. In a
+copy of the loss, functions of the logits are replaced.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def _loss(
 
 @dataclass(frozen=True)
 class Rows:
-    """What TRL's loss reads of logits `[..., V]`; each is `[...]`.
+    """All that TRL's loss reads from logits `[..., V]`; each is `[...]`.
 
     Attributes:
-        logprobs: of the labels.
-        entropy: of the distributions.
-        means: of the logits.
-        predicted: the likeliest token where that is the label, else -1.
+        logprobs: log-probabilities of the labels.
+        entropy: entropies of the distributions.
+        means: means of the logits.
+        predicted: the likeliest token if it is the label, else -1.
     """
 
     logprobs: Tensor
@@ -117,7 +117,7 @@ class _Functions:
         return getattr(torch.nn.functional, name)
 
     def cross_entropy(self, rows: Rows, labels: Tensor) -> Tensor:
-        """Return the loss of rows, whose labels are known."""
+        """Return the loss of rows; their labels are known already."""
         return -rows.logprobs.mean()
 
 

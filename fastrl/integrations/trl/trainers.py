@@ -1,4 +1,4 @@
-"""The trainers of TRL that `use_fastrl` takes, and what makes the handle of each."""
+"""The trainers of TRL that `use_fastrl` takes, and the adapter of each."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Row(NamedTuple):
     """One of TRL's trainers.
 
     Attributes:
-        name: of the class.
-        module: where it is defined.
-        adapter: checks a trainer, given the class of this row, and returns its handle.
-        methods: methods that must be those of the class, as the adapter replaces them or relies on
-            their code.
+        name: the name of the class.
+        module: the module that defines it.
+        adapter: a function that checks a trainer, given this class, and returns its handle.
+        methods: methods that must be those of the class, because the adapter replaces them or
+            relies on their code.
         replays: whether `replay_kept_tokens=True` is allowed.
     """
 
@@ -117,8 +117,8 @@ def handle_of(trainer: Any, choices: Choices) -> Handle:
     """Let a trainer use fastrl, and return its handle.
 
     Raises:
-        TypeError: it is an instance of no class in `TRAINERS`.
-        ValueError: something about it is not supported.
+        TypeError: the trainer is not an instance of a class in `TRAINERS`.
+        ValueError: something about the trainer is not supported.
     """
     row, base = _row_of(trainer)
     _refuse_other_methods(trainer, row, base)

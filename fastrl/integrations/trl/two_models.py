@@ -35,14 +35,14 @@ def inside_both(
     """Return `function(of_student, of_teacher)`, called in the forwards of two models.
 
     There the parameters of both heads are whole, whatever shards the models. The teacher runs
-    without gradients; what `function` returns may have some, of the student.
+    without gradients; the result of `function` may have gradients for the student.
 
     Args:
         student: as in `inside_forward`.
         teacher: another model.
         function: as in `inside_forward`.
-        inputs: of the student.
-        of_teacher: inputs of the teacher, if they are others.
+        inputs: keyword arguments of the student.
+        of_teacher: those of the teacher, if they differ.
     """
     differentiable = torch.is_grad_enabled()
 

@@ -167,11 +167,11 @@ _REPLACEMENTS = [
 
 #: How a function differs from verl's.
 _NOTES = {
-    "logprobs_from_logits": "fp32 also from 16-bit logits; the gradient overwrites the "
+    "logprobs_from_logits": "fp32 even from 16-bit logits; the gradient overwrites the "
     "logits where verl's does: with flash-attn, unless `VERL_DISABLE_FLASH_ATTN_CE=1`, and "
     "`inplace_backward`",
-    "entropy_from_logits": "fp32 also from 16-bit logits; logits of `-inf` contribute 0",
-    "calculate_sum_pi_squared_from_logits": "fp32 also from 16-bit logits; without a gradient",
+    "entropy_from_logits": "fp32 even from 16-bit logits; logits of `-inf` contribute 0",
+    "calculate_sum_pi_squared_from_logits": "fp32 even from 16-bit logits; without a gradient",
     "compute_gae_advantage_return": "masked tokens give 0",
     "compute_grpo_outcome_advantage": "a group of equal rewards gives exactly 0",
     "compute_grpo_passk_outcome_advantage": "a group of one is refused, as in verl",
@@ -190,7 +190,7 @@ _NOTES = {
     "`fastrl.linear_policy_loss(..., teacher=teacher, objective=Objective(kl_estimator='exact', "
     "kl_coef=...))` computes it",
     "compute_forward_kl_topk": "distillation, `loss_mode=forward_kl_topk` with FSDP and VeOmni; "
-    "fp32 also from 16-bit logits; `use_chunked_topk` has no effect; metrics of the student's K "
+    "fp32 even from 16-bit logits; `use_chunked_topk` has no effect; metrics of the student's K "
     "tokens find these in the logits, as verl does with that option",
     "FusedLinearForPPO.forward": "`use_fused_kernels=True`, `impl_backend` `torch` and `liger`; "
     "entropies are fp32; an id of -100 gives 0, where verl raises an error",
@@ -199,7 +199,7 @@ _NOTES = {
     "vocab_parallel_log_probs_from_logits": "Megatron; the forward overwrites no logits, the "
     "backward float32 ones, as Megatron's forward does; an id of -100 gives 0, and others outside "
     "the vocabulary raise an error, where Megatron returns a value",
-    "vocab_parallel_entropy": "Megatron; fp32 also from 16-bit logits",
+    "vocab_parallel_entropy": "Megatron; fp32 even from 16-bit logits",
     "vocab_parallel_sum_pi_squared": "Megatron; without a gradient",
 }
 

@@ -27,10 +27,11 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return whitened GAE advantages and returns `[B, T]`; masked tokens are skipped.
+    """Return whitened GAE advantages and returns `[B, T]`, skipping masked tokens.
 
-    A_t = delta_t + gamma lam A_{t+1} by `gae`, then (A - mean) / sqrt(var + 1e-8) over the mask.
-    Mask values between 0 and 1 interpolate between the two, as in verl.
+    A_t = delta_t + gamma lam A_{t+1} by `gae` (arXiv 1506.02438), and the advantages are
+    (A - mean) / sqrt(var + 1e-8) over the mask. Mask values between 0 and 1 interpolate between a
+    skipped and a counted token, as in verl.
 
     Examples:
         >>> import torch
@@ -88,8 +89,8 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Return ReMax's advantages G_t - b, and the returns G_t (arXiv 2310.10505).
 
-    G_t is the sum of the rewards from t on, b `[B]` the reward of the greedy response. verl also
-    returns the G_t of masked tokens; here they are 0.
+    G_t is the sum of the rewards from t on, and b `[B]` is the reward of the greedy response. verl
+    also returns the G_t of masked tokens; here they are 0.
 
     Examples:
         >>> import torch

@@ -1,7 +1,7 @@
 """verl's distillation from a teacher's K most probable tokens on fastrl, for FSDP.
 
-The loss of a token is sum_k p_k (log p_k - log q_k) over those tokens, with p of the teacher and q
-of the student, both log-probabilities bounded from below: it has no event for all other tokens,
+The loss of a token is sum_k p_k (log p_k - log q_k) over those tokens, with the teacher's p, the
+student's q, and both log-probabilities bounded from below. It has no event for all other tokens,
 which `fastrl.Teacher.from_top_k` adds, so it is no divergence and may be negative.
 """
 
@@ -28,15 +28,15 @@ def compute_forward_kl_topk(
 ) -> dict[str, Tensor]:
     """Return loss and diagnostics of each token, fp32 `[1, N]`; the loss has a gradient.
 
-    Log-sum-exp and log-probabilities are fp32 also of 16-bit logits. The gradient is computed with
-    the loss, since verl lets a later function overwrite the logits: it is the only tensor of their
-    size that is kept, as verl keeps log-probabilities, and the backward scales it in place, so it
-    runs once. There is nothing to divide into chunks: `use_chunked_topk` has no effect.
+    Log-sum-exp and log-probabilities are fp32 even for 16-bit logits. The gradient is computed with
+    the loss, since verl lets a later function overwrite the logits. It is the only tensor of their
+    size that is kept (verl keeps log-probabilities), and the backward, which can run only once,
+    scales it in place. There is nothing to divide into chunks: `use_chunked_topk` has no effect.
 
     Args:
         student_logits: `[1, N, V]`, or this rank's part of N with Ulysses sequence parallelism.
         teacher_topk_log_probs: nested, `[B, T, K]` of N tokens in all, or `[1, N, K]`.
-        teacher_topk_ids: of these tokens.
+        teacher_topk_ids: ids of these tokens, in the same shape.
         config: verl's `DistillationConfig`.
         data_format: ignored, as in verl's function for FSDP.
 

@@ -49,12 +49,12 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
         tensor([-1.3863])
     """
     flat = rows("logits", logits)
-    # True is the default: it does not say that nothing else has saved the logits
+    # True is the default, so it does not mean that nothing else has saved the logits
     verl = sys.modules.get("verl.utils.torch_functional")
     overwrites = (
         inplace_backward
         and getattr(verl, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
-        and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE") != "1"  # verl, too, asks at each call
+        and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE") != "1"  # verl also reads it at each call
     )
     return fastrl.token_logprobs(
         flat,
@@ -93,7 +93,7 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) ->
 def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
     """Return sum p^2, fp32, `[...]` from logits `[..., V]`, by `token_stats`.
 
-    Without a gradient: verl weighs baselines with it and takes no gradient of it.
+    The result has no gradient: verl only weights baselines with it.
 
     Examples:
         >>> import torch

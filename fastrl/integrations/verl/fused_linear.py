@@ -1,6 +1,6 @@
 """verl's log-probabilities and entropies without logits (`use_fused_kernels=True`) on fastrl.
 
-verl's models call these two from their patched forward, with hidden states and the LM head:
+The patched forward of verl's models calls these with hidden states and the LM head:
 `FusedLinearForPPO` for the kernels `torch` and `liger`, `linear_cross_entropy` for `triton` and
 for Megatron, where each rank has a part of the vocabulary.
 """
@@ -27,9 +27,9 @@ _BACKENDS = ("torch", "liger")
 class FusedLinearForPPO(torch.nn.Module):
     """`linear_token_stats` with the arguments of verl's module.
 
-    Both options are accepted and ignored: fastrl chooses the chunks by the memory that they need.
-    `use_fastrl` replaces verl's `forward` by this one, so verl's own instances run on it, too.
-    An id of -100 gives 0, where verl raises an error.
+    Both options are accepted and ignored: fastrl chooses the chunks by their memory. `use_fastrl`
+    replaces verl's `forward` with this one, so verl's own instances use it, too. An id of -100
+    gives 0, where verl raises an error.
 
     Examples:
         >>> import torch
@@ -54,7 +54,7 @@ class FusedLinearForPPO(torch.nn.Module):
         input_ids: Tensor,
         temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return log softmax(h W^T / temperature)[id] and the entropy, fp32, as `input_ids`.
+        """Return log softmax(h W^T / temperature)[id] and the entropy, fp32 like `input_ids`.
 
         Hidden states are `[B, T, H]` or `[N, H]`, the head `[V, H]`; both outputs have gradients.
         """
@@ -76,7 +76,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(h W^T / temperature)[label] and the entropy, fp32 `[N]`, of all tokens.
 
-    Hidden states `[..., H]` and labels are flattened, as Megatron's `[T, 1, H]` and `[1, T]`.
+    Hidden states `[..., H]` and labels are flattened, for example Megatron's `[T, 1, H]` and
+    `[1, T]`.
 
     Args:
         hidden: last hidden states, of N tokens in all.
@@ -86,8 +87,8 @@ def linear_cross_entropy(
         reduction: `none`, or `sum` or `mean` of the log-probabilities (a scalar).
         dist_process_group: the ranks that have the parts of the vocabulary, or None. The gradient
             of the hidden states is this rank's part of the sum over the group, as in verl:
-            Megatron adds the parts where it gathers the hidden states, so only with
-            `sequence_parallel=True`. Without, they stay parts, as in verl.
+            Megatron adds the parts where it gathers the hidden states, which it does only with
+            `sequence_parallel=True`; otherwise they stay parts.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -118,7 +119,7 @@ def linear_cross_entropy(
 
 
 def _scalar(temperature: float | Tensor) -> float | Tensor:
-    """Return a tensor of one temperature without dimensions; verl broadcasts any of that size."""
+    """Return a one-element temperature as a 0-d tensor; verl broadcasts any such tensor."""
     single = isinstance(temperature, Tensor) and temperature.numel() == 1
     return temperature.reshape(()) if single else temperature  # type: ignore[union-attr]
 

@@ -97,7 +97,7 @@ def compute_opo_outcome_advantage(
     del epsilon, config, kwargs  # verl does not read them either
     rewards = outcomes(token_level_rewards, response_mask)
     groups = group_ids(index, response_mask)
-    # from centred rewards, so that equal rewards give exactly 0
+    # from centered rewards, so that equal rewards give exactly 0
     deviations = centred(rewards, groups).double()
     lengths = response_mask.double().sum(-1)
     shift = group_sum(lengths * deviations, groups) / group_sum(lengths, groups)
@@ -117,8 +117,8 @@ def compute_gpg_outcome_advantage(
 ) -> Estimate:
     """Return GPG's alpha (r - mean of the group) / f_norm (arXiv 2504.02546).
 
-    alpha is the number of responses over the number of those with r != 0; the argument of that
-    name is ignored, as in verl.
+    alpha is the number of responses divided by the number of those with r != 0; the argument of
+    that name is ignored, as in verl.
     """
     del epsilon, alpha, config, kwargs
     rewards = outcomes(token_level_rewards, response_mask)

@@ -142,8 +142,9 @@ def compute_grpo_passk_outcome_advantage(
 ) -> Estimate:
     """Return the best reward of a group minus the second, for the best response (arXiv 2503.19595).
 
-    The others, and responses that share the best reward, have 0. `config` says whether to divide
-    by std + epsilon (`norm_adv_by_std_in_grpo`); the argument of that name is ignored, as in verl.
+    The other responses, and those that share the best reward, get 0. `config` says whether to
+    divide by std + epsilon (`norm_adv_by_std_in_grpo`); the argument of that name is ignored, as in
+    verl.
 
     Examples:
         >>> import torch

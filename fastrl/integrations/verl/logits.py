@@ -1,4 +1,4 @@
-"""Logits as verl passes them: any number of dimensions, with a gradient that may overwrite them."""
+"""Logits from verl: of any number of dimensions, with a gradient that may overwrite them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fastrl.ops._rows import refuse_unsafe_inplace
 
 
 def rows(name: str, logits: Tensor) -> Tensor:
-    """Return logits `[..., V]` as fastrl takes them, `[B, T, V]` or `[N, V]`.
+    """Return logits `[..., V]` in the shapes of fastrl, `[B, T, V]` or `[N, V]`.
 
     Raises:
-        TypeError: they are a nested tensor or a DTensor.
+        TypeError: the logits are a nested tensor or a DTensor.
     """
     if logits.is_nested or type(logits).__name__ == "DTensor":
         kind = "a nested tensor" if logits.is_nested else "a DTensor"
@@ -33,7 +33,7 @@ def statistic(name: str, argument: str, logits: Tensor, vocab_group: Any = None)
 
 
 def may_overwrite(logits: Tensor) -> bool:
-    """Say whether a backward may write the gradient over these logits."""
+    """Return whether a backward may write the gradient over these logits."""
     try:
         refuse_unsafe_inplace("inplace_backward", logits)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Masks in verl, which multiplies by their values: these may differ from 0 and 1."""
+"""Masks of verl, which are factors: their values may differ from 0 and 1."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 import fastrl
 
-#: What verl adds to a sum of mask values before it divides by it.
+#: The term that verl adds to a sum of mask values before it divides by the sum.
 _EPSILON = 1e-8
 
 
 def has_factors(mask: Tensor) -> bool:
-    """Say whether a mask holds values other than 0 and 1.
+    """Return whether a mask holds values other than 0 and 1.
 
     On a GPU this synchronizes, and only floating-point masks are checked.
     """
@@ -25,7 +25,7 @@ def has_factors(mask: Tensor) -> bool:
 def factors(mask: Tensor) -> Tensor | None:
     """Return the values of a mask as factors of the tokens, or None if they are known to be 0/1.
 
-    On a GPU the values are not read: every mask that is not bool gives factors.
+    On a GPU the values are not read, so every mask that is not bool gives factors.
     """
     if mask.dtype == torch.bool or (_on_the_host(mask) and not has_factors(mask)):
         return None
@@ -73,7 +73,7 @@ def gae_with_factors(
 def returns_with_factors(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Return verl's discounted returns for mask values m between 0 and 1.
 
-    m_t G_t with G_t = r_t + gamma H_{t+1} and H_t = m_t G_t + (1 - m_t) H_{t+1}.
+    They are m_t G_t with G_t = r_t + gamma H_{t+1} and H_t = m_t G_t + (1 - m_t) H_{t+1}.
     """
     weights, valid = mask.to(rewards.dtype), mask.bool()
     given = torch.where(valid, rewards, 0.0)

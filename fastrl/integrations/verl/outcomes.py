@@ -29,7 +29,7 @@ def outcomes(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def group_ids(index: Iterable[Any], like: Tensor) -> Tensor:
-    """Return the number of each response's group, below B, from names of any hashable type."""
+    """Return the index of each response's group, below B, from names of any hashable type."""
     numbers: dict[Any, int] = {}
     names = index.tolist() if hasattr(index, "tolist") else index
     ids = [numbers.setdefault(name, len(numbers)) for name in names]
@@ -37,17 +37,17 @@ def group_ids(index: Iterable[Any], like: Tensor) -> Tensor:
 
 
 def group_sum(x: Tensor, groups: Tensor) -> Tensor:
-    """Return the sum over its group for each response."""
+    """Return for each response the sum over its group."""
     return torch.zeros_like(x).index_add(0, groups, x)[groups]
 
 
 def group_max(x: Tensor, groups: Tensor) -> Tensor:
-    """Return the largest value of its group for each response."""
+    """Return for each response the largest value of its group."""
     return torch.full_like(x, -inf).scatter_reduce(0, groups, x, "amax")[groups]
 
 
 def alone(groups: Tensor) -> Tensor:
-    """Say which responses are a group of one."""
+    """Return which responses are a group of one."""
     return group_sum(torch.ones_like(groups), groups) == 1
 
 
@@ -68,6 +68,6 @@ def times_mask(scores: Tensor, mask: Tensor) -> Estimate:
 
 
 def whitened_times_mask(scores: Tensor, mask: Tensor) -> Estimate:
-    """Return `times_mask`, whitened over the tokens and again times the mask."""
+    """Return `times_mask`, whitened over the tokens and multiplied by the mask again."""
     advantages = whiten(times_mask(scores, mask)[0], mask) * mask
     return advantages, advantages

@@ -1,9 +1,9 @@
 """A plugin for verl: fastrl in every process of a verl run, including the workers.
 
-VERL_USE_EXTERNAL_MODULES=fastrl.integrations.verl.plugin python -m verl.trainer.main_ppo ...
+    VERL_USE_EXTERNAL_MODULES=fastrl.integrations.verl.plugin python -m verl.trainer.main_ppo ...
 
-verl imports the modules in that variable when it is itself imported, and this one then replaces
-verl's functions. If it is imported before verl, it does so as soon as verl has been imported.
+When verl is imported, it imports the modules in that variable, and this one then replaces verl's
+functions. If this module is imported first, it replaces them as soon as verl has been imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastrl.integrations.importing import AfterImport
 from fastrl.integrations.replacing import Replaced
 from fastrl.integrations.verl import use_fastrl
 
-#: the handle of `use_fastrl`; None as long as verl has not been imported
+#: The handle of `use_fastrl`; None as long as verl has not been imported.
 replaced: Replaced | None = None
 
 

@@ -43,7 +43,7 @@ def vanilla(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """PPO with dual clip, log r clamped to +-20.
+    """Return the loss of PPO with dual clip, and log r clamped to +-20.
 
     f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), for A < 0 at most
     -clip_ratio_c A.
@@ -79,11 +79,11 @@ def gspo(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """GSPO-token: the value of the sequence's ratio, with a gradient per token.
+    """Return the loss of GSPO-token: the value of the sequence's ratio, with a gradient per token.
 
     log s = mean over the sequence of log r, at most 10; f as in vanilla without dual clip.
 
-    Aggregated as the replaced function of verl does: by `loss_agg_mode` in 0.9.1, always by
+    The aggregation is that of the replaced function of verl: by `loss_agg_mode` in 0.9.1, always by
     `seq-mean-token-mean` in 0.9.0 and 0.10.0.dev. A direct call follows `loss_agg_mode`.
     """
     if _names_its_aggregation(original(gspo)):
@@ -94,7 +94,7 @@ def gspo(
     log_ratio, weights = (log_prob - old_log_prob).detach(), factors(response_mask)
     if weights is None:
         mean = fastrl.masked_mean(log_ratio, response_mask, dim=-1)[:, None]
-    else:  # `Objective` has no weighted mean: each token gets the mean as its own log-ratio
+    else:  # `Objective` has no weighted mean, so each token gets the mean as its own log-ratio
         total = (weights * torch.where(response_mask.bool(), log_ratio, 0.0)).sum(-1)
         mean = (total / weights.sum(-1).clamp(min=1))[:, None]
         batch = batch._replace(old_log_prob=log_prob.detach() - mean)
@@ -114,9 +114,9 @@ def sapo(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """SAPO: f = -4/tau sigmoid(tau (r - 1)) A, log r clamped to +-20.
+    """Return the loss of SAPO: f = -4/tau sigmoid(tau (r - 1)) A, with log r clamped to +-20.
 
-    Aggregated by `seq-mean-token-mean`, whatever `loss_agg_mode` says, as in verl.
+    The aggregation is `seq-mean-token-mean`, whatever `loss_agg_mode` says, as in verl.
     """
     del loss_agg_mode
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
@@ -138,7 +138,7 @@ def cispo(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """CISPO, clipped on both sides: f = -sg[clip(r, 1 - low, 1 + high)] A log_prob."""
+    """Return the loss of CISPO, f = -sg[clip(r, 1 - low, 1 + high)] A log_prob."""
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     low, high = clip_bounds(config)
     loss = policy_term("cispo", response_mask, loss_agg_mode, config, clip_low=low, clip_high=high)
@@ -156,10 +156,10 @@ def geo_mean(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """GMPO: f = -A exp(mean over the sequence of the clipped log r), with bounds on log r.
+    """Return the loss of GMPO: f = -A exp(mean over the sequence of the clipped log r).
 
-    The mean over the local responses, whatever `loss_agg_mode` and the global batch say, as in
-    verl; rollout weights enter as their geometric mean.
+    The bounds are on log r. The loss is the mean over the local responses, whatever `loss_agg_mode`
+    and the global batch say, as in verl; rollout weights enter as their geometric mean.
     """
     del loss_agg_mode
     low, high = clip_bounds(config)
@@ -169,7 +169,7 @@ def geo_mean(
     if rollout_is_weights is not None:
         logs = (rollout_is_weights + 1e-10).log()
         rollout_is_weights = masked_mean(logs, response_mask, dim=-1).exp()
-    current = torch.where(advantages == 0, old_log_prob, log_prob)  # there verl's log r is 0
+    current = torch.where(advantages == 0, old_log_prob, log_prob)  # verl's log r is 0 there
     if factors(response_mask) is None:
         objective = Objective.preset("gmpo", convention="verl", clip_low=low, clip_high=high)
         batch = Batch(old_log_prob, current, advantages, response_mask, rollout_is_weights)
@@ -192,7 +192,7 @@ def gpg(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """GPG: f = -A log_prob, without a ratio; no metrics, as in verl."""
+    """Return the loss of GPG, f = -A log_prob, without a ratio; no metrics, as in verl."""
     del old_log_prob
     batch = Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
     return policy_term("reinforce", response_mask, loss_agg_mode, config).value(batch), {}
@@ -207,7 +207,9 @@ def dro(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """DRO (arXiv 2405.19107): f = -A log_prob + dro_beta / 2 (log r)^2, log r without bounds.
+    """Return the loss of DRO (arXiv 2405.19107): f = -A log_prob + dro_beta / 2 (log r)^2.
+
+    log r has no bounds.
 
     Without rollout weights this is the surrogate `reinforce` with the KL estimator `k2` to the old
     policy; the rollout weights multiply both terms, as in verl.
@@ -244,13 +246,13 @@ def reinforce(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """REINFORCE of verl's `bypass_mode`: f = -A log_prob, times the rollout weights."""
+    """Return REINFORCE's loss in verl's `bypass_mode`: f = -A log_prob, times rollout weights."""
     batch = Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
     value = policy_term("reinforce", response_mask, loss_agg_mode, config).value(batch)
     return value, means(response_mask, {"actor/ppo_kl": rollout_log_prob - log_prob})
 
 
 def _names_its_aggregation(theirs: Callable[..., Any] | None) -> bool:
-    """Say whether verl's function has the mode in its code: its versions share a signature."""
+    """Return whether verl's function has the mode in its code: versions share a signature."""
     code = getattr(inspect.unwrap(theirs), "__code__", None) if theirs else None
     return code is not None and _SEQUENCES in code.co_consts

@@ -15,7 +15,7 @@ from fastrl.integrations.verl.masks import masked_mean
 from fastrl.objective import TokenLoss
 from fastrl.objective.presets import Preset
 
-#: loss and metrics
+#: Loss and metrics.
 Result = tuple[Tensor, dict[str, Any]]
 
 
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     weights: Tensor | None
 
     def weighted(self, factors: Tensor) -> Batch:
-        """Return the batch with its rollout weights times factors per token."""
+        """Return the batch with its rollout weights multiplied by factors per token."""
         return self._replace(weights=factors if self.weights is None else self.weights * factors)
 
 
@@ -70,7 +70,7 @@ class PolicyTerm(NamedTuple):
 def policy_term(
     loss: Preset | TokenLoss, mask: Tensor, mode: str, config: Any, **changes: Any
 ) -> PolicyTerm:
-    """Return a preset of the convention `verl`, or a function of a token, in one of verl's modes.
+    """Return a preset of the convention `verl`, or a function of a token, in a mode of verl's.
 
     The counts of the global batch come from verl's `ActorConfig`.
     """
@@ -93,7 +93,7 @@ def clip_bounds(config: Any) -> tuple[float, float]:
 
 
 def check(config: Any) -> None:
-    """Refuse a configuration that is missing."""
+    """Refuse a missing configuration."""
     if config is None:
         raise TypeError("config must be verl's ActorConfig, got None")
 

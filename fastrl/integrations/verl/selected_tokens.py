@@ -2,7 +2,7 @@
 
 DPPO drops tokens that have moved too far from the old policy (arXiv 2602.04879); Clip-Cov and
 KL-Cov drop or penalize tokens whose log-probability and advantage vary together
-(arXiv 2505.22617). What is dropped has `policy_weights` of 0. Masked tokens have no effect,
+(arXiv 2505.22617). Dropped tokens have `policy_weights` of 0. Masked tokens have no effect,
 whatever they hold; mask values other than 0 and 1 are factors, as in verl.
 """
 
@@ -34,7 +34,7 @@ def dppo_tv(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """DPPO-Binary-TV: f = -sg[min(r, clip_ratio_c)] A log_prob, log r clamped to +-20.
+    """Return DPPO-Binary-TV's loss: f = -sg[min(r, clip_ratio_c)] A log_prob, |log r| <= 20.
 
     A token is dropped if A > 0 and p - p_old > clip_ratio_high, or if A <= 0 and
     p_old - p > clip_ratio_low.
@@ -65,7 +65,7 @@ def dppo_kl(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """DPPO-Binary-KL: f as in `dppo_tv`, but the distance is the KL of taking the token or not.
+    """Return DPPO-Binary-KL's loss: as `dppo_tv`, with the KL of taking the token as distance.
 
     D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). A token is dropped if A > 0,
     p > p_old and D > clip_ratio_high, or if A <= 0, p < p_old and D > clip_ratio_low.
@@ -91,10 +91,11 @@ def clip_cov(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """Clip-Cov: f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), on most tokens.
+    """Return the loss of Clip-Cov, PPO's loss without some of the tokens.
 
-    A share `clip_cov_ratio` of the tokens, at least one, is dropped: drawn with torch's default
-    generator, as in verl, from those that are not clipped and have
+    f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A). A share `clip_cov_ratio` of
+    the tokens, at least one, is dropped. They are drawn with torch's default generator, as in verl,
+    from the tokens that are not clipped and have
     clip_cov_lb < (A - mean A) (log_prob - mean log_prob) < clip_cov_ub.
     """
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
@@ -131,9 +132,9 @@ def kl_cov(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """KL-Cov: f = -r A, plus ppo_kl_coef |log r| on the tokens that vary most with the advantage.
+    """Return the loss of KL-Cov: f = -r A, plus ppo_kl_coef |log r| on some tokens.
 
-    These are a share `kl_cov_ratio` of the active tokens, at least one, with the largest
+    These are the share `kl_cov_ratio` of the active tokens, at least one, with the largest
     (A - mean A) (log_prob - mean log_prob).
     """
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
@@ -150,7 +151,7 @@ def kl_cov(
     def surrogate(logprobs: Tensor, old: Tensor, ref: Tensor | None, scores: Tensor) -> Tensor:
         del ref
         log_ratio = logprobs - old
-        ratio = log_ratio.clamp(-80.0, 80.0).exp()  # as log-ratios saturate in `Objective`
+        ratio = log_ratio.clamp(-80.0, 80.0).exp()  # log-ratios saturate as in `Objective`
         return coefficient * torch.where(penalized, log_ratio.abs(), 0.0) - scores * ratio
 
     value = policy_term(surrogate, response_mask, loss_agg_mode, config).value(batch)
@@ -158,7 +159,7 @@ def kl_cov(
 
 
 def _dppo_loss(batch: Batch, kept: Tensor, mode: str, config: Any) -> Result:
-    """Return DPPO's loss: CISPO without a lower bound, on the tokens that are kept."""
+    """Return DPPO's loss: CISPO without a lower bound, on the kept tokens."""
     cap = float(config.get("clip_ratio_c", 20.0))
     mask = batch.response_mask
     loss = policy_term("cispo", mask, mode, config, clip_low=1.0, clip_high=cap - 1)
@@ -169,7 +170,7 @@ def _dppo_loss(batch: Batch, kept: Tensor, mode: str, config: Any) -> Result:
 
 
 def _options(config: Any, **defaults: float) -> list[float]:
-    """Return options of verl's `policy_loss`, of which None is the default; a ratio is above 0."""
+    """Return options of verl's `policy_loss`, or defaults for None; a ratio must be above 0."""
     check(config)
     found = []
     for name, default in defaults.items():

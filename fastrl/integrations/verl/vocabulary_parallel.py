@@ -1,7 +1,7 @@
 """verl's functions of logits whose vocabulary is split over Megatron's tensor-parallel ranks.
 
-`logits` are this rank's part `[..., V / ranks]`, token ids and results those of the whole
-vocabulary, the same on every rank. The group is the one of verl's Megatron. Only the backward of
+`logits` are this rank's part `[..., V / ranks]`. Token ids and results are those of the whole
+vocabulary, the same on every rank. The group is that of verl's Megatron. Only the backward of
 `vocab_parallel_log_probs_from_logits` overwrites logits, and only float32 ones.
 """
 
@@ -23,10 +23,11 @@ _MODULE = "verl.utils.megatron.tensor_parallel"
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log softmax(logits)[label], fp32 and the shape of `labels`, by `token_logprobs`.
 
-    A label of -100 gives 0. One outside the vocabulary is an error; Megatron returns a value.
+    A label of -100 gives 0. Any other label outside the vocabulary is an error, where Megatron
+    returns a value.
 
     The backward writes the gradient over fp32 logits: the forward of Megatron's loss, which verl
-    uses, already overwrites those, so nothing else can need them. It copies the others.
+    uses, already overwrites these, so nothing else can need them. It copies 16-bit logits.
     """
     part = rows("logits", logits)
     return fastrl.token_logprobs(
@@ -53,7 +54,7 @@ def vocab_parallel_entropy_with_chunking(
 def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
     """Return sum p^2 over the whole vocabulary, fp32, without a gradient, by `token_stats`.
 
-    verl weighs baselines with it and takes no gradient of it.
+    verl only weights baselines with it.
     """
     return statistic("sum_sq_probs", "vocab_parallel_logits", vocab_parallel_logits, _group())
 
