@@ -87,11 +87,10 @@ def _options(arguments: Sequence[str]) -> tuple[Settings, int, Path]:
     parser.add_argument("--random", action="store_true", help="random weights of the model's shape")
     for name, (default, least, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=text)
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of all"
-    )
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="dtype of the weights")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="of all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="device")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
     parser.add_argument("--out", type=Path, default=Path("fastrl-bench"), help="folder of results")
     given = vars(parser.parse_args(arguments))
@@ -107,7 +106,7 @@ def _options(arguments: Sequence[str]) -> tuple[Settings, int, Path]:
             return call()
         except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
-            parser.error(f"argument --{option}: {str(value)!r} is not possible: {reason}")
+            parser.error(f"argument --{option}: cannot use {str(value)!r}: {reason}")
 
     check("device", settings.device, lambda: torch.empty(0, device=settings.device))
     check("out", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
