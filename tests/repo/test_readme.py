@@ -51,7 +51,7 @@ def name_of(block):
 def test_every_block_is_of_a_kind_that_is_tested():
     """Python runs unchanged; a diff runs with the names that it takes for granted."""
     assert len(PYTHON) >= 8
-    kinds = {"python", "bash", "diff", "mermaid", "text"}
+    kinds = {"python", "bash", "diff", "text"}
     assert {language for _, language, _ in BLOCKS} == kinds
     changes = {path for path, language, _ in BLOCKS if language == "diff"}
     assert "README.md" in changes
