@@ -57,7 +57,7 @@ def read(kind: str) -> dict:
         one = json.loads(path.read_text())
         if "cases" in one:
             one["cases"] = found.get("cases", []) + one["cases"]
-            one["commands"] = [*found.get("commands", []), one["command"]]
+            one["files"] = [*found.get("files", []), path.name]
         found = one
     return found
 
@@ -95,7 +95,7 @@ def curves(studies: dict):
             axes.set(xlabel="step", ylim=(0, 1.03))
         row[0].set_title(f"sampled: {study['title']}")
         row[1].set_title("greedy, on held-out prompts")
-        legend(row[1], [row[1]], "", 1, loc="lower right")
+        legend(row[1], [row[1]], "", loc="lower right", ncols=1)
     return figure
 
 

@@ -33,9 +33,9 @@ def conditions(results: dict) -> str:
     text += (
         "multiples of fastrl's, in each column of the fastest that ran; memory is the peak of a "
     )
-    text += "call beyond its inputs. Commands: "
-    commands = [f"`{command}`" for command in results["commands"]]
-    return "\n".join(textwrap.wrap(text + "; ".join(commands) + ".", 100, break_on_hyphens=False))
+    text += "call beyond its inputs. Commands and all cases: "
+    files = ", ".join(f"[{name}](bench/results/{name})" for name in results["files"])
+    return "\n".join(textwrap.wrap(f"{text}{files}.", 100, break_on_hyphens=False))
 
 
 def times(results: dict) -> str:

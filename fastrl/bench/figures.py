@@ -102,16 +102,17 @@ def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Any,
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def legend(target: Any, shown: list[Any], title: str, columns: int, **options: Any) -> None:
+def legend(target: Any, shown: list[Any], title: str, **options: Any) -> None:
     """Name once, below a title, what the axes ``shown`` have; fastrl first."""
     found: dict[str, Any] = {}
     for axes in shown:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     order = sorted(found, key=lambda label: not label.startswith("fastrl"))
-    options = {"loc": "outside upper left", "alignment": "left", **options}
+    inches = 0.5 + 0.085 * max(map(len, order), default=0)  # of an entry
+    options = {"loc": "outside upper left", "ncols": int(WIDTH / inches), **options}
     options |= {"title": title, "title_fontproperties": {"weight": "bold"}, "columnspacing": 1.2}
-    target.legend([found[label] for label in order], order, ncols=columns, **options)
+    target.legend([found[label] for label in order], order, alignment="left", **options)
 
 
 def caption(figure: Any, machine: dict[str, str]) -> None:
@@ -124,6 +125,12 @@ def look(name: str, kind: str) -> tuple[str, str]:
     """Return the colour and the marker of a provider, the same in all pictures."""
     word = re.split(r"\W", kind)[0]
     return LOOKS.get(word) or LOOKS.get(re.split(r"\W", name.lower())[0], OTHER)
+
+
+def short(name: str, kind: str) -> str:
+    """Return the name of a provider in a legend: of a library alone, where there is one."""
+    own = kind != "peer" or name.startswith("torch ")
+    return name.replace("bfloat16", "bf16") if own else name.split()[0]
 
 
 def log_axis(axis: Any, write: Callable[..., str]) -> None:

@@ -22,6 +22,7 @@ from fastrl.bench.figures import (
     mark_ends,
     panels,
     save,
+    short,
     sizes_axis,
 )
 from fastrl.bench.report import Results, Row, fastest, median, ratio
@@ -91,7 +92,10 @@ def memory(results: Results) -> Any:
         known = row["kind"] != "floor" and row["peak"] is not None
         return max(row["peak"], 1e6) if known else None  # resident memory cannot tell less
 
-    return _sweep("Peak memory of a call, beyond its inputs", results, peak, in_bytes)
+    def write(value: float, _: object = None) -> str:
+        return in_bytes(value) if value > 1e6 else "≤ 1 MB"
+
+    return _sweep("Peak memory of a call, beyond its inputs", results, peak, write)
 
 
 def tokens(case: Row) -> int:
@@ -141,7 +145,7 @@ def _sweep(
                 _lines(axes, cases, x, number, write)
             else:
                 axes.set_axis_off()
-    legend(figure, figure.axes, title, 3)
+    legend(figure, figure.axes, title)
     caption(figure, results["machine"])
     return figure
 
@@ -168,7 +172,7 @@ def _lines(
         seen.append(colour)
         order = 3 if kind.startswith("fastrl") else 2
         style = {"color": colour, "marker": marker, "linestyle": stroke, "zorder": order}
-        axes.plot(*zip(*points, strict=True), label=name, **style)
+        axes.plot(*zip(*points, strict=True), label=short(name, kind), **style)
         if points[-1][0] == x(cases[-1]) and kind != "floor":
             ends.append((points[-1][1], colour))
     first = cases[0]
@@ -187,17 +191,24 @@ def _lines(
 
 
 def overview(results: Results) -> Any:
-    """Return every case: the time of each provider over fastrl's, and its error."""
+    """Return every case: the time of each provider over fastrl's, and its error.
+
+    Hollow markers are forms of a provider: in place, or in bfloat16 throughout. The reference,
+    which defines the results and is not tuned, is left out.
+    """
     cases = [(case, ours) for case in results["cases"] if (ours := fastest(case))]
     options = {"sharey": True, "width_ratios": (3, 2)}
-    figure, ((times, errors),) = panels(1, 2, 1.6 + 0.5 * len(cases), **options)
+    figure, ((times, errors),) = panels(1, 2, 1.8 + 0.5 * len(cases), **options)
     for y, (case, ours) in enumerate(cases):
         for row in case["providers"]:
+            if row["name"] == "fastrl reference" and row is not ours:
+                continue
             colour, marker = look(row["name"], row["kind"])
-            style = {"color": colour, "marker": marker or "|", "label": row["name"]}
-            style["markerfacecolor"] = "none" if row["kind"] == "fastrl in place" else colour
+            label = short(row["name"], row["kind"])
+            style = {"color": colour, "marker": marker or "|", "label": label, "linestyle": ""}
+            style["markerfacecolor"] = "none" if " in " in row["name"] else colour
             if row["seconds"]:
-                times.plot([ratio(row, ours)], [y], "", **style)
+                times.plot([ratio(row, ours)], [y], **style)
             if row["seconds"] and row["error"] is not None:
                 errors.plot([max(row["error"], 1e-9)], [y], **style)
         place = {"transform": times.get_yaxis_transform(), "fontsize": "x-small"}
@@ -208,7 +219,7 @@ def overview(results: Results) -> Any:
     errors.set(title="error against float64")
     log_axis(times.xaxis, lambda value, _: f"{value:g}")
     log_axis(errors.xaxis, lambda value, _: f"{value:.0e}")
-    legend(figure, figure.axes, "", 3)
+    legend(figure, figure.axes, "")
     caption(figure, results["machine"])
     return figure
 
@@ -237,7 +248,15 @@ def step(results: Results) -> Any:
         (times, "Time of a GRPO step", in_seconds),
         (peaks, "Peak memory of each part", in_bytes),
     ):
-        legend(axes, [axes], title, 6, loc="lower left", bbox_to_anchor=(-0.15, 1), borderaxespad=0)
+        legend(
+            axes,
+            [axes],
+            title,
+            loc="lower left",
+            bbox_to_anchor=(-0.15, 1),
+            borderaxespad=0,
+            ncols=6,
+        )
         axes.xaxis.set_major_formatter(write)
         axes.grid(visible=False, axis="y")
         axes.invert_yaxis()

@@ -33,7 +33,7 @@ def case(rows=64, vocabulary=1000, op="linear_policy_loss"):
     shape = {"rows": rows, "hidden": 16, "vocabulary": vocabulary}
     rows_of = [
         provider("fastrl cpu", "fastrl", FASTRL, rows=rows),
-        provider("fastrl cpu, in place", "fastrl in place", 1.5, rows=rows),
+        provider("fastrl cpu in place", "fastrl in place", 1.5, rows=rows),
         provider("eager", "eager", 9, rows=rows, peak=9e6),
         provider("torch.compile", "compile", LOST, rows=rows, peak=5e6),
         provider("Liger", "peer", None, failure="RuntimeError: needs a GPU"),

@@ -95,11 +95,12 @@ def test_the_tables_have_the_numbers_of_the_results(bench):
         for dtype in ("float32", "bfloat16")
     ]
     machine = {"device": "a CPU", "torch": "2.13.0"}
-    made = {"machine": machine, "date": "2026-11-26T01:02:03", "commands": ["fastrl bench"]}
+    made = {"machine": machine, "date": "2026-11-26T01:02:03", "files": ["a.json"]}
     before = "a <!-- numbers:begin -->\nold\n<!-- numbers:end --> b"
     text = numbers.written(before, {**made, "cases": cases})
     assert text.startswith("a <!-- numbers:begin -->\n\na CPU; torch 2.13.0, 2026-11-26.")
     assert text.endswith("<!-- numbers:end --> b")
+    assert "[a.json](bench/results/a.json)" in text
     assert "old" not in text
     assert "| loss and gradient | 256 x 151936 | float32 | 2 ms | 0.5 |  | 10 | TRL, 2.5 |" in text
     assert "peak MB | fastrl cpu | fastrl cpu, in place | eager | eager in bfloat16 |" in text
