@@ -30,7 +30,7 @@ def has_matrix_tiles() -> bool:
 def new_large(
     like: torch.Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return an uninitialised tensor; on a CPU, request huge pages for it."""
+    """Return an uninitialized tensor; on a CPU, request huge pages for it."""
     tensor = like.new_empty(shape, dtype=dtype)
     if missing is None and tensor.device.type == "cpu":
         torch.ops.fastrl.huge_pages_(tensor)

@@ -72,7 +72,7 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
         prompt = record["prompt"]
         chat = config.chat_template or not isinstance(prompt, str)
         if chat and tokenizer.chat_template is None:
-            raise ValueError("chat_template: the tokenizer has none")
+            raise ValueError("chat_template: the tokenizer has no chat template")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             text = (
@@ -157,7 +157,7 @@ def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Reco
             )
         records.append(record)
     if not records:
-        raise ValueError(f"prompts: {where} holds none")
+        raise ValueError(f"prompts: {where} contains no prompts")
     return records
 
 

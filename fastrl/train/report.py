@@ -85,7 +85,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     panels = {title: keys for title, keys in of_panel.items() if keys}
     columns = max(1, -(-len(panels) // 3))
     partial = path.with_name(f".{path.name}.partial")
-    with rc_context({"text.parse_math": False}):  # a name with $ is no formula
+    with rc_context({"text.parse_math": False}):  # a name with $ is not a formula
         figure = Figure(figsize=(4.2 * columns, 9), layout="constrained")
         FigureCanvasAgg(figure)
         for place, (title, keys) in enumerate(panels.items(), 1):

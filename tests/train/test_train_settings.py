@@ -43,7 +43,7 @@ grpo ppo: {"prompts": ("train.jsonl",)} -> prompts must be two different files, 
 grpo ppo: {"prompts": ("train.jsonl", "./train.jsonl")} -> prompts must be two different files
 grpo ppo: {"prompts": ("gone.jsonl", "train.jsonl")} -> prompts: there is no file gone
 grpo ppo: {"columns": ("q", "answer")} -> columns: .* has no 'q', only prompt, answer
-grpo ppo: {"chat_template": True} -> chat_template: the tokenizer has none
+grpo ppo: {"chat_template": True} -> chat_template: the tokenizer has no chat template
 grpo ppo: {"max_prompt_tokens": 2} -> max_prompt_tokens must cover every prompt, got 7 tokens
 grpo ppo: {"rounding": "stochastic"} -> rounding must be .* got weights=float32, lora_rank=None
 grpo ppo: {"weights": "nf4"} -> weights=nf4 must be used with lora_rank, with a model

@@ -131,7 +131,7 @@ __device__ __forceinline__ void one_pass_cluster(const LogitsPolicyLossCall& cal
       if (warp == 0 && name < RowInputs::kWords) s.inputs[stage].word[name] = words[i];
     }
     kAligned ? sync_warp() : sync_block();
-    if (kAligned && warp != 0) return;  // what they do not copy they need not look at
+    if (kAligned && warp != 0) return;  // these warps copy nothing, so they read nothing
     if (row < rows.rows && s.inputs[stage].active(p.in)) fill(row, stage);
   };
 

@@ -102,7 +102,7 @@ class RandomRows:
         )
 
     def _random_states(self, part: nn.Module) -> Callable[..., Any]:
-        """Return the forward of a module, with random last hidden states in what it returns."""
+        """Return the forward of a module, with random last hidden states in its result."""
         own = part.forward
 
         def forward(*arguments: Any, **inputs: Any) -> Any:

@@ -81,10 +81,10 @@ def causal_model(model: nn.Module) -> nn.Module:
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model and what it wraps, down to the causal language model."""
+    """Yield the model and the models that it wraps, down to the causal language model."""
     while True:
         yield model
-        # these pass on attributes of what they wrap, so they come before PEFT
+        # these pass on attributes of the wrapped model, so they come before PEFT
         inner = unwrapped_once(model)
         if inner is not None:
             model = inner

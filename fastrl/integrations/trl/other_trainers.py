@@ -66,7 +66,7 @@ _WAYS = {
 
 
 def way_on(trainer: object) -> str:
-    """Return which function of fastrl fits what a trainer, or its class, computes."""
+    """Return the function of fastrl that fits the loss of a trainer or a class of trainers."""
     kind = trainer if isinstance(trainer, type) else type(trainer)
     names = (
         base.__name__.removesuffix("Trainer")

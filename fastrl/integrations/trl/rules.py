@@ -269,7 +269,7 @@ OTHERS: tuple[Support, ...] = (
         note="undo the first one",
     ),
     Support(
-        option="a head that is not an `nn.Linear` (quantised), or a model whose logits differ from "
+        option="a head that is not an `nn.Linear` (quantized), or a model whose logits differ from "
         "those of `fastrl.integrations.transformers.lm_head`",
         handling="refused",
         note="a few rows are compared before the first step. `fastrl.logits_policy_loss` takes the "

@@ -45,7 +45,7 @@ _SERVER = Support(
     option="`SDFTTrainer` and `SDPOTrainer` with `use_teacher_server=True`",
     handling="refused",
     note="their teacher is a server; `fastrl.linear_divergence(..., "
-    "teacher=fastrl.Teacher.from_top_k(...))` compares with what it returns",
+    "teacher=fastrl.Teacher.from_top_k(...))` compares with its answers",
     applies=lambda t: bool(t.use_teacher_server),
 )
 

@@ -130,7 +130,7 @@ class Agreement:
         if not self._waits and size > 0:
             return WHOLE
         given["backend"] = backend  # the resolved one: ranks may have chosen it in different ways
-        if given.get("teacher") is not None:  # compare what is not this rank's part of it
+        if given.get("teacher") is not None:  # leave out this rank's own part of it
             given["teacher"] = given["teacher"]._shared()
         if "objective" in given:
             given["objective"] = as_objective(given["objective"])

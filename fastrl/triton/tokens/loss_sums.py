@@ -26,7 +26,7 @@ _ADDED_AT_A_TIME = tl.constexpr(64)  # programs whose rows are added at a time
 
 @triton.jit
 def fold(x):
-    """Add the neighbours that one thread holds."""
+    """Add the neighbors that one thread holds."""
     return tl.sum(tl.reshape(x, [x.shape[0] // 4, 4]), 1)
 
 
@@ -38,13 +38,13 @@ def product(x, y):
 
 @triton.jit
 def fold_max(x):
-    """Return the largest of the neighbours that one thread holds."""
+    """Return the largest of the neighbors that one thread holds."""
     return tl.max(tl.reshape(x, [x.shape[0] // 4, 4]), 1)
 
 
 @triton.jit
 def fold_min(x):
-    """Return the smallest of the neighbours that one thread holds."""
+    """Return the smallest of the neighbors that one thread holds."""
     return tl.min(tl.reshape(x, [x.shape[0] // 4, 4]), 1)
 
 

@@ -245,7 +245,7 @@ def divergence_bwd_kernel(
         if has_gradient:
             x, y = _load(row, columns, vocabulary), _load(teacher, columns, vocabulary)
             if grad.dtype.element_ty != logits.dtype.element_ty:
-                tl.debug_barrier()  # the gradient may overwrite what others read of this block
+                tl.debug_barrier()  # the gradient may overwrite logits that other threads read
             _v, slope, q, log2_q, _a, of_x = divergence_terms(x, y, to, beta, KIND, SPEC, TEACHER)
             # with an upstream gradient of 0 ignore the teacher's row, which may be NaN
             q = tl.where(upstream == 0, tl.exp2(log2_q), q)

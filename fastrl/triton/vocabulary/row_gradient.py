@@ -170,7 +170,7 @@ def row_gradient(
     has_tail = (limit > 0) & (full % splits == split)
     mine = (full - split + splits - 1) // splits
     logit = x
-    if x is None:  # another program may have overwritten what it owns
+    if x is None:  # another program may have overwritten its columns
         logit = token_logit(row, token, has_gradient & _owns(token - head, split, splits, SPEC))
     if has_gradient:
         known = token >= 0
