@@ -136,7 +136,7 @@ def values_of(convention: str, field: str) -> set[Any]:
 
 
 def convention_table() -> str:
-    """The table in `docs/conventions.md`: fields of each preset, and where a trainer differs."""
+    """Return the table in `docs/conventions.md`: presets, and the differences of trainers."""
     trainers = {name: presets for name, presets in CONVENTIONS.items() if name != "fastrl"}
     shared = {
         name: set.intersection(*(_changes(presets, loss) for loss in presets))
