@@ -32,7 +32,7 @@ PEERS = {
     "verl": ("verl", "verl"),
     "torchrl": ("torchrl", "torchrl"),
 }
-_OF_DEVICE = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
+_KERNELS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
 DISTRIBUTIONS = tuple(sorted({pip for _, pip in PEERS.values()} - {"torch"}))
 Forward = Callable[[Inputs], Any]
 Logprobs = Callable[..., Any]
@@ -98,7 +98,7 @@ class Participants(NamedTuple):
 def participants(
     device: torch.device, backends: Sequence[str] | None, peers: Sequence[str] | None
 ) -> Participants:
-    """Return who takes part; None: all backends that are available here, or all peers.
+    """Return who takes part; None: all peers, and all kernels here or else the reference.
 
     Raises:
         ValueError: a name is unknown.
@@ -109,7 +109,8 @@ def participants(
             if name not in names:
                 raise ValueError(f"{argument} must be among {', '.join(names)}, got {name!r}")
     if backends is None:
-        backends = [name for name in _OF_DEVICE[device.type] if unavailable(name) is None]
+        kernels = [name for name in _KERNELS[device.type] if unavailable(name) is None]
+        backends = kernels or ["reference"]
     return Participants(
         device, tuple(cast("list[Backend]", backends)), tuple(PEERS if peers is None else peers)
     )

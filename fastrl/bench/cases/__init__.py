@@ -67,7 +67,8 @@ def cases(
         sizes: What is measured.
         steps: Of ``forward``, ``backward`` and ``both``; those without a meaning are left out.
         device: Where the inputs are made.
-        backends: Of fastrl; None: those available on the device. One that is unavailable fails.
+        backends: Of fastrl; None: all that have kernels here, or else the reference. One that is
+            unavailable fails.
         peers: Names in ``PEERS``; None: all. One that is not installed fails.
 
     Raises:
@@ -99,4 +100,5 @@ def cases(
 
 def _known(argument: str, name: str, names: Collection[str]) -> None:
     if name not in names:
-        raise ValueError(f"{argument} must be among {', '.join(names)}, got {name!r}")
+        listed = ", ".join(one or "''" for one in names)
+        raise ValueError(f"{argument} must be among {listed}, got {name!r}")

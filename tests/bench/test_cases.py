@@ -1,0 +1,162 @@
+"""Every provider of the small selection gives the answer, or fails with a reason."""
+
+import pytest
+import torch
+
+from fastrl.backend import unavailable
+from fastrl.bench.case import PASSES
+from fastrl.bench.cases import OPS, SELECTIONS, Size, cases
+from fastrl.bench.peers import PEERS
+from fastrl.bench.timing import Calls, Plan
+
+CPU = torch.device("cpu")
+#: Of an answer in float32, and of one whose gradients or GEMMs are rounded to bfloat16. Libraries
+#: that keep log-probabilities in bfloat16 have the last.
+BUDGETS = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
+OURS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+WITHOUT_WAITING = (  # whose import is quick, or which are not in the environment of development
+    "eager", "torch", "cut-cross-entropy", "quack", "verl", "unsloth", "torchrl",
+)  # fmt: skip
+
+
+def answered(case, provider, run):
+    """Return the error of an answer, or the reason why there is none."""
+    try:
+        return case.error(run.call(provider, run.first)(), run.first)
+    except (ImportError, RuntimeError) as failure:
+        return str(failure)
+
+
+@pytest.mark.parametrize("step", PASSES)
+@pytest.mark.parametrize("op", OPS)
+def test_answers(op, step):
+    sizes = [size for size in SELECTIONS["smoke"] if size.op == op]
+    found = cases(sizes, [step], CPU, ["cpu", "reference"], WITHOUT_WAITING)
+    assert found or step != "forward"
+    for case in found:
+        run = Calls(case, CPU, Plan(sets=1))
+        for provider in case.providers:
+            if provider.kind == "floor":
+                run.call(provider, run.first)()
+                continue
+            error = answered(case, provider, run)
+            if provider.kind == "peer" and isinstance(error, str):
+                assert error.endswith("need a CUDA device") or "pip install" in error
+            else:
+                budgets = OURS if provider.kind.startswith("fastrl") else BUDGETS
+                assert error <= budgets[case.dtype], (case.name, provider.name)
+
+
+@pytest.mark.parametrize(
+    ("op", "peers"),
+    [
+        ("token_stats", ["trl"]),
+        ("logits_policy_loss", ["trl", "liger"]),
+        ("linear_policy_loss", ["trl", "liger"]),
+    ],
+)
+def test_libraries(op, peers):
+    pytest.importorskip("trl")
+    sizes = [size for size in SELECTIONS["smoke"] if size.op == op][:1]
+    for case in cases(sizes, PASSES, CPU, ["cpu"], peers):
+        run = Calls(case, CPU, Plan(sets=1))
+        libraries = [provider for provider in case.providers if provider.kind == "peer"]
+        assert any(provider.name.startswith("TRL") for provider in libraries)
+        for provider in libraries:
+            error = answered(case, provider, run)
+            trl = provider.name.startswith("TRL")
+            assert trl or isinstance(error, float) or "CUDA" in error or "pip install" in error
+            assert not trl or error <= BUDGETS[case.dtype], (case.name, provider.name)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_torch_compile_takes_the_function_whole(op, monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))
+    sizes = [size for size in SELECTIONS["smoke"] if size.op == op]
+    for case in cases(sizes, ["both"], CPU, [], ["compile"]):
+        torch._dynamo.reset()
+        run = Calls(case, CPU, Plan(sets=1))
+        compiled = [provider for provider in case.providers if provider.kind == "compile"]
+        assert compiled
+        for provider in compiled:
+            assert answered(case, provider, run) <= BUDGETS[case.dtype], provider.name
+
+
+@pytest.mark.parametrize("op", ["logits_policy_loss", "linear_policy_loss", "policy_loss"])
+def test_a_wrong_gradient_is_found(op):
+    size = next(size for size in SELECTIONS["smoke"] if size.op == op)
+    (case,) = cases([size], ["both"], CPU, ["cpu"], [])
+    run = Calls(case, CPU, Plan(sets=1))
+    answer = run.call(case.providers[0], run.first)()
+    for wrong in range(len(answer)):
+        changed = [1.01 * x if i == wrong else x for i, x in enumerate(answer)]
+        assert case.error(changed, run.first) > 5e-3
+
+
+def test_a_wrong_value_is_found():
+    (case,) = cases([SELECTIONS["smoke"][0]], ["forward"], CPU, ["cpu"], [])
+    run = Calls(case, CPU, Plan(sets=1))
+    answer = run.call(case.providers[0], run.first)()
+    assert case.error(1.01 * answer, run.first) > 5e-3
+
+
+@pytest.mark.parametrize("variant", ["", "half the rows masked", "packed"])
+def test_about_one_token_in_forty_is_clipped(variant):
+    (case,) = cases(
+        [Size("logits_policy_loss", "tiny", 4096, torch.float32, variant)], ["forward"], CPU
+    )
+    inputs = case.inputs(0)
+    logprobs = inputs["logits"].log_softmax(-1).gather(-1, inputs["token_ids"][..., None])[..., 0]
+    ratio = (logprobs - inputs["old_logprobs"]).exp()
+    gains = inputs["advantages"].expand_as(ratio) > 0
+    clipped = torch.where(gains, ratio > 1.2, ratio < 0.8).float().mean()
+    assert 0.015 < clipped < 0.035
+    assert logprobs.exp().quantile(0.05) < 0.05
+    assert logprobs.exp().quantile(0.95) > 0.95
+
+
+@pytest.mark.skipif(unavailable("cuda") is None, reason="the CUDA backend is available")
+def test_a_backend_that_is_unavailable_fails_with_its_reason():
+    (case,) = cases([SELECTIONS["smoke"][0]], ["forward"], CPU, ["cuda"], [])
+    reason = answered(case, case.providers[0], Calls(case, CPU, Plan(sets=1)))
+    assert reason == unavailable("cuda")
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_selections_have_cases_of_distinct_names(selection):
+    sizes = SELECTIONS[selection]
+    assert len(set(sizes)) == len(sizes)
+    found = cases(sizes, PASSES, CPU)
+    assert len({case.name for case in found}) == len(found) >= len(sizes)
+    if selection in ("cpu", "cuda", "smoke"):
+        assert {size.op for size in sizes} == set(OPS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "softmax"}, "op must be among token_logprobs, .*'softmax'"),
+        ({"model": "qwen9"}, "model must be among tiny, .*'qwen9'"),
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"variant": "frozen head"}, "variant of token_logprobs .* sliced, got 'frozen head'"),
+        ({"op": "gae"}, "model must be among '', got 'tiny'"),
+    ],
+)
+def test_unknown_sizes(changes, message):
+    size = Size("token_logprobs", "tiny", 16, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        cases([size._replace(**changes)], ["forward"], CPU)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["sideways"], CPU), "steps must be among forward, backward, both, got 'sideways'"),
+        ((["forward"], CPU, ["tpu"]), "backends must be among reference, .*'tpu'"),
+        ((["forward"], CPU, None, ["numpy"]), f"peers must be among {', '.join(PEERS)}, got"),
+    ],
+)
+def test_unknown_names(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cases(SELECTIONS["smoke"][:1], *arguments)
