@@ -7,7 +7,6 @@ The layout is that of `kernel-builder`: `build/<variant>/` for each backend, wit
 from __future__ import annotations
 
 import argparse
-import ast
 import base64
 import hashlib
 import json
@@ -54,12 +53,13 @@ def rewritten(source: str, depth: int) -> str:
 
 
 def sources() -> dict[str, str]:
-    """Return the modules of the package by their path in it, with `ID` for the identifier."""
+    """Return the files of the package by their path in it, with `ID` for the identifier."""
     paths = [SOURCE / f"{name}.py" for name in MODULES]
     paths += [path for folder in FOLDERS for path in sorted((SOURCE / folder).rglob("*.py"))]
     names = {path.relative_to(SOURCE): path.read_text() for path in paths}
     texts = {str(name): rewritten(text, len(name.parts) - 1) for name, text in names.items()}
-    return texts | {"native.py": (HERE / "native.py").read_text()}
+    licensed = {"LICENSE": (SOURCE.parent / "LICENSE").read_text()}
+    return texts | licensed | {"native.py": (HERE / "native.py").read_text()}
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:
@@ -90,22 +90,14 @@ def metadata(identifier: str, backend: str, texts: dict[str, str]) -> str:
     )
 
 
-def public_names(module: str) -> list[str]:
-    """Return `__all__` of a module's source."""
-    for node in ast.parse(module).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    raise ValueError("the module has no __all__")
-
-
 def generate(out: Path) -> None:
     """Write the package into a new or empty folder.
 
     Raises:
-        ValueError: there is something in the folder.
+        ValueError: the folder holds files, or is one.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"OUT must be a new or empty folder, but {out} holds files")
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise ValueError(f"OUT must be a new or empty folder, but {out} is or holds files")
     texts = sources()
     # of all that is loaded, so that versions in one process never share a namespace
     version = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:10]
@@ -116,8 +108,9 @@ def generate(out: Path) -> None:
         files[f"{NAME}/__init__.py"] = (HERE / "nested.py").read_text().replace(ID, identifier)
         variant = out / "build" / f"torch-{backend}"
         write(variant, files | {"metadata.json": metadata(identifier, backend, files)})
-    functions = "\n".join(f"- `{name}`" for name in public_names(texts["__init__.py"]))
-    card = (HERE / "CARD.md").read_text().replace("- FUNCTIONS", functions)
+    names = re.findall(r'^    "([a-zA-Z]\w*)",$', texts["__init__.py"], flags=re.MULTILINE)
+    listed = "\n".join(f"- `{name}`" for name in names)
+    card = (HERE / "CARD.md").read_text().replace("- NAMES", listed)
     write(out / "build", {"CARD.md": card.replace("VERSION", str(VERSION))})
     (out / "benchmarks").mkdir()
     shutil.copy(HERE / "benchmark.py", out / "benchmarks")

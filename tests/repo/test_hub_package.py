@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fastrl
 from tests.integrations.packages import needed
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,15 @@ def test_its_kernels_compute_what_ours_do(package):
 
 def test_every_function_is_there_beside_an_installed_fastrl(package):
     run(IN_PLAIN_TORCH, package)
+
+
+def test_its_card_lists_what_is_public_and_how_to_load_it(package):
+    card = (package / "build" / "CARD.md").read_text()
+    assert re.findall(r"^- `([a-zA-Z]\w*)`$", card, flags=re.MULTILINE) == [
+        name for name in fastrl.__all__ if name != "__version__"
+    ]
+    assert 'get_kernel("REPOSITORY", version=0' in card
+    assert "NAMES" not in card
 
 
 def test_the_code_of_the_page_runs(package):
