@@ -96,7 +96,7 @@ def policy_loss(
         entropy: the entropy at each token in nats, the shape of `logprobs`; needed if
             `entropy_coef` is not 0 or `top_entropy_quantile` is below 1.
         policy_weights: constant factors in the policy term only, e.g. importance weights or masks;
-            as `advantages`, in any of its shapes.
+            any shape that `advantages` may have.
         objective: the name of a preset, an `Objective`, or a function
             `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
         normalizer: the global denominator, as in `token_weights`, from `global_normalizer`. If the
