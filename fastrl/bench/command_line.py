@@ -142,9 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     who.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=_positive, help="timed turns of a provider")
-    how.add_argument("--seconds", type=float, metavar="S", help="limit of the whole run")
+    how.add_argument("--seconds", type=_seconds, metavar="S", help="limit of the whole run")
     how.add_argument(
-        "--patience", type=float, default=150.0, metavar="S",
+        "--patience", type=_seconds, default=150.0, metavar="S",
         help="limit of one provider's first call, compilation included; default: 150",
     )  # fmt: skip
     how.add_argument("--out", type=Path, default=Path("fastrl-bench"), metavar="DIR")
@@ -158,6 +158,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return seconds
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -203,9 +213,15 @@ def _chosen(selection: str, device: str, options: argparse.Namespace) -> tuple[S
 
 
 def _listing() -> str:
-    lines = ["operators:", *(f"  {name}" for name in OPS), "models (hidden x vocabulary):"]
+    every = [size for sizes in SELECTIONS.values() for size in sizes]
+    lines = ["operators, and their variants in quotes:"]
+    for op in OPS:
+        variants = dict.fromkeys(size.variant for size in every if size.op == op and size.variant)
+        lines.append(f"  {op:<24}{', '.join(map(repr, variants))}")
+    lines.append("models (hidden x vocabulary):")
     lines += [f"  {name:<14}{one.hidden} x {one.vocabulary}" for name, one in MODELS.items()]
     lines.append("backends here:")
-    for name in BACKENDS:
-        lines.append(f"  {name:<14}{unavailable(name) or 'works'}")
-    return "\n".join([*lines, "peers:", *(f"  {name}" for name in PEERS)])
+    lines += [f"  {name:<14}{unavailable(name) or 'works'}" for name in BACKENDS]
+    lines.append("peers, and what pip calls them:")
+    lines += [f"  {name:<20}{distribution}" for name, (_, distribution) in PEERS.items()]
+    return "\n".join(lines)

@@ -131,14 +131,16 @@ class Calls:
         mine.peak = peak.bytes
 
     def warm_up(self, provider: Provider, mine: Measured) -> None:
+        """Find how often a provider takes part, from what a call of it takes."""
         usual = statistics.median(self.timed(provider) for _ in range(max(1, self.plan.warmup)))
         quick = self.device.type != "cuda" and usual < LEAST_TIMED
         self.repeats[provider.name] = max(1, round(LEAST_TIMED / max(usual, 1e-6))) if quick else 1
         cost = usual * (1 + self.repeats[provider.name])  # of a turn, with its untimed call
-        able = max(3, min(self.plan.rounds, int(self.plan.seconds / max(cost, 1e-9))))
+        able = max(3, int(min(self.plan.rounds, self.plan.seconds / max(cost, 1e-9))))
         self.intervals[provider.name] = max(1, self.plan.rounds // able)
 
     def take(self, provider: Provider, mine: Measured, *, turn: int) -> None:
+        """Time one turn of a provider."""
         # One untimed call first: memory that another provider freed may have left the machine
         # (virtual machines return it), and the caches hold its data.
         self.timed(provider)
