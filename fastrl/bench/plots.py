@@ -112,6 +112,8 @@ def sweeps(cases: Iterable[Row]) -> list[tuple[list[Row], list[Row]]]:
     """Return per operator, pass and dtype the cases that differ in tokens or in the model alone."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for case in cases:
+        if not any(row["seconds"] for row in case["providers"]):
+            continue
         key = tuple(case[name] for name in ("op", "step", "dtype", "variant"))
         found.setdefault(key, []).append(case)
     pairs = [
@@ -138,13 +140,14 @@ def _sweep(
     write: Callable[..., str],
 ) -> Any:
     pairs = sweeps(results["cases"])
-    figure, grid = panels(len(pairs), 2, 1.3 + 2.8 * len(pairs))
-    for pair, both in zip(pairs, grid, strict=True):
-        for cases, axes, x in zip(pair, both, (tokens, vocabulary), strict=True):
-            if cases:
-                _lines(axes, cases, x, number, write)
-            else:
-                axes.set_axis_off()
+    lines = [line for pair in pairs for line in zip(pair, (tokens, vocabulary), strict=True)]
+    lines = [(cases, x) for cases, x in lines if cases]
+    rows = math.ceil(len(lines) / 2)
+    figure, grid = panels(rows, 2, 1.3 + 2.8 * rows)
+    for axes in grid.flat[len(lines) :]:
+        axes.set_axis_off()
+    for (cases, x), axes in zip(lines, grid.flat, strict=False):
+        _lines(axes, cases, x, number, write)
     legend(figure, figure.axes, title)
     caption(figure, results["machine"])
     return figure

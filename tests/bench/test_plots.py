@@ -110,6 +110,9 @@ def test_rows_and_models_make_lines(results):
     (pair,) = plots.sweeps(results["cases"])
     assert [[plots.tokens(one) for one in line] for line in pair] == [[64, 256, 1024], [64] * 3]
     assert plots.sweeps(results["cases"][:2]) == []  # no line through two points
+    for row in results["cases"][1]["providers"]:
+        row["seconds"] = {}
+    assert not plots.sweeps(results["cases"])[0][0]
     alone = case()
     alone["shape"] = {"prompts": 4, "group_size": 8}
     assert plots.tokens(alone) == 32
