@@ -3,11 +3,11 @@
 import json
 import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 
+import fastrl
 from fastrl.bench import step
 from fastrl.bench.grpo_step import (
     PARTS,
@@ -46,32 +46,59 @@ def test_both_variants_have_the_same_loss_and_gradient(scale, softcap):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "changes", [{}, {"micro_batch": 2}, {"recompute": True}], ids=["", "micro-batches", "recompute"]
 )
-def test_a_step_moves_the_weights_equally(changes):
-    """Also over several micro-batches, and where layers are recomputed."""
-    first = _weights_after_a_step(WITHOUT, SETTINGS)
-    for variant in VARIANTS:
-        moved = _weights_after_a_step(variant, SETTINGS._replace(**changes))
-        torch.testing.assert_close(moved, first, rtol=1e-4, atol=1e-6)
-
-
-def _weights_after_a_step(variant, settings):
-    torch.manual_seed(0)
-    model = load(settings)
-    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    entered = []
+def test_a_step_follows_the_gradient_of_the_models_own_logits(variant, changes, monkeypatch):
+    settings, entered, called = SETTINGS._replace(**changes), [], []
+    for name in ("linear_token_logprobs", "linear_policy_loss"):
+        _count_calls(monkeypatch, name, called)
 
     def part(name):
         entered.append(name)
         return nullcontext()
 
+    torch.manual_seed(0)
+    model = load(settings)
     grpo_step(model, torch.optim.SGD(model.parameters(), lr=1.0), variant, settings, part)
+
     assert tuple(dict.fromkeys(entered)) == PARTS
-    after = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    assert (after - before).abs().max() > 1e-4
-    return after
+    assert len(called) == (2 * 6 // settings.micro_batch if variant == WITH else 0)
+    expected = _expected_weights(settings)
+    torch.testing.assert_close(_weights(model), expected, rtol=1e-4, atol=1e-6)
+
+
+def _count_calls(monkeypatch, name, called):
+    function = getattr(fastrl, name)
+
+    def counted(*arguments, **options):
+        called.append(name)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(f"fastrl.bench.grpo_step.{name}", counted)
+
+
+def _expected_weights(settings):
+    """On policy the gradient is that of the advantage times the log-probability, on average."""
+    torch.manual_seed(0)
+    model = load(settings)
+    before = _weights(model)
+    prompts = torch.randint(1000, (settings.prompts, settings.prompt_tokens))
+    ids = model.eval().generate(prompts, attention_mask=torch.ones_like(prompts))
+    rewards = torch.randn(len(ids)).view(settings.prompts, -1)
+    gains = fastrl.group_advantages(rewards.flatten(), group_size=rewards.shape[1]).advantages
+    logits = model(ids).logits[:, :-1].log_softmax(-1)
+    found = logits.gather(-1, ids[:, 1:, None])[:, settings.prompt_tokens - 1 :, 0]
+    (-(gains[:, None] * found).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert (_weights(model) - before).abs().max() > 1e-4
+    return _weights(model)
+
+
+def _weights(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak")
@@ -169,7 +196,12 @@ STEPS = "\n".join(
         ("kill -KILL $$", 1, "backward: killed by signal 9, as Linux does when memory", 0),
         ("echo 'OutOfMemoryError: 7 GB' >&2; exit 1", 1, "backward: OutOfMemoryError: 7 GB", 0),
         (f"{STEPS}\nexit 1", 0, "backward: ", 6),
-        (f"{STEPS}\nsleep 1; kill -INT $PPID; sleep 60", 130, "interrupted in step 4, backward", 6),
+        (
+            f"{STEPS}\nsleep 1; kill -INT $PPID; exec sleep 60",
+            130,
+            "interrupted in step 4, backward",
+            6,
+        ),
     ],
     ids=["killed", "raised", "raised later", "Ctrl-C"],
 )
@@ -177,11 +209,16 @@ def test_a_variant_that_ends_early_is_a_row_that_says_why(
     commands, status, failure, parts, monkeypatch, tmp_path
 ):
     program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho '{json.dumps({'part': 'backward'})}'\n{commands}\n")
+    pid = tmp_path / "pid"
+    program.write_text(
+        f"#!/bin/sh\necho $$ > '{pid}'\necho '{json.dumps({'part': 'backward'})}'\n{commands}\n"
+    )
     program.chmod(0o700)
     monkeypatch.setattr(step.sys, "executable", str(program))
     assert main([*TINY, "--out", str(tmp_path)]) == status
-    first, *others = json.loads(Path(tmp_path / "step.json").read_text())["variants"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    first, *others = json.loads((tmp_path / "step.json").read_text())["variants"]
     assert first["failure"].startswith(failure)
     assert len(first["parts"]) == parts
     assert [one["name"] for one in others] == ([] if status == 130 else [WITH])
