@@ -144,9 +144,9 @@ SAME = [
 
 def split_functions():
     """The public functions with `vocab_group`, and the parameters of each but that."""
-    for name in fastrl.__all__:
-        function = getattr(fastrl, name)
-        parameters = [*inspect.signature(function).parameters] if callable(function) else []
+    functions = filter(inspect.isfunction, (getattr(fastrl, name) for name in fastrl.__all__))
+    for function in functions:
+        parameters = [*inspect.signature(function).parameters]
         if "vocab_group" in parameters:
             parameters.remove("vocab_group")
             yield function, parameters
