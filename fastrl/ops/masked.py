@@ -71,8 +71,8 @@ def whiten(
         mask: 0/1, the shape of `x`.
         shift_mean: subtract the mean; if False, only scale.
         process_group: the ranks whose entries are whitened together, any number on each; None is
-            this process alone. All ranks must call this together, and use statistics with the same
-            bits; it takes two all-gathers of one or two numbers.
+            this process alone. The statistics have the same bits on all ranks. All ranks must call
+            this together, which takes two all-gathers of one or two numbers.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
