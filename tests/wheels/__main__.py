@@ -24,7 +24,7 @@ BUILT = ("fastrl/_C.abi3.so", "fastrl/_C_cuda.abi3.so")
 ASK = """
 import fastrl, torch
 from fastrl import native
-print(fastrl.__file__, torch.version.cuda, native.missing, native.cuda_missing, sep="\\n")
+print(torch.__version__, fastrl.__file__, torch.version.cuda, native.missing, native.cuda_missing, sep="\\n")
 """
 
 
@@ -67,7 +67,7 @@ def check(wheel: Path, python: Path, tests: list[str], pytest: list[str]) -> Non
     lacking = {*committed.stdout.splitlines()} - {*names}
     assert not lacking, f"it lacks {lacking}"
     run(python, "-m", "pip", "uninstall", "-q", "-y", "fastrl-kernels")
-    run(python, "-m", "pip", "install", "-q", wheel)
+    run(python, "-m", "pip", "install", "-q", "--no-deps", wheel)  # no other torch
     run(python, "-m", "pip", "check")
     run(python.with_name("fastrl"), "--version")
     with tempfile.TemporaryDirectory() as elsewhere:
@@ -76,7 +76,7 @@ def check(wheel: Path, python: Path, tests: list[str], pytest: list[str]) -> Non
             copy(ROOT / name, Path(elsewhere) / name)
         told = run(python, "-c", ASK, cwd=elsewhere).splitlines()
         print(*told, sep="\n", flush=True)
-        place, cuda, cpu_missing, cuda_missing = told
+        _, place, cuda, cpu_missing, cuda_missing = told
         assert Path(place).is_relative_to(python.parents[1]), f"{place} is imported"
         assert (cpu_missing == "None") == (BUILT[0] in built), cpu_missing
         if cuda != "None":
