@@ -131,8 +131,8 @@ def _parser() -> argparse.ArgumentParser:
         "--variant", nargs="+", metavar="TEXT", help="such as 'frozen head'; '' is none"
     )
     what.add_argument(
-        "--pass", dest="steps", choices=PASSES, default=[FORWARD, BOTH], nargs="+", metavar="PASS",
-        help="forward, backward, both; default: forward both",
+        "--pass", dest="steps", choices=PASSES, nargs="+", metavar="PASS",
+        help="forward, backward, both; default: forward both (--quick: both)",
     )  # fmt: skip
     who = parser.add_argument_group("who takes part")
     who.add_argument(
@@ -184,7 +184,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     peers = () if options.peer == ["none"] else options.peer
     return Settings(
         sizes=sizes,
-        steps=tuple(options.steps),
+        steps=tuple(options.steps or ((BOTH,) if options.quick else (FORWARD, BOTH))),
         device=device,
         backends=None if options.backend is None else tuple(options.backend),
         peers=None if peers is None else tuple(peers),

@@ -69,7 +69,7 @@ def test_libraries(op, peers):
             assert not trl or error <= BUDGETS[case.dtype], (case.name, provider.name)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("gae", "group_advantages")])
 def test_torch_compile_takes_the_function_whole(op, monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))

@@ -65,7 +65,8 @@ def cases(
 
     Args:
         sizes: What is measured.
-        steps: Of ``forward``, ``backward`` and ``both``; those without a meaning are left out.
+        steps: Of ``forward``, ``backward`` and ``both``. Operators without a backward pass have
+            ``forward`` in the place of ``both``, and no case of ``backward``.
         device: Where the inputs are made.
         backends: Of fastrl; None: all that have kernels here, or else the reference. One that is
             unavailable fails.

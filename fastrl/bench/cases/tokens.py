@@ -81,8 +81,9 @@ def policy_loss(size: Size, step: str, who: Participants) -> Case:
 
 def gae(size: Size, step: str, who: Participants) -> Case | None:
     """Generalized advantage estimation of padded rollouts, which has no backward pass."""
-    if step != FORWARD:
+    if step == BACKWARD:
         return None
+    step = FORWARD
     B, T = _sequences(size)
 
     def ours(inputs: Inputs, backend: Backend) -> Tensor:
@@ -153,8 +154,9 @@ def _gae_error(answer: Tensor, inputs: Inputs) -> float:
 
 def group_advantages(size: Size, step: str, who: Participants) -> Case | None:
     """Rewards to advantages within groups, without a backward pass; ``rows``: all answers."""
-    if step != FORWARD:
+    if step == BACKWARD:
         return None
+    step = FORWARD
     named = re.search(r"groups of (\d+)", size.variant)
     group = int(named[1]) if named else 8
     by_id = size.variant.endswith("by id")
