@@ -24,7 +24,8 @@ BUILT = ("fastrl/_C.abi3.so", "fastrl/_C_cuda.abi3.so")
 ASK = """
 import fastrl, torch
 from fastrl import native
-print(torch.__version__, fastrl.__file__, torch.version.cuda, native.missing, native.cuda_missing, sep="\\n")
+why_not = native.missing, native.cuda_missing
+print(torch.__version__, fastrl.__file__, torch.version.cuda, *why_not, sep="\\n")
 """
 
 
