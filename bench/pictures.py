@@ -15,7 +15,7 @@ from pathlib import Path
 from readme_numbers import written
 
 from fastrl.bench.figures import legend, panels, save
-from fastrl.bench.plots import memory, step, time
+from fastrl.bench.plots import MEMORY, TIME, lines, step
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -39,9 +39,15 @@ def drawn(out: Path) -> list[Path]:
     sources: dict[str, tuple[dict, Callable]] = {
         "curves": (read("curves"), curves),
         "step": (read("step-cpu"), step),
-        "memory": (cases_of(linear, lambda op, dtype: dtype == "float32"), memory),
+        "memory": (
+            cases_of(linear, lambda op, dtype: dtype == "float32"),
+            lambda found: lines(found, MEMORY),
+        ),
         # from hidden states in bfloat16, too, where fastrl is not always the fastest
-        "time": (cases_of(results, lambda op, dtype: "linear" in op or dtype == "float32"), time),
+        "time": (
+            cases_of(results, lambda op, dtype: "linear" in op or dtype == "float32"),
+            lambda found: lines(found, TIME),
+        ),
     }
     paths = []
     for name, (source, build) in sources.items():

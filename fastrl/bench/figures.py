@@ -133,14 +133,14 @@ def short(name: str, kind: str) -> str:
     return name.replace("bfloat16", "bf16") if own else name.split()[0]
 
 
-def log_axis(axis: Any, write: Callable[..., str]) -> None:
+def log_axis(axis: Any, write: Callable[[float], str]) -> None:
     """Make an axis logarithmic, with ticks at round numbers."""
     from matplotlib.ticker import LogLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 60 else (1,)))
-    axis.set_major_formatter(write)
+    axis.set_major_formatter(lambda value, _: write(value))
     axis.axes.minorticks_off()
 
 
@@ -158,7 +158,7 @@ def sizes_axis(axes: Any, sizes: list[int]) -> None:
     axes.set_xticks(sizes, labels)
 
 
-def mark_ends(axes: Any, ends: list[tuple[float, str]], write: Callable[..., str]) -> None:
+def mark_ends(axes: Any, ends: list[tuple[float, str]], write: Callable[[float], str]) -> None:
     """Write the last value of each line beside it, at least a line of text from the next."""
     low, high = map(math.log, axes.get_ylim())
     limit = 1.05
@@ -169,12 +169,12 @@ def mark_ends(axes: Any, ends: list[tuple[float, str]], write: Callable[..., str
         limit -= 0.1
 
 
-def in_seconds(value: float, _: object = None) -> str:
+def in_seconds(value: float) -> str:
     """Write a time with its unit."""
     return _with_unit(value, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
 
 
-def in_bytes(value: float, _: object = None) -> str:
+def in_bytes(value: float) -> str:
     """Write an amount of memory with its unit."""
     return _with_unit(value, {"GB": 1e9, "MB": 1e6, "kB": 1e3})
 

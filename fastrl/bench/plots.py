@@ -7,24 +7,9 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastrl.bench.figures import (
-    LOOKS,
-    SMALL,
-    STROKES,
-    caption,
-    in_bytes,
-    in_seconds,
-    legend,
-    log_axis,
-    look,
-    mark_ends,
-    panels,
-    save,
-    short,
-    sizes_axis,
-)
+from fastrl.bench import figures
 from fastrl.bench.report import Results, Row, fastest, median, ratio
 
 LEAST = 3  # points of a line
@@ -68,34 +53,49 @@ def draw(results: Results, out: Path) -> list[Path]:
     if not isinstance(results, dict) or not {"cases", "variants"} & results.keys():
         raise ValueError("results must be those of `fastrl bench` or of `fastrl bench step`")
     if "variants" in results:
-        return save("step", lambda: step(results), out)
-    drawn = save("overview", lambda: overview(results), out) if results["cases"] else []
-    if any(map(any, sweeps(results["cases"]))):
-        drawn += save("time", lambda: time(results), out)
-        drawn += save("memory", lambda: memory(results), out)
+        return figures.save("step", lambda: step(results), out)
+    drawn = figures.save("overview", lambda: overview(results), out) if results["cases"] else []
+    if sweeps(results["cases"]):
+        drawn += figures.save("time", lambda: lines(results, TIME), out)
+        drawn += figures.save("memory", lambda: lines(results, MEMORY), out)
     return drawn
 
 
-def time(results: Results) -> Any:
-    """Return lines of the time per call, against tokens and against the vocabulary."""
+class Quantity(NamedTuple):
+    """What lines show: its title, the number of a provider, and how it is written."""
 
-    def took(row: Row) -> float | None:
-        return median(row) if row["seconds"] else None
+    title: str
+    number: Callable[[Row], float | None]
+    write: Callable[[float], str]
 
-    return _sweep("Time of a call", results, took, in_seconds)
+
+def _known_peak(row: Row) -> float | None:
+    known = row["kind"] != "floor" and row["peak"] is not None
+    return max(row["peak"], 1e6) if known else None  # resident memory cannot tell less
 
 
-def memory(results: Results) -> Any:
-    """Return lines of the peak memory beyond the inputs, against the same."""
+TIME = Quantity(
+    "Time of a call", lambda row: median(row) if row["seconds"] else None, figures.in_seconds
+)
+MEMORY = Quantity(
+    "Peak memory of a call, beyond its inputs",
+    _known_peak,
+    lambda value: figures.in_bytes(value) if value > 1e6 else "≤ 1 MB",
+)
 
-    def peak(row: Row) -> float | None:
-        known = row["kind"] != "floor" and row["peak"] is not None
-        return max(row["peak"], 1e6) if known else None  # resident memory cannot tell less
 
-    def write(value: float, _: object = None) -> str:
-        return in_bytes(value) if value > 1e6 else "≤ 1 MB"
-
-    return _sweep("Peak memory of a call, beyond its inputs", results, peak, write)
+def lines(results: Results, quantity: Quantity) -> Any:
+    """Return a quantity against tokens and against the vocabulary, wherever there is a sweep."""
+    found = sweeps(results["cases"])
+    rows = math.ceil(len(found) / 2)
+    figure, grid = figures.panels(rows, 2, 1.3 + 2.8 * rows)
+    for axes in grid.flat[len(found) :]:
+        axes.set_axis_off()
+    for (x, cases), axes in zip(found, grid.flat, strict=False):
+        _panel(axes, cases, x, quantity)
+    figures.legend(figure, figure.axes, quantity.title)
+    figures.caption(figure, results["machine"])
+    return figure
 
 
 def tokens(case: Row) -> int:
@@ -108,74 +108,40 @@ def vocabulary(case: Row) -> int:
     return int(case["shape"].get("vocabulary", 0))
 
 
-def sweeps(cases: Iterable[Row]) -> list[tuple[list[Row], list[Row]]]:
-    """Return per operator, pass and dtype the cases that differ in tokens or in the model alone."""
-    found: dict[tuple[str, ...], list[Row]] = {}
+def sweeps(cases: Iterable[Row]) -> list[tuple[Callable[[Row], int], list[Row]]]:
+    """Return per operator, pass and dtype the cases that differ in tokens or vocabulary alone."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
     for case in cases:
-        if not any(row["seconds"] for row in case["providers"]):
-            continue
-        key = tuple(case[name] for name in ("op", "step", "dtype", "variant"))
-        found.setdefault(key, []).append(case)
-    pairs = [
-        (_longest(own, vocabulary, tokens), _longest(own, tokens, vocabulary))
-        for own in found.values()
-    ]
-    return [pair for pair in pairs if any(pair)]
+        if any(row["seconds"] for row in case["providers"]):
+            kind = tuple(case[name] for name in ("op", "step", "dtype", "variant"))
+            kinds.setdefault(kind, []).append(case)
+    found: list[tuple[Callable[[Row], int], list[Row]]] = []
+    for own in kinds.values():
+        for fixed, varied in ((vocabulary, tokens), (tokens, vocabulary)):
+            same: dict[int, dict[int, Row]] = {}
+            for case in own:
+                same.setdefault(fixed(case), {})[varied(case)] = case
+            longest = max(same.values(), key=len)
+            if len(longest) >= LEAST:
+                found.append((varied, [longest[x] for x in sorted(longest)]))
+    return found
 
 
-def _longest(
-    cases: list[Row], fixed: Callable[[Row], int], varied: Callable[[Row], int]
-) -> list[Row]:
-    lines: dict[int, dict[int, Row]] = {}
-    for case in cases:
-        lines.setdefault(fixed(case), {})[varied(case)] = case
-    longest = max(lines.values(), key=len)
-    return [longest[x] for x in sorted(longest)] if len(longest) >= LEAST else []
-
-
-def _sweep(
-    title: str,
-    results: Results,
-    number: Callable[[Row], float | None],
-    write: Callable[..., str],
-) -> Any:
-    pairs = sweeps(results["cases"])
-    lines = [line for pair in pairs for line in zip(pair, (tokens, vocabulary), strict=True)]
-    lines = [(cases, x) for cases, x in lines if cases]
-    rows = math.ceil(len(lines) / 2)
-    figure, grid = panels(rows, 2, 1.3 + 2.8 * rows)
-    for axes in grid.flat[len(lines) :]:
-        axes.set_axis_off()
-    for (cases, x), axes in zip(lines, grid.flat, strict=False):
-        _lines(axes, cases, x, number, write)
-    legend(figure, figure.axes, title)
-    caption(figure, results["machine"])
-    return figure
-
-
-def _lines(
-    axes: Any,
-    cases: list[Row],
-    x: Callable[[Row], int],
-    number: Callable[[Row], float | None],
-    write: Callable[..., str],
-) -> None:
+def _panel(axes: Any, cases: list[Row], x: Callable[[Row], int], quantity: Quantity) -> None:
     names = dict.fromkeys((row["name"], row["kind"]) for case in cases for row in case["providers"])
     seen: list[str] = []
     ends = []
     for name, kind in names:
-        rows = [
-            (x(case), row) for case in cases for row in case["providers"] if row["name"] == name
-        ]
-        points = [(at, value) for at, row in rows if (value := number(row)) is not None]
+        rows = [(x(one), row) for one in cases for row in one["providers"] if row["name"] == name]
+        points = [(at, value) for at, row in rows if (value := quantity.number(row)) is not None]
         if not points:
             continue
-        colour, marker = look(name, kind)
-        stroke = ":" if kind == "floor" else STROKES[min(seen.count(colour), len(STROKES) - 1)]
+        colour, marker = figures.look(name, kind)
+        stroke = ":" if kind == "floor" else figures.STROKES[min(seen.count(colour), 2)]
         seen.append(colour)
         order = 3 if kind.startswith("fastrl") else 2
         style = {"color": colour, "marker": marker, "linestyle": stroke, "zorder": order}
-        axes.plot(*zip(*points, strict=True), label=short(name, kind), **style)
+        axes.plot(*zip(*points, strict=True), label=figures.short(name, kind), **style)
         if points[-1][0] == x(cases[-1]) and kind != "floor":
             ends.append((points[-1][1], colour))
     first = cases[0]
@@ -188,9 +154,9 @@ def _lines(
     if not seen:  # such as memory where nothing tells it
         axes.set_axis_off()
         return
-    sizes_axis(axes, [x(case) for case in cases])
-    log_axis(axes.yaxis, write)
-    mark_ends(axes, ends, write)
+    figures.sizes_axis(axes, [x(case) for case in cases])
+    figures.log_axis(axes.yaxis, quantity.write)
+    figures.mark_ends(axes, ends, quantity.write)
 
 
 def overview(results: Results) -> Any:
@@ -201,13 +167,13 @@ def overview(results: Results) -> Any:
     """
     cases = [(case, ours) for case in results["cases"] if (ours := fastest(case))]
     options = {"sharey": True, "width_ratios": (3, 2)}
-    figure, ((times, errors),) = panels(1, 2, 1.8 + 0.5 * len(cases), **options)
+    figure, ((times, errors),) = figures.panels(1, 2, 1.8 + 0.5 * len(cases), **options)
     for y, (case, ours) in enumerate(cases):
         for row in case["providers"]:
             if row["name"] == "fastrl reference" and row is not ours:
                 continue
-            colour, marker = look(row["name"], row["kind"])
-            label = short(row["name"], row["kind"])
+            colour, marker = figures.look(row["name"], row["kind"])
+            label = figures.short(row["name"], row["kind"])
             style = {"color": colour, "marker": marker or "|", "label": label, "linestyle": ""}
             style["markerfacecolor"] = "none" if " in " in row["name"] else colour
             if row["seconds"]:
@@ -218,18 +184,18 @@ def overview(results: Results) -> Any:
         times.text(0, y - 0.25, case["name"], **place)
     times.set(ylim=(len(cases) - 0.6, -0.7), title="time, fastrl = 1 (left is faster)")
     times.set_yticks(range(len(cases)), [""] * len(cases))
-    times.axvline(1, color=LOOKS["fastrl"][0], linewidth=1)
+    times.axvline(1, color=figures.LOOKS["fastrl"][0], linewidth=1)
     errors.set(title="error against float64")
-    log_axis(times.xaxis, lambda value, _: f"{value:g}")
-    log_axis(errors.xaxis, lambda value, _: f"{value:.0e}")
-    legend(figure, figure.axes, "")
-    caption(figure, results["machine"])
+    figures.log_axis(times.xaxis, lambda value: f"{value:g}")
+    figures.log_axis(errors.xaxis, lambda value: f"{value:.0e}")
+    figures.legend(figure, figure.axes, "")
+    figures.caption(figure, results["machine"])
     return figure
 
 
 def step(results: Results) -> Any:
     """Return the parts of a GRPO step: time as stacked bars, peak memory side by side."""
-    figure, ((times,), (peaks,)) = panels(2, 1, 7.0, height_ratios=(2, 5))
+    figure, ((times,), (peaks,)) = figures.panels(2, 1, 7.0, height_ratios=(2, 5))
     variants = results["variants"]
     parts = list(dict.fromkeys(part["part"] for variant in variants for part in variant["parts"]))
     for y, variant in enumerate(variants):
@@ -238,31 +204,26 @@ def step(results: Results) -> Any:
             style = {"color": PARTS.get(part["part"], "#d0d0d0"), "label": part["part"]}
             times.barh([y], [part["seconds"]], left=begin, height=0.7, **style)
             begin += part["seconds"]
-        times.text(begin, y, f" {variant['failure'] or in_seconds(begin)}", **SMALL)
+        times.text(
+            begin, y, f"\u00a0{variant['failure'] or figures.in_seconds(begin)}", **figures.SMALL
+        )
         places = [parts.index(part["part"]) + 0.4 * y for part in variant["parts"]]
         values = [part["peak"] or 0 for part in variant["parts"]]
-        colour = LOOKS["fastrl" if variant["name"] == "with fastrl" else "eager"][0]
+        colour = figures.LOOKS["fastrl" if variant["name"] == "with fastrl" else "eager"][0]
         peaks.barh(places, values, height=0.36, color=colour, label=variant["name"])
         for place, value in zip(places, values, strict=True):
-            peaks.text(value, place, f" {in_bytes(value)}", **SMALL)
+            peaks.text(value, place, f"\u00a0{figures.in_bytes(value)}", **figures.SMALL)
     times.set_yticks(range(len(variants)), [variant["name"] for variant in variants])
     peaks.set_yticks([place + 0.2 for place in range(len(parts))], parts)
     for axes, title, write in (
-        (times, "Time of a GRPO step", in_seconds),
-        (peaks, "Peak memory of each part", in_bytes),
+        (times, f"Time of a GRPO step ({results['model']})", figures.in_seconds),
+        (peaks, "Peak memory of each part", figures.in_bytes),
     ):
-        legend(
-            axes,
-            [axes],
-            title,
-            loc="lower left",
-            bbox_to_anchor=(-0.15, 1),
-            borderaxespad=0,
-            ncols=6,
-        )
-        axes.xaxis.set_major_formatter(write)
+        above = {"loc": "lower left", "bbox_to_anchor": (-0.14, 1), "borderaxespad": 0}
+        figures.legend(axes, [axes], title, **above, ncols=6, handlelength=1)
+        axes.xaxis.set_major_formatter(lambda value, _, write=write: write(value))
         axes.grid(visible=False, axis="y")
         axes.invert_yaxis()
         axes.margins(x=0.1)
-    caption(figure, results["machine"])
+    figures.caption(figure, results["machine"])
     return figure

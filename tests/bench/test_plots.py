@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from fastrl.bench import plots
-from fastrl.bench.figures import LOOKS
+from fastrl.bench.figures import LOOKS, look
 
 MACHINE = {"device": "a CPU", "torch": "2.13.0", "fastrl": "0.1.0"}
 FASTRL, LOST = 2.0, 1.0  # ms of 64 rows; a compiled form is faster than fastrl
@@ -58,7 +58,7 @@ def a_step():
     ]
     ours = {"name": "with fastrl", "failure": "", "parts": parts}
     failed = {"name": "without", "failure": "loss: out of memory", "parts": parts[:1]}
-    return {"machine": MACHINE, "variants": [ours, failed]}
+    return {"machine": MACHINE, "model": "small", "variants": [ours, failed]}
 
 
 def numbers(path):
@@ -107,21 +107,23 @@ def test_where_fastrl_is_slower_is_shown(results, tmp_path):
 
 
 def test_rows_and_models_make_lines(results):
-    (pair,) = plots.sweeps(results["cases"])
-    assert [[plots.tokens(one) for one in line] for line in pair] == [[64, 256, 1024], [64] * 3]
+    (x, rows), (_, models) = plots.sweeps(results["cases"])
+    assert [x(one) for one in rows] == [64, 256, 1024]
+    assert [plots.vocabulary(one) for one in models] == [1000, 8000, 9000]
     assert plots.sweeps(results["cases"][:2]) == []  # no line through two points
     for row in results["cases"][1]["providers"]:
         row["seconds"] = {}
-    assert not plots.sweeps(results["cases"])[0][0]
+    ((x, _),) = plots.sweeps(results["cases"])
+    assert x is plots.vocabulary
     alone = case()
     alone["shape"] = {"prompts": 4, "group_size": 8}
     assert plots.tokens(alone) == 32
 
 
 def test_fastrl_and_peers_keep_their_colours():
-    assert plots.look("fastrl triton", "fastrl") == plots.look("x", "fastrl in place")
-    assert plots.look("TRL, chunked", "peer") == LOOKS["trl"]
-    assert plots.look("unheard of", "peer")[0] not in {colour for colour, _ in LOOKS.values()}
+    assert look("fastrl triton", "fastrl") == look("x", "fastrl in place")
+    assert look("TRL, chunked", "peer") == LOOKS["trl"]
+    assert look("unheard of", "peer")[0] not in {colour for colour, _ in LOOKS.values()}
     colours = [colour for colour, _ in LOOKS.values()]
     assert len(set(colours)) == len(colours)
     for colour in colours:  # legible on white and on GitHub's dark page
