@@ -187,7 +187,10 @@ def test_what_threads_and_repeats_share(backend):
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_a_compiled_graph_checks_the_values_of_sets(form):
+def test_a_compiled_graph_checks_the_values_of_sets(form, request):
+    if form == "logits":
+        request.getfixturevalue("compiled")  # plain PyTorch has no operator that could check
+
     def call(ids, kept):
         if form == "logits":
             return fastrl.token_logprobs(torch.zeros(1, V), ids, kept=kept).exp()
