@@ -18,7 +18,7 @@ from fastrl.bench import report
 from fastrl.bench.case import BOTH, FORWARD, PASSES
 from fastrl.bench.cases import OPS, SELECTIONS, Size
 from fastrl.bench.models import MODELS
-from fastrl.bench.peers import PEERS
+from fastrl.bench.peers import PEERS, is_installed
 from fastrl.bench.run import Run
 from fastrl.bench.settings import Settings
 from fastrl.bench.timing import Plan
@@ -138,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     who.add_argument(
         "--backend", choices=BACKENDS, help="fastrl's; default: all", nargs="+", metavar="NAME"
     )
-    who.add_argument("--peer", help="default: all; 'none' is none", nargs="+", metavar="NAME")
+    who.add_argument(
+        "--peer", help="default: all that are installed; 'none' is none", nargs="+", metavar="NAME"
+    )
     who.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=_positive, help="timed turns of a provider")
@@ -223,5 +225,7 @@ def _listing() -> str:
     lines.append("backends here:")
     lines += [f"  {name:<14}{unavailable(name) or 'works'}" for name in BACKENDS]
     lines.append("peers, and what pip calls them:")
-    lines += [f"  {name:<20}{distribution}" for name, (_, distribution) in PEERS.items()]
+    for name, (_, distribution) in PEERS.items():
+        missing = "" if is_installed(name) else " (not installed)"
+        lines.append(f"  {name:<20}{distribution}{missing}")
     return "\n".join(lines)

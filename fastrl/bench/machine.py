@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import fastrl
-from fastrl.bench.peers import PEERS
+from fastrl.bench.peers import PEERS, is_installed
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -29,7 +29,9 @@ def machine(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
     }
     versions = {name: version(name) for name in ("triton", *(peer[1] for peer in PEERS.values()))}
-    return found | {name: one for name, one in versions.items() if one}
+    found |= {name: one for name, one in versions.items() if one}
+    missing = [distribution for name, (_, distribution) in PEERS.items() if not is_installed(name)]
+    return found | {"not installed": ", ".join(missing)}
 
 
 def version(distribution: str) -> str:

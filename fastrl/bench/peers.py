@@ -98,7 +98,10 @@ class Participants(NamedTuple):
 def participants(
     device: torch.device, backends: Sequence[str] | None, peers: Sequence[str] | None
 ) -> Participants:
-    """Return who takes part; None: all peers, and all kernels here or else the reference.
+    """Return who takes part.
+
+    None is all peers that are installed, and all kernels here or else the reference. A peer that is
+    named and not installed takes part, and fails.
 
     Raises:
         ValueError: a name is unknown.
@@ -111,16 +114,21 @@ def participants(
     if backends is None:
         kernels = [name for name in _KERNELS[device.type] if unavailable(name) is None]
         backends = kernels or ["reference"]
-    return Participants(
-        device, tuple(cast("list[Backend]", backends)), tuple(PEERS if peers is None else peers)
-    )
+    if peers is None:
+        peers = [name for name in PEERS if is_installed(name)]
+    return Participants(device, tuple(cast("list[Backend]", backends)), tuple(peers))
+
+
+def is_installed(peer: str) -> bool:
+    """Return whether the module of a peer can be found."""
+    return importlib.util.find_spec(PEERS[peer][0]) is not None
 
 
 @functools.cache
 def imported(peer: str, module: str, name: str) -> Any:
     """Return a library's function, the one of the first call: some libraries replace others'."""
     top, distribution = PEERS[peer]
-    if importlib.util.find_spec(top) is None:
+    if not is_installed(peer):
         raise ImportError(f"{top} is not installed: pip install {distribution}")
     return getattr(importlib.import_module(module), name)
 

@@ -22,7 +22,7 @@ class Settings:
     device: str
     plan: Plan
     backends: tuple[str, ...] | None = None  # None: all that are available
-    peers: tuple[str, ...] | None = None  # None: all
+    peers: tuple[str, ...] | None = None  # None: all that are installed
     tiny: bool = False  # whether even the machine's ceilings are measured on tiny sizes
 
     def cases(self) -> list[Case]:

@@ -70,7 +70,7 @@ def cases(
         device: Where the inputs are made.
         backends: Of fastrl; None: all that have kernels here, or else the reference. One that is
             unavailable fails.
-        peers: Names in ``PEERS``; None: all. One that is not installed fails.
+        peers: Names in ``PEERS``; None: all that are installed. Another one fails.
 
     Raises:
         ValueError: a name or a number is not known.
