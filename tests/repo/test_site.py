@@ -79,7 +79,7 @@ def test_formulas_are_drawn(site):
 def test_a_broken_link_stops_the_build(tmp_path):
     """What the settings say of links and anchors is in force."""
     (tmp_path / "docs").mkdir()
-    settings = (ROOT / "mkdocs.yml").read_text().partition("nav:\n")[0]
+    settings = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[0]
     settings = re.sub(r"^hooks:\n.*\n", "", settings, flags=re.MULTILINE)
     (tmp_path / "mkdocs.yml").write_text(settings)
     options = ("--config-file", str(tmp_path / "mkdocs.yml"))
