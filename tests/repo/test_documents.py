@@ -124,10 +124,19 @@ def test_the_page_of_errors_lists_what_is_met_most_often():
 # --- scripts of docs/examples
 
 
-def script(name):
+def code_of(name):
     block = re.compile(r"^```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
     (code,) = block.findall(page(f"examples/{name}"))
-    return compile(code, name, "exec")
+    return code
+
+
+def script(name):
+    return compile(code_of(name), name, "exec")
+
+
+def test_grpo_takes_40_lines():
+    lines = [line.strip() for line in code_of("grpo.md").splitlines()]
+    assert sum(bool(line) and not line.startswith("#") for line in lines) <= 40
 
 
 @pytest.fixture
