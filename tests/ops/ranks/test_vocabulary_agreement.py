@@ -187,7 +187,7 @@ def disagreements_on_ranks():
     return changed, refused, agreed
 
 
-def test_ranks_that_disagree_about_an_argument_all_raise():
+def test_ranks_that_disagree_about_an_argument_all_raise(compiled):
     changed, refused, results = zip(*on_ranks(2, disagreements_on_ranks), strict=True)
     differ = " must be the same on every rank of vocab_group"
     for ranks in changed:
@@ -222,7 +222,7 @@ def other_settings_on_ranks():
     return texts
 
 
-def test_ranks_that_disagree_about_a_setting_all_raise():
+def test_ranks_that_disagree_about_a_setting_all_raise(compiled):
     names = ("torch.is_grad_enabled()", "autocast", "backend", "the function")
     for texts in on_ranks(2, other_settings_on_ranks):
         for text, name in zip(texts, names, strict=True):
