@@ -17,7 +17,7 @@ OUTSIDE = {"bench/README.md": "bench.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?<!!)\[(?P<label>[^\]]+)\]\((?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
-    r'<img alt="(?P<alt>[^"]+)" src="(?P<light>[^"]+)">\s*</picture>'
+    r'<img alt="(?P<alt>[^"]+)"\s+src="(?P<light>[^"]+)">\s*</picture>'
 )
 FORMULA = re.compile(
     r'<(?P<kind>span|div) class="arithmatex">\\[(\[](?P<formula>.*?)\\[)\]]</(?P=kind)>', re.DOTALL
@@ -45,9 +45,12 @@ def on_page_markdown(markdown, page, **_):
         place = os.path.relpath(OUTSIDE.get(place, place), Path(page.file.src_uri).parent)
         return f"[{link['label']}]({place}{link['anchor'] or ''})"
 
-    # a picture element follows the reader's system; the palette of the site has a switch
-    themes = r"![\g<alt>](\g<light>#only-light)\n![\g<alt>](\g<dark>#only-dark)"
-    return PICTURE.sub(themes, LINK.sub(on_the_site, markdown))
+    def by_palette(picture):
+        """A picture element follows the reader's system; the site has a switch."""
+        alt = " ".join(picture["alt"].split())
+        return "\n".join(f"![{alt}]({picture[one]}#only-{one})" for one in ("light", "dark"))
+
+    return PICTURE.sub(by_palette, LINK.sub(on_the_site, markdown))
 
 
 def on_page_content(content, **_):

@@ -48,10 +48,15 @@ def build(folder, *options):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     done = build(folder)
     assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(folder):
     return {
         path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.html")
     }
@@ -69,6 +74,21 @@ def test_nothing_comes_from_another_host(site):
     assert [link for link in fetched if re.match(r"(\w+:)?//", link)] == []
     # the theme draws such a diagram with a script from another host
     assert [name for name, text in site.items() if "mermaid" in text] == []
+
+
+def test_pictures_are_there_for_both_palettes(site, folder):
+    found = {}
+    for name, text in site.items():
+        for link in Page(text).fetched:
+            if re.search(r"\.(svg|png)(#|$)", link) and not link.startswith("/"):
+                place, _, palette = link.partition("#")
+                assert (folder / name).parent.joinpath(place).is_file(), (name, link)
+                if "pictures/" in place:
+                    found.setdefault(name, []).append(palette)
+    assert len(found) > 2
+    assert {tuple(sorted({*palettes})) for palettes in found.values()} == {
+        ("only-dark", "only-light")
+    }
 
 
 def test_formulas_are_drawn(site):
