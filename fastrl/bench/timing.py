@@ -23,6 +23,7 @@ from fastrl.bench.case import BACKWARD, FORWARD, Case, Inputs, Provider
 from fastrl.bench.memory import Peak
 
 LEAST_TIMED = 2e-3  # seconds; on a CPU quicker calls are repeated and averaged
+SLOW = 1.0  # seconds; a slower call is warmed up by the two before it, which find error and memory
 CALLS = 20  # for the host's time alone and for the kernels' alone
 
 
@@ -132,7 +133,10 @@ class Calls:
 
     def warm_up(self, provider: Provider, mine: Measured) -> None:
         """Find how often a provider takes part, from what a call of it takes."""
-        usual = statistics.median(self.timed(provider) for _ in range(max(1, self.plan.warmup)))
+        taken = [self.timed(provider)]
+        while len(taken) < self.plan.warmup and taken[0] < SLOW:
+            taken.append(self.timed(provider))
+        usual = statistics.median(taken)
         quick = self.device.type != "cuda" and usual < LEAST_TIMED
         self.repeats[provider.name] = max(1, round(LEAST_TIMED / max(usual, 1e-6))) if quick else 1
         cost = usual * (1 + self.repeats[provider.name])  # of a turn, with its untimed call
