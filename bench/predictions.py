@@ -69,9 +69,13 @@ def table(found: Results) -> list[str]:
 
 
 def has_prediction(case: Row) -> bool:
-    """Return whether a model is there: not of divergences, nor of a loss without its gradient."""
+    """Return whether a model is there.
+
+    There is none of teachers, of kept tokens, nor of a loss without its gradient.
+    """
     computed_forward = case["op"].endswith("policy_loss") and case["step"] == FORWARD
-    return not case["op"].endswith("divergence") and not computed_forward
+    other_work = case["op"].endswith("divergence") or case["variant"].endswith(("teacher", "kept"))
+    return not other_work and not computed_forward
 
 
 def _pairs(case: Row, machine: Machine) -> Iterator[tuple[str, float, float]]:
@@ -99,9 +103,12 @@ def seconds(case: Row, provider: str, machine: Machine) -> float:
     elif case["op"] == "gae" and "triton" in provider and sizes["tokens"] > GAE_CHUNK:
         second_sweep = 9 * sizes["sequences"] * sizes["tokens"]
         moved += max(0.0, second_sweep - machine["cache MB"] * 1e6)
-    elif "sequence level" in case["variant"]:  # two more sweeps
-        moved += 2 * 9 * sizes["sequences"] * sizes["tokens"]
-        rate *= min(1.0, ALONE * sizes["sequences"] / machine["multiprocessors"])
+    elif case["op"] == "policy_loss":
+        sequences = "sequence level" in case["variant"]
+        # the mask is counted first; sequences take two more sweeps
+        moved += (1 + 2 * 9 * sequences) * sizes["sequences"] * sizes["tokens"]
+        if sequences:
+            rate *= min(1.0, ALONE * sizes["sequences"] / machine["multiprocessors"])
     return moved / rate
 
 

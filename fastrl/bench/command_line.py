@@ -80,9 +80,9 @@ def _run(run: Run, options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured is kept, and --resume goes on", file=sys.stderr)
         found, status = run.results(), 130
-    except RuntimeError as error:
+    except (RuntimeError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     print(f"written: {options.out / 'results.md'}, results.json")
     for name, why in found["not_run"].items():
         print(f"not run: {name}: {why}")
@@ -102,8 +102,8 @@ def _draw(found: report.Results, out: Path) -> None:
         from fastrl.bench.plots import draw
 
         print(f"plots: {', '.join(str(path) for path in draw(found, out))}")
-    except ImportError as error:
-        print(f"no plots: {error}")
+    except (ImportError, OSError, KeyboardInterrupt) as error:
+        print(f"no plots: {error or 'interrupted'}")
 
 
 def _parser() -> argparse.ArgumentParser:

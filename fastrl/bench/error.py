@@ -126,7 +126,8 @@ class Error:
         else:
             sizes = [truth.abs().max() for truth in self.truth]
         pairs = zip(found, self.truth, sizes, strict=True)
-        return max(float(((one.double() - truth).abs() / size).max()) for one, truth, size in pairs)
+        errors = [((one.double() - truth).abs() / size).max() for one, truth, size in pairs]
+        return float(torch.stack(errors).max())  # unlike Python's max, NaN if any is
 
     def logits(self, inputs: Inputs, part: Part) -> Tensor:
         """Return the logits of a few rows in float64."""

@@ -22,6 +22,10 @@ class Journal:
         with self.path.open("a") as file:
             file.write("\n" * self._is_cut() + json.dumps(entry) + "\n")
 
+    def size(self) -> int:
+        """Return its bytes: to read all lines often would disturb what is measured."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
     def entries(self) -> list[Entry]:
         """Return all whole lines; a process may have been killed in the middle of one."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []

@@ -53,10 +53,12 @@ def _cpu() -> str:
 
 def _gpu() -> str:
     query = "name,clocks.sm,clocks.mem,power.draw,power.limit,driver_version"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    # asking torch for its device would open it in this process
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={first}"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return said.splitlines()[torch.cuda.current_device()].strip()
+        return said.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return torch.cuda.get_device_name()
 
@@ -67,8 +69,10 @@ def _commit() -> str:
     if not (root / ".git").exists():
         return ""
     git = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # there is no git
+        return ""
 
 
 def ceilings(device: torch.device, *, tiny: bool) -> dict[str, float]:

@@ -239,7 +239,7 @@ def linear_peers(who: Participants, *, loss: bool = False) -> list[Provider]:
     provider("trl", "TRL ChunkedLogProbFunction", trl)
     provider("unsloth", "Unsloth grpo_chunked_hidden_states_logprobs", unsloth)
     provider("cut-cross-entropy", "cut-cross-entropy", cut_cross_entropy, on_gpu=True)
-    provider("quack", "QuACK linear_cross_entropy", quack, on_gpu=True)
+    provider("quack", "QuACK linear_cross_entropy_func", quack, on_gpu=True)
     provider("verl", "verl linear_cross_entropy", verl, on_gpu=True)
     provider("torch", "torch linear_cross_entropy", of_torch)
     return found

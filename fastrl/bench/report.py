@@ -82,7 +82,7 @@ def ratio(other: Row, ours: Row) -> float:
 def fastest(case: Row) -> Row | None:
     """Return fastrl's fastest provider of a case that leaves the inputs as they are, or None."""
     ours = [row for row in case["providers"] if row["kind"] == "fastrl" and row["seconds"]]
-    return min(ours, key=median, default=None)
+    return min((row for row in ours if not row["failure"]), key=median, default=None)
 
 
 def failures_of_fastrl(found: Results) -> list[str]:

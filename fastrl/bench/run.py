@@ -7,12 +7,15 @@ out of memory costs a row of a table, and Ctrl-C keeps everything before it.
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,12 +57,17 @@ class Run:
 
         Raises:
             KeyboardInterrupt: After the results have been written, if the run was interrupted.
+            OSError: The folder cannot be written.
+            ValueError: What is kept was measured with other options, or by another version.
         """
-        if not resume:
-            (self.out / NAME).unlink(missing_ok=True)
         now = datetime.datetime.now().isoformat(timespec="seconds")
         known = machine(torch.device(self.settings.device))
-        self.journal.append(machine=known, command=self.command, date=now)
+        conditions = self._conditions(known)
+        if resume:
+            self._check_same(conditions)
+        else:
+            (self.out / NAME).unlink(missing_ok=True)
+        self.journal.append(machine=known, command=self.command, date=now, conditions=conditions)
         self.shown = set(self.journal.results())
         try:
             self._make([CEILINGS, *self.names])
@@ -67,6 +75,23 @@ class Run:
             found = self.results()
             report.write(found, self.out)
         return found
+
+    def _conditions(self, known: dict[str, str]) -> dict[str, Any]:
+        """Return all that must not change within one folder of results."""
+        options = json.loads(self.settings.to_json())
+        kept = {name: one for name, one in options.items() if name not in ("sizes", "steps")}
+        versions = {name: known.get(name, "") for name in ("fastrl", "commit", "torch")}
+        return {**kept, **versions, "machine": known["device"].split(",")[0]}
+
+    def _check_same(self, conditions: dict[str, Any]) -> None:
+        for entry in self.journal.entries():
+            before = entry.get("conditions", conditions)
+            for name in conditions.keys() & before.keys():
+                if before[name] != conditions[name]:
+                    raise ValueError(
+                        f"--resume: {self.out} was measured with {name} {before[name]!r}, "
+                        f"and this run has {conditions[name]!r}; choose another --out"
+                    )
 
     def results(self) -> report.Results:
         """Return what the run has found so far."""
@@ -96,15 +121,14 @@ class Run:
     def _process(self, jobs: list[str]) -> None:
         command = [sys.executable, *WORKER, self.settings.to_json()]
         command += [str(self.out), str(self.end), *jobs]
-        heard, last = len(self.journal.entries()), time.monotonic() + STARTING
+        heard, last = self.journal.size(), time.monotonic() + STARTING
         with self._log().open("w") as log:
             running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             try:
                 while running.poll() is None:
                     time.sleep(0.05)
-                    entries = len(self.journal.entries())
-                    if entries > heard:
-                        heard, last = entries, time.monotonic()
+                    if (size := self.journal.size()) > heard:
+                        heard, last = size, time.monotonic()
                         self._show()
                     if time.monotonic() > min(self.end, last + self.silent):
                         break
@@ -130,7 +154,7 @@ class Run:
         provider = self.journal.tried(job)
         line = f"[{ended}/{len(self.names)}] about {max(0, ahead):.0f} s left: {job} {provider}"
         if sys.stderr.isatty():
-            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            width = shutil.get_terminal_size().columns  # 80 where a terminal has no size
             sys.stderr.write(f"\r{line[: width - 1]:<{width - 1}}\r")
         elif new:
             sys.stderr.write(f"{line}\n")

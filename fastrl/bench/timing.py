@@ -24,6 +24,7 @@ from fastrl.bench.memory import Peak
 
 LEAST_TIMED = 2e-3  # seconds; on a CPU quicker calls are repeated and averaged
 SLOW = 1.0  # seconds; a slower call is warmed up by the two before it, which find error and memory
+SIGN_OF_LIFE = 5.0  # seconds between two while providers are timed
 CALLS = 20  # for the host's time alone and for the kernels' alone
 
 
@@ -72,19 +73,23 @@ def measure(
         device: Where its inputs are.
         plan: How often.
         left_out: Providers that ended an earlier process, and why; they are not called.
-        trying: Told the name of the provider that is called next and may take long to compile.
+        trying: Told the name of the provider that is called next and may take long to compile, and
+            while all are timed, again and again, that none is.
     """
     torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
-    run = Calls(case, device, plan)
+    run = Calls(case, device, plan, trying)
     for provider in case.providers:
         run.found[provider.name].failure = (left_out or {}).get(provider.name, "")
         trying(provider.name)
         run.attempt(provider, run.check)
         run.attempt(provider, run.warm_up)
     trying("")
-    order = random.Random(0)
+    order, said = random.Random(0), time.monotonic()
     for turn in range(plan.rounds):
         for provider in order.sample(list(case.providers), len(case.providers)):
+            if time.monotonic() - said > SIGN_OF_LIFE:
+                trying("")
+                said = time.monotonic()
             if turn % run.intervals.get(provider.name, 1) == 0:
                 run.attempt(provider, functools.partial(run.take, turn=turn))
     if device.type == "cuda" and launch_bound(case):
@@ -101,8 +106,14 @@ def launch_bound(case: Case) -> bool:
 class Calls:
     """Calls of the providers of a case on its inputs, and what they have taken so far."""
 
-    def __init__(self, case: Case, device: torch.device, plan: Plan) -> None:
-        self.case, self.device, self.plan = case, device, plan
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        plan: Plan,
+        trying: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.case, self.device, self.plan, self.trying = case, device, plan, trying
         self.first, *others = (case.inputs(seed) for seed in range(plan.sets))
         self.turns = itertools.cycle([self.first, *others])
         self.found = {one.name: Measured(one.name, one.kind) for one in case.providers}
@@ -123,6 +134,7 @@ class Calls:
     def check(self, provider: Provider, mine: Measured) -> None:
         """Find the error and the peak memory; the first call may compile."""
         answer = self.call(provider, self.first)()
+        self.trying(provider.name)  # what follows does not count as its first call
         if provider.kind != "floor":
             mine.error = float(self.case.error(answer, self.first))
         del answer
@@ -165,7 +177,8 @@ class Calls:
             for call in calls:
                 call()
             torch.cuda.synchronize()
-        taken = sum(event.self_device_time_total for event in profile.key_averages())
+        kernels = (one for one in profile.key_averages() if one.device_type.name == "CUDA")
+        taken = sum(kernel.self_device_time_total for kernel in kernels)
         mine.kernels = taken / CALLS / 1e6
 
     def call(self, provider: Provider, inputs: Inputs) -> Callable[[], Any]:

@@ -9,6 +9,7 @@ No job starts after ``UNTIL``, of the monotonic clock.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 import time
@@ -38,12 +39,14 @@ def main(arguments: list[str]) -> int:
             if job == CEILINGS:
                 journal.append(job=job, result=ceilings(device, tiny=settings.tiny))
             else:
-                journal.append(job=job, result=_measured(cases[job], device, settings, journal))
+                # a case keeps inputs and copies of them, which the next one must not find in use
+                journal.append(job=job, result=_measured(cases.pop(job), device, settings, journal))
         except ContextLostError as lost:
             journal.append(job=job, lost=lost.provider, why=lost.why)
             return 1
         except Exception as failure:
             journal.append(job=job, failure=f"{type(failure).__name__}: {str(failure)[:400]}")
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return 0

@@ -1,5 +1,7 @@
 """Every provider of the small selection gives the answer, or fails with a reason."""
 
+import math
+
 import pytest
 import torch
 
@@ -92,6 +94,21 @@ def test_a_wrong_gradient_is_found(op):
     for wrong in range(len(answer)):
         changed = [1.01 * x if i == wrong else x for i, x in enumerate(answer)]
         assert case.error(changed, run.first) > 5e-3
+        nans = [torch.full_like(x, torch.nan) if i == wrong else x for i, x in enumerate(answer)]
+        assert math.isnan(case.error(nans, run.first))
+
+
+def test_a_slice_stays_one_where_the_gradient_is_written_over_it():
+    size = Size("logits_policy_loss", "tiny", 16, torch.bfloat16, "sliced")
+    (case,) = cases([size], ["both"], CPU, ["cpu"], [])
+    (provider,) = [one for one in case.providers if one.kind == "fastrl in place"]
+    run = Calls(case, CPU, Plan(sets=1))
+    before = run.first["logits"].clone()
+    ready = provider.prepare(run.first)["logits"]
+    assert ready.stride() == run.first["logits"].stride() != before.stride()
+    assert ready.equal(before)
+    assert answered(case, provider, run) <= OURS[torch.bfloat16]
+    assert run.first["logits"].equal(before)
 
 
 def test_a_wrong_value_is_found():

@@ -1,5 +1,7 @@
 """The options of `fastrl bench`: what they choose, and what is said of bad ones."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -57,6 +59,13 @@ def test_bad_options_are_named(arguments, said, capsys):
         command_line.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that refuses files")
+def test_a_folder_that_cannot_be_written_is_named(capsys):
+    options = ["--smoke", "--op", "gae", "--peer", "none", "--device", "cpu"]
+    assert command_line.main([*options, "--out", "/proc/self"]) == 1
+    assert capsys.readouterr().err.endswith("'/proc/self/journal.jsonl'\n")
 
 
 def test_everything_that_can_be_chosen_is_listed(capsys):

@@ -6,13 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastrl.bench import run as runner
+from fastrl.bench import worker
+from fastrl.bench.cases import SELECTIONS
 from fastrl.bench.journal import Journal
 from fastrl.bench.run import Run
+from fastrl.bench.settings import Settings
+from fastrl.bench.timing import Plan, measure
 
 #: A worker of which job `dies` dies, `hangs` hangs, `loses` loses the GPU, and `slow` hangs in a
 #: peer.
@@ -86,6 +92,39 @@ def test_resuming_leaves_out_what_has_a_result(make_run):
     kept = make_run().journal.results()
     assert make_run().main(resume=True)["not_run"].keys() == {"dies", "hangs"}
     assert make_run().journal.results() == kept
+
+
+def test_resuming_another_run_is_refused(make_run, tmp_path, monkeypatch):
+    make_run().main()
+    kept = make_run().journal.path.read_text()
+    monkeypatch.setattr(runner, "machine", lambda device: {"device": "another"})
+    with pytest.raises(ValueError, match="was measured with machine 'pretended', and this run has"):
+        make_run().main(resume=True)
+    assert make_run().journal.path.read_text() == kept
+
+
+def test_what_a_case_held_is_freed_before_the_next(tmp_path, monkeypatch):
+    sizes = tuple(size for size in SELECTIONS["smoke"] if size.op == "token_logprobs")
+    one = Settings(sizes, ("forward", "both"), "cpu", Plan(1, 1, 1, 0.1), ("cpu",), (), tiny=True)
+    held = []
+
+    def watched(case, *options):
+        assert all(tensor() is None for tensor in held)
+        made = case._replace(inputs=lambda seed: watch(case.inputs(seed)))
+        found = measure(made, *options)
+        held.append(weakref.ref(case.providers[-1].forward.held["logits"]))
+        return found
+
+    def watch(inputs):
+        held.extend(weakref.ref(x) for x in inputs.values() if torch.is_tensor(x))
+        return inputs
+
+    monkeypatch.setattr(worker, "measure", watched)
+    names = [case.name for case in one.cases()]
+    assert worker.main([one.to_json(), str(tmp_path), "inf", *names]) == 0
+    found = Journal(tmp_path).results()
+    assert [found[name].get("failure") for name in names] == [None, None]
+    assert len(held) > 4
 
 
 def test_out_of_time_nothing_is_left_out_in_silence(make_run):

@@ -51,7 +51,10 @@ def logits_policy_loss(size: Size, step: str, who: Participants) -> Case:
         return (inputs["logits"].detach(),)
 
     def copied(inputs: Inputs) -> Inputs:
-        return inputs | {"logits": inputs["logits"].clone()}
+        logits = inputs["logits"]  # a clone of a slice would not be one
+        size, strides = logits.untyped_storage().nbytes() // logits.itemsize, logits.stride()
+        copy = logits.new_empty(size).as_strided(logits.shape, strides)
+        return inputs | {"logits": copy.copy_(logits)}
 
     providers = who.fastrl(ours)
     kernels = tuple(name for name in who.backends if name != "reference")
