@@ -6,10 +6,13 @@ pytest bench --selection cpu --benchmark-autosave -k "gae and eager"
 import pytest
 import torch
 
+from fastrl.bench.cases import cases
 from fastrl.bench.timing import Calls, Plan
 
 
-def test_operator(benchmark, case, provider):
+def test_operator(benchmark, size, step, name):
+    (case,) = cases([size], [step], torch.device("cpu"))
+    provider = next(one for one in case.providers if one.name == name)
     calls = Calls(case, torch.device("cpu"), Plan())
     calls.attempt(provider, calls.check)
     found = calls.found[provider.name]

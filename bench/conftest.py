@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from fastrl.bench.case import BOTH, FORWARD
@@ -10,11 +9,13 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    if {"case", "provider"} <= set(metafunc.fixturenames):
-        sizes = SELECTIONS[metafunc.config.getoption("--selection")]
-        pairs = [
-            pytest.param(case, provider, id=f"{case.name}, {provider.name}")
-            for case in cases(sizes, (FORWARD, BOTH), torch.device("cpu"), None, None)
+    if {"size", "step", "name"} <= set(metafunc.fixturenames):
+        # not the cases themselves: pytest would keep all of them, and what they hold
+        found = {
+            f"{case.name}, {provider.name}": (size, step, provider.name)
+            for size in SELECTIONS[metafunc.config.getoption("--selection")]
+            for step in (FORWARD, BOTH)
+            for case in cases([size], [step], torch.device("cpu"))
             for provider in case.providers
-        ]
-        metafunc.parametrize(("case", "provider"), pairs)
+        }
+        metafunc.parametrize(("size", "step", "name"), found.values(), ids=found.keys())

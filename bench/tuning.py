@@ -60,8 +60,14 @@ _FEW = tuple(Size("token_stats", "qwen3-0.6b", rows, BF16) for rows in (64, 256)
 _HEADS = tuple(
     Size("linear_policy_loss", model, 8192, BF16) for model in ("llama-3.1-8b", "qwen2.5-0.5b")
 )
-_GAE = tuple(Size("gae", "", rows, FP32) for rows in (16 * 131072, 8192 * 2048))
-_TOKENS = tuple(Size("policy_loss", "", rows, FP32) for rows in (16 * 4096, 64 * 16384))
+
+
+def _tokens(op: str, *shapes: tuple[int, int]) -> tuple[Size, ...]:
+    return tuple(Size(op, "", B * T, FP32, f"{T} tokens each") for B, T in shapes)
+
+
+_GAE = _tokens("gae", (16, 131072), (8192, 2048))
+_TOKENS = _tokens("policy_loss", (16, 4096), (64, 16384))
 _TINY = (Size("linear_policy_loss", "tiny", 16, FP32),)
 KNOBS = {
     "lanes": Knob("MOST_LANES", (_ROWS,), (128, 256, 512, 1024), _LARGE),
@@ -143,7 +149,9 @@ def _rows(name: str, value: int, *, smoke: bool) -> Iterator[dict[str, Any]]:
     knob, device = KNOBS[name], torch.device("cpu" if smoke else "cuda")
     default = set_constant(knob, value)
     plan = Plan(2, 1, 2, 0.1) if smoke else Plan(rounds=20)
-    for case in cases(knob.sizes, (FORWARD, BOTH), device, knob.backends, ()):
+    left = cases(knob.sizes, (FORWARD, BOTH), device, knob.backends, ())
+    while left:
+        case = left.pop(0)  # and with it what it holds
         *ours, floor = measure(case, device, plan)
         for one in ours:
             wrong = one.error is not None and not one.error < WRONG

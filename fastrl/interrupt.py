@@ -11,5 +11,9 @@ import sys
 _options = sys.orig_argv[1:]
 _module = _options[_options.index("-m") + 1] if "-m" in _options[:-1] else ""
 _command = os.path.basename(sys.argv[0])
-if _module == "fastrl" or _module.startswith("fastrl.train.") or _command == "fastrl":
+if (
+    _module in ("fastrl", "fastrl.bench")
+    or _module.startswith("fastrl.train.")
+    or _command == "fastrl"
+):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
