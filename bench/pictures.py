@@ -63,7 +63,6 @@ def read(kind: str) -> dict:
         one = json.loads(path.read_text())
         if "cases" in one:
             one["cases"] = found.get("cases", []) + one["cases"]
-            one["files"] = [*found.get("files", []), path.name]
         found = one
     return found
 
