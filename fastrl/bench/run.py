@@ -25,6 +25,16 @@ from fastrl.bench.machine import machine
 from fastrl.bench.settings import Settings
 
 WORKER = ("-m", "fastrl.bench.worker")
+#: On a CPU new pages cost more than the arithmetic of many calls, and differ from run to run: glibc
+#: keeps what was freed, as torch's allocator of a GPU does, and takes huge pages for everyone, as
+#: fastrl's kernels do for their results. The user's own values win.
+KEEPING = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
 STARTING = 60.0  # seconds that a process may take until its first line
 DIED = "its process died (out of memory?), hung, or compiled for too long"
 
@@ -123,7 +133,13 @@ class Run:
         command += [str(self.out), str(self.end), *jobs]
         heard, last = self.journal.size(), time.monotonic() + STARTING
         with self._log().open("w") as log:
-            running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            running = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                env={**KEEPING, **os.environ},
+                start_new_session=True,
+            )
             try:
                 while running.poll() is None:
                     time.sleep(0.05)

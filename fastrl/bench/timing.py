@@ -22,7 +22,7 @@ import torch
 from fastrl.bench.case import BACKWARD, FORWARD, Case, Inputs, Provider
 from fastrl.bench.memory import Peak
 
-LEAST_TIMED = 2e-3  # seconds; on a CPU quicker calls are repeated and averaged
+LEAST_TIMED = 5e-3  # seconds; on a CPU quicker calls are repeated and averaged
 SLOW = 1.0  # seconds; a slower call is warmed up by the two before it, which find error and memory
 SIGN_OF_LIFE = 5.0  # seconds between two while providers are timed
 CALLS = 20  # for the host's time alone and for the kernels' alone
@@ -119,6 +119,7 @@ class Calls:
         self.found = {one.name: Measured(one.name, one.kind) for one in case.providers}
         self.intervals: dict[str, int] = {}  # rounds from one turn of a provider to its next
         self.repeats: dict[str, int] = {}  # timed calls of a turn
+        self.untimed: dict[str, bool] = {}  # whether a turn begins with an untimed call
 
     def attempt(self, provider: Provider, act: Callable[[Provider, Measured], None]) -> None:
         """Act, unless the provider has failed; failing is a row of the table, not the end."""
@@ -151,15 +152,15 @@ class Calls:
         usual = statistics.median(taken)
         quick = self.device.type != "cuda" and usual < LEAST_TIMED
         self.repeats[provider.name] = max(1, round(LEAST_TIMED / max(usual, 1e-6))) if quick else 1
-        cost = usual * (1 + self.repeats[provider.name])  # of a turn, with its untimed call
+        self.untimed[provider.name] = usual < SLOW
+        cost = usual * (self.untimed[provider.name] + self.repeats[provider.name])  # of a turn
         able = max(3, int(min(self.plan.rounds, self.plan.seconds / max(cost, 1e-9))))
         self.intervals[provider.name] = max(1, self.plan.rounds // able)
 
     def take(self, provider: Provider, mine: Measured, *, turn: int) -> None:
         """Time one turn of a provider."""
-        # One untimed call first: memory that another provider freed may have left the machine
-        # (virtual machines return it), and the caches hold its data.
-        self.timed(provider)
+        if self.untimed[provider.name]:  # fills the caches with its data
+            self.timed(provider)
         calls = self.repeats[provider.name]
         mine.seconds[turn] = sum(self.timed(provider) for _ in range(calls)) / calls
 
