@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import platform
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,25 @@ from types import TracebackType
 import torch
 
 _PROCESS = Path("/proc/self")
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of glibc's mallopt
+
+
+def keep_freed(keep: bool) -> None:
+    """Let glibc keep freed memory for later calls, or return it to the system.
+
+    Times want it kept, as torch's allocator of a GPU does: new pages cost more than the arithmetic
+    of many calls, and differ from run to run. Peaks want it returned, or they would contain what the
+    heap has lost to fragments. Does nothing with another C library, or where ``MALLOC_MMAP_MAX_`` is
+    set.
+    """
+    if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_MAX_" in os.environ:
+        return
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(_MMAP_MAX, 0 if keep else 2**16)
+    libc.mallopt(_TRIM_THRESHOLD, -1 if keep else 2**17)
+    libc.mallopt(_TOP_PAD, 2**28 if keep else 2**17)
+    if not keep:
+        libc.malloc_trim(0)
 
 
 class Peak:

@@ -25,16 +25,9 @@ from fastrl.bench.machine import machine
 from fastrl.bench.settings import Settings
 
 WORKER = ("-m", "fastrl.bench.worker")
-#: On a CPU new pages cost more than the arithmetic of many calls, and differ from run to run: glibc
-#: keeps what was freed, as torch's allocator of a GPU does, and takes huge pages for everyone, as
-#: fastrl's kernels do for their results. The user's own values win.
-KEEPING = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_TOP_PAD_": str(2**28),
-}
+#: Huge pages for everyone, which fastrl's kernels ask for by themselves, and one heap, which
+#: `keep_freed` is about. The user's own values win.
+HEAP = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_ARENA_MAX": "1"}
 STARTING = 60.0  # seconds that a process may take until its first line
 DIED = "its process died (out of memory?), hung, or compiled for too long"
 
@@ -137,7 +130,7 @@ class Run:
                 command,
                 stdout=log,
                 stderr=log,
-                env={**KEEPING, **os.environ},
+                env={**HEAP, **os.environ},
                 start_new_session=True,
             )
             try:

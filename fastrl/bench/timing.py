@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastrl.bench.case import BACKWARD, FORWARD, Case, Inputs, Provider
-from fastrl.bench.memory import Peak
+from fastrl.bench.memory import Peak, keep_freed
 
 LEAST_TIMED = 5e-3  # seconds; on a CPU quicker calls are repeated and averaged
 SLOW = 1.0  # seconds; a slower call is warmed up by the two before it, which find error and memory
@@ -77,11 +77,15 @@ def measure(
             while all are timed, again and again, that none is.
     """
     torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
+    keep_freed(False)
     run = Calls(case, device, plan, trying)
     for provider in case.providers:
         run.found[provider.name].failure = (left_out or {}).get(provider.name, "")
         trying(provider.name)
         run.attempt(provider, run.check)
+    keep_freed(True)
+    for provider in case.providers:
+        trying(provider.name)
         run.attempt(provider, run.warm_up)
     trying("")
     order, said = random.Random(0), time.monotonic()
