@@ -19,9 +19,9 @@ def keep_freed(keep: bool) -> None:
     """Let glibc keep freed memory for later calls, or return it to the system.
 
     Times want it kept, as torch's allocator of a GPU does: new pages cost more than the arithmetic
-    of many calls, and differ from run to run. Peaks want it returned, or they would contain what the
-    heap has lost to fragments. Does nothing with another C library, or where ``MALLOC_MMAP_MAX_`` is
-    set.
+    of many calls, and differ from run to run. Peaks want it returned, or they would contain what
+    the heap has lost to fragments. Does nothing with another C library, or where
+    ``MALLOC_MMAP_MAX_`` is set.
     """
     if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_MAX_" in os.environ:
         return
