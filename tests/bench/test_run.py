@@ -66,7 +66,7 @@ def make_run(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "STARTING", 30.0)
     monkeypatch.setattr(runner, "machine", lambda device: {"device": "pretended"})
     cases = [SimpleNamespace(name=name) for name in NAMES]
-    settings = SimpleNamespace(cases=lambda: cases, to_json=lambda: "{}", device="cpu")
+    settings = SimpleNamespace(cases=lambda: cases, to_json=lambda: "{}", device="cpu", tiny=False)
 
     def make(**limits):
         return Run(settings, tmp_path, "fastrl bench", **{"seconds": 60.0, "silent": 1.0, **limits})

@@ -134,7 +134,10 @@ def of(name, base=object):
         (None, "got NoneType: if its loss is a policy loss, `fastrl.linear_policy_loss`"),
         (of("NextYearsTrainer"), "if it needs log-probabilities .*`fastrl.linear_token_logprobs`"),
         (of("NextYearsTrainer", trl.DPOTrainer.__base__), "if its loss is a policy loss"),
-        (of("MyTrainer", transformers.Trainer), '"Hugging Face `Trainer`"'),
+        (
+            of("MyTrainer", transformers.Trainer),
+            r"logits_policy_loss` \(docs/replace-the-loss/transformers.md\)",
+        ),
         (trl.GRPOTrainer, "got the class GRPOTrainer: pass an instance$"),
         (type("MyTrainer", (trl.RLOOTrainer,), {}), "got the class MyTrainer: pass an instance$"),
         (trl.DPOTrainer, "got the class DPOTrainer: pass an instance$"),
