@@ -223,6 +223,13 @@ def test_folders_of_tests_are_small_and_share_by_imports_of_names():
     assert [path.name for path in modules if stars.search(path.read_text())] == []
 
 
+def test_no_two_test_files_outside_of_packages_have_the_same_name():
+    """pytest imports them by their name alone, and does not run the second."""
+    files = [path for path in repository_files() if path.match("test_*.py")]
+    alone = [path.name for path in files if not (path.parent / "__init__.py").exists()]
+    assert [name for name, count in Counter(alone).items() if count > 1] == []
+
+
 def test_every_file_is_named_after_its_idea():
     forbidden = re.compile(r"^_?(utils?|helpers?|common|misc)$")
     assert [path.name for path in repository_files() if forbidden.match(path.stem)] == []
