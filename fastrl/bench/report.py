@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastrl.bench.conditions import COPY, STOLEN
 from fastrl.bench.journal import CEILINGS, Entry
 
 Results = dict[str, Any]
@@ -114,14 +115,16 @@ NOTES = [
     "median over rounds of two times of the same round. GB/s and TFLOP/s count the least that the",
     "work needs, the same for all providers; % is the share of this machine's own copy or GEMM.",
     "Memory is the peak of a call beyond its inputs. Errors are against float64: log-probabilities",
-    "relative to their size (or 1), gradients relative to their largest element.",
+    "relative to their size (or 1), gradients relative to their largest element. A virtual machine",
+    "changes while it is measured: compare two runs in which copies were as fast, and in which its",
+    "host took no time of its cores (stolen).",
 ]
 
 
 def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
     """Return the table of a case."""
     gemms = bool(case["flops"])
-    ceiling = f"{case['dtype']} GEMM TFLOP/s" if gemms else "copy GB/s"
+    ceiling = f"{case['dtype']} GEMM TFLOP/s" if gemms else COPY
     ours, split = fastest(case), any(row["kernels"] for row in case["providers"])
     columns = ["provider", "ms (20-80 %)", "time / fastrl"]
     columns += ["TFLOP/s (%)" if gemms else "GB/s (%)", "peak MB", "error"]
@@ -148,4 +151,7 @@ def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
         if split:
             cells += [f"{row[name] * 1e6:.1f}" if row[name] else "" for name in ("kernels", "host")]
         lines.append(f"| {' | '.join(cells)} |")
+    if COPY in case:
+        while_timed = f"copies {case[COPY]:.3g} GB/s, {case[STOLEN]:.1%} of the time stolen"
+        lines += ["", f"While this was timed: {while_timed}."]
     return [*lines, ""]

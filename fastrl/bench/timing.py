@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastrl.bench.case import BACKWARD, FORWARD, Case, Inputs, Provider
+from fastrl.bench.conditions import Conditions
 from fastrl.bench.memory import Peak, keep_freed
 
 LEAST_TIMED = 5e-3  # seconds; on a CPU quicker calls are repeated and averaged
@@ -65,6 +65,7 @@ def measure(
     plan: Plan,
     left_out: Mapping[str, str] | None = None,
     trying: Callable[[str], None] = lambda name: None,
+    conditions: Conditions | None = None,
 ) -> list[Measured]:
     """Check every provider against float64, take its peak memory, then time all in turn.
 
@@ -75,6 +76,7 @@ def measure(
         left_out: Providers that ended an earlier process, and why; they are not called.
         trying: Told the name of the provider that is called next and may take long to compile, and
             while all are timed, again and again, that none is.
+        conditions: Taken before each round.
     """
     torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
     keep_freed(False)
@@ -90,6 +92,8 @@ def measure(
     trying("")
     order, said = random.Random(0), time.monotonic()
     for turn in range(plan.rounds):
+        if conditions is not None:
+            conditions.take()
         for provider in order.sample(list(case.providers), len(case.providers)):
             if time.monotonic() - said > SIGN_OF_LIFE:
                 trying("")
@@ -153,7 +157,7 @@ class Calls:
         taken = [self.timed(provider)]
         while len(taken) < self.plan.warmup and taken[0] < SLOW:
             taken.append(self.timed(provider))
-        usual = statistics.median(taken)
+        usual = min(taken)  # the others may have waited for new pages
         quick = self.device.type != "cuda" and usual < LEAST_TIMED
         self.repeats[provider.name] = max(1, round(LEAST_TIMED / max(usual, 1e-6))) if quick else 1
         self.untimed[provider.name] = usual < SLOW

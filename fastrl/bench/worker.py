@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from fastrl.bench.case import Case
+from fastrl.bench.conditions import Conditions
 from fastrl.bench.journal import CEILINGS, Journal
 from fastrl.bench.machine import ceilings
 from fastrl.bench.report import Row, record
@@ -56,10 +57,14 @@ def _measured(case: Case, device: torch.device, settings: Settings, journal: Jou
     def trying(provider: str) -> None:
         journal.append(job=case.name, trying=provider)
 
-    found = measure(case, device, settings.plan, journal.left_out(case.name), trying)
+    conditions = Conditions() if device.type == "cpu" else None
+    left_out = journal.left_out(case.name)
+    found = measure(case, device, settings.plan, left_out, trying, conditions)
     kept = {name: getattr(case, name) for name in ("name", "op", "step", "model", "variant")}
     kept |= {"shape": dict(case.shape), "dtype": str(case.dtype).removeprefix("torch.")}
     kept |= {"device": device.type, "bytes_moved": case.bytes_moved, "flops": case.flops}
+    if conditions is not None:
+        kept |= conditions.found()
     return record(kept, [dataclasses.asdict(one) for one in found])
 
 
