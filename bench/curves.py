@@ -134,6 +134,8 @@ def trained(loop: str, out: Path, **settings: object) -> dict[str, list]:
         resume = (out / "config.json").exists()
         {"grpo": grpo.train, "ppo": ppo.train}[loop](kind(out=str(out), resume=resume, **settings))
         rows = logged(out)
+        if rows[-1]["step"] < settings["steps"]:
+            raise KeyboardInterrupt  # the loop saved the run and returned
     pairs = {key: [(row["step"], round(row[key], 4)) for row in rows if key in row] for key in KEYS}
     return {key: values for key, values in pairs.items() if values}
 
