@@ -1,13 +1,10 @@
 """Held-out reward by step of small trainings, three seeds each.
 
-    python bench/curves.py              # GRPO, PPO and distillation of the same students
-    python bench/curves.py advantages   # PPO's four estimates of the advantage
-
-Students are half as wide as the model of `make train`; the teacher is that model, trained by GRPO.
-A seed draws the first weights, and its runs begin after the same warm start. A step samples 256
-completions: one of each prompt, or 8 where they are compared. Adds the curves, settings and machine
-to the JSON that `python bench/pictures.py` draws, and prints a table. Finished runs are not
-repeated, and interrupted ones are continued.
+GRPO, PPO and distillation begin with the same students, half as wide as the model of `make train`;
+the teacher is that model, trained by GRPO. A seed draws the first weights, and its runs begin after
+the same warm start. A step samples 256 completions: one of each prompt, or 8 where they are
+compared. Writes the curves, settings and machine to the JSON that `python bench/pictures.py` draws,
+and prints a table. Finished runs are not repeated, and interrupted ones are continued.
 """
 
 from __future__ import annotations
@@ -33,94 +30,64 @@ GROUPS = {"prompts_per_step": COMPLETIONS // 8, "group_size": 8}
 KEYS = ("reward", "held_out_reward", "teacher_agreement", "divergence")
 STUDENT = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
 TEACHER = {"steps": 60, "eval_every": 60, "seed": 0}
-STUDIES = {
-    "methods": {
-        "title": "short sums, students half as wide",
-        # always the loop's seed 0: another would hold out prompts that the teacher was trained on
-        "settings": {"steps": 40, "learning_rate": 2e-4, "minibatches": 2, "seed": 0},
-        "curves": {
-            "GRPO": ("grpo", GROUPS),
-            "PPO": ("ppo", ALONE),
-            "distillation": ("grpo", ALONE | {"group_size": 1, "reward": ["none"]}),
-        },
-    },
-    "advantages": {
-        "title": "long additions",
-        "settings": {
-            "steps": 24,
-            "learning_rate": 1e-4,
-            "minibatches": 1,
-            "schedule": "constant",
-            "prompts": ["long_addition"],
-            "max_new_tokens": 192,
-            "temperature": 0.6,
-            "reward": ["fastrl.train.long_addition:right_sum"],
-        },
-        "curves": {
-            "plain reward": ("ppo", ALONE | {"advantage": "reward"}),
-            "reward minus value": ("ppo", ALONE | {"advantage": "value"}),
-            "GAE": ("ppo", ALONE | {"advantage": "gae"}),
-            "group": ("ppo", GROUPS | {"advantage": "group"}),
-        },
-    },
+# always the loop's seed 0: another would hold out prompts that the teacher was trained on
+SETTINGS = {"steps": 40, "learning_rate": 2e-4, "minibatches": 2, "seed": 0}
+CURVES = {
+    "GRPO": ("grpo", GROUPS),
+    "PPO": ("ppo", ALONE),
+    "distillation": ("grpo", ALONE | {"group_size": 1, "reward": ["none"]}),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("study", nargs="?", choices=STUDIES, default="methods")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out-dir", type=Path, default=ROOT / "runs" / "curves")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    settings = dict(STUDIES[arguments.study]["settings"])
-    settings |= {k: v for k in ("steps", "learning_rate") if (v := getattr(arguments, k))}
-    study = measured(arguments.study, settings, arguments.seeds, arguments.out_dir.resolve())
-    path = arguments.results
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results[arguments.study] = study
-    text = json.dumps(results, indent=1)
-    path.write_text(re.sub(r"\n *(?=[\[\]\d])", " ", text) + "\n")  # a list in a line
+    given = {k: v for k in ("steps", "learning_rate") if (v := getattr(arguments, k))}
+    study = measured(SETTINGS | given, arguments.seeds, arguments.out_dir.resolve())
+    text = json.dumps({"methods": study}, indent=1)
+    arguments.results.write_text(re.sub(r"\n *(?=[\[\]\d])", " ", text) + "\n")  # a list in a line
     print(table(study))
-    print(f"curves: {path}")
+    print(f"curves: {arguments.results}")
 
 
-def measured(name: str, settings: dict, seeds: list[int], out: Path) -> dict:
-    """The curves of a study, by method and seed, and what they were made with."""
-    curves: dict[str, dict] = {method: {} for method in STUDIES[name]["curves"]}
-    teacher = trained("grpo", out / "teacher", **TEACHER) if name == "methods" else {}
+def measured(settings: dict, seeds: list[int], out: Path) -> dict:
+    """The curves by method and seed, and what they were made with."""
+    curves: dict[str, dict] = {method: {} for method in CURVES}
+    teacher = trained("grpo", out / "teacher", **TEACHER)
     for seed in seeds:
-        common = {"seed": seed, **settings, "eval_every": 2, "save_every": 20}
-        common["model"] = started(name, out / f"{name}-start-{seed}", {**common, **ALONE})
-        for method, (loop, own) in STUDIES[name]["curves"].items():
+        common = {**settings, "eval_every": 2, "save_every": 20}
+        common["model"] = started(seed, out / f"start-{seed}", {**common, **ALONE})
+        for method, (loop, own) in CURVES.items():
             given = {"teacher": str(out / "teacher")} if method == "distillation" else {}
-            run = out / f"{name}-{method.replace(' ', '-')}-{seed}"
+            run = out / f"{method}-{seed}"
             curves[method][seed] = trained(loop, run, **common, **own, **given, warm_start_steps=0)
-    made = {"title": STUDIES[name]["title"], "date": f"{datetime.now():%Y-%m-%d}"}
+    made = {"title": "short sums, students half as wide", "date": f"{datetime.now():%Y-%m-%d}"}
     made["command"] = shlex.join(["python", "bench/curves.py", *sys.argv[1:]])
     made["machine"] = machine(torch.device("cpu"))
     return {**made, "settings": settings, "teacher": teacher, "curves": curves}
 
 
-def started(name: str, out: Path, settings: dict) -> str:
-    """The directory of a model after its warm start, before its first step."""
-    if name == "methods" and not (model := out / "new").exists():
+def started(seed: int, out: Path, settings: dict) -> str:
+    """The directory of a student after its warm start, before its first step."""
+    if not (model := out / "new").exists():
         from transformers import LlamaForCausalLM
 
         from fastrl.train.checkpoint import seed_all
         from fastrl.train.loading import character_tokenizer, small_model
 
-        seed_all(int(out.name.rpartition("-")[2]))
+        seed_all(seed)
         tokenizer = character_tokenizer()
         config = small_model(tokenizer).config
         config.update(STUDENT)
         for part in (LlamaForCausalLM(config), tokenizer):
             part.save_pretrained(model)
-    if name == "methods":
-        settings |= {"model": str(model), "warm_start_steps": 400}
-    trained("ppo", out / "run", **settings | {"steps": 1, "advantage": "reward"})
+    first = {"model": str(model), "warm_start_steps": 400, "steps": 1, "advantage": "reward"}
+    trained("ppo", out / "run", **settings | first)
     return str(out / "run" / "checkpoints" / "step-000000")
 
 
