@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from budgets.cuda import CUDA
-from budgets.executed import BYTES as EXECUTED
 from budgets.target import Target
 
 ROOT = Path(__file__).parent.parent
@@ -56,8 +55,7 @@ class Report(NamedTuple):
     milliseconds: float | None  # predicted for 1e9 elements
     bound: str
     failures: list[str]
-    moved: float | None = None  # bytes, as predicted, and as tests/ptx counts them
-    executed: float | None = None
+    moved: float | None = None  # bytes, as predicted
     notes: tuple[str, ...] = ()  # the same of a compiler that the budgets are not for
 
 
@@ -255,9 +253,6 @@ def _report(
         bound=bound,
         failures=failures,
         moved=target.bytes_per_element if streams else None,
-        executed=EXECUTED.get(
-            f"cuda {getattr(target, 'kernel', '')}", EXECUTED.get(f"triton {name}")
-        ),
     )
 
 
@@ -295,17 +290,17 @@ def reports(
 
 def table(found: list[Report]) -> str:
     lines = [
-        "| kernel | target | registers | spills | narrow | instructions | MUFU | bytes | executed "
+        "| kernel | target | registers | spills | narrow | instructions | MUFU | bytes "
         "| H200 ms / 1e9 |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for one in found:
         costs = [f"{cost:.2f}" if cost is not None else "" for cost in one[7:9]]
-        moved = ["" if x is None else f"{x:g}" for x in (one.moved, one.executed)]
+        moved = "" if one.moved is None else f"{one.moved:g}"
         predicted = "" if one.milliseconds is None else f"{one.milliseconds:.2f} ({one.bound})"
         lines.append(
             f"| {one.name} | {one.architecture} | {one.registers} | {one.spills} | {one.narrow} "
-            f"| {costs[0]} | {costs[1]} | {moved[0]} | {moved[1]} | {predicted} |"
+            f"| {costs[0]} | {costs[1]} | {moved} | {predicted} |"
         )
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """The bytes that kernels move per element, against those that bench/budgets predicts times from.
 
-`make targets` prints both. Not here are kernels without a prediction (groups, weights of
-sequences), and scattered sums, whose states caches hold.
+Not here are kernels without a prediction (groups, weights of sequences), and scattered sums, whose
+states caches hold.
 """
 
 import contextlib
@@ -25,8 +25,12 @@ pytestmark = [pytest.mark.kernels_alone, pytest.mark.slow]  # a CPU counts no se
 V, T = 16_384, 4
 #: as in production; the fixture `backend` has smaller blocks
 BLOCK = 2048
-#: of a row's own inputs and results, and of sectors that two rows share
-TOLERANCE = 0.02
+#: Of the matrix of gathered products: rows per state, and columns.
+K, H = 512, 1024
+#: Predictions leave out what belongs to a row or a column as a whole. Gathered sums in bf16 have the
+#: most, beside 2 bytes per element: for each row an id and a factor of 4 bytes, for each column a
+#: float32 sum that is read and written. A hundredth of it allows for sectors that rows share.
+TOLERANCE = 1.01 * (8 / H + 8 / K) / 2
 ROWS = {}
 
 
@@ -245,7 +249,7 @@ for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.fl
 
 
 def of_gathered(what, dtype, backend):
-    C, K, H = 2, 512, 1024
+    C = 2
     ids, matrix = torch.arange(C * K, dtype=torch.int32).view(C, K), torch.randn(C * K, H).to(dtype)
     factors, states, space = torch.randn(C, K), torch.randn(C, H), operators(backend)
     if what == "dots":
@@ -277,7 +281,6 @@ def test_predicted_bytes_are_moved(backend, monkeypatch, name):
         assert all(part in one for one in every)
         sectors = counts.different_sectors_read + counts.different_sectors_written
         moved = 32 * sectors / elements
-        assert moved == pytest.approx(bench_targets()["EXECUTED"].get(f"{of} {target}"), abs=5e-3)
         assert moved == pytest.approx(prediction, rel=TOLERANCE)
 
 
