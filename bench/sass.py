@@ -1,7 +1,5 @@
 """What compiled GPU kernels cost, read from their machine code, with no GPU.
 
-    python bench/sass.py build/targets/*.cubin
-
 NVIDIA cubins are read through the disassembler that the `triton` wheel carries (or one on PATH),
 AMD kernels through the assembly that Triton leaves beside them. A hot loop is an innermost loop
 that reads or writes global memory; a kernel without one is a single pass over its block, and its
@@ -10,7 +8,6 @@ whole code is that pass.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import importlib.util
 import re
@@ -36,8 +33,6 @@ class Pass(NamedTuple):
     stored: int
     shared: int  # bytes from shared memory
     narrow: int  # global accesses under 16 bytes
-    barriers: int
-    is_loop: bool
     narrowest: int = 16  # bytes of the narrowest global access, if under 16
     vectors: int = 0  # of a sweep, the bytes that it reads in vectors of 16
 
@@ -53,11 +48,9 @@ class Pass(NamedTuple):
 class Kernel(NamedTuple):
     name: str
     registers: int
-    instructions: int
     spills: int  # instructions that spill; for AMD, registers spilled
     spills_in_loops: int  # of these, those in an innermost loop; for AMD, all of them
     double: int  # 64-bit floating point instructions
-    bulk: int  # bulk copies, whose width is not in the code
     cluster_barriers: int  # in loops
     passes: list[Pass]  # through the hot loops
     sweeps: list[Pass]  # through the unrolled loops that read vectors of 16 bytes of a row
@@ -114,20 +107,18 @@ def _nvidia(name: str, registers: int, labels: dict[str, int], code: list[str]) 
     bodies = [operations[begin:end] for begin, end in _innermost(loops)]
     hot = [body for body in bodies if any(_is(operation, _GLOBAL + _BULK) for operation in body)]
     sweeps = [_sweep(body) for body in bodies if _reads_vectors(body)]
-    whole = _pass(operations, is_loop=False)
+    whole = _pass(operations)
     return Kernel(
         name=name,
         registers=registers,
-        instructions=len(code),
         spills=sum(kinds[kind] for kind in _SPILLS),
         spills_in_loops=sum(_is(operation, _SPILLS) for body in bodies for operation in body),
         double=sum(bool(_DOUBLE.search(operation)) for operation in operations),
-        bulk=sum(kinds[kind] for kind in _BULK),
         cluster_barriers=sum(
             _is(operation, ("UCGABAR_ARV",)) and any(begin <= i < end for begin, end in loops)
             for i, operation in enumerate(operations)
         ),
-        passes=[_pass(body, is_loop=True) for body in hot] or [whole],
+        passes=[_pass(body) for body in hot] or [whole],
         sweeps=sweeps,
         whole=whole,
     )
@@ -145,7 +136,7 @@ def _reads_vectors(body: list[str]) -> bool:
 
 def _sweep(body: list[str]) -> Pass:
     vectors = sum(_width(op) for op in _vectors(body))
-    return _pass(body, is_loop=True)._replace(vectors=vectors)
+    return _pass(body)._replace(vectors=vectors)
 
 
 def _loops(labels: dict[str, int], code: list[str]) -> list[tuple[int, int]]:
@@ -168,7 +159,7 @@ def _innermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     ]
 
 
-def _pass(operations: list[str], *, is_loop: bool) -> Pass:
+def _pass(operations: list[str]) -> Pass:
     kinds = collections.Counter(operation.partition(".")[0] for operation in operations)
 
     def total(*names: str) -> int:
@@ -182,8 +173,6 @@ def _pass(operations: list[str], *, is_loop: bool) -> Pass:
         stored=total("STG"),
         shared=total("LDS"),
         narrow=sum(width < 16 for width in widths),
-        barriers=kinds["BAR"],
-        is_loop=is_loop,
         narrowest=min((16, *widths)),
     )
 
@@ -208,38 +197,12 @@ def _amd(path: Path) -> Kernel:
     return Kernel(
         name=fields.get("name", path.stem),
         registers=int(fields.get("vgpr_count", -1)),
-        instructions=len(code),
         # scalar registers move to lanes of vector registers, not to memory
         spills=int(fields.get("vgpr_spill_count", 0)),
         spills_in_loops=int(fields.get("vgpr_spill_count", 0)),
         double=sum("_f64" in operation for operation in code),
-        bulk=0,
         cluster_barriers=0,
         passes=[],
         sweeps=[],
-        whole=_pass([], is_loop=False),
+        whole=_pass([]),
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--element-bytes", type=int, default=2)
-    options = parser.parse_args()
-    for path in options.files:
-        for kernel in read(path):
-            print(
-                f"{path.name} {kernel.name}: {kernel.registers} registers, "
-                f"{kernel.instructions} instructions, {kernel.spills} spills, "
-                f"{kernel.double} in double"
-            )
-            for one in kernel.passes:
-                each = one.elements(options.element_bytes) or float("nan")
-                print(
-                    f"  {'loop' if one.is_loop else 'whole'}: {one.instructions / each:.2f} "
-                    f"instructions and {one.mufu / each:.2f} MUFU per element; {one}"
-                )
-
-
-if __name__ == "__main__":
-    main()

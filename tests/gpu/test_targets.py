@@ -124,7 +124,6 @@ def kernel_of(*changes):
         (("FFMA R8", "DFMA R8"), "double"),
         (("MUFU.EX2", "MUFU.RCP64H"), "double"),
         (("FFMA R8, R4, R5, R8", "F2F.F64.F32 R8, R4"), "double"),
-        (("FFMA R8, R4, R5, R8", "UBLKCP.S.G [UR8], [UR10], UR4"), "bulk"),
         (("FFMA R8, R4, R5, R8", "UCGABAR_ARV"), "cluster_barriers"),
     ],
 )
