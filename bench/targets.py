@@ -14,7 +14,6 @@ issue rate, special functions over theirs. It is a bound, not a measurement.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from budgets.cuda import CUDA
-from budgets.target import Target
+from budgets.target import Target, type_of
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "targets"
@@ -48,24 +47,21 @@ class Report(NamedTuple):
     kernel: str
     registers: int
     spills: int
-    double: int
     narrow: int  # accesses under 16 bytes beyond those the target allows
     instructions: float | None
     mufu: float | None
+    moved: float | None  # bytes
     milliseconds: float | None  # predicted for 1e9 elements
     bound: str
     failures: list[str]
-    moved: float | None = None  # bytes, as predicted
     notes: tuple[str, ...] = ()  # the same of a compiler that the budgets are not for
 
 
 def triton_targets() -> list[Target]:
     """Return what is compiled of fastrl/triton, which needs Triton to be imported."""
-    return [
-        target
-        for name in ("divergence", "gae", "gathered", "groups", "scale", "tokens", "vocabulary")
-        for target in importlib.import_module(f"budgets.{name}").targets()
-    ]
+    from budgets import tokens, vocabulary
+
+    return [*tokens.targets(), *vocabulary.targets()]
 
 
 def triton_source(target: Target) -> Any:
@@ -74,7 +70,7 @@ def triton_source(target: Target) -> Any:
 
     signature, constants, attributes = {}, {}, {}
     for place, name in enumerate(target.kernel.arg_names):
-        given = target.types.get(name)
+        given = None if name in target.constants else target.types.get(name, type_of(name))
         signature[name], nones = _signature(given, (place,))
         constants |= nones
         if name in target.constants:
@@ -99,7 +95,7 @@ def compile_triton(target: Target, architecture: str) -> Path:
         GPUTarget("hip", architecture, 64) if amd else GPUTarget("cuda", int(architecture[3:]), 32)
     )
     warps = target.amd_num_warps if amd and target.amd_num_warps else target.num_warps
-    options = {"num_warps": warps, **(target.options or {})}
+    options = {"num_warps": warps, "enable_fp_fusion": target.enable_fp_fusion}
     compiled = triton.compile(triton_source(target), target=gpu, options=options)
     path = BUILD / f"triton-{target.name}-{architecture}.{'hsaco' if amd else 'cubin'}"
     path.write_bytes(compiled.asm["hsaco" if amd else "cubin"])
@@ -155,9 +151,9 @@ def report_cuda(source: Path, architecture: str) -> list[Report]:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
     reports = []
     for kernel in sass.read(path):
-        budget = next((one for one in CUDA if one.kernel in kernel.name), None)
-        passes = worst_sweeps(kernel) if budget and budget.sweeps else kernel.passes
-        found = budget is not None and len(passes) == (budget.sweeps or len(passes))
+        budget = next((one for one in CUDA if one.name in kernel.name), Target(source.stem))
+        passes = worst_sweeps(kernel) if budget.sweeps else kernel.passes
+        found = len(passes) == (budget.sweeps or len(passes))
         if found and budget.sweeps:  # an exponential at least for what counts as an element
             found = all(one.elements(budget.element_bytes) <= one.mufu for one in passes)
         costs = _costs(passes, budget.element_bytes) if found else (None, None)
@@ -200,28 +196,26 @@ def _report(
     architecture: str,
     kernel: Any,
     passes: list[Any],
-    costs: Any,
-    target: Any,
+    costs: tuple[float | None, float | None],
+    target: Target,
     compiler: str = "",
 ) -> Report:
-    instructions, mufu = costs
+    streams = target.instructions is not None
+    instructions, mufu = costs if streams else (None, None)
     failures = []
-    allowed = (getattr(target, "spills", None) or {}).get(compiler, 0)
-    if kernel.spills > allowed or kernel.spills_in_loops:
+    if kernel.spills > target.spills.get(compiler, 0) or kernel.spills_in_loops:
         failures.append(f"{kernel.spills} spills, {kernel.spills_in_loops} of them in loops")
     if kernel.double:
         failures.append(f"{kernel.double} instructions in double")
-    most = getattr(target, "registers", None) or kernel.registers
-    if kernel.registers > most:
-        failures.append(f"{kernel.registers} registers, budget {most}")
-    if getattr(target, "persistent", False) and kernel.cluster_barriers:
+    if target.registers is not None and kernel.registers > target.registers:
+        failures.append(f"{kernel.registers} registers, budget {target.registers}")
+    if target.persistent and kernel.cluster_barriers:
         failures.append(f"{kernel.cluster_barriers} cluster barriers in a loop")
-    streams = target is not None and target.instructions is not None
     narrow = max((one.narrow for one in passes), default=0) - target.narrow if streams else 0
     if narrow > 0:
         failures.append(f"{narrow} accesses under 16 bytes in a pass")
     narrowest = min((one.narrowest for one in passes), default=16)
-    if streams and narrowest < getattr(target, "narrowest", 1):
+    if streams and narrowest < target.narrowest:
         failures.append(f"an access of {narrowest} bytes in a pass")
     if streams and architecture == BUDGETED:
         for what, cost, budget in (
@@ -231,7 +225,7 @@ def _report(
             if budget is not None and not (cost is not None and cost <= budget):
                 failures.append(f"{cost} {what} per element, budget {budget}")
     milliseconds, bound = None, ""
-    if streams and instructions is not None and architecture.startswith("sm_"):
+    if instructions is not None and architecture.startswith("sm_"):
         seconds = {
             "memory": target.bytes_per_element * 1e9 / BYTES,
             "issue": instructions * 1e9 / ISSUED,
@@ -245,14 +239,13 @@ def _report(
         kernel=kernel.name,
         registers=kernel.registers,
         spills=kernel.spills,
-        double=kernel.double,
         narrow=max(narrow, 0),
-        instructions=instructions if streams else None,
-        mufu=mufu if streams else None,
+        instructions=instructions,
+        mufu=mufu,
+        moved=target.bytes_per_element if streams else None,
         milliseconds=milliseconds,
         bound=bound,
         failures=failures,
-        moved=target.bytes_per_element if streams else None,
     )
 
 
@@ -295,7 +288,7 @@ def table(found: list[Report]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for one in found:
-        costs = [f"{cost:.2f}" if cost is not None else "" for cost in one[7:9]]
+        costs = [f"{cost:.2f}" if cost is not None else "" for cost in (one.instructions, one.mufu)]
         moved = "" if one.moved is None else f"{one.moved:g}"
         predicted = "" if one.milliseconds is None else f"{one.milliseconds:.2f} ({one.bound})"
         lines.append(

@@ -1,17 +1,17 @@
-"""Budgets of the kernels over logits, at a vocabulary of 151936."""
+"""Budgets of the kernels over logits, at a vocabulary of 151936, and over rows of an LM head."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from budgets.losses import COEFFICIENTS, PER_SEQUENCE, PER_TOKEN, loss_types
-from budgets.target import Target
-from fastrl.contract import FLAGS, KL_GRADIENTS, RowStats, SavedStats
+from budgets.target import Target, fields
+from budgets.tokens import COEFFICIENTS, by_sequence
+from fastrl.contract import KL_GRADIENTS, LossArguments, RowStats
 from fastrl.triton.objectives import KL_ESTIMATORS, SURROGATES
-from fastrl.triton.vocabulary import logits_policy_loss, token_stats
+from fastrl.triton.vocabulary import divergence, gathered, logits_policy_loss, token_stats
 from fastrl.triton.vocabulary.rows import COLUMNS_PER_LANE, MOST_LANES, Specialization
 
-_BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class Rows(NamedTuple):
@@ -24,6 +24,19 @@ class Rows(NamedTuple):
     aligned: bool = True  # rows at multiples of 16 bytes
     edges: bool = False  # rows that end elsewhere
     together: bool = True  # the gradient's rows begin like those of the logits
+
+    def specialization(self, dtype: str | None = None, *, entropy: bool = True) -> Specialization:
+        """Return the constants of `launch_options`, for logits or a gradient of a dtype."""
+        return Specialization(
+            lanes=MOST_LANES,
+            width=16 // _BYTES[dtype or self.dtype],
+            aligned=self.aligned,
+            edges=self.edges,
+            together=self.together,
+            softcap=self.softcap,
+            entropy=entropy,
+            squares=False,
+        )
 
 
 #: What rows that are not aligned may cost, of what aligned ones take: 8.4, 7 and 15.4 instructions
@@ -42,48 +55,64 @@ ROWS = {
     "_unaligned_fp16": Rows("fp16", aligned=False, edges=True),
     "_unaligned_apart": Rows("bf16", aligned=False, edges=True, together=False),
 }
-#: What the one-pass kernel spills on sm_80, in no loop: end of its name -> Triton -> spills.
-_ONE_PASS_SPILLS = {"_narrow": {"3.6": 2, "3.7": 2}}
 #: float32 logits of a chunk, whose gradient is bfloat16 in the second half of each row.
 NARROW = Rows("fp32", grad="bf16")
+#: Statistics that have no slope where only log-probabilities have one.
+_OF_LOGPROBS = dict.fromkeys(("grad_entropy", "grad_logsumexp"))
 
 
 def targets() -> list[Target]:
     """Return what is compiled ahead of time."""
-    return [*_token_stats(), *_logits_policy_loss()]
+    return [*_divergence(), *_gathered(), *_token_stats(), *_logits_policy_loss()]
+
+
+def _rows(
+    name: str, kernel: Any, of: Rows, spec: Specialization, types: dict[str, Any] | None = None,
+    constants: dict[str, Any] | None = None, **costs: Any,
+) -> Target:  # fmt: skip
+    """Return a target with the types of `row_arguments`."""
+    grad = of.grad or of.dtype
+    rows = {"logits": of.dtype, "teacher_logits": of.dtype, "grad": grad}
+    rows = {name: dtype for name, dtype in rows.items() if name in kernel.arg_names}
+    absent = {"teacher_temperatures", "partial_sums", "of_tokens"} & {*kernel.arg_names}
+    absent |= set() if of.per_row else {"temperatures"}
+    return Target(
+        name,
+        kernel,
+        {name: f"*{dtype}" for name, dtype in rows.items()} | dict.fromkeys(absent) | (types or {}),
+        {"SPEC": spec, **(constants or {})},
+        divisible=(*rows, *(() if of.edges else ("vocabulary",))) if of.aligned else (),
+        num_warps=spec.lanes // 32,
+        amd_num_warps=spec.lanes // 64,
+        element_bytes=_BYTES[of.dtype],
+        bytes_per_element=sum(_BYTES[dtype] for dtype in rows.values()),
+        narrow=0 if of.aligned else WORDS,
+        narrowest=4,
+        **({} if of.aligned else {"block": MOST_LANES * COLUMNS_PER_LANE.value}),
+        **costs,
+    )
 
 
 def _token_stats() -> list[Target]:
     forward, backward = token_stats.token_stats_fwd_kernel, token_stats.token_stats_bwd_kernel
-    out = RowStats._make("*i1" if name in FLAGS else "*fp32" for name in RowStats._fields)
-    saved = dict.fromkeys(SavedStats._fields, "*fp32")
-    only_logprobs = {n: t for n, t in saved.items() if n not in ("grad_entropy", "grad_logsumexp")}
+    out = {"out": fields(RowStats, *RowStats._fields)}
+    plain, narrow = ROWS[""], NARROW.specialization(NARROW.grad)
+    short = plain.specialization(entropy=False)
     found = [
-        _target(
-            "token_logprobs_fwd", forward, ROWS[""], {"out": out}, entropy=False,
-            bytes_per_element=2, instructions=9, mufu=1.2,
-        ),
-        _target(
-            "token_logprobs_bwd", backward, ROWS[""], only_logprobs, entropy=False,
-            bytes_per_element=4, instructions=7, mufu=1.2,
-        ),
-        _target(
-            "token_stats_bwd_narrow", backward, NARROW, saved,
-            bytes_per_element=6, instructions=7, mufu=1.2,
-        ),
-    ]  # fmt: skip
+        _rows("token_logprobs_fwd", forward, plain, short, out, instructions=9, mufu=1.2),
+        _rows("token_logprobs_bwd", backward, plain, short, _OF_LOGPROBS, instructions=7, mufu=1.2),
+        _rows("token_stats_bwd_narrow", backward, NARROW, narrow, instructions=7, mufu=1.2),
+    ]
     for suffix, rows in ROWS.items():
-        size, capped = _BITS[rows.dtype] // 8, rows.softcap
+        capped, spec = rows.softcap, rows.specialization()
         found += [
-            _target(
-                f"token_stats_fwd{suffix}", forward, rows, {"out": out},
-                bytes_per_element=size,
+            _rows(
+                f"token_stats_fwd{suffix}", forward, rows, spec, out,
                 instructions=18 if capped else 9 if rows.aligned else UNALIGNED * 8.5,
                 mufu=3.4 if capped else 1.2,
             ),
-            _target(
-                f"token_stats_bwd{suffix}", backward, rows, saved,
-                bytes_per_element=2 * size,
+            _rows(
+                f"token_stats_bwd{suffix}", backward, rows, spec,
                 instructions=18.5 if capped else UNALIGNED * 7 if not rows.aligned
                 else 8 if rows.dtype == "fp16" else 7,
                 mufu=3.4 if capped else 1.2,
@@ -95,88 +124,107 @@ def _token_stats() -> list[Target]:
 def _logits_policy_loss() -> list[Target]:
     per_token = ("advantages", "weights", "old_logprobs", "ref_logprobs")
     every = (*per_token, "kl_weights", "entropy_weights", "policy_weights", "cu_seqlens")
-    # name, rows, arguments of the loss, constants per sequence, terms of KL and entropy
+    # end of the name, rows, arguments of the loss, constants per sequence, terms of KL and entropy
     variants = [
-        ("_plain", ROWS[""], per_token, PER_TOKEN, False),
-        *((suffix, rows, per_token, PER_TOKEN, True) for suffix, rows in ROWS.items()),
-        ("_per_sequence", ROWS[""], per_token, PER_SEQUENCE, True),
-        ("_packed", ROWS[""], every, PER_SEQUENCE, True),
-        ("_narrow", NARROW, per_token, PER_TOKEN, True),
+        ("_plain", ROWS[""], per_token, False, False),
+        *((suffix, rows, per_token, False, True) for suffix, rows in ROWS.items()),
+        ("_per_sequence", ROWS[""], per_token, True, True),
+        ("_packed", ROWS[""], every, True, True),
+        ("_narrow", NARROW, per_token, False, True),
     ]
-    found = []
-    for suffix, rows, names, by_sequence, regularized in variants:
-        loss = loss_types(*names)
-        given = zip(by_sequence._fields, by_sequence, strict=True)
-        target = _target(
+    return [
+        _rows(
             f"logits_policy_loss{suffix}",
             logits_policy_loss.logits_policy_loss_kernel,
             rows,
+            rows.specialization(),
+            {"loss": fields(LossArguments, *given), "c": COEFFICIENTS},
             {
-                "loss": loss,
-                "c": COEFFICIENTS,
-                "sequences": "i32",
-                **dict.fromkeys(("logprobs", "entropies"), "*fp32"),
-            },
-            bytes_per_element=(_BITS[rows.dtype] + _BITS[rows.grad or rows.dtype]) // 8,
-            instructions=36 if rows.softcap else 16.5 if rows.aligned else UNALIGNED * 15.4,
-            mufu=6.4 if rows.softcap else 2.2,
-            spills=_ONE_PASS_SPILLS.get(suffix),
-            # the search for the sequence of a row does not stream
-            loops=3 if "cu_seqlens" in names else None,
-            constants={
                 "SURROGATE": SURROGATES["ppo_clip"],
                 "KL_ESTIMATOR": KL_ESTIMATORS["k3"] if regularized else None,
                 "KL_GRADIENT": KL_GRADIENTS.index("exact"),
-                "BY_SEQUENCE": by_sequence._replace(
-                    **{name: answer and name in names for name, answer in given}
-                ),
+                "BY_SEQUENCE": by_sequence(given, per_sequence=per_sequence),
+                "GRADIENT_SPEC": rows.specialization(rows.grad, entropy=regularized),
             },
+            instructions=36 if rows.softcap else 16.5 if rows.aligned else UNALIGNED * 15.4,
+            mufu=6.4 if rows.softcap else 2.2,
+            spills={"3.6": 2, "3.7": 2} if rows is NARROW else {},  # on sm_80
+            # the search for the sequence of a row does not stream
+            loops=3 if "cu_seqlens" in given else None,
         )
-        width = 128 // _BITS[rows.grad or rows.dtype]
-        spec = target.constants["SPEC"]._replace(entropy=regularized, width=width)
-        found.append(target._replace(constants=target.constants | {"GRADIENT_SPEC": spec}))
+        for suffix, rows, given, per_sequence, regularized in variants
+    ]
+
+
+def _divergence() -> list[Target]:
+    """Return the kernels that compare rows of logits with a teacher's.
+
+    They are bound by their instructions: two probabilities and a quotient of a pair of logits, and
+    for the Jensen-Shannon divergence a logarithm of the mixture.
+    """
+    forward, backward = divergence.divergence_fwd_kernel, divergence.divergence_bwd_kernel
+    # kind, name, instructions and special functions of a pair of logits, forward and backward
+    variants = [
+        (0, "forward_kl", 58, 66, 3.2),
+        (1, "reverse_kl", 58, 66, 3.2),
+        (2, "jensen_shannon", 109, 116, 4.2),
+    ]
+    found = []
+    for kind, name, *instructions, mufu in variants:
+        for suffix, kernel, rows, types, most in (
+            ("fwd", forward, ROWS[""], {}, instructions[0]),
+            ("bwd", backward, ROWS[""], _OF_LOGPROBS, instructions[1]),
+            ("bwd_narrow", backward, NARROW, _OF_LOGPROBS, instructions[1]),
+        ):
+            spec = rows.specialization(entropy=False)
+            spec = spec._replace(lanes=divergence.MOST_LANES, width=0, together=False)
+            found.append(
+                _rows(
+                    f"divergence_{name}_{suffix}", kernel, rows, spec, types,
+                    {"TEACHER": spec, "KIND": kind}, instructions=most, mufu=mufu,
+                    block=divergence.MOST_LANES * divergence.COLUMNS.value,
+                )
+            )  # fmt: skip
     return found
 
 
-def _target(
-    name: str, kernel: Any, of: Rows, types: dict[str, Any], *, entropy: bool = True,
-    constants: dict[str, Any] | None = None, **others: Any,
-) -> Target:  # fmt: skip
-    """Return a target with the types of `row_arguments` and the constants of `launch_options`."""
-    narrow_spec = kernel is token_stats.token_stats_bwd_kernel and of.grad
-    width = 128 // _BITS[of.grad if narrow_spec else of.dtype]
-    spec = Specialization(
-        lanes=MOST_LANES,
-        width=width,
-        aligned=of.aligned,
-        edges=of.edges,
-        together=of.together,
-        softcap=of.softcap,
-        entropy=entropy,
-        squares=False,
-    )
-    rows = {
-        "logits": f"*{of.dtype}", "token_ids": "*i64", "mask": "*i1", "ignore_index": "i64",
-        "scale": "fp32", "squash": "fp32", "length": "i32", "stride_b": "i64", "stride_t": "i64",
-        "vocabulary": "i32",
-    }  # fmt: skip
-    if of.per_row:
-        rows["temperatures"] = "*fp32"
-    if "grad" in kernel.arg_names:
-        rows |= {"grad": f"*{of.grad or of.dtype}", "grad_stride_b": "i64", "grad_stride_t": "i64"}
-        rows["splits"] = "i32"
+def _gathered() -> list[Target]:
+    """Return the products with the rows of an LM head that tokens have kept.
+
+    An element is one of a row of the head, or of a hidden state. What is read and written beside
+    them (ids, a vector for each row) is less than a tenth. Most instructions of scattered sums are
+    in branches that store at the end of an id: counted for each of its terms, they make it look
+    bound by their number.
+    """
+    found = []
+    for dtype, terms in (("bf16", 27), ("fp32", 12)):
+        found += [
+            _of_head("gathered_dots", "matrix", dtype, instructions=3, mufu=0.1),
+            _of_head("gathered_sums", "matrix", dtype, instructions=4, mufu=0.1, narrow=99),
+            _of_head(
+                "scattered_sums", "states", dtype, num_warps=1, instructions=terms, mufu=0.1,
+                narrow=99, block=gathered.SCATTERED_WIDTH,
+            ),
+        ]  # fmt: skip
+    return [*found, _of_head("edge_sums", "out", "fp32", num_warps=1)]
+
+
+def _of_head(
+    name: str, streamed: str, dtype: str, num_warps: int = gathered.WARPS, **costs: Any
+) -> Target:
+    kernel = getattr(gathered, f"{name}_kernel")
+    constants = {"WIDTH": gathered.SCATTERED_WIDTH}
+    if "IDS" in kernel.arg_names:
+        constants = {"IDS": gathered.IDS, "WIDTH": gathered.WIDTH}
     return Target(
-        name,
+        f"{name}_{dtype}",
         kernel,
-        rows | types,
-        {"SPEC": spec, **(constants or {})},
-        divisible=("logits", "grad", *(() if of.edges else ("vocabulary",))) if of.aligned else (),
-        num_warps=MOST_LANES // 32,
-        block=None if of.aligned else MOST_LANES * COLUMNS_PER_LANE.value,
-        amd_num_warps=MOST_LANES // 64,
-        element_bytes=_BITS[of.dtype] // 8,
-        options={"enable_fp_fusion": False},
-        narrow=0 if of.aligned else WORDS,
-        narrowest=4,
-        **others,
+        {streamed: f"*{dtype}"},
+        constants,
+        divisible=tuple({*kernel.arg_names} - {*constants, "count"}),
+        enable_fp_fusion=True,
+        num_warps=num_warps,
+        element_bytes=_BYTES[dtype],
+        bytes_per_element=_BYTES[dtype],
+        **costs,
     )

@@ -280,7 +280,7 @@ def code_of(name, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
     targets = importlib.import_module("targets")
     target = next(one for one in targets.triton_targets() if one.name == name)
-    options = {"num_warps": target.num_warps, **target.options}
+    options = {"num_warps": target.num_warps, "enable_fp_fusion": target.enable_fp_fusion}
     source = targets.triton_source(target)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 

@@ -66,7 +66,7 @@ def test_cuda_sources_were_compiled(reports):
     assert compiled == {f"cuda {path.stem}" for path, _ in targets.cuda_targets()}
     held = [one["kernel"] for one in reports if one["instructions"] is not None]
     for budget in targets.CUDA:  # a renamed kernel does not lose its budget unseen
-        assert any(budget.kernel in kernel for kernel in held), budget.kernel
+        assert any(budget.name in kernel for kernel in held), budget.name
 
 
 @pytest.mark.skipif(targets.nvcc() is None, reason="nvcc is not installed")
@@ -132,10 +132,6 @@ def test_what_costs_dearly_is_counted(change, what):
     assert getattr(kernel_of(change), what) == 1
 
 
-class Budget:
-    instructions, mufu, narrow, bytes_per_element = 3.0, 1.0, 0, 4.0
-
-
 @pytest.mark.parametrize(
     ("change", "costs", "words"),
     [
@@ -150,7 +146,8 @@ class Budget:
 )
 def test_a_kernel_that_costs_too_much_fails(change, costs, words):
     kernel = kernel_of(*([change] if change else []))
-    report = targets._report("kernel", "sm_90", kernel, kernel.passes, costs, Budget)
+    budget = targets.Target("kernel", instructions=3.0, mufu=1.0, bytes_per_element=4.0)
+    report = targets._report("kernel", "sm_90", kernel, kernel.passes, costs, budget)
     assert report.failures[:1] == ([words] if words else [])
 
 
@@ -210,6 +207,6 @@ print(json.dumps({name: sorted(values) for name, values in found.items()}))
     launched = json.loads(done.stdout)
     for target in targets.triton_targets():
         name = target.kernel.fn.__name__
-        assert launched[name] == [str(target.options["enable_fp_fusion"])], name
+        assert launched[name] == [str(target.enable_fp_fusion)], name
     assert launched["sums_of_blocks_kernel"] == ["False"]  # has no target, and goes with the others
     assert len(launched) >= 8

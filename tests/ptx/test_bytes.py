@@ -27,9 +27,9 @@ V, T = 16_384, 4
 BLOCK = 2048
 #: Of the matrix of gathered products: rows per state, and columns.
 K, H = 512, 1024
-#: Predictions leave out what belongs to a row or a column as a whole. Gathered sums in bf16 have the
-#: most, beside 2 bytes per element: for each row an id and a factor of 4 bytes, for each column a
-#: float32 sum that is read and written. A hundredth of it allows for sectors that rows share.
+#: Predictions leave out what a row or a column has once. Gathered sums in bf16 have the most of it:
+#: for each row an id and a factor of 4 bytes, for each column a float32 sum, read and written.
+#: A hundredth more is for sectors that rows share.
 TOLERANCE = 1.01 * (8 / H + 8 / K) / 2
 ROWS = {}
 
@@ -52,7 +52,7 @@ def predicted(of, target):
     """Return bytes per element and a part of the kernel's name."""
     targets = bench_targets()
     for one in targets["CUDA"] if of == "cuda" else ():
-        if one.kernel == target:
+        if one.name == target:
             return one.bytes_per_element, target
     for one in targets["triton_targets"]():
         if one.name == target:
