@@ -64,7 +64,7 @@ SMALL = (
 #: A program that notes how it was called, and hangs in a benchmark.
 NOTES = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$NOTES"
-case "$*" in *bench/*) sleep 600;; esac
+case "$*" in *fastrl.bench*) sleep 600;; esac
 """
 
 
