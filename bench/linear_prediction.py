@@ -72,16 +72,12 @@ def predicted(
 ) -> float:
     """Return the seconds of loss and gradients; `moved`: bytes per logit of the kernel."""
     seconds = 6 * vocabulary * width / rates.bytes if trained else 0.0
-    for i, size in enumerate(chunk_sizes(rows, chunk)):
-        one = chunk_seconds(size, width, vocabulary, first=i == 0, rates=rates)
+    for part in chunks.chunks(0, rows, min(chunk, rows), on_gpu=True):
+        size, first = part.stop - part.start, part.start == 0
+        one = chunk_seconds(size, width, vocabulary, first=first, rates=rates)
         seconds += one.projection + moved * size * vocabulary / rates.bytes + one.of_hidden
         seconds += one.of_weight if trained else 0.0
     return seconds
-
-
-def chunk_sizes(rows: int, chunk: int) -> list[int]:
-    """Return the rows of every chunk."""
-    return [end.stop - end.start for end in chunks.chunks(0, rows, min(chunk, rows), on_gpu=True)]
 
 
 class Gemms(NamedTuple):
@@ -111,18 +107,13 @@ def bare_gemms(rows: int, width: int, vocabulary: int) -> float:
     return 3 * max(2 * rows * width * vocabulary / H100.flops, traffic)
 
 
-def shape_of_arguments(description: str) -> tuple[int, int, int]:
-    """Return rows, hidden size and vocabulary from the command line."""
-    parser = argparse.ArgumentParser(description=description)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
     given = parser.parse_args()
-    return given.rows, given.hidden, given.vocab
-
-
-def main() -> None:
-    N, H, V = shape = shape_of_arguments(__doc__.splitlines()[0])
+    N, H, V = shape = given.rows, given.hidden, given.vocab
     bare = bare_gemms(*shape)
     print(f"{N} x {H} x {V}: three bare GEMMs {bare * 1e3:.1f} ms\n")
     columns = ("ms, R = 6", "/ bare", "in turn", "ms, R = 10", "/ bare", "in turn")
