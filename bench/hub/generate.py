@@ -104,8 +104,6 @@ def generate(out: Path) -> None:
     for backend in BACKENDS:
         identifier = f"_{NAME}_{backend}_{version}"
         files = {name: text.replace(ID, identifier) for name, text in texts.items()}
-        # versions of `kernels` before 0.11 look for the package in a folder with its name
-        files[f"{NAME}/__init__.py"] = (HERE / "nested.py").read_text().replace(ID, identifier)
         variant = out / "build" / f"torch-{backend}"
         write(variant, files | {"metadata.json": metadata(identifier, backend, files)})
     names = re.findall(r'^    "([a-zA-Z]\w*)",$', texts["__init__.py"], flags=re.MULTILINE)
