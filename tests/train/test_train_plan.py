@@ -97,7 +97,7 @@ def test_parameters_are_counted(tmp_path, tied):
     assert Shape(replace(full._config, freeze_head=True)).trained == weights - full.embeddings
 
 
-# by bench/train_memory.py --configurations: MB, sequences, their tokens, settings
+# by bench/train_memory.py: MB, sequences, their tokens, settings
 MEASURED = {
     "lora-q-v": (448, 8, 512, {"lora_rank": 8, "lora_targets": ["q_proj", "v_proj"]}),
     "8-bit": (484, 2, 512, {"optimizer": "adamw_8bit"}),
