@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from fastrl.bench.report import Results, Row, fastest, median, ratio
+from fastrl.bench.report import Results, Row, fastest, ratio
 
 
 class Goal(NamedTuple):
@@ -72,14 +72,9 @@ def table(found: Results) -> list[str]:
 
 
 def _line(goal: Goal, case: Row) -> str:
-    timed = [row for row in case["providers"] if row["seconds"]]
-    ours = min((row for row in timed if row["kind"] == goal.ours), key=median, default=None)
-    if goal.ours == "fastrl":
-        ours = fastest(case)
-    others = [row for row in timed if row["kind"] in goal.against.split("|")]
-    if ours is None or not others:
+    ours, other = fastest(case, goal.ours), fastest(case, *goal.against.split("|"))
+    if ours is None or other is None:
         return ""
-    other = min(others, key=median)
     if goal.speed is not None:
         value, limit = ratio(other, ours), f"at least {goal.speed:g} times as fast"
         met = value >= goal.speed

@@ -6,7 +6,7 @@ import re
 import textwrap
 
 from fastrl.bench.figures import in_seconds
-from fastrl.bench.report import fastest, median, ratio
+from fastrl.bench.report import fastest, head, median, ratio
 
 BLOCK = re.compile(r"(?<=<!-- numbers:begin -->\n).*(?=<!-- numbers:end -->)", re.DOTALL)
 #: What is called, its pass, rows and vocabulary.
@@ -48,7 +48,7 @@ def times(results: dict) -> str:
             ours = fastest(case)
             cells = [work, f"{rows} x {vocabulary}", dtype, in_seconds(median(ours))]
             for kind in KINDS:
-                best = fastest_of(case, kind)
+                best = fastest(case, kind)
                 name = f"{best['name']}, " if best and kind == "peer" else ""
                 cells.append(f"{name}{ratio(best, ours):.2g}" if best else "")
             lines.append(f"| {' | '.join(cells)} |")
@@ -65,18 +65,13 @@ def measured(results: dict, work: str, dtype: str) -> dict:
     return case
 
 
-def fastest_of(case: dict, kind: str) -> dict | None:
-    timed = [row for row in case["providers"] if row["kind"] == kind and row["seconds"]]
-    return min(timed, key=median, default=None)
-
-
 def slower(results: dict) -> str:
     """Name the works in which torch is faster, with both errors."""
     lines = []
     for work in WORK:
         for dtype in ("float32", "bfloat16"):
             case = measured(results, work, dtype)
-            ours, torch = fastest(case), fastest_of(case, "compile")
+            ours, torch = fastest(case), fastest(case, "compile")
             if torch and ratio(torch, ours) < 1:
                 text = f"{torch['name']} is faster for *{work}* in {dtype} on this CPU, with an "
                 text += f"error of {torch['error']:.1e} of the largest gradient (fastrl: "
@@ -109,7 +104,3 @@ def matching(results: dict, size: dict, rows: int | None, vocabulary: int) -> li
         and case["shape"]["vocabulary"] == vocabulary
         and rows in (None, case["shape"]["rows"])
     ]
-
-
-def head(columns: list[str]) -> list[str]:
-    return [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,13 @@ def median(row: Row) -> float:
     return float(statistics.median(row["seconds"].values()))
 
 
+def spread(seconds: Iterable[float]) -> tuple[float, float, float]:
+    """Return the median, and the 20th and 80th percentile."""
+    ordered = sorted(seconds)
+    low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
+    return statistics.median(ordered), low, high
+
+
 def ratio(other: Row, ours: Row) -> float:
     """Return the time of ``other`` over that of ``ours``, paired by round."""
     both = other["seconds"].keys() & ours["seconds"].keys()
@@ -80,10 +87,11 @@ def ratio(other: Row, ours: Row) -> float:
     return float(statistics.median(pairs))
 
 
-def fastest(case: Row) -> Row | None:
-    """Return fastrl's fastest provider of a case that leaves the inputs as they are, or None."""
-    ours = [row for row in case["providers"] if row["kind"] == "fastrl" and row["seconds"]]
-    return min((row for row in ours if not row["failure"]), key=median, default=None)
+def fastest(case: Row, *kinds: str) -> Row | None:
+    """Return the fastest provider of these kinds, or None; by default of fastrl out of place."""
+    of_kinds = [row for row in case["providers"] if row["kind"] in (kinds or ("fastrl",))]
+    timed = [row for row in of_kinds if row["seconds"] and not row["failure"]]
+    return min(timed, key=median, default=None)
 
 
 def failures_of_fastrl(found: Results) -> list[str]:
@@ -121,6 +129,11 @@ NOTES = [
 ]
 
 
+def head(columns: Sequence[str]) -> list[str]:
+    """Return the head of a table whose columns, except for the first one, are numbers."""
+    return [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
+
+
 def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
     """Return the table of a case."""
     gemms = bool(case["flops"])
@@ -129,15 +142,13 @@ def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
     columns = ["provider", "ms (20-80 %)", "time / fastrl"]
     columns += ["TFLOP/s (%)" if gemms else "GB/s (%)", "peak MB", "error"]
     columns += ["kernels us", "host us"] if split else []
-    lines = [f"## {case['name']}", "", f"| {' | '.join(columns)} |"]
-    lines.append(f"| --- |{' ---: |' * (len(columns) - 1)}")
+    lines = [f"## {case['name']}", "", *head(columns)]
     for row in case["providers"]:
         if row["failure"] or not row["seconds"]:
             why = row["failure"].replace("|", "/") or "not timed"
             lines.append(f"| {row['name']} | {why} |" + " |" * (len(columns) - 2))
             continue
-        ordered, took = sorted(row["seconds"].values()), median(row)
-        low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
+        took, low, high = spread(row["seconds"].values())
         rate = case["flops"] / took / 1e12 if gemms else case["bytes_moved"] / took / 1e9
         share = f" ({rate / ceilings[ceiling]:.0%})" if ceilings.get(ceiling) else ""
         cells = [
