@@ -15,7 +15,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.util import find_spec
@@ -27,8 +26,8 @@ import torch
 
 from fastrl.bench.grpo_step import MEMORY, PARTS, SHAPES, TIMED, VARIANTS, Settings, model_config
 from fastrl.bench.machine import machine
+from fastrl.bench.report import Row, head, spread
 
-Row = dict[str, Any]
 #: Default, least value, and meaning.
 NUMBERS: dict[str, tuple[int, int, str]] = {
     "prompts": (4, 1, "prompts of a step"),
@@ -59,15 +58,14 @@ def main(arguments: Sequence[str]) -> int:
         "predicted": _predicted(settings, vocabulary),
         "variants": [],
     }
-    progress = Progress(len(VARIANTS) * (TIMED + settings.steps))
     for variant in VARIANTS:
-        row = _measure(variant, settings, progress)
+        row = _measure(variant, settings)
         found["variants"].append(row)
         (folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
         (folder / "step.md").write_text(markdown(found))
         if row["failure"].startswith(INTERRUPTED):
             break
-    progress.show("")
+    _show("")
     print(f"{markdown(found)}\nwritten: {folder / 'step.json'}, step.md")
     if row["failure"].startswith(INTERRUPTED):
         return 130
@@ -132,7 +130,7 @@ def _predicted(settings: Settings, vocabulary: int) -> dict[str, int]:
     return {"loss": 2 * once, "backward": 3 * once}
 
 
-def _measure(variant: str, settings: Settings, progress: Progress) -> Row:
+def _measure(variant: str, settings: Settings) -> Row:
     """Return a variant as a row of ``step.json``; if it ended early, ``failure`` says why."""
     command = [sys.executable, "-m", "fastrl.bench.grpo_step", variant]
     command.append(json.dumps(settings._asdict()))
@@ -147,17 +145,15 @@ def _measure(variant: str, settings: Settings, progress: Progress) -> Row:
         ):
             assert child.stdout is not None
             try:
-                progress.show(f"{variant}: {part}")
+                _show(f"{variant}: {part}")
                 for line in child.stdout:
                     entry = json.loads(line) if line.startswith('{"') else {}
                     if "step" in entry:
                         steps.append(entry)
-                        progress.count(1, entry["total"])
                     part = entry.get("part", part)
-                    progress.show(f"{variant}: {part}")
+                    _show(f"{variant}: {part}")
                 if child.wait():
                     failure = f"{part}: {_reason(child.returncode, errors)}"
-                    progress.count(TIMED + settings.steps - len(steps))
             except KeyboardInterrupt:
                 child.kill()  # its session is its own, so that it has not been interrupted
                 raise
@@ -175,6 +171,13 @@ def _measure(variant: str, settings: Settings, progress: Progress) -> Row:
     }
 
 
+def _show(text: str) -> None:
+    """Show on a terminal what is measured now; an empty text clears the line."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text:<79.79}\r")
+        sys.stderr.flush()
+
+
 def _reason(status: int, errors: IO[str]) -> str:
     if status < 0:
         return f"killed by signal {-status}, as Linux does when memory runs out"
@@ -184,9 +187,7 @@ def _reason(status: int, errors: IO[str]) -> str:
 
 
 def _part(name: str, steps: list[Row], peak: int | None) -> Row:
-    ordered = sorted(step["seconds"][name] for step in steps)
-    low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
-    median = statistics.median(ordered)
+    median, low, high = spread(step["seconds"][name] for step in steps)
     return {"part": name, "seconds": median, "low": low, "high": high, "peak": peak}
 
 
@@ -196,7 +197,7 @@ def markdown(found: Row) -> str:
     lines = ["# fastrl bench step", ""]
     lines += [*(f"- {name}: {value}" for name, value in about.items() if value), "", NOTES]
     for unit, cell in (("seconds", _seconds), ("MB", _peak)):
-        lines += ["", f"| {unit} | {' | '.join(PARTS)} | step |", "| --- |" + 7 * " ---: |"]
+        lines += ["", *head([unit, *PARTS, "step"])]
         for row in found["variants"]:
             name = f"{row['name']} ({row['failure']})" if row["failure"] else row["name"]
             cells = [cell(one) for one in (*row["parts"], row)] if row["parts"] else 7 * [""]
@@ -214,25 +215,3 @@ def _seconds(one: Row) -> str:
 
 def _peak(one: Row) -> str:
     return "" if one["peak"] is None else f"{one['peak'] / 1e6:,.1f}"
-
-
-class Progress:
-    """A line on a terminal: what is measured now, and how long the rest takes."""
-
-    def __init__(self, steps: int) -> None:
-        self._left, self._seconds = steps, 0.0
-        self._begin = time.monotonic()
-
-    def count(self, steps: int, seconds: float = 0.0) -> None:
-        """Count steps as done; ``seconds`` is what one took, 0 if that is not known."""
-        self._left, self._seconds = self._left - steps, seconds or self._seconds
-        self._begin = time.monotonic()
-
-    def show(self, text: str) -> None:
-        """Show the text and the time left; an empty text clears the line."""
-        if text and self._seconds:
-            begun = min(1.0, (time.monotonic() - self._begin) / self._seconds)  # of this step
-            text = f"about {(self._left - begun) * self._seconds:.0f} s left: {text}"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{text:<79.79}\r")
-            sys.stderr.flush()
