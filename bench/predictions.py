@@ -140,7 +140,7 @@ def _of_h100() -> list[str]:
     lines = ["| case | Triton | CUDA |", "| --- | ---: | ---: |"]
     device = torch.device("cuda")
     for case in cases(SELECTIONS["cuda"], (FORWARD, BOTH), device, ("triton", "cuda"), ()):
-        kept = case._asdict() | {"dtype": str(case.dtype).removeprefix("torch.")}
+        kept = case.described()
         if not has_prediction(kept):
             continue
         times = [seconds(kept, f"fastrl {backend}", MACHINE) for backend in ("triton", "cuda")]

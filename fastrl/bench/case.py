@@ -12,6 +12,16 @@ Inputs = dict[str, Any]
 FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
 
 
+class Size(NamedTuple):
+    """One entry of a selection; ``rows`` are all tokens, or all answers to all prompts."""
+
+    op: str  # the public function
+    model: str  # whose shape it is; "" for operators without a vocabulary
+    rows: int
+    dtype: torch.dtype
+    variant: str = ""  # what is unusual: "half the rows masked", "frozen head"
+
+
 class Provider(NamedTuple):
     """One implementation of a case's work, called as its users call it.
 
@@ -35,23 +45,28 @@ class Case(NamedTuple):
     output of an untimed forward; ``both`` is one after the other.
     """
 
-    op: str  # the public function
+    size: Size
     step: str  # one of PASSES
-    model: str  # whose shape it is; "" for operators without a vocabulary
     shape: Mapping[str, int]  # rows, hidden, vocabulary; sequences, tokens; prompts, group_size
-    dtype: torch.dtype
     inputs: Callable[[int], Inputs]  # made from a seed, on the device of the run
     providers: Sequence[Provider]
     error: Callable[[Any, Inputs], float]  # of the output (forward) or gradients, against float64
     leaves: tuple[str, ...] = ()  # the inputs whose gradients are computed
     bytes_moved: int = 0  # the least that this work must read and write
     flops: int = 0  # the least arithmetic of its GEMMs; 0 where memory is the limit
-    variant: str = ""  # what is unusual: "half the rows masked", "frozen head"
 
     @property
     def name(self) -> str:
         """Identify the case within a run."""
-        sizes = " x ".join(map(str, self.shape.values()))
-        dtype = str(self.dtype).removeprefix("torch.")
-        parts = (self.op, self.step, self.model, sizes, dtype, self.variant)
+        op, model, _, dtype, variant = self.size
+        shape = " x ".join(map(str, self.shape.values()))
+        parts = (op, self.step, model, shape, str(dtype).removeprefix("torch."), variant)
         return ", ".join(part for part in parts if part)
+
+    def described(self) -> dict[str, Any]:
+        """Return what a report has of it."""
+        op, model, _, dtype, variant = self.size
+        kept = {"name": self.name, "op": op, "step": self.step, "model": model, "variant": variant}
+        kept["dtype"] = str(dtype).removeprefix("torch.")
+        moved = {"bytes_moved": self.bytes_moved, "flops": self.flops}
+        return {**kept, "shape": dict(self.shape), **moved}

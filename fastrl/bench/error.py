@@ -131,7 +131,7 @@ class Error:
 
     def logits(self, inputs: Inputs, part: Part) -> Tensor:
         """Return the logits of a few rows in float64."""
-        return _double(inputs["logits"][part])
+        return double(inputs["logits"][part])
 
     def tokens(self, inputs: Inputs, part: Part) -> Inputs:
         """Return what belongs to these rows."""
@@ -139,7 +139,7 @@ class Error:
         for name in [name for name in self.work.names if name in inputs]:
             one = inputs[name]
             one = one.expand(inputs["token_ids"].shape) if one.dim() == 2 else one
-            found[name] = _double(one[part])
+            found[name] = double(one[part])
         return found
 
     def compared(self, answer: Any, inputs: Inputs) -> list[Tensor]:
@@ -196,7 +196,7 @@ class LinearError(Error):
         """Return what belongs to these rows; a teacher's logits are computed."""
         found = super().tokens(inputs, part)
         if "teacher_weight" in self.heads:
-            hidden = _double(inputs["teacher_hidden"][part])
+            hidden = double(inputs["teacher_hidden"][part])
             found["teacher_logits"] = hidden @ self.heads["teacher_weight"].T
         return found
 
@@ -225,7 +225,7 @@ class LinearError(Error):
                 return [torch.cat(dhidden)]
             columns = self.columns(inputs)
             dhead = sum(
-                self.slopes(inputs, part)[:, columns].T @ _double(inputs["hidden"][part][0])
+                self.slopes(inputs, part)[:, columns].T @ double(inputs["hidden"][part][0])
                 for part in parts(inputs)
             )
             return [torch.cat(dhidden), torch.as_tensor(dhead)]
@@ -233,5 +233,6 @@ class LinearError(Error):
             self.heads = {}
 
 
-def _double(x: Tensor) -> Tensor:
+def double(x: Tensor) -> Tensor:
+    """Return numbers in float64; integers and masks as they are."""
     return x.double() if x.is_floating_point() else x

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl.bench.case import Inputs
+from fastrl.bench.case import Inputs, Size
 from fastrl.bench.error import logprobs_of, parts
 from fastrl.bench.models import MODELS
 
@@ -18,20 +17,11 @@ AUTOCAST, FROZEN, WITH_TEACHER = "float32 weights, autocast", "frozen head", "wi
 PACKED_SEQUENCES = 64  # in one row
 
 
-class Size(NamedTuple):
-    """One entry of a selection; ``rows`` are all tokens, or all answers to all prompts."""
-
-    op: str
-    model: str
-    rows: int
-    dtype: torch.dtype
-    variant: str = ""
-
-    def sequences(self) -> tuple[int, int]:
-        """Return sequences and tokens of each: some peers take one advantage per sequence."""
-        counts = (1,) if self.variant == PACKED else (8, 2, 1)
-        sequences = next(count for count in counts if self.rows % count == 0)
-        return sequences, self.rows // sequences
+def sequences(size: Size) -> tuple[int, int]:
+    """Return sequences and tokens of each: some peers take one advantage per sequence."""
+    counts = (1,) if size.variant == PACKED else (8, 2, 1)
+    found = next(count for count in counts if size.rows % count == 0)
+    return found, size.rows // found
 
 
 class Source:
@@ -64,7 +54,7 @@ def logits_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
     """Return logits with one raised target per row, and what comes with a rollout."""
     source = Source(device, seed)
     vocabulary = MODELS[size.model].vocabulary
-    B, T = size.sequences()
+    B, T = sequences(size)
     logits = torch.empty(
         B, T + (size.variant == SLICED), vocabulary, dtype=size.dtype, device=device
     )
@@ -81,7 +71,7 @@ def linear_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
     """Return hidden states and a head with such logits, and what comes with a rollout."""
     source = Source(device, seed)
     hidden_size, vocabulary = MODELS[size.model]
-    B, T = size.sequences()
+    B, T = sequences(size)
     weight = source.normal(vocabulary, hidden_size) * (STD / hidden_size**0.5)
     ids = source.integers(vocabulary, B, T)
     hidden, chosen = source.normal(B, T, hidden_size), weight[ids]

@@ -60,9 +60,7 @@ def _measured(case: Case, device: torch.device, settings: Settings, journal: Jou
     conditions = Conditions() if device.type == "cpu" else None
     left_out = journal.left_out(case.name)
     found = measure(case, device, settings.plan, left_out, trying, conditions)
-    kept = {name: getattr(case, name) for name in ("name", "op", "step", "model", "variant")}
-    kept |= {"shape": dict(case.shape), "dtype": str(case.dtype).removeprefix("torch.")}
-    kept |= {"device": device.type, "bytes_moved": case.bytes_moved, "flops": case.flops}
+    kept = case.described() | {"device": device.type}
     if conditions is not None:
         kept |= conditions.found()
     return record(kept, [dataclasses.asdict(one) for one in found])

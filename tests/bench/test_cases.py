@@ -7,7 +7,7 @@ import torch
 
 from fastrl.backend import unavailable
 from fastrl.bench.case import PASSES
-from fastrl.bench.cases import OPS, SELECTIONS, Size, cases
+from fastrl.bench.cases import OPS, SELECTIONS, WITHOUT_BACKWARD, Size, cases
 from fastrl.bench.peers import PEERS
 from fastrl.bench.timing import Calls, Plan
 
@@ -46,7 +46,7 @@ def test_answers(op, step):
                 assert error.endswith("need a CUDA device") or "pip install" in error
             else:
                 budgets = OURS if provider.kind.startswith("fastrl") else BUDGETS
-                assert error <= budgets[case.dtype], (case.name, provider.name)
+                assert error <= budgets[case.size.dtype], (case.name, provider.name)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_libraries(op, peers):
             error = answered(case, provider, run)
             trl = provider.name.startswith("TRL")
             assert trl or isinstance(error, float) or "CUDA" in error or "pip install" in error
-            assert not trl or error <= BUDGETS[case.dtype], (case.name, provider.name)
+            assert not trl or error <= BUDGETS[case.size.dtype], (case.name, provider.name)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("gae", "group_advantages")])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in WITHOUT_BACKWARD])
 def test_torch_compile_takes_the_function_whole(op, monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="eager", **o))
@@ -82,7 +82,7 @@ def test_torch_compile_takes_the_function_whole(op, monkeypatch):
         compiled = [provider for provider in case.providers if provider.kind == "compile"]
         assert compiled
         for provider in compiled:
-            assert answered(case, provider, run) <= BUDGETS[case.dtype], provider.name
+            assert answered(case, provider, run) <= BUDGETS[case.size.dtype], provider.name
 
 
 @pytest.mark.parametrize("op", ["logits_policy_loss", "linear_policy_loss", "policy_loss"])

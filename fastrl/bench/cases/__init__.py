@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from fastrl.bench.case import PASSES, Case
+from fastrl.bench.case import BACKWARD, FORWARD, PASSES, Case, Size
 from fastrl.bench.cases import divergence, kept_tokens, linear, logits, tokens
+from fastrl.bench.cases.kept_tokens import KEPT
 from fastrl.bench.cases.selections import SELECTIONS
-from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, PACKED, SLICED, WITH_TEACHER, Size
+from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, PACKED, SLICED, WITH_TEACHER
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, participants
 
-__all__ = ["OPS", "SELECTIONS", "WITHOUT_MODEL", "Size", "cases"]
+__all__ = ["OPS", "SELECTIONS", "WITHOUT_BACKWARD", "Size", "cases"]
 
 
 def _linear_policy_loss(size: Size, step: str, who: Participants) -> Case:
@@ -25,33 +26,22 @@ def _linear_policy_loss(size: Size, step: str, who: Participants) -> Case:
     return linear.linear_policy_loss(size, step, who)
 
 
-#: From size, pass and participants to the case, or None where the pass has no meaning.
-OPS: dict[str, Callable[[Size, str, Participants], Case | None]] = {
-    "token_logprobs": logits.token_logprobs,
-    "token_stats": logits.token_stats,
-    "logits_policy_loss": logits.logits_policy_loss,
-    "linear_token_logprobs": linear.linear_token_logprobs,
-    "linear_policy_loss": _linear_policy_loss,
-    "token_divergence": divergence.token_divergence,
-    "linear_divergence": divergence.linear_divergence,
-    "policy_loss": tokens.policy_loss,
-    "gae": tokens.gae,
-    "group_advantages": tokens.group_advantages,
+Make = Callable[[Size, str, Participants], Case]
+#: What makes the case of a size and a pass, and regular expressions of its variants.
+OPS: dict[str, tuple[Make, tuple[str, ...]]] = {
+    "token_logprobs": (logits.token_logprobs, (SLICED,)),
+    "token_stats": (logits.token_stats, (SLICED,)),
+    "logits_policy_loss": (logits.logits_policy_loss, (MASKED, PACKED, SLICED)),
+    "linear_token_logprobs": (linear.linear_token_logprobs, ()),
+    "linear_policy_loss": (_linear_policy_loss, (MASKED, AUTOCAST, FROZEN, WITH_TEACHER, KEPT)),
+    "token_divergence": (divergence.token_divergence, tuple(divergence.BETAS)),
+    "linear_divergence": (divergence.linear_divergence, tuple(divergence.BETAS)),
+    "policy_loss": (tokens.policy_loss, (tokens.SEQUENCE_LEVEL, tokens.LEVEL_AND_LENGTH)),
+    "gae": (tokens.gae, (tokens.LENGTH,)),
+    "group_advantages": (tokens.group_advantages, (tokens.GROUPS,)),
 }
-WITHOUT_MODEL = ("policy_loss", "gae", "group_advantages")
-#: Regular expressions of what may be unusual about a case.
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "token_logprobs": (SLICED,),
-    "token_stats": (SLICED,),
-    "logits_policy_loss": (MASKED, PACKED, SLICED),
-    "linear_token_logprobs": (),
-    "linear_policy_loss": (MASKED, AUTOCAST, FROZEN, WITH_TEACHER, r"[1-9]\d* kept"),
-    "token_divergence": tuple(divergence.BETAS),
-    "linear_divergence": tuple(divergence.BETAS),
-    "policy_loss": (tokens.SEQUENCE_LEVEL, f"({tokens.SEQUENCE_LEVEL}, )?{tokens.LENGTH}"),
-    "gae": (tokens.LENGTH,),
-    "group_advantages": (tokens.GROUPS,),
-}
+WITHOUT_BACKWARD = ("gae", "group_advantages")
+WITHOUT_MODEL = ("policy_loss", *WITHOUT_BACKWARD)
 
 
 def cases(
@@ -85,18 +75,23 @@ def cases(
     who = participants(device, backends, peers)
     for step in steps:
         _known("steps", step, PASSES)
+    made: list[Case] = []
     for size in sizes:
         _known("op", size.op, OPS)
+        make, variants = OPS[size.op]
         _known("model", size.model, ("",) if size.op in WITHOUT_MODEL else MODELS)
-        if not any(re.fullmatch(known, size.variant) for known in ("", *VARIANTS[size.op])):
-            known = "; ".join(VARIANTS[size.op])
+        if not any(re.fullmatch(known, size.variant) for known in ("", *variants)):
+            known = "; ".join(variants)
             raise ValueError(
                 f"variant of {size.op} must match one of {known}, got {size.variant!r}"
             )
         if size.rows < 1:
             raise ValueError(f"rows must be at least 1, got {size.rows}")
-    made = (OPS[size.op](size, step, who) for size in sizes for step in steps)
-    return [*{case.name: case for case in made if case is not None}.values()]
+        passes = steps
+        if size.op in WITHOUT_BACKWARD:
+            passes = [FORWARD for step in steps if step != BACKWARD]
+        made += [make(size, step, who) for step in passes]
+    return [*{case.name: case for case in made}.values()]
 
 
 def _known(argument: str, name: str, names: Collection[str]) -> None:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import fastrl
 from fastrl.backend import Backend
-from fastrl.bench.case import Case, Inputs
+from fastrl.bench.case import Case, Inputs, Size
 from fastrl.bench.cases.linear import linear_case, loss
 from fastrl.bench.cases.logits import logits_case
 from fastrl.bench.error import ROLLOUT, Work, clipped, logprobs_of
-from fastrl.bench.inputs import STD, Size, Source, linear_inputs, logits_inputs
+from fastrl.bench.inputs import STD, Source, linear_inputs, logits_inputs
 from fastrl.bench.peers import Participants, divergence_peers
 
 BETAS = {"": 1.0, "reverse KL": 1.0, "forward KL": 0.0, "Jensen-Shannon": 0.5}

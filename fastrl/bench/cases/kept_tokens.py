@@ -9,11 +9,13 @@ from torch import Tensor
 
 import fastrl
 from fastrl.backend import Backend
-from fastrl.bench.case import Case, Inputs
+from fastrl.bench.case import Case, Inputs, Size
 from fastrl.bench.cases.linear import linear_case, loss
 from fastrl.bench.error import ROLLOUT, Work, clipped, logprobs_of, parts
-from fastrl.bench.inputs import Size, Source, linear_inputs
+from fastrl.bench.inputs import Source, linear_inputs
 from fastrl.bench.peers import Participants
+
+KEPT = r"[1-9]\d* kept"
 
 
 def loss_of_kept(size: Size, step: str, who: Participants) -> Case:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import fastrl
 from fastrl.backend import Backend
-from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
+from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider, Size
 from fastrl.bench.cases.logits import OBJECTIVE
 from fastrl.bench.error import LOGPROBS, LOSS, LinearError, Work
-from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, Size, linear_inputs
+from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, linear_inputs
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, liger_linear_grpo, linear_peers
 
@@ -78,17 +78,14 @@ def linear_case(
     # CPUs without AMX multiply 16 bits more slowly than float32
     gemm_dtype = torch.float32 if who.device.type == "cpu" else size.dtype
     return Case(
-        op=size.op,
+        size=size,
         step=step,
-        model=size.model,
         shape={"rows": size.rows, "hidden": hidden_size, "vocabulary": vocabulary},
-        dtype=size.dtype,
         inputs=lambda seed: inputs(size, who.device, seed),
         providers=[*providers, _gemms(trained, gemm_dtype)],
         error=LinearError(work, step, trained=trained),
         leaves=() if step == FORWARD and not work.mean else leaves,
         flops=2 * gemms * rows * hidden_size * vocabulary,
-        variant=size.variant,
     )
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fastrl
 from fastrl.backend import Backend
-from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
+from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider, Size
 from fastrl.bench.error import LOGPROBS, LOSS, STATS, Error, Work
-from fastrl.bench.inputs import MASKED, PACKED, Size, logits_inputs
+from fastrl.bench.inputs import MASKED, PACKED, logits_inputs
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Forward, Participants, liger_grpo, logits_peers, trl_stats
 
@@ -59,15 +59,8 @@ def logits_policy_loss(size: Size, step: str, who: Participants) -> Case:
     providers = who.fastrl(ours)
     kernels = tuple(name for name in who.backends if name != "reference")
     for one in who._replace(backends=kernels).fastrl(in_place):
-        providers.append(
-            Provider(
-                f"{one.name} in place",
-                "fastrl in place",
-                one.forward,
-                over_logits,
-                one.prepare or copied,
-            )
-        )
+        name, kind, prepare = f"{one.name} in place", "fastrl in place", one.prepare or copied
+        providers.append(Provider(name, kind, one.forward, over_logits, prepare))
     providers += logits_peers(who, loss=True)
     if size.variant != PACKED:  # Liger takes one advantage per row of tokens
         providers += liger_grpo(who)
@@ -123,17 +116,14 @@ def logits_case(
     moved = (reads * len(copied) * share + writes) * size.rows * vocabulary * size.dtype.itemsize
     eager = who.eager(work.eager, ("logits", *work.names), size.dtype)
     return Case(
-        op=size.op,
+        size=size,
         step=step,
-        model=size.model,
         shape={"rows": size.rows, "vocabulary": vocabulary},
-        dtype=size.dtype,
         inputs=lambda seed: inputs(size, who.device, seed),
         providers=[*ours_and_peers, *eager, floor("copy", Copy(*copied), step)],
         error=Error(work, step),
         leaves=() if step == FORWARD and not work.mean else ("logits",),
         bytes_moved=int(moved),
-        variant=size.variant,
     )
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, PACKED, SLICED, WITH_TEACHER, Size
+from fastrl.bench.case import Size
+from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, PACKED, SLICED, WITH_TEACHER
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 BOTH = (FLOAT32, BFLOAT16)

@@ -11,19 +11,20 @@ from torch import Tensor
 
 import fastrl
 from fastrl.backend import Backend
-from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
+from fastrl.bench.case import FORWARD, Case, Inputs, Provider, Size
 from fastrl.bench.cases.logits import OBJECTIVE, Copy, floor
-from fastrl.bench.error import clipped, masked_mean
-from fastrl.bench.inputs import Size, Source
+from fastrl.bench.error import clipped, double, masked_mean
+from fastrl.bench.inputs import Source, sequences
 from fastrl.bench.peers import Participants, torchrl_gae
 
 GAMMA, LAM = 1.0, 0.95
 EPS = 1e-4  # added to the deviation of a group
 LONGEST_LOOP = 4096  # tokens that a loop of torch calls takes in bearable time
-CHECKED_TOKENS = 2**18
+CHECKED_ROWS = 64
 LENGTH = r"[1-9]\d* tokens each"
 GROUPS = r"groups of [1-9]\d*( by id)?"
 SEQUENCE_LEVEL = "sequence level"
+LEVEL_AND_LENGTH = f"({SEQUENCE_LEVEL}, )?{LENGTH}"
 
 
 def policy_loss(size: Size, step: str, who: Participants) -> Case:
@@ -54,7 +55,7 @@ def policy_loss(size: Size, step: str, who: Participants) -> Case:
         return dict(zip(names, (logprobs, old, advantages, _mask(source, B, T)), strict=True))
 
     def error(answer: Any, inputs: Inputs) -> float:
-        exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        exact = {name: double(x) for name, x in inputs.items()}
         leaf = exact["logprobs"].requires_grad_()
         truth = eager(leaf, *(exact[name] for name in names[1:]))
         if step == FORWARD:
@@ -62,34 +63,25 @@ def policy_loss(size: Size, step: str, who: Participants) -> Case:
         (truth,) = torch.autograd.grad(truth, leaf)
         return _relative(answer[0], truth)
 
-    reads, writes = {FORWARD: (9, 0), BACKWARD: (9, 4), BOTH: (9, 4)}[step]
-    copy = floor("copy", Copy("logprobs", "old_logprobs"), step)
-    return Case(
-        op=size.op,
-        step=step,
-        model="",
+    return _case(
+        size,
+        step,
+        [*who.fastrl(ours), *who.eager(eager, names, torch.float32)],
+        copied=("logprobs", "old_logprobs"),
         shape={"sequences": B, "tokens": T},
-        dtype=torch.float32,
         inputs=inputs,
-        providers=[*who.fastrl(ours), *who.eager(eager, names, torch.float32), copy],
         error=error,
         leaves=("logprobs",),
-        bytes_moved=(reads + writes) * B * T,
-        variant=size.variant,
+        bytes_moved=(9 if step == FORWARD else 13) * B * T,
     )
 
 
-def gae(size: Size, step: str, who: Participants) -> Case | None:
-    """Generalized advantage estimation of padded rollouts, which has no backward pass."""
-    if step == BACKWARD:
-        return None
-    step = FORWARD
+def gae(size: Size, step: str, who: Participants) -> Case:
+    """Generalized advantage estimation of padded rollouts."""
     B, T = _sequences(size)
 
     def ours(inputs: Inputs, backend: Backend) -> Tensor:
-        names = ("rewards", "values", "mask")
-        arguments = (inputs[name] for name in names)
-        return fastrl.gae(*arguments, gamma=GAMMA, lam=LAM, backend=backend).advantages
+        return fastrl.gae(**inputs, gamma=GAMMA, lam=LAM, backend=backend).advantages
 
     def inputs(seed: int) -> Inputs:
         source = Source(who.device, seed)
@@ -101,21 +93,15 @@ def gae(size: Size, step: str, who: Participants) -> Case | None:
     providers = who._replace(backends=kernels).fastrl(ours)
     if quick and "eager" in who.peers:
         providers.append(Provider("eager", "eager", _gae_loop))
-    return Case(
-        op=size.op,
-        step=step,
-        model="",
+    return _case(
+        size,
+        step,
+        [*providers, *torchrl_gae(who, GAMMA, LAM)],
+        copied=("rewards", "values"),
         shape={"sequences": B, "tokens": T},
-        dtype=torch.float32,
         inputs=inputs,
-        providers=[
-            *providers,
-            *torchrl_gae(who, GAMMA, LAM),
-            floor("copy", Copy("rewards", "values"), step),
-        ],
         error=_gae_error,
         bytes_moved=17 * B * T,  # advantages and returns are written
-        variant=size.variant,
     )
 
 
@@ -134,29 +120,14 @@ def _gae_loop(inputs: Inputs) -> Tensor:
 
 
 def _gae_error(answer: Tensor, inputs: Inputs) -> float:
-    """Of the first rows, one number at a time."""
-    count = max(1, CHECKED_TOKENS // answer.shape[1])
-    names = ("rewards", "values", "mask")
-    truth = []
-    for rewards, values, mask in zip(
-        *(inputs[name][:count].tolist() for name in names), strict=True
-    ):
-        advantage = following = 0.0
-        row = []
-        for reward, value, active in zip(rewards[::-1], values[::-1], mask[::-1], strict=True):
-            if active:
-                advantage = reward + GAMMA * following - value + GAMMA * LAM * advantage
-                following = value
-            row.append(advantage if active else 0.0)
-        truth.append(row[::-1])
-    return _relative(answer[:count].cpu(), torch.tensor(truth, dtype=torch.float64))
+    """Of the last tokens of the first rows: no advantage depends on what comes before it."""
+    part = slice(CHECKED_ROWS), slice(-LONGEST_LOOP, None)
+    exact = {name: double(x[part]) for name, x in inputs.items()}
+    return _relative(answer[part], _gae_loop(exact))
 
 
-def group_advantages(size: Size, step: str, who: Participants) -> Case | None:
-    """Rewards to advantages within groups, without a backward pass; ``rows``: all answers."""
-    if step == BACKWARD:
-        return None
-    step = FORWARD
+def group_advantages(size: Size, step: str, who: Participants) -> Case:
+    """Rewards to advantages within groups; ``rows``: all answers."""
     named = re.search(r"groups of (\d+)", size.variant)
     group = int(named[1]) if named else 8
     by_id = size.variant.endswith("by id")
@@ -181,17 +152,15 @@ def group_advantages(size: Size, step: str, who: Participants) -> Case | None:
     providers = who.fastrl(ours)
     if "eager" in who.peers:
         providers.append(Provider("eager", "eager", eager))
-    return Case(
-        op=size.op,
-        step=step,
-        model="",
+    return _case(
+        size,
+        step,
+        providers,
+        copied=("rewards",),
         shape={"prompts": prompts, "group_size": group},
-        dtype=torch.float32,
         inputs=inputs,
-        providers=[*providers, floor("copy", Copy("rewards"), step)],
         error=error,
         bytes_moved=(25 if by_id else 17) * prompts * group,
-        variant=size.variant,
     )
 
 
@@ -214,10 +183,18 @@ def _lists(inputs: Inputs) -> Tensor:
     return advantages
 
 
+def _case(
+    size: Size, step: str, providers: list[Provider], copied: tuple[str, ...], **fields: Any
+) -> Case:
+    """Return a case in float32 with a copy of these inputs."""
+    providers = [*providers, floor("copy", Copy(*copied), step)]
+    return Case(size._replace(dtype=torch.float32), step, providers=providers, **fields)
+
+
 def _sequences(size: Size) -> tuple[int, int]:
     named = re.search(r"(\d+) tokens each", size.variant)
     if named is None:
-        return size.sequences()
+        return sequences(size)
     tokens = min(int(named[1]), size.rows)
     return size.rows // tokens, tokens
 
