@@ -107,12 +107,12 @@ class Error:
     """The error of an answer against float64.
 
     Log-probabilities and losses relative to the larger of 1 and their size, gradients to their
-    largest element; per token and of gradients, only the first rows are compared. The truth is
-    computed once for the inputs of the last call.
+    largest element; per token and of gradients, only the first rows are compared, and of a trained
+    head's the rows of their tokens. The truth is computed once for the inputs of the last call.
     """
 
-    def __init__(self, work: Work, step: str) -> None:
-        self.work, self.step = work, step
+    def __init__(self, work: Work, step: str, *, trained: bool = False) -> None:
+        self.work, self.step, self.trained = work, step, trained
         self.inputs: Inputs | None = None
 
     @torch.no_grad()
@@ -129,108 +129,60 @@ class Error:
         errors = [((one.double() - truth).abs() / size).max() for one, truth, size in pairs]
         return float(torch.stack(errors).max())  # unlike Python's max, NaN if any is
 
-    def logits(self, inputs: Inputs, part: Part) -> Tensor:
-        """Return the logits of a few rows in float64."""
-        return double(inputs["logits"][part])
-
-    def tokens(self, inputs: Inputs, part: Part) -> Inputs:
-        """Return what belongs to these rows."""
-        found: Inputs = {}
-        for name in [name for name in self.work.names if name in inputs]:
-            one = inputs[name]
-            one = one.expand(inputs["token_ids"].shape) if one.dim() == 2 else one
-            found[name] = double(one[part])
-        return found
-
     def compared(self, answer: Any, inputs: Inputs) -> list[Tensor]:
         """Return what is compared of an answer."""
-        if self.step == FORWARD and self.work.mean:
-            return [answer]
         values = [answer] if torch.is_tensor(answer) else answer
-        return [checked_rows(value, inputs) for value in values]
-
-    def exact(self, inputs: Inputs) -> list[Tensor]:
-        """Return the truth."""
-        if self.step != FORWARD:
-            return [torch.cat([self.slopes(inputs, part) for part in checked(inputs)])]
-        if self.work.mean:
-            return [torch.stack([self.total(inputs, part) for part in parts(inputs)]).sum()]
-        found = []
-        for part in checked(inputs):
-            values = self.work.values(self.logits(inputs, part), self.tokens(inputs, part))
-            found.append([value.flatten() for value in values])
-        return [torch.cat(values) for values in zip(*found, strict=True)]
-
-    def total(self, inputs: Inputs, part: Part, logits: Tensor | None = None) -> Tensor:
-        """Return these rows' share of the outputs' sum."""
-        tokens = self.tokens(inputs, part)
-        values = self.work.values(self.logits(inputs, part) if logits is None else logits, tokens)
-        total = torch.stack(values)
-        if self.work.mean:
-            total = total * tokens["mask"] / inputs["mask"].sum()
-        return total.sum()
-
-    def slopes(self, inputs: Inputs, part: Part) -> Tensor:
-        """Return the gradient of these rows' logits, of outputs whose gradients are 1."""
-        leaf = self.logits(inputs, part).requires_grad_()
-        with torch.enable_grad():
-            total = self.total(inputs, part, leaf)
-        gradient: Tensor = torch.autograd.grad(total, leaf)[0]
-        return gradient.flatten(0, 1)
-
-
-class LinearError(Error):
-    """The same from hidden states and a head; of its gradient the rows of the checked tokens."""
-
-    def __init__(self, work: Work, step: str, *, trained: bool) -> None:
-        super().__init__(work, step)
-        self.trained = trained
-
-    def logits(self, inputs: Inputs, part: Part) -> Tensor:
-        """Return the logits of a few rows in float64."""
-        hidden: Tensor = inputs["hidden"][part]
-        logits: Tensor = hidden.double() @ self.heads["weight"].T
-        return logits
-
-    def tokens(self, inputs: Inputs, part: Part) -> Inputs:
-        """Return what belongs to these rows; a teacher's logits are computed."""
-        found = super().tokens(inputs, part)
-        if "teacher_weight" in self.heads:
-            hidden = double(inputs["teacher_hidden"][part])
-            found["teacher_logits"] = hidden @ self.heads["teacher_weight"].T
-        return found
-
-    def compared(self, answer: Any, inputs: Inputs) -> list[Tensor]:
-        """Return what is compared of an answer."""
         if self.step == FORWARD:
-            return super().compared(answer, inputs)
-        rows = [checked_rows(answer[0], inputs)]
-        return rows + [x[self.columns(inputs)] for x in answer[1:]]
-
-    def columns(self, inputs: Inputs) -> Tensor:
-        """Return the tokens whose rows of the head's gradient are compared."""
-        ids: Tensor = checked_rows(inputs["token_ids"], inputs)
-        return ids.unique()  # type: ignore[no-any-return]
+            return values if self.work.mean else [checked_rows(one, inputs) for one in values]
+        rows, *heads = values
+        return [checked_rows(rows, inputs), *(head[_columns(inputs)] for head in heads)]
 
     def exact(self, inputs: Inputs) -> list[Tensor]:
-        """Return the truth; the head's gradient takes a pass over all rows."""
-        heads = ("weight", "teacher_weight")
-        self.heads = {name: inputs[name].double() for name in heads if name in inputs}
-        try:
+        """Return the truth; a loss and the gradient of a head take a pass over all rows."""
+        heads = {name: double(x) for name, x in inputs.items() if name.endswith("weight")}
+        every = self.work.mean if self.step == FORWARD else self.trained
+        few, found, dhead = checked(inputs), [], torch.zeros(())
+        for part in parts(inputs) if every else few:
+            logits = _logits(inputs, part, heads).requires_grad_(self.step != FORWARD)
+            tokens = {name: _tokens(name, inputs, part, heads) for name in self.work.names}
+            with torch.enable_grad():
+                values = torch.stack(self.work.values(logits, tokens))
+                if self.work.mean:
+                    values = values * tokens["mask"] / inputs["mask"].sum()
             if self.step == FORWARD:
-                return super().exact(inputs)
-            compared = checked(inputs)
-            dhidden = [self.slopes(inputs, part) @ self.heads["weight"] for part in compared]
-            if not self.trained:
-                return [torch.cat(dhidden)]
-            columns = self.columns(inputs)
-            dhead = sum(
-                self.slopes(inputs, part)[:, columns].T @ double(inputs["hidden"][part][0])
-                for part in parts(inputs)
-            )
-            return [torch.cat(dhidden), torch.as_tensor(dhead)]
-        finally:
-            self.heads = {}
+                found.append(values.flatten(1))
+                continue
+            slopes = torch.autograd.grad(values, logits, torch.ones_like(values))[0].flatten(0, 1)
+            if part in few:
+                found.append(slopes @ heads["weight"] if heads else slopes)
+            if self.trained:
+                hidden = double(inputs["hidden"][part]).flatten(0, 1)
+                dhead = dhead + slopes[:, _columns(inputs)].T @ hidden
+        if self.step != FORWARD:
+            return [torch.cat(found), dhead] if self.trained else [torch.cat(found)]
+        values = torch.cat(found, 1)
+        return [values.sum()] if self.work.mean else [*values]
+
+
+def _columns(inputs: Inputs) -> Tensor:
+    """Return the tokens whose rows of the head's gradient are compared."""
+    return checked_rows(inputs["token_ids"], inputs).unique()  # type: ignore[no-any-return]
+
+
+def _logits(inputs: Inputs, part: Part, heads: Inputs, of: str = "") -> Tensor:
+    """Return the logits of a few rows in float64, which may have to be computed."""
+    if f"{of}weight" in heads:
+        logits: Tensor = double(inputs[f"{of}hidden"][part]) @ heads[f"{of}weight"].T
+        return logits
+    return double(inputs[f"{of}logits"][part])
+
+
+def _tokens(name: str, inputs: Inputs, part: Part, heads: Inputs) -> Tensor:
+    """Return what belongs to a few rows."""
+    if name == "teacher_logits":
+        return _logits(inputs, part, heads, "teacher_")
+    one: Tensor = inputs[name]
+    return double((one.expand(inputs["token_ids"].shape) if one.dim() == 2 else one)[part])
 
 
 def double(x: Tensor) -> Tensor:

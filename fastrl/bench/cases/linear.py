@@ -12,7 +12,7 @@ import fastrl
 from fastrl.backend import Backend
 from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider, Size
 from fastrl.bench.cases.logits import OBJECTIVE
-from fastrl.bench.error import LOGPROBS, LOSS, LinearError, Work
+from fastrl.bench.error import LOGPROBS, LOSS, Error, Work
 from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, linear_inputs
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, liger_linear_grpo, linear_peers
@@ -83,7 +83,7 @@ def linear_case(
         shape={"rows": size.rows, "hidden": hidden_size, "vocabulary": vocabulary},
         inputs=lambda seed: inputs(size, who.device, seed),
         providers=[*providers, _gemms(trained, gemm_dtype)],
-        error=LinearError(work, step, trained=trained),
+        error=Error(work, step, trained=trained),
         leaves=() if step == FORWARD and not work.mean else leaves,
         flops=2 * gemms * rows * hidden_size * vocabulary,
     )
