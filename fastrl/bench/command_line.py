@@ -232,7 +232,7 @@ def _listing() -> str:
     lines.append("backends here:")
     lines += [f"  {name:<14}{unavailable(name) or 'works'}" for name in BACKENDS]
     lines.append("peers, and what pip calls them:")
-    for name, (_, distribution) in PEERS.items():
+    for name, (*_, distribution) in PEERS.items():
         missing = "" if is_installed(name) else " (not installed)"
         lines.append(f"  {name:<20}{distribution}{missing}")
     return "\n".join(lines)

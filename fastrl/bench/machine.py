@@ -29,9 +29,9 @@ def machine(device: torch.device) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": torch.__version__,
     }
-    versions = {name: version(name) for name in ("triton", *(peer[1] for peer in PEERS.values()))}
+    versions = {name: version(name) for name in ("triton", *(pip for _, _, pip in PEERS.values()))}
     found |= {name: one for name, one in versions.items() if one}
-    missing = [distribution for name, (_, distribution) in PEERS.items() if not is_installed(name)]
+    missing = [pip for name, (*_, pip) in PEERS.items() if not is_installed(name)]
     return found | {"not installed": ", ".join(missing)}
 
 

@@ -19,23 +19,21 @@ from fastrl.backend import BACKENDS, Backend, unavailable
 from fastrl.bench.case import Inputs, Provider
 from fastrl.bench.error import clipped, masked_mean
 
-#: What a user types, what Python imports and what pip installs.
+#: What a user types: the label of its functions, what Python imports and what pip installs.
 PEERS = {
-    "eager": ("torch", "torch"),
-    "compile": ("torch", "torch"),
-    "torch": ("torch", "torch"),
-    "trl": ("trl", "trl"),
-    "liger": ("liger_kernel", "liger-kernel"),
-    "unsloth": ("unsloth", "unsloth"),
-    "cut-cross-entropy": ("cut_cross_entropy", "cut-cross-entropy"),
-    "quack": ("quack", "quack-kernels"),
-    "verl": ("verl", "verl"),
-    "torchrl": ("torchrl", "torchrl"),
+    "eager": ("", "torch", "torch"),
+    "compile": ("", "torch", "torch"),
+    "torch": ("torch", "torch", "torch"),
+    "trl": ("TRL", "trl", "trl"),
+    "liger": ("Liger", "liger_kernel", "liger-kernel"),
+    "unsloth": ("Unsloth", "unsloth", "unsloth"),
+    "cut-cross-entropy": ("", "cut_cross_entropy", "cut-cross-entropy"),
+    "quack": ("QuACK", "quack", "quack-kernels"),
+    "verl": ("verl", "verl", "verl"),
+    "torchrl": ("torchrl", "torchrl", "torchrl"),
 }
 _KERNELS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
-DISTRIBUTIONS = tuple(sorted({pip for _, pip in PEERS.values()} - {"torch"}))
 Forward = Callable[[Inputs], Any]
-Logprobs = Callable[..., Any]
 
 
 class Participants(NamedTuple):
@@ -80,18 +78,28 @@ class Participants(NamedTuple):
     def peer(
         self,
         peer: str,
-        name: str,
-        forward: Forward,
+        source: str,
+        call: Callable[[Any, Inputs], Any],
         *,
+        suffix: str = "",
         on_gpu: bool = False,
         backward: Callable[[Any, Inputs], Any] | None = None,
         prepare: Callable[[Inputs], Inputs] | None = None,
     ) -> list[Provider]:
-        """Return the provider of another library if it takes part; ``on_gpu``: only there."""
+        """Return the provider of a library if it takes part; ``on_gpu``: only there.
+
+        ``call`` takes its function, ``module:name``, which is imported when it is called.
+        """
         if peer not in self.peers:
             return []
         if on_gpu and self.device.type != "cuda":
             prepare = _refused("its kernels need a CUDA device")
+        label = PEERS[peer][0]
+        name = f"{label} {source.split(':')[1]}{suffix}" if label else peer
+
+        def forward(inputs: Inputs) -> Any:
+            return call(imported(peer, source), inputs)
+
         return [Provider(name, "peer", forward, backward, prepare)]
 
 
@@ -121,15 +129,17 @@ def participants(
 
 def is_installed(peer: str) -> bool:
     """Return whether the module of a peer can be found."""
-    return importlib.util.find_spec(PEERS[peer][0]) is not None
+    return importlib.util.find_spec(PEERS[peer][1]) is not None
 
 
 @functools.cache
-def imported(peer: str, module: str, name: str) -> Any:
+def imported(peer: str, source: str) -> Any:
     """Return a library's function, the one of the first call: some libraries replace others'."""
-    top, distribution = PEERS[peer]
+    _, top, distribution = PEERS[peer]
     if not is_installed(peer):
         raise ImportError(f"{top} is not installed: pip install {distribution}")
+    importlib.import_module(top)  # before others that need it, as unsloth_zoo does
+    module, name = source.split(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -159,90 +169,67 @@ def _refused(reason: str) -> Callable[[Inputs], Inputs]:
 def trl_stats(who: Participants) -> list[Provider]:
     """Return TRL's log-probability and entropy, a kernel on GPUs."""
 
-    def forward(inputs: Inputs) -> Any:
-        function = imported("trl", "trl.trainer.utils", "selective_log_softmax_and_entropy")
+    def call(function: Any, inputs: Inputs) -> Any:
         return function(inputs["logits"], inputs["token_ids"])
 
-    return who.peer("trl", "TRL selective_log_softmax_and_entropy", forward)
+    return who.peer("trl", "trl.trainer.utils:selective_log_softmax_and_entropy", call)
 
 
 def logits_peers(who: Participants, *, loss: bool = False) -> list[Provider]:
     """Return log-probabilities of ids ``[B, T]`` from logits, or the loss of these."""
-
-    def provider(peer: str, name: str, function: Logprobs, *, on_gpu: bool = False) -> None:
-        def forward(inputs: Inputs) -> Tensor:
-            found = function(inputs["logits"], inputs["token_ids"])
-            return _mean_loss(found, inputs) if loss else found
-
-        found.extend(who.peer(peer, name, forward, on_gpu=on_gpu))
-
-    def trl(logits: Tensor, ids: Tensor) -> Any:
-        return imported("trl", "trl.trainer.utils", "selective_log_softmax")(logits, ids)
-
-    def verl(logits: Tensor, ids: Tensor) -> Any:
-        function = imported("verl", "verl.utils.torch_functional", "logprobs_from_logits")
-        return function(logits, ids, inplace_backward=False)
-
-    def unsloth(logits: Tensor, ids: Tensor) -> Any:
-        return _unsloth("chunked_selective_log_softmax")(logits, ids).view(ids.shape)
-
-    def quack(logits: Tensor, ids: Tensor) -> Any:
-        function = imported("quack", "quack.cross_entropy", "cross_entropy")
-        return -function(logits.flatten(0, -2), ids.flatten(), reduction="none").view(ids.shape)
-
-    found: list[Provider] = []
-    provider("trl", "TRL selective_log_softmax", trl)
-    provider("verl", "verl logprobs_from_logits", verl)
-    provider("unsloth", "Unsloth chunked_selective_log_softmax", unsloth)
-    provider("quack", "QuACK cross_entropy", quack, on_gpu=True)
-    return found
+    of = _scored(who, lambda inputs: (inputs["logits"], inputs["token_ids"]), loss=loss)
+    return [
+        *of("trl", "trl.trainer.utils:selective_log_softmax", lambda f, x, ids: f(x, ids)),
+        *of("verl", "verl.utils.torch_functional:logprobs_from_logits",
+            lambda f, x, ids: f(x, ids, inplace_backward=False)),
+        *of("unsloth", "unsloth_zoo.rl_replacements:chunked_selective_log_softmax",
+            lambda f, x, ids: f(x, ids)),
+        *of("quack", "quack.cross_entropy:cross_entropy", on_gpu=True,
+            call=lambda f, x, ids: -f(x.flatten(0, -2), ids.flatten(), reduction="none")),
+    ]  # fmt: skip
 
 
 def linear_peers(who: Participants, *, loss: bool = False) -> list[Provider]:
     """Return log-probabilities of ids from hidden states and a head, or the loss of these."""
 
-    def provider(peer: str, name: str, function: Logprobs, *, on_gpu: bool = False) -> None:
-        def forward(inputs: Inputs) -> Tensor:
-            ids = inputs["token_ids"]
-            rows = function(inputs["hidden"].flatten(0, 1), inputs["weight"], ids.flatten())
-            return _mean_loss(rows.view(ids.shape), inputs) if loss else rows.view(ids.shape)
+    def arguments(inputs: Inputs) -> tuple[Tensor, ...]:
+        return inputs["hidden"].flatten(0, 1), inputs["weight"], inputs["token_ids"].flatten()
 
-        found.extend(who.peer(peer, name, forward, on_gpu=on_gpu))
+    def of_torch(function: Any, x: Tensor, head: Tensor, ids: Tensor) -> Any:
+        options = imported("torch", "torch.nn:LinearCrossEntropyOptions")()
+        return -function(x, head, ids, reduction="none", options=options)
 
-    def trl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
-        function = imported("trl", "trl.kernels.chunked_logprob", "ChunkedLogProbFunction")
-        tile = 32768  # TRL's default
-        return function.apply(hidden, weight, None, ids, 1.0, tile, None, 1.0, ())[0]
+    of, tile = _scored(who, arguments, loss=loss), 32768  # TRL's default
+    return [
+        *of("trl", "trl.kernels.chunked_logprob:ChunkedLogProbFunction",
+            lambda f, x, head, ids: f.apply(x, head, None, ids, 1.0, tile, None, 1.0, ())[0]),
+        *of("unsloth", "unsloth_zoo.rl_replacements:grpo_chunked_hidden_states_logprobs",
+            lambda f, x, head, ids: f(x[None], head, ids[None])),
+        *of("cut-cross-entropy", "cut_cross_entropy:linear_cross_entropy", on_gpu=True,
+            call=lambda f, x, head, ids: -f(x, head, ids, reduction="none")),
+        *of("quack", "quack.linear_cross_entropy:linear_cross_entropy_func", on_gpu=True,
+            call=lambda f, x, head, ids: -f(x, head, None, ids, reduction="none")),
+        *of("verl", "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy", on_gpu=True,
+            call=lambda f, x, head, ids: f(x, head, ids, 1.0, "none")[0]),
+        *of("torch", "torch.nn.functional:linear_cross_entropy", of_torch),  # from 2.13
+    ]  # fmt: skip
 
-    def unsloth(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
-        function = _unsloth("grpo_chunked_hidden_states_logprobs")
-        return function(hidden[None], weight, ids[None])
 
-    def cut_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
-        function = imported("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy")
-        return -function(hidden, weight, ids, reduction="none")
+def _scored(
+    who: Participants, arguments: Callable[[Inputs], tuple[Tensor, ...]], *, loss: bool
+) -> Callable[..., list[Provider]]:
+    """Return what makes the provider of a function from these arguments to log-probabilities."""
 
-    def quack(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
-        function = imported("quack", "quack.linear_cross_entropy", "linear_cross_entropy_func")
-        return -function(hidden, weight, None, ids, reduction="none")
+    def of(
+        peer: str, source: str, call: Callable[..., Any], *, on_gpu: bool = False
+    ) -> list[Provider]:
+        def scored(function: Any, inputs: Inputs) -> Tensor:
+            logprobs = call(function, *arguments(inputs)).view(inputs["token_ids"].shape)
+            return masked_mean(clipped(logprobs, inputs), inputs) if loss else logprobs
 
-    def verl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
-        module = "verl.utils.kernel.linear_cross_entropy"
-        return imported("verl", module, "linear_cross_entropy")(hidden, weight, ids, 1.0, "none")[0]
+        return who.peer(peer, source, scored, on_gpu=on_gpu)
 
-    def of_torch(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
-        function = imported("torch", "torch.nn.functional", "linear_cross_entropy")  # from 2.13
-        options = imported("torch", "torch.nn", "LinearCrossEntropyOptions")()
-        return -function(hidden, weight, ids, reduction="none", options=options)
-
-    found: list[Provider] = []
-    provider("trl", "TRL ChunkedLogProbFunction", trl)
-    provider("unsloth", "Unsloth grpo_chunked_hidden_states_logprobs", unsloth)
-    provider("cut-cross-entropy", "cut-cross-entropy", cut_cross_entropy, on_gpu=True)
-    provider("quack", "QuACK linear_cross_entropy_func", quack, on_gpu=True)
-    provider("verl", "verl linear_cross_entropy", verl, on_gpu=True)
-    provider("torch", "torch linear_cross_entropy", of_torch)
-    return found
+    return of
 
 
 def liger_grpo(who: Participants) -> list[Provider]:
@@ -252,8 +239,8 @@ def liger_grpo(who: Participants) -> list[Provider]:
         """Append the position that Liger takes and ignores."""
         return {**inputs, "logits": torch.nn.functional.pad(inputs["logits"], (0, 0, 0, 1))}
 
-    def forward(inputs: Inputs) -> Tensor:
-        losses = imported("liger", "liger_kernel.transformers.grpo_loss", "triton_grpo_loss")(
+    def call(function: Any, inputs: Inputs) -> Tensor:
+        losses = function(
             inputs["logits"], inputs["old_logprobs"], None, inputs["token_ids"],
             inputs["sequence_advantages"], inputs["mask"].int(), temperature=1.0, beta=0.0,
             eps_low=0.2, eps_high=0.2, inplace=True,
@@ -264,44 +251,42 @@ def liger_grpo(who: Participants) -> list[Provider]:
         return (torch.autograd.grad(loss, inputs["logits"])[0][:, :-1],)
 
     return who.peer(
-        "liger", "Liger triton_grpo_loss in place", forward, on_gpu=True, backward=backward,
-        prepare=prepare,
+        "liger", "liger_kernel.transformers.grpo_loss:triton_grpo_loss", call, suffix=" in place",
+        on_gpu=True, backward=backward, prepare=prepare,
     )  # fmt: skip
 
 
 def liger_linear_grpo(who: Participants) -> list[Provider]:
     """Return Liger's loss from hidden states; ``bnpo`` is the mean over all tokens."""
 
-    def forward(inputs: Inputs) -> Any:
-        kind = imported("liger", "liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")
+    def call(kind: Any, inputs: Inputs) -> Any:
         loss = kind(beta=0.0, use_ref_model=False, loss_type="bnpo")
         names = ("hidden", "weight", "token_ids", "mask", "sequence_advantages")
         hidden, weight, ids, mask, advantages = (inputs[name] for name in names)
         old = inputs["old_logprobs"]
         return loss(hidden, weight, ids, mask.int(), advantages, old_per_token_logps=old)[0]
 
-    return who.peer("liger", "Liger LigerFusedLinearGRPOLoss", forward)
+    return who.peer("liger", "liger_kernel.chunked_loss:LigerFusedLinearGRPOLoss", call)
 
 
 def divergence_peers(who: Participants, beta: float) -> list[Provider]:
     """Return the mean divergence from a teacher, from hidden states and heads."""
     names = ("hidden", "weight", "teacher_hidden", "teacher_weight")
 
-    def trl(inputs: Inputs) -> Any:
-        module = "trl.trainer.distillation_trainer"
+    def trl(function: Any, inputs: Inputs) -> Any:
         hidden, weight, states, head = (inputs[name] for name in names)
-        function = imported("trl", module, "_chunked_divergence_loss")
         return function(hidden, states, weight, head, inputs["mask"], beta)[0]
 
-    def liger(inputs: Inputs) -> Any:
-        kind = imported("liger", "liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss")
+    def liger(kind: Any, inputs: Inputs) -> Any:
         loss = kind(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
         hidden, weight, states, head = (inputs[name] for name in names)
         ids = inputs["token_ids"].flatten()
         return loss(hidden.flatten(0, 1), weight, states.flatten(0, 1), head, ids)
 
-    found = who.peer("trl", "TRL _chunked_divergence_loss", trl)
-    return [*found, *who.peer("liger", "Liger LigerFusedLinearJSDLoss", liger)]
+    return [
+        *who.peer("trl", "trl.trainer.distillation_trainer:_chunked_divergence_loss", trl),
+        *who.peer("liger", "liger_kernel.chunked_loss:LigerFusedLinearJSDLoss", liger),
+    ]
 
 
 def torchrl_gae(who: Participants, gamma: float, lam: float) -> list[Provider]:
@@ -313,23 +298,11 @@ def torchrl_gae(who: Participants, gamma: float, lam: float) -> list[Provider]:
         values = torch.nn.functional.pad(inputs["values"][:, 1:], (0, 1))
         return inputs | {"done": (mask & ~following)[..., None], "next": values[..., None]}
 
-    def forward(inputs: Inputs) -> Any:
-        module, name = "torchrl.objectives.value.functional", "vec_generalized_advantage_estimate"
+    def call(function: Any, inputs: Inputs) -> Any:
         values, rewards = inputs["values"][..., None], inputs["rewards"][..., None]
         following, done = inputs["next"], inputs["done"]
-        function = imported("torchrl", module, name)
         found = function(gamma, lam, values, following, rewards, done, done)[0][..., 0]
         return found * inputs["mask"]
 
-    return who.peer(
-        "torchrl", "torchrl vec_generalized_advantage_estimate", forward, prepare=prepare
-    )
-
-
-def _mean_loss(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    return masked_mean(clipped(logprobs, inputs), inputs)
-
-
-def _unsloth(name: str) -> Any:
-    imported("unsloth", "unsloth", "__version__")  # unsloth_zoo can only be imported after it
-    return imported("unsloth", "unsloth_zoo.rl_replacements", name)
+    source = "torchrl.objectives.value.functional:vec_generalized_advantage_estimate"
+    return who.peer("torchrl", source, call, prepare=prepare)
