@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -112,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+    def several(group: argparse._ArgumentGroup, option: str, **rest: Any) -> None:
+        group.add_argument(option, nargs="+", **{"metavar": "NAME", **rest})
+
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--quick",
@@ -121,36 +126,22 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--smoke", action="store_true", help="tiny shapes, to see whether it all runs"
     )
-    what.add_argument(
-        "--op", choices=OPS, help="operators; --list has them", nargs="+", metavar="NAME"
-    )
-    what.add_argument(
-        "--model", choices=MODELS, help="shapes of these models", nargs="+", metavar="NAME"
-    )
-    what.add_argument("--rows", type=_positive, nargs="+", metavar="N", help="tokens in all")
-    what.add_argument(
-        "--dtype", choices=DTYPES, help="of logits or hidden states", nargs="+", metavar="NAME"
-    )
-    what.add_argument(
-        "--variant", nargs="+", metavar="TEXT", help="such as 'frozen head'; '' is none"
-    )
-    what.add_argument(
-        "--pass", dest="steps", choices=PASSES, nargs="+", metavar="PASS",
-        help="forward, backward, both; default: forward both (--quick: both)",
-    )  # fmt: skip
+    several(what, "--op", choices=OPS, help="operators; --list has them")
+    several(what, "--model", choices=MODELS, help="shapes of these models")
+    several(what, "--rows", type=_positive(int), metavar="N", help="tokens in all")
+    several(what, "--dtype", choices=DTYPES, help="of logits or hidden states")
+    several(what, "--variant", metavar="TEXT", help="such as 'frozen head'; '' is none")
+    passes = "forward, backward, both; default: forward both (--quick: both)"
+    several(what, "--pass", dest="steps", choices=PASSES, metavar="PASS", help=passes)
     who = parser.add_argument_group("who takes part")
-    who.add_argument(
-        "--backend", choices=BACKENDS, help="fastrl's; default: all", nargs="+", metavar="NAME"
-    )
-    who.add_argument(
-        "--peer", help="default: all that are installed; 'none' is none", nargs="+", metavar="NAME"
-    )
+    several(who, "--backend", choices=BACKENDS, help="fastrl's; default: all")
+    several(who, "--peer", help="default: all that are installed; 'none' is none")
     who.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=_positive, help="timed turns of a provider")
-    how.add_argument("--seconds", type=_seconds, metavar="S", help="limit of the whole run")
+    how.add_argument("--rounds", type=_positive(int), help="timed turns of a provider")
+    how.add_argument("--seconds", type=_positive(float), metavar="S", help="limit of the whole run")
     how.add_argument(
-        "--patience", type=_seconds, default=150.0, metavar="S",
+        "--patience", type=_positive(float), default=150.0, metavar="S",
         help="limit of one provider's first call, compilation included; default: 150",
     )  # fmt: skip
     how.add_argument("--out", type=Path, default=Path("fastrl-bench"), metavar="DIR")
@@ -160,20 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if (found := kind(text)) > 0:
+                return found
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return int(text)
 
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return seconds
+    return number
 
 
 def _settings(options: argparse.Namespace) -> Settings:
