@@ -31,10 +31,7 @@ class Settings:
 
     def to_json(self) -> str:
         """Return a form that ``from_json`` reads."""
-        sizes = [
-            [*size[:3], str(size.dtype).removeprefix("torch."), size.variant] for size in self.sizes
-        ]
-        return json.dumps(dataclasses.asdict(self) | {"sizes": sizes})
+        return json.dumps(vars(self), default=lambda dtype: str(dtype).removeprefix("torch."))
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
