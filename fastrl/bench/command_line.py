@@ -169,7 +169,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     sizes = _chosen(selection, device, options)
     plan = Plan(rounds=2, warmup=1, sets=2, seconds=0.5) if options.smoke else Plan()
     if options.quick:
-        plan = Plan(seconds=3.0)
+        plan = Plan(rounds=15, seconds=3.0)
     if options.rounds:
         plan = plan._replace(rounds=options.rounds, seconds=float("inf"))
     peers = () if options.peer == ["none"] else options.peer

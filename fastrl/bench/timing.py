@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from fastrl.bench.case import BACKWARD, FORWARD, Case, Inputs, Provider
 from fastrl.bench.conditions import Conditions
 from fastrl.bench.memory import Peak, keep_freed
 
-LEAST_TIMED = 5e-3  # seconds; on a CPU quicker calls are repeated and averaged
+LEAST_TIMED = 20e-3  # seconds; on a CPU quicker calls are repeated, and their median counts
 SLOW = 1.0  # seconds; a slower call is warmed up by the two before it, which find error and memory
 SIGN_OF_LIFE = 5.0  # seconds between two while providers are timed
 CALLS = 20  # for the host's time alone and for the kernels' alone
@@ -170,7 +171,7 @@ class Calls:
         if self.untimed[provider.name]:  # fills the caches with its data
             self.timed(provider)
         calls = self.repeats[provider.name]
-        mine.seconds[turn] = sum(self.timed(provider) for _ in range(calls)) / calls
+        mine.seconds[turn] = statistics.median(self.timed(provider) for _ in range(calls))
 
     def split(self, provider: Provider, mine: Measured) -> None:
         """Find the host's share of a call, and that of its kernels."""
