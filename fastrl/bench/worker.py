@@ -57,7 +57,7 @@ def _measured(case: Case, device: torch.device, settings: Settings, journal: Jou
     def trying(provider: str) -> None:
         journal.append(job=case.name, trying=provider)
 
-    conditions = Conditions() if device.type == "cpu" else None
+    conditions = None if device.type == "cuda" or settings.tiny else Conditions()
     left_out = journal.left_out(case.name)
     found = measure(case, device, settings.plan, left_out, trying, conditions)
     kept = case.described() | {"device": device.type}

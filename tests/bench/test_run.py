@@ -74,6 +74,7 @@ def make_run(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_costs_one_case(make_run, tmp_path, capsys):
     found = make_run().main()
     died = dict.fromkeys(("dies", "hangs"), runner.DIED)
@@ -87,6 +88,7 @@ def test_a_process_that_dies_or_hangs_costs_one_case(make_run, tmp_path, capsys)
     assert capsys.readouterr().out.count("## ") == 3
 
 
+@pytest.mark.slow
 def test_resuming_leaves_out_what_has_a_result(make_run):
     make_run().main()
     kept = make_run().journal.results()
@@ -94,6 +96,7 @@ def test_resuming_leaves_out_what_has_a_result(make_run):
     assert make_run().journal.results() == kept
 
 
+@pytest.mark.slow
 def test_resuming_another_run_is_refused(make_run, tmp_path, monkeypatch):
     make_run().main()
     kept = make_run().journal.path.read_text()

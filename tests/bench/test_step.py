@@ -132,6 +132,7 @@ def found(tmp_path_factory):
     return json.loads((folder / "step.json").read_text()), (folder / "step.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_parts_add_up_to_the_step(found):
     for variant in found[0]["variants"]:
         assert tuple(one["part"] for one in variant["parts"]) == PARTS
@@ -141,6 +142,7 @@ def test_the_parts_add_up_to_the_step(found):
         assert variant["held"] > 3 * 4 * 1000 * 32  # the embedding and its moments
 
 
+@pytest.mark.slow
 def test_the_tables_have_a_line_for_each_variant(found):
     results, text = found
     assert results["command"].startswith("fastrl bench step --model tiny")

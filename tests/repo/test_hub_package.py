@@ -101,6 +101,7 @@ def run(code, package):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_its_kernels_compute_what_ours_do(package):
     run(EXECUTED, package)
 
