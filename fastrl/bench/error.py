@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastrl.bench.case import FORWARD, Inputs
 
-CHECKED = 64  # rows that are compared with float64, at most
+CHECKED = 64  # rows that are compared with float64
 ROWS_AT_ONCE = 32  # of which float64 is computed, to hold little memory
 Part = tuple[slice, slice]
 
@@ -88,14 +88,11 @@ def parts(inputs: Inputs) -> Iterator[Part]:
 
 
 def checked(inputs: Inputs) -> list[Part]:
-    """Return the first parts, of as many rows as are compared."""
-    rows, found = 0, []
-    for b, t in parts(inputs):
-        if rows >= CHECKED:
-            break
-        found.append((b, t))
-        rows += t.stop - t.start
-    return found
+    """Return the first and last rows of each sequence, which are compared."""
+    sequences, tokens = inputs["token_ids"].shape
+    few = min(tokens, max(1, CHECKED // (2 * sequences)))
+    ends = [slice(0, few)] + [slice(max(few, tokens - few), tokens)] * (tokens > few)
+    return [(slice(b, b + 1), t) for b in range(sequences) for t in ends]
 
 
 def checked_rows(x: Tensor, inputs: Inputs) -> Tensor:
@@ -107,8 +104,9 @@ class Error:
     """The error of an answer against float64.
 
     Log-probabilities and losses relative to the larger of 1 and their size, gradients to their
-    largest element; per token and of gradients, only the first rows are compared, and of a trained
-    head's the rows of their tokens. The truth is computed once for the inputs of the last call.
+    largest element; per token and of gradients, 64 rows are compared, and of a trained head's the
+    rows of their tokens, the first and the last. An answer that is not finite anywhere has the
+    error NaN. The truth is computed once for the inputs of the last call.
     """
 
     def __init__(self, work: Work, step: str, *, trained: bool = False) -> None:
@@ -120,18 +118,20 @@ class Error:
         """Return the largest error of an output (forward), or of gradients."""
         if self.inputs is not inputs:
             self.truth, self.inputs = self.exact(inputs), inputs
-        found = self.compared(answer, inputs)
+        values = [answer] if torch.is_tensor(answer) else answer
+        if not all(one.isfinite().all() for one in values):
+            return torch.nan
+        found = self.compared(values, inputs)
         if self.step == FORWARD:
             sizes = [truth.abs().clamp(min=1) for truth in self.truth]
         else:
             sizes = [truth.abs().max() for truth in self.truth]
         pairs = zip(found, self.truth, sizes, strict=True)
         errors = [((one.double() - truth).abs() / size).max() for one, truth, size in pairs]
-        return float(torch.stack(errors).max())  # unlike Python's max, NaN if any is
+        return float(torch.stack(errors).max())
 
-    def compared(self, answer: Any, inputs: Inputs) -> list[Tensor]:
+    def compared(self, values: Sequence[Tensor], inputs: Inputs) -> Sequence[Tensor]:
         """Return what is compared of an answer."""
-        values = [answer] if torch.is_tensor(answer) else answer
         if self.step == FORWARD:
             return values if self.work.mean else [checked_rows(one, inputs) for one in values]
         rows, *heads = values
@@ -140,33 +140,43 @@ class Error:
     def exact(self, inputs: Inputs) -> list[Tensor]:
         """Return the truth; a loss and the gradient of a head take a pass over all rows."""
         heads = {name: double(x) for name, x in inputs.items() if name.endswith("weight")}
-        every = self.work.mean if self.step == FORWARD else self.trained
-        few, found, dhead = checked(inputs), [], torch.zeros(())
-        for part in parts(inputs) if every else few:
-            logits = _logits(inputs, part, heads).requires_grad_(self.step != FORWARD)
-            tokens = {name: _tokens(name, inputs, part, heads) for name in self.work.names}
-            with torch.enable_grad():
-                values = torch.stack(self.work.values(logits, tokens))
-                if self.work.mean:
-                    values = values * tokens["mask"] / inputs["mask"].sum()
-            if self.step == FORWARD:
-                found.append(values.flatten(1))
-                continue
-            slopes = torch.autograd.grad(values, logits, torch.ones_like(values))[0].flatten(0, 1)
-            if part in few:
-                found.append(slopes @ heads["weight"] if heads else slopes)
-            if self.trained:
+        few = checked(inputs)
+        if self.step == FORWARD:
+            every = parts(inputs) if self.work.mean else few
+            values = torch.cat([self.values(inputs, part, heads)[0] for part in every], 1)
+            return [values.sum()] if self.work.mean else [*values]
+        slopes = [self.slopes(inputs, part, heads) for part in few]
+        found = [torch.cat([one @ heads["weight"] if heads else one for one in slopes])]
+        if self.trained:
+            columns, dhead = _columns(inputs), torch.zeros((), device=found[0].device)
+            for part in parts(inputs):
                 hidden = double(inputs["hidden"][part]).flatten(0, 1)
-                dhead = dhead + slopes[:, _columns(inputs)].T @ hidden
-        if self.step != FORWARD:
-            return [torch.cat(found), dhead] if self.trained else [torch.cat(found)]
-        values = torch.cat(found, 1)
-        return [values.sum()] if self.work.mean else [*values]
+                dhead = dhead + self.slopes(inputs, part, heads)[:, columns].T @ hidden
+            found.append(dhead)
+        return found
+
+    def values(self, inputs: Inputs, part: Part, heads: Inputs) -> tuple[Tensor, Tensor]:
+        """Return the values of a few rows, or their share of the mean, and the logits."""
+        logits = _logits(inputs, part, heads).requires_grad_(self.step != FORWARD)
+        tokens = {name: _tokens(name, inputs, part, heads) for name in self.work.names}
+        with torch.enable_grad():
+            values = torch.stack(self.work.values(logits, tokens))
+            if self.work.mean:
+                values = values * tokens["mask"] / inputs["mask"].sum()
+            return values.flatten(1), logits
+
+    def slopes(self, inputs: Inputs, part: Part, heads: Inputs) -> Tensor:
+        """Return the gradient of the sum of a few rows' values, by their logits."""
+        values, logits = self.values(inputs, part, heads)
+        gradient: Tensor = torch.autograd.grad(values, logits, torch.ones_like(values))[0]
+        return gradient.flatten(0, 1)
 
 
 def _columns(inputs: Inputs) -> Tensor:
     """Return the tokens whose rows of the head's gradient are compared."""
-    return checked_rows(inputs["token_ids"], inputs).unique()  # type: ignore[no-any-return]
+    ids = checked_rows(inputs["token_ids"], inputs)
+    ends = ids.new_tensor([0, len(inputs["weight"]) - 1])
+    return torch.cat([ids, ends]).unique()  # type: ignore[no-any-return]
 
 
 def _logits(inputs: Inputs, part: Part, heads: Inputs, of: str = "") -> Tensor:

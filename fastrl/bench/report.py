@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastrl.bench.conditions import COPY, STOLEN
+from fastrl.bench.conditions import COPY, OTHERS
 from fastrl.bench.journal import CEILINGS, Entry
 
 Results = dict[str, Any]
@@ -123,9 +123,9 @@ NOTES = [
     "median over rounds of two times of the same round. GB/s and TFLOP/s count the least that the",
     "work needs, the same for all providers; % is the share of this machine's own copy or GEMM.",
     "Memory is the peak of a call beyond its inputs. Errors are against float64: log-probabilities",
-    "relative to their size (or 1), gradients relative to their largest element. A virtual machine",
-    "changes while it is measured: compare two runs in which copies were as fast, and in which its",
-    "host took no time of its cores (stolen).",
+    "relative to their size (or 1), gradients relative to their largest element, in 64 rows. A",
+    "virtual machine changes while it is measured: compare two runs in which copies were as fast,",
+    "and in which others (programs, or machines of the same host) took none of the cores.",
 ]
 
 
@@ -163,6 +163,6 @@ def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
             cells += [f"{row[name] * 1e6:.1f}" if row[name] else "" for name in ("kernels", "host")]
         lines.append(f"| {' | '.join(cells)} |")
     if COPY in case:
-        while_timed = f"copies {case[COPY]:.3g} GB/s, {case[STOLEN]:.1%} of the time stolen"
-        lines += ["", f"While this was timed: {while_timed}."]
+        others = f", {case[OTHERS]:.1%} of the cores taken by others" if OTHERS in case else ""
+        lines += ["", f"While this was timed: copies {case[COPY]:.3g} GB/s{others}."]
     return [*lines, ""]

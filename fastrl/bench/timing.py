@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import random
 import statistics
 import time
@@ -24,6 +25,7 @@ from fastrl.bench.conditions import Conditions
 from fastrl.bench.memory import Peak, keep_freed
 
 LEAST_TIMED = 20e-3  # seconds; on a CPU quicker calls are repeated, and their median counts
+MOST_REPEATED = 0.1  # seconds of a turn, with what is not timed
 SLOW = 1.0  # seconds; a slower call is warmed up by the two before it, which find error and memory
 SIGN_OF_LIFE = 5.0  # seconds between two while providers are timed
 CALLS = 20  # for the host's time alone and for the kernels' alone
@@ -146,23 +148,36 @@ class Calls:
         answer = self.call(provider, self.first)()
         self.trying(provider.name)  # what follows does not count as its first call
         if provider.kind != "floor":
-            mine.error = float(self.case.error(answer, self.first))
+            mine.error = self.error(provider, answer)
         del answer
         call = self.call(provider, self.first)
         with Peak(self.device) as peak:
             call()
         mine.peak = peak.bytes
 
+    def error(self, provider: Provider, answer: Any) -> float:
+        """Return the larger error of an answer and of the output that its gradients are of."""
+        found = [self.case.error(answer, self.first)]
+        if self.case.output_error is not None:
+            output = self.call(provider, self.first, FORWARD)()
+            found.append(self.case.output_error(output, self.first))
+        if any(math.isnan(one) for one in found):
+            raise ValueError("its answer is not finite")
+        return max(found)
+
     def warm_up(self, provider: Provider, mine: Measured) -> None:
         """Find how often a provider takes part, from what a call of it takes."""
-        taken = [self.timed(provider)]
+        taken, begin = [self.timed(provider)], time.perf_counter()
         while len(taken) < self.plan.warmup and taken[0] < SLOW:
             taken.append(self.timed(provider))
         usual = min(taken)  # the others may have waited for new pages
+        # with what is not timed: inputs that are prepared, the forward before a backward
+        whole = max(usual, (time.perf_counter() - begin) / max(1, len(taken) - 1))
         quick = self.device.type != "cuda" and usual < LEAST_TIMED
-        self.repeats[provider.name] = max(1, round(LEAST_TIMED / max(usual, 1e-6))) if quick else 1
+        repeats = min(LEAST_TIMED / max(usual, 1e-6), MOST_REPEATED / whole) if quick else 1
+        self.repeats[provider.name] = max(1, round(repeats))
         self.untimed[provider.name] = usual < SLOW
-        cost = usual * (self.untimed[provider.name] + self.repeats[provider.name])  # of a turn
+        cost = whole * (self.untimed[provider.name] + self.repeats[provider.name])  # of a turn
         able = max(3, int(min(self.plan.rounds, self.plan.seconds / max(cost, 1e-9))))
         self.intervals[provider.name] = max(1, self.plan.rounds // able)
 
@@ -191,8 +206,9 @@ class Calls:
         taken = sum(kernel.self_device_time_total for kernel in kernels)
         mine.kernels = taken / CALLS / 1e6
 
-    def call(self, provider: Provider, inputs: Inputs) -> Callable[[], Any]:
-        """Prepare a call up to the part that is timed."""
+    def call(self, provider: Provider, inputs: Inputs, step: str = "") -> Callable[[], Any]:
+        """Prepare a call up to the part that is timed; ``step`` is that of the case."""
+        step = step or self.case.step
         ready = provider.prepare(inputs) if provider.prepare else inputs
         leaves = {name: ready[name].detach().requires_grad_() for name in self.case.leaves}
         ready = ready | leaves
@@ -204,9 +220,9 @@ class Calls:
             ones = [torch.ones_like(one) for one in outputs]
             return torch.autograd.grad(outputs, list(leaves.values()), ones)
 
-        if self.case.step == FORWARD:
+        if step == FORWARD:
             return lambda: provider.forward(ready)
-        if self.case.step == BACKWARD:
+        if step == BACKWARD:
             output = provider.forward(ready)
             return lambda: backward(output)
         return lambda: backward(provider.forward(ready))

@@ -84,6 +84,7 @@ def linear_case(
         inputs=lambda seed: inputs(size, who.device, seed),
         providers=[*providers, _gemms(trained, gemm_dtype)],
         error=Error(work, step, trained=trained),
+        output_error=Error(work, FORWARD) if step == BOTH else None,
         leaves=() if step == FORWARD and not work.mean else leaves,
         flops=2 * gemms * rows * hidden_size * vocabulary,
     )

@@ -122,6 +122,7 @@ def logits_case(
         inputs=lambda seed: inputs(size, who.device, seed),
         providers=[*ours_and_peers, *eager, floor("copy", Copy(*copied), step)],
         error=Error(work, step),
+        output_error=Error(work, FORWARD) if step == BOTH else None,
         leaves=() if step == FORWARD and not work.mean else ("logits",),
         bytes_moved=int(moved),
     )
