@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         make no sense, 130 after Ctrl-C.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/interrupt.py
+    signal.signal(signal.SIGTERM, _interrupt)
     if arguments and arguments[0] == "step":
         from fastrl.bench import step
 
@@ -74,7 +75,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(run: Run, options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         found = run.main(resume=options.resume)
         status = 0
@@ -87,6 +87,8 @@ def _run(run: Run, options: argparse.Namespace) -> int:
     print(f"written: {options.out / 'results.md'}, results.json")
     for name, why in found["not_run"].items():
         print(f"not run: {name}: {why}")
+    if status == 0 and not found["complete"] and options.seconds is None:
+        print("incomplete; more time, from here: the same command with --resume --seconds 3600")
     failed = report.failures_of_fastrl(found)
     print("".join(f"FAILED: {line}\n" for line in failed), end="")
     if found["cases"] and not options.no_plots:
@@ -166,6 +168,9 @@ def _settings(options: argparse.Namespace) -> Settings:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: there is no GPU that torch can use")
     selection = "smoke" if options.smoke else f"quick-{device}" if options.quick else device
+    for name in options.backend or ():
+        if (why := unavailable(name)) is not None:
+            raise ValueError(f"--backend {name}: {why}")
     sizes = _chosen(selection, device, options)
     plan = Plan(rounds=2, warmup=1, sets=2, seconds=0.5) if options.smoke else Plan()
     if options.quick:

@@ -31,7 +31,7 @@ def results(entries: list[Entry], names: list[str]) -> Results:
     found[CEILINGS] = ended.get(CEILINGS, {}).get("result", {})
     found["cases"] = [ended[name]["result"] for name in names if "result" in ended.get(name, {})]
     found["not_run"] = {
-        name: ended[name]["failure"] if name in ended else "not reached"
+        name: ended[name]["failure"] if name in ended else "the time was over"
         for name in names
         if "result" not in ended.get(name, {})
     }
@@ -155,7 +155,7 @@ def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
             row["name"],
             f"{took * 1e3:.3g} ({low * 1e3:.3g}-{high * 1e3:.3g})",
             f"{ratio(row, ours):.2f}" if ours else "",
-            f"{rate:.3g}{share}",
+            "" if row["kind"] == "floor" else f"{rate:.3g}{share}",
             "" if row["peak"] is None else f"{row['peak'] / 1e6:.1f}",
             "" if row["error"] is None else f"{row['error']:.1e}",
         ]

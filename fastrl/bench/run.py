@@ -69,7 +69,9 @@ class Run:
         if resume:
             self._check_same(conditions)
         else:
-            (self.out / NAME).unlink(missing_ok=True)
+            for name in (NAME, "results.json", "results.md"):
+                if (self.out / name).exists():
+                    (self.out / name).replace(self.out / f"{name}.before")
         self.journal.append(machine=known, command=self.command, date=now, conditions=conditions)
         self.shown = set(self.journal.results())
         try:
@@ -97,8 +99,9 @@ class Run:
                     )
 
     def results(self) -> report.Results:
-        """Return what the run has found so far."""
-        return report.results(self.journal.entries(), self.names)
+        """Return what the folder has so far, also of earlier runs with other sizes."""
+        before = [job for job in self.journal.results() if job != CEILINGS]
+        return report.results(self.journal.entries(), [*dict.fromkeys([*before, *self.names])])
 
     def _make(self, jobs: list[str]) -> None:
         """Make jobs, in as many processes as it takes.

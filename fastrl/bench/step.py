@@ -172,10 +172,12 @@ def _measure(variant: str, settings: Settings) -> Row:
 
 
 def _show(text: str) -> None:
-    """Show on a terminal what is measured now; an empty text clears the line."""
+    """Show what is measured now; an empty text clears the line of a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text:<79.79}\r")
-        sys.stderr.flush()
+    elif text:
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _reason(status: int, errors: IO[str]) -> str:

@@ -132,7 +132,7 @@ def test_what_a_case_held_is_freed_before_the_next(tmp_path, monkeypatch):
 
 def test_out_of_time_nothing_is_left_out_in_silence(make_run):
     found = make_run(seconds=0.0).main()
-    assert found["not_run"] == dict.fromkeys(NAMES, "not reached")
+    assert found["not_run"] == dict.fromkeys(NAMES, "the time was over")
 
 
 def test_a_worker_that_does_not_start_says_why(make_run, tmp_path):
@@ -167,4 +167,4 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["cases"]
     if running.returncode == 130:  # else all had been measured before the signal came
-        assert set(found["not_run"].values()) == {"not reached"}
+        assert set(found["not_run"].values()) == {"the time was over"}

@@ -82,7 +82,7 @@ def linear_case(
         step=step,
         shape={"rows": size.rows, "hidden": hidden_size, "vocabulary": vocabulary},
         inputs=lambda seed: inputs(size, who.device, seed),
-        providers=[*providers, _gemms(trained, gemm_dtype)],
+        providers=[*providers, _gemms(trained, gemm_dtype, size.dtype)],
         error=Error(work, step, trained=trained),
         output_error=Error(work, FORWARD) if step == BOTH else None,
         leaves=() if step == FORWARD and not work.mean else leaves,
@@ -90,8 +90,9 @@ def linear_case(
     )
 
 
-def _gemms(trained: bool, dtype: torch.dtype) -> Provider:
+def _gemms(trained: bool, dtype: torch.dtype, given: torch.dtype) -> Provider:
     """The GEMMs of as many rows as are active, in a dtype that they are converted to beforehand."""
+    name = "bare GEMMs" if dtype == given else f"bare GEMMs in {str(dtype).removeprefix('torch.')}"
 
     def prepare(inputs: Inputs) -> Inputs:
         names = [name for name in inputs if name.endswith(("hidden", "weight"))]
@@ -109,7 +110,7 @@ def _gemms(trained: bool, dtype: torch.dtype) -> Provider:
         gradients = [logits @ inputs["weight"].detach()]
         return gradients + ([logits.T @ inputs["rows"]] if trained else [])
 
-    return Provider("bare GEMMs", "floor", forward, backward, prepare)
+    return Provider(name, "floor", forward, backward, prepare)
 
 
 def _autocast(forward: Callable[[Inputs], Any], who: Participants) -> Callable[[Inputs], Any]:

@@ -100,12 +100,12 @@ SELECTIONS = {
         + _sizes("token_divergence", [("qwen3-0.6b", 4096)], [BFLOAT16]),
     ),
     "quick-cpu": [
+        *_tokens("gae", (256, 4096)),
+        *_groups((1024, 8))[:1],
         Size("token_logprobs", "qwen3-0.6b", 256, FLOAT32),
         Size("logits_policy_loss", "qwen3-0.6b", 256, FLOAT32),
         Size("logits_policy_loss", "qwen3-0.6b", 256, BFLOAT16),
         Size("linear_policy_loss", "smollm2-135m", 256, FLOAT32),
-        *_tokens("gae", (256, 4096)),
-        *_groups((1024, 8))[:1],
     ],
     "quick-cuda": [
         Size("logits_policy_loss", "qwen3-0.6b", 4096, BFLOAT16),
