@@ -48,6 +48,7 @@ def test_settings_reach_the_worker():
         (["--variant", "blue"], "--op and --variant leave nothing to measure; --list has"),
         (["--peer", "nobody"], "peers must be among eager, compile"),
         (["--device", "cuda"], "--device cuda: there is no GPU that torch can use"),
+        (["--backend", "cuda"], "--backend cuda: "),
         (["--seconds", "0"], "expected a positive number, got '0'"),
         (["--out", __file__], "File exists"),
     ],

@@ -106,6 +106,15 @@ def test_resuming_another_run_is_refused(make_run, tmp_path, monkeypatch):
     assert make_run().journal.path.read_text() == kept
 
 
+def test_a_folder_keeps_what_other_runs_have_measured(make_run, tmp_path):
+    case = {"name": "earlier", "dtype": "float32", "flops": 0, "bytes_moved": 1, "providers": []}
+    make_run().journal.append(job="earlier", result=case)
+    assert make_run(seconds=0.0).main(resume=True)["cases"] == [case]
+    assert make_run(seconds=0.0).main()["cases"] == []
+    kept = json.loads((tmp_path / "results.json.before").read_text())
+    assert kept["cases"] == [case]
+
+
 def test_what_a_case_held_is_freed_before_the_next(tmp_path, monkeypatch):
     sizes = tuple(size for size in SELECTIONS["smoke"] if size.op == "token_logprobs")
     one = Settings(sizes, ("forward", "both"), "cpu", Plan(1, 1, 1, 0.1), ("cpu",), (), tiny=True)
