@@ -54,7 +54,7 @@ class Case(NamedTuple):
     leaves: tuple[str, ...] = ()  # the inputs whose gradients are computed
     bytes_moved: int = 0  # the least that this work must read and write
     flops: int = 0  # the least arithmetic of its GEMMs; 0 where memory is the limit
-    #: Of what the gradients of ``both`` are of.
+    #: Of the output of ``both``, whose gradients ``error`` compares.
     output_error: Callable[[Any, Inputs], float] | None = None
 
     @property

@@ -1,8 +1,8 @@
-"""What a CPU can do while a case is timed: that changes, above all on a virtual machine.
+"""How fast memory is while a case is timed on a CPU, and how much of the CPU others take.
 
-Its host may move the cores to where they share a path to memory. Copies then take 1.6 times as
-long, for seconds or minutes, and arithmetic takes the same, so that ratios change, too. Or others
-take the cores: other programs, and other machines of the same host.
+Both vary, most of all on a virtual machine. Its host may move the cores to
+where they share a path to memory: copies then take 1.6 times as long, for seconds or minutes, while
+arithmetic takes the same, so that ratios change. Others are programs, and machines of that host.
 """
 
 from __future__ import annotations

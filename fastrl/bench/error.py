@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,19 +81,26 @@ LOSS = Work(_loss, ROLLOUT, mean=True)
 
 
 def parts(inputs: Inputs) -> Iterator[Part]:
-    """Yield the indices of a few rows at a time, all in order."""
+    """Yield the indices of a few rows at a time, all in order, those that are compared apart."""
     sequences, tokens = inputs["token_ids"].shape
+    few = _compared(sequences, tokens)
+    last = max(few, tokens - few)
+    bounds = sorted({0, *range(few, last, ROWS_AT_ONCE), last, tokens})
     for b in range(sequences):
-        for t in range(0, tokens, ROWS_AT_ONCE):
-            yield slice(b, b + 1), slice(t, min(t + ROWS_AT_ONCE, tokens))
+        for begin, end in itertools.pairwise(bounds):
+            yield slice(b, b + 1), slice(begin, end)
 
 
 def checked(inputs: Inputs) -> list[Part]:
     """Return the first and last rows of each sequence, which are compared."""
     sequences, tokens = inputs["token_ids"].shape
-    few = min(tokens, max(1, CHECKED // (2 * sequences)))
-    ends = [slice(0, few)] + [slice(max(few, tokens - few), tokens)] * (tokens > few)
-    return [(slice(b, b + 1), t) for b in range(sequences) for t in ends]
+    few = _compared(sequences, tokens)
+    return [one for one in parts(inputs) if one[1].start < few or one[1].stop > tokens - few]
+
+
+def _compared(sequences: int, tokens: int) -> int:
+    """Return how many rows are compared at each end of a sequence."""
+    return min(tokens, max(1, CHECKED // (2 * sequences)))
 
 
 def checked_rows(x: Tensor, inputs: Inputs) -> Tensor:
@@ -110,66 +118,72 @@ class Error:
     """
 
     def __init__(self, work: Work, step: str, *, trained: bool = False) -> None:
-        self.work, self.step, self.trained = work, step, trained
+        self.work, self.step, self.trained = work, step, trained and step != FORWARD
         self.inputs: Inputs | None = None
 
-    @torch.no_grad()
     def __call__(self, answer: Any, inputs: Inputs) -> float:
         """Return the largest error of an output (forward), or of gradients."""
+        if self.step == FORWARD:
+            return self.of_output(answer, inputs)
+        rows, *heads = answer
+        found = [checked_rows(rows, inputs), *(head[_columns(inputs)] for head in heads)]
+        gradients = self.exact(inputs)[1]
+        return _largest(answer, found, gradients, [one.abs().max() for one in gradients])
+
+    def of_output(self, output: Any, inputs: Inputs) -> float:
+        """Return the largest error of what a forward returns."""
+        values = [output] if torch.is_tensor(output) else output
+        found = values if self.work.mean else [checked_rows(one, inputs) for one in values]
+        outputs = self.exact(inputs)[0]
+        return _largest(values, found, outputs, [one.abs().clamp(min=1) for one in outputs])
+
+    def exact(self, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the true output and its gradients."""
         if self.inputs is not inputs:
-            self.truth, self.inputs = self.exact(inputs), inputs
-        values = [answer] if torch.is_tensor(answer) else answer
-        if not all(one.isfinite().all() for one in values):
-            return torch.nan
-        found = self.compared(values, inputs)
-        if self.step == FORWARD:
-            sizes = [truth.abs().clamp(min=1) for truth in self.truth]
-        else:
-            sizes = [truth.abs().max() for truth in self.truth]
-        pairs = zip(found, self.truth, sizes, strict=True)
-        errors = [((one.double() - truth).abs() / size).max() for one, truth, size in pairs]
-        return float(torch.stack(errors).max())
+            self.truth, self.inputs = self._computed(inputs), inputs
+        return self.truth
 
-    def compared(self, values: Sequence[Tensor], inputs: Inputs) -> Sequence[Tensor]:
-        """Return what is compared of an answer."""
-        if self.step == FORWARD:
-            return values if self.work.mean else [checked_rows(one, inputs) for one in values]
-        rows, *heads = values
-        return [checked_rows(rows, inputs), *(head[_columns(inputs)] for head in heads)]
-
-    def exact(self, inputs: Inputs) -> list[Tensor]:
-        """Return the truth; a loss and the gradient of a head take a pass over all rows."""
+    @torch.no_grad()
+    def _computed(self, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+        """One pass: a loss and the gradient of a head take all rows, the rest those compared."""
         heads = {name: double(x) for name, x in inputs.items() if name.endswith("weight")}
-        few = checked(inputs)
-        if self.step == FORWARD:
-            every = parts(inputs) if self.work.mean else few
-            values = torch.cat([self.values(inputs, part, heads)[0] for part in every], 1)
-            return [values.sum()] if self.work.mean else [*values]
-        slopes = [self.slopes(inputs, part, heads) for part in few]
-        found = [torch.cat([one @ heads["weight"] if heads else one for one in slopes])]
-        if self.trained:
-            columns, dhead = _columns(inputs), torch.zeros((), device=found[0].device)
-            for part in parts(inputs):
+        few, columns = checked(inputs), _columns(inputs) if self.trained else None
+        values, slopes, dhead = [], [], torch.zeros((), device=inputs["token_ids"].device)
+        for part in parts(inputs):
+            compared = part in few
+            if not (compared or self.trained or self.work.mean):
+                continue
+            differentiated = self.step != FORWARD and (compared or self.trained)
+            logits = _logits(inputs, part, heads).requires_grad_(differentiated)
+            tokens = {name: _tokens(name, inputs, part, heads) for name in self.work.names}
+            with torch.enable_grad():
+                value = torch.stack(self.work.values(logits, tokens))
+                if self.work.mean:
+                    value = value * tokens["mask"] / inputs["mask"].sum()
+            if compared or self.work.mean:
+                values.append(value.detach().flatten(1))
+            if differentiated:
+                slope = torch.autograd.grad(value, logits, torch.ones_like(value))[0].flatten(0, 1)
+            if differentiated and compared:
+                slopes.append(slope @ heads["weight"] if heads else slope)
+            if self.trained:
                 hidden = double(inputs["hidden"][part]).flatten(0, 1)
-                dhead = dhead + self.slopes(inputs, part, heads)[:, columns].T @ hidden
-            found.append(dhead)
-        return found
+                dhead = dhead + slope[:, columns].T @ hidden
+        output = torch.cat(values, 1)
+        gradients = [torch.cat(slopes)] if slopes else []
+        gradients += [dhead] if self.trained else []
+        return [output.sum()] if self.work.mean else [*output], gradients
 
-    def values(self, inputs: Inputs, part: Part, heads: Inputs) -> tuple[Tensor, Tensor]:
-        """Return the values of a few rows, or their share of the mean, and the logits."""
-        logits = _logits(inputs, part, heads).requires_grad_(self.step != FORWARD)
-        tokens = {name: _tokens(name, inputs, part, heads) for name in self.work.names}
-        with torch.enable_grad():
-            values = torch.stack(self.work.values(logits, tokens))
-            if self.work.mean:
-                values = values * tokens["mask"] / inputs["mask"].sum()
-            return values.flatten(1), logits
 
-    def slopes(self, inputs: Inputs, part: Part, heads: Inputs) -> Tensor:
-        """Return the gradient of the sum of a few rows' values, by their logits."""
-        values, logits = self.values(inputs, part, heads)
-        gradient: Tensor = torch.autograd.grad(values, logits, torch.ones_like(values))[0]
-        return gradient.flatten(0, 1)
+@torch.no_grad()
+def _largest(
+    answer: Sequence[Tensor], found: Sequence[Tensor], truth: list[Tensor], sizes: list[Tensor]
+) -> float:
+    if not all(one.isfinite().all() for one in answer):
+        return torch.nan
+    triples = zip(found, truth, sizes, strict=True)
+    errors = [((one.double() - exact).abs() / size).max() for one, exact, size in triples]
+    return float(torch.stack(errors).max())
 
 
 def _columns(inputs: Inputs) -> Tensor:

@@ -211,8 +211,8 @@ def markdown(found: Row) -> str:
 
 def _seconds(one: Row) -> str:
     low, high = one.get("low"), one.get("high")  # a whole step has none
-    spread = "" if low == high else f" ({low:.3g}-{high:.3g})"
-    return f"{one['seconds']:.3g}{spread}"
+    around = "" if low == high else f" ({low:.3g}-{high:.3g})"
+    return f"{one['seconds']:.3g}{around}"
 
 
 def _peak(one: Row) -> str:

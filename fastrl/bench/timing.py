@@ -156,7 +156,7 @@ class Calls:
         mine.peak = peak.bytes
 
     def error(self, provider: Provider, answer: Any) -> float:
-        """Return the larger error of an answer and of the output that its gradients are of."""
+        """Return the error of an answer; of gradients, the output's if that is larger."""
         found = [self.case.error(answer, self.first)]
         if self.case.output_error is not None:
             output = self.call(provider, self.first, FORWARD)()
@@ -207,7 +207,7 @@ class Calls:
         mine.kernels = taken / CALLS / 1e6
 
     def call(self, provider: Provider, inputs: Inputs, step: str = "") -> Callable[[], Any]:
-        """Prepare a call up to the part that is timed; ``step`` is that of the case."""
+        """Prepare a call up to the part that is timed; the default ``step`` is the case's."""
         step = step or self.case.step
         ready = provider.prepare(inputs) if provider.prepare else inputs
         leaves = {name: ready[name].detach().requires_grad_() for name in self.case.leaves}

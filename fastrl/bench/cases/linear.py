@@ -77,14 +77,15 @@ def linear_case(
         providers = [one._replace(forward=_autocast(one.forward, who)) for one in providers]
     # CPUs without AMX multiply 16 bits more slowly than float32
     gemm_dtype = torch.float32 if who.device.type == "cpu" else size.dtype
+    error = Error(work, step, trained=trained)
     return Case(
         size=size,
         step=step,
         shape={"rows": size.rows, "hidden": hidden_size, "vocabulary": vocabulary},
         inputs=lambda seed: inputs(size, who.device, seed),
         providers=[*providers, _gemms(trained, gemm_dtype, size.dtype)],
-        error=Error(work, step, trained=trained),
-        output_error=Error(work, FORWARD) if step == BOTH else None,
+        error=error,
+        output_error=error.of_output if step == BOTH else None,
         leaves=() if step == FORWARD and not work.mean else leaves,
         flops=2 * gemms * rows * hidden_size * vocabulary,
     )

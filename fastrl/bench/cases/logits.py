@@ -115,14 +115,15 @@ def logits_case(
     reads, writes = {FORWARD: (1, 0), BACKWARD: (1, 1), BOTH: (1 if work.mean else 2, 1)}[step]
     moved = (reads * len(copied) * share + writes) * size.rows * vocabulary * size.dtype.itemsize
     eager = who.eager(work.eager, ("logits", *work.names), size.dtype)
+    error = Error(work, step)
     return Case(
         size=size,
         step=step,
         shape={"rows": size.rows, "vocabulary": vocabulary},
         inputs=lambda seed: inputs(size, who.device, seed),
         providers=[*ours_and_peers, *eager, floor("copy", Copy(*copied), step)],
-        error=Error(work, step),
-        output_error=Error(work, FORWARD) if step == BOTH else None,
+        error=error,
+        output_error=error.of_output if step == BOTH else None,
         leaves=() if step == FORWARD and not work.mean else ("logits",),
         bytes_moved=int(moved),
     )
