@@ -140,7 +140,10 @@ def imported(peer: str, source: str) -> Any:
         raise ImportError(f"{top} is not installed: pip install {distribution}")
     importlib.import_module(top)  # before others that need it, as unsloth_zoo does
     module, name = source.split(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise ImportError(f"this version of {distribution} has no {module}.{name}") from None
 
 
 def _called(function: Callable[..., Any], names: Sequence[str]) -> Forward:

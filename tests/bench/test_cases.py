@@ -43,7 +43,8 @@ def test_answers(op, step):
                 continue
             error = answered(case, provider, run)
             if provider.kind == "peer" and isinstance(error, str):
-                assert error.endswith("need a CUDA device") or "pip install" in error
+                reasons = ("need a CUDA device", "pip install", "this version of torch has no")
+                assert any(reason in error for reason in reasons), error
             else:
                 budgets = OURS if provider.kind.startswith("fastrl") else BUDGETS
                 assert error <= budgets[case.size.dtype], (case.name, provider.name)

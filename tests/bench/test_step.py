@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.bench import step
+from fastrl.bench import command_line, step
 from fastrl.bench.grpo_step import (
     PARTS,
     VARIANTS,
@@ -217,7 +217,7 @@ def test_a_variant_that_ends_early_is_a_row_that_says_why(
     )
     program.chmod(0o700)
     monkeypatch.setattr(step.sys, "executable", str(program))
-    assert main([*TINY, "--out", str(tmp_path)]) == status
+    assert command_line.main(["step", *TINY, "--out", str(tmp_path)]) == status
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     first, *others = json.loads((tmp_path / "step.json").read_text())["variants"]
