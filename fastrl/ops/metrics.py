@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Literal
 
 import torch
@@ -57,6 +57,20 @@ class LossMetrics(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.vector)
+
+    # before torch 2.12 torch.compile cannot unpack the views that Mapping returns
+
+    def keys(self) -> KeysView[str]:
+        return self._plain().keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self._plain().values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self._plain().items()
+
+    def _plain(self) -> dict[str, Tensor]:
+        return {name: self[name] for name in self}
 
     def __repr__(self) -> str:
         return repr(dict(self))

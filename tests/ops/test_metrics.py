@@ -65,3 +65,15 @@ def test_metrics_are_a_node_of_trees_and_can_be_copied():
         assert same.to_floats() == result.metrics.to_floats()
     plain = type(result.metrics)(result.metrics.to_floats())
     assert plain.to_floats() == result.metrics.to_floats()
+
+
+@pytest.mark.parametrize("view", ["values", "items", "keys"])
+def test_compiled_code_iterates_over_metrics(backend, view):
+    inputs = torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)
+
+    def found(*inputs):
+        metrics = fastrl.policy_loss(*inputs, backend=backend).metrics
+        return [*getattr(metrics, view)()]
+
+    torch.compiler.reset()
+    assert torch.compile(found, fullgraph=True, backend="aot_eager")(*inputs) == found(*inputs)
