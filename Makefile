@@ -52,8 +52,8 @@ help:
 	@echo "make pictures     the pictures of the documents and numbers of the README, from bench/results"
 	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
 	@echo "make wheels       the archives of a release in dist/, compiled here; make check-wheels tests them installed"
-	@echo "make gpu-first gpu-second gpu-third    on a machine with a GPU, which installs nothing: nine minutes"
-	@echo "                  each, one archive in OUT; make gpu says how to run their steps alone"
+	@echo "make gpu-first gpu-second gpu-third    on a machine with a GPU and no network: six minutes, six and"
+	@echo "                  nine, one archive each in OUT; make gpu says how to run their steps alone"
 	@echo "make clean        remove what was built, and the stamps in .venv"
 
 # OpenMP's threads spin while they wait for one another. Beside other processes, whose cores they then

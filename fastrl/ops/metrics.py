@@ -61,12 +61,15 @@ class LossMetrics(Mapping[str, Tensor]):
     # before torch 2.12 torch.compile cannot unpack the views that Mapping returns
 
     def keys(self) -> KeysView[str]:
+        """Return the names."""
         return self._plain().keys()
 
     def values(self) -> ValuesView[Tensor]:
+        """Return the metrics, in the order of the names."""
         return self._plain().values()
 
     def items(self) -> ItemsView[str, Tensor]:
+        """Return pairs of a name and its metric."""
         return self._plain().items()
 
     def _plain(self) -> dict[str, Tensor]:

@@ -1,14 +1,16 @@
-"""What is run on a machine with a GPU, in three pieces of nine minutes: `make gpu`.
+"""What is run on a machine with a GPU, in pieces that fit into a lease of it: `make gpu`.
 
-    python -m tests.gpu.device.pieces first    # build, machine, tests
-    python -m tests.gpu.device.pieces second   # build, profile, bench, peers
-    python -m tests.gpu.device.pieces third    # build, linear-tests, linear-bench, sanitize, tune
+    python -m tests.gpu.device.pieces first     # build, machine, tests, bench
+    python -m tests.gpu.device.pieces second    # build, linear-tests, linear-bench, peers, sanitize
+    python -m tests.gpu.device.pieces third     # build, profile, tune, all-tests, all-bench
     python -m tests.gpu.device.pieces peers tune    # some steps
 
-Each piece can be the first command on a fresh machine. It ends within `--seconds`, whatever a step
-does, and leaves OUT/gpu-<piece>.tar.gz, also where it is ended; OUT is a variable of the
-environment. A step works and logs in build/gpu/<step>, where `--resume` goes on with what is there:
-on another machine unpack the archive in build/gpu.
+They take at most 350, 330 and 540 seconds: the first two fit into a quarter of an hour, with the
+start of the machine. Each can be the first command on a fresh one. It ends within `--seconds`,
+whatever a step does, and leaves OUT/gpu-<piece>.tar.gz, also where it is ended; OUT is a variable
+of the environment. A step works and logs in build/gpu/<step>, where `--resume` goes on with what is
+there: on another machine unpack the archive in build/gpu. Wheels of other libraries to measure are
+taken from build/gpu-wheels.
 """
 
 from __future__ import annotations
@@ -27,22 +29,28 @@ from tests.gpu.device.build import driver, path_with_tools
 from tests.gpu.device.run import ROOT, within
 
 WORK = ROOT / "build" / "gpu"
+SITE = ROOT / "build" / "gpu-site"
 PACKING = 10.0  # seconds at the end of a piece
 ENDING = 8.0  # seconds that a step has to end when its time is over, and its inner limit is less
 TAIL = 3000  # characters of a step's log that are shown
 
 _TESTS = '"$PYTHON" -m tests.gpu.device.run --out "$STEP" --seconds $LEFT $RESUME'
-_BENCH = '"$PYTHON" -m fastrl.bench --device cuda --out "$STEP" --seconds $LEFT $RESUME'
-_LOGITS = "--op token_stats logits_policy_loss --rows 8192 --no-plots"
+_BENCH = '"$PYTHON" -m fastrl.bench --device cuda --no-plots --out "$STEP" --seconds $LEFT $RESUME'
+_LOGITS = "--op logits_policy_loss token_stats --model qwen3-0.6b --rows 8192 --variant ''"
 _LINEAR = "--op linear_policy_loss --model llama-3.1-8b qwen2.5-0.5b --rows 8192 --pass both"
-_REPORT = '"$PYTHON" bench/predictions.py "$STEP/results.json"'
-_GOALS = '"$PYTHON" bench/goals.py "$STEP/results.json"'
+_WHEELS = '"$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target "$SITE"'
 _NCU = 'ncu --clock-control none --set full --force-overwrite --export "$STEP/profile"'
 _FILES = "tests/gpu/device/test_gpu_"
 #: Seconds at most (what a step leaves is for those after it) and commands, by importance: within a
 #: piece the last ones are cut first.
 STEPS: dict[str, tuple[float, list[str]]] = {
-    "build": (180, ['"$PYTHON" -m tests.gpu.device.build']),
+    "build": (
+        180,
+        [
+            '"$PYTHON" -m tests.gpu.device.build',
+            f"[ ! -d build/gpu-wheels ] || {_WHEELS} build/gpu-wheels/*.whl",
+        ],
+    ),
     "machine": (
         60,
         [
@@ -53,16 +61,12 @@ STEPS: dict[str, tuple[float, list[str]]] = {
             '"$LAUNCHES" large 20',
         ],
     ),
-    "tests": (540, [f"{_TESTS} {_FILES}calls.py {_FILES}vocabulary.py {_FILES}tokens.py"]),
-    "profile": (
-        100,
-        [f'{_NCU} "$LAUNCHES" large', 'ncu --import "$STEP/profile.ncu-rep" --page details'],
-    ),
-    # both measure fastrl: the difference is the noise
-    "bench": (150, [f"{_BENCH} {_LOGITS} --peer none"]),
-    "peers": (540, [f"{_BENCH} {_LOGITS}", _REPORT, _GOALS]),
-    "linear-tests": (190, [f"{_TESTS} {_FILES}linear.py {_FILES}graphs.py"]),
-    "linear-bench": (150, [f"{_BENCH} {_LINEAR}", _REPORT, _GOALS]),
+    "tests": (190, [f"{_TESTS} {_FILES}calls.py {_FILES}vocabulary.py {_FILES}tokens.py"]),
+    # all operators in turn; `peers` measures fastrl once more: the difference is the noise
+    "bench": (540, [f"{_BENCH} --peer none"]),
+    "linear-tests": (110, [f"{_TESTS} {_FILES}linear.py {_FILES}graphs.py"]),
+    "linear-bench": (100, [f"{_BENCH} {_LINEAR}"]),
+    "peers": (100, [f"{_BENCH} {_LOGITS}"]),
     # what racecheck finds need not be a defect: it may not know barriers in remote shared memory
     "sanitize": (
         90,
@@ -71,12 +75,19 @@ STEPS: dict[str, tuple[float, list[str]]] = {
             for tool in ("memcheck", "initcheck", "synccheck", "racecheck")
         ],
     ),
-    "tune": (540, ['"$PYTHON" bench/tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),
+    "profile": (
+        100,
+        [f'{_NCU} "$LAUNCHES" large', 'ncu --import "$STEP/profile.ncu-rep" --page details'],
+    ),
+    "tune": (120, ['"$PYTHON" bench/tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),
+    "all-tests": (240, [_TESTS]),
+    "all-bench": (540, [_BENCH]),
 }
-PIECES = {
-    "first": ("build", "machine", "tests"),
-    "second": ("build", "profile", "bench", "peers"),
-    "third": ("build", "linear-tests", "linear-bench", "sanitize", "tune"),
+#: Seconds at most, and steps.
+PIECES: dict[str, tuple[float, tuple[str, ...]]] = {
+    "first": (350, ("build", "machine", "tests", "bench")),
+    "second": (330, ("build", "linear-tests", "linear-bench", "peers", "sanitize")),
+    "third": (540, ("build", "profile", "tune", "all-tests", "all-bench")),
 }
 
 
@@ -85,18 +96,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="+", choices=[*PIECES, *STEPS], metavar="piece or step")
-    parser.add_argument("--seconds", type=float, default=540.0, help="limit of all of it")
+    parser.add_argument("--seconds", type=float, help="limit of all; default: that of the pieces")
     parser.add_argument("--resume", action="store_true", help="leave out what has a result")
     options = parser.parse_args()
-    deadline = time.monotonic() + options.seconds - PACKING
+    parts = [PIECES.get(name) or (STEPS[name][0], (name,)) for name in options.names]
+    seconds = options.seconds or sum(seconds for seconds, _ in parts)
+    deadline = time.monotonic() + seconds - PACKING
     os.environ["PATH"] = path_with_tools()
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode:
         print("there is no GPU that torch can use")
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the archive is written, too
-    steps = [step for name in options.names for step in PIECES.get(name, (name,))]
-    ended = []
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    steps, ended = [step for _, of_part in parts for step in of_part], []
     try:
         for name in steps:
             ended.append(_step(name, deadline, resume=options.resume))
@@ -113,8 +128,8 @@ def _step(name: str, deadline: float, *, resume: bool) -> str:
     if not resume:
         shutil.rmtree(step, ignore_errors=True)
     step.mkdir(parents=True, exist_ok=True)
-    names = {"PYTHON": sys.executable, "STEP": str(step), "LAUNCHES": str(driver())}
-    names["RESUME"] = "--resume" if resume else ""
+    names = {"PYTHON": sys.executable, "STEP": str(step), "SITE": str(SITE)}
+    names |= {"LAUNCHES": str(driver()), "RESUME": "--resume" if resume else ""}
     log, failed = step / "log.txt", []
     log.touch()
     for command in commands:
