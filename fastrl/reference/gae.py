@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -21,55 +19,56 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns `[B, T]`.
 
-    The recurrence goes from the last token to the first, and skips masked tokens:
-    delta_t = r_t + gamma V_next - V_t,  A_t = delta_t + gamma lam A_next.
+    The recurrence goes from the last token to the first, in all sequences at once, and skips masked
+    tokens: delta_t = r_t + gamma V_next - V_t,  A_t = delta_t + gamma lam A_next.
     """
-    tokens = rewards.shape[1]
-    zero = rewards.new_zeros(())
+    if rewards.is_meta:
+        return torch.empty_like(rewards), torch.empty_like(rewards)
     per_token = bootstrap_values is not None and bootstrap_values.dim() == 2
-    last_of = {} if cu_seqlens is None or cu_seqlens.is_meta else _sequence_ends(cu_seqlens)
-
-    next_advantage = next_value = rewards.new_zeros(rewards.shape[0])
+    order, last, counts = _longest_first(rewards, cu_seqlens)
+    zero, shape = rewards.new_zeros(()), rewards.shape
+    rewards, values, mask = rewards.flatten(), values.flatten(), mask.flatten()
+    next_advantage = next_value = rewards.new_zeros(len(last))
+    if bootstrap_values is not None and not per_token:
+        next_value = bootstrap_values[order]
     # whether no active token of the sequence follows
-    at_end = torch.ones_like(mask[:, 0]) if tokens else mask.new_zeros(mask.shape[0])
-    if bootstrap_values is not None and not per_token and cu_seqlens is None:
-        next_value = bootstrap_values
-    columns = []
-    for t in reversed(range(tokens)):
-        if t in last_of:
-            sequence = last_of[t]
-            next_advantage = torch.zeros_like(next_advantage)
-            next_value = torch.zeros_like(next_value)
-            at_end = torch.ones_like(at_end)
-            if bootstrap_values is not None and not per_token:
-                next_value = bootstrap_values[sequence].reshape(1)
-        active = mask[:, t]
-        value_after, trace = next_value, next_advantage
+    at_end = torch.ones_like(last, dtype=torch.bool)
+    places, columns = [last[:0]], [rewards[:0]]
+    for step, count in enumerate(counts):
+        t = last[:count] - step
+        active, value = mask[t], values[t]
+        trace, value_after, at_end = next_advantage[:count], next_value[:count], at_end[:count]
         if per_token:
             assert bootstrap_values is not None
-            value_after = torch.where(at_end, bootstrap_values[:, t], value_after)
+            bootstrap = bootstrap_values.flatten()[t]
+            value_after = torch.where(at_end, bootstrap, value_after)
         if truncated is not None:
-            cut = truncated[:, t]
+            cut = truncated.flatten()[t]
             trace = torch.where(cut, zero, trace)
             if per_token:
-                assert bootstrap_values is not None
-                value_after = torch.where(cut, bootstrap_values[:, t], value_after)
+                value_after = torch.where(cut, bootstrap, value_after)
         if terminated is not None:
-            trace = torch.where(terminated[:, t], zero, trace)
-            value_after = torch.where(terminated[:, t], zero, value_after)
-        delta = rewards[:, t] + gamma * value_after - values[:, t]
+            done = terminated.flatten()[t]
+            trace = torch.where(done, zero, trace)
+            value_after = torch.where(done, zero, value_after)
+        delta = rewards[t] + gamma * value_after - value
         advantage = delta + gamma * lam * trace
+        places.append(t)
         columns.append(torch.where(active, advantage, zero))
-        next_advantage = torch.where(active, advantage, next_advantage)
-        next_value = torch.where(active, values[:, t], next_value)
+        next_advantage = torch.where(active, advantage, next_advantage[:count])
+        next_value = torch.where(active, value, next_value[:count])
         at_end = at_end & ~active
-    if not columns:
-        return torch.zeros_like(rewards), torch.zeros_like(rewards)
-    advantages = torch.stack(columns[::-1], dim=1)
-    return advantages, torch.where(mask, advantages + values, zero)
+    advantages = torch.zeros_like(rewards).index_put((torch.cat(places),), torch.cat(columns))
+    returns = torch.where(mask, advantages + values, zero)
+    return advantages.view(shape), returns.view(shape)
 
 
-def _sequence_ends(cu_seqlens: Tensor) -> dict[int, int]:
-    """Map the position of each sequence's last token to the index of the sequence."""
-    bounds = cu_seqlens.tolist()
-    return {end - 1: s for s, (start, end) in enumerate(pairwise(bounds)) if end > start}
+def _longest_first(rewards: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the sequences, their last tokens, and how many of them have a token at each step."""
+    if cu_seqlens is None:
+        sequences, tokens = rewards.shape
+        order = torch.arange(sequences, device=rewards.device)
+        return order, (order + 1) * tokens - 1, [sequences] * tokens
+    lengths, order = cu_seqlens.diff().sort(descending=True)
+    over = lengths.bincount().cumsum(0)  # how many have at most so many tokens
+    return order, cu_seqlens[1:][order].long() - 1, (len(order) - over).tolist()[:-1]
