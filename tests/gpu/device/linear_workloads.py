@@ -12,7 +12,8 @@ Budgets. eps = 2^-23 is float32's, u = 2^-8 the relative error of rounding to bf
   row kernels are allowed: 1e-5, and 2e-7 of its size. An entropy H by 2 d H + 1e-5 (1 + H).
 - dL/dlogits = s (onehot - p) - e p (log p + H), with s = dL/dlogprob, e = dL/dentropy. Its error
   in float32 is k = 3 (2 d + 1e-5) of the sum of the terms' sizes: p, s and H each have one such
-  error. With 16-bit operands it is then rounded to bfloat16, u of its size.
+  error. An s of a loss, in which terms may cancel, is off by what the error of the log-probability
+  makes of it instead. With 16-bit operands the sum is then rounded to bfloat16, u of its size.
 - A gradient is a GEMM of dL/dlogits and an operand x: it is off by the product of the absolute
   values, |error of dL/dlogits| |x|, by eps sqrt(terms) |dL/dlogits| |x| for its sums, by
   u |dL/dlogits| |x| where float16 operands are multiplied as bfloat16 (or LoRA's hidden A^T), and
@@ -224,22 +225,28 @@ class Exact:
             self.logprob_budget = 2 * self.d + 1e-5 + 2e-7 * self.logprobs.abs()
             self.entropy_budget = 2 * self.d * self.entropy + 1e-5 * (1 + self.entropy)
 
-    def gradients(self, s: Tensor, e: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def gradients(
+        self, s: Tensor, e: Tensor, s_off: Tensor | float = 0.0
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """Return gradient and budget of each leaf, for dL/dlogprobs and dL/dentropy `[B, T]`."""
         of = (self.logits, *self.p.values())
         g, *exact = torch.autograd.grad((self.logprobs, self.entropy), of, (s, e))
         with torch.no_grad():
-            budgets = self._budgets(g, s[..., None] * self.gain, e[..., None] * self.gain)
+            off = self._off(*(self.gain * x[..., None] for x in (s, e, s_off + 0 * s)))
+            budgets = self._budgets(g, off)
         return {
             name: (value, budgets[name].view_as(value))
             for name, value in zip(self.p, exact, strict=True)
         }
 
-    def _budgets(self, g: Tensor, s: Tensor, e: Tensor) -> dict[str, Tensor]:
+    def _off(self, s: Tensor, e: Tensor, s_off: Tensor) -> Tensor:
+        """Return the error of dL/dlogits in float32."""
         p = self.logp.exp()
         terms = s.abs() * (self.taken + p)
         terms += e.abs() * p * (self.logp.abs() + self.entropy[..., None] + 1)
-        off = 3 * (2 * self.d[..., None] + 1e-5) * terms
+        return 3 * (2 * self.d[..., None] + 1e-5) * terms + s_off * (self.taken + p)
+
+    def _budgets(self, g: Tensor, off: Tensor) -> dict[str, Tensor]:
         off = (off + U * self.narrow * (g.abs() + off)).flatten(0, 1)
         g, p = g.flatten(0, 1), {**self.p, "hidden": self.p["hidden"].flatten(0, 1)}
 
@@ -263,9 +270,17 @@ class Exact:
             found["hidden"] += of_product(back, back_off, p["lora_a"])
         return found
 
-    def loss(self) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """Return loss, its budget, metrics, and its slopes along logprobs and entropy."""
-        logprobs, entropy = (x.detach().requires_grad_() for x in (self.logprobs, self.entropy))
+    def loss(self) -> tuple[Tensor, Tensor, dict[str, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """Return loss, its budget, metrics, and s and e of `gradients` with the error of s."""
+        loss, metrics, s, e = self._loss(0)
+        moved = [self._loss(sign * self.logprob_budget)[2] for sign in (-1, 1)]
+        s_off = torch.stack([(other - s).abs() for other in moved]).amax(0)
+        budget = (s.abs() * self.logprob_budget + e.abs() * self.entropy_budget).sum()
+        return loss, budget + 2e-6, metrics, (s, e, s_off)
+
+    def _loss(self, shift: Tensor | int) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+        logprobs = (self.logprobs + shift).detach().requires_grad_()
+        entropy = self.entropy.detach().requires_grad_()
         tokens = {
             name: x.double() if x.is_floating_point() else x
             for name, x in self.work.tokens.items()
@@ -274,9 +289,8 @@ class Exact:
         result = fastrl.policy_loss(
             logprobs, **tokens, entropy=entropy, objective=OBJECTIVE, backend="reference"
         )
-        s, e = torch.autograd.grad(result.loss, (logprobs, entropy))
-        budget = (s.abs() * self.logprob_budget + e.abs() * self.entropy_budget).sum()
-        return result.loss.detach(), budget + 2e-6, result.metrics, s, e
+        slopes = torch.autograd.grad(result.loss, (logprobs, entropy))
+        return result.loss.detach(), result.metrics, *slopes
 
 
 def assert_within(name: str, found: Tensor, exact: Tensor, budget: Tensor) -> None:
@@ -297,13 +311,13 @@ def assert_policy_loss(work: LinearWork, backend: str) -> None:
 def assert_result(work: LinearWork, result, grads: dict[str, Tensor]) -> None:
     """Compare a result of `linear_policy_loss` and the gradients of its loss with float64."""
     exact = Exact(work)
-    loss, budget, metrics, s, e = exact.loss()
+    loss, budget, metrics, slopes = exact.loss()
     assert_within("loss", result.loss, loss, budget)
     _assert_rows(exact, result, exact.mask)
     slack = 8 * float(exact.logprob_budget.max())  # k3 and ratios have slopes of a few
     for name, value in result.metrics.items():
         assert abs(value - metrics[name]) <= slack * (1 + abs(metrics[name])), name
-    _assert_gradients(work, grads, exact.gradients(s, e))
+    _assert_gradients(work, grads, exact.gradients(*slopes))
 
 
 def assert_token_stats(work: LinearWork, backend: str) -> None:
