@@ -57,9 +57,8 @@ class cuda:
 """
 #: Of the tests for a GPU: on small inputs, without what only a GPU can do.
 SMALL = (
-    "cuda and (float64 or statistics or factor or half or masked_rows or captures or "
-    "two_ranks) and not (20000 or 32768 or 32000 or 32001 or 50257 or 129280 or 151936 or 262208 "
-    "or 4096)"
+    "(cuda or triton) and (float64 or statistics or factor or half or captures and triton) and not "
+    "(20000 or 32768 or 32000 or 32001 or 50257 or 129280 or 151936 or 262208 or 4096)"
 )
 #: A program that notes how it was called, and hangs in a benchmark.
 NOTES = """#!/bin/sh
@@ -118,12 +117,13 @@ def test_a_run_that_is_cut_keeps_its_outcomes_and_goes_on(run_tests, tmp_path):
     assert "6 passed, 3 failed, 1 skipped, 0 cut" in said
 
 
-def test_tests_for_a_gpu_run_on_the_cpu(tmp_path):
+def test_tests_for_a_gpu_run_on_executed_kernels(tmp_path):
     """Fixtures, inputs, budgets, replays, the process around, by the command that is documented."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (line,) = re.findall(r"^python -m (tests\.\S*run -p \S*pretended) ", text, re.MULTILINE)
+    pattern = r'^FASTRL_TESTED="triton cuda" python -m (tests\.\S*run -p \S*pretended) '
+    (line,) = re.findall(pattern, text, re.MULTILINE)
     options = ["--jobs", "1", "--out", str(tmp_path), "-k", SMALL]
-    code, said = run(*shlex.split(line), *options)
+    code, said = run(*shlex.split(line), *options, FASTRL_TESTED="triton cuda")
     assert code == 0, said[-3000:]
     assert len(read(tmp_path)) >= 50
 
@@ -138,6 +138,11 @@ def test_first_calls_of_a_process_on_the_cpu(way):
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
 def test_a_head_that_fsdp2_shards_on_the_cpu():
     head_of_ranks.assert_sharded_equals_whole("cpu", "gloo", "cpu")
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+def test_a_head_that_two_ranks_split_on_the_cpu():
+    head_of_ranks.assert_parts_equal_whole("cpu", "cpu")
 
 
 def test_a_piece_is_cut_in_time_and_leaves_what_it_has(tmp_path, monkeypatch, capsys):
