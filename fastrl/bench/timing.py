@@ -204,7 +204,7 @@ class Calls:
             torch.cuda.synchronize()
         kernels = (one for one in profile.key_averages() if one.device_type.name == "CUDA")
         taken = sum(kernel.self_device_time_total for kernel in kernels)
-        mine.kernels = taken / CALLS / 1e6
+        mine.kernels = taken / CALLS / 1e6 or None  # the profiler may be unable to record any
 
     def call(self, provider: Provider, inputs: Inputs, step: str = "") -> Callable[[], Any]:
         """Prepare a call up to the part that is timed; the default ``step`` is the case's."""
