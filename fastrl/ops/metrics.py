@@ -62,7 +62,7 @@ class LossMetrics(Mapping[str, Tensor]):
 
     def keys(self) -> KeysView[str]:
         """Return the names."""
-        return self._plain().keys()
+        return dict.fromkeys(self).keys()
 
     def values(self) -> ValuesView[Tensor]:
         """Return the metrics, in the order of the names."""

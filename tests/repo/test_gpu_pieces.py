@@ -71,7 +71,7 @@ def run(*command, **environment):
     given = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, env={**given, **environment},
-        capture_output=True, text=True, check=False, timeout=300,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

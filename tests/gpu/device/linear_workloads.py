@@ -12,8 +12,8 @@ Budgets. eps = 2^-23 is float32's, u = 2^-8 the relative error of rounding to bf
   row kernels are allowed: 1e-5, and 2e-7 of its size. An entropy H by 2 d H + 1e-5 (1 + H).
 - dL/dlogits = s (onehot - p) - e p (log p + H), with s = dL/dlogprob, e = dL/dentropy. Its error
   in float32 is k = 3 (2 d + 1e-5) of the sum of the terms' sizes: p, s and H each have one such
-  error. An s of a loss, in which terms may cancel, is off by what the error of the log-probability
-  makes of it instead. With 16-bit operands the sum is then rounded to bfloat16, u of its size.
+  error. The s of a loss, in which terms may cancel, is also off by what the error of the
+  log-probability makes of it. With 16-bit operands the sum is rounded to bfloat16, u of its size.
 - A gradient is a GEMM of dL/dlogits and an operand x: it is off by the product of the absolute
   values, |error of dL/dlogits| |x|, by eps sqrt(terms) |dL/dlogits| |x| for its sums, by
   u |dL/dlogits| |x| where float16 operands are multiplied as bfloat16 (or LoRA's hidden A^T), and

@@ -1,16 +1,16 @@
 """What is run on a machine with a GPU, in pieces that fit into a lease of it: `make gpu`.
 
     python -m tests.gpu.device.pieces first     # build, machine, tests, bench
-    python -m tests.gpu.device.pieces second    # build, linear-tests, linear-bench, peers, sanitize
-    python -m tests.gpu.device.pieces third     # build, profile, tune, all-tests, all-bench
-    python -m tests.gpu.device.pieces peers tune    # some steps
+    python -m tests.gpu.device.pieces second    # build, linear forms, other libraries, sanitizers
+    python -m tests.gpu.device.pieces third     # build, profile, tune, all tests and benchmarks
+    python -m tests.gpu.device.pieces build peers    # some steps; the others need what build makes
 
-They take at most 350, 330 and 540 seconds: the first two fit into a quarter of an hour, with the
-start of the machine. Each can be the first command on a fresh one. It ends within `--seconds`,
-whatever a step does, and leaves OUT/gpu-<piece>.tar.gz, also where it is ended; OUT is a variable
-of the environment. A step works and logs in build/gpu/<step>, where `--resume` goes on with what is
-there: on another machine unpack the archive in build/gpu. Wheels of other libraries to measure are
-taken from build/gpu-wheels.
+They take at most 350, 350 and 540 seconds: the first two fit into a quarter of an hour on one
+machine, with its start. A piece can be the first command on a fresh machine, ends within
+`--seconds`, whatever a step does, and leaves OUT/gpu-<piece>.tar.gz, also where it is ended; OUT is
+a variable of the environment. A step works and logs in build/gpu/<step>, where `--resume` goes on
+with what is there: on another machine unpack the archive in build/gpu. Wheels of other libraries to
+measure are taken from build/gpu-wheels.
 """
 
 from __future__ import annotations
@@ -38,19 +38,17 @@ _TESTS = '"$PYTHON" -m tests.gpu.device.run --out "$STEP" --seconds $LEFT $RESUM
 _BENCH = '"$PYTHON" -m fastrl.bench --device cuda --no-plots --out "$STEP" --seconds $LEFT $RESUME'
 _LOGITS = "--op logits_policy_loss token_stats --model qwen3-0.6b --rows 8192 --variant ''"
 _LINEAR = "--op linear_policy_loss --model llama-3.1-8b qwen2.5-0.5b --rows 8192 --pass both"
-_WHEELS = '"$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target "$SITE"'
-_NCU = 'ncu --clock-control none --set full --force-overwrite --export "$STEP/profile"'
+_WHEELS = """for wheel in build/gpu-wheels/*.whl; do
+  [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$SITE"
+done"""
+_NCU = "ncu --clock-control none"
+_SECTIONS = "SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats"
+_COUNTED = " ".join(f"--section {name}" for name in _SECTIONS)
 _FILES = "tests/gpu/device/test_gpu_"
 #: Seconds at most (what a step leaves is for those after it) and commands, by importance: within a
 #: piece the last ones are cut first.
 STEPS: dict[str, tuple[float, list[str]]] = {
-    "build": (
-        180,
-        [
-            '"$PYTHON" -m tests.gpu.device.build',
-            f"[ ! -d build/gpu-wheels ] || {_WHEELS} build/gpu-wheels/*.whl",
-        ],
-    ),
+    "build": (180, [_WHEELS, '"$PYTHON" -m tests.gpu.device.build']),
     "machine": (
         60,
         [
@@ -65,8 +63,9 @@ STEPS: dict[str, tuple[float, list[str]]] = {
     # all operators in turn; `peers` measures fastrl once more: the difference is the noise
     "bench": (540, [f"{_BENCH} --peer none"]),
     "linear-tests": (110, [f"{_TESTS} {_FILES}linear.py {_FILES}graphs.py"]),
-    "linear-bench": (100, [f"{_BENCH} {_LINEAR}"]),
-    "peers": (100, [f"{_BENCH} {_LOGITS}"]),
+    "linear-bench": (90, [f"{_BENCH} {_LINEAR}"]),
+    "peers": (80, [f"{_BENCH} {_LOGITS}"]),
+    "counters": (30, [f'{_NCU} {_COUNTED} "$LAUNCHES" large']),
     # what racecheck finds need not be a defect: it may not know barriers in remote shared memory
     "sanitize": (
         90,
@@ -77,7 +76,10 @@ STEPS: dict[str, tuple[float, list[str]]] = {
     ),
     "profile": (
         100,
-        [f'{_NCU} "$LAUNCHES" large', 'ncu --import "$STEP/profile.ncu-rep" --page details'],
+        [
+            f'{_NCU} --set full --force-overwrite --export "$STEP/profile" "$LAUNCHES" large',
+            'ncu --import "$STEP/profile.ncu-rep" --page details',
+        ],
     ),
     "tune": (120, ['"$PYTHON" bench/tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),
     "all-tests": (240, [_TESTS]),
@@ -86,7 +88,7 @@ STEPS: dict[str, tuple[float, list[str]]] = {
 #: Seconds at most, and steps.
 PIECES: dict[str, tuple[float, tuple[str, ...]]] = {
     "first": (350, ("build", "machine", "tests", "bench")),
-    "second": (330, ("build", "linear-tests", "linear-bench", "peers", "sanitize")),
+    "second": (350, ("build", "linear-tests", "linear-bench", "peers", "counters", "sanitize")),
     "third": (540, ("build", "profile", "tune", "all-tests", "all-bench")),
 }
 
@@ -100,7 +102,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="leave out what has a result")
     options = parser.parse_args()
     parts = [PIECES.get(name) or (STEPS[name][0], (name,)) for name in options.names]
-    seconds = options.seconds or sum(seconds for seconds, _ in parts)
+    seconds = sum(of_part for of_part, _ in parts) if options.seconds is None else options.seconds
     deadline = time.monotonic() + seconds - PACKING
     os.environ["PATH"] = path_with_tools()
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -111,7 +113,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    steps, ended = [step for _, of_part in parts for step in of_part], []
+    steps, ended = [*dict.fromkeys(step for _, of_part in parts for step in of_part)], []
     try:
         for name in steps:
             ended.append(_step(name, deadline, resume=options.resume))
