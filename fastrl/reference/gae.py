@@ -24,13 +24,17 @@ def gae(
     """
     if rewards.is_meta:
         return torch.empty_like(rewards), torch.empty_like(rewards)
-    per_token = bootstrap_values is not None and bootstrap_values.dim() == 2
     order, last, counts = _longest_first(rewards, cu_seqlens)
     zero, shape = rewards.new_zeros(()), rewards.shape
     rewards, values, mask = rewards.flatten(), values.flatten(), mask.flatten()
+    terminated, truncated = (None if x is None else x.flatten() for x in (terminated, truncated))
     next_advantage = next_value = rewards.new_zeros(len(last))
-    if bootstrap_values is not None and not per_token:
-        next_value = bootstrap_values[order]
+    of_token = None
+    if bootstrap_values is not None:
+        if bootstrap_values.dim() == 2:
+            of_token = bootstrap_values.flatten()
+        else:
+            next_value = bootstrap_values[order]
     # whether no active token of the sequence follows
     at_end = torch.ones_like(last, dtype=torch.bool)
     places, columns = [last[:0]], [rewards[:0]]
@@ -38,17 +42,15 @@ def gae(
         t = last[:count] - step
         active, value = mask[t], values[t]
         trace, value_after, at_end = next_advantage[:count], next_value[:count], at_end[:count]
-        if per_token:
-            assert bootstrap_values is not None
-            bootstrap = bootstrap_values.flatten()[t]
-            value_after = torch.where(at_end, bootstrap, value_after)
+        if of_token is not None:
+            value_after = torch.where(at_end, of_token[t], value_after)
         if truncated is not None:
-            cut = truncated.flatten()[t]
+            cut = truncated[t]
             trace = torch.where(cut, zero, trace)
-            if per_token:
-                value_after = torch.where(cut, bootstrap, value_after)
+            if of_token is not None:
+                value_after = torch.where(cut, of_token[t], value_after)
         if terminated is not None:
-            done = terminated.flatten()[t]
+            done = terminated[t]
             trace = torch.where(done, zero, trace)
             value_after = torch.where(done, zero, value_after)
         delta = rewards[t] + gamma * value_after - value

@@ -225,14 +225,12 @@ class Exact:
             self.logprob_budget = 2 * self.d + 1e-5 + 2e-7 * self.logprobs.abs()
             self.entropy_budget = 2 * self.d * self.entropy + 1e-5 * (1 + self.entropy)
 
-    def gradients(
-        self, s: Tensor, e: Tensor, s_off: Tensor | float = 0.0
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return gradient and budget of each leaf, for dL/dlogprobs and dL/dentropy `[B, T]`."""
+    def gradients(self, s: Tensor, e: Tensor, s_off: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return gradient and budget of each leaf; `s_off`: the error of s, `[B, T]` as s and e."""
         of = (self.logits, *self.p.values())
         g, *exact = torch.autograd.grad((self.logprobs, self.entropy), of, (s, e))
         with torch.no_grad():
-            off = self._off(*(self.gain * x[..., None] for x in (s, e, s_off + 0 * s)))
+            off = self._off(*(self.gain * x[..., None] for x in (s, e, s_off)))
             budgets = self._budgets(g, off)
         return {
             name: (value, budgets[name].view_as(value))
@@ -327,7 +325,8 @@ def assert_token_stats(work: LinearWork, backend: str) -> None:
     _assert_rows(exact, stats, torch.ones_like(exact.mask))
     s, e = (torch.randn(exact.mask.shape).to(work.device) * exact.mask for _ in range(2))
     total = (stats.logprobs * s + 0.1 * stats.entropy * e).sum()
-    _assert_gradients(work, gradients(total, leaves), exact.gradients(s.double(), 0.1 * e.double()))
+    wanted = exact.gradients(s.double(), 0.1 * e.double(), torch.zeros_like(s))
+    _assert_gradients(work, gradients(total, leaves), wanted)
 
 
 def _assert_rows(exact: Exact, found, where: Tensor) -> None:

@@ -98,7 +98,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="+", choices=[*PIECES, *STEPS], metavar="piece or step")
-    parser.add_argument("--seconds", type=float, help="limit of all; default: that of the pieces")
+    help_seconds = "limit of the whole run; default: the limits of the pieces or steps, added up"
+    parser.add_argument("--seconds", type=float, help=help_seconds)
     parser.add_argument("--resume", action="store_true", help="leave out what has a result")
     options = parser.parse_args()
     parts = [PIECES.get(name) or (STEPS[name][0], (name,)) for name in options.names]
