@@ -16,6 +16,7 @@ from fastrl.checks import (
     can_read,
     flag,
     integer,
+    number,
     on_device,
     one_of,
     positive,
@@ -63,7 +64,9 @@ def token_weights(
     Args:
         mask: 0/1, `[B, T]` or packed `[N]`.
         aggregation: a row of the table.
-        normalizer: the global denominator, a float or a tensor of one element.
+        normalizer: the global denominator, a float or a tensor of one element. It may be 0 if no
+            token is active; with active tokens this raises on a CPU, and the weights are infinite
+            on a GPU, where a tensor's value is not read.
         length_norm: the constant of `seq-mean-token-sum-norm`, in tokens; None is the padded width
             T.
         group_size: for `prompt-mean`: number of consecutive sequences for the same prompt.
@@ -214,11 +217,13 @@ def _normalizer(normalizer: object, aggregation: str, like: Tensor) -> tuple[flo
     if aggregation == "token-sum":
         raise ValueError("normalizer has no effect with aggregation token-sum")
     if not isinstance(normalizer, Tensor):
-        number = positive("normalizer", normalizer)
-        # as an argument of the operator it would be specialized to its value
-        if isinstance(number, torch.SymFloat | torch.SymInt):
-            return 0.0, torch.full((1,), number, device=like.device, dtype=torch.float32)
-        return number, None
+        count = number("normalizer", normalizer)
+        count = count if count == 0 else positive("normalizer", normalizer)
+        # a symbol would be specialized to its value as an argument of the operator, and 0 would
+        # mean the local count
+        if isinstance(count, torch.SymFloat | torch.SymInt) or count == 0:
+            return 0.0, torch.full((1,), count, device=like.device, dtype=torch.float32)
+        return count, None
     tensor("normalizer", normalizer)
     if not (normalizer.is_floating_point() or normalizer.dtype in INTEGERS):
         raise TypeError(f"normalizer must be a number or a real tensor, got {normalizer.dtype}")
@@ -227,9 +232,9 @@ def _normalizer(normalizer: object, aggregation: str, like: Tensor) -> tuple[flo
             f"normalizer must be a number or have one element, got shape {tuple(normalizer.shape)}"
         )
     on_device("normalizer", normalizer, like, "mask")
-    count = normalizer.detach()
-    unusual = count.is_floating_point() and count.dtype not in FLOATS
-    return 0.0, count.float() if unusual else count
+    element = normalizer.detach()
+    unusual = element.is_floating_point() and element.dtype not in FLOATS
+    return 0.0, element.float() if unusual else element
 
 
 def check_normalizer(how: AggregationArguments, active: Tensor) -> None:

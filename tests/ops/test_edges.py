@@ -8,6 +8,7 @@ import torch
 
 import fastrl
 from fastrl import Objective
+from fastrl.integrations import openrlhf, verl
 
 pytestmark = pytest.mark.kernels
 
@@ -71,18 +72,49 @@ def test_bootstrap_values_per_token_win_where_both_shapes_fit(backend):
     assert returns.tolist() == [7.0, 7.0]
 
 
-@pytest.mark.not_on("cuda")  # nobody looks at the values of normalizers on a GPU
-def test_a_count_of_zero_is_a_fine_normalizer_of_nothing(backend):
-    mask = torch.zeros(1, 2)
-    logprobs = torch.zeros(1, 2, requires_grad=True)
-    for o in ("dapo", "grpo", Objective.preset("grpo", convention="trl")):  # it counts empty ones
-        loss = fastrl.policy_loss(
-            logprobs, ONE, mask, objective=o, normalizer=mask.sum(), backend=backend
-        ).loss
-        assert loss == 0
-    if backend != "triton":  # kernels for a GPU do not check its value
-        with pytest.raises(ValueError, match="normalizer must be above 0"):
-            fastrl.policy_loss(logprobs, ONE, PAIR, normalizer=mask.sum(), backend=backend)
+@pytest.mark.parametrize("zero", [torch.tensor(0), torch.tensor(0.0), 0, 0.0], ids=repr)
+def test_a_count_of_zero_is_a_fine_normalizer_of_nothing(backend, zero):
+    """As a tensor and as a number, which must not be taken for no normalizer."""
+    hidden, weight = torch.ones(1, 2, 4), torch.ones(3, 4)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    losses = {
+        "policy_loss": lambda mask, **given: fastrl.policy_loss(PAIR, ONE, mask, **given).loss,
+        "logits_policy_loss": lambda mask, **given: (
+            fastrl.logits_policy_loss(torch.ones(1, 2, 3), ids, ONE, mask, **given).loss
+        ),
+        "linear_policy_loss": lambda mask, **given: (
+            fastrl.linear_policy_loss(hidden, weight, ids, ONE, mask, **given).loss
+        ),
+    }
+    # the convention counts empty sequences
+    for o in ("dapo", "grpo", Objective.preset("grpo", convention="trl")):
+        for loss in losses.values():
+            given = {"objective": o, "normalizer": zero, "backend": backend}
+            assert loss(torch.zeros(1, 2), **given) == 0
+            if backend in ("cpu", "reference"):  # kernels for a GPU do not check its value
+                with pytest.raises(ValueError, match="normalizer must be above 0"):
+                    loss(torch.tensor([[0.0, 1.0]]), **given)
+
+
+@pytest.mark.parametrize("zero", [torch.tensor(0), 0], ids=repr)
+def test_a_count_of_zero_in_plain_torch_and_in_drop_ins(zero):
+    losses = {
+        "value_loss": lambda mask: fastrl.value_loss(PAIR, PAIR, mask, normalizer=zero).loss,
+        "token_weights": lambda mask: fastrl.token_weights(
+            mask, aggregation="token-mean", normalizer=zero
+        ).sum(),
+        "agg_loss": lambda mask: verl.agg_loss(PAIR, mask, "token-mean", 2, zero),
+        "PolicyLoss": lambda mask: openrlhf.PolicyLoss()(
+            PAIR, PAIR, PAIR, mask, batch_num_tokens=zero
+        )[0],
+        "ValueLoss": lambda mask: openrlhf.ValueLoss()(
+            PAIR, PAIR, PAIR, mask, batch_num_tokens=zero
+        ),
+    }
+    for loss in losses.values():
+        assert loss(torch.zeros(1, 2)) == 0
+        with pytest.raises(ValueError, match="normalizer must be above 0, got 0"):
+            loss(torch.ones(1, 2))
 
 
 def test_numbers_beyond_any_float_are_refused_by_name():
