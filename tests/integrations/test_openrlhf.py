@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import math
 import sys
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastrl
 from fastrl.integrations import openrlhf as ours
 from fastrl.integrations.replacing import parameters
 from tests.integrations import openrlhf_formulas
@@ -119,6 +121,26 @@ def test_policy_loss(theirs, loss, correction, counts):
     rest = (data.old, data.advantages, data.mask, data.rollout)
     a, b = (n.PolicyLoss(**options) for n in (ours, theirs))
     same(lambda x: a(x, *rest, **counts), lambda x: b(x, *rest, **counts), data.log_probs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "off"])
+def test_the_ratio_of_an_accepted_token_is_finite(correction, dtype):
+    """As that of a public correction, which saturates at e^80; the geometric mean here is 1."""
+    log_probs = torch.full((2, 2), -3.0, dtype=dtype)
+    rollout = torch.tensor([[-103.0, 97.0], [-3.0, -3.0]], dtype=dtype)
+    ones = torch.ones(2, 2, dtype=dtype)
+    loss = ours.PolicyLoss(**CORRECTIONS[correction], is_correction_threshold=(0.0, math.inf))
+    found = outcome(lambda x: loss(x, log_probs, ones, ones, rollout), log_probs)[1]
+    public = fastrl.RolloutCorrection(low=0.0, high=math.inf)
+    x = log_probs.clone().requires_grad_()
+    objective = fastrl.Objective.preset("ppo", convention="openrlhf", rollout_correction=public)
+    wanted = fastrl.policy_loss(
+        x, ones, ones, old_logprobs=log_probs, rollout_logprobs=rollout, objective=objective
+    ).loss
+    wanted.backward()
+    assert math.isfinite(wanted.item())
+    torch.testing.assert_close(found[:2], [x.grad, wanted.detach()])
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])

@@ -20,6 +20,8 @@ class RolloutGate(NamedTuple):
     | `seq` | `mask` | `ratio` | the ratio, 0 if the geometric mean over the sequence is outside |
     | `token`, `seq` | `mask` | `binary_kl`, `tv` | the ratio, 0 if that divergence is outside |
 
+    Log-ratios saturate at +-80, as in a `RolloutCorrection`.
+
     Raises:
         ValueError: a field is invalid, or two fields conflict.
     """
@@ -79,6 +81,8 @@ class RolloutGate(NamedTuple):
         self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights `[B, T]`, the KL to the rollout engine, and the share dropped."""
+        wide = torch.promote_types(old_log_probs.dtype, torch.float32)  # e^80 is above any float16
+        old_log_probs, rollout_log_probs = old_log_probs.to(wide), rollout_log_probs.to(wide)
         log_ratio = old_log_probs - rollout_log_probs
         statistic = self._statistic(log_ratio, old_log_probs, rollout_log_probs, mask)
         low, high = self.threshold
@@ -86,7 +90,7 @@ class RolloutGate(NamedTuple):
         if self.mode == "clip":
             weights = statistic.clamp(low, high)
         else:
-            weights = torch.where(outside, 0.0, log_ratio.exp())
+            weights = torch.where(outside, 0.0, _ratio(log_ratio))
         share = outside.to(log_ratio.dtype)
         filtered = share.mean() if self.level == "seq" else fastrl.masked_mean(share, mask)
         return weights, fastrl.masked_mean(-log_ratio, mask), filtered
@@ -103,4 +107,8 @@ class RolloutGate(NamedTuple):
                 statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
         if self.level == "seq":
             statistic = fastrl.masked_mean(statistic, mask, dim=-1)[:, None]
-        return statistic.exp() if self.gating == "ratio" else statistic
+        return _ratio(statistic) if self.gating == "ratio" else statistic
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-80.0, 80.0).exp()

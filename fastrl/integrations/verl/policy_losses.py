@@ -175,7 +175,8 @@ def geo_mean(
         batch = Batch(old_log_prob, current, advantages, response_mask, rollout_is_weights)
         value = PolicyTerm(objective, Aggregation(response_mask, {})).value(batch)
     else:  # `Objective` has no weighted mean over a sequence
-        held = torch.where(upper & above, high, current - old_log_prob)
+        free = (current - old_log_prob).clamp(-80.0, 80.0)  # as in `Objective`
+        held = torch.where(upper & above, high, free)
         held = torch.where(lower & below, -low, held)
         value = -masked_mean(advantages, response_mask, dim=-1)
         value = value * masked_mean(held, response_mask, dim=-1).exp()

@@ -71,6 +71,20 @@ def test_policy_losses_far_from_the_old_policy(theirs, name, fields, kind):
     same_policy_loss(name, theirs, data, **fields)
 
 
+@pytest.mark.parametrize("kind", ["bools", "fractions"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_log_ratio_makes_a_loss_infinite(name, kind):
+    data = batch(kind)
+    data.old[:, ::2] -= 400.0
+    data.log_prob[:, 3] -= 300.0
+    for sign in (1, -1):
+        data.advantages = sign * data.advantages.abs()
+        config = transcribed(global_batch_info={}, **LOSSES[name])
+        loss, _, gradient = policy_loss(OURS, name, data, config)
+        assert loss.isfinite()
+        assert gradient.isfinite().all()
+
+
 @BATCH
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["agg_loss", "compute_value_loss"])
