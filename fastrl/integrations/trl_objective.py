@@ -38,8 +38,8 @@ def trl_objective(
         "off_policy_threshold": off_policy_threshold,
         "top_entropy_quantile": top_entropy_quantile,
     }
-    if beta and bias_correction:
-        fields["kl_gradient"] = "bias-corrected"
+    if not bias_correction:
+        fields["kl_gradient"] = "exact"
     if loss_type == "cispo":
         # epsilon_high is the upper bound of the ratio itself; there is no lower one
         fields["clip_high"] = epsilon_high - 1.0

@@ -349,7 +349,7 @@ class Objective:
         | `gspo` | one ratio per sequence | the same | GSPO-token, log-ratio at most 10 | as `fastrl` |
         | `luspo` | sum over the sequence, mean over sequences | the same, over all B | - | - |
         | empty sequences in a mean | left out | counted | left out, `gmpo` counted | left out |
-        | KL of a token | k3 | k3 | k3 within 10 | any, within 10 |
+        | KL of a token | k3 | ratio times k3 (`gmpo`: k3) | k3 within 10 | any, within 10 |
         | aggregation of KL and entropy | like the policy | entropy: token mean | token mean in `gspo sapo gmpo` | token mean |
         | rollout correction multiplies | policy and KL | policy | policy | policy |
 

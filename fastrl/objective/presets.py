@@ -62,9 +62,11 @@ def _changed(names: str, changes: Fields, **further: Fields) -> dict[str, Fields
     return {name: {**PRESETS[name], **changes, **further.get(name, {})} for name in names.split()}
 
 
-# TRL: rollout corrections and masks do not affect the KL, the entropy bonus is always a mean over
-# tokens, and a mean over sequences counts sequences without an active token.
+# TRL: rollout corrections and masks do not affect the KL, which is multiplied by the ratio except
+# in gmpo, the entropy bonus is always a mean over tokens, and a mean over sequences counts sequences
+# without an active token.
 _TRL: Fields = {"rollout_weighs": "policy", "entropy_aggregation": "token-mean"}
+_KL_TIMES_RATIO: Fields = {"kl_gradient": "bias-corrected"}
 _BY_SEQUENCE: Fields = {"count_empty": True}
 
 # verl: log-ratios within 20, KL (k3) within 10. In losses with a fixed aggregation of the policy
@@ -79,8 +81,9 @@ _OPENRLHF: Fields = {"rollout_weighs": "policy", "kl_clamp": 10.0}
 CONVENTIONS: dict[str, dict[str, Fields]] = {
     "fastrl": PRESETS,
     "trl": {
-        **_changed("bnpo dapo cispo vespo", _TRL, dapo={"clip_high": 0.2}),
-        **_changed("grpo dr_grpo gspo gmpo sapo luspo", {**_TRL, **_BY_SEQUENCE}),
+        **_changed("bnpo dapo cispo vespo", {**_TRL, **_KL_TIMES_RATIO}, dapo={"clip_high": 0.2}),
+        **_changed("grpo dr_grpo gspo sapo luspo", {**_TRL, **_KL_TIMES_RATIO, **_BY_SEQUENCE}),
+        **_changed("gmpo", {**_TRL, **_BY_SEQUENCE}),
     },
     "verl": {
         **_changed(
@@ -125,8 +128,11 @@ def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
             f"convention {convention!r} has no {name}; it has {', '.join(sorted(presets))}"
         )
     fields = {**presets[name], **changes}
-    if convention == "verl" and fields.get("kl_estimator", "k3") != "k3":
+    estimator = fields.get("kl_estimator", "k3")
+    if convention == "verl" and estimator != "k3":
         fields["kl_clamp"] = changes.get("kl_clamp")  # verl clamps only k3
+    if convention == "trl" and estimator == "exact":  # which is no sample to be weighted
+        fields["kl_gradient"] = changes.get("kl_gradient", "exact")
     return fields
 
 

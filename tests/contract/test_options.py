@@ -33,6 +33,13 @@ def test_a_preset_may_set_fields_of_terms_that_are_off(convention, name):
     )
 
 
+@pytest.mark.parametrize(("convention", "estimator"), [("trl", "exact"), ("verl", "k2")])
+def test_a_convention_leaves_alone_what_its_trainer_does_not_have(convention, estimator):
+    """TRL weights, and verl clamps, only k3."""
+    o = Objective.preset("grpo", convention=convention, kl_coef=0.1, kl_estimator=estimator)
+    assert (o.kl_gradient, o.kl_clamp) == ("exact", None)
+
+
 NUMBERS = [np.float32(0.25), np.float64(0.25), np.float16(0.25)]
 WHOLE = [np.int64(2), np.int32(2), np.uint8(2)]
 

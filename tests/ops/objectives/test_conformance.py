@@ -93,9 +93,9 @@ MODES = [
 TRL_OPTIONS = {
     "plain": ({}, {}),
     "kl": ({"beta": 0.04}, {"kl_coef": 0.04}),
-    "unbiased kl": (
-        {"beta": 0.04, "bias_correction": True},
-        {"kl_coef": 0.04, "kl_gradient": "bias-corrected"},
+    "plain kl": (
+        {"beta": 0.04, "bias_correction": False},
+        {"kl_coef": 0.04, "kl_gradient": "exact"},
     ),
     "entropy": ({"entropy_coef": 0.01}, {"entropy_coef": 0.01}),
     "top entropy": (
@@ -280,7 +280,7 @@ TRAINERS = {
 def exists(convention, preset, more, batch_name):
     """Whether a trainer has this, and its formula is the preset's."""
     if convention == "trl":  # log-ratios beyond 20 are where trainers part
-        extra = {"entropy_coef", "top_entropy_quantile", "bias_correction"} & more.keys()
+        extra = {"entropy_coef", "top_entropy_quantile"} & more.keys()
         if preset == "vespo" and more.get("sampling", ("token",))[0].startswith("sequence"):
             return False
         return batch_name != "far" and (preset != "gmpo" or (batch_name == "[B]" and not extra))

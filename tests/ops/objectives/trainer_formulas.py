@@ -72,7 +72,7 @@ def trl(
     delta=None,
     temperatures=(1.0, 1.05),
     beta=0.0,
-    bias_correction=False,
+    bias_correction=True,  # GMPO has no such correction
     entropy_coef=0.0,
     top_entropy_quantile=1.0,
     off_policy_mask_threshold=None,
@@ -119,7 +119,8 @@ def trl(
     if beta:
         difference = b.ref - b.logprobs
         kl = difference.exp() - difference - 1
-        loss = loss + beta * (kl * ratio if bias_correction else kl)
+        corrects = bias_correction and loss_type != "gmpo"
+        loss = loss + beta * (kl * ratio if corrects else kl)
     loss = loss * mask
 
     rows = mask.shape[0]
