@@ -9,16 +9,28 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.backend import Backend, resolve
-from fastrl.checks import floating, integer, number, one_of, same_shape, whole
+from fastrl.checks import (
+    as_mask,
+    can_read,
+    floating,
+    integer,
+    number,
+    one_of,
+    same_shape,
+    whole,
+)
 from fastrl.contract import BASELINES, SCALES, SINGLETONS, Baseline, Scale, Singleton
 from fastrl.library import operators
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS, Convention
 from fastrl.ops._process_groups import checked_group, concatenated, gathered
 from fastrl.ops.token_weights import check_group_size
+from fastrl.reference.groups import dense_index
 
 
 class GroupAdvantages(NamedTuple):
     """Advantages and statistics of each reward's group, in the shape of the rewards.
+
+    All are 0 or False for a completion that is left out.
 
     Attributes:
         advantages: the advantage of each reward.
@@ -41,6 +53,7 @@ class GroupAdvantages(NamedTuple):
 def group_advantages(
     rewards: Tensor,
     *,
+    mask: Tensor | None = None,
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     baseline: Baseline = "mean",
@@ -58,10 +71,15 @@ def group_advantages(
 
     The defaults are GRPO (Shao et al. 2024, arXiv 2402.03300) with TRL's eps and unbiased std.
     Dr. GRPO (arXiv 2503.20783) is `scale="none"`; RLOO (Ahmadian et al. 2024, arXiv 2402.14740) is
-    `baseline="leave_one_out", scale="none"`; MaxRL (arXiv 2602.02710), for rewards of at least 0,
-    is `scale="mean", eps=1e-6`. Mean and variance are computed in two passes in float64. A group of
-    equal rewards gives exactly 0 (unless `baseline="none"`). A non-finite reward affects only its
-    group.
+    `baseline="leave_one_out", scale="none"`; MaxRL (arXiv 2602.02710) is
+    `scale="mean", eps=1e-6`. Its rewards must be at least 0, since a negative mean would turn the
+    sign of every advantage round: a CPU raises an error, a GPU does not read them. Mean and
+    variance are computed in two passes in float64. A group of equal rewards gives exactly 0 (unless
+    `baseline="none"`).
+
+    A completion with `mask` 0 is left out of all statistics, whatever its reward, and has advantage
+    0; its group is that of the others. A reward that is NaN is left out by `convention="trl"`, as
+    TRL does with a reward of None. Otherwise a non-finite reward makes its group NaN, and no other.
 
     With `process_group` the batch is the rewards of all its ranks, concatenated in rank order, and
     each rank gets its part of the result for that batch, to the bit. A group may be spread over
@@ -70,6 +88,7 @@ def group_advantages(
 
     Args:
         rewards: `[N]`, or `[P, G]` for P groups of G.
+        mask: 0/1, the shape of `rewards`: which completions have a reward; None is all.
         group_size: number of consecutive rewards in a group (not needed for `[P, G]`).
         group_ids: integers, the shape of `rewards`: the group of each, in any order.
         baseline: `mean`, `leave_one_out` (mean of the others) or `none`.
@@ -100,6 +119,11 @@ def group_advantages(
         >>> rewards = torch.tensor([1.0, 0.8, 0.4, 0.2])
         >>> fastrl.group_advantages(rewards, group_size=4, correction=0, eps=0).advantages
         tensor([ 1.2649,  0.6325, -0.6325, -1.2649])
+        >>> missing = torch.tensor([1.0, torch.nan, 0.0, 1.0])
+        >>> fastrl.group_advantages(
+        ...     missing, mask=~missing.isnan(), group_size=4, scale="none"
+        ... ).advantages
+        tensor([ 0.3333,  0.0000, -0.6667,  0.3333])
     """
     r = floating("rewards", rewards).detach()
     if r.dim() not in (1, 2):
@@ -136,9 +160,18 @@ def group_advantages(
             "whole group, which scale batch alone relates to those of other ranks"
         )
     flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
+    valid = None if mask is None else as_mask("mask", mask, r, "rewards").reshape(-1)
     mine = slice(None)
     if group is not None:
-        flat, ids, size, mine = _of_all_ranks(flat, ids, size, group)
+        flat, valid, ids, size, mine = _of_all_ranks(flat, valid, ids, size, group)
+    valid = _rewarded(flat, valid, convention)
+    if valid is not None:
+        flat, ids, size = _left_out(flat, valid, ids, size)
+    if scale == "mean" and can_read(flat) and bool((flat < 0).any()):
+        raise ValueError(
+            "rewards must be at least 0 with scale 'mean', which divides by the mean of the group; "
+            f"got {flat[flat < 0][0].item():g}"
+        )
     chosen = resolve(backend, r.device, r.dtype)
     if chosen == "reference":
         if ids is None:
@@ -166,18 +199,47 @@ def group_advantages(
                 SINGLETONS.index(rule),
             ),
         )
+    if valid is not None:
+        result = tuple(torch.where(valid, output, torch.zeros_like(output)) for output in result)
     return GroupAdvantages(*(output[mine].reshape(r.shape) for output in result))
 
 
+def _rewarded(rewards: Tensor, valid: Tensor | None, convention: str) -> Tensor | None:
+    """Return which completions count, or None if all of them are known to."""
+    if convention == "trl":
+        valid = ~rewards.isnan() if valid is None else valid & ~rewards.isnan()
+    return None if valid is None or (can_read(valid) and bool(valid.all())) else valid
+
+
+def _left_out(
+    rewards: Tensor, valid: Tensor, ids: Tensor | None, size: int
+) -> tuple[Tensor, Tensor, int]:
+    """Return rewards and groups in which the completions left out are a group that is NaN.
+
+    Such a group affects no other and is not part of the deviation of the batch.
+    """
+    index = (
+        torch.arange(rewards.shape[0], device=rewards.device) // size
+        if ids is None
+        else dense_index(ids)
+    )
+    return torch.where(valid, rewards, torch.nan), torch.where(valid, index, -1), 0
+
+
 def _of_all_ranks(
-    rewards: Tensor, ids: Tensor | None, size: int, group: torch.distributed.ProcessGroup
-) -> tuple[Tensor, Tensor | None, int, slice]:
-    """Return the rewards `[N]` of all ranks, their groups, and which of them are this rank's.
+    rewards: Tensor,
+    valid: Tensor | None,
+    ids: Tensor | None,
+    size: int,
+    group: torch.distributed.ProcessGroup,
+) -> tuple[Tensor, Tensor | None, Tensor | None, int, slice]:
+    """Return the rewards `[N]` of all ranks, which count, their groups, and which are this rank's.
 
     The same call on the same rewards gives the same bits on every rank, and those of one process.
     """
-    here = rewards.new_tensor([rewards.shape[0], size], dtype=torch.int64)  # size 0: groups by ids
-    counts, sizes = zip(*gathered(here, group).tolist(), strict=True)
+    # size 0: groups by ids
+    here = rewards.new_tensor([rewards.shape[0], size, valid is not None], dtype=torch.int64)
+    counts, sizes, masked = zip(*gathered(here, group).tolist(), strict=True)
     agreed = {size for count, size in zip(counts, sizes, strict=True) if count} or {size}
     if len(agreed) > 1:
         given = ", ".join(f"group_size={size}" if size else "group_ids" for size in sizes)
@@ -188,11 +250,16 @@ def _of_all_ranks(
     if size:
         check_group_size(size, sum(counts), "rewards of all ranks")
     bits = rewards.double().view(torch.int64)  # float64 holds every float32
-    rows = torch.stack([bits, torch.zeros_like(bits) if ids is None else ids], dim=1)
-    bits, ids = concatenated(rows, counts, group).unbind(1)
+    rows = [
+        bits,
+        torch.zeros_like(bits) if ids is None else ids,
+        torch.ones_like(bits) if valid is None else valid.to(torch.int64),
+    ]
+    bits, ids, known = concatenated(torch.stack(rows, dim=1), counts, group).unbind(1)
     first = sum(counts[: torch.distributed.get_rank(group)])
     return (
         bits.contiguous().view(torch.float64).to(rewards.dtype),
+        known.bool() if any(masked) else None,
         None if size else ids.contiguous(),
         size,
         slice(first, first + rewards.shape[0]),

@@ -64,7 +64,7 @@ def given(name, argument):
     """Arguments of the function with which `argument` is looked at."""
     needed = NEEDS.get(argument, {})
     if name == "group_advantages":
-        return {"rewards": ones(6), "group_ids": torch.arange(6)}
+        return {"rewards": ones(6), "mask": ones(6), "group_ids": torch.arange(6)}
     result = {}
     for other, parameter in inspect.signature(FUNCTIONS[name]).parameters.items():
         if other in needed:

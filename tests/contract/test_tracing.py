@@ -88,6 +88,9 @@ def test_symbolic_shapes(name):
 #: calls that take a size of the trace as a number
 SIZED = {
     "group_advantages": lambda x, b: fastrl.group_advantages(x, backend=b).advantages,
+    "masked_advantages": lambda x, b: (
+        fastrl.group_advantages(x, mask=x > -1, convention="trl", backend=b).advantages
+    ),
     "group_size": lambda x, b: (
         fastrl.group_advantages(x[:, 0], group_size=x.shape[0] // 2, backend=b).advantages
     ),

@@ -28,6 +28,7 @@ def _groups(chance: Chance, options: dict) -> dict[str, Any]:
     return {
         "parameters": chance.some(GROUPS),
         "groups": "ids" if chance.of(0.4) else None,
+        "mask": "absent" if chance.of(0.5) else options["mask"],
         "layout": chance.pick(("padded", "packed")),
         "tokens": max(options["tokens"], 1),
         "values": chance.pick(VALUES),

@@ -71,18 +71,25 @@ def examine_group_advantages(trial: Trial) -> None:
         arguments["group_ids"] = laid_out(ids.view(shape), case.token_layout)
     elif case.layout == "packed":
         arguments["group_size"] = size
-    rewards = _rewards(case, total, names)
-    tensor = flat_tensor(case, rewards, case.dtype).view(shape)
-    result = trial.call(laid_out(tensor, case.token_layout), **arguments)
+    tokens, rewards = tokens_of(case), _rewards(case, total, names)
+    if case.parameters.get("scale") == "mean":  # which negative rewards are refused for
+        rewards = np.where(tokens.valid, np.abs(rewards), rewards)
+    result = trial.call(
+        token_tensor(case, tokens, rewards, case.dtype),
+        mask=mask_tensor(case, tokens),
+        **arguments,
+    )
     convention = case.parameters.get("convention", "fastrl")
     usual = ("correction", "eps", "singleton")
     options = {"baseline": "mean", "scale": "group"}
     options |= dict(zip(usual, ADVANTAGE_CONVENTIONS[convention], strict=True)) | case.parameters
     on_cuda = trial.on_gpu_kernels and trial.backend != "triton"
     arithmetic = of_results(case.dtype)
-    want = group_advantages(rewards, names, options, arithmetic, fixed_point=on_cuda)
-    want = {name: x.map(lambda y: y.reshape(shape)) for name, x in want.items()}
-    trial.expect(result._asdict(), want)
+    inside = tokens.valid & ~np.isnan(rewards) if convention == "trl" else tokens.valid
+    want = group_advantages(
+        rewards[inside], names[inside], options, arithmetic, fixed_point=on_cuda
+    )
+    trial.expect(result._asdict(), {name: tokens.placed(x, inside) for name, x in want.items()})
 
 
 def examine_gae(trial: Trial) -> None:

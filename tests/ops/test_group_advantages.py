@@ -114,6 +114,70 @@ def test_maxrl(backend, baseline):
     torch.testing.assert_close(came.double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("rewards", [[-1.0, -1, -1, 1], [-1.0, 1, -1, 1], [-1.0, 2, 2, 2]])
+def test_maxrl_refuses_negative_rewards(backend, rewards):
+    """Their mean may turn every sign round, or be nearly 0."""
+    with pytest.raises(ValueError, match="rewards .* scale 'mean', .*mean of the group; got -1"):
+        fastrl.group_advantages(torch.tensor(rewards), group_size=4, scale="mean", backend=backend)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("singleton", ["zero", "raw"])
+@pytest.mark.parametrize("grouping", ["size", "rows", "ids"])
+def test_a_masked_completion_is_as_if_it_were_not_there(
+    backend, baseline, scale, singleton, grouping
+):
+    rewards, mask = torch.rand(6, 4), torch.rand(6, 4) < 0.6
+    mask[1], mask[2] = False, torch.tensor([0, 0, 1, 0])  # nothing of a group, and one of it
+    ids = torch.arange(6).repeat_interleave(4) * 5 - 7  # some below 0
+    given = {"baseline": baseline, "scale": scale, "singleton": singleton, "backend": backend}
+    left = fastrl.group_advantages(rewards[mask], group_ids=ids[mask.view(-1)], **given)
+    grouped = {"size": {"group_size": 4}, "rows": {}, "ids": {"group_ids": ids}}[grouping]
+    shape = (6, 4) if grouping == "rows" else (24,)
+    for held in (1.0, -1e30, math.inf, math.nan):
+        here = torch.where(mask, rewards, held).view(shape)
+        found = fastrl.group_advantages(here, mask=mask.view(shape), **grouped, **given)
+        for part, wanted in zip(found, left, strict=True):
+            assert not part.view(6, 4)[~mask].any()
+            torch.testing.assert_close(part.view(6, 4)[mask], wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_mask_of_ones_is_none(backend, dtype):
+    rewards, ones = torch.rand(3, 4), torch.ones(3, 4, dtype=dtype)
+    found, wanted = (
+        fastrl.group_advantages(rewards, mask=mask, backend=backend) for mask in (ones, None)
+    )
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_trl_leaves_out_a_missing_reward(backend, baseline, scale):
+    """TRL's means, deviations and leave-one-out are those of rewards that are not NaN."""
+    rewards = torch.tensor(
+        [[1.0, nan, 0.0, 1.0], [0.5, nan, nan, nan], [nan, nan, nan, nan], [0.0, 1.0, 2.0, 0.5]]
+    )
+    x = rewards.double()
+    size, known = (~x.isnan()).sum(1, keepdim=True), x[~x.isnan()]
+    others = (x.nansum(1, keepdim=True) - x) / (size - 1)
+    expected = x - (x.nanmean(1, keepdim=True) if baseline == "mean" else others)
+    if scale == "group":
+        spread = (x - x.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
+        expected = expected / ((spread / (size - 1)).sqrt() + 1e-4)
+    elif scale == "batch":
+        expected = expected / (known.std() + 1e-4)
+    options = {"baseline": baseline, "scale": scale, "convention": "trl", "backend": backend}
+    found = fastrl.group_advantages(rewards, **options)
+    assert_within_budget(found.advantages, expected.nan_to_num(0.0, posinf=nan), size=10)
+    assert torch.equal(found.informative, ~rewards.isnan() & (size > 1))
+    # by any other convention it is an error that stays visible in its group
+    for convention in ("fastrl", "verl", "openrlhf"):
+        found = fastrl.group_advantages(rewards, **{**options, "convention": convention})
+        assert found.advantages.isnan().any(1).tolist() == [True, True, True, False]
+
+
 def test_no_rewards_no_gradient(backend):
     empty = fastrl.group_advantages(torch.zeros(0), group_size=4, backend=backend)
     assert [part.shape for part in empty] == [(0,)] * 4

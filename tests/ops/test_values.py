@@ -43,9 +43,13 @@ row("discounted_returns", **TOKENS, mask=MASKS, parameters=each(gamma=[0.9, 1, 0
 GROUPS = {"sequences": 4, "tokens": 3, "groups": [None, "ids"]}
 SCALES = ["group", "batch", "none", "mean"]
 BASELINES = {"baseline": ["mean", "leave_one_out", "none"], "scale": SCALES}
+MASKED = {"mask": ["ragged", "holes", "one", "none"], "masked_values": ["nan", "usual"]}
 NORMS = each(**BASELINES, correction=[None, 0, 2, 1.5], singleton=["zero", "raw"])
 UNUSUAL = ["nan-rewards", "inf-rewards", "offset", "equal-groups", "zero-groups"]
 row("group_advantages", **GROUPS, ids_dtype=["int64", "int32"], values="real", parameters=NORMS)
+row("group_advantages", "masked", **GROUPS, **MASKED, parameters=NORMS)
+OF_TRL = each(**BASELINES, convention=["trl"])
+row("group_advantages", "missing", **GROUPS, features=[("nan-rewards",)], parameters=OF_TRL)
 row(
     "group_advantages",
     "unusual rewards",

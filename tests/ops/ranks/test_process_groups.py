@@ -75,6 +75,10 @@ def advantages(group):
             mine, given = of_rank(rewards(dtype), share, rank), {**options, "process_group": group}
             yield fastrl.group_advantages(mine, group_size=4, **given)
             yield fastrl.group_advantages(mine, group_ids=of_rank(ids, share, rank), **given)
+            known = of_rank(rewards().isfinite(), share, rank)
+            # one rank alone has a mask
+            mask = known if rank == 0 or not known.all() else None
+            yield fastrl.group_advantages(mine, mask=mask, group_size=4, **given)
     rows = rewards().view(8, 2).split([2, 6] if group is None or len(share) == 2 else [1, 2, 5])
     mine = rewards().view(8, 2) if group is None else rows[rank]
     yield fastrl.group_advantages(mine, scale="batch", process_group=group)
@@ -84,7 +88,7 @@ def advantages(group):
 
 def test_group_advantages_equal_those_of_all_rewards_to_the_bit(ranks):
     splits, alone = SHARES[len(ranks)], list(advantages(None))
-    calls = len(ADVANTAGES) * 2
+    calls = len(ADVANTAGES) * 3
     wanted = alone[:calls] * len(splits) + alone[calls:]
     assert len(ranks[0]["advantages"]) == len(wanted)
     for index, expected in enumerate(wanted):
