@@ -199,9 +199,12 @@ def group_advantages(
                 SINGLETONS.index(rule),
             ),
         )
-    if valid is not None:
-        result = tuple(torch.where(valid, output, torch.zeros_like(output)) for output in result)
-    return GroupAdvantages(*(output[mine].reshape(r.shape) for output in result))
+    outputs = (
+        result
+        if valid is None
+        else (output.where(valid, torch.zeros_like(output)) for output in result)
+    )
+    return GroupAdvantages(*(output[mine].reshape(r.shape) for output in outputs))
 
 
 def _rewarded(rewards: Tensor, valid: Tensor | None, convention: str) -> Tensor | None:

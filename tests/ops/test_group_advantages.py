@@ -117,7 +117,7 @@ def test_maxrl(backend, baseline):
 @pytest.mark.parametrize("rewards", [[-1.0, -1, -1, 1], [-1.0, 1, -1, 1], [-1.0, 2, 2, 2]])
 def test_maxrl_refuses_negative_rewards(backend, rewards):
     """Their mean may turn every sign round, or be nearly 0."""
-    with pytest.raises(ValueError, match="rewards .* scale 'mean', .*mean of the group; got -1"):
+    with pytest.raises(ValueError, match=r"rewards .* mean of the group; got -1"):
         fastrl.group_advantages(torch.tensor(rewards), group_size=4, scale="mean", backend=backend)
 
 
