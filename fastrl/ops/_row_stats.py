@@ -61,6 +61,8 @@ def checked_outputs(outputs: object, teacher: object) -> Sequence[str]:
         one_of("outputs", name, TokenStats._fields)
         if teacher is None and name in OF_TEACHER:
             raise ValueError(f"outputs must not have {name!r} without a teacher")
+    if len(set(outputs)) < len(outputs):
+        raise ValueError(f"outputs must not repeat a name, got {tuple(outputs)}")
     return outputs
 
 

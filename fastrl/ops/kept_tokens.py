@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastrl.checks import integer, on_device, saveable, tensor, whole
+from fastrl.checks import can_read, integer, on_device, saveable, tensor, whole
 from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, KeptRows, check_offsets
 
 
@@ -84,7 +85,7 @@ class KeptTokens(NamedTuple):
             The sets.
 
         Raises:
-            TypeError: an id is not an integer.
+            TypeError: `sets` is not a list of lists, or an id is not an integer.
             ValueError: an id does not fit in int32.
 
         Examples:
@@ -92,13 +93,24 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.from_lists([[3, 1], []]).offsets
             tensor([0, 2, 2])
         """
+        rows = _listed("sets must be a list with a list of token ids for each row", sets)
+        return cls._of_lists("sets", rows, device)
+
+    @classmethod
+    def _of_lists(
+        cls, name: str, given: Iterable[object], device: torch.device | str | None
+    ) -> KeptTokens:
+        sets = [_listed(f"{name} must have a list of token ids for each row", x) for x in given]
+        flat = list(chain.from_iterable(sets))
+        for kind in set(map(type, flat)):
+            if issubclass(kind, bool) or not issubclass(kind, Integral):
+                raise TypeError(f"{name} must have integers as token ids, got {kind.__name__}")
+        for extreme in (min(flat), max(flat)) if flat else ():
+            if not -(2**31) <= extreme < 2**31:
+                raise ValueError(f"{name} must have ids of int32, got {extreme}")
         counts = torch.tensor([len(one) for one in sets], dtype=torch.int64)
-        flat = [i for one in sets for i in one]
-        ids = torch.tensor(flat, dtype=torch.int64) if not flat else torch.as_tensor(flat)
-        integer("sets", ids)
-        if flat and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
-            raise ValueError(f"sets must have ids of int32, got {int(ids.abs().max())}")
-        return cls(ids.to(device, torch.int32), pad(counts.cumsum(0), (1, 0)).to(device))
+        ids = torch.tensor(flat, dtype=torch.int32)
+        return cls(ids.to(device), pad(counts.cumsum(0), (1, 0)).to(device))
 
     @classmethod
     def from_vllm(
@@ -123,7 +135,8 @@ class KeptTokens(NamedTuple):
             The sets.
 
         Raises:
-            TypeError: an output has no `sampling_mask`.
+            TypeError: `outputs` is no list of outputs, an output has no `sampling_mask`, or an id
+                is not an integer.
             ValueError: a mask does not have one set for each token of its completion, its offsets
                 do not rise from 0 to the number of ids, or `length` is below 0.
 
@@ -134,15 +147,19 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.from_vllm([output], length=3).offsets
             tensor([0, 2, 3, 3])
         """
+        outputs = _listed("outputs must be a list of CompletionOutputs", outputs)
         for index, output in enumerate(outputs):
             if not hasattr(output, "sampling_mask"):
                 raise TypeError(
                     "outputs must have a sampling_mask, as those of an engine with "
                     f"return_sampling_mask=True; got {type(output).__name__} at {index}"
                 )
-        lengths = [len(output.token_ids) for output in outputs]
+        lengths = [
+            len(_listed("outputs must have a list as token_ids", output.token_ids))
+            for output in outputs
+        ]
         length = max(lengths, default=0) if length is None else whole("length", length, low=0)
-        sets: list[Sequence[int]] = []
+        sets: list[object] = []
         for index, (output, count) in enumerate(zip(outputs, lengths, strict=True)):
             of_tokens = _sets_of(output.sampling_mask, count, index)
             if len(of_tokens) != count:
@@ -152,7 +169,7 @@ class KeptTokens(NamedTuple):
                 )
             of_tokens = of_tokens[:length]
             sets += [*of_tokens, *[()] * (length - len(of_tokens))]
-        return cls.from_lists(sets, device=device)
+        return cls._of_lists("outputs", sets, device)
 
     @classmethod
     def concatenate(cls, parts: Iterable[KeptTokens]) -> KeptTokens:
@@ -165,7 +182,8 @@ class KeptTokens(NamedTuple):
             The sets.
 
         Raises:
-            ValueError: there are no parts.
+            TypeError: `parts` is not a list of `KeptTokens`.
+            ValueError: there are no parts, or a part has the wrong shape or values.
 
         Examples:
             >>> import fastrl
@@ -173,9 +191,17 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.concatenate([one, two]).offsets
             tensor([0, 2, 3])
         """
-        parts = list(parts)
+        if isinstance(parts, KeptTokens):
+            raise TypeError("parts must be a list of KeptTokens, got KeptTokens")
+        parts = _listed("parts must be a list of KeptTokens", parts)
         if not parts:
             raise ValueError("parts must have an element, got none")
+        for index, part in enumerate(parts):
+            if not isinstance(part, KeptTokens):
+                raise TypeError(f"parts must have KeptTokens, got {type(part).__name__} at {index}")
+            part._check(f"parts[{index}]")
+            for field, value in part._asdict().items():
+                on_device(f"parts[{index}].{field}", value, parts[0].offsets, "parts[0]")
         counts = torch.cat([part.counts() for part in parts])
         ids = torch.cat([part.token_ids for part in parts])
         return cls(ids, pad(counts.cumsum(0), (1, 0)))
@@ -191,7 +217,12 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.from_lists([[3, 1], []]).counts()
             tensor([2, 0])
         """
-        return self.offsets.to(torch.int64).diff()
+        return integer("kept.offsets", self.offsets).to(torch.int64).diff()
+
+    def _check(self, name: str) -> None:
+        """Check the fields, and on a CPU that the offsets fit."""
+        _check_fields(self, name)
+        check_offsets(self.token_ids, self.offsets, name)
 
     def lacking(self, token_ids: Tensor) -> Tensor:
         """Return which tokens are not in the set of their row.
@@ -230,8 +261,8 @@ class KeptTokens(NamedTuple):
             The sets.
 
         Raises:
-            TypeError: `rows` is not a tensor.
-            ValueError: `rows` has another shape.
+            TypeError: `rows` is not a tensor of integers or bool.
+            ValueError: `rows` has another shape, or on a CPU an index of no row.
 
         Examples:
             >>> import torch, fastrl
@@ -239,9 +270,16 @@ class KeptTokens(NamedTuple):
             >>> kept.take(torch.tensor([2, 0])).token_ids
             tensor([2, 3, 1], dtype=torch.int32)
         """
-        if tensor("rows", rows).dim() != 1:
-            raise ValueError(f"rows must have shape [n], got {tuple(rows.shape)}")
-        check_offsets(self.token_ids, self.offsets)
+        self._check("kept")
+        count, selects = self.offsets.shape[0] - 1, tensor("rows", rows).dtype == torch.bool
+        if rows.dim() != 1 or (selects and rows.shape[0] != count):
+            expected = f"({count},) as a mask" if selects else "[n]"
+            raise ValueError(f"rows must have shape {expected}, got {tuple(rows.shape)}")
+        if not selects:
+            rows = integer("rows", rows).to(torch.int64)  # torch takes uint8 for a mask
+            outside = rows[(rows < -count) | (rows >= count)] if can_read(rows) else rows[:0]
+            if len(outside):
+                raise ValueError(f"rows must lie in [0, {count}), got {int(outside[0])}")
         counts, starts = self.counts()[rows], self.offsets[:-1].to(torch.int64)[rows]
         offsets = pad(counts.cumsum(0), (1, 0))
         place = torch.arange(int(offsets[-1]), device=offsets.device)
@@ -266,22 +304,40 @@ class KeptTokens(NamedTuple):
         return KeptTokens(*(x.to(device, non_blocking=non_blocking) for x in self))
 
 
-def _sets_of(mask: Any, tokens: int, index: int) -> Sequence[Sequence[int]]:
+def _listed(expectation: str, value: object) -> list[Any]:
+    """Return the elements of a list, tuple, array, tensor or generator."""
+    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
+        value = value.tolist()  # type: ignore[attr-defined]
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        return list(value)
+    raise TypeError(f"{expectation}, got {type(value).__name__}")
+
+
+def _sets_of(mask: Any, tokens: int, index: int) -> Sequence[object]:
     """Return the set of each token of a completion from the completion's mask in vLLM."""
     if mask is None:
         return [()] * tokens
+    listed = _listed("outputs must have a sampling_mask of lists", getattr(mask, "token_ids", mask))
     offsets = getattr(mask, "offsets", None)
     if offsets is None:
-        return getattr(mask, "token_ids", mask)  # type: ignore[no-any-return]
+        return listed
     bounds = list(pairwise(int(offset) for offset in offsets))
-    total = len(mask.token_ids)
+    total = len(listed)
     ends = (int(offsets[0]), int(offsets[-1])) if bounds else (0, 0)
     if ends != (0, total) or any(begin > end for begin, end in bounds):
         raise ValueError(
             f"outputs must have offsets that rise from 0 to the number of ids {total}, got "
             f"{list(offsets)} at {index}"
         )
-    return [mask.token_ids[begin:end] for begin, end in bounds]
+    return [listed[begin:end] for begin, end in bounds]
+
+
+def _check_fields(kept: KeptTokens, name: str) -> None:
+    """Check the types and dimensions of the fields."""
+    for field, value, shape in zip(kept._fields, kept, ("[M]", "[rows + 1]"), strict=True):
+        result = integer(f"{name}.{field}", value)
+        if result.dim() != 1 or (field == "offsets" and result.shape[0] == 0):
+            raise ValueError(f"{name}.{field} must have shape {shape}, got {tuple(result.shape)}")
 
 
 def kept_arguments(kept: object, token_ids: Tensor) -> KeptArguments:
@@ -290,12 +346,10 @@ def kept_arguments(kept: object, token_ids: Tensor) -> KeptArguments:
         return EVERYTHING
     if not isinstance(kept, KeptTokens):
         raise TypeError(f"kept must be KeptTokens or None, got {type(kept).__name__}")
-    ids, offsets = tensor("kept.token_ids", kept.token_ids), tensor("kept.offsets", kept.offsets)
+    _check_fields(kept, "kept")
+    ids, offsets = kept
     for name, value in (("kept.token_ids", ids), ("kept.offsets", offsets)):
-        integer(name, value)
         on_device(name, value, token_ids, "token_ids")
-    if ids.dim() != 1:
-        raise ValueError(f"kept.token_ids must have shape [M], got {tuple(ids.shape)}")
     rows = token_ids.numel()
     if offsets.shape != (rows + 1,):
         raise ValueError(

@@ -186,8 +186,8 @@ class Teacher(NamedTuple):
         given = (self.hidden, self.weight, self.logits, self.bias, *(self.lora or ())[:2])
         kinds = [None if x is None else (str(x.dtype), x.dim()) for x in given]
         width = None if self.hidden is None else self.hidden.shape[-1]
-        scale = None if self.lora is None else self.lora[2]
-        return (*kinds, width, scale, *self[self._fields.index("token_ids") :])
+        lora = None if self.lora is None else (self.lora[0].shape[0], self.lora[2])
+        return (*kinds, width, lora, *self[self._fields.index("token_ids") :])
 
 
 def teacher_arguments(
@@ -312,6 +312,8 @@ def with_operand_dtype(arguments: TeacherArguments, backend: str) -> TeacherArgu
 def _of_top_k(teacher: Teacher, result: TeacherArguments, rows: RowArguments) -> TeacherArguments:
     for name, usual in (("logit_softcap", None), ("temperature", 1), ("logit_scale", 1)):
         value = getattr(teacher, name)
+        if value is not None and not isinstance(value, Tensor):
+            number(f"teacher.{name}", value)
         if isinstance(value, Tensor) or value != usual:
             raise ValueError(f"teacher.{name} has no effect on log-probabilities")
     ids = integer("teacher.token_ids", teacher.token_ids)

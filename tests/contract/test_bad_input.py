@@ -6,6 +6,7 @@ The rows are in bad_losses.txt and bad_calls.txt, and use the names of `NAMES`.
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,6 +51,12 @@ def metrics_of(**changes):
     return fastrl.reduce_metrics({**loss().metrics, **changes})
 
 
+def completion(ids, sampled=(3,), **offsets):
+    """The outputs of an engine that has sampled one token."""
+    mask = SimpleNamespace(token_ids=ids, **offsets)
+    return [SimpleNamespace(token_ids=sampled, sampling_mask=mask)]
+
+
 NAMES = {
     **{name: getattr(fastrl, name) for name in fastrl.__all__},
     "np": np,
@@ -71,6 +78,7 @@ NAMES = {
     "preset": Objective.preset,
     "METRICS": loss().metrics,
     "metrics_of": metrics_of,
+    "completion": completion,
     # functions with good arguments
     "loss": loss,
     "packed_loss": packed_loss,

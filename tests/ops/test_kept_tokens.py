@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace as Output
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastrl
 from fastrl import KeptTokens
+from fastrl.checks import INTEGERS
 from fastrl.ops._row_stats import OF_ROW
 
 pytestmark = pytest.mark.kernels
@@ -237,9 +239,14 @@ def test_sets_from_vllm():
 
 def test_sets_taken_and_joined():
     kept = KeptTokens.from_lists([[3, 1], [], [2, 5, 4], [6]])
-    taken = kept.take(torch.tensor([2, 1, 0, 2]))
-    assert taken.token_ids.tolist() == [2, 5, 4, 3, 1, 2, 5, 4]
-    assert taken.offsets.tolist() == [0, 3, 3, 5, 8]
+    for dtype in INTEGERS:  # torch's own index of uint8 is a mask
+        taken = kept.take(torch.tensor([2, 1, 0, 2], dtype=dtype))
+        assert taken.token_ids.tolist() == [2, 5, 4, 3, 1, 2, 5, 4]
+        assert taken.offsets.tolist() == [0, 3, 3, 5, 8]
+    assert kept.take(torch.tensor([-2])).token_ids.tolist() == [2, 5, 4]
+    lists = ([3, 1], (), np.array([2, 5, 4]), torch.tensor([6], dtype=torch.uint8))
+    for sets in (iter(lists), lists, [[np.int64(i) for i in one] for one in lists]):
+        assert all(map(torch.equal, KeptTokens.from_lists(sets), kept))
     some = kept.take(torch.tensor([True, False, False, True]))
     assert some.token_ids.tolist() == [3, 1, 6]
     both = KeptTokens.concatenate([some, taken])

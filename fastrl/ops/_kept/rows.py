@@ -93,7 +93,7 @@ class KeptRows(NamedTuple):
         return KeptColumns(ids.to(torch.int32), places)
 
 
-def check_offsets(ids: Tensor, offsets: Tensor) -> None:
+def check_offsets(ids: Tensor, offsets: Tensor, name: str = "kept") -> None:
     """Raise on a CPU for offsets `[N + 1]` that do not fit the ids."""
     if not can_read(offsets):
         return
@@ -101,7 +101,7 @@ def check_offsets(ids: Tensor, offsets: Tensor) -> None:
     if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((counts < 0).any()):
         ends = f"{int(offsets[0])} ... {int(offsets[-1])}"
         raise ValueError(
-            f"kept.offsets must rise from 0 to the number of ids {total}, got "
+            f"{name}.offsets must rise from 0 to the number of ids {total}, got "
             f"{offsets.tolist() if offsets.numel() <= 16 else ends}"
         )
 

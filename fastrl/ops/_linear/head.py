@@ -197,6 +197,8 @@ def as_head(
                 f"lora must be (A [r, {width}], B [{vocabulary}, r], scale), "
                 f"got shapes {tuple(a.shape)} and {tuple(b.shape)}"
             )
+        if a.shape[0] == 0:
+            raise ValueError(f"lora must have a rank r of at least 1, got shape {tuple(a.shape)}")
     for name, value in (("weight", matrix), ("bias", offset), ("lora[0]", a), ("lora[1]", b)):
         if value is not None:
             on_device(name, value, hidden, "hidden")
