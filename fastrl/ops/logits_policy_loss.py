@@ -20,6 +20,7 @@ from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.teacher_term import Compared
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
+from fastrl.ops._teacher.logits import refuse_shared_memory
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits
 from fastrl.ops.kept_tokens import KeptTokens, kept_arguments
@@ -159,6 +160,7 @@ def logits_policy_loss(
     rows = rows._replace(mask=inputs.masks.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
+        refuse_shared_memory(padded, of_teacher)
     parts = parts_of_logits(padded, rows, agreement, row_backend)
     whole = kept is None and teacher is None and not parts.split()
     if row_backend != "reference" and whole and _in_one_pass(logits, inputs):

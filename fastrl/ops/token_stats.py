@@ -26,7 +26,7 @@ from fastrl.ops._row_stats import (
 )
 from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
 from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments
-from fastrl.ops._teacher.logits import compared_token_stats
+from fastrl.ops._teacher.logits import compared_token_stats, refuse_shared_memory
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits, stats_of_part
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
@@ -191,6 +191,8 @@ def token_stats(
     of_teacher = teacher_arguments(
         teacher, rows, padded, logits.shape[-1], agreement, kept, flat=False
     )
+    if inplace_backward:
+        refuse_shared_memory(padded, of_teacher)
     chosen = resolve(backend, logits.device, logits.dtype)
     parts = parts_of_logits(padded, rows, agreement, chosen)
     stats = stats_of_rows(

@@ -17,6 +17,7 @@ from fastrl.library import NAMESPACES
 from fastrl.ops._kept.rows import CHUNK_BYTES, COLUMN_BYTES
 from fastrl.ops._linear.products import Products, TileProducts
 from fastrl.ops._linear.tensor_cores import TensorCoreProducts
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 #: Elements of gathered rows that exist at once if there are no kernels for these products.
 _AT_ONCE = 2**22
@@ -130,9 +131,16 @@ class GemmKeptProducts(KeptProducts):
         return result
 
 
-def widest(vocabulary: int, products: Products, *, on_gpu: bool) -> int:
-    """Return the number of kept tokens from which a row is multiplied with all the vocabulary."""
-    ratio = _TILE_RATIO if isinstance(products, TileProducts) else _CPU_RATIO
+def widest(vocabulary: int, products: Products, parts: VocabularyParts, *, on_gpu: bool) -> int:
+    """Return the number of kept tokens from which a row is multiplied with all the vocabulary.
+
+    It is the same on all ranks of a split vocabulary, which exchange the same chunks.
+    """
+    ratio = _CPU_RATIO
+    if parts.split():  # their products may differ: not every CPU or stride allows tiles
+        vocabulary = max(parts.sizes)
+    elif isinstance(products, TileProducts):
+        ratio = _TILE_RATIO
     if on_gpu:
         on_tensor_cores = isinstance(products, TensorCoreProducts)
         ratio = _TENSOR_CORE_RATIO if on_tensor_cores else _FLOAT32_RATIO

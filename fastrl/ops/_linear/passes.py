@@ -81,11 +81,16 @@ def linear_token_stats_bwd(*arguments: Any) -> tuple[Tensor, ...]:
         needs,
     ) = flat.rest()
     active = call.active()
+    summed = call.parts.split() and call.parts.reduce_hidden_gradient and needs[0]
+    # the ranks exchange what each has of a teacher's tokens, also in the backward
+    exchanged = call.parts.split() and call.teacher.teacher_ids is not None
+    if exchanged and grad_divergence is None:
+        grad_divergence = torch.zeros_like(row_max)
     may_flow = torch.zeros_like(active)
     for grad in (*grads, grad_divergence):
         may_flow = may_flow if grad is None else may_flow | (grad != 0)
-    if call.parts.split() and call.parts.reduce_hidden_gradient and needs[0]:
-        # the ranks add up the gradients of the same rows, even if a loss differs by rounding
+    if summed or exchanged:
+        # the ranks work on the same rows, even if a loss differs by rounding
         may_flow = gathered(may_flow.byte(), call.parts.process_group()).bool().any(0)
     kept = call.kept_rows()
     order = order_rows(active, may_flow, compact=call.compact, kept=kept)

@@ -102,10 +102,8 @@ class LinearWalk:
         if kept is not None:
             assert order.indices is not None
             self._kept = kept.taken(order.indices)
-        #: number of kept tokens from which a row is multiplied with the whole vocabulary; the ranks
-        #: exchange the same chunks
-        columns = max(call.parts.sizes) if call.parts.split() else head.vocabulary
-        self._widest = widest(columns, self._products, on_gpu=self._on_gpu)
+        #: number of kept tokens from which a row is multiplied with the whole vocabulary
+        self._widest = widest(head.vocabulary, self._products, call.parts, on_gpu=self._on_gpu)
         self._part = None
         if call.parts.split():
             assert self._rows.mask is not None

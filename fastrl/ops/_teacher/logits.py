@@ -43,8 +43,6 @@ def compared_token_stats(
 ) -> tuple[Tensor, ...]:
     """Return the fields of `TokenStats`, `[B, T]` and differentiable; `rows.mask` is set."""
     refuse_transforms("a function with a teacher")
-    if inplace_backward and not torch.compiler.is_compiling():
-        _refuse_shared_memory(logits, teacher.teacher_logits)
     return cast(
         "tuple[Tensor, ...]",
         _ComparedTokenStats.apply(  # type: ignore[no-untyped-call]
@@ -53,9 +51,14 @@ def compared_token_stats(
     )
 
 
-def _refuse_shared_memory(logits: Tensor, given: Tensor | None) -> None:
+def refuse_shared_memory(logits: Tensor, teacher: TeacherArguments) -> None:
     """Raise if the gradient of a row would overwrite teacher logits of another row."""
-    if given is None or given.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+    given = teacher.teacher_logits
+    if given is None or torch.compiler.is_compiling():
+        return
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:  # the gradient overwrites a copy
+        return
+    if given.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
         return
     pair = (logits, given)
     same = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in pair]
@@ -170,7 +173,9 @@ class _Call(NamedTuple):
         B, T, V = self.logits.shape
         flat, rows, part = self.logits.reshape(B * T, V), flat_rows(self.rows), self.part()
         real = arithmetic_dtype(flat, flat)
-        size = max(1, _CHUNK_BYTES[flat.is_cuda] // (2 * V * real.itemsize))
+        # the ranks of a split vocabulary exchange the same chunks
+        widest = max(self.parts.sizes, default=V)
+        size = max(1, _CHUNK_BYTES[flat.is_cuda] // (2 * widest * real.itemsize))
         teacher = self.teacher
         temperatures = teacher.scaling.teacher_temperatures
         if temperatures is not None:

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 import fastrl
 from fastrl.ops import _row_stats
-from fastrl.ops._linear import walk
+from fastrl.ops._linear import chunks, walk
+from fastrl.ops._linear import kept as kept_products
+from fastrl.ops._linear.products import ConvertedProducts
 from fastrl.ops._row_stats import OF_ROW
 from tests.ops.ranks.gloo_ranks import on_ranks
 from tests.ops.ranks.vocabulary_ranks import (
@@ -19,6 +21,7 @@ from tests.ops.ranks.vocabulary_ranks import (
     SPLITS,
     batch,
     columns,
+    drawn_on_ranks,
     leaves,
     linear_on_ranks,
     logits_on_ranks,
@@ -44,6 +47,11 @@ def test_equal_to_the_whole_vocabulary_and_on_all_ranks(backend, form, sizes, dt
     for other in others:
         for one, two in zip(first, other, strict=True):
             assert all(map(torch.equal, one, two))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_parts_and_options(backend, world):
+    on_ranks(world, drawn_on_ranks, world, world, 12, backend)
 
 
 def test_a_group_of_one_has_the_whole_vocabulary(backend):
@@ -219,6 +227,47 @@ def test_ranks_add_up_the_gradients_of_the_same_rows():
         torch.testing.assert_close(split, whole)
 
 
+def own_slopes_on_ranks(backend):
+    """Gradients of weights where each rank's loss leaves out other rows and other statistics."""
+    rank, group, ids = dist.get_rank(), dist.group.WORLD, torch.arange(9)
+    hidden, weight = torch.randn(9, 8), torch.randn(12, 8)
+    top = torch.randn(9, 12).log_softmax(-1).topk(3)
+    teacher = fastrl.Teacher.from_top_k(top.indices, top.values)
+    more = {"outputs": ("logprobs", "divergence"), "teacher": teacher, "chunk_tokens": 4}
+    split = {"vocab_group": group, "reduce_hidden_gradient": False}
+    for uses_divergence in (True, rank == 0, False):
+        grads = []
+        for own, given in ((slice(None), {}), (columns((5, 7)), split)):
+            w = weight[own].clone().requires_grad_()
+            stats = fastrl.linear_token_stats(hidden, w, ids, **more, **given, backend=backend)
+            x = stats.logprobs + stats.divergence if uses_divergence else stats.logprobs
+            (x * ((ids + rank) % 4 > 0)).sum().backward()
+            grads.append(w.grad)
+        torch.testing.assert_close(grads[1], grads[0][columns((5, 7))], rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_has_the_gradient_of_its_own_loss(backend):
+    """The ranks work on the same rows of a teacher's tokens, whichever rows each loss has."""
+    on_ranks(2, own_slopes_on_ranks, backend)
+
+
+def tiles_on_ranks():
+    """Kept tokens on two CPUs, of which one multiplies a matrix on tiles."""
+    hidden, weight, ids = torch.randn(40, 32), torch.randn(1024, 32), torch.arange(40)
+    kept = fastrl.KeptTokens.from_lists([torch.randperm(1024)[:30] for _ in ids])
+    chunks._CPU_CHUNK_BYTES, kept_products.CHUNK_BYTES = 4 * 1024 * 20, (32768, 32768)
+    if dist.get_rank() == 0:
+        kept_products.TileProducts = ConvertedProducts
+    expected = fastrl.linear_token_logprobs(hidden, weight, ids, kept=kept)
+    more = {"kept": kept, "vocab_group": dist.group.WORLD}
+    found = fastrl.linear_token_logprobs(hidden, weight[columns((600, 424))], ids, **more)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_ranks_on_different_cpus_have_the_same_chunks():
+    on_ranks(2, tiles_on_ranks)
+
+
 def likely_on_ranks(backend, lead):
     """A token that leads by so many nats: its log-probability, entropy and their gradients."""
     rank, token_ids = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
@@ -251,10 +300,10 @@ def test_a_likely_token_has_its_digits(backend, lead):
 def gradients_on_ranks(backend, further):
     """Which statistics have a gradient and how a backward ends: whole, and split over ranks."""
     _row_stats.DIFFERENTIABLE += further
-    ids, found = torch.arange(6) % 5, []
+    ids, found, rank = torch.arange(6) % 5, [], dist.get_rank()
     for function, tensors in (
-        (fastrl.token_stats, [torch.randn(6, 5)]),
-        (fastrl.linear_token_stats, [torch.randn(6, 8), torch.randn(5, 8)]),
+        (fastrl.token_stats, [torch.randn(6, 5) + rank]),
+        (fastrl.linear_token_stats, [torch.randn(6, 8), torch.randn(5, 8) + rank]),
     ):
         tensors[0].requires_grad_()
         for group in (None, dist.group.WORLD):

@@ -3,13 +3,18 @@
 import dataclasses
 import math
 import operator
+import random
 
 import torch
 import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
+from fastrl.ops._kept import logits as kept_logits
+from fastrl.ops._linear import chunks
+from fastrl.ops._linear import kept as kept_products
 from fastrl.ops._row_stats import OF_ROW
+from fastrl.ops._teacher import logits as teacher_logits
 from tests.ops.linear.linear_head import linear, near
 from tests.ptx import backends
 
@@ -37,6 +42,7 @@ SCALINGS = {
     "a teacher": {"temperature": 0.7, "teacher": "hidden"},
     "a teacher's logits": {"teacher": "logits"},
     "a teacher's tokens": {"teacher": "tokens"},
+    "a teacher's tokens alone": {"teacher": "tokens alone", "temperature": 0.7},
 }
 #: name -> (objective, options of the linear loss)
 LOSSES = {
@@ -100,17 +106,40 @@ def teacher_of(kind, V, banned):
     bias[slice(*banned)] = -math.inf
     logits = hidden @ weight.T + bias
     values, ids = logits.log_softmax(-1).topk(min(V, 5), -1)
+    lora_a, lora_b, scale = torch.randn(RANK, 10), torch.randn(V, RANK), torch.linspace(1, 2, ROWS)
+    Teacher = fastrl.Teacher
     return {
-        "hidden": lambda own: fastrl.Teacher.from_hidden(hidden, weight[own], bias=bias[own]),
-        "logits": lambda own: fastrl.Teacher.from_logits(logits[:, own], beta=0.3),
-        "tokens": lambda own: fastrl.Teacher.from_top_k(ids, values, beta=0.0),
+        "hidden": lambda own: Teacher.from_hidden(
+            hidden, weight[own], bias=bias[own], lora=(lora_a, lora_b[own], 0.1), temperature=scale
+        ),
+        "logits": lambda own: Teacher.from_logits(logits[:, own], beta=0.3),
+        "tokens": lambda own: Teacher.from_top_k(ids, values, beta=0.0),
+        "tokens alone": lambda own: Teacher.from_top_k(ids, values, beta=0.5, has_tail=False),
     }[kind]
+
+
+def in_small_chunks(V):
+    """Give this process chunks of a few rows, of which ranks with other columns would have more."""
+    teacher_logits._CHUNK_BYTES = dict.fromkeys((False, True), 16 * 2 * 4 * V)
+    chunks._CPU_CHUNK_BYTES = chunks._GPU_CHUNK_BYTES = 20 * 4 * V
+    kept_logits.CHUNK_BYTES = kept_products.CHUNK_BYTES = (2048, 2048)
+
+
+def drawn_on_ranks(world, seed, draws, backend):
+    """Calls of random forms with random options, on parts of random sizes."""
+    draw = random.Random(seed)
+    for _ in range(draws):
+        form = draw.choice((logits_on_ranks, linear_on_ranks))
+        sizes = [int(draw.choice((1, 3, 40, 300)) * draw.uniform(1, 2)) for _ in range(world)]
+        chosen = {"scalings": [draw.choice([*SCALINGS])], "losses": [draw.choice([*LOSSES])]}
+        form(sizes, backend, draw.choice(DTYPES), (0, 0), **chosen)
 
 
 def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), losses=tuple(LOSSES)):
     """Compare what comes from logits with the whole vocabulary; the results of this rank."""
     if backend in ("triton", "cuda"):
         backends.use(backend, operator.setitem, setattr)
+    in_small_chunks(max(sizes))
     _, tokens = batch(sum(sizes), banned=slice(*banned))
     logits = (3 * torch.randn(ROWS, sum(sizes))).to(dtype)
     logits[~tokens["mask"]] = math.nan
@@ -128,8 +157,9 @@ def logits_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), los
     return compared(logits, tokens, sizes, backend, banned, statistics, loss, scalings, chosen)
 
 
-def linear_on_ranks(sizes, backend, dtype, banned):
+def linear_on_ranks(sizes, backend, dtype, banned, scalings=tuple(SCALINGS), losses=tuple(LOSSES)):
     """The same from hidden states."""
+    in_small_chunks(max(sizes))
     head, tokens = batch(sum(sizes), dtype, banned=slice(*banned))
 
     def statistics(x, *arguments, **options):
@@ -138,7 +168,8 @@ def linear_on_ranks(sizes, backend, dtype, banned):
     def loss(x, *arguments, **options):
         return linear(x, fastrl.linear_policy_loss, *arguments, **options)
 
-    return compared(head, tokens, sizes, backend, banned, statistics, loss, SCALINGS, LOSSES)
+    chosen = {name: LOSSES[name] for name in losses}
+    return compared(head, tokens, sizes, backend, banned, statistics, loss, scalings, chosen)
 
 
 def compared(tensors, tokens, sizes, backend, banned, statistics, loss, scalings, losses):
