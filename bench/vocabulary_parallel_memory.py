@@ -53,7 +53,7 @@ def _rank(
     rank: int, ranks: int, directory: str, given: argparse.Namespace, trained: bool, queue: object
 ) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(rank)  # parts of a vocabulary differ
     where = f"file://{directory}/ranks"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     own = given.vocab // ranks + (rank < given.vocab % ranks)

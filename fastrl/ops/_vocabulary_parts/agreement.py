@@ -18,6 +18,8 @@ from fastrl.objective import as_objective
 from fastrl.ops._process_groups import checked_group, gathered
 from fastrl.ops._vocabulary_parts.described import described
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
+from fastrl.ops._vocabulary_parts.samples import MOST as _MOST_SAMPLES
+from fastrl.ops._vocabulary_parts.samples import samples
 from fastrl.tracing import is_traced, is_transformed
 
 P = ParamSpec("P")
@@ -27,6 +29,8 @@ R = TypeVar("R")
 _SPLIT = {"logits": -1, "weight": 0, "bias": 0, "lora": 0}
 #: Arguments that ranks compute and may round differently; their values are not compared.
 _COMPUTED = ("hidden",)
+#: Arguments without a value per token or sequence, whatever their shapes.
+_OF_NO_TOKEN = ("cu_seqlens", "kept", "normalizer")
 _REFUSED = -1  # in place of the size of a part
 _MOST = 32  # arguments; all functions send messages of one length
 
@@ -117,11 +121,12 @@ class Agreement:
     def parts(self, size: int, active: Tensor, backend: str) -> VocabularyParts:
         """Exchange the sizes of the parts; compare the arguments and the backend.
 
-        It takes one collective of 66 integers, for which the host waits. `active` says which tokens
+        It takes one collective of 68 integers, for which the host waits. `active` says which tokens
         count; values of other tokens are not compared.
 
         Raises:
-            ValueError: a part is empty, arguments differ between ranks, or a rank has refused.
+            ValueError: a part is empty, all parts are the same, arguments differ between ranks, or
+                a rank has refused.
         """
         call = _signature(self._function).bind(*self.args, **self.kwargs)
         call.apply_defaults()
@@ -129,6 +134,9 @@ class Agreement:
         reduce = bool(given.get("reduce_hidden_gradient", True))
         if not self._waits and size > 0:
             return WHOLE
+        rows = given.get("logits", given.get("hidden"))
+        active = active.reshape(cast("Tensor", rows).shape[:-1])
+        sampled = samples(given, active)
         given["backend"] = backend  # the resolved one: ranks may have chosen it in different ways
         if given.get("teacher") is not None:  # leave out this rank's own part of it
             given["teacher"] = given["teacher"]._shared()
@@ -137,22 +145,36 @@ class Agreement:
         texts = {name: described(x, _SPLIT.get(name)) for name, x in given.items()}
         texts |= _settings(active.device.type)
         read = {name: [*_tensors(x)] for name, x in given.items() if name not in _SPLIT}
-        rows = given.get("logits", given.get("hidden"))
-        active = active.reshape(cast("Tensor", rows).shape[:-1])
         read = {**read, "mask": [active]}
         read = {name: each for name, each in read.items() if each and name not in _COMPUTED}
         digests = [crc32(x.encode()) for x in (self._function.__name__, *texts.values())]
         counted = _counted(active, given.get("cu_seqlens"))
-        ranks = self._exchanged([size, *digests], _digests(read, active, counted))
+        values = {
+            name: torch.cat([_integers(x, name, active, counted) for x in each])
+            for name, each in read.items()
+        }
+        ranks = self._exchanged([size, *digests], _digests(values), self._marks(sampled))
         sizes = [row[0] for row in ranks]
         _refuse_differences(ranks, self._function.__name__, texts, [*read])
         if 0 in sizes:
             raise ValueError(
                 f"vocab_group: every rank needs at least one column of the vocabulary, got {sizes}"
             )
+        _refuse_copies(ranks, [*sampled])
         return VocabularyParts(self.group.group_name, dist.get_rank(self.group), sizes, reduce)
 
-    def _exchanged(self, numbers: Sequence[int], digests: Tensor | None = None) -> list[list[int]]:
+    def _marks(self, sampled: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """Return an integer per sample; it is the rank if the sample tells nothing."""
+        marks = _digests({name: _bits(x) for name, (x, _) in sampled.items()})
+        telling = torch.stack([tells for _, tells in sampled.values()])
+        return torch.where(telling, marks, dist.get_rank(self.group))
+
+    def _exchanged(
+        self,
+        numbers: Sequence[int],
+        digests: Tensor | None = None,
+        marks: Tensor | None = None,
+    ) -> list[list[int]]:
         """Return the messages of all ranks."""
         self._waits = False
         # a rank that refuses may have got tensors on devices that the group does not support
@@ -163,9 +185,10 @@ class Agreement:
         assert len(numbers) <= 2 + _MOST
         unused = [0] * (2 + _MOST - len(numbers))
         sent = torch.tensor([*numbers, *unused], device=device)
-        values = sent.new_zeros(_MOST)
-        if digests is not None:
+        values = sent.new_zeros(_MOST + _MOST_SAMPLES)
+        if digests is not None and marks is not None:
             values[: len(digests)] = digests
+            values[_MOST : _MOST + len(marks)] = marks
         ranks: list[list[int]] = gathered(torch.cat([sent, values]), self.group).tolist()
         return ranks
 
@@ -194,10 +217,20 @@ def _refuse_differences(
             f"{', '.join(names)} {same} (of tensors the dtype, the shape and whether they need a "
             f"gradient); this rank has {found}"
         )
-    if names := [*compress(read, differ[_MOST:])]:
+    if names := [*compress(read, differ[_MOST : 2 * _MOST])]:
         raise ValueError(
             f"{', '.join(names)} {same}, which splits the vocabulary and not the tokens; "
             "the values differ"
+        )
+
+
+def _refuse_copies(ranks: Sequence[Sequence[int]], sampled: Sequence[str]) -> None:
+    marks = zip(*(row[-_MOST_SAMPLES:] for row in ranks), strict=True)
+    if names := [*compress(sampled, (len(set(mark)) == 1 for mark in marks))]:
+        raise ValueError(
+            f"{' and '.join(names)} must be this rank's part of the vocabulary, got the same "
+            "values on all ranks of vocab_group: if every rank has the whole vocabulary, as with "
+            "gathered logits, leave vocab_group out"
         )
 
 
@@ -225,13 +258,10 @@ def _counted(active: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return before[cu_seqlens[:-1].long()] < before[cu_seqlens[1:].long()]
 
 
-def _digests(given: Mapping[str, Sequence[Tensor]], active: Tensor, counted: Tensor) -> Tensor:
-    """Return an integer per argument that differs if its values do, except by coincidence."""
-    bits = [
-        torch.cat([_integers(x, name, active, counted) for x in each])
-        for name, each in given.items()
-    ]
-    places = torch.cat([torch.arange(1, len(x) + 1, device=active.device) for x in bits])
+def _digests(given: Mapping[str, Tensor]) -> Tensor:
+    """Return an integer per `[N]` integers that differs if they do, except by coincidence."""
+    bits = [*given.values()]
+    places = torch.cat([torch.arange(1, len(x) + 1, device=x.device) for x in bits])
     mixed = torch.cat(bits) + places * 0x1E3779B97F4A7C15  # the steps of splitmix64
     for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
         mixed = (mixed ^ (mixed >> shift)) * factor
@@ -240,14 +270,22 @@ def _digests(given: Mapping[str, Sequence[Tensor]], active: Tensor, counted: Ten
 
 def _integers(values: Tensor, name: str, active: Tensor, counted: Tensor) -> Tensor:
     """Return the bits of values as `[N]`, with 0 for those that belong to no active token."""
-    real = values.is_floating_point()
-    values = values.detach().to(torch.float64 if real else torch.int64)
-    if name == "cu_seqlens":  # may have as many entries as there are tokens
-        return values
-    if values.shape == active.shape:
-        values = torch.where(active, values, 0)
+    values = values.detach()
+    values = values.to(torch.float64 if values.is_floating_point() else torch.int64)
+    if active.dim() == 1 and values.dim() > 1 and values.shape[0] == 1:
+        values = values[0]  # of a teacher's packed rows
+    counts = None
+    if name in _OF_NO_TOKEN:
+        pass
+    elif values.shape == active.shape and name != "group_ids":
+        counts = active
     elif values.dim() > active.dim() and values.shape[:-1] == active.shape:  # top-k of a teacher
-        values = torch.where(active[..., None], values, 0)
+        counts = active[..., None]
     elif values.shape in (counted.shape, (len(counted), 1)):
-        values = torch.where(counted.reshape(values.shape), values, 0)
-    return (values + 0).reshape(-1).view(torch.int64)  # -0.0 is 0.0
+        counts = counted.reshape(values.shape)
+    return _bits(values if counts is None else torch.where(counts, values, 0))
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return 64-bit numbers as integers `[N]`; -0.0 is 0.0."""
+    return (values + 0).reshape(-1).view(torch.int64)

@@ -51,6 +51,29 @@ def teacher_of(beta):
 
 
 TEACHER = teacher_of(1.0)
+FROM_HIDDEN = fastrl.Teacher.from_hidden(
+    torch.ones(TOKENS, 3),
+    torch.ones(COLUMNS, 3),
+    bias=torch.ones(COLUMNS),
+    lora=(torch.ones(2, 3), torch.ones(COLUMNS, 2), 0.5),
+)
+TOP_K = fastrl.Teacher.from_top_k(GIVEN["token_ids"][:, None] % 4, -ONES[:, None])
+#: fields of a teacher -> what rank 1 has there
+OF_TEACHER = [
+    (FROM_HIDDEN, {"hidden": FROM_HIDDEN.hidden.double()}),
+    (FROM_HIDDEN, {"weight": FROM_HIDDEN.weight.double()}),
+    (FROM_HIDDEN, {"bias": None}),
+    (FROM_HIDDEN, {"lora": None}),
+    (FROM_HIDDEN, {"lora": (torch.ones(1, 3), torch.ones(COLUMNS, 1), 0.5)}),
+    (FROM_HIDDEN, {"lora": (*FROM_HIDDEN.lora[:2], 0.25)}),
+    (FROM_HIDDEN, {"temperature": ONES}),
+    (FROM_HIDDEN, {"logit_scale": 0.5}),
+    (FROM_HIDDEN, {"logit_softcap": 3.0}),
+    (TOP_K, {"token_ids": TOP_K.token_ids + 1}),
+    (TOP_K, {"logprobs": TOP_K.logprobs * 2}),
+    (TOP_K, {"has_tail": False}),
+    (TOP_K, {"beta": 0.5}),
+]
 #: parameter -> (what every rank gives in addition, what rank 1 gives for the parameter)
 CHANGES = {
     "hidden": [({}, GIVEN["hidden"].double()), ({}, GIVEN["hidden"].clone().requires_grad_())],
@@ -117,6 +140,7 @@ CHANGES = {
             {"teacher": TEACHER},
             fastrl.Teacher.from_top_k(torch.zeros(TOKENS, 1).long(), -ONES[:, None]),
         ),
+        *(({"teacher": teacher}, teacher._replace(**other)) for teacher, other in OF_TEACHER),
     ],
     "inplace": [({}, True)],
     "inplace_backward": [({}, True)],
@@ -232,7 +256,7 @@ def test_ranks_that_disagree_about_a_setting_all_raise(compiled):
 def refusals_on_ranks():
     """The errors of calls that are wrong on every rank, or on one that has nothing to compare."""
     rank, ids = dist.get_rank(), torch.arange(4)
-    hidden, weight, logits = torch.randn(4, 8), torch.randn(5, 8), torch.randn(4, 5)
+    hidden, weight, logits = torch.randn(4, 8), torch.randn(5, 8) + rank, torch.randn(4, 5) + rank
     names = ["hidden", "weight", "token_ids", "bias"]
     from_hidden = functools.partial(outcome, fastrl.linear_token_logprobs, names)
     from_logits = functools.partial(outcome, fastrl.token_logprobs, ["logits", "token_ids"])
@@ -260,7 +284,7 @@ def test_what_is_refused_is_refused_on_every_rank():
 def other_rows_on_ranks():
     """Calls that ranks may make although they differ: in masked rows and sequences, in rounding."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    hidden, weight, ids = torch.randn(4, 8), torch.randn(5, 8), torch.arange(4)
+    hidden, weight, ids = torch.randn(4, 8), torch.randn(5, 8) + rank, torch.arange(4)
     mask = torch.tensor([1, 1, 1, 0])
     other = torch.tensor([0, 1, 2, 3 * rank])
     fastrl.linear_token_logprobs(hidden, weight, other, mask=mask, vocab_group=group)
@@ -276,7 +300,7 @@ def other_rows_on_ranks():
         old_logprobs=-torch.ones(2, 3), policy_weights=per_sequence, vocab_group=group,
     )  # fmt: skip
     fastrl.logits_policy_loss(
-        torch.randn(3, 5), ids[1:], per_sequence, torch.tensor([1, 1, 0]),
+        torch.randn(3, 5) + rank, ids[1:], per_sequence, torch.tensor([1, 1, 0]),
         cu_seqlens=torch.tensor([0, 2, 3]), vocab_group=group,
     )  # fmt: skip
 
@@ -295,7 +319,8 @@ def dying_on_ranks():
 
         walk.LinearWalk.project = die
     given = {"chunk_tokens": 4, "vocab_group": dist.group.WORLD}
-    fastrl.linear_token_logprobs(torch.randn(20, 8), torch.randn(15, 8), torch.arange(20), **given)
+    weight = torch.randn(15, 8) + dist.get_rank()
+    fastrl.linear_token_logprobs(torch.randn(20, 8), weight, torch.arange(20), **given)
 
 
 def test_a_rank_that_dies_ends_the_others():
