@@ -190,6 +190,10 @@ class Teacher(NamedTuple):
         return (*kinds, width, lora, *self[self._fields.index("token_ids") :])
 
 
+#: The fields of each kind of teacher, beside bias and LoRA of a head.
+_KINDS = (["hidden", "weight"], ["logits"], ["token_ids", "logprobs"])
+
+
 def teacher_arguments(
     teacher: object,
     rows: RowArguments,
@@ -214,19 +218,9 @@ def teacher_arguments(
             "kept must be None with a teacher: the student's rows would be a part of the "
             "vocabulary, and the teacher's all of it"
         )
-    pairs = {
-        "hidden and weight": (teacher.hidden, teacher.weight),
-        "logits": (teacher.logits,),
-        "token_ids and logprobs": (teacher.token_ids, teacher.logprobs),
-    }
-    found = [name for name, each in pairs.items() if any(x is not None for x in each)]
-    of_head = teacher.bias is not None or teacher.lora is not None
-    if (
-        len(found) != 1
-        or any(x is None for x in pairs[found[0]])
-        or (of_head and teacher.weight is None)
-    ):
-        came = [name for name in Teacher._fields[:7] if getattr(teacher, name) is not None]
+    came = [name for name in Teacher._fields[:7] if getattr(teacher, name) is not None]
+    optional = ("bias", "lora") if teacher.weight is not None else ()
+    if [name for name in came if name not in optional] not in _KINDS:
         raise ValueError(
             "teacher must have either hidden and weight (and bias, lora), or logits, or token_ids "
             "and logprobs, got "

@@ -57,6 +57,32 @@ def test_a_function_as_objective_from_hidden_states_is_compiled_whole():
     assert counter.frame_count <= 2
 
 
+def kinds_of_teacher():
+    """A teacher of each kind, of five rows and seven columns."""
+    hidden, weight, bias, x = (torch.randn(shape) for shape in ((5, 4), (7, 4), (7,), (5, 7)))
+    lora, Teacher = (torch.randn(2, 4), torch.randn(7, 2), 0.5), fastrl.Teacher
+    values, ids = x.log_softmax(-1).topk(3)
+    for more in ({}, {"bias": bias}, {"lora": lora}, {"bias": bias, "lora": lora}):
+        yield Teacher.from_hidden(hidden, weight, **more)
+    yield Teacher.from_logits(x)
+    for has_tail in (True, False):
+        yield Teacher.from_top_k(ids, values, has_tail=has_tail)
+
+
+def test_each_kind_of_teacher_is_compiled_once():
+    if native.missing is not None:
+        pytest.skip(native.missing)
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fastrl.token_divergence, fullgraph=True, backend=counter)
+    for _ in range(3):
+        for teacher in kinds_of_teacher():
+            x = torch.randn(5, 7)
+            expected = fastrl.token_divergence(x, teacher)
+            torch.testing.assert_close(compiled(x, teacher), expected, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 7 < torch._dynamo.config.recompile_limit
+
+
 @pytest.mark.parametrize("name", KERNELS + PLAIN)
 def test_make_fx_records_the_call_and_its_gradient(name):
     entry, x, inputs = drawn(name)

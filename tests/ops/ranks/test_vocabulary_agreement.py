@@ -257,6 +257,8 @@ def refusals_on_ranks():
     """The errors of calls that are wrong on every rank, or on one that has nothing to compare."""
     rank, ids = dist.get_rank(), torch.arange(4)
     hidden, weight, logits = torch.randn(4, 8), torch.randn(5, 8) + rank, torch.randn(4, 5) + rank
+    rows = torch.randn(5, 5) + rank
+    others = fastrl.Teacher.from_logits(rows[1:] if rank else rows[1:].clone())
     names = ["hidden", "weight", "token_ids", "bias"]
     from_hidden = functools.partial(outcome, fastrl.linear_token_logprobs, names)
     from_logits = functools.partial(outcome, fastrl.token_logprobs, ["logits", "token_ids"])
@@ -268,6 +270,11 @@ def refusals_on_ranks():
         from_logits({"logits": logits, "token_ids": ids + 7}),
         from_hidden({**head, "bias": torch.zeros(6)}),
         from_hidden({**head, "hidden": hidden.to("meta") if rank else hidden}),
+        outcome(
+            fastrl.token_stats,
+            ["logits", "token_ids", "teacher", "inplace_backward"],
+            {"logits": rows[:4], "token_ids": ids, "teacher": others, "inplace_backward": True},
+        ),
     ]
 
 
@@ -275,7 +282,10 @@ def test_what_is_refused_is_refused_on_every_rank():
     columns = "every rank needs at least one column of the vocabulary"
     empty = f"ValueError: vocab_group: {columns}, got [0, 5]"
     outside = "ValueError: token_ids must lie in [0, 10) or be ignore_index, got 10 at (0, 3)"
-    for *found, bias, device in on_ranks(2, refusals_on_ranks):
+    for *found, bias, device, overlap in on_ranks(2, refusals_on_ranks):
+        assert overlap.startswith(
+            ("ValueError: teacher.logits must not share", "ValueError: vocab_g")
+        )
         assert found == [empty, empty, outside, outside]
         assert bias.startswith("ValueError: bias must have shape (5,)")
         assert isinstance(device, str)
