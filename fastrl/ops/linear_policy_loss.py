@@ -21,7 +21,12 @@ from fastrl.ops._linear.inputs import (
 from fastrl.ops._linear.passes import linear_loss_pass
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
-from fastrl.ops._loss.teacher_term import Compared, add_divergence, divergence_weights
+from fastrl.ops._loss.teacher_term import (
+    Compared,
+    add_divergence,
+    divergence_weights,
+    without_gradient,
+)
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops.kept_tokens import KeptTokens
@@ -240,11 +245,11 @@ def _one_pass(
         projected = slopes.weighted().reshape(active.shape)
         projected = active & (projected if weights is None else projected | (weights != 0))
         inputs = inputs._replace(masks=inputs.masks._replace(active=projected))
-    loss, _, _, values = inputs.evaluate(logprobs, entropy, constants)
+    loss, slope, entropy_slope, values = inputs.evaluate(logprobs, entropy, constants)
     if weights is not None:
         of_rows = Compared(*(x.reshape(active.shape) for x in compared))
-        active = inputs.masks.active
-        loss, values = add_divergence(loss, values, of_rows, weights, active, objective)
+        active, still = inputs.masks.active, without_gradient(slope, entropy_slope)
+        loss, values = add_divergence(loss, values, of_rows, weights, active, still, objective)
     if any(needs):
         pairs = zip(tensors, grads, needs, strict=True)
         given = [(x, grad if need else None) for x, grad, need in pairs]

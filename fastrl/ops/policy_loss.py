@@ -14,7 +14,12 @@ from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
-from fastrl.ops._loss.teacher_term import Compared, add_divergence, divergence_weights
+from fastrl.ops._loss.teacher_term import (
+    Compared,
+    add_divergence,
+    divergence_weights,
+    without_gradient,
+)
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.metrics import LossMetrics
 from fastrl.tracing import refuse_transforms
@@ -30,9 +35,9 @@ class PolicyLoss(NamedTuple):
             `entropy` (in nats, exact if known, else the sample estimate -log p), `ratio_mean`,
             `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (the fraction of
             active tokens where the lower, the upper or either bound is active), `active_tokens`,
-            `zero_grad_fraction` (the fraction of active tokens without gradient). With a teacher
-            also the means of `divergence`, `teacher_entropy` and `teacher_agreement` (the same
-            token is the most probable in both); with an exact KL, `kl` is its mean.
+            `zero_grad_fraction` (the fraction of active tokens without gradient from any term).
+            With a teacher also the means of `divergence`, `teacher_entropy` and `teacher_agreement`
+            (the same token is the most probable in both); with an exact KL, `kl` is its mean.
         logprobs: the log-probabilities of the tokens in nats, detached, `[B, T]` or `[N]`.
             `policy_loss` does not copy them: they share memory with its argument, unless that had
             to be cast or made contiguous. Computed from logits or hidden states, they are 0 at
@@ -176,7 +181,8 @@ def loss_of_logprobs(
     if compared is not None:
         active, objective = inputs.masks.active, inputs.objective
         weights = divergence_weights(objective, arguments, active)
-        loss, metrics = add_divergence(loss, metrics, compared, weights, active, objective)
+        still = without_gradient(slope, entropy_slope)
+        loss, metrics = add_divergence(loss, metrics, compared, weights, active, still, objective)
     return policy_loss_result(loss, metrics, detached, detached_entropy, shape)
 
 

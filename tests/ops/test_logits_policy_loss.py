@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastrl
+from fastrl import Objective, Teacher
 from tests.ops.closeness import assert_same
 from tests.ops.entry_points import ENTRIES, FEW
 
@@ -32,3 +33,44 @@ def test_fp16_gradients_that_would_underflow_survive_a_loss_scale(backend):
     (loss * 2.0**20).backward()
     expected = -1e-9 * 2.0**20 / 2 * 0.75
     assert abs(logits.grad[0, 0, 0].item() - expected) <= 1e-3 * abs(expected)
+
+
+@pytest.mark.parametrize("form", ["logits", "linear"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"teacher_coef": 0.5},
+        {"teacher_coef": 0.5, "entropy_coef": 0.1},
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "kl_estimator": "exact"},
+        {"kl_coef": 0.1, "kl_estimator": "exact", "surrogate": "reinforce"},
+    ],
+)
+def test_zero_grad_fraction_counts_the_tokens_without_any_gradient(backend, form, fields):
+    """A masked one; two of the teacher's own; sequences with an advantage and without."""
+    logits, ids = torch.randn(3, 4, 9).requires_grad_(), torch.randint(9, (3, 4))
+    other, mask = torch.randn(3, 4, 9), torch.ones(3, 4)
+    other[0, :2] = logits.detach()[0, :2]
+    other[2, 0], mask[2, 1] = logits.detach()[2, 0], 0
+    o, options = Objective(**fields), {}
+    if o.teacher_coef or o.has_exact_kl:
+        options["teacher"] = Teacher.from_logits(other)
+    elif o.kl_coef:
+        options["ref_logprobs"] = fastrl.token_logprobs(other, ids, backend=backend)
+    if form == "linear" and "teacher" in options:
+        options["teacher"] = Teacher.from_hidden(other, torch.eye(9))
+    head = [torch.eye(9)] * (form == "linear")
+    result = getattr(fastrl, f"{form}_policy_loss")(
+        logits,
+        *head,
+        ids,
+        torch.tensor([0.0, 1.0, 0.0]),
+        mask,
+        objective=o,
+        backend=backend,
+        **options,
+    )
+    result.loss.backward()
+    still = (logits.grad.abs().amax(-1) == 0) & (mask > 0)
+    assert result.metrics["zero_grad_fraction"].item() == pytest.approx(still.sum().item() / 11)

@@ -55,22 +55,35 @@ def divergence_weights(objective: Objective, arguments: LossArguments, active: T
     return coefficient * torch.where(active, sequences.per_token(weights, active), 0.0)
 
 
+def without_gradient(slope: Tensor, entropy_slope: Tensor | None) -> Tensor:
+    """Return which tokens get no gradient from the terms of their log-probability and entropy."""
+    still = slope == 0
+    return still if entropy_slope is None else still & (entropy_slope == 0)
+
+
 def add_divergence(
     loss: Tensor,
     metrics: Tensor,
     compared: Compared,
     weights: Tensor,
     active: Tensor,
+    still: Tensor,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss with its divergence term, and its metrics with those of a teacher."""
+    """Return the loss with its divergence term, and its metrics with those of a teacher.
+
+    `still` says which tokens have no gradient from the other terms.
+    """
     loss = loss + torch.where(weights == 0, 0.0, weights * compared.divergence).sum()
     count = active.sum().clamp(min=1)
-    means = [
-        torch.where(active, values.detach(), 0).sum(dtype=metrics.dtype) / count
-        for values in compared
-    ]
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.where(active, values.detach(), 0).sum(dtype=metrics.dtype) / count
+
+    of_teacher = torch.stack([mean(values) for values in compared])
+    values = dict(zip(METRICS, metrics.unbind(), strict=True))
+    # the divergence is 0, its least value, only where both distributions are the same
+    values["zero_grad_fraction"] = mean(still & ((weights == 0) | (compared.divergence == 0)))
     if objective.has_exact_kl:
-        place = METRICS.index("kl")
-        metrics = torch.cat([metrics[:place], means[0][None], metrics[place + 1 :]])
-    return loss, torch.cat([metrics, torch.stack(means)])
+        values["kl"] = of_teacher[0]
+    return loss, torch.cat([torch.stack([*values.values()]), of_teacher])
