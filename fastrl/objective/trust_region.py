@@ -13,7 +13,7 @@ class TrustRegion:
     """A mask that drops tokens that moved too far from the old policy, the way `A` pulls them.
 
     With the probability `p` of the token under the policy and `q` under the old policy
-    (`old_logprobs`; without them nothing is dropped), only tokens with `A > 0, p > q` or
+    (`old_logprobs`; without them nothing is dropped), in `tv` and `kl` at most 1, only tokens with `A > 0, p > q` or
     `A < 0, p < q` can be dropped from the policy term. The mask is a constant. A NaN distance drops
     nothing.
 

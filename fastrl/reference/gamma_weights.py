@@ -29,6 +29,7 @@ def gamma_weights(
     log_w = sequences.total(torch.where(mask, log_ratio, 0.0))
     log_w = sequences.spread(clamp(log_w, _LOWEST, _HIGHEST), log_ratio)
     rises = advantages >= 0
-    k = torch.where(rises, options.k_pos, options.k_neg)
-    decay = torch.where(rises, options.lambda_pos, options.lambda_neg)
+    # in the dtype of the weights: `torch.where` of two numbers has torch's default dtype
+    k = torch.full_like(log_w, options.k_neg).masked_fill(rises, options.k_pos)
+    decay = torch.full_like(log_w, options.lambda_neg).masked_fill(rises, options.lambda_pos)
     return (k * log_w - decay * torch.expm1(log_w)).clamp(max=MAX_LOG_RATIO).exp()

@@ -38,11 +38,14 @@ def outside_trust_region(
     down = mask & (advantages < 0) & (log_ratio < 0)
     if region.kind == "m2":
         return _largest_squares(log_ratio, up | down, region.high)
+    # rounding can make a log-probability positive
+    logprobs, old_logprobs = (x.clamp(max=0.0) for x in (logprobs, old_logprobs))
     old = old_logprobs.exp()
     if region.kind == "tv":
         distance = (logprobs.exp() - old).abs()
     else:
         others, old_others = (1e-8 - torch.expm1(x) for x in (logprobs, old_logprobs))
+        log_ratio = saturate(difference(logprobs, old_logprobs))
         distance = (1 - old) * (old_others / others).log() - old * log_ratio
     low = region.high if region.low is None else region.low
     return up & (distance > region.high) | down & (distance > low)

@@ -51,7 +51,8 @@ def dppo_tv(
     """
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     low, high = clip_bounds(config)
-    moved = log_prob.detach().exp() - old_log_prob.exp()
+    current, old = _at_most_1(log_prob), _at_most_1(old_log_prob)
+    moved = current.exp() - old.exp()
     kept = torch.where(advantages > 0, moved <= high, moved >= -low)
     return _dppo_loss(batch, kept, loss_agg_mode, config)
 
@@ -72,10 +73,10 @@ def dppo_kl(
     """
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     low, high = clip_bounds(config)
-    current = log_prob.detach()
-    p, old = current.exp(), old_log_prob.exp()
+    current, sampled = _at_most_1(log_prob), _at_most_1(old_log_prob)
+    p, old = current.exp(), sampled.exp()
     others = ((1.0 - old + 1e-8) / (1.0 - p + 1e-8)).log()
-    distance = old * (old_log_prob - current) + (1 - old) * others
+    distance = old * (sampled - current) + (1 - old) * others
     kept = torch.where(
         advantages > 0, (distance <= high) | (p <= old), (distance <= low) | (p >= old)
     )
@@ -156,6 +157,11 @@ def kl_cov(
 
     value = policy_term(surrogate, response_mask, loss_agg_mode, config).value(batch)
     return value, means(response_mask, {"actor/ppo_kl": (log_prob - old_log_prob).abs()})
+
+
+def _at_most_1(log_prob: Tensor) -> Tensor:
+    """Return a log-probability that rounding has not made positive, without gradient."""
+    return log_prob.detach().clamp(max=0.0)
 
 
 def _dppo_loss(batch: Batch, kept: Tensor, mode: str, config: Any) -> Result:

@@ -1,5 +1,7 @@
 """Weights and masks of tokens in the policy term: rollout corrections, masks of the objective."""
 
+from math import inf
+
 import numpy as np
 
 from .bounded import GRID, Bounded, Decision, Doubts, beyond, certain, choose, where
@@ -87,7 +89,8 @@ def outside_trust_region(tokens: Tokens, fields: dict, doubts: Doubts) -> Decisi
     if region["kind"] == "m2":
         dropped = _largest_squares(x, up | down, high)
     else:
-        q = exp(old)
+        new, old = (held(each, -inf, 0.0)[0] for each in (new, old))  # p is at most 1
+        x, q = held(difference(new, old), -SATURATION, SATURATION)[0], exp(old)
         if region["kind"] == "tv":
             distance = abs(exp(new) - q)
         else:

@@ -85,6 +85,22 @@ def test_no_log_ratio_makes_a_loss_infinite(name, kind):
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("above", [2e-8, 1e-6])
+@pytest.mark.parametrize("other", [-0.7, -1e-4])  # which is dropped, and which is not
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_log_probability_above_0_is_that_of_a_certain_token(name, other, above):
+    """Of both signs of the advantage, and of a token that becomes certain, or was."""
+    data = batch(dtype=torch.float64)
+    config = TRANSCRIBED.config(global_batch_info={}, **LOSSES[name])
+    new, old = torch.rand(2, *data.mask.shape) < 0.5
+
+    def result(most):
+        data.log_prob, data.old = (torch.where(x, most, other).double() for x in (new, old))
+        return policy_loss(OURS, name, data, config)
+
+    close(result(above), result(0.0), 1e-5)
+
+
 @BATCH
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["agg_loss", "compute_value_loss"])

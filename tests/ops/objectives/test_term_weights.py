@@ -67,6 +67,56 @@ def test_a_token_that_the_engine_could_not_score_counts_as_no_difference(backend
     assert (logprobs.grad != 0).tolist() == [[False] * 2, [True] * 2]
 
 
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@pytest.mark.parametrize("above", [0.0, 1e-9, 2e-8, 1e-6])
+@pytest.mark.parametrize("rises", [True, False])
+def test_a_log_probability_above_0_is_that_of_a_certain_token(backend, kind, above, rises):
+    """Rounding of a softmax can give 2e-8: a token of probability 1 that came from 0.5, or left."""
+    certain, half = torch.full((1, 2), above), torch.full((1, 2), math.log(0.5))
+    logprobs, old = (certain, half) if rises else (half, certain)
+    logprobs = logprobs.clone().requires_grad_()
+    result = fastrl.policy_loss(
+        logprobs,
+        torch.tensor([1.0 if rises else -1.0]),
+        torch.ones(1, 2),
+        old_logprobs=old,
+        objective=f"dppo_{kind}",
+        backend=backend,
+    )
+    result.loss.backward()
+    assert logprobs.grad.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gamma_weights_have_the_dtype_of_the_loss(backend, default, dtype):
+    """k and lambda have no short binary form; (w^k e^(lambda (1 - w))) by hand, with log w = 2."""
+    if dtype == torch.float64:
+        backend = "reference"
+    gamma = fastrl.GammaWeights(k_pos=1.3, lambda_pos=0.1, k_neg=0.7, lambda_neg=0.3)
+    old = torch.full((2, 4), -1.5, dtype=dtype)
+    logprobs, usual = (old + 0.5).requires_grad_(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        loss = fastrl.policy_loss(
+            logprobs,
+            torch.tensor([1.0, -1.0], dtype=dtype),
+            torch.ones(2, 4, dtype=dtype),
+            old_logprobs=old,
+            objective=Objective(
+                surrogate="reinforce", gamma_weights=gamma, aggregation="token-sum"
+            ),
+            backend=backend,
+        ).loss
+        loss.backward()
+    finally:
+        torch.set_default_dtype(usual)
+    wanted = [math.exp(k * 2 - decay * math.expm1(2)) for k, decay in ((1.3, 0.1), (0.7, 0.3))]
+    came = (logprobs.grad[:, 0] * torch.tensor([-1, 1])).tolist()
+    assert came == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-14)
+    assert loss.dtype == dtype
+
+
 # --- importance weights against the rollout engine: by hand, detached, within bounds
 
 
