@@ -60,10 +60,12 @@ struct LossArguments {
 };
 
 struct ObjectiveArguments {
-  int64_t surrogate, level, kl_estimator, kl_gradient;
+  int64_t surrogate, level, kl_estimator, kl_gradient, kl_level;
   std::vector<double> coefficients;
 
-  auto fields() { return std::tie(surrogate, level, kl_estimator, kl_gradient, coefficients); }
+  auto fields() {
+    return std::tie(surrogate, level, kl_estimator, kl_gradient, kl_level, coefficients);
+  }
 };
 
 struct AggregationArguments {

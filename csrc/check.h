@@ -194,6 +194,7 @@ Objective<S> check_objective(const ObjectiveArguments& in) {
                          check_kind<Level>(in.level, "level"),
                          check_kind<KlEstimator>(in.kl_estimator, "kl_estimator"),
                          check_kind<KlGradient>(in.kl_gradient, "kl_gradient"),
+                         check_kind<KlLevel>(in.kl_level, "kl_level"),
                          check_coefficients<S>(in.coefficients)};
   if (objective.surrogate == Surrogate::kGmpo) {
     objective.level = Level::kSequence;

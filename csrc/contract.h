@@ -35,6 +35,11 @@ enum class KlGradient : int { kExact, kStraightThrough, kBiasCorrected };
 template <>
 inline constexpr KlGradient kLast<KlGradient> = KlGradient::kBiasCorrected;
 
+// The ratio in a bias-corrected KL: the token's own, or that of the policy term.
+enum class KlLevel : int { kToken, kPolicy };
+template <>
+inline constexpr KlLevel kLast<KlLevel> = KlLevel::kPolicy;
+
 enum class Aggregation : int {
   kTokenMean,
   kSeqMeanTokenMean,
@@ -91,7 +96,14 @@ struct Objective {
   Level level;
   KlEstimator kl_estimator;
   KlGradient kl_gradient;
+  KlLevel kl_level;
   Coefficients<S> coefficients;
+
+  // Whether the KL of a token depends on no other token.
+  FASTRL_HD bool kl_by_token() const {
+    return kl_gradient != KlGradient::kBiasCorrected || kl_level == KlLevel::kToken ||
+           level == Level::kToken;
+  }
 };
 
 // Group advantages: the baseline, the divisor, and the rule for a group of one.

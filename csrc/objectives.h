@@ -49,11 +49,24 @@ FASTRL_HD T difference_of(T logprob, T other) {
   return Math::where(logprob == other, T{}, logprob - other);
 }
 
+// False for NaN.
+template <typename Math, typename T = typename Math::Real>
+FASTRL_HD typename Math::Mask is_infinite(T x) {
+  const T rest = x - x;  // NaN where x is not finite
+  return (rest != rest) & (x == x);
+}
+
+// ref_logprob - logprob in a KL, and 0 for an infinite logprob, which is a constant.
+template <typename Math, typename T = typename Math::Real>
+FASTRL_HD T kl_difference(T ref_logprob, T logprob) {
+  const auto constant = is_infinite<Math>(logprob) & (ref_logprob == ref_logprob);
+  return Math::where(constant, T{}, ref_logprob - logprob);
+}
+
 // dL/dlogprob of a token: an infinite log-probability is a constant, but NaN reaches the gradient.
 template <typename Math, typename T = typename Math::Real>
 FASTRL_HD T token_slope(T logprob, T slope) {
-  const T rest = logprob - logprob;  // NaN where it is not finite
-  return Math::where((rest != rest) & (logprob == logprob) & (slope == slope), T{}, slope);
+  return Math::where(is_infinite<Math>(logprob) & (slope == slope), T{}, slope);
 }
 
 // weight * value; 0 where the weight is 0, even if the value is infinite.
@@ -154,8 +167,8 @@ FASTRL_HD ObjectiveTerms<T> objective_terms(Surrogate kind, T difference, T adva
   return {loss, slope, clip, log_ratio, ratio};
 }
 
-// `difference` is ref_logprob - logprob; `policy_difference` is that of `objective_terms`, and only
-// the bias-corrected gradient uses it.
+// `difference` is ref_logprob - logprob; `policy_difference` is the log-ratio of the bias-corrected
+// gradient, which alone uses it.
 template <typename Math, typename S, typename T = typename Math::Real>
 FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T difference,
                               T policy_difference, const Coefficients<S>& c) {
@@ -164,7 +177,7 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
   const S range = corrected ? S(kMaxLogRatio / 2) : S(kMaxLogRatio);
   const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(range);
   const T x = clamp<Math>(difference, -limit, limit);
-  const auto in_range = (difference >= -limit) & (difference <= limit);
+  const auto saturated = (difference < -limit) | (difference > limit);
   T value, slope;
   if (estimator == KlEstimator::kK1) {
     value = -x;
@@ -181,24 +194,27 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
     slope = Math::where(x < zero, one, Math::where(x > zero, -one, zero));
   }
   const T bound = Math::fill(c.kl_clamp);
-  const auto inside = in_range & (value >= -bound) & (value <= bound);
-  slope = Math::where(inside, slope, zero);
+  const auto bounded = (value < -bound) | (value > bound);
+  slope = Math::where(saturated | bounded, zero, slope);
   value = clamp<Math>(value, -bound, bound);
   T ratio_slope = zero, own_slope = slope;
   if (gradient == KlGradient::kStraightThrough) {
-    own_slope = slope = Math::where(in_range, -x, zero);  // the slope of k2
+    own_slope = slope = Math::where(saturated, zero, -x);  // the slope of k2
   } else if (corrected) {
     const T lowest = Math::fill(c.lowest_log_ratio(range));
     const T highest = Math::fill(c.highest_log_ratio(range));
     const T ratio = Math::exp(clamp<Math>(policy_difference, lowest, highest));
-    const auto ratio_in_range = (policy_difference >= lowest) & (policy_difference <= highest);
+    // where one factor is constant, the slope of the other may have the wrong sign, or any size
+    const auto held = bounded | (policy_difference < lowest) | (policy_difference > highest);
     value = ratio * value;
-    slope = ratio * slope;
-    ratio_slope = Math::where(ratio_in_range, value, zero);
+    slope = Math::where(held, zero, ratio * slope);
+    ratio_slope = Math::where(held | saturated, zero, value);
     own_slope = slope + ratio_slope;
-    // for k3 both are of size e^x and cancel: their sum in closed form
+    // for k3 both are of size e^x and cancel: their sum in closed form, which does not overflow
     if (estimator == KlEstimator::kK3) {
-      own_slope = Math::where(inside & ratio_in_range, -x * ratio, own_slope);
+      const T most = Math::fill(S(kMaxLogRatio));
+      const auto far = (difference < -most) | (difference > most);
+      own_slope = Math::where(held | far, zero, -difference * ratio);
     }
   }
   return {value, Math::where(value == value, slope, value), ratio_slope,

@@ -8,7 +8,7 @@ Triton kernels take, and of the structs in `csrc/contract.h`; everything is acce
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ Surrogate = Literal["ppo_clip", "cispo", "sapo", "gmpo", "reinforce"]
 Level = Literal["token", "sequence", "sequence-token"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlGradient = Literal["exact", "straight-through", "bias-corrected"]
+KlLevel = Literal["token", "policy"]
 Aggregation = Literal[
     "token-mean",
     "seq-mean-token-mean",
@@ -32,6 +33,7 @@ SURROGATES: tuple[str, ...] = get_args(Surrogate)
 LEVELS: tuple[str, ...] = get_args(Level)
 KL_ESTIMATORS: tuple[str, ...] = get_args(KlEstimator)
 KL_GRADIENTS: tuple[str, ...] = get_args(KlGradient)
+KL_LEVELS: tuple[str, ...] = get_args(KlLevel)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 BASELINES: tuple[str, ...] = get_args(Baseline)
 SCALES: tuple[str, ...] = get_args(Scale)
@@ -43,6 +45,7 @@ KINDS = {
     "Level": LEVELS,
     "KlEstimator": KL_ESTIMATORS,
     "KlGradient": KL_GRADIENTS,
+    "KlLevel": KL_LEVELS,
     "Aggregation": AGGREGATIONS,
     "Baseline": BASELINES,
     "Scale": SCALES,
@@ -73,12 +76,18 @@ class ObjectiveArguments(NamedTuple):
     level: int
     kl_estimator: int
     kl_gradient: int
+    kl_level: int  # of the ratio in a bias-corrected KL
     coefficients: Coefficients
 
-    def flat(self) -> tuple[int, int, int, int, list[float]]:
+    def kl_by_token(self) -> bool:
+        """Return whether the KL of a token depends on no other token."""
+        corrected = KL_GRADIENTS[self.kl_gradient] == "bias-corrected"
+        of_policy = KL_LEVELS[self.kl_level] == "policy" and LEVELS[self.level] != "token"
+        return not (corrected and of_policy)
+
+    def flat(self) -> tuple[Any, ...]:
         """Return the arguments of an operator; `torch.compile` of 2.10 needs a plain list."""
-        kinds = (self.surrogate, self.level, self.kl_estimator, self.kl_gradient)
-        return (*kinds, [*self.coefficients])
+        return (*self[:-1], [*self.coefficients])
 
 
 class LossArguments(NamedTuple):

@@ -90,6 +90,7 @@ def _policy_loss(
             "KL_ESTIMATOR": KL_ESTIMATORS["k3"],
             "KL_GRADIENT": KL_GRADIENTS.index(kl_gradient),
             "LEVEL": LEVELS.index(level),
+            "KL_BY_TOKEN": True,
             "THROUGH_RATIO": surrogate in THROUGH_RATIO,
             "BY_SEQUENCE": by_sequence(given, per_sequence=per_sequence),
             "BLOCK": policy_loss.BLOCK,

@@ -18,18 +18,21 @@ from fastrl.contract import (
     AGGREGATIONS,
     KL_ESTIMATORS,
     KL_GRADIENTS,
+    KL_LEVELS,
     LEVELS,
     SURROGATES,
     Aggregation,
     Coefficients,
     KlEstimator,
     KlGradient,
+    KlLevel,
     Level,
     ObjectiveArguments,
     Surrogate,
 )
+from fastrl.objective.combinations import refuse_what_has_no_effect
 from fastrl.objective.gamma_weights import GammaWeights
-from fastrl.objective.presets import PRESETS, Convention, Preset, preset_fields, values_of
+from fastrl.objective.presets import PRESETS, Convention, Preset, preset_fields
 from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.objective.trust_region import TrustRegion
 
@@ -43,20 +46,6 @@ _NUMBERS = {
     **dict.fromkeys(("off_policy_threshold", "dual_clip", "delta", "entropy_coef"), number),
     **dict.fromkeys(("top_entropy_quantile", "kl_clamp", "length_norm"), positive),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), positive),
-}
-#: The surrogates that use a field; fields that are not listed apply to all.
-_USED_BY = {
-    **dict.fromkeys(("clip_low", "clip_high"), ("ppo_clip", "cispo", "gmpo")),
-    **dict.fromkeys(("dual_clip", "delta"), ("ppo_clip",)),
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
-    "log_ratio_clamp": ("ppo_clip", "cispo", "sapo", "gmpo"),
-    "gamma_weights": ("reinforce",),
-}
-#: The field that must be set for another to have an effect.
-_NEEDS = {
-    **dict.fromkeys(("kl_estimator", "kl_clamp", "kl_gradient", "kl_aggregation"), "kl_coef"),
-    "entropy_aggregation": "entropy_coef",
-    "rollout_weighs": "rollout_correction",
 }
 
 
@@ -79,9 +68,9 @@ class Objective:
     `log_ratio_clamp` if given; outside the bounds the gradient is 0, and on a bound it is the
     gradient inside. If both log-probabilities are the same infinity (a token that both policies
     exclude), their difference is 0, hence ratio 1 and KL 0. If a token's log-probability is
-    infinite, its gradient is 0, and its loss under `cispo` and `reinforce` is the infinite product,
-    or 0 if the advantage is 0. A token of weight 0 contributes neither loss nor gradient, unless it
-    is NaN.
+    infinite, its gradient and its KL are 0, and its loss under `cispo` and `reinforce` is the
+    infinite product, or 0 if the advantage is 0. A token of weight 0 contributes neither loss nor
+    gradient, unless it is NaN.
     At the level `sequence-token` (GSPO-token), a token uses the value of the sequence's ratio, but
     only the gradient of its own log-probability: `log r = sg[mean] + logprob - sg[logprob]`.
 
@@ -90,6 +79,10 @@ class Objective:
     | `exact` | `k` | `dk/dlogprob` |
     | `straight-through` | `k` | the gradient of `k2`, which is unbiased (as verl's `k3+`) |
     | `bias-corrected` | `r k`, both log-ratios clamped to [-40, 40] | `r dk/dlogprob + k dr/dlogprob` (DeepSeek-V3.2) |
+
+    Where `log r` or `k` is outside its bounds, the gradient of a `bias-corrected` KL is 0: that of
+    one factor alone could have the wrong sign. With the token's own ratio the gradient of `r k3`,
+    `r (logprob - ref_logprob)`, is exact up to the distance 80.
 
     Attributes:
         surrogate: a row of the first table, or a function of per-token tensors.
@@ -106,6 +99,8 @@ class Objective:
             reference) itself, with the reference's distributions passed as `teacher`.
         kl_clamp: bound on the absolute value of the estimate of a token in nats, or None.
         kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.
+        kl_level: the ratio in a `bias-corrected` KL: `"token"`, the token's own, with which the KL
+            is unbiased, or `"policy"`, that of `level`, as TRL and Liger have it.
         teacher_coef: weight of the divergence from a `Teacher`, averaged as in `aggregation`.
         entropy_coef: weight of the entropy bonus.
         log_ratio_clamp: bound on `|log r|`, or bounds (low, high) with `low <= log r <= high`, of
@@ -153,6 +148,7 @@ class Objective:
     kl_estimator: KlTerm = "k3"
     kl_clamp: float | None = None
     kl_gradient: KlGradient = "exact"
+    kl_level: KlLevel = "token"
     teacher_coef: float = 0.0
     entropy_coef: float = 0.0
     log_ratio_clamp: float | tuple[float, float] | None = None
@@ -175,6 +171,7 @@ class Objective:
         one_of("level", self.level, LEVELS)
         one_of("kl_estimator", self.kl_estimator, (*KL_ESTIMATORS, "exact"))
         one_of("kl_gradient", self.kl_gradient, KL_GRADIENTS)
+        one_of("kl_level", self.kl_level, KL_LEVELS)
         one_of("aggregation", self.aggregation, AGGREGATIONS)
         for name in ("kl_aggregation", "entropy_aggregation"):
             if getattr(self, name) is not None:
@@ -217,62 +214,8 @@ class Objective:
                 raise TypeError(f"rollout_correction must be {names}, got {given.__name__}")
         if self.rollout_correction == ():
             raise ValueError("rollout_correction must contain at least one, or be None; got ()")
-        self._refuse_what_has_no_effect()
+        refuse_what_has_no_effect(self)
         keep(self, "_arguments", self._as_arguments())
-
-    def _refuse_what_has_no_effect(self) -> None:
-        surrogate = "a function" if callable(self.surrogate) else self.surrogate
-        if surrogate == "gmpo" and self.level != "sequence":
-            raise ValueError(f"level must be 'sequence' with surrogate gmpo, got {self.level!r}")
-        if surrogate in ("a function", "reinforce") and self.level != "token":
-            raise ValueError(
-                f"level must be 'token' with surrogate {surrogate}, got {self.level!r}"
-            )
-        if surrogate == "gmpo" and self.kl_gradient == "bias-corrected":
-            raise ValueError(
-                "kl_gradient must not be 'bias-corrected' with surrogate gmpo: its ratio is not an "
-                "importance weight"
-            )
-        of_gmpo: dict[str, Any] = {"top_entropy_quantile": 1, "trust_region": None}
-        of_kl = {"kl_gradient": "exact", "kl_clamp": None, "teacher_coef": 0}
-        gmpo = "surrogate gmpo, whose tokens share one ratio", surrogate == "gmpo", of_gmpo
-        for where, holds, values in (gmpo, ("kl_estimator 'exact'", self.has_exact_kl, of_kl)):
-            for name, value in values.items():
-                if holds and (given := getattr(self, name)) != value:
-                    raise ValueError(f"{name} must be {value!r} with {where}, got {given!r}")
-        for correction in self.rollout_corrections if self.gamma_weights else ():
-            if correction.kind != "filter" and correction.level != "token":
-                where, level = f"with gamma_weights and kind {correction.kind}", correction.level
-                raise ValueError(f"rollout_correction.level must be 'token' {where}, got {level!r}")
-        aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
-        if self.length_norm is not None and "seq-mean-token-sum-norm" not in aggregations:
-            raise ValueError(
-                "length_norm has no effect with aggregation "
-                f"{self.aggregation}; it is used by seq-mean-token-sum-norm"
-            )
-        if self.count_empty and not any(str(name).startswith("seq-mean") for name in aggregations):
-            raise ValueError(
-                f"count_empty has no effect with aggregation {self.aggregation}; "
-                "it is used by the means over sequences"
-            )
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value == field.default:
-                continue
-            users, needed = _USED_BY.get(field.name), _NEEDS.get(field.name)
-            if users and surrogate not in users:
-                raise ValueError(
-                    f"{field.name} has no effect with surrogate {surrogate}; "
-                    f"it is used by {', '.join(users)}"
-                )
-            if needed is None or getattr(self, needed):
-                continue
-            # the values that a trainer's presets set may remain while their term is off
-            if value not in values_of(self.convention, field.name):
-                raise ValueError(
-                    f"{field.name} has no effect without {needed}; got {field.name}={value!r} "
-                    f"and {needed}={getattr(self, needed)}"
-                )
 
     @property
     def has_exact_kl(self) -> bool:
@@ -297,6 +240,7 @@ class Objective:
             level=LEVELS.index(self.level),
             kl_estimator=KL_ESTIMATORS.index(estimator),
             kl_gradient=KL_GRADIENTS.index(self.kl_gradient),
+            kl_level=KL_LEVELS.index(self.kl_level),
             coefficients=Coefficients._make(
                 inf if fields[name] is None else float(fields[name])
                 for name in Coefficients._fields

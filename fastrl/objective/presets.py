@@ -62,10 +62,14 @@ def _changed(names: str, changes: Fields, **further: Fields) -> dict[str, Fields
     return {name: {**PRESETS[name], **changes, **further.get(name, {})} for name in names.split()}
 
 
-# TRL: rollout corrections and masks do not affect the KL, which is multiplied by the ratio (not in
-# gmpo), the entropy bonus is always a mean over tokens, and a mean over sequences counts sequences
-# without an active token.
-_TRL: Fields = {"rollout_weighs": "policy", "entropy_aggregation": "token-mean"}
+# TRL: rollout corrections and masks do not affect the KL, which is multiplied by the ratio of the
+# policy term (not in gmpo); the entropy bonus is always a mean over tokens, and a mean over sequences
+# counts those without an active token.
+_TRL: Fields = {
+    "rollout_weighs": "policy",
+    "kl_level": "policy",
+    "entropy_aggregation": "token-mean",
+}
 _KL_TIMES_RATIO: Fields = {"kl_gradient": "bias-corrected"}
 _BY_SEQUENCE: Fields = {"count_empty": True}
 

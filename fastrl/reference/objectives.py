@@ -168,7 +168,7 @@ def kl_term(
     log_ratio_bounds: tuple[float, float] = (inf, inf),
     unshared: Tensor | bool = True,
 ) -> Tensor:
-    """Return the KL term of the loss per token.
+    """Return the KL term of the loss per token; 0 if its log-probability, a constant, is infinite.
 
     `exact` is the estimate with its true gradient. `straight-through` has the value of the estimate
     and the gradient of k2, which is an unbiased estimate of the gradient of the KL.
@@ -176,18 +176,21 @@ def kl_term(
     off policy. `bound` clamps the estimate, and `log_ratio_bounds` (low, high) clamps the log-ratio
     to `[-low, high]`; `unshared` marks tokens whose log-ratio depends on no other token.
     """
+    ref_logprobs = torch.where(logprobs.isinf() & ~ref_logprobs.isnan(), logprobs, ref_logprobs)
     if gradient == "bias-corrected":
         # a product of two exponentials fits into a float if each exponent is clamped to half the
         # range
         half = MAX_LOG_RATIO / 2
         clamped = saturate(log_ratio, *log_ratio_bounds, limit=half)
-        term = clamped.exp() * kl_estimate(logprobs, ref_logprobs, estimator, bound, half)
+        kl = kl_estimate(logprobs, ref_logprobs, estimator, limit=half)
+        x = difference(ref_logprobs, logprobs).detach()
+        # where one factor is constant, the slope of the other may have the wrong sign, or any size
+        held = (kl.abs() > bound) | (clamped != log_ratio)
+        term = clamped.exp() * clamp(kl, -bound, bound)
+        term = torch.where(held | (x.abs() > half), term.detach(), term)
         if estimator == "k3":
-            # with x = ref - logprob: d(r k3) = r k3 - r (k3 + x) = -r x, where autograd would
-            # subtract terms of size e^x
-            x = difference(ref_logprobs, logprobs).detach()
-            in_range = (x.abs() <= half) & (torch.expm1(x) - x <= bound) & (clamped == log_ratio)
-            closed_form = in_range & unshared
+            # d(r k3) = r k3 - r (k3 + x) = -r x, where autograd would subtract terms of size e^x
+            closed_form = unshared & ~held & (x.abs() <= MAX_LOG_RATIO)
             slope = torch.where(closed_form, -clamped.exp() * x, 0.0)  # 0 * inf would be NaN
             term = torch.where(closed_form, _with_slope(term, logprobs, slope), term)
         return term

@@ -204,15 +204,16 @@ def _terms(
         policy, clip = objectives.SURROGATES[surrogate](logprobs, log_ratio, advantages, c)
     kl = torch.zeros_like(logprobs)
     if ref is not None:
+        by_token = objective.kl_by_token()
         kl = objectives.kl_term(
             logprobs,
             ref,
-            unclamped_log_ratio,
+            objectives.difference(logprobs, old) if by_token else unclamped_log_ratio,
             KL_ESTIMATORS[objective.kl_estimator],
             KL_GRADIENTS[objective.kl_gradient],
             c.kl_clamp,
             bounds,
-            unshared=_unshared(mask, sequences, level),
+            unshared=by_token or _unshared(mask, sequences, level),
         )
     return _Terms(policy, kl, log_ratio.exp().detach(), clip)
 

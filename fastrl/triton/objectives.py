@@ -99,9 +99,21 @@ def difference_of(logprob, other):
 
 
 @triton.jit
+def is_infinite(x):
+    return tl.abs(x) == float("inf")
+
+
+@triton.jit
+def kl_difference(ref_logprob, logprob):
+    """Return ref_logprob - logprob in a KL; 0 for an infinite logprob, which is a constant."""
+    constant = is_infinite(logprob) & (ref_logprob == ref_logprob)
+    return tl.where(constant, 0.0, ref_logprob - logprob)
+
+
+@triton.jit
 def token_slope(logprob, slope):
     """Return dL/dlogprob: 0 for an infinite log-probability, a constant; a NaN slope stays NaN."""
-    return tl.where((tl.abs(logprob) == float("inf")) & (slope == slope), 0.0, slope)
+    return tl.where(is_infinite(logprob) & (slope == slope), 0.0, slope)
 
 
 @triton.jit
@@ -224,32 +236,34 @@ def kl_terms(
 ):
     """Return the KL of a token and its derivatives.
 
-    `difference` is ref_logprob - logprob; `policy_difference` is the `difference` of
-    `objective_terms`, and only the bias-corrected gradient uses it.
+    `difference` is ref_logprob - logprob; `policy_difference` is the log-ratio of the
+    bias-corrected gradient, which alone uses it.
     """
     # a product of two exponentials fits a float if each exponent is clamped to half the range
     limit: tl.constexpr = MAX_LOG_RATIO / 2 if KL_GRADIENT == BIAS_CORRECTED else MAX_LOG_RATIO
     x = clamp(difference, -limit, limit)
-    in_range = (difference >= -limit) & (difference <= limit)
+    saturated = (difference < -limit) | (difference > limit)
     value, slope = KL_ESTIMATOR(x)
-    inside = in_range & (value >= -c.kl_clamp) & (value <= c.kl_clamp)
-    slope = tl.where(inside, slope, 0.0)
+    bounded = (value < -c.kl_clamp) | (value > c.kl_clamp)
+    slope = tl.where(saturated | bounded, 0.0, slope)
     value = clamp(value, -c.kl_clamp, c.kl_clamp)
     ratio_slope = tl.zeros_like(value)
     own_slope = slope
     if KL_GRADIENT == STRAIGHT_THROUGH:
-        slope = tl.where(in_range, -x, 0.0)  # the slope of k2
+        slope = tl.where(saturated, 0.0, -x)  # the slope of k2
         own_slope = slope
     elif KL_GRADIENT == BIAS_CORRECTED:
         lowest, highest = log_ratio_bounds(c, limit)
         ratio = exp(clamp(policy_difference, lowest, highest))
-        ratio_in_range = (policy_difference >= lowest) & (policy_difference <= highest)
+        # where one factor is constant, the slope of the other may have the wrong sign, or any size
+        held = bounded | (policy_difference < lowest) | (policy_difference > highest)
         value = ratio * value
-        slope = ratio * slope
-        ratio_slope = tl.where(ratio_in_range, value, 0.0)
+        slope = tl.where(held, 0.0, ratio * slope)
+        ratio_slope = tl.where(held | saturated, 0.0, value)
         own_slope = slope + ratio_slope
-        if KL_ESTIMATOR is k3:  # the two are e^x apart, and nearly cancel
-            own_slope = tl.where(inside & ratio_in_range, -x * ratio, own_slope)
+        if KL_ESTIMATOR is k3:  # both are of size e^x and cancel; their sum does not overflow
+            far = (difference < -MAX_LOG_RATIO) | (difference > MAX_LOG_RATIO)
+            own_slope = tl.where(held | far, 0.0, -difference * ratio)
     broken = value != value
     own_slope = tl.where(broken, value, own_slope)
     return KlTerms(value, tl.where(broken, value, slope), ratio_slope, own_slope)

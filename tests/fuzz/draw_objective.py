@@ -29,7 +29,7 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
     fields: dict[str, Any] = {}
     fields |= _bounds(chance, usual)
     fields |= _level(chance, usual)
-    fields |= _kl(chance, usual)
+    fields |= _kl(chance, {**usual, **fields})
     if not chance.of(0.8):
         fields["entropy_coef"] = chance.pick((0.01, 0.5, -0.25))
     fields |= _masks(chance, usual)
@@ -99,13 +99,17 @@ def _kl(chance: Chance, usual: dict) -> dict[str, Any]:
     if chance.of(0.6):
         return {}
     kinds = ["straight-through"] + ["bias-corrected"] * (usual["surrogate"] != "gmpo")
-    return {"kl_coef": chance.pick((0.04, 0.5, 1.0))} | chance.some(
+    drawn = {"kl_coef": chance.pick((0.04, 0.5, 1.0))} | chance.some(
         {
             "kl_estimator": (0.6, ("k1", "k2", "k3", "abs")),
             "kl_clamp": (0.25, (0.5, 2.0, 10.0)),
             "kl_gradient": (0.35, kinds),
         }
     )
+    full = {**usual, **drawn}
+    if full["kl_gradient"] == "bias-corrected" and full["level"] != "token" and chance.of(0.5):
+        drawn["kl_level"] = chance.pick(("token", "policy"))
+    return drawn
 
 
 def _masks(chance: Chance, usual: dict) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fastrl.contract import (
     AGGREGATIONS,
     KL_ESTIMATORS,
     KL_GRADIENTS,
+    KL_LEVELS,
     LEVELS,
     SURROGATES,
     AggregationArguments,
@@ -89,6 +90,7 @@ def objective(c=COEFFICIENTS, level="token"):
         level=LEVELS.index(level),
         kl_estimator=KL_ESTIMATORS.index("k3"),
         kl_gradient=KL_GRADIENTS.index("exact"),
+        kl_level=KL_LEVELS.index("token"),
         coefficients=c,
     )
 

@@ -104,11 +104,12 @@ struct Tokens {
   FASTRL_INLINE vfloat load(const SegmentConstant& constant) const {
     return constant.values ? load(constant.values) : where(active, constant.same, vfloat{});
   }
-  // The KL to the reference, given the log-ratio of the policy.
-  FASTRL_INLINE KlTerms<vfloat> kl(vfloat policy_difference) const {
+  // The KL to the reference, given the mean log-ratio of the sequence.
+  FASTRL_INLINE KlTerms<vfloat> kl(float mean) const {
     const Objective<float>& o = in.objective;
+    const vfloat policy_difference = o.kl_by_token() ? difference : fill(mean);
     return kl_terms<VectorMath>(o.kl_estimator, o.kl_gradient,
-                                difference_of<VectorMath>(load(in.constants.ref_logprobs), logprob),
+                                kl_difference<VectorMath>(load(in.constants.ref_logprobs), logprob),
                                 policy_difference, o.coefficients);
   }
   FASTRL_INLINE void store(float* values, vfloat x) const {
@@ -167,7 +168,7 @@ double sum_slopes(const TokenInputs& in, const Segment& sequence, int64_t active
   const float kl_coef = o.coefficients.kl_coef;
   const SharedRatio shared = sequence.shared;
   const bool policy = flows_through_ratio(o.surrogate);
-  const bool kl = kl_coef != 0 && o.kl_gradient == KlGradient::kBiasCorrected && !shared.alone;
+  const bool kl = kl_coef != 0 && !o.kl_by_token() && !shared.alone;
   if (!policy && !kl) return 0;
   const LossConstants& constants = in.constants;
   const bool one_weight = constants.weights.by_sequence && (!constants.policy_weights.values ||
@@ -186,7 +187,7 @@ double sum_slopes(const TokenInputs& in, const Segment& sequence, int64_t active
     const Tokens t(segment, i);
     if (policy) total.add(weighted<VectorMath>(t.weight, shared_terms(t, shared.mean).slope));
     if (kl) {
-      total.add(t.load(segment.kl_weights) * kl_coef * t.kl(fill(shared.mean)).ratio_slope);
+      total.add(t.load(segment.kl_weights) * kl_coef * t.kl(shared.mean).ratio_slope);
     }
   }
   return total.total();
@@ -262,11 +263,11 @@ FASTRL_INLINE void add_tokens(const Tokens& t, SharedRatio shared, const Terms* 
     slope = where(unclipped, slope, vfloat{});
   }
   if (in.constants.ref_logprobs) {
-    const KlTerms<vfloat> kl = t.kl(by_token ? t.difference : fill(shared.mean));
+    const KlTerms<vfloat> kl = t.kl(shared.mean);
     step->kl += kl.value;
     if (c.kl_coef != 0) {
       const vfloat weight = t.load(t.segment.kl_weights);
-      const bool own_kl_slope = o.level != Level::kSequence || shared.alone;
+      const bool own_kl_slope = o.level != Level::kSequence || o.kl_by_token() || shared.alone;
       step->weighted_kl += weight * kl.value;
       slope += weight * (c.kl_coef * (own_kl_slope ? kl.own_slope : kl.slope));
     }

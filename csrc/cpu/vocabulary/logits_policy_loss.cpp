@@ -38,7 +38,7 @@ class TokenLoss {
     if (c.kl_coef != 0) {
       const double ref = static_cast<double>(in_.ref_logprobs[row]);
       const auto kl = kl_terms<Math>(objective_.kl_estimator, objective_.kl_gradient,
-                                     difference_of<Math>(ref, logprob), difference, c);
+                                     kl_difference<Math>(ref, logprob), difference, c);
       slope += c.kl_coef * at(in_.kl_weights) * kl.own_slope;
     }
     return {token_slope<Math>(logprob, slope), 0.0, -c.entropy_coef * at(in_.entropy_weights)};

@@ -118,8 +118,7 @@ __device__ __forceinline__ float shared_slope(const PolicyLossParams& p, const T
   const float kl_coef = o.coefficients.kl_coef;
   const bool policy = flows_through_ratio(o.surrogate);
   // a single token's slope through the ratio is part of its own slope
-  const bool corrected = o.kl_gradient == KlGradient::kBiasCorrected && count > 1.0f;
-  const bool kl = kl_coef != 0.0f && corrected;
+  const bool kl = kl_coef != 0.0f && !o.kl_by_token() && count > 1.0f;
   if (o.level != Level::kSequence || !(policy || kl)) return 0.0f;
   CountedSum own{};
   for_each_quad<kThreads, true>(p, sequence, cluster_rank(), cluster_size(), [&](const auto& q) {

@@ -159,11 +159,12 @@ struct Quad {
       }
     }
   }
-  __device__ __forceinline__ KlTerms<float> kl(int k, float ref_logprob, float policy) const {
+  // The KL to the reference, given the mean log-ratio of the sequence.
+  __device__ __forceinline__ KlTerms<float> kl(int k, float ref_logprob, float mean) const {
     const Objective<float>& o = p.objective;
     return kl_terms<FloatMath>(o.kl_estimator, o.kl_gradient,
-                               difference_of<FloatMath>(ref_logprob, logprob[k]), policy,
-                               o.coefficients);
+                               kl_difference<FloatMath>(ref_logprob, logprob[k]),
+                               o.kl_by_token() ? difference[k] : mean, o.coefficients);
   }
 };
 
@@ -236,9 +237,9 @@ __device__ __forceinline__ void add_tokens(const Q& q, SharedRatio shared, Token
     q.load(p.constants.kl_weights, weight);
     FASTRL_UNROLL
     for (int k = 0; k < kQuad; ++k) {
-      const auto kl = q.kl(k, x[k], kOneSequence ? shared.mean : q.difference[k]);
+      const auto kl = q.kl(k, x[k], shared.mean);
       x[k] = q.is_active(k) ? kl.value : 0.0f;
-      const bool own = o.level != Level::kSequence || shared.alone;
+      const bool own = o.level != Level::kSequence || o.kl_by_token() || shared.alone;
       const float kl_slope = own ? kl.own_slope : kl.slope;
       if (c.kl_coef != 0.0f) slope[k] += weight[k] * (c.kl_coef * kl_slope);
       weight[k] = q.is_active(k) ? weight[k] * kl.value : 0.0f;

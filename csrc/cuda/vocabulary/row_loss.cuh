@@ -104,7 +104,7 @@ __device__ __forceinline__ RowFlow row_flow(const LogitsPolicyLossParams& p, con
   if (p.constants.policy_weights.values) weight *= in.value(RowInputs::kPolicyWeight);
   float slope = weighted<Math>(weight, terms.slope);
   if (c.kl_coef != 0) {
-    const float from_ref = difference_of<Math>(in.value(RowInputs::kRefLogprob), logprob);
+    const float from_ref = kl_difference<Math>(in.value(RowInputs::kRefLogprob), logprob);
     const auto kl = kl_terms<Math>(o.kl_estimator, o.kl_gradient, from_ref, difference, c);
     slope += c.kl_coef * in.value(RowInputs::kKlWeight) * kl.own_slope;
   }

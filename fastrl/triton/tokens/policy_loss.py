@@ -16,7 +16,6 @@ from fastrl import contract
 from fastrl.contract import Coefficients, LossArguments, Metrics, ObjectiveArguments
 from fastrl.triton.loss_constants import by_sequence, load_constant, load_weights
 from fastrl.triton.objectives import (
-    BIAS_CORRECTED,
     MAX_LOG_RATIO,
     SEQUENCE,
     THROUGH_RATIO,
@@ -29,6 +28,7 @@ from fastrl.triton.objectives import (
     expm1,
     gmpo,
     gmpo_terms,
+    kl_difference,
     kl_terms,
     log_ratio_bounds,
     objective_terms,
@@ -110,7 +110,7 @@ def _weights(tokens, loss, BY_SEQUENCE: tl.constexpr):
 @triton.jit
 def _ref_difference(tokens, loss):
     ref = _load(loss.ref_logprobs, tokens.at, tokens.inside, tokens.active)
-    return difference_of(ref, tokens.logprob)
+    return kl_difference(ref, tokens.logprob)
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def _terms(SURROGATE: tl.constexpr, LEVEL: tl.constexpr, mean, tokens, c):
 def policy_loss_kernel(
     logprobs, entropy, mask, loss, length, sequences, c, out, partial_sums, finished, tokens, span,
     SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_GRADIENT: tl.constexpr,
-    LEVEL: tl.constexpr, THROUGH_RATIO: tl.constexpr, BY_SEQUENCE: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    LEVEL: tl.constexpr, KL_BY_TOKEN: tl.constexpr, THROUGH_RATIO: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     if LEVEL == TOKEN or loss.cu_seqlens is None:
@@ -162,7 +162,7 @@ def policy_loss_kernel(
         size = tl.maximum(tl.sum(count, 0), 1.0)
         mean = zero + tl.div_rn(tl.sum(total, 0), size)
         alone = size == 1  # a single token has its own ratio, and the KL's slope through it
-        if LEVEL == SEQUENCE and (THROUGH_RATIO or KL_GRADIENT == BIAS_CORRECTED):
+        if LEVEL == SEQUENCE and (THROUGH_RATIO or not KL_BY_TOKEN):
             total = zero
             for start in range(begin, end, BLOCK):
                 x = _load_tokens(
@@ -171,7 +171,7 @@ def policy_loss_kernel(
                 weights = _weights(x, loss, BY_SEQUENCE)
                 if THROUGH_RATIO:
                     total += weighted(weights.policy, _terms(SURROGATE, LEVEL, mean, x, c).slope)
-                if KL_GRADIENT == BIAS_CORRECTED:
+                if not KL_BY_TOKEN:
                     kl = kl_terms(KL_ESTIMATOR, KL_GRADIENT, _ref_difference(x, loss), mean, c)
                     slope = weights.kl * (c.kl_coef * kl.ratio_slope)
                     total += tl.where(alone, 0.0, slope)
@@ -205,14 +205,11 @@ def policy_loss_kernel(
         else:
             slope = weighted(weights.policy, terms.slope) + shared_slope
         if loss.ref_logprobs is not None:
-            policy_difference = x.difference if LEVEL == TOKEN else mean
+            policy_difference = x.difference if KL_BY_TOKEN else mean
             kl = kl_terms(KL_ESTIMATOR, KL_GRADIENT, _ref_difference(x, loss), policy_difference, c)
-            if LEVEL != SEQUENCE:
-                kl_slope = kl.own_slope
-            elif KL_GRADIENT == BIAS_CORRECTED:
+            kl_slope = kl.own_slope
+            if LEVEL == SEQUENCE and not KL_BY_TOKEN:
                 kl_slope = tl.where(alone, kl.own_slope, kl.slope)
-            else:
-                kl_slope = kl.slope
             kl_sum += fold(tl.where(x.active, kl.value, 0.0))
             weighted_kl += fold(product(weights.kl, kl.value))
             slope += tl.where(c.kl_coef != 0, weights.kl * (c.kl_coef * kl_slope), 0.0)
@@ -313,6 +310,7 @@ def policy_loss_fwd(logprobs, entropy, mask, *arguments):
         span,
         **compiled_for(objective),
         LEVEL=contract.LEVELS.index(level),
+        KL_BY_TOKEN=objective.kl_by_token(),
         THROUGH_RATIO=surrogate in THROUGH_RATIO,
         BY_SEQUENCE=which,
         BLOCK=BLOCK,

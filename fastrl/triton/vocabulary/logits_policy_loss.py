@@ -14,6 +14,7 @@ from fastrl.triton.loss_constants import by_sequence, load_constant, load_weight
 from fastrl.triton.objectives import (
     compiled_for,
     difference_of,
+    kl_difference,
     kl_terms,
     objective_terms,
     token_slope,
@@ -61,7 +62,7 @@ def _slopes(
     terms = objective_terms(SURROGATE, difference, advantage, logprob, c)
     slope = weighted(weights.policy, terms.slope)
     if KL_ESTIMATOR is not None:
-        ref_minus_logprob = difference_of(tl.load(loss.ref_logprobs + index), logprob)
+        ref_minus_logprob = kl_difference(tl.load(loss.ref_logprobs + index), logprob)
         kl = kl_terms(KL_ESTIMATOR, KL_GRADIENT, ref_minus_logprob, difference, c)
         slope += c.kl_coef * weights.kl * kl.own_slope
     return token_slope(logprob, slope), -c.entropy_coef * weights.entropy

@@ -191,8 +191,11 @@ def _constant_where_infinite(
 
 
 def _kl_term(tokens: Tokens, ratio: Ratio, fields: dict) -> Term:
-    d = difference(tokens.ref, tokens.logprobs)
-    term = terms.kl_term(d, ratio.x, fields)
+    d, logprobs = difference(tokens.ref, tokens.logprobs), tokens.logprobs.value
+    d = where(np.isinf(logprobs) & ~np.isnan(d.value), zeros(d), d)  # a constant
+    if fields["kl_level"] == "token":
+        ratio = log_ratio(tokens, {**fields, "level": "token"})
+    term = terms.kl_term(d, ratio.x, ratio.stuck, fields)
     if fields["kl_gradient"] != "bias-corrected" or ratio.shared:
         return term
     slope = terms.bias_corrected_slope(d, ratio.x, ratio.stuck, fields)

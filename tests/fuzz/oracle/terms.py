@@ -149,8 +149,11 @@ def kl_value(d: Bounded, estimator: str) -> tuple[Bounded, Bounded]:
     return abs(d), -Bounded(sign.value, sign.error + 2 * doubtful, d.arithmetic)
 
 
-def kl_term(d: Bounded, x: Bounded, fields: dict) -> Term:
-    """The KL term by estimator, clamp and kind of gradient; d = ref - logprob, x the log ratio."""
+def kl_term(d: Bounded, x: Bounded, stuck: Decision, fields: dict) -> Term:
+    """The KL term by estimator, clamp and kind of gradient; d = ref - logprob, x the log ratio.
+
+    `stuck` says where the log ratio is held at a bound.
+    """
     biased = fields["kl_gradient"] == "bias-corrected"
     within = BIAS_SATURATION if biased else SATURATION
     d, saturated = held(d, -within, within)
@@ -165,9 +168,9 @@ def kl_term(d: Bounded, x: Bounded, fields: dict) -> Term:
     if not biased:
         return Term(value, nothing, own, clamped, saturated)
     x, far = held(x, -within, within)
-    r = exp(x)
-    through = choose(far, nothing, r * value)
-    return Term(r * value, through, r * own, clamped, saturated | far)
+    r, still = exp(x), far | stuck | clamped
+    through = choose(still | saturated, nothing, r * value)
+    return Term(r * value, through, choose(still, nothing, r * own), clamped, saturated | far)
 
 
 def _in_any_order(k: Bounded, slope: Bounded) -> Bounded:
@@ -180,20 +183,20 @@ def _in_any_order(k: Bounded, slope: Bounded) -> Bounded:
 def bias_corrected_slope(d: Bounded, x: Bounded, stuck: Decision, fields: dict) -> Bounded:
     """d(r k)/dlogprob where r is the token's own: by k in closed form, as the terms cancel.
 
-    r (dk + k) is r (1 - d) for k1, r (d^2/2 - d) for k2, -r d for k3 and r (|d| - sign d) for abs;
-    `stuck` says where the log ratio is held at a bound and has no slope.
+    r (dk + k) is r (1 - d) for k1, r (d^2/2 - d) for k2, -r d for k3 and r (|d| - sign d) for abs.
+    `stuck` says where the log ratio is held at a bound. There, and where k is, nothing is left.
     """
-    d, saturated = held(d, -BIAS_SATURATION, BIAS_SATURATION)
-    k, slope = kl_value(d, fields["kl_estimator"])
-    x, far = held(x, -BIAS_SATURATION, BIAS_SATURATION)
-    r, nothing = exp(x), zeros(d)
-    total = -d if fields["kl_estimator"] == "k3" else _in_any_order(k, slope)
-    clamped = never(d)
+    near, saturated = held(d, -BIAS_SATURATION, BIAS_SATURATION)
+    k, slope = kl_value(near, fields["kl_estimator"])
+    total = _in_any_order(k, slope)
+    if fields["kl_estimator"] == "k3":  # without an exponential of d
+        far, saturated = held(d, -SATURATION, SATURATION)
+        total = -far
+    still = saturated | stuck
     if fields["kl_clamp"] is not None:
-        k, clamped = held(k, -fields["kl_clamp"], fields["kl_clamp"])
-    constant_k = saturated | clamped
-    moving = choose(constant_k, k, total)
-    return r * choose(far | stuck, choose(constant_k, nothing, slope), moving)
+        still = still | held(k, -fields["kl_clamp"], fields["kl_clamp"])[1]
+    x, far = held(x, -BIAS_SATURATION, BIAS_SATURATION)
+    return choose(still | far, zeros(d), exp(x) * total)
 
 
 def geometric_ratio(tokens: Tokens, ratio: Ratio, fields: dict) -> tuple[Ratio, Term]:

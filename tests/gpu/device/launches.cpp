@@ -187,8 +187,8 @@ void of_policy_loss(const Batch& batch) {
     const Constant by_sequence{t.logprobs(batch.count), true};
     p.constants = {by_sequence, by_sequence,   by_sequence,  by_sequence,
                    {},          t.logprobs(n), t.logprobs(n)};
-    p.objective = {Surrogate::kPpoClip, level, KlEstimator::kK3, KlGradient::kExact,
-                   coefficients()};
+    p.objective = {Surrogate::kPpoClip, level,           KlEstimator::kK3,
+                   KlGradient::kExact,  KlLevel::kToken, coefficients()};
     p.sequences = batch.sequences(&t);
     p.loss = t.output(1), p.slope = t.output(n), p.entropy_slope = t.output(n);
     p.metrics = reinterpret_cast<Metrics*>(t.output(kNumMetrics));

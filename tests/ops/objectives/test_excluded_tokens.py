@@ -12,6 +12,7 @@ import torch
 
 import fastrl
 from fastrl import RolloutCorrection
+from fastrl.contract import KL_ESTIMATORS, KL_GRADIENTS
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -60,6 +61,40 @@ def test_a_loss_that_multiplies_the_logprob_is_infinite_unless_the_advantage_is_
         assert result.loss == loss
         assert slope[0] == 0
         assert slope.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["policy_loss", "logits_policy_loss"])
+@pytest.mark.parametrize("gradient", KL_GRADIENTS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.some_on("triton", "cuda")
+def test_a_banned_token_has_no_kl_to_a_finite_reference(backend, form, estimator, gradient):
+    """It would be 5e34 nats, without a gradient; the other tokens keep theirs."""
+    logits = torch.tensor([[[-INF, 0.0], [0.5, 0.0], [0.0, 0.0]]])
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    logprobs = fastrl.token_logprobs(logits, ids, backend=backend)
+    older, ref = torch.tensor([[-1.0, -0.5, -0.75]]), torch.tensor([[-1.0, -0.75, -0.5]])
+    kl = {"kl_coef": 1.0, "kl_estimator": estimator, "kl_gradient": gradient}
+    o = fastrl.Objective(aggregation="token-sum", **kl)
+
+    def outcome(mask):
+        x = (logprobs if form == "policy_loss" else logits).clone().requires_grad_()
+        beside = [ids] * (form != "policy_loss")
+        result = getattr(fastrl, form)(
+            x,
+            *beside,
+            torch.zeros(1),
+            mask,
+            old_logprobs=older,
+            ref_logprobs=ref,
+            objective=o,
+            backend=backend,
+        )
+        result.loss.backward()
+        return result.loss.item(), (result.metrics["kl"] * mask.sum()).item(), x.grad
+
+    found, wanted = outcome(MASK), outcome(torch.tensor([[0.0, 1.0, 1.0]]))
+    assert found[:2] == pytest.approx(wanted[:2], rel=1e-6)
+    assert torch.equal(found[2], wanted[2])
 
 
 @pytest.mark.parametrize("objective", ["cispo", "reinforce"])
