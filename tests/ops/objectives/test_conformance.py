@@ -285,7 +285,7 @@ def exists(convention, preset, more, batch_name):
             return False
         return batch_name != "far" and (preset != "gmpo" or (batch_name == "[B]" and not extra))
     if convention == "verl":  # its gmpo takes the geometric mean of the rollout weights
-        if preset == "dppo_kl" and batch_name == "far":  # where probabilities are above 1
+        if preset.startswith("dppo") and batch_name == "far":  # where probabilities are above 1
             return False
         return preset != "gmpo" or "rollout" not in more
     return preset != "gspo" or "is_correction_level" not in more  # rollout instead of old ones
