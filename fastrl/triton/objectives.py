@@ -242,9 +242,9 @@ def kl_terms(
     # a product of two exponentials fits a float if each exponent is clamped to half the range
     limit: tl.constexpr = MAX_LOG_RATIO / 2 if KL_GRADIENT == BIAS_CORRECTED else MAX_LOG_RATIO
     x = clamp(difference, -limit, limit)
-    saturated = (difference < -limit) | (difference > limit)
+    saturated = tl.abs(difference) > limit
     value, slope = KL_ESTIMATOR(x)
-    bounded = (value < -c.kl_clamp) | (value > c.kl_clamp)
+    bounded = tl.abs(value) > c.kl_clamp
     slope = tl.where(saturated | bounded, 0.0, slope)
     value = clamp(value, -c.kl_clamp, c.kl_clamp)
     ratio_slope = tl.zeros_like(value)
@@ -262,7 +262,7 @@ def kl_terms(
         ratio_slope = tl.where(held | saturated, 0.0, value)
         own_slope = slope + ratio_slope
         if KL_ESTIMATOR is k3:  # both are of size e^x and cancel; their sum does not overflow
-            far = (difference < -MAX_LOG_RATIO) | (difference > MAX_LOG_RATIO)
+            far = tl.abs(difference) > MAX_LOG_RATIO
             own_slope = tl.where(held | far, 0.0, -difference * ratio)
     broken = value != value
     own_slope = tl.where(broken, value, own_slope)
