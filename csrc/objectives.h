@@ -18,6 +18,7 @@ struct ScalarMath {
   FASTRL_HD static T fill(T x) { return x; }
   FASTRL_HD static T exp(T x) { return std::exp(x); }
   FASTRL_HD static T expm1(T x) { return std::expm1(x); }
+  FASTRL_HD static T abs(T x) { return std::fabs(x); }
   FASTRL_HD static T where(bool mask, T yes, T no) { return mask ? yes : no; }
 };
 
@@ -177,7 +178,7 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
   const S range = corrected ? S(kMaxLogRatio / 2) : S(kMaxLogRatio);
   const T zero = Math::fill(S(0)), one = Math::fill(S(1)), limit = Math::fill(range);
   const T x = clamp<Math>(difference, -limit, limit);
-  const auto saturated = (difference < -limit) | (difference > limit);
+  const auto saturated = Math::abs(difference) > limit;
   T value, slope;
   if (estimator == KlEstimator::kK1) {
     value = -x;
@@ -194,7 +195,7 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
     slope = Math::where(x < zero, one, Math::where(x > zero, -one, zero));
   }
   const T bound = Math::fill(c.kl_clamp);
-  const auto bounded = (value < -bound) | (value > bound);
+  const auto bounded = Math::abs(value) > bound;
   slope = Math::where(saturated | bounded, zero, slope);
   value = clamp<Math>(value, -bound, bound);
   T ratio_slope = zero, own_slope = slope;
@@ -212,8 +213,7 @@ FASTRL_HD KlTerms<T> kl_terms(KlEstimator estimator, KlGradient gradient, T diff
     own_slope = slope + ratio_slope;
     // for k3 both are of size e^x and cancel: their sum in closed form, which does not overflow
     if (estimator == KlEstimator::kK3) {
-      const T most = Math::fill(S(kMaxLogRatio));
-      const auto far = (difference < -most) | (difference > most);
+      const auto far = Math::abs(difference) > Math::fill(S(kMaxLogRatio));
       own_slope = Math::where(held | far, zero, -difference * ratio);
     }
   }

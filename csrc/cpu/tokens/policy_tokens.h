@@ -7,6 +7,7 @@ struct VectorMath {
   FASTRL_INLINE static vfloat fill(float x) { return vfloat{} + x; }
   FASTRL_INLINE static vfloat exp(vfloat x) { return exponential(x).value; }
   FASTRL_INLINE static vfloat expm1(vfloat x) { return exponential(x).minus_one; }
+  FASTRL_INLINE static vfloat abs(vfloat x) { return FASTRL_ISA::where(x < 0.0f, -x, x); }
   FASTRL_INLINE static vfloat where(vint mask, vfloat yes, vfloat no) {
     return FASTRL_ISA::where(mask, yes, no);
   }
