@@ -63,8 +63,8 @@ def _changed(names: str, changes: Fields, **further: Fields) -> dict[str, Fields
 
 
 # TRL: rollout corrections and masks do not affect the KL, which is multiplied by the ratio of the
-# policy term (not in gmpo); the entropy bonus is always a mean over tokens, and a mean over sequences
-# counts those without an active token.
+# policy term (not in gmpo); the entropy bonus is always a mean over tokens, and a mean over
+# sequences counts those without an active token.
 _TRL: Fields = {
     "rollout_weighs": "policy",
     "kl_level": "policy",
