@@ -9,31 +9,11 @@ import torch
 import fastrl
 from fastrl import Objective, Teacher
 from fastrl.ops._linear.inputs import checked_inputs
+from tests.ops.divergences import BETAS, divergence, logprobs_of, top_events
 
 pytestmark = pytest.mark.kernels
-BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, V, WIDTH, K = 6, 300, 16, 7
-
-
-def kl(log_p, log_q):
-    return torch.where(log_p == -math.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def divergence(log_q, log_p, beta):
-    """Of log-probabilities in float64."""
-    if beta in (0, 1):
-        return kl(log_q, log_p) if beta else kl(log_p, log_q)
-    mixture = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
-    return beta * kl(log_p, mixture) + (1 - beta) * kl(log_q, mixture)
-
-
-def logprobs_of(logits, *, temperature=1.0, scale=1.0, softcap=None):
-    z = logits.double() * scale
-    if softcap is not None:
-        z = torch.where(z == -math.inf, z, softcap * torch.tanh(z / softcap))
-    heat = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
-    return (z / heat).log_softmax(-1)
 
 
 def assert_close(found, exact, leaf, gradient, *, relative=2e-5):
@@ -186,10 +166,7 @@ def test_of_the_most_probable_tokens(backend, form, beta, has_tail):
     log_q = logits.log_softmax(-1)
     events, wanted = log_q.gather(-1, ids), values.double()
     if has_tail:
-        others = torch.ones_like(log_q, dtype=torch.bool).scatter(-1, ids, False)
-        tail = torch.where(others, log_q, -1e30).logsumexp(-1, keepdim=True)
-        events = torch.cat([events, tail], -1)
-        wanted = torch.cat([wanted, (-wanted.exp().sum(-1, keepdim=True)).log1p()], -1)
+        events, wanted = top_events(log_q, wanted, ids)
     else:
         events, wanted = events.log_softmax(-1), wanted.log_softmax(-1)
     exact = divergence(events, wanted, beta)

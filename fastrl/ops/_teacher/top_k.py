@@ -2,8 +2,8 @@
 
 The comparison is between two small rows: the logits of the K tokens and, with a tail, the
 log-sum-exp of all others as one more event. The tail is summed by itself, since 1 minus the rest
-would lose it, so its gradient is shared among the other tokens in proportion to their
-probabilities.
+would lose it, and its gradient is shared among the other tokens by their own softmax, which does
+not underflow.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Events(NamedTuple):
     logits: Tensor  # of the K tokens
     exponents: Tensor  # z of the K tokens
     tail: Tensor | None  # log-sum-exp of z of all other tokens
+    others: RowStats | None  # the statistics of a row of these alone
 
 
 class TopKRows:
@@ -76,8 +77,8 @@ class TopKRows:
             held = total(torch.where(self._own, x, 0.0), self._parts.process_group())
         exponents = self._scaled(held)
         if not self._has_tail:
-            return Events(held, exponents, None)
-        self._put(self._logits, torch.full_like(x, float("-inf")))
+            return Events(held, exponents, None, None)
+        self._leave_out_tokens()
         if self._part is None:
             stats = chunk_stats(self._logits, self._rows, self._backend)
         else:
@@ -86,7 +87,7 @@ class TopKRows:
             whole = combined(gathered(local, self._parts.process_group()), batch)
             stats = RowStats._make(stat[0] for stat in whole)
         self._put(self._logits, x)
-        return Events(held, exponents, stats.logsumexp)
+        return Events(held, exponents, stats.logsumexp, stats)
 
     def compare(self, stats: RowStats) -> TeacherStats:
         """Return the comparison, `[C]` each, with a student of these statistics."""
@@ -118,38 +119,55 @@ class TopKRows:
             grad_divergence[None],
             (None, None, None),
         )[0]
-        of_tokens, tail = of_events[:, : self._ids.shape[1]], self._events.tail
-        of_logprob, of_entropy, of_logsumexp = slopes
-        policy = torch.zeros_like(of_tokens)
+        values, tail = of_events[:, : self._ids.shape[1]], self._events.tail
+        rows, part = self._rows, self._part
         if tail is not None:
+            assert self._events.others is not None
             every = torch.cat([self._events.exponents, tail[:, None]], 1)
             logsumexp = every.logsumexp(1)
             log_q = self._events.exponents - logsumexp[:, None]
-            policy = self._policy(log_q, stats.entropy, slopes)
-            # each token of the tail gets q_j / q_tail of its gradient; the share that the K tokens
-            # get here is overwritten
-            share = (logsumexp - tail).exp()
-            of_tail = torch.where(share.isinf(), 0.0, of_events[:, -1] * share)
-            of_logsumexp = of_tail if of_logsumexp is None else of_tail + of_logsumexp
-        chosen = (of_logprob, of_entropy, of_logsumexp)
-        values = (policy + of_tokens) * self._derivative()
-        if all(slope is None for slope in chosen):
+            values = self._policy(log_q, stats.entropy, slopes) + values
+            entropy, stats = stats.entropy, self._events.others
+            slopes = self._of_others(of_events[:, -1], tail - logsumexp, entropy, slopes)
+            self._leave_out_tokens()
+            some = self._active() & (tail != float("-inf"))  # else there is no softmax
+            rows = rows._replace(mask=some)
+            if part is not None:
+                part = part._replace(rows=part.rows._replace(mask=some))
+        values = values * self._derivative()
+        if all(slope is None for slope in slopes):
             self._logits.zero_()
         else:
             write_chunk_gradient(
-                self._logits,
-                self._rows,
-                stats,
-                chosen,
-                self._backend,
-                narrow=narrow,
-                part=self._part,
+                self._logits, rows, stats, slopes, self._backend, narrow=narrow, part=part
             )
         target = gradient_of(self._logits, narrow=narrow)
         if tail is None:
             values = values + target.gather(1, self._ids).to(values.dtype)
         values = torch.where(self._active()[:, None], values, 0.0)
         self._put(target, values.to(target.dtype))
+
+    def _of_others(
+        self, of_tail: Tensor, log_share: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Return the slopes by the statistics of the other tokens' row that have the same effect.
+
+        With the others' softmax s and their share of the probability, q_j = share * s_j.
+        """
+        assert self._events.others is not None
+        assert self._teacher.teacher_ids is not None
+        of_logprob, of_entropy, of_logsumexp = slopes
+        share = log_share.exp()
+        result = of_tail if of_logsumexp is None else of_tail + share * of_logsumexp
+        if of_logprob is not None:
+            chosen = self._teacher.teacher_ids == self._rows.token_ids[:, None]
+            is_other = ~chosen.any(1)
+            result = result + of_logprob * torch.where(is_other, -log_share.expm1(), -share)
+            of_logprob = torch.where(is_other, of_logprob, 0.0)
+        if of_entropy is not None:
+            of_entropy = share * of_entropy
+            result = result - of_entropy * (log_share + (entropy - self._events.others.entropy))
+        return of_logprob, of_entropy, result
 
     def _policy(self, log_q: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]) -> Tensor:
         """Return dL/dz of the K tokens through the student's statistics."""
@@ -166,14 +184,14 @@ class TopKRows:
         logprobs = self._teacher.teacher_logprobs
         assert logprobs is not None
         exponents, tail = self._events.exponents, self._events.tail
-        least = torch.finfo(logprobs.dtype).eps
-        logprobs = logprobs.to(exponents.dtype)
         if tail is not None:
             others = 1 - logprobs.double().exp().sum(1, keepdim=True)
             # NaN stays; a mass of 1 may be rounded, and a tail of 0 would be no event
+            least = torch.finfo(logprobs.dtype).eps
             others = torch.where(others < least, least, others)
-            logprobs = torch.cat([logprobs, others.log().to(logprobs.dtype)], 1)
+            logprobs = torch.cat([logprobs.double(), others.log()], 1)
             exponents = torch.cat([exponents, tail[:, None]], 1)
+        logprobs = logprobs.to(exponents.dtype)
         rows = self._rows._replace(
             token_ids=torch.zeros_like(self._rows.token_ids),
             mask=self._active(),
@@ -209,14 +227,19 @@ class TopKRows:
         z = squashed(logits.to(real), rows.logit_scale, rows.logit_softcap or None)
         return z * (1.0 if rows.logit_softcap else rows.logit_scale) / self._temperature()
 
-    def _derivative(self) -> Tensor:
+    def _derivative(self) -> Tensor | float:
         """Return dz/dlogits of the K tokens."""
         rows, raw_gain = self._rows, self._rows.logit_scale / self._temperature()
         if not rows.logit_softcap:
-            return torch.as_tensor(raw_gain)
+            return raw_gain
         x = self._events.logits.to(self._events.exponents.dtype)
         decay = (-2 * (x * (rows.logit_scale / rows.logit_softcap)).abs()).exp()
         return raw_gain * 4 * decay / (1 + decay).square()
+
+    def _leave_out_tokens(self) -> None:
+        """Exclude the K tokens from the rows."""
+        lowest = torch.full_like(self._ids, float("-inf"), dtype=self._logits.dtype)
+        self._put(self._logits, lowest)
 
     def _put(self, target: Tensor, values: Tensor) -> None:
         """Write values to the columns of the K tokens that belong to this rank."""
