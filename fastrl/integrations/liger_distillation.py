@@ -233,7 +233,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
             hidden,
             weight,
             labels,
-            torch.full(labels.shape, hard_weight, device=labels.device),
+            torch.full(labels.shape, hard_weight, dtype=torch.float32, device=labels.device),
             active,
             bias=bias,
             metrics=self.return_soft_hard_loss,

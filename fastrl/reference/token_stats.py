@@ -45,7 +45,7 @@ def shifted_logits(
     else:
         largest = squashed(row_max, logit_scale, logit_softcap)[..., None]
     largest = torch.where(largest == float("-inf"), 0.0, largest)  # all logits are -inf
-    excluded = torch.where(logits == float("-inf"), float("-inf"), 0.0)
+    excluded = torch.where(logits == float("-inf"), logits.detach(), 0.0)
     # the maximum gets its gradient even if the token itself is excluded
     shifted = (torch.where(excluded == 0, u, 0.0) - largest) * factor / temperature + excluded
     return shifted, largest * factor / temperature

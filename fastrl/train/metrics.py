@@ -89,7 +89,7 @@ def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
         sampled = rollout.mask.sum()
         kept = {
             "kept_tokens": float(counts.view(rollout.mask.shape)[rollout.mask].double().mean()),
-            "kept_lacking": float((lacking & rollout.mask).sum() / sampled),
+            "kept_lacking": float((lacking & rollout.mask).sum().double() / sampled),
         }
     return {
         **kept,

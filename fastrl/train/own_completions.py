@@ -22,7 +22,8 @@ def checked_completion(
         ValueError: The completion does not fit the model or the settings.
     """
     try:
-        ids, logprobs = torch.as_tensor(one.token_ids), torch.as_tensor(one.logprobs).float()
+        ids = torch.as_tensor(one.token_ids)
+        logprobs = torch.as_tensor(one.logprobs, dtype=torch.float32)
         sampled = None if one.sampled is None else torch.as_tensor(one.sampled).bool()
         ids, ended = ids.long(), bool(one.ended)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -222,7 +222,7 @@ def _sequences(model: Any) -> tuple[Rollout, Rollout]:
         prompt_of=torch.tensor([0, 1, 0]),
         token_ids=ids.to(model.device),
         mask=torch.arange(6, device=model.device) < lengths,
-        logprobs=torch.zeros(3, 6, device=model.device),
+        logprobs=torch.zeros(3, 6, dtype=torch.float32, device=model.device),
         truncated=torch.zeros(3, dtype=torch.bool, device=model.device),
     )
     changed = first.token_ids.clone()

@@ -293,9 +293,12 @@ class TrainingRun:
             return f"the weight {name!r} is"
         vocabulary = len(setup.model.get_input_embeddings().weight)
         count = min(64, vocabulary, context_of(setup.model) or 64)
-        ids = torch.linspace(0, vocabulary - 1, count).long()  # some were in no step yet
+        # some were in no step yet
+        ids = torch.linspace(0, vocabulary - 1, count, dtype=torch.float64).long()
         asked, answer = Prompt({}, ids[: count // 2].tolist()), ids[count // 2 :]
-        rollout = rollout_of([asked], [Completion(answer, answer * 0.0, True)], setup.model.device)
+        rollout = rollout_of(
+            [asked], [Completion(answer, answer.float() * 0.0, True)], setup.model.device
+        )
         logprobs = completion_logprobs(setup.model, rollout, torch.tensor([0]), self._config)
         return None if (logprobs < torch.inf).all() else "the logits are"  # NaN is not either
 

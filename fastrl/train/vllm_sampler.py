@@ -199,4 +199,6 @@ def _completion(output: Any, *, keeps: bool) -> Completion:
         )
     kept = KeptTokens.from_vllm([output]) if keeps else None
     ended = output.finish_reason == "stop"
-    return Completion(torch.tensor(ids), torch.tensor(logprobs), ended, kept=kept)
+    return Completion(
+        torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), ended, kept=kept
+    )

@@ -110,8 +110,8 @@ class RandomRows:
             outputs = self._outputs() if self._is_whole else own(*arguments, **inputs)
             states = outputs.last_hidden_state
             generator = torch.Generator().manual_seed(0)
-            random = torch.randn(states.shape, generator=generator) * self._factor
-            self._states = outputs.last_hidden_state = random.to(states)
+            random = torch.randn(states.shape, generator=generator, dtype=torch.float32)
+            self._states = outputs.last_hidden_state = (random * self._factor).to(states)
             return outputs
 
         return forward

@@ -137,7 +137,7 @@ def check_models(
     for name in names:
         if getattr(trainer, name, None) is not None:
             lm_head(getattr(trainer, name))
-    one = torch.zeros(1, 1, device=trainer.accelerator.device)
+    one = torch.zeros(1, 1, dtype=torch.float32, device=trainer.accelerator.device)
     linear_token_stats(one, one, one[0].long(), backend=backend)  # raises if it cannot run
 
 

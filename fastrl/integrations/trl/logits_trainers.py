@@ -188,7 +188,7 @@ def _cpo(handle: LogitsHandle, model: nn.Module, batch: dict[str, Any]) -> Forwa
     chosen = len(batch["chosen_labels"])
     scored = shifted(labels) != -100
     sums = outputs.log_probs.sum(1)
-    nll = torch.zeros((), device=sums.device)
+    nll = sums.new_zeros(())
     if trainer.cpo_alpha:
         nll = -sums[:chosen].sum() / scored[:chosen].sum()
     of_sequences = sums / scored.sum(1) if trainer.loss_type in ("ipo", "simpo") else sums

@@ -165,7 +165,9 @@ class PolicyHandle(Handle):
         if not can_be_fused(inputs) or why_not_fused(self._trainer) is not None:
             loss: Tensor = self._loss(model, inputs)
             if has_ratios(self._trainer, inputs):  # other ranks may add up their counts
-                log_saturated(self._trainer, torch.zeros(2, device=loss.device))
+                log_saturated(
+                    self._trainer, torch.zeros(2, dtype=torch.float32, device=loss.device)
+                )
             return loss
         self._fusing = inputs
         try:

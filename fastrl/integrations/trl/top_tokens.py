@@ -42,7 +42,7 @@ def top_k_teacher(
     """
     active = mask.reshape(-1) != 0
     ids = torch.zeros((*mask.shape, count), dtype=torch.int64, device=mask.device)
-    logprobs = torch.zeros(ids.shape, device=mask.device)
+    logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=mask.device)
     found_ids, found = [ids.new_zeros(0, count)], [logprobs.new_zeros(0, count)]
     size = max(_CHUNK // student.head.weight.shape[0], 1)
     parts = (_rows(side.hidden, active, size) for side in (student, teacher))

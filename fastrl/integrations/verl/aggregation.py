@@ -67,7 +67,8 @@ def aggregation(
     if mode == "seq-mean-token-sum-norm" and loss_scale_factor is not None:
         options["length_norm"] = float(loss_scale_factor)
     if count is not None:
-        count = count.to(mask.device) if isinstance(count, Tensor) else count
+        if isinstance(count, Tensor):  # a quotient of integers has the default dtype
+            count = count.to(mask.device, None if count.is_floating_point() else torch.float32)
         options["normalizer"] = count / dp_size
     elif dp_size > 1:
         raise ValueError(f"{name} is needed for loss_agg_mode {mode} if dp_size > 1")

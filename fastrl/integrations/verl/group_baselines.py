@@ -122,7 +122,7 @@ def compute_gpg_outcome_advantage(
     """
     del epsilon, alpha, config, kwargs
     rewards = outcomes(token_level_rewards, response_mask)
-    scale = len(rewards) / rewards.count_nonzero().clamp(min=1)
+    scale = len(rewards) / rewards.count_nonzero().clamp(min=1).to(rewards.dtype)
     deviations = centred(rewards, group_ids(index, response_mask))
     return times_mask(scale * deviations / f_norm, response_mask)
 

@@ -254,7 +254,7 @@ class LinearWalk:
 
         The slopes of these rows are 0 times NaN, but the rows take part in no gradient GEMM.
         """
-        nan = torch.where(logprobs.isnan(), torch.nan, 0.0)
+        nan = torch.where(logprobs.isnan(), logprobs, 0.0)
         if self._needs[0]:
             assert self._order.indices is not None  # all rows are trained without an order
             place = self._order.indices[chunk]
