@@ -12,8 +12,8 @@ TYPES = {
         "*i1": "active agrees informatives is_top1 mask terminated truncated",
         "*i32": "counts cu_seqlens finished ids",
         "*i64": "group_ids order stops token_ids",
-        "fp32": "beta correction eps gamma lam length_norm normalizer scale squash teacher_scale "
-        "teacher_squash",
+        "fp32": "beta correction eps gamma lam length_norm normalizer scale squash student_share "
+        "teacher_scale teacher_squash",
         "i32": "block blocks count group_size groups length segments sequences span splits tokens "
         "total vocabulary width",
         "i64": "ignore_index",

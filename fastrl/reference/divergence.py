@@ -12,6 +12,7 @@ Each dD/dz_j is d_j - q_j sum d with d_j = q_j dD/dlog q_j, which is q_j - p_j, 
 
 from __future__ import annotations
 
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from fastrl.contract import RowArguments, RowStats
 from fastrl.reference.inner_graph import inner_graph
 from fastrl.reference.token_stats import shifted_logits, squashed
 from fastrl.reference.vocabulary_parts import part_slope
+
+#: A log q/p of this, as a logit of finfo.min makes it in one of the rows, is infinite.
+EXCLUDED = 2.0**50 * log(2)
 
 
 class DivergenceTerms(NamedTuple):
@@ -40,10 +44,12 @@ def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTer
     """
     excluded = (log_q == float("-inf")) & (log_p == float("-inf"))
     log_ratio = torch.where(excluded, 0.0, log_q - log_p)
+    log_ratio = torch.where(log_ratio.abs() >= EXCLUDED, log_ratio * torch.inf, log_ratio)
     leads = log_ratio >= 0
     larger = torch.where(leads, log_q, log_p).exp()
     distance = torch.where(leads, -log_ratio, log_ratio)
-    growth, smaller = distance.expm1(), larger * distance.exp()
+    growth, quotient = distance.expm1(), distance.exp()
+    smaller = larger * quotient
     q, p = torch.where(leads, larger, smaller), torch.where(leads, smaller, larger)
     excess = torch.where(leads, -larger * growth, larger * growth)
     if beta == 0:
@@ -51,11 +57,26 @@ def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTer
     if beta == 1:
         slope = _product(q, log_ratio)
         return DivergenceTerms(slope - excess, slope)
-    of_larger = -torch.where(leads, beta * growth, (1 - beta) * growth).log1p()
-    of_smaller = of_larger - torch.where(leads, log_ratio, -log_ratio)
+    of_larger, of_smaller = _mixture_logs(distance, growth, quotient, leads, beta)
     slope = (1 - beta) * _product(q, torch.where(leads, of_larger, of_smaller))
     of_p = torch.where(leads, of_smaller, of_larger)
     return DivergenceTerms(beta * _product(p, of_p) + slope, slope)
+
+
+def _mixture_logs(
+    distance: Tensor, growth: Tensor, quotient: Tensor, leads: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Return log larger/m and log smaller/m, with all their digits however small a share is."""
+    of_teacher, of_student = (torch.full_like(distance, share) for share in (beta, 1 - beta))
+    share_of_larger = torch.where(leads, of_student, of_teacher)
+    share_of_smaller = torch.where(leads, of_teacher, of_student)
+    fall, rise = share_of_smaller * growth, -share_of_larger * growth  # to m; with larger = 1
+    mixture = share_of_larger + share_of_smaller * quotient
+    of_larger = -torch.where(fall > -0.5, fall.log1p(), mixture.log())
+    near_smaller = (share_of_larger < 0.5) & (3 * rise < quotient)
+    from_smaller = torch.where(near_smaller, rise / quotient, 0.0).log1p()
+    of_larger = torch.where(near_smaller, -distance - from_smaller, of_larger)
+    return of_larger, torch.where(near_smaller, -from_smaller, of_larger + distance)
 
 
 def _product(probability: Tensor, log: Tensor) -> Tensor:

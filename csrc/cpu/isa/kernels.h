@@ -40,7 +40,7 @@ struct DivergenceMap {
   float teacher_binary_gain, teacher_max, teacher_log2_sum;
   float max_difference, max_difference_error;  // max - teacher_max, and its rounding error
   float offset;                                // log2_sum - teacher_log2_sum
-  float beta;
+  float beta, student_share;                   // 1 - beta is exact in double
 };
 
 // The divergence of a row, the sum of q times the derivative by ln q, and whether the same column

@@ -65,36 +65,19 @@ void block_slopes(const void* logits, const float* slopes, int64_t n, float squa
   }
 }
 
-// log(1 + c) for c in [-1, 0], with all its digits next to 0.
-FASTRL_INLINE vfloat log1p_of_negative(vfloat c) {
-  const vfloat v = 1.0f + c;
-  // v = m 2^k with m in [2/3, 4/3)
-  const vint k = reinterpret_cast<vint>(bits_of(v) - 0x3f2aaaabu) >> 23;
-  const vfloat m = float_of(bits_of(v) - (reinterpret_cast<vuint>(k) << 23));
-  const vfloat f = where(k == 0, c, m - 1.0f);
-  const vfloat s = f / (2.0f + f), s2 = s * s;
-  vfloat p = fill(0.151797686f);
-  p = p * s2 + 0.199789373f;
-  p = p * s2 + 0.333334734f;
-  const vfloat log_m = 2.0f * (s * s2 * p + s);
-  const vfloat value = __builtin_convertvector(k, vfloat) * 0.69314718f + log_m;
-  return where(v == 0.0f, fill(-HUGE_VALF), value);
-}
-
 enum Divergence { kForwardKl, kReverseKl, kJensenShannon };
 
 // One vector of both rows.
 struct RowPair {
   vfloat y;  // log2 q/p
   vfloat log2_q;
-  vfloat larger;       // of q and p
-  vfloat growth;       // the smaller one over it, minus 1
-  vint student_leads;  // q >= p
+  vfloat larger;            // of q and p
+  vfloat quotient, growth;  // the smaller one over it, and that minus 1
+  vint student_leads;       // q >= p
   vfloat q, p;
 };
 
 FASTRL_INLINE RowPair compare(vfloat u, vfloat v, const DivergenceMap& map) {
-  const vfloat lowest = fill(-HUGE_VALF);
   const vfloat binary_gain = fill(map.binary_gain),
                teacher_binary_gain = fill(map.teacher_binary_gain);
   const vfloat t = u - map.max, teacher_t = v - map.teacher_max;
@@ -108,14 +91,16 @@ FASTRL_INLINE RowPair compare(vfloat u, vfloat v, const DivergenceMap& map) {
   } else {
     pair.y = (t * binary_gain - teacher_t * teacher_binary_gain) - map.offset;
   }
-  const vint excluded = (u == lowest) & (v == lowest);
-  pair.y = where(excluded, vfloat{}, pair.y);
   pair.student_leads = pair.y >= 0.0f;
   pair.log2_q = t * binary_gain - map.log2_sum;
   const vfloat log2_p = teacher_t * teacher_binary_gain - map.teacher_log2_sum;
-  pair.larger = exp2(where(pair.student_leads, pair.log2_q, log2_p));
+  const vfloat log2_larger = where(pair.student_leads, pair.log2_q, log2_p);
+  pair.larger = exp2(log2_larger);
+  const vint excluded = log2_larger == fill(-HUGE_VALF);  // by both: y may be inf - inf
+  pair.y = where(excluded, vfloat{}, pair.y);
   const vfloat distance = where(pair.student_leads, -pair.y, pair.y) * 0.69314718f;
   const Exponential quotient = exponential(distance);
+  pair.quotient = quotient.value;
   pair.growth = quotient.minus_one;
   const vfloat smaller = pair.larger * quotient.value;
   pair.q = where(pair.student_leads, pair.larger, smaller);
@@ -127,14 +112,45 @@ FASTRL_INLINE vfloat product_or_zero(vfloat probability, vfloat log) {
   return where(probability == 0.0f, vfloat{}, probability * log);
 }
 
+// ln larger/m and ln smaller/m of a mixture m, with all their digits however small a share is.
+struct MixtureLogs {
+  vfloat of_larger, of_smaller;
+};
+FASTRL_INLINE MixtureLogs mixture_logs(const RowPair& pair, const DivergenceMap& map) {
+  const vfloat beta = fill(map.beta), student_share = fill(map.student_share);
+  const vfloat share_of_larger = where(pair.student_leads, student_share, beta);
+  const vfloat share_of_smaller = where(pair.student_leads, beta, student_share);
+  // with larger = 1, m = v and smaller = quotient: where m is within a third of one of these, the
+  // logarithm is that of a quotient next to 1, which the shares of larger - smaller give
+  const vfloat v = share_of_larger + share_of_smaller * pair.quotient;
+  const vfloat rise = -share_of_larger * pair.growth;  // from smaller to m
+  const vint near_smaller = (share_of_larger < 0.5f) & (3.0f * rise < pair.quotient);
+  // v = x 2^k with x in [2/3, 4/3)
+  const vint k = reinterpret_cast<vint>(bits_of(v) - 0x3f2aaaabu) >> 23;
+  const vfloat x = float_of(bits_of(v) - (reinterpret_cast<vuint>(k) << 23));
+  const vfloat from_1 = where(k == 0, share_of_smaller * pair.growth, x - 1.0f);
+  const vfloat s = where(near_smaller, rise, from_1) /
+                   (where(near_smaller, v, x) + where(near_smaller, pair.quotient, fill(1.0f)));
+  const vfloat s2 = s * s;
+  vfloat p = fill(0.151797686f);
+  p = p * s2 + 0.199789373f;
+  p = p * s2 + 0.333334734f;
+  const vfloat log_x = 2.0f * (s * s2 * p + s);
+  const vfloat distance = where(pair.student_leads, pair.y, -pair.y) * 0.69314718f;
+  const vfloat whole = __builtin_convertvector(k, vfloat) * 0.69314718f;
+  const vfloat of_larger = -(where(near_smaller, -distance, whole) + log_x);
+  return {of_larger, where(near_smaller, -log_x, of_larger - distance)};
+}
+
 // A column's term of the divergence, and q times the derivative of the divergence by ln q.
 struct DivergenceTerms {
   vfloat value, slope;
 };
 
 template <Divergence kKind>
-FASTRL_INLINE DivergenceTerms divergence_terms(const RowPair& pair, float beta) {
-  const vfloat log_ratio = pair.y * 0.69314718f;  // ln q/p
+FASTRL_INLINE DivergenceTerms divergence_terms(const RowPair& pair, const DivergenceMap& map) {
+  // ln q/p; a log2 of 2^50, as a logit of finfo.min makes it in one of the rows, becomes infinite
+  const vfloat log_ratio = (pair.y * 0x1p78f) * (0x1p-78f * 0.69314718f);
   const vfloat change = pair.larger * pair.growth;
   const vfloat excess = where(pair.student_leads, -change, change);  // q - p
   if (kKind == kForwardKl) return {excess - product_or_zero(pair.p, log_ratio), excess};
@@ -143,13 +159,11 @@ FASTRL_INLINE DivergenceTerms divergence_terms(const RowPair& pair, float beta) 
     return {slope - excess, slope};
   }
   // with m = (1 - beta) q + beta p
-  const vfloat share = where(pair.student_leads, fill(beta), fill(1.0f - beta));
-  const vfloat of_larger = -log1p_of_negative(share * pair.growth);  // ln larger/m
-  const vfloat of_smaller = of_larger - where(pair.student_leads, log_ratio, -log_ratio);
-  const vfloat of_q = where(pair.student_leads, of_larger, of_smaller);
-  const vfloat of_p = where(pair.student_leads, of_smaller, of_larger);
-  const vfloat slope = (1.0f - beta) * product_or_zero(pair.q, of_q);
-  return {beta * product_or_zero(pair.p, of_p) + slope, slope};
+  const MixtureLogs logs = mixture_logs(pair, map);
+  const vfloat of_q = where(pair.student_leads, logs.of_larger, logs.of_smaller);
+  const vfloat of_p = where(pair.student_leads, logs.of_smaller, logs.of_larger);
+  const vfloat slope = map.student_share * product_or_zero(pair.q, of_q);
+  return {map.beta * product_or_zero(pair.p, of_p) + slope, slope};
 }
 
 // `u` and `v` come from block_values.
@@ -162,7 +176,7 @@ void block_divergence(const float* u, const float* v, int64_t n, const Divergenc
     prefetch_step(u + i, kPrefetchSums);
     prefetch_step(v + i, kPrefetchSums);
     const vfloat x = load_next(u + i, n - i), y = load_next(v + i, n - i);
-    const DivergenceTerms terms = divergence_terms<kKind>(compare(x, y, map), map.beta);
+    const DivergenceTerms terms = divergence_terms<kKind>(compare(x, y, map), map);
     value += terms.value;
     slope += terms.slope;
     agrees |= (x == fill(map.max)) & (y == fill(map.teacher_max));
@@ -182,7 +196,7 @@ void block_divergence_slopes(const float* u, const float* v, int64_t n, const Di
     const vfloat x = load_next(u + i, n - i);
     const RowPair pair = compare(x, load_next(v + i, n - i), map);
     const vfloat of_divergence =
-        divergence_terms<kKind>(pair, map.beta).slope - product_or_zero(pair.q, fill(by.mean));
+        divergence_terms<kKind>(pair, map).slope - product_or_zero(pair.q, fill(by.mean));
     const vfloat of_row = by.linear * at_least(fill(-200.0f), pair.log2_q) + by.constant;
     vfloat slope = by.divergence * of_divergence + pair.q * of_row;
     slope = where(x == fill(-HUGE_VALF), vfloat{}, slope);  // an excluded token

@@ -60,7 +60,8 @@ DivergenceMap TeacherRows::map(int64_t row) const {
           rounded,
           static_cast<float>(max_difference - static_cast<double>(rounded)),
           static_cast<float>(log2_sum - teacher_log2_sum),
-          static_cast<float>(beta_)};
+          std::max(static_cast<float>(beta_), std::numeric_limits<float>::min()),
+          static_cast<float>(1 - beta_)};
 }
 
 const float* TeacherRows::student_values(int64_t row, int64_t begin, int64_t size,

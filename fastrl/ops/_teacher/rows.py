@@ -174,7 +174,7 @@ class Pair:
             compared.log_sum,
             self.teacher.beta,
             compared.slope_mean,
-            grad_divergence.contiguous(),
+            _finite(grad_divergence, compared.slope_mean).contiguous(),
         )
 
     def _operators(self) -> Any:
@@ -182,6 +182,11 @@ class Pair:
         if self.backend != "cuda":
             return operators(self.backend)
         return operators("triton" if self.logits.is_cuda else "cpu")
+
+
+def _finite(grad_divergence: Tensor, slope_mean: Tensor) -> Tensor:
+    """Return the upstream gradients, 0 for a row whose gradient would be infinite."""
+    return torch.where(slope_mean.isinf(), 0.0, grad_divergence)
 
 
 class ReferencePair(Pair):
@@ -207,6 +212,7 @@ class ReferencePair(Pair):
     ) -> Tensor:
         """Return dL/dlogits; `slopes` are of logprob, entropy and logsumexp, `[B, T]`."""
         part, slope_mean = self._as_part(), compared.slope_mean
+        grad_divergence = _finite(grad_divergence, slope_mean)
         if self.part is None:
             (_, slope_mean, _), stats, of_teacher = self._sums(stats)
         else:

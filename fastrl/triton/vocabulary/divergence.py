@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastrl.contract import RowArguments, TeacherScaling
 from fastrl.triton.vocabulary.row_gradient import Slopes, token_gradient
-from fastrl.triton.vocabulary.row_sums import Statistics, log1p
+from fastrl.triton.vocabulary.row_sums import Statistics
 from fastrl.triton.vocabulary.rows import (
     LN2,
     LOG2E,
@@ -37,6 +37,9 @@ from fastrl.triton.vocabulary.rows import (
 
 COLUMNS, MOST_LANES = tl.constexpr(8), 256  # columns of a lane in one step, and the most lanes
 FORWARD_KL, REVERSE_KL = tl.constexpr(0), tl.constexpr(1)  # otherwise Jensen-Shannon
+#: A log2 q/p of 2^50, as a logit of finfo.min makes it in one of the rows, becomes infinite.
+OVERFLOWS, LN2_BELOW = tl.constexpr(2.0**78), tl.constexpr(LN2.value * 2.0**-78)
+TINY = tl.constexpr(2.0**-126)
 
 OF_PAIR = len(RowArguments._fields) + len(TeacherScaling._fields)
 OF_TEACHER = ("logits", "temperatures", "scale", "squash", "stride_b", "stride_t")
@@ -59,15 +62,18 @@ class DivergenceMap(NamedTuple):
     difference: Any  # then log2 q/p is (u - v - difference) * binary_gain - offset
     error: Any  # the rounding error of that difference
     offset: Any
+    beta: Any
+    student_share: Any
+    turn: Any
 
 
 @triton.jit
 def _growth(t, power):
-    """Return 2^t - 1 for t <= 0 from 2^t, by its series where the difference would cancel."""
+    """Return 2^t - 1 from 2^t, by its series where the difference would cancel."""
     x = t * LN2
     tail = tl.fma(tl.fma(tl.fma(x, 1 / 5040, 1 / 720), x, 1 / 120), x, 1 / 24)
     series = tl.fma(tl.fma(tl.fma(tail, x, 1 / 6), x, 0.5), x, 1.0)
-    return tl.where(t > -0.75, series * x, power - 1.0)
+    return tl.where(tl.abs(t) < 0.75, series * x, power - 1.0)
 
 
 @triton.jit
@@ -102,8 +108,10 @@ def _difference(x, y, u, v, squash, SPEC: tl.constexpr):
 @triton.jit
 def divergence_map(
     index, row_max, log_sum, binary_gain, squash, teacher_row_max, teacher_log_sum,
-    teacher_binary_gain, teacher_squash, SPEC: tl.constexpr, TEACHER: tl.constexpr,
+    teacher_binary_gain, teacher_squash, beta, student_share,
+    SPEC: tl.constexpr, TEACHER: tl.constexpr,
 ):  # fmt: skip
+    beta = tl.maximum(beta, TINY)
     x, y = tl.load(row_max + index), tl.load(teacher_row_max + index)
     log_sum, teacher_log_sum = tl.load(log_sum + index), tl.load(teacher_log_sum + index)
     u, _ = _squash(x, squash, SPEC)
@@ -114,6 +122,7 @@ def divergence_map(
         teacher_binary_gain, teacher_squash, v, teacher_log_sum * LOG2E,
         (binary_gain == teacher_binary_gain) & (squash == teacher_squash),
         difference, error, (log_sum - teacher_log_sum) * LOG2E,
+        beta, student_share, _turn(beta, student_share),
     )  # fmt: skip
 
 
@@ -123,8 +132,38 @@ def _product_or_zero(probability, log):
 
 
 @triton.jit
+def _turn(beta, student_share):
+    """Return the log2 q/p from which on the logarithms of the mixture start at q.
+
+    With less than half of the mixture p is where it starts only if m is a third away from q, so
+    neither logarithm cancels; and the reverse.
+    """
+    share = tl.minimum(beta, student_share)
+    distance = tl.log2(1.0 + 1 / (3 * share))
+    return tl.where(beta < 0.5, -distance, distance)
+
+
+@triton.jit
+def _mixture_logs(y, to):
+    """Return ln q/m and ln p/m, with all their digits however small a share is.
+
+    One of them is that of u = 1 + change, from there to m, and the other one is ln q/p apart.
+    """
+    log_ratio = y * LN2
+    from_q = y >= to.turn
+    t = tl.where(from_q, -y, y)
+    ratio = tl.exp2(t)
+    share = tl.where(from_q, to.beta, to.student_share)
+    change = share * _growth(t, ratio)
+    u = tl.fma(share, ratio, tl.where(from_q, to.student_share, to.beta))
+    none = u == 1.0
+    log_u = tl.where(none, change, tl.log(u) * (change / tl.where(none, 1.0, u - 1.0)))
+    return tl.where(from_q, 0.0, log_ratio) - log_u, tl.where(from_q, -log_ratio, 0.0) - log_u
+
+
+@triton.jit
 def divergence_terms(
-    x, x_teacher, to, beta, KIND: tl.constexpr, SPEC: tl.constexpr, TEACHER: tl.constexpr
+    x, x_teacher, to, KIND: tl.constexpr, SPEC: tl.constexpr, TEACHER: tl.constexpr
 ):
     """Return the terms of the divergence and of slope_mean, q, log2 q, agrees and dv/dx."""
     u, derivative = _squash(x, to.squash, SPEC)
@@ -134,28 +173,27 @@ def divergence_terms(
     ahead, error = _difference(x, x_teacher, u, v, to.squash, SPEC)
     ahead = (ahead - to.difference) + (error - to.error)
     y = tl.where(to.same, tl.fma(ahead, to.binary_gain, -to.offset), log2_q - log2_p)
-    y = tl.where((u == float("-inf")) & (v == float("-inf")), 0.0, y)
     student_leads = y >= 0
-    larger = tl.exp2(tl.where(student_leads, log2_q, log2_p))
+    log2_larger = tl.where(student_leads, log2_q, log2_p)
+    y = tl.where(log2_larger == float("-inf"), 0.0, y)  # excluded by both: y may be inf - inf
+    larger = tl.exp2(log2_larger)
     quotient = tl.exp2(-tl.abs(y))
     growth = _growth(-tl.abs(y), quotient)
     change, smaller = larger * growth, larger * quotient
     q = tl.where(student_leads, larger, smaller)
     p = tl.where(student_leads, smaller, larger)
     excess = tl.where(student_leads, -change, change)  # q - p
-    log_ratio = y * LN2
+    log_ratio = (y * OVERFLOWS) * LN2_BELOW
     if KIND == FORWARD_KL:
         term, slope = excess - _product_or_zero(p, log_ratio), excess
     elif KIND == REVERSE_KL:
         slope = _product_or_zero(q, log_ratio)
         term = slope - excess
     else:  # with m = (1 - beta) q + beta p
-        of_larger = -log1p(tl.where(student_leads, beta, 1.0 - beta) * growth)  # ln larger/m
-        of_smaller = of_larger - tl.abs(log_ratio)
-        of_q = tl.where(student_leads, of_larger, of_smaller)
-        of_p = tl.where(student_leads, of_smaller, of_larger)
-        slope = (1.0 - beta) * _product_or_zero(q, of_q)
-        term = tl.fma(beta, _product_or_zero(p, of_p), slope)
+        q, p = tl.exp2(log2_q), tl.exp2(log2_p)
+        of_q, of_p = _mixture_logs(y, to)
+        slope = to.student_share * _product_or_zero(q, of_q)
+        term = tl.fma(to.beta, _product_or_zero(p, of_p), slope)
     return term, slope, q, log2_q, (u == to.max) & (v == to.teacher_max), derivative
 
 
@@ -170,7 +208,7 @@ def divergence_fwd_kernel(
     logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash, length,
     stride_b: tl.int64, stride_t: tl.int64, vocabulary, teacher_logits, teacher_temperatures,
     teacher_scale, teacher_squash, teacher_stride_b: tl.int64, teacher_stride_t: tl.int64,
-    divergence, slope_mean, agrees, KIND: tl.constexpr,
+    divergence, slope_mean, agrees, student_share, KIND: tl.constexpr,
     SPEC: tl.constexpr, TEACHER: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = COLUMNS * SPEC.lanes
@@ -183,14 +221,14 @@ def divergence_fwd_kernel(
         _, teacher_binary_gain = row_gain(index, teacher_temperatures, teacher_scale, True)
         to = divergence_map(
             index, row_max, log_sum, binary_gain, squash, teacher_row_max, teacher_log_sum,
-            teacher_binary_gain, teacher_squash, SPEC, TEACHER,
+            teacher_binary_gain, teacher_squash, beta, student_share, SPEC, TEACHER,
         )  # fmt: skip
         values, slopes = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         ties = tl.zeros([BLOCK], tl.int32)
         for start in range(0, vocabulary, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             x, y = _load(row, columns, vocabulary), _load(teacher, columns, vocabulary)
-            term, slope, _q, _t, agree, _d = divergence_terms(x, y, to, beta, KIND, SPEC, TEACHER)
+            term, slope, _q, _t, agree, _d = divergence_terms(x, y, to, KIND, SPEC, TEACHER)
             values, slopes = values + term, slopes + slope
             ties |= agree.to(tl.int32)
         total, mean, agreed = tl.sum(values, axis=0), tl.sum(slopes, axis=0), tl.max(ties, axis=0)
@@ -206,7 +244,7 @@ def divergence_bwd_kernel(
     logits, token_ids, mask, ignore_index: tl.int64, temperatures, scale, squash, length,
     stride_b: tl.int64, stride_t: tl.int64, vocabulary, teacher_logits, teacher_temperatures,
     teacher_scale, teacher_squash, teacher_stride_b: tl.int64, teacher_stride_t: tl.int64,
-    grad, grad_stride_b: tl.int64, grad_stride_t: tl.int64, KIND: tl.constexpr,
+    grad, grad_stride_b: tl.int64, grad_stride_t: tl.int64, student_share, KIND: tl.constexpr,
     SPEC: tl.constexpr, TEACHER: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = COLUMNS * SPEC.lanes
@@ -225,7 +263,7 @@ def divergence_bwd_kernel(
     _, teacher_binary_gain = row_gain(index, teacher_temperatures, teacher_scale, has_gradient)
     to = divergence_map(
         index, row_max, log_sum, binary_gain, squash, teacher_row_max, teacher_log_sum,
-        teacher_binary_gain, teacher_squash, SPEC, TEACHER,
+        teacher_binary_gain, teacher_squash, beta, student_share, SPEC, TEACHER,
     )  # fmt: skip
     stats = Statistics(tl.load(row_max + index), tl.load(log_sum + index), tl.load(entropy + index))
     chain = gain * squash * LN2 if SPEC.softcap else gain
@@ -246,7 +284,7 @@ def divergence_bwd_kernel(
             x, y = _load(row, columns, vocabulary), _load(teacher, columns, vocabulary)
             if grad.dtype.element_ty != logits.dtype.element_ty:
                 tl.debug_barrier()  # the gradient may overwrite logits that other threads read
-            _v, slope, q, log2_q, _a, of_x = divergence_terms(x, y, to, beta, KIND, SPEC, TEACHER)
+            _v, slope, q, log2_q, _a, of_x = divergence_terms(x, y, to, KIND, SPEC, TEACHER)
             # with an upstream gradient of 0 ignore the teacher's row, which may be NaN
             q = tl.where(upstream == 0, tl.exp2(log2_q), q)
             of_row = tl.fma(at_least(log2_q), linear, constant) if SPEC.entropy else constant
@@ -278,6 +316,7 @@ def _launch(
         **row_arguments(logits, rows),
         **{f"teacher_{name}": teacher[name] for name in OF_TEACHER},
         **written,
+        student_share=1 - beta,
         KIND=0 if beta == 0 else 1 if beta == 1 else 2,
         TEACHER=launch_options(teacher_logits, softcap=scaling[-1])["SPEC"]._replace(**used),
         **options,
