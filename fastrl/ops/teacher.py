@@ -29,8 +29,15 @@ class Teacher(NamedTuple):
     | else | beta KL(p, m) + (1 - beta) KL(q, m) | generalized Jensen-Shannon divergence |
 
     This is the divergence of TRL's `GKDTrainer` (Agarwal et al. 2023, arXiv 2306.13649). Only the
-    student gets a gradient. A token that both exclude by a logit of -inf adds nothing. Teacher and
-    student must have one vocabulary: if the teacher's head has more rows, pass `weight[:V]`.
+    student gets a gradient. Teacher and student must have one vocabulary: if the teacher's head has
+    more rows, pass `weight[:V]`. Next to 0 and 1 the Jensen-Shannon divergence goes to 0, as beta
+    KL(p, q) and (1 - beta) KL(q, p), so its value jumps at beta 0 and 1.
+
+    A logit of -inf excludes a token, and so does a finite one by which log(q/p) reaches 2^50 bits,
+    such as `torch.finfo(torch.float32).min`. A token that both exclude adds nothing. Where one
+    alone excludes it, an infinite forward KL has the gradient q - p of the tokens that the student
+    does not exclude by -inf; an infinite reverse KL has no finite gradient and gives its row none.
+    Exclude padded columns of the teacher from the student, too.
 
     Construct a teacher with `from_hidden`, `from_logits` or `from_top_k`. The functions that take
     it check it, and raise a TypeError or ValueError that names the field.

@@ -14,7 +14,7 @@ from .oracle.head import LinearHead
 from .oracle.rows import Head, Rows
 from .policy_call import inplace_option
 from .rows_call import differentiated, row_arguments, upstream_of
-from .rows_data import LogitRows, logits_of, rows_of
+from .rows_data import LogitRows, logits_of, lowest_of, rows_of
 from .tokens import MASKED_VALUES, as_held, flat_tensor
 from .trial import Trial
 
@@ -81,6 +81,13 @@ def teacher_of(trial: Trial, rows: LogitRows, logits: np.ndarray) -> tuple[fastr
             x[banned & theirs if case.beta == 1 and alike else banned] = -np.inf
         if apart is not None or (case.beta == 0 and alike):
             x[theirs] = -np.inf
+        if case.has("lowest-some"):  # often of the same tokens, by other numbers
+            low = logits <= np.finfo(np.float16).min
+            lowest = random.choice([lowest_of(dtype, random), -np.inf])
+            if random.random() < 0.8:
+                x[low] = lowest
+            elif kind == "own":
+                x[banned & low if random.random() < 0.5 else banned] = lowest
         x = as_held(x, dtype)
         teacher = fastrl.Teacher.from_logits(_wide(rows, x, dtype), **options)
         x, error = x[active], 0.0

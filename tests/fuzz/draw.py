@@ -181,7 +181,10 @@ def _row_options(chance: Chance, function: str, options: dict, executed: bool) -
 
 def _teacher_options(chance: Chance) -> dict[str, Any]:
     drawn: dict[str, Any] = {
-        "beta": chance.weighed({0.0: 3, 1.0: 3, 0.5: 2, 0.1: 1, 0.9: 1, 1e-3: 0.3}),
+        "beta": chance.weighed(
+            {0.0: 3, 1.0: 3, 0.5: 2, 0.1: 1, 0.9: 1}
+            | {x: 0.2 for low in (1e-7, 1e-5, 1e-4, 1e-3) for x in (low, 1 - low)}
+        ),
         "teacher": chance.weighed({"own": 4, "hidden": 2, "near": 2, "same": 1}),
         "kept": None,
     }
@@ -223,7 +226,7 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
     if function in WITH_LOGITS:
         known += rows_data.FEATURES
     elif function in LINEAR:
-        known += ("nan-row", "ties", "inf-some", "ignored")
+        known += ("nan-row", "ties", "inf-some", "lowest-some", "ignored")
     if function in LOSSES:
         own = str(options.get("objective", "")).startswith("own")
         known += [name for name in policy_data.FEATURES if not (own and "inf" in name)]

@@ -13,7 +13,7 @@ from .oracle.rows import Rows
 from .oracle.terms import zeros
 from .policy_call import UPSTREAM, expect_loss, policy_inputs, row_gradient, upstream
 from .rows_call import differentiated, expect_parts, parts_of, row_arguments, upstreams_of
-from .rows_data import LogitRows, ids_tensor, noted, rows_of, token_options, wide_tensor
+from .rows_data import LogitRows, ids_tensor, lowest_of, noted, rows_of, token_options, wide_tensor
 from .tokens import as_held, flat_tensor, laid_out
 from .trial import Trial
 
@@ -39,6 +39,8 @@ def numbers_of(case: Case, rows: LogitRows) -> dict[str, tuple[np.ndarray, str]]
         bias = random.standard_normal(vocabulary)
         if case.has("inf-some"):
             bias[random.random(vocabulary) < 0.3] = -np.inf
+        if case.has("lowest-some"):
+            bias[random.random(vocabulary) < 0.3] = lowest_of(weight_dtype, random)
         drawn["bias"] = bias, weight_dtype
     if case.lora:
         drawn["lora_a"] = random.standard_normal((case.lora, width)) / width**0.5, lora_dtype

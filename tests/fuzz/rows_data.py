@@ -148,6 +148,7 @@ FEATURES = (
     "offset",  # all logits far from 0
     "ties",  # few different values
     "inf-some",  # -inf logits here and there
+    "lowest-some",  # the lowest numbers of dtypes, which exclude, too
     "inf-block",  # whole blocks of columns of -inf
     "inf-first-block",
     "inf-chosen",  # the token's own logit
@@ -178,6 +179,14 @@ def logits_of(rows: LogitRows) -> tuple[np.ndarray, Tensor]:
     return x, wide_tensor(rows, x, garbage=case.logits_layout != "expanded")
 
 
+def lowest_of(dtype, random):
+    """Return the lowest number of a dtype, or a higher one that is the lowest of another."""
+    names = (dtype, *(name for name in ("float32", "bfloat16", "float16") if name != dtype))
+    limits = [torch.finfo(getattr(torch, name)).min for name in names]
+    own = max(limits[0], torch.finfo(torch.float32).min)
+    return random.choice([own, *(x for x in limits[1:] if x > own)])
+
+
 def _changed(feature, x, ids, random, dtype):
     """Return the logits with a feature, in about half of the rows where it is one of rows."""
     n, v = x.shape
@@ -193,7 +202,7 @@ def _changed(feature, x, ids, random, dtype):
             return x * limits.tiny / 4
         case "ignored":
             return x
-        case "inf-some":
+        case "inf-some" | "lowest-some":
             places = random.random(x.shape) < random.choice([0.05, 0.5])
         case "nan-one" | "positive-inf":
             columns = random.integers(0, v, n)
@@ -204,6 +213,8 @@ def _changed(feature, x, ids, random, dtype):
     match feature:
         case "inf-some":
             x[places & rows[:, None]] = -np.inf
+        case "lowest-some":
+            x[places & rows[:, None]] = lowest_of(dtype, random)
         case "inf-block":
             for row in np.flatnonzero(rows):
                 blocks = random.random(-(-v // BLOCK)) < 0.5

@@ -17,6 +17,7 @@ import numpy as np
 from .bounded import FUNCTION_ROUNDINGS, Arithmetic, Bounded, Decision, constant, sum_roundings
 
 RESCALINGS = 2 * (FUNCTION_ROUNDINGS + 1)
+NOTHING = 1000.0  # nats below the largest, where even float64 has no probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,10 @@ class Rows:
             error = error + FUNCTION_ROUNDINGS * u.unit * cap / temperature
         self.slope_error = slope_error
         with_differences = 2 * np.maximum(magnitude, np.where(np.isfinite(x), np.abs(x), 0))
-        self.overflows = ((with_differences > u.largest) & np.isfinite(z)).any(1)
+        # a column far below the largest may overflow to -inf: it has no probability either way
+        top = z == z.max(1, keepdims=True, initial=-np.inf)
+        overflows = (with_differences > u.largest) & np.isfinite(z)
+        self.overflows = (overflows & ((z > 0) | top)).any(1)
         self.z = z
         self.z_error = np.where(np.isfinite(z), error, 0.0)
         self.x = x
@@ -94,6 +98,9 @@ class Rows:
         u = self.arithmetic.unit
         z, e = self.z, self.z_error
         top = z.max(1, keepdims=True)
+        #: columns that have no probability, whatever the errors of their logits
+        self.nothing = z + e < top - e.max(1, keepdims=True, where=z == top, initial=0) - NOTHING
+        e = np.where(self.nothing, 0.0, e)
         t = z - top  # NaN where the row holds NaN or inf, or is -inf all over
         exponentials = np.exp(t)
         s = exponentials.sum(1, keepdims=True)
@@ -111,7 +118,7 @@ class Rows:
         log_error = own + FUNCTION_ROUNDINGS * u * self.log_s
         self.log_p = t - self.log_s
         away = np.where(np.isfinite(self.log_p), -self.log_p, 0.0)
-        self.log_p_error = e + inherited + log_error + u * (distance + away)
+        self.log_p_error = self.z_error + inherited + log_error + u * (distance + away)
         self.p = p
         # p may be made as exp(t) / s or as exp(log p)
         relative = self.log_p_error + (FUNCTION_ROUNDINGS + 2 + distance + away) * u
@@ -143,7 +150,8 @@ class Rows:
 
     def _of_rows(self, value: np.ndarray, error: np.ndarray) -> Bounded:
         error = np.where(self.overflows, np.inf, np.where(np.isfinite(value), error, 0.0))
-        beyond = np.isfinite(value) & (np.abs(value) > self.arithmetic.largest)
+        # of two numbers, whose difference may overflow in units of log 2
+        beyond = np.isfinite(value) & (2 * np.abs(value) > self.arithmetic.largest)
         error = np.where(beyond, np.inf, error)
         return Bounded(value, np.where(np.isnan(error), np.inf, error), self.arithmetic)
 
