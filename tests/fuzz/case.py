@@ -62,7 +62,8 @@ SIMPLEST: dict[str, Any] = {
     "autocast": False,
     # a teacher
     "beta": 1.0,
-    "teacher": "own",  # its logits are near the student's, the same, or of hidden states
+    # its logits are near the student's, the same, or of hidden states; or K tokens are known
+    "teacher": "own",
     "teacher_dtype": "like",
     "teacher_temperature": 1.0,
     "teacher_softcap": None,

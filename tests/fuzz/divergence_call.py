@@ -12,6 +12,7 @@ from .oracle.bounded import of_results
 from .oracle.divergence import Divergence
 from .oracle.head import LinearHead
 from .oracle.rows import Head, Rows
+from .oracle.top_tokens import TopTokens
 from .policy_call import inplace_option
 from .rows_call import differentiated, row_arguments, upstream_of
 from .rows_data import LogitRows, logits_of, lowest_of, rows_of
@@ -26,10 +27,9 @@ def examine_divergence(trial: Trial) -> None:
     leaf = trial.leaf(tensor)
     given = leaf * 1 if case.inplace else leaf
     oracle = rows.oracle(trial, logits)
-    teacher, of_teacher = teacher_of(trial, rows, logits)
+    teacher, expected = compared_with(trial, rows, logits, oracle)
     options = {**_arguments(rows), **inplace_option(case, "inplace_backward")}
     result = trial.call(given, teacher, **options)
-    expected = Divergence(oracle, of_teacher, case.beta)
     trial.expect({"divergence": result}, _placed(rows, expected))
     if trial.backward({"logits": leaf}, *differentiated(rows, {"divergence": result})):
         gradient = expected.gradient(_upstream(rows))
@@ -42,14 +42,39 @@ def examine_linear_divergence(trial: Trial) -> None:
     rows, case = call.rows, trial.case
     logits = np.zeros((rows.tokens.total, case.vocabulary))
     logits[rows.active] = call.oracle.x
-    teacher, of_teacher = teacher_of(trial, rows, logits)
+    teacher, expected = compared_with(trial, rows, logits, call.oracle, call.x_error)
     result = call.made(trial, teacher, **_arguments(rows))
-    expected = Divergence(call.oracle, of_teacher, case.beta)
     trial.expect({"divergence": result}, _placed(rows, expected))
     if trial.backward(call.moving, *differentiated(rows, {"divergence": result})):
         upstream = _upstream(rows)
         want = call.gradients(expected.gradient(upstream), upstream == 0)
         trial.expect_gradients(call.moving, want)
+
+
+def compared_with(
+    trial: Trial, rows: LogitRows, logits: np.ndarray, oracle: Rows, x_error: object = 0.0
+) -> tuple[fastrl.Teacher, Divergence | TopTokens]:
+    """Return a teacher and the divergence from it."""
+    case = trial.case
+    if case.teacher != "tokens":
+        teacher, of_teacher = teacher_of(trial, rows, logits)
+        return teacher, Divergence(oracle, of_teacher, case.beta)
+    random, tokens, vocabulary = case.random("teacher"), rows.tokens, case.vocabulary
+    z = random.standard_normal((tokens.total, vocabulary)) * min(case.spread, 30.0)
+    z = z - z.max(1, keepdims=True, initial=-np.inf)
+    logprobs = z - np.log(np.exp(z).sum(1, keepdims=True))
+    count = int(random.integers(1, min(vocabulary, 6) + 1))
+    by = logprobs if random.random() < 0.6 else random.standard_normal(logprobs.shape)
+    ids = np.argsort(-by, 1)[:, :count]
+    has_tail = bool(random.random() < 0.8)
+    dtype = case.dtype if case.teacher_dtype == "like" else case.teacher_dtype
+    logprobs = as_held(np.minimum(np.take_along_axis(logprobs, ids, 1), 0.0), dtype)
+    of_ids = flat_tensor(case, ids, case.ids_dtype).view(*tokens.shape, count)
+    teacher = fastrl.Teacher.from_top_k(
+        of_ids, _wide(rows, logprobs, dtype), has_tail=has_tail, beta=case.beta
+    )
+    known = (ids[rows.active], logprobs[rows.active], dtype, has_tail, case.beta)
+    return teacher, TopTokens(oracle, rows.head(trial), *known, x_error)
 
 
 def teacher_of(trial: Trial, rows: LogitRows, logits: np.ndarray) -> tuple[fastrl.Teacher, Rows]:
@@ -111,7 +136,7 @@ def _arguments(rows: LogitRows) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if name not in ("ignore_index", "kept")}
 
 
-def _placed(rows: LogitRows, expected: Divergence) -> dict[str, Any]:
+def _placed(rows: LogitRows, expected: Divergence | TopTokens) -> dict[str, Any]:
     return {"divergence": rows.tokens.placed(expected.divergence(), rows.active)}
 
 

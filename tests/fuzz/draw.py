@@ -185,9 +185,13 @@ def _teacher_options(chance: Chance) -> dict[str, Any]:
             {0.0: 3, 1.0: 3, 0.5: 2, 0.1: 1, 0.9: 1}
             | {x: 0.2 for low in (1e-7, 1e-5, 1e-4, 1e-3) for x in (low, 1 - low)}
         ),
-        "teacher": chance.weighed({"own": 4, "hidden": 2, "near": 2, "same": 1}),
+        "teacher": chance.weighed({"own": 4, "hidden": 2, "near": 2, "same": 1, "tokens": 2}),
         "kept": None,
     }
+    if drawn["teacher"] == "tokens":  # log-probabilities have no temperature
+        drawn |= chance.some({"temperature": (0.3, (0.1, 0.05))})
+        dtypes = ("float32", "bfloat16", "float16", "float64")
+        return drawn | chance.some({"teacher_dtype": (0.4, dtypes)})
     return drawn | chance.some(
         {
             "teacher_dtype": (0.3, ("float32", "bfloat16", "float16")),

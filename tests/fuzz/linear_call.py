@@ -78,6 +78,7 @@ class LinearCall:
         x, error = self.head.logits()
         x, error = rows.kept(x), rows.kept(np.broadcast_to(error, x.shape), 0.0)
         ids = rows.ids[rows.active]
+        self.x_error = error
         self.oracle = noted(trial, Rows(x, ids, rows.head(trial), arithmetic, error))
 
     def made(self, trial: Trial, beside: Any = None, **arguments: Any) -> Any:
