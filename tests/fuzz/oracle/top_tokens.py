@@ -85,7 +85,7 @@ class TopTokens:
         value[row, self.ids] = of_events.value[:, :count]
         error[row, self.ids] = of_events.error[:, :count]
         u = s.arithmetic
-        banned = np.isneginf(s.z)
+        banned = np.isneginf(s.z) & ~self.events.undefined[:, None]
         value, error = np.where(banned, 0.0, value), np.where(banned, 0.0, error)
         with np.errstate(invalid="ignore"):
             result = value * s.slope
