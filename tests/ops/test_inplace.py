@@ -1,5 +1,7 @@
 """Writing gradients over the logits: only on request, and never silently where it would harm."""
 
+import functools
+
 import pytest
 import torch
 
@@ -8,6 +10,9 @@ import fastrl
 pytestmark = [pytest.mark.kernels, pytest.mark.not_on("triton")]
 
 V = 300
+FUNCTIONS = (
+    "token_logprobs", "logits_policy_loss", "kept tokens", "a teacher", "K tokens of a teacher",
+)  # fmt: skip
 
 
 def case():
@@ -17,30 +22,49 @@ def case():
 
 
 def losses(backend, inplace):
-    """The two functions with the option, on logits `[6, V]`."""
+    """The functions with the option, and what else writes over logits, on logits `[6, V]`."""
+    kept = fastrl.KeptTokens.from_lists([[]] * 6)  # else the sum of chunks notices
+    ids, log_p = torch.arange(18).reshape(6, 3), torch.full((6, 3), -2.0)
+    teachers = {
+        "a teacher": fastrl.Teacher.from_logits(torch.ones(6, V)),
+        "K tokens of a teacher": fastrl.Teacher.from_top_k(ids, log_p),
+    }
 
-    def from_stats(logits, token_ids, advantages, mask):
+    def from_stats(logits, token_ids, advantages, mask, **more):
         logprobs = fastrl.token_logprobs(
-            logits, token_ids, inplace_backward=inplace, mask=mask, backend=backend
+            logits, token_ids, inplace_backward=inplace, mask=mask, backend=backend, **more
         )
         return -(logprobs * advantages).sum()
+
+    def from_teacher(logits, _, advantages, mask, teacher):
+        return advantages @ fastrl.token_divergence(
+            logits, teacher, inplace_backward=inplace, mask=mask, backend=backend
+        )
 
     def from_logits(logits, token_ids, advantages, mask):
         return fastrl.logits_policy_loss(
             logits, token_ids, advantages, mask, objective="ppo", inplace=inplace, backend=backend
         ).loss
 
-    return {"token_logprobs": from_stats, "logits_policy_loss": from_logits}
+    return {
+        "token_logprobs": from_stats,
+        "logits_policy_loss": from_logits,
+        "kept tokens": functools.partial(from_stats, kept=kept),
+        **{
+            name: functools.partial(from_teacher, teacher=teacher)
+            for name, teacher in teachers.items()
+        },
+    }
 
 
-@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_leaf_is_refused(backend, function):
     _, _, *rest = case()
     with pytest.raises(ValueError, match=r"inplace.*=True needs logits that are not a leaf"):
         losses(backend, True)[function](torch.randn(6, V, requires_grad=True), *rest)
 
 
-@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_rows_that_share_memory_are_refused(backend, function):
     _, _, *rest = case()
     shared = (torch.randn(1, V, requires_grad=True) * 1).expand(6, V)
@@ -48,7 +72,7 @@ def test_rows_that_share_memory_are_refused(backend, function):
         losses(backend, True)[function](shared, *rest)
 
 
-@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_upstream_op_that_kept_the_logits_notices(backend, function):
     if backend == "reference":
         pytest.skip("the reference never writes over the logits")
@@ -59,7 +83,7 @@ def test_an_upstream_op_that_kept_the_logits_notices(backend, function):
         losses(backend, True)[function](logits, *rest).backward()
 
 
-@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_two_losses_on_the_same_logits_notice(backend, function):
     if backend == "reference":
         pytest.skip("the reference never writes over the logits")
@@ -88,7 +112,7 @@ def test_a_use_after_the_loss_notices(backend):
             (loss + later(logits)).backward()
 
 
-@pytest.mark.parametrize("function", ["token_logprobs", "logits_policy_loss"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_view_of_a_leaf_is_refused(backend, function):
     _, _, *rest = case()
     leaf = torch.randn(1, 7, V, requires_grad=True)

@@ -1,5 +1,6 @@
 """Rows that have kept a part of the vocabulary: sets, values against a full softmax, memory."""
 
+from itertools import pairwise
 from types import SimpleNamespace as Output
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 import fastrl
 from fastrl import KeptTokens
 from fastrl.checks import INTEGERS
+from fastrl.ops._linear import kept as products
 from fastrl.ops._row_stats import OF_ROW
 
 pytestmark = pytest.mark.kernels
@@ -81,6 +83,72 @@ def test_equal_to_a_full_softmax(backend, form, dtype, count):
         largest = y.grad.abs().max()
         bound = (2e-5 * largest + rounding * y.grad.abs()).clamp(min=1e-8)
         assert bool(((x.grad.double() - y.grad).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("ignored", [-100, 0])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_rows_that_do_not_count_change_nothing(backend, form, ignored):
+    """Rows with NaN, no ids and wrong sets, some masked, some of the ignored id."""
+    ids, rows = torch.randint(1, V, (2, 9)), torch.arange(18)
+    kept = KeptTokens.concatenate([sets_of(None, ids[0]), sets_of(4, ids[1])])
+    counted = (rows % 5 % 3 > 0).view(2, 9)
+    kept.token_ids[(~counted.flatten()).repeat_interleave(kept.counts())] = V + 7
+    mask = counted | (rows % 2 == 0).view(2, 9)
+    ids[~counted], ids[~mask] = ignored, -1
+    given = [torch.randn(2, 9, V)]
+    if form == "hidden":
+        given = [torch.randn(2, 9, 8), torch.randn(8, V).t()]  # a head stored by columns
+    given[0][~counted] = torch.nan
+    function = fastrl.token_stats if form == "logits" else fastrl.linear_token_stats
+    options = {"outputs": OF_ROW, "backend": backend}
+    leaves = [x.clone().requires_grad_() for x in given]
+    stats = function(*leaves, ids, mask=mask, kept=kept, ignore_index=ignored, **options)
+    some = [given[0][counted].requires_grad_(), *(x.requires_grad_() for x in given[1:])]
+    alone = function(*some, ids[counted], kept=kept.take(counted.flatten()), **options)
+    for found, wanted in zip(stats[: len(OF_ROW)], alone, strict=False):
+        assert (found[~counted] == 0).all()
+        torch.testing.assert_close(found[counted], wanted, rtol=1e-6, atol=2e-6)
+    for result in (stats, alone):
+        (result.logprobs.sum() - result.entropy.sum()).backward()
+    assert (leaves[0].grad[~counted] == 0).all()
+    found = leaves[0].grad[counted], *(x.grad for x in leaves[1:])
+    for x, y in zip(found, some, strict=True):
+        torch.testing.assert_close(x, y.grad, rtol=1e-5, atol=1e-6 + 1e-5 * y.grad.abs().max())
+    assert not kept.lacking(ids)[ids < 0].any()  # these are no tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_with_some_rows_of_a_head(backend, dtype, monkeypatch):
+    """All matrices are parts of wider ones; one id has many terms, and blocks of terms end anywhere.
+
+    A sum of n terms is off by less than n 2^-24 of the sum of their sizes.
+    """
+    monkeypatch.setattr(products, "_AT_ONCE", 2000)  # two columns, or 20 terms
+    rows, count, width, heads = 11, 22, 90, 40
+
+    def part(height, breadth, **options):
+        return torch.randn(height, breadth + 3, **options)[:, 1 : breadth + 1]
+
+    ids = torch.randint(-1, heads, (rows, count), dtype=torch.int32)
+    ids[:, 3:20] = 6
+    matrix, states, factors = part(heads, width, dtype=dtype), part(rows, width), part(rows, count)
+    member = (ids[..., None] == torch.arange(heads)).double()
+    cases = {
+        "gathered_dots_": ("ch,rh,ckr->ck", states, matrix),
+        "gathered_sums_": ("ck,rh,ckr->ch", factors, matrix),
+        "scattered_sums_": ("ck,ch,ckr->rh", factors, states),
+    }
+    for name, (formula, *given) in cases.items():
+        exact = [x.double() for x in given]
+        wanted = torch.einsum(formula, *exact, member)
+        sizes = torch.einsum(formula, *(x.abs() for x in exact), member)
+        out = part(*wanted.shape)
+        around, before = out._base, out._base.clone()
+        products._call(name, backend, out, *given, ids)
+        error = (out.double() - before[:, 1:-2].double() - wanted).abs()
+        assert (error <= 200 * 2**-24 * (sizes + before[:, 1:-2].abs())).all(), name
+        out.copy_(before[:, 1:-2])
+        assert torch.equal(around, before), name
 
 
 def test_statistics_of_equal_logits(backend):
@@ -215,6 +283,40 @@ def test_sets_from_padded_ids():
     assert kept.token_ids.tolist() == [4, 2, 7, 3, 5]
     assert kept.offsets.tolist() == [0, 2, 2, 4, 5]
     assert KeptTokens.from_padded(padded[0], padding=4).counts().tolist() == [2, 3]
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        for end in (torch.iinfo(dtype).min, torch.iinfo(dtype).max):
+            rows = torch.tensor([[5, end, end], [end, 6, 7]], dtype=dtype)
+            kept = KeptTokens.from_padded(rows, padding=end)
+            assert kept.token_ids.tolist() == [5, 6, 7]
+            assert kept.counts().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_sets_of_any_integers(backend, dtype):
+    """Offsets that fall or do not span the ids are refused wherever they are read."""
+    ids, token_ids = torch.tensor([3, 1, 2, 4], dtype=dtype), torch.tensor([1, 5, 4])
+    kept = KeptTokens(ids, torch.tensor([0, 2, 2, 4], dtype=dtype))
+    assert kept.counts().dtype == torch.int64
+    wanted = KeptTokens.from_lists([[3, 1], [], [2, 4]])
+    logits, head = torch.randn(3, 6), torch.eye(6)
+    reads = {
+        "logits": lambda one: fastrl.token_logprobs(logits, token_ids, kept=one, backend=backend),
+        "hidden": lambda one: fastrl.linear_token_logprobs(
+            logits, head, token_ids, kept=one, backend=backend
+        ),
+        "lacking": lambda one: one.lacking(token_ids),
+        "take": lambda one: one.take(torch.tensor([2, 0])).token_ids.long(),
+        "counts": lambda one: one.counts(),
+    }
+    for name, read in reads.items():
+        assert torch.equal(read(kept), read(wanted)), name
+        for offsets in ([1, 2, 2, 4], [0, 2, 2, 3], [0, 3, 2, 4]):
+            wrong = kept._replace(offsets=torch.tensor(offsets, dtype=dtype))
+            if name == "counts":
+                assert read(wrong).tolist() == [b - a for a, b in pairwise(offsets)]
+                continue
+            with pytest.raises(ValueError, match="kept.offsets must rise from 0 to the number"):
+                read(wrong)
 
 
 def test_sets_from_vllm():
@@ -228,6 +330,9 @@ def test_sets_from_vllm():
     assert kept.counts().tolist() == [2, 1, 0, 2, 1, 2, 0, 0, 0]
     assert kept.token_ids.tolist() == [9, 1, 8, 7, 2, 6, 5, 3]
     assert KeptTokens.from_vllm([nested, flat], length=2).counts().tolist() == [2, 1, 2, 1]
+    assert KeptTokens.from_vllm([nested, flat], length=0).offsets.tolist() == [0]
+    flat.sampling_mask.offsets = [0, 0, 5, 5]  # the first and the last of the whole vocabulary
+    assert KeptTokens.from_vllm([flat]).counts().tolist() == [0, 5, 0]
     nested.sampling_mask.token_ids.pop()
     with pytest.raises(ValueError, match="2 tokens and 1 sets at 1"):
         KeptTokens.from_vllm([flat, nested])
