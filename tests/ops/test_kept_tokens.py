@@ -119,7 +119,7 @@ def test_rows_that_do_not_count_change_nothing(backend, form, ignored):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_with_some_rows_of_a_head(backend, dtype, monkeypatch):
-    """All matrices are parts of wider ones; one id has many terms, and blocks of terms end anywhere.
+    """All matrices are parts of wider ones, and one id has many terms, over blocks of them.
 
     A sum of n terms is off by less than n 2^-24 of the sum of their sizes.
     """
@@ -315,7 +315,7 @@ def test_sets_of_any_integers(backend, dtype):
             if name == "counts":
                 assert read(wrong).tolist() == [b - a for a, b in pairwise(offsets)]
                 continue
-            with pytest.raises(ValueError, match="kept.offsets must rise from 0 to the number"):
+            with pytest.raises(ValueError, match=r"kept\.offsets must rise from 0 to the number"):
                 read(wrong)
 
 
