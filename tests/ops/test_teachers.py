@@ -56,13 +56,16 @@ def test_rows_that_do_not_count_change_nothing(backend, kind, form):
     temperatures = {"temperature": torch.rand(B, T) + 0.5} if "tokens" not in kind else {}
     teacher, student = teacher_of(kind, **temperatures), student_of(form)
     wanted = rows_of(teacher, counted)
+    even = ~counted & (number % 2 == 0)
     for x, wrong in (
         *((getattr(teacher, name), math.nan) for name in ("hidden", "logits", "logprobs")),
         *((x, math.nan) for x in (student[0], *temperatures.values())),
         (teacher.token_ids, V + 3),
     ):
         if x is not None:
-            x[~counted] = wrong
+            x[even] = wrong
+            if x.dtype != torch.int64:
+                x[~counted & ~even] = 7.0  # finite, but no log-probability
     names = TokenStats._fields if "tokens" not in kind else (*OF_ROW, "divergence", "agrees")
     options = {"outputs": names, "backend": backend}
     chunks = {} if form == "logits" else {"chunk_tokens": 4, "compact": form == "hidden"}
@@ -194,3 +197,100 @@ def test_a_teacher_beside_the_logits_that_a_gradient_overwrites(backend):
         found = fastrl.token_divergence(base[student], near, inplace_backward=True, backend=backend)
         (came,) = torch.autograd.grad(found.sum(), base)
         torch.testing.assert_close(came, wanted)
+
+
+def log_softmax(logits, temperature=1.0, logit_scale=1.0, logit_softcap=None):
+    z = logits.double() * logit_scale
+    z = z if logit_softcap is None else logit_softcap * torch.tanh(z / logit_softcap)
+    heat = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    return (z / heat).log_softmax(-1), (z / heat).logsumexp(-1)
+
+
+def divergence(log_q, log_p, beta):
+    log_m = log_q if beta == 0 else log_p
+    if 0 < beta < 1:
+        log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
+    of_p, of_q = log_p.exp() * (log_p - log_m), log_q.exp() * (log_q - log_m)
+    return {0.0: of_p, 1.0: of_q}.get(beta, beta * of_p + (1 - beta) * of_q).sum(-1)
+
+
+HEATS = 0.5 + torch.arange(6).view(2, 3) / 5
+SCALINGS = {
+    "per row": ({"temperature": HEATS, "logit_scale": 1.7}, {"temperature": 1.6 - HEATS}),
+    "one softcap, two factors": (
+        {"logit_softcap": 5.0, "logit_scale": 0.5, "temperature": 0.6},
+        {"logit_softcap": 5.0, "logit_scale": 0.8, "temperature": 0.6},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_gradients_of_all_statistics_at_once(backend, scaling, beta, dtype):
+    """Of rows of two blocks in longer sequences; a row without a slope of its divergence needs no
+    teacher, whose row may be NaN there."""
+    size = 300 if backend in ("triton", "cuda") else 5000
+    own, of_teacher = SCALINGS[scaling]
+    upstream = torch.randn(4, 2, 3)  # of logprobs, entropy, logsumexp and divergence
+    upstream[3, 0, 1:] = upstream[0, 0, 2] = upstream[2, 0, 2] = 0  # all but one; entropy alone
+    upstream[:3, 1, 0] = upstream[:, 1, 1] = 0  # divergence alone; nothing
+    logits, teacher = ((2 * torch.randn(2, 4, size)).to(dtype) for _ in range(2))
+    ids = torch.randint(size, (2, 3))
+    exact_leaf = logits.double().requires_grad_()
+    log_q, logsumexp = log_softmax(exact_leaf[:, :-1], **own)
+    log_p, _ = log_softmax(teacher[:, :-1], **of_teacher)
+    stats = log_q.gather(-1, ids[..., None])[..., 0], -(log_q.exp() * log_q).sum(-1), logsumexp
+    exact = (*stats, divergence(log_q, log_p, beta))
+    sum((x * g).sum() for x, g in zip(exact, upstream.double(), strict=True)).backward()
+    teacher[:, :-1][upstream[3] == 0] = math.nan
+    given = Teacher.from_logits(teacher[:, :-1], beta=beta, **of_teacher)
+    outputs = ("logprobs", "entropy", "logsumexp", "divergence")
+    leaf = logits.clone().requires_grad_()
+    found = fastrl.token_stats(
+        leaf[:, :-1], ids, outputs=outputs, teacher=given, backend=backend, **own
+    )
+    terms = [getattr(found, name) for name in outputs]
+    terms = [torch.where(g == 0, 0.0, x * g) for x, g in zip(terms, upstream, strict=True)]
+    sum(term.sum() for term in terms).backward()
+    error = (leaf.grad.double() - exact_leaf.grad).abs()
+    unit = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
+    largest = exact_leaf.grad.abs().amax(-1, keepdim=True)
+    assert (error <= 2e-5 * largest + unit * exact_leaf.grad.abs() + 1e-8).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_a_token_that_the_student_excludes_has_no_gradient(backend, beta, softcap):
+    """Also where the divergence is infinite: those of the other tokens are then still right."""
+    logits, teacher = torch.randn(3, 40), torch.randn(3, 40)
+    logits[:, 3] = -math.inf
+    leaf = logits.clone().requires_grad_()
+    given = Teacher.from_logits(teacher, beta=beta)
+    fastrl.token_divergence(leaf, given, logit_softcap=softcap, backend=backend).sum().backward()
+    assert (leaf.grad[:, 3] == 0).all()
+    assert leaf.grad.isfinite().all()
+    if beta == 0 and softcap is None:
+        wanted = logits.softmax(-1) - teacher.softmax(-1)
+        wanted[:, 3] = 0
+        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_in_its_row_and_shows(backend, kind, side):
+    teacher, logits = teacher_of(kind), 2 * torch.randn(B, T, V)
+    options = {"backend": backend}
+    before = fastrl.token_divergence(logits, teacher, **options)
+    of_teacher = next(
+        x for x in (teacher.hidden, teacher.logits, teacher.logprobs) if x is not None
+    )
+    column = 2 if teacher.token_ids is None else teacher.token_ids[1, 4, 2]
+    if side == "teacher":
+        of_teacher[1, 4, 2] = math.nan
+    else:
+        logits[1, 4, column] = math.nan
+    found = fastrl.token_divergence(logits, teacher, **options)
+    assert found[1, 4].isnan()
+    found[1, 4] = before[1, 4]
+    assert torch.equal(found, before)
