@@ -15,8 +15,9 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.endings import Endings
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.metrics import lengths
+from fastrl.train.own_completions import checked_completion
 from fastrl.train.policy import completion_logprobs
-from fastrl.train.rollout import concatenate
+from fastrl.train.rollout import Completion, concatenate, rollout_of
 from fastrl.train.sampling import Sampler, TokenCount
 from tests.train.packed import make_model, padded, plain, prompts_of
 from tests.train.runs import rows, run
@@ -103,6 +104,32 @@ def test_sets_follow_their_rows(tiny):
             assert sets[place * length + token].tolist() == list(own)
 
 
+def test_sets_of_completions_of_other_lengths(tiny):
+    """Those of two rollouts together, whose tokens and padding their sets do not have."""
+    parts = []
+    for sets in ([[[3, 4], [5]], [[6]]], [[[7], [8, 9], [5], [2]], [[1], [1], [1]]]):
+        completions = [
+            Completion(
+                torch.tensor([one[0] for one in of_tokens]),
+                torch.full((len(of_tokens),), -1.0),
+                ended=True,
+                sampled=torch.arange(len(of_tokens)) != 2,  # which a tool wrote
+                kept=KeptTokens.from_lists(of_tokens),
+            )
+            for of_tokens in sets
+        ]
+        parts.append(rollout_of(prompts_of(tiny[1], TEXTS[:1]), completions, torch.device("cpu")))
+    both = concatenate(parts)
+    assert both.kept.counts().view(4, 4).tolist() == [
+        [2, 1, 0, 0], [1, 0, 0, 0], [1, 2, 1, 1], [1, 1, 1, 0],
+    ]  # fmt: skip
+    assert both.kept.token_ids.tolist() == [3, 4, 5, 6, 7, 8, 9, 5, 2, 1, 1, 1]
+    both.token_ids[both.mask.logical_not()] = 11  # in no set, but nobody sampled it
+    assert lengths(both, TokenCount(1, 1))["kept_lacking"] == 0
+    both.token_ids[0, 0] = 11
+    assert lengths(both, TokenCount(1, 1))["kept_lacking"] == pytest.approx(1 / 8)
+
+
 @pytest.mark.parametrize("loop", ["grpo", "ppo"])
 def test_on_policy_the_ratio_is_one(small, tmp_path, loop):
     settings = {"steps": 2, "epochs": 2, "minibatches": 1, "learning_rate": 1e-12}
@@ -165,6 +192,27 @@ def test_what_needs_no_sets_is_not_refused(tiny, monkeypatch):
     sampled(tiny, sampler=own, top_p=0.9)
 
 
+def test_what_a_tool_wrote_needs_no_set(tiny):
+    """Its tokens are of no sampler, and no set needs to have them."""
+    model, _ = tiny
+    config = GrpoConfig(top_p=0.9)
+    one = Output(
+        token_ids=[4, 5, 6, 6, 7],
+        logprobs=[-1.0, 0.0, 0.0, 0.0, -1.0],
+        sampled=[True, False, False, False, True],
+        ended=True,
+        kept=KeptTokens.from_lists([[4], [], [9], [9], [7, 8]]),
+    )
+    found = checked_completion(one, [1, 2], model, config, greedy=False)
+    assert all(map(torch.equal, found.kept, one.kept))
+    one.sampled = None
+    with pytest.raises(ValueError, match=BIASED):
+        checked_completion(one, [1, 2], model, config, greedy=False)
+    one.sampled, one.kept = [True] * 5, KeptTokens.from_lists([[4], [5], [9], [9], [7]])
+    with pytest.raises(ValueError, match="got 2 of 5 that are not among theirs"):
+        checked_completion(one, [1, 2], model, config, greedy=False)
+
+
 def test_vllm_must_tell_what_it_keeps(monkeypatch):
     old = make_dataclass("EngineArgs", ["model"])
     monkeypatch.setitem(sys.modules, "vllm", Output(EngineArgs=old))
@@ -182,6 +230,8 @@ def test_vllm_must_tell_what_it_keeps(monkeypatch):
     assert vllm_sampler._completion(answer, keeps=False).kept is None
     with pytest.raises(RuntimeError, match="vLLM did not return the tokens that it kept"):
         vllm_sampler._completion(answered(None), keeps=True)
+    nothing = Output(token_ids=[], logprobs=[], finish_reason="stop", sampling_mask=None)
+    assert vllm_sampler._completion(nothing, keeps=True).kept.counts().tolist() == []
 
 
 def answered(sets):

@@ -107,6 +107,18 @@ def test_evaluation(trainer):
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
+def test_the_teacher_is_evaluated_and_a_loss_without_gradients_has_none(trainer):
+    trainer.teacher_model.train()
+    trainer.teacher_model.requires_grad_(True).zero_grad()
+    with use_fastrl(trainer):
+        of_batch(trainer, batch())
+        assert not trainer.teacher_model.training
+        assert all(p.grad is None for p in trainer.teacher_model.parameters())
+        with torch.no_grad():
+            loss = trainer.compute_loss(trainer.model, batch())
+    assert not loss.requires_grad
+
+
 def test_neither_head_is_called_unless_outputs_are_wanted(trainer):
     called = []
     models = {"student": trainer.model, "teacher": trainer.teacher_model}

@@ -77,7 +77,10 @@ def of_batch(trainer, inputs, count=None):
 BATCHES = {
     "a count of its own": ({}, None),
     "a count of all micro-batches": ({}, torch.tensor(11)),
-    "log-probabilities of the sampler": ({"rollout_logprobs": torch.full((2, 7), -3.0)}, 9),
+    "log-probabilities of the sampler": (
+        {"rollout_logprobs": -torch.arange(1.0, 15).view(2, 7) / 3},
+        9,
+    ),
 }
 
 
@@ -89,6 +92,18 @@ def test_a_batch(name, trainer):
         ours = of_batch(trainer, batch(**changes), count)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert theirs[0].abs() > 0.01
+
+
+def test_the_teacher_is_evaluated_and_a_loss_without_gradients_has_none(trainer):
+    trainer.teacher_model.train()
+    trainer.teacher_model.requires_grad_(True).zero_grad()
+    with use_fastrl(trainer):
+        of_batch(trainer, batch())
+        assert not trainer.teacher_model.training
+        assert all(p.grad is None for p in trainer.teacher_model.parameters())
+        with torch.no_grad():
+            loss = trainer.compute_loss(trainer.model, batch())
+    assert not loss.requires_grad
 
 
 def test_neither_head_is_called_unless_outputs_are_wanted(trainer):

@@ -13,7 +13,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.loss import can_be_fused  # noqa: E402
-from fastrl.integrations.trl.replay import kept_of  # noqa: E402
+from fastrl.integrations.trl.replay import KEPT, Replay, kept_of  # noqa: E402
 from fastrl.integrations.trl.rules import NOT_REPLAYED  # noqa: E402
 from fastrl.ops.kept_tokens import KeptTokens  # noqa: E402
 
@@ -207,6 +207,10 @@ GENERATIONS = {
     "RepetitionPenaltyLogitsProcessor": {"repetition_penalty": 1.2},
     "SequenceBiasLogitsProcessor": {"generation_kwargs": {"sequence_bias": [[[5], 2.0]]}},
     "temperature 1.0 with replay_kept_tokens, got 0.5": {"generation_kwargs": {"temperature": 0.5}},
+    "temperature 0.7 with replay_kept_tokens, got 1.0": {
+        "temperature": 0.7,
+        "generation_kwargs": {"temperature": 1.0},  # transformers has no processor for it
+    },
     "a generation by greedy_search": {"generation_kwargs": {"do_sample": False}},
     "a generation by beam_sample": {"generation_kwargs": {"num_beams": 2}},
 }
@@ -301,6 +305,21 @@ def test_scores_without_sets_are_refused(trainer):
             getattr(trainer, SCORES)(trainer.model, ids, torch.ones_like(ids), 1)
         with pytest.raises(ValueError, match=r"inputs must have kept_tokens, got prompt_ids"):
             trainer._compute_loss(trainer.model, {"prompt_ids": ids})
+
+
+def test_sets_are_those_of_the_batch_that_is_scored(trainer):
+    """Only while it is scored, also if that raises, and only for as many sequences."""
+    replay, sets = Replay(trainer), [KeptTokens.from_lists([[3]])] * 2
+    outside = "replay_kept_tokens must be False where"
+    with replay.of_batch({KEPT: sets}):
+        assert replay.sets(2) is sets
+        for sequences in (1, 3):
+            with pytest.raises(ValueError, match=f"{outside} .* {sequences} sequences without"):
+                replay.sets(sequences)
+    with pytest.raises(ZeroDivisionError), replay.of_batch({KEPT: sets}):
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match=outside):
+        replay.sets(2)
 
 
 def test_undo_restores_the_methods(trainer, monkeypatch):

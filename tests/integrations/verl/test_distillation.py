@@ -93,6 +93,24 @@ def test_16_bit_logits_have_a_loss_of_32_bits(dtype):
     close(a[1], b[1], 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_teachers_log_probabilities_of_any_dtype(dtype):
+    """One token of the teacher's is among the student's in the first row, none in the second."""
+    log_p, ids = (
+        torch.tensor([[[-1.0, -2.0], [-0.5, -4.0]]]).to(dtype),
+        torch.tensor([[[3, 0]] * 2]),
+    )
+    logits = torch.tensor([[[1.0, 2.0, 3.0, 4.0], [1.0, 8.0, 9.0, 0.0]]])
+    found = compute_forward_kl_topk(logits, log_p, ids, config(), "thd")
+    log_q = logits.double().log_softmax(-1).gather(-1, ids)
+    terms = log_p.double().exp() * (log_p.double() - log_q)
+    close(found["distillation_losses"], terms.sum(-1))
+    close(found["overlap_token_advantage"], torch.tensor([[-terms[0, 0, 0], 0.0]]))
+    assert found["overlap_count"].tolist() == [[1, 0]]
+    for name, value in found.items():
+        assert value.dtype == (torch.int64 if name == "overlap_count" else torch.float32), name
+
+
 def test_the_logits_may_be_overwritten_before_the_backward():
     """As verl's log-probabilities of the same logits do in their own backward."""
     data = given()

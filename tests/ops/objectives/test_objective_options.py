@@ -115,7 +115,11 @@ OPTIONS = [
         for more in ({"kl_coef": 0.2}, {"surrogate": "sapo"} | {"clip_high": 0.2})
     ),
     *(
-        {"surrogate": "reinforce", "gamma_weights": {"k_neg": 1.5, "lambda_pos": 0.5}, **more}
+        {
+            "surrogate": "reinforce",
+            "gamma_weights": {"k_pos": 0.0, "k_neg": 1.5, "lambda_pos": 0.5},
+            **more,
+        }
         for more in ({"kl_coef": 0.1}, {"rollout_correction": [CORRECTIONS[0], REJECTIONS[1]]})
     ),
     *({"top_entropy_quantile": share, "kl_coef": 0.2} for share in (0.25, 0.5)),

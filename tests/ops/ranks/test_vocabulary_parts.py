@@ -268,6 +268,37 @@ def test_ranks_on_different_cpus_have_the_same_chunks():
     on_ranks(2, tiles_on_ranks)
 
 
+def partial_on_ranks():
+    """Gradients of hidden states by each function, whole, summed over ranks and in parts."""
+    own, group = columns((5, 8)), dist.group.WORLD
+    hidden, weight, ids = torch.randn(6, 8), torch.randn(13, 8), torch.arange(6)
+    other, head, found = torch.randn(6, 4), torch.randn(13, 4), {}
+    policy = {"advantages": torch.ones(6), "mask": torch.ones(6), "objective": "dapo"}
+    functions = {
+        "stats": lambda *x, **more: fastrl.linear_token_stats(*x, ids, **more).entropy.sum(),
+        "logprobs": lambda *x, **more: fastrl.linear_token_logprobs(*x, ids, **more).sum(),
+        "loss": lambda *x, **more: fastrl.linear_policy_loss(*x, ids, **policy, **more).loss,
+        "divergence": lambda *x, **more: fastrl.linear_divergence(
+            *x, fastrl.Teacher.from_hidden(other, head[own if more else slice(None)]), **more
+        ).sum(),
+    }
+    for name, function in functions.items():
+        for more in ({}, {"reduce_hidden_gradient": True}, {"reduce_hidden_gradient": False}):
+            states = hidden.clone().requires_grad_()
+            more |= {"vocab_group": group} if more else {}
+            function(states, weight[own] if more else weight, **more).backward()
+            found.setdefault(name, []).append(states.grad)
+    return found
+
+
+def test_every_linear_form_leaves_the_gradient_in_parts_if_asked():
+    one, other = on_ranks(2, partial_on_ranks)
+    for name, (whole, summed, part) in one.items():
+        torch.testing.assert_close(summed, whole, msg=name)
+        assert (part - whole).abs().max() > 1e-3, name
+        torch.testing.assert_close(part + other[name][2], whole, msg=name)
+
+
 def likely_on_ranks(backend, lead):
     """A token that leads by so many nats: its log-probability, entropy and their gradients."""
     rank, token_ids = dist.get_rank(), torch.zeros(1, dtype=torch.int64)

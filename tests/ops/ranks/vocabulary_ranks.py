@@ -94,9 +94,15 @@ def batch(V, dtype=torch.float32, banned=slice(0, 0)):
     return {name: x.to(dtype) for name, x in head.items()}, tokens
 
 
-def kept_of(token_ids, V):
-    """Few tokens of most rows, often of some parts alone, and often without a row's own."""
+def kept_of(token_ids, sizes):
+    """Few tokens of most rows, often of some parts alone, and often without a row's own.
+
+    Every third row has the first and the last token of each part.
+    """
+    V, ends = sum(sizes), torch.tensor(sizes).cumsum(0).tolist()
+    edges = {edge for end in ends for edge in (end - 1, end % V)}
     sets = [torch.randperm(V)[: torch.randint(6, ())].tolist() for _ in token_ids]
+    sets[::3] = [list({*one, *edges}) for one in sets[::3]]
     return fastrl.KeptTokens.from_lists(sets)
 
 
@@ -199,7 +205,7 @@ def compared(tensors, tokens, sizes, backend, banned, statistics, loss, scalings
         ids = tokens["token_ids"]
         ids = torch.where(ids == -100, options.get("ignore_index", -100), ids)
         if "kept" in options:
-            options["kept"] = kept_of(ids, sum(sizes))
+            options["kept"] = kept_of(ids, sizes)
         teacher = None
         if "teacher" in options:
             teacher = teacher_of(options.pop("teacher"), sum(sizes), banned)
