@@ -294,3 +294,31 @@ def test_nan_stays_in_its_row_and_shows(backend, kind, side):
     assert found[1, 4].isnan()
     found[1, 4] = before[1, 4]
     assert torch.equal(found, before)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_a_rejected_token_may_have_an_infinite_kl(backend, form):
+    """Its KL from a reference that excludes a token has weight 0, and so no effect on the loss."""
+    hidden, weight = torch.randn(1, 4, WIDTH), torch.randn(20, WIDTH)
+    student, ids, ones = hidden @ weight.T, torch.randint(20, (1, 4)), torch.ones(1, 4)
+    old = fastrl.token_logprobs(student, ids)
+    sampled = old - 3 * torch.tensor([[0.0, 1, 0, 0]])
+    correction = fastrl.RolloutCorrection(kind="mask", high=2.0)
+    objective = fastrl.Objective(
+        kl_estimator="exact", kl_coef=0.2, rollout_correction=correction, aggregation="token-mean"
+    )
+    options = {"old_logprobs": old, "rollout_logprobs": sampled, "objective": objective}
+    found = []
+    for lowest in (0.0, -math.inf):
+        others = torch.ones(1, 4, 20)
+        others[0, 1, 3] = lowest
+        options |= {"teacher": Teacher.from_logits(others), "backend": backend}
+        leaf = (student if form == "logits" else hidden).clone().requires_grad_()
+        if form == "logits":
+            loss = fastrl.logits_policy_loss(leaf, ids, ones[:, 0], ones, **options).loss
+        else:
+            loss = fastrl.linear_policy_loss(leaf, weight, ids, ones[:, 0], ones, **options).loss
+        loss.backward()
+        assert (leaf.grad[0, 1] == 0).all()
+        found.append((loss.detach(), leaf.grad))
+    torch.testing.assert_close(*found)

@@ -95,6 +95,35 @@ def test_no_logits_and_undo(trainer):
     assert all(p.grad is None for p in trainer.teacher_model.parameters())
 
 
+@pytest.mark.parametrize("weight", [0.4, 1.0])
+def test_a_policy_loss_has_tokens_that_are_not_distilled(weight, trainer, monkeypatch):
+    """SDPO distils the samples that have a demonstration; SDFT all of them."""
+    monkeypatch.setattr(trainer.args, "distillation_weight", weight, raising=False)
+    trainer.current_gradient_accumulation_steps, mask = 1, torch.ones(2, 7, dtype=torch.long)
+    ids = torch.randint(4, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+    of_prompt, of_completion, teacher = ids[:, :3], ids[:, 3:], torch.cat([ids[:, 1:3], ids], 1)
+    batch = {
+        "prompt_ids": of_prompt,
+        "prompt_mask": mask[:, :3],
+        "completion_ids": of_completion,
+        "completion_mask": mask[:, 3:],
+        "teacher_input_ids": teacher,
+        "teacher_attention_mask": torch.ones_like(teacher),
+        "self_distillation_mask": torch.tensor([1.0, 0.0]),
+        "advantages": torch.tensor([0.5, -1.5]),
+        "old_per_token_logps": torch.full((2, 4), -3.5),
+    }
+    found = []
+    for use in (False, True):
+        handle = use_fastrl(trainer) if use else None
+        trainer.model.zero_grad()
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in trainer.model.parameters())])
+    handle.undo()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_refused(trainer, monkeypatch):
     before = dict(trainer.__dict__)
     with pytest.raises(ValueError, match="TRL weights the divergences of the tokens"):

@@ -196,6 +196,16 @@ def test_m2po(backend, near, threshold):
     assert_masked(backend, near, o, m2po(near, threshold))
 
 
+def test_a_mean_square_on_the_bound_of_m2po_is_within_it(backend):
+    old = torch.full((1, 4), -2.0)
+    logprobs = old + torch.tensor([[0.5, 0.25, 1.0, 0.0]])  # means of 1/16, 5/32, 7/16
+    for high, kept in ((1 / 16, [0, 1, 0, 1]), (5 / 32, [1, 1, 0, 1]), (7 / 16, [1, 1, 1, 1])):
+        o = Objective.preset("m2po", trust_region=TrustRegion(kind="m2", high=high))
+        inputs = {"old_logprobs": old, "objective": o}
+        came = gradient(backend, logprobs, torch.ones(1, 4), torch.ones(1, 4), **inputs)
+        assert (came != 0).tolist() == [[bool(x) for x in kept]]
+
+
 @pytest.mark.parametrize(("low", "high"), [(None, 0.02), (0.05, 0.01)])
 @pytest.mark.parametrize("kind", ["tv", "kl"])
 def test_dppo_of_skyrl(backend, near, kind, low, high):

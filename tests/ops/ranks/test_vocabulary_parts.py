@@ -279,10 +279,12 @@ def partial_on_ranks():
         "logprobs": lambda *x, **more: fastrl.linear_token_logprobs(*x, ids, **more).sum(),
         "loss": lambda *x, **more: fastrl.linear_policy_loss(*x, ids, **policy, **more).loss,
         "divergence": lambda *x, **more: fastrl.linear_divergence(
-            *x, fastrl.Teacher.from_hidden(other, head[own if more else slice(None)]), **more
+            *x, fastrl.Teacher.from_hidden(other, head[own] if len(x[1]) < 13 else head), **more
         ).sum(),
     }
     for name, function in functions.items():
+        with pytest.raises(ValueError, match="reduce_hidden_gradient=False has no effect without"):
+            function(hidden, weight, reduce_hidden_gradient=False)
         for more in ({}, {"reduce_hidden_gradient": True}, {"reduce_hidden_gradient": False}):
             states = hidden.clone().requires_grad_()
             more |= {"vocab_group": group} if more else {}
