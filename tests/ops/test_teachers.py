@@ -216,7 +216,10 @@ def divergence(log_q, log_p, beta):
 
 HEATS = 0.5 + torch.arange(6).view(2, 3) / 5
 SCALINGS = {
-    "per row": ({"temperature": HEATS, "logit_scale": 1.7}, {"temperature": 1.6 - HEATS}),
+    "per row": (
+        {"temperature": HEATS, "logit_scale": 1.7},
+        {"temperature": 2 - HEATS, "logit_softcap": 6.0},
+    ),
     "one softcap, two factors": (
         {"logit_softcap": 5.0, "logit_scale": 0.5, "temperature": 0.6},
         {"logit_softcap": 5.0, "logit_scale": 0.8, "temperature": 0.6},

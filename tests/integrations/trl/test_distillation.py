@@ -8,7 +8,7 @@ from tests.integrations.trl.distilling import make_distillation
 from tests.integrations.trl.runs import VOCABULARY, both, make_model, run, save_model
 
 trl = needed("trl")
-from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl import distillation, use_fastrl  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -136,7 +136,7 @@ def test_one_pass_without_logits_of_the_sequences(trainer, monkeypatch):
         hook.remove()
 
 
-def test_undo_under_a_method_that_was_patched_on_top(tiny_path, tmp_path):
+def test_undo_under_a_method_that_was_patched_on_top(tiny_path, tmp_path, monkeypatch):
     found = []
     for use in (False, True):
         trainer = make_distillation(tiny_path, output_dir=tmp_path, max_steps=1)
@@ -145,6 +145,7 @@ def test_undo_under_a_method_that_was_patched_on_top(tiny_path, tmp_path):
         trainer._compute_loss = lambda *given, own=own: own(*given)
         if use:
             handle.undo()
+            monkeypatch.setattr(distillation, "distillation_loss", None)
         found.append(run(trainer)[1])
     assert found[0] == found[1]
 
