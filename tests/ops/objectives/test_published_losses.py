@@ -149,6 +149,25 @@ def test_rejected_tokens_are_not_projected(backend, near):
     assert torch.equal(result.logprobs != 0, (mask * kept).bool())
 
 
+@pytest.mark.parametrize("entropy_aggregation", [None, "token-sum"])
+def test_a_rejected_token_keeps_its_entropy_bonus(backend, near, entropy_aggregation):
+    """It is the only term of such a token that is left, also from hidden states."""
+    old, rollout, advantages, mask = (x.float() for x in near)
+    hidden, weight, ids = torch.randn(B, T, 4), torch.randn(9, 4), torch.zeros(B, T).long()
+    correction = RolloutCorrection(kind="mask", high=1.1, low=0.9)
+    own = {"entropy_coef": 0.1, "entropy_aggregation": entropy_aggregation}
+    o = Objective(kl_coef=0.2, rollout_correction=correction, **own)
+    options = {"old_logprobs": old, "ref_logprobs": old, "rollout_logprobs": rollout}
+    options |= {"objective": o, "backend": backend}
+    leaves = [hidden.clone().requires_grad_() for _ in range(2)]
+    rest = (ids, advantages, mask)
+    fastrl.logits_policy_loss(leaves[0] @ weight.T, *rest, **options).loss.backward()
+    options["metrics"] = False  # so rows without a weight are not projected
+    fastrl.linear_policy_loss(leaves[1], weight, *rest, **options).loss.backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal((leaves[1].grad != 0).any(-1), mask.bool())
+
+
 # --- masks by the current policy
 
 
