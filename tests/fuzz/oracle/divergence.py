@@ -50,10 +50,10 @@ class Divergence:
                 t.log_p + np.log(beta) if beta > 0 else np.full_like(q, -np.inf),
             )
             of_q = {0.0: np.zeros_like(q), 1.0: log_ratio}.get(
-                beta, np.where(q == 0, 0.0, s.log_p - mixture)
+                beta, np.where(q == 0, 0.0, -_mixed(beta, 1 - beta, -log_ratio))
             )
             of_p = {1.0: np.zeros_like(p), 0.0: -log_ratio}.get(
-                beta, np.where(p == 0, 0.0, t.log_p - mixture)
+                beta, np.where(p == 0, 0.0, -_mixed(1 - beta, beta, log_ratio))
             )
         share_q, share_p = (1.0 if beta == 1 else 1 - beta), (1.0 if beta == 0 else beta)
         from_q = share_q * _times(q, of_q) if beta > 0 else np.zeros_like(q)
@@ -153,6 +153,15 @@ class Divergence:
         beyond = beyond | (np.abs(g) * (magnitude + 1) * np.abs(s.slope) > s.arithmetic.largest)
         total = np.where(unknown | beyond | np.isnan(total), np.inf, total)
         return Bounded(value, np.where(np.isnan(value) & ~unknown, 0.0, total), s.arithmetic)
+
+
+def _mixed(share: float, rest: float, distance: np.ndarray) -> np.ndarray:
+    """Return log(rest + share e^distance) of shares that add up to 1, however small one is."""
+    if not share or not rest:
+        return np.zeros_like(distance)
+    near = share * np.expm1(np.minimum(distance, 700.0))
+    far = np.logaddexp(np.log(rest), np.log(share) + distance)
+    return np.where(np.abs(near) < 0.5, np.log1p(np.maximum(near, -0.5)), far)
 
 
 def _times(probability: np.ndarray, log: np.ndarray) -> np.ndarray:

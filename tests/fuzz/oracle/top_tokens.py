@@ -85,7 +85,9 @@ class TopTokens:
         value[row, self.ids] = of_events.value[:, :count]
         error[row, self.ids] = of_events.error[:, :count]
         u = s.arithmetic
-        banned = np.isneginf(s.z) & ~self.events.undefined[:, None]
+        undefined = self.events.undefined[:, None]
+        error = np.where(undefined, np.inf, error)
+        banned = np.isneginf(s.z) & ~undefined
         value, error = np.where(banned, 0.0, value), np.where(banned, 0.0, error)
         with np.errstate(invalid="ignore"):
             result = value * s.slope
