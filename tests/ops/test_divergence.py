@@ -9,7 +9,7 @@ import torch
 import fastrl
 from fastrl import Objective, Teacher
 from fastrl.ops._linear.inputs import checked_inputs
-from tests.ops.divergences import BETAS, divergence, logprobs_of, top_events
+from tests.ops.teachers.divergences import BETAS, divergence, logprobs_of, top_events
 
 pytestmark = pytest.mark.kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

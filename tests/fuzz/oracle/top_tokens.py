@@ -54,6 +54,8 @@ class TopTokens:
         finite = np.where(np.isfinite(z), np.abs(z), 0.0)
         error = np.where(np.isfinite(z), error + 2 * u * finite, 0.0)
         error = np.where(s.overflows[:, None], np.inf, error)
+        # z itself may overflow to -inf, which gets no gradient
+        keep(self, "overflows", s.overflows | (2 * finite > s.arithmetic.largest).any(1))
         log_error = log_error + u * np.abs(np.where(np.isfinite(log_p), log_p, 0.0))
         plain, first = Head(np.ones(s.n)), np.zeros(s.n, int)
         events = [
@@ -94,6 +96,6 @@ class TopTokens:
             total = np.abs(s.slope) * error + (np.abs(value) + error) * s.slope_error
         total = total + 4 * u.unit * np.abs(result) + u.smallest * (result != 0)
         total = np.where(np.isinf(error) | np.isnan(total), np.inf, total)
-        beyond = (np.abs(result) + total > u.largest) | s.overflows[:, None]
+        beyond = (np.abs(result) + total > u.largest) | self.overflows[:, None]
         idle = (upstream == 0)[:, None]
         return Bounded(result, np.where(beyond & ~idle, np.inf, total), u)

@@ -8,7 +8,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, Teacher
-from tests.ops.divergences import BETAS, logprobs_of
+from tests.ops.teachers.divergences import BETAS, logprobs_of
 
 pytestmark = pytest.mark.kernels
 LOWEST = {str(t): torch.finfo(t).min for t in (torch.float32, torch.bfloat16, torch.float16)}

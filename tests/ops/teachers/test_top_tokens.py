@@ -5,7 +5,7 @@ import torch
 
 import fastrl
 from fastrl import Teacher
-from tests.ops.divergences import divergence, logprobs_of, top_events
+from tests.ops.teachers.divergences import divergence, logprobs_of, top_events
 
 pytestmark = pytest.mark.kernels
 ROWS, V, K = 6, 40, 3
