@@ -135,7 +135,8 @@ def preset_fields(name: str, convention: str, changes: Fields) -> Fields:
     estimator = fields.get("kl_estimator", "k3")
     if convention == "verl" and estimator != "k3":
         fields["kl_clamp"] = changes.get("kl_clamp")  # verl clamps only k3
-    if convention == "trl" and estimator == "exact":  # which is no sample to be weighted
+    # the ratio of gmpo is no importance weight, and an exact KL is no sample to be weighted
+    if convention == "trl" and (fields.get("surrogate") == "gmpo" or estimator == "exact"):
         fields["kl_gradient"] = changes.get("kl_gradient", "exact")
     return fields
 

@@ -13,9 +13,9 @@ class TrustRegion:
     """A mask that drops tokens that moved too far from the old policy, the way `A` pulls them.
 
     With the probability `p` of the token under the policy and `q` under the old policy
-    (`old_logprobs`; without them nothing is dropped), in `tv` and `kl` at most 1, only tokens with `A > 0, p > q` or
-    `A < 0, p < q` can be dropped from the policy term. The mask is a constant. A NaN distance drops
-    nothing.
+    (`old_logprobs`; without them nothing is dropped), only tokens with `A > 0, p > q` or
+    `A < 0, p < q` can be dropped from the policy term. `tv` and `kl` count a probability that
+    rounding made larger than 1 as 1. The mask is a constant. A NaN distance drops nothing.
 
     | kind | drops tokens with | source |
     | --- | --- | --- |

@@ -72,10 +72,10 @@ def group_advantages(
     The defaults are GRPO (Shao et al. 2024, arXiv 2402.03300) with TRL's eps and unbiased std.
     Dr. GRPO (arXiv 2503.20783) is `scale="none"`; RLOO (Ahmadian et al. 2024, arXiv 2402.14740) is
     `baseline="leave_one_out", scale="none"`; MaxRL (arXiv 2602.02710) is
-    `scale="mean", eps=1e-6`. Its rewards must be at least 0, since a negative mean would turn the
-    sign of every advantage round: a CPU raises an error, a GPU does not read them. Mean and
-    variance are computed in two passes in float64. A group of equal rewards gives exactly 0 (unless
-    `baseline="none"`).
+    `scale="mean", eps=1e-6`. Its rewards must be at least 0: its advantages grow without bound as
+    the mean nears 0, and a negative mean reverses their signs. A CPU refuses negative rewards; a
+    GPU does not read them. Mean and variance are computed in two passes in float64. A group of
+    equal rewards gives exactly 0 (unless `baseline="none"`).
 
     A completion with `mask` 0 is left out of all statistics, whatever its reward, and has advantage
     0; its group is that of the others. A reward that is NaN is left out by `convention="trl"`, as

@@ -40,6 +40,11 @@ def test_a_convention_leaves_alone_what_its_trainer_does_not_have(convention, es
     assert (o.kl_gradient, o.kl_clamp) == ("exact", None)
 
 
+def test_a_preset_of_trl_may_have_the_surrogate_of_gmpo():
+    o = Objective.preset("gspo", convention="trl", surrogate="gmpo", clip_low=0.4, clip_high=0.4)
+    assert o.kl_gradient == "exact"
+
+
 NUMBERS = [np.float32(0.25), np.float64(0.25), np.float16(0.25)]
 WHOLE = [np.int64(2), np.int32(2), np.uint8(2)]
 

@@ -174,7 +174,7 @@ def policy_loss_kernel(
                 if not KL_BY_TOKEN:
                     kl = kl_terms(KL_ESTIMATOR, KL_GRADIENT, _ref_difference(x, loss), mean, c)
                     slope = weights.kl * (c.kl_coef * kl.ratio_slope)
-                    total += tl.where(alone, 0.0, slope)
+                    total += tl.where(alone | (c.kl_coef == 0), 0.0, slope)
             shared_slope = tl.div_rn(tl.sum(total, 0), size)
 
     lowest, highest = log_ratio_bounds(c, MAX_LOG_RATIO)
@@ -310,7 +310,7 @@ def policy_loss_fwd(logprobs, entropy, mask, *arguments):
         span,
         **compiled_for(objective),
         LEVEL=contract.LEVELS.index(level),
-        KL_BY_TOKEN=objective.kl_by_token(),
+        KL_BY_TOKEN=loss.ref_logprobs is None or objective.kl_by_token(),
         THROUGH_RATIO=surrogate in THROUGH_RATIO,
         BY_SEQUENCE=which,
         BLOCK=BLOCK,

@@ -63,6 +63,28 @@ def test_with_the_ratio_of_the_sequence_it_is_not(backend):
     assert (came - true_gradient("on policy")).norm() > 0.1 * true_gradient("on policy").norm()
 
 
+@pytest.mark.parametrize("ref", [None, torch.nan])
+@pytest.mark.parametrize("name", ["gspo", "luspo"])
+def test_a_preset_with_it_and_without_a_weight_of_the_kl_is_that_of_the_paper(backend, name, ref):
+    torch.manual_seed(0)
+    old, grads = -torch.rand(2, 4) - 0.5, []
+    new = old + 1e-4 * torch.randn(2, 4)
+    for objective in (Objective.preset(name, convention="trl"), Objective.preset(name)):
+        logprobs = new.clone().requires_grad_()
+        fastrl.policy_loss(
+            logprobs,
+            torch.tensor([1.0, -2.0]),
+            torch.ones(2, 4),
+            old_logprobs=old,
+            ref_logprobs=None if ref is None else torch.full_like(old, ref),
+            objective=objective,
+            backend=backend,
+        ).loss.backward()
+        grads.append(logprobs.grad)
+    assert grads[0].abs().sum() > 0
+    torch.testing.assert_close(*grads)
+
+
 def test_a_level_without_effect_is_refused():
     kl = {"kl_coef": 0.1, "kl_gradient": "bias-corrected"}
     for fields in (kl, {**kl, "kl_gradient": "exact", "level": "sequence"}):
