@@ -93,7 +93,10 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.from_lists([[3, 1], []]).offsets
             tensor([0, 2, 2])
         """
-        rows = _listed("sets must be a list with a list of token ids for each row", sets)
+        expectation = "sets must be a list with a list of token ids for each row"
+        if isinstance(sets, KeptTokens):
+            raise TypeError(f"{expectation}, got KeptTokens")
+        rows = _listed(expectation, sets)
         return cls._of_lists("sets", rows, device)
 
     @classmethod
@@ -155,7 +158,9 @@ class KeptTokens(NamedTuple):
                     f"return_sampling_mask=True; got {type(output).__name__} at {index}"
                 )
         lengths = [
-            len(_listed("outputs must have a list as token_ids", output.token_ids))
+            len(
+                _listed("outputs must have a list as token_ids", getattr(output, "token_ids", None))
+            )
             for output in outputs
         ]
         length = max(lengths, default=0) if length is None else whole("length", length, low=0)
@@ -255,7 +260,8 @@ class KeptTokens(NamedTuple):
         """Return the sets of some rows.
 
         Args:
-            rows: indices `[n]`, which also order the result, or bool `[rows]`.
+            rows: indices `[n]`, which also order the result and count from the end below 0, or
+                bool `[rows]`.
 
         Returns:
             The sets.
@@ -279,7 +285,7 @@ class KeptTokens(NamedTuple):
             rows = integer("rows", rows).to(torch.int64)  # torch takes uint8 for a mask
             outside = rows[(rows < -count) | (rows >= count)] if can_read(rows) else rows[:0]
             if len(outside):
-                raise ValueError(f"rows must lie in [0, {count}), got {int(outside[0])}")
+                raise ValueError(f"rows must lie in [{-count}, {count}), got {int(outside[0])}")
         counts, starts = self.counts()[rows], self.offsets[:-1].to(torch.int64)[rows]
         offsets = pad(counts.cumsum(0), (1, 0))
         place = torch.arange(int(offsets[-1]), device=offsets.device)

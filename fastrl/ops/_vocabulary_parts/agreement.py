@@ -125,7 +125,7 @@ class Agreement:
         count; values of other tokens are not compared.
 
         Raises:
-            ValueError: a part is empty, all parts are the same, arguments differ between ranks, or
+            ValueError: a part is empty, two parts are the same, arguments differ between ranks, or
                 a rank has refused.
         """
         call = _signature(self._function).bind(*self.args, **self.kwargs)
@@ -226,11 +226,12 @@ def _refuse_differences(
 
 def _refuse_copies(ranks: Sequence[Sequence[int]], sampled: Sequence[str]) -> None:
     marks = zip(*(row[-_MOST_SAMPLES:] for row in ranks), strict=True)
-    if names := [*compress(sampled, (len(set(mark)) == 1 for mark in marks))]:
+    if names := [*compress(sampled, (len(set(mark)) < len(mark) for mark in marks))]:
         raise ValueError(
             f"{' and '.join(names)} must be this rank's part of the vocabulary, got the same "
-            "values on all ranks of vocab_group: if every rank has the whole vocabulary, as with "
-            "gathered logits, leave vocab_group out"
+            "values on several ranks of vocab_group: if every rank has the whole vocabulary, as "
+            "with gathered logits, leave vocab_group out; the ranks of two replicas are two "
+            "groups; random parts need a seed for each rank"
         )
 
 

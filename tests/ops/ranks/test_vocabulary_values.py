@@ -170,11 +170,13 @@ def test_ranks_that_all_have_the_whole_vocabulary_raise():
             assert "leave vocab_group out" in text
 
 
-def two_alike_on_ranks():
-    """Three ranks of which two have the same part."""
-    x = torch.randn(N, V) + (dist.get_rank() == 2)
-    fastrl.token_logprobs(x, torch.arange(N), vocab_group=dist.group.WORLD)
+def replicas_on_ranks():
+    """Two replicas of two ranks each, in one group."""
+    part = torch.randn(N, V).chunk(2, -1)[dist.get_rank() % 2]
+    given = {"logits": part, "token_ids": torch.arange(N), "vocab_group": dist.group.WORLD}
+    return outcome(fastrl.token_stats, given)
 
 
-def test_some_parts_may_be_the_same():
-    on_ranks(3, two_alike_on_ranks)
+def test_ranks_of_two_replicas_raise():
+    for text in on_ranks(4, replicas_on_ranks):
+        assert "got the same values on several ranks of vocab_group" in text
