@@ -41,7 +41,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "clip": (0.0, -0.2),
     "loss": ("l1",),
     "aggregation": ("mean",),
-    "normalizer": (0.0, float("nan"), {}),
+    "normalizer": (-1.0, float("nan"), {}),
     "group_size": (0, 1.5),
     "dim": (3,),
     "policy_loss": ("max",),

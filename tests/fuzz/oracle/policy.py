@@ -196,10 +196,13 @@ def _kl_term(tokens: Tokens, ratio: Ratio, fields: dict) -> Term:
     if fields["kl_level"] == "token":
         ratio = log_ratio(tokens, {**fields, "level": "token"})
     term = terms.kl_term(d, ratio.x, ratio.stuck, fields)
-    if fields["kl_gradient"] != "bias-corrected" or ratio.shared:
+    if fields["kl_gradient"] != "bias-corrected":
         return term
     slope = terms.bias_corrected_slope(d, ratio.x, ratio.stuck, fields)
-    return dataclasses.replace(term, own=slope, through=zeros(slope))
+    lengths = np.bincount(tokens.sequence, minlength=tokens.count)
+    alone = lengths[tokens.sequence] == 1 if ratio.shared else True
+    own, through = where(alone, slope, term.own), where(alone, zeros(slope), term.through)
+    return dataclasses.replace(term, own=own, through=through)
 
 
 def _entropy_slope(weight: Bounded, fields: dict, top: Decision | None) -> Bounded:
