@@ -99,7 +99,7 @@ def _token_stats() -> list[Target]:
     plain, narrow = ROWS[""], NARROW.specialization(NARROW.grad)
     short = plain.specialization(entropy=False)
     found = [
-        _rows("token_logprobs_fwd", forward, plain, short, out, instructions=9, mufu=1.2),
+        _rows("token_logprobs_fwd", forward, plain, short, out, instructions=9.2, mufu=1.2),
         _rows("token_logprobs_bwd", backward, plain, short, _OF_LOGPROBS, instructions=7, mufu=1.2),
         _rows("token_stats_bwd_narrow", backward, NARROW, narrow, instructions=7, mufu=1.2),
     ]
@@ -108,7 +108,7 @@ def _token_stats() -> list[Target]:
         found += [
             _rows(
                 f"token_stats_fwd{suffix}", forward, rows, spec, out,
-                instructions=18 if capped else 9 if rows.aligned else UNALIGNED * 8.5,
+                instructions=18 if capped else 9.2 if rows.aligned else UNALIGNED * 8.7,
                 mufu=3.4 if capped else 1.2,
             ),
             _rows(

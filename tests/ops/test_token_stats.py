@@ -35,6 +35,26 @@ def test_an_excluded_token_is_the_most_likely_only_among_excluded_ones(backend, 
     assert stats.is_top1.tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("excluded", [0, 3, 200])
+def test_tokens_of_the_lowest_number_alone_are_equally_likely(backend, dtype, excluded):
+    if backend == "cuda":
+        pytest.skip("to which these are excluded, as its docstring says")
+    row = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
+    row[:excluded] = -math.inf
+    row = row[None].requires_grad_()
+    stats = fastrl.token_stats(row, torch.tensor([299]), backend=backend)
+    (stats.logprobs + 0.1 * stats.entropy).sum().backward()
+    count = 300 - excluded
+    expected = torch.zeros(1, 300)
+    expected[:, excluded:] = -1 / count
+    expected[:, 299] += 1
+    torch.testing.assert_close(stats.logprobs, torch.tensor([-math.log(count)]))
+    torch.testing.assert_close(stats.entropy, torch.tensor([math.log(count)]))
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(row.grad.float(), expected, atol=rounding / 8, rtol=rounding)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
 def test_a_broken_row_is_nan_alone(backend, bad):
     logits = random_logits(3, 130)

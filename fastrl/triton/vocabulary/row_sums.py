@@ -26,6 +26,7 @@ from fastrl.triton.vocabulary.rows import (
     exponent,
     exponent_factor,
     finite_or_zero,
+    largest_exponent,
     row_counts,
     row_gain,
     row_start,
@@ -122,8 +123,8 @@ def token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC: tl.conste
 @triton.jit
 def fold(sums, following, binary_gain, squash, SPEC: tl.constexpr):
     """Return the sums over both parts, relative to the larger exponent."""
-    exponents = value(sums.largest, squash, SPEC) * binary_gain
-    next_exponents = value(following.largest, squash, SPEC) * binary_gain
+    exponents = largest_exponent(value(sums.largest, squash, SPEC), binary_gain)
+    next_exponents = largest_exponent(value(following.largest, squash, SPEC), binary_gain)
     first = sums.largest >= following.largest
     reference = finite_or_zero(tl.where(first, exponents, next_exponents))
     fall, next_fall = at_least(exponents - reference), at_least(next_exponents - reference)
@@ -169,8 +170,8 @@ def row_sums(
             sums = fold(sums, following, binary_gain, squash, SPEC)
         beside = token_lane_sums(row, token, vocabulary, binary_gain, squash, SPEC)
     largest = tl.max(sums.largest, axis=0)
-    reference = finite_or_zero(value(largest, squash, SPEC) * binary_gain)
-    fall = at_least(value(sums.largest, squash, SPEC) * binary_gain - reference)
+    reference = finite_or_zero(largest_exponent(value(largest, squash, SPEC), binary_gain))
+    fall = at_least(largest_exponent(value(sums.largest, squash, SPEC), binary_gain) - reference)
     factor = tl.exp2(fall)
     s = tl.sum(sums.s * factor, axis=0)
     st = tl.sum(tl.fma(sums.s, fall, sums.st) * factor, axis=0)
@@ -217,8 +218,8 @@ def row_statistics(others, x, token, binary_gain, squash, SPEC: tl.constexpr):
     v = value(largest, squash, SPEC)
     factor = exponent_factor(v, binary_gain)
     reference = finite_or_zero(v * factor)
-    below = value(others.largest, squash, SPEC) * binary_gain
-    fall = at_least(below - finite_or_zero(v * binary_gain))
+    below = largest_exponent(value(others.largest, squash, SPEC), binary_gain)
+    fall = at_least(below - finite_or_zero(largest_exponent(v, binary_gain)))
     falling = tl.exp2(fall)
     t = at_least(exponent(x, value(x, squash, SPEC), factor, reference, SPEC))
     e = tl.exp2(t)

@@ -270,7 +270,15 @@ def exponent_factor(v, binary_gain):
     from the exponent of the largest, so the factor is a power of two, which does not round.
     """
     power = (binary_gain.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.where(tl.abs(v) < 18446744073709551616.0, power, 1.0)  # or the product overflows
     return tl.where(tl.abs(v * binary_gain) < 1073741824.0, binary_gain, power)
+
+
+@triton.jit
+def largest_exponent(v, binary_gain):
+    """Return the exponent of the largest value: finite for the lowest number, -inf for -inf."""
+    t = tl.maximum(v * binary_gain, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(v == float("-inf"), v, t)
 
 
 @triton.jit
