@@ -80,7 +80,8 @@ def token_logprobs(
             last dimension over a mesh of the one dimension `tp` needs no `vocab_group`.
         backend: `auto`, or the backend to use. `cuda` refuses a float temperature below 1e-6 times
             the scale (or 2 softcap); it treats a row with no z above -6.9e8, or in fp16 with no
-            logit above -65504, as if all its logits were -inf.
+            logit above -65504, as if all its logits were -inf, and a logit as low as that gets no
+            gradient.
 
     Returns:
         Log-probabilities in nats, fp32, the shape of `token_ids`.
