@@ -57,9 +57,12 @@ def linear(parameters, function, *arguments, **options):
 
 
 def near(found, exact, dtype, what, roundings=1):
-    """fp32: rounding of sums of H and N terms; 16 bits: roundings of the result on top."""
+    """fp32: rounding of sums of H and N terms; 16 bits: roundings of the result on top.
+
+    Two roundings: the exact value is one of the same dtype, with an error of its own.
+    """
     eps = roundings * torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
     exact = exact.double()
-    budget = eps * exact.abs() + 2e-5 * exact.abs().amax() + 1e-9
+    budget = eps * exact.abs() + roundings * 2e-5 * exact.abs().amax() + 1e-9
     excess = ((found.double() - exact).abs() / budget).nan_to_num(math.inf).amax()
     assert excess <= 1, f"{what}: error is {float(excess):.2f} times its budget"
