@@ -131,7 +131,7 @@ FAULTS = {
     "parity for a stage": Fault(ONE_PASS, ROWS, f"parity is wrong|{STUCK}", "", WAIT, FLIP),
     "parity for other blocks": Fault(ONE_PASS, ROWS, f"parity is wrong|{STUCK}",
         "", WAIT_CLUSTER, FLIP),
-    "16 bytes too few expected": Fault(ONE_PASS, ROWS, "race|loads what nobody has written|" + STUCK,
+    "16 bytes too few expected": Fault(ONE_PASS, ROWS, "race|nobody has written|" + STUCK,
         "try_wait", EXPECT, r"sub.s32 \1, \1, 16;\n\g<0>"),
     "4 bytes too many expected": Fault(ONE_PASS, ROWS, STUCK,
         "try_wait", EXPECT, r"add.s32 \1, \1, 4;\n\g<0>"),
