@@ -35,7 +35,7 @@ enum class KlGradient : int { kExact, kStraightThrough, kBiasCorrected };
 template <>
 inline constexpr KlGradient kLast<KlGradient> = KlGradient::kBiasCorrected;
 
-// The ratio in a bias-corrected KL: the token's own, or that of the policy term.
+// Which ratio a bias-corrected KL has: the token's own, or the one of the policy term.
 enum class KlLevel : int { kToken, kPolicy };
 template <>
 inline constexpr KlLevel kLast<KlLevel> = KlLevel::kPolicy;

@@ -80,8 +80,8 @@ class Objective:
     | `straight-through` | `k` | the gradient of `k2`, which is unbiased (as verl's `k3+`) |
     | `bias-corrected` | `r k`, both log-ratios clamped to [-40, 40] | `r dk/dlogprob + k dr/dlogprob` (DeepSeek-V3.2) |
 
-    Where `log r` or `k` is outside its bounds, the gradient of a `bias-corrected` KL is 0: that of
-    one factor alone could have the wrong sign. With the token's own ratio the gradient of `r k3`,
+    Where `log r` or `k` is outside its bounds, the gradient of a `bias-corrected` KL is 0, because
+    the gradient of one factor alone could have the wrong sign. With the token's own ratio the gradient of `r k3`,
     `r (logprob - ref_logprob)`, is exact up to the distance 80.
 
     Attributes:
@@ -100,7 +100,7 @@ class Objective:
         kl_clamp: bound on the absolute value of the estimate of a token in nats, or None.
         kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.
         kl_level: the ratio in a `bias-corrected` KL: `"token"`, the token's own, with which the KL
-            is unbiased, or `"policy"`, that of `level`, as TRL and Liger have it.
+            is unbiased, or `"policy"`, the ratio of the policy term, as in TRL and Liger.
         teacher_coef: weight of the divergence from a `Teacher`, averaged as in `aggregation`.
         entropy_coef: weight of the entropy bonus.
         log_ratio_clamp: bound on `|log r|`, or bounds (low, high) with `low <= log r <= high`, of

@@ -78,7 +78,7 @@ def group_advantages(
     equal rewards gives exactly 0 (unless `baseline="none"`).
 
     A completion with `mask` 0 is left out of all statistics, whatever its reward, and has advantage
-    0; its group is that of the others. A reward that is NaN is left out by `convention="trl"`, as
+    0; its group consists of the others. A reward that is NaN is left out by `convention="trl"`, as
     TRL does with a reward of None. Otherwise a non-finite reward makes its group NaN, and no other.
 
     With `process_group` the batch is the rewards of all its ranks, concatenated in rank order, and
