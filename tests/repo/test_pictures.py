@@ -98,21 +98,22 @@ def test_the_tables_have_the_numbers_of_the_results(bench):
     ]
     machine = {"device": "a CPU", "torch": "2.13.0"}
     made = {"machine": machine, "date": "2026-11-26T01:02:03"}
-    before = "a <!-- numbers:begin -->\nold\n<!-- numbers:end --> b"
+    before = "a <!-- numbers:begin -->\nstale numbers\n<!-- numbers:end --> b"
     text = numbers.written(before, {**made, "cases": cases})
-    assert text.startswith("a <!-- numbers:begin -->\n\na CPU; torch 2.13.0, 2026-11-26.")
+    assert text.startswith("a <!-- numbers:begin -->\n\nMeasured on a CPU; torch 2.13.0, 2026-11-26.")
     assert text.endswith("<!-- numbers:end --> b")
     assert text.count("torch.compile is faster for *") == len(cases)
-    assert "error of 2.0e-03 of the largest gradient (fastrl: 2.0e-03)" in " ".join(text.split())
-    assert "old" not in text
+    assert "error of 0.2% of the largest gradient (fastrl: 0.20%)" in " ".join(text.split())
+    assert "stale numbers" not in text
     assert (
-        "| loss and gradient | 256 x 151936 | float32 | 2 ms | 0.5 | 0.5 | 10 | TRL, 2.5 |" in text
+        "| loss and gradient from logits | 256 x 151936 | float32 | 2 ms | 0.5x | **0.5x** | 10x "
+        "| TRL, 2.5x |" in text
     )
     assert (
-        "peak MB | fastrl cpu | fastrl cpu, in place | eager | eager in bfloat16 | torch.compile |"
-        in text
+        "tokens x vocabulary | fastrl cpu | fastrl cpu, in place | eager | eager in bfloat16 "
+        "| torch.compile |" in text
     )
-    assert "| 1024 | 5 | 0 | 70 | 90 | 70 |" in text
+    assert "| 1024 x 49152 | 5 | 0 | 70 | 90 | 70 |" in text
     with pytest.raises(ValueError, match="markers"):
         numbers.written("no tables", {**made, "cases": cases})
     with pytest.raises(ValueError, match="token_logprobs"):

@@ -138,7 +138,7 @@ def test_the_training_page_names_what_exists():
 
 def test_the_diff_in_the_readme():
     ((_, _, code),) = [block for block in BLOCKS if block[:2] == ("README.md", "diff")]
-    lines, losses = code.splitlines(), []
+    lines, losses = code.splitlines(), []  # the logits of T positions, and losses of T - 1 tokens
 
     def my_grpo_loss(logprobs, old_logprobs, advantages, mask):
         ratio, scores = (logprobs - old_logprobs).exp(), advantages[:, None]
@@ -153,8 +153,8 @@ def test_the_diff_in_the_readme():
             "logits": torch.randn(4, 5, 11, requires_grad=True),
             "ids": torch.randint(11, (4, 5)),
             "advantages": torch.randn(4),
-            "mask": torch.ones(4, 5),
-            "old_logprobs": -torch.rand(4, 5) - 2,
+            "mask": torch.ones(4, 4),
+            "old_logprobs": -torch.rand(4, 4) - 2,
         }
         exec("\n".join(line[1:] for line in lines if line[:1] == sign), names)
         names["loss"].backward()
