@@ -3,6 +3,8 @@
 import ast
 import random
 import re
+import runpy
+import sys
 import types
 from pathlib import Path
 
@@ -148,12 +150,14 @@ def small_models(tmp_path, monkeypatch):
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
     random.seed(0)
-    for name, sharpness in (("Qwen3-0.6B-Base", 1.0), ("Qwen3-1.7B-Base", 4.0)):
+    teacher = "Qwen/Qwen3-1.7B-Base"
+    for name in ("Qwen/Qwen3-0.6B-Base", teacher, "HuggingFaceTB/SmolLM2-135M-Instruct"):
         model = small_model(tokenizer)
-        with torch.no_grad():  # a teacher that prefers some tokens
-            model.lm_head.weight.mul_(sharpness)
-        model.save_pretrained(tmp_path / "Qwen" / name)
-        tokenizer.save_pretrained(tmp_path / "Qwen" / name)
+        if name == teacher:
+            with torch.no_grad():  # it prefers some tokens
+                model.lm_head.weight.mul_(4)
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
     monkeypatch.chdir(tmp_path)
 
 
@@ -196,6 +200,46 @@ def test_the_trl_script_trains_and_saves(small_models, tmp_path, capsys):
     assert names["trainer"].state.global_step == 10
     assert "the loss is fused" in capsys.readouterr().out
     assert (tmp_path / "runs" / "trl" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_run_logs_the_same_with_fastrl(small_models, capsys, monkeypatch):
+    needed("trl")
+    path, logs = ROOT / "docs" / "first_run.py", []
+    for arguments in ([], ["--fastrl"]):
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        runpy.run_path(str(path))
+        printed = capsys.readouterr().out
+        assert ("the loss is fused" in printed) is bool(arguments)
+        assert "peak memory: " in printed
+        steps = map(ast.literal_eval, re.findall(r"^step \d+ (.*)$", printed, flags=re.MULTILINE))
+        logs.append([[step[name] for name in ("reward", "loss", "grad_norm")] for step in steps])
+    assert len(logs[0]) == 3
+    for before, after in zip(*logs, strict=True):
+        assert after == pytest.approx(before, abs=2e-3)  # three digits are printed
+
+
+def test_the_picture_of_the_six_words_has_the_tensors_of_its_page():
+    text = page("six-words.md")
+    (bounds,) = set(re.findall(r"cu_seqlens=torch.tensor\(\[(.*?)\]\)", text))
+    code = re.search(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)[1]
+    exec(code, names := {})
+    colour = re.compile(r"#[0-9a-f]{6}")
+    drawings = [page(f"pictures/tensors-{theme}.svg") for theme in ("light", "dark")]
+    assert len({colour.sub("", drawing) for drawing in drawings}) == 1
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", drawings[0])
+    after = {name: shown[at + 1 :] for at, name in enumerate(shown)}
+    assert after["cu_seqlens"][:3] == bounds.split(", ")
+    words = {10: "pad", 11: "end", 12: "+", 13: "="}
+    for place, row in enumerate(names["ids"].tolist()):
+        assert after[f"ids[{place}]"][:7] == [words.get(token, str(token)) for token in row]
+    packed, padded = names["mask"][names["real"]], names["mask"][0]
+    assert [int(x) for x in after["mask"][:11]] == packed.tolist()  # the last of that name
+    first = shown.index("mask") + 1
+    assert [int(x) for x in shown[first : first + 6]] == padded.tolist()
+    advantages = [float(x.split()[1].replace("−", "-")) for x in shown if "advantage " in x]
+    assert advantages == pytest.approx(names["advantages"].tolist(), abs=0.01)
 
 
 def test_the_verl_script_compares_functions_that_were_replaced(monkeypatch, capsys):
