@@ -7,12 +7,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 PATH = re.compile(r"\b(?:fastrl|csrc|tests|bench|docs)/[\w./*]*\w[\w.*]*(?![\w.*<-])")
 #: How Python, C++ and the Makefile read a variable of the environment.
 READS = re.compile(
-    r"""environ(?:\.get\(|\[)"(\w+)"|getenv\("(\w+)"\)|^(\w+)\ \?=""",
+    r"""environ(?:\.get\(|\.setdefault\(|\[)"(\w+)"|"(\w+)"\ (?:not\ )?in\ os\.environ
+    |getenv\("(\w+)"\)|^(\w+)\ \?=|export\ (\w+)\ \?=""",
     flags=re.MULTILINE | re.VERBOSE,
 )
 READERS = ("fastrl/**/*.py", "bench/*.py", "tests/**/*.py", "csrc/**/*.*", "setup.py", "Makefile")
@@ -23,10 +25,24 @@ def test_every_path_exists(path):
     assert list(ROOT.glob(path)), path
 
 
-def test_every_environment_variable_is_listed():
-    texts = [path.read_text() for reader in READERS for path in sorted(ROOT.glob(reader))]
-    read = {name for text in texts for groups in READS.findall(text) for name in groups if name}
-    section = ARCHITECTURE.partition("## Environment variables")[2]
-    listed = set(re.findall(r"`([A-Z0-9_]{2,})`", section))
-    assert len(read) >= 10
+@pytest.fixture(scope="module")
+def sources():
+    return [path.read_text() for reader in READERS for path in sorted(ROOT.glob(reader))]
+
+
+@pytest.fixture(scope="module")
+def listed():
+    rows = re.findall(r"^\| (`.*?) \|", ENVIRONMENT, flags=re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_every_environment_variable_is_listed(sources, listed):
+    read = {name for text in sources for groups in READS.findall(text) for name in groups if name}
+    assert len(read) >= 30
     assert read - {"PATH"} <= listed
+
+
+def test_every_listed_environment_variable_is_in_the_sources(sources, listed):
+    words = {word for text in sources for word in re.findall(r"\w+", text)}
+    # trackers.py makes these of the tracker's name
+    assert listed - {"WANDB_PROJECT", "TRACKIO_PROJECT"} <= words
