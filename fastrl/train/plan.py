@@ -1,8 +1,8 @@
 """The peak memory of a run, predicted from its settings and the model's configuration.
 
-``python -m fastrl.train.grpo --plan 24 --model NAME ...`` prints it part by part without loading
-any weights, and names the options with which the run fits 24 GiB. `docs/long-sequences.md` states
-the formula; ``python bench/train_memory.py`` compares it with measurements.
+``fastrl grpo --plan 24 --model NAME ...`` prints it part by part without loading any weights, and
+names the options with which the run fits 24 GiB; `docs/long-sequences.md` explains them.
+``python bench/train_memory.py`` compares the prediction with measurements.
 """
 
 from dataclasses import replace
