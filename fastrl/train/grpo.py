@@ -1,4 +1,4 @@
-"""GRPO for causal language models: ``python -m fastrl.train.grpo``.
+"""GRPO for causal language models: ``fastrl grpo``.
 
 A step samples a group of completions for each prompt, rewards them, and raises the probability of
 completions that did better than their group, with `fastrl.linear_policy_loss` on the hidden states.

@@ -1,4 +1,4 @@
-"""PPO for causal language models: ``python -m fastrl.train.ppo``.
+"""PPO for causal language models: ``fastrl ppo``.
 
 A step samples completions, rewards each at its last token, subtracts a KL penalty per token, turns
 rewards into advantages, and learns from them with a clipped policy loss and a clipped value loss.

@@ -63,13 +63,13 @@ def test_the_rewards_of_the_training_page_are_the_results(pictures):
     study = pictures.read("curves")["methods"]
     page = " ".join((pictures.ROOT / "docs" / "training.md").read_text().split())
 
-    def span(row):
+    def span(seeds, row):
         rewards = [f"{one['held_out_reward'][row][1]:.2f}" for one in seeds.values()]
         return f"{min(rewards)} to {max(rewards)}"
 
     for method, seeds in study["curves"].items():
-        assert f"began at {span(0)}" in page
-        assert f"{span(-1)} with {method}" in page
+        assert f"began at {span(seeds, 0)}" in page
+        assert f"{span(seeds, -1)} with {method}" in page
     assert f"a teacher that has {study['teacher']['held_out_reward'][-1][1]:.2f}" in page
 
 
