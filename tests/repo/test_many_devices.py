@@ -67,6 +67,20 @@ def test_trl_trains_on_two_processes(tmp_path):
     torch.testing.assert_close(fsdp2, ddp, rtol=1e-4, atol=1e-6)
 
 
+def test_trl_trains_without_a_launcher(tmp_path):
+    """One process has no process group, which the script must not expect at its end."""
+    needed("trl")
+    path = tmp_path / "alone.py"
+    path.write_text(TRL)
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line[:1] for line in done.stdout.splitlines() if line[:1].isdigit()] == ["1", "2", "3"]
+
+
 def test_there_are_two_short_scripts():
     assert list(SCRIPTS) == ["fsdp.py", "tensor_parallel.py"]
     assert max(len(code.splitlines()) for code in SCRIPTS.values()) <= 61
