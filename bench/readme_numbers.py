@@ -34,10 +34,10 @@ def written(readme: str, results: dict) -> str:
 
 def conditions(results: dict) -> str:
     made = results["machine"]
-    text = f"Measured on {made['device']}; torch {made['torch']}, {results['date'][:10]}. 2.4x takes "
-    text += "2.4 times as long as fastrl; an alternative that is faster is in bold. Each column has "
-    text += f"the fastest variant whose error is below {MOST_ERROR:.0%}. TRL runs its CPU code. "
-    text += "`bench/results/cpu-*.json` has all cases, with commands and errors."
+    text = f"Measured on {made['device']}; torch {made['torch']}, {results['date'][:10]}. 2.4x "
+    text += "takes 2.4 times as long as fastrl; alternatives that are faster are in bold. Each "
+    text += f"column has the fastest variant with an error below {MOST_ERROR:.0%}. TRL runs its "
+    text += "CPU code. `bench/results/cpu-*.json` has all cases, with commands and errors."
     return "\n".join(textwrap.wrap(text, 100))
 
 
@@ -86,7 +86,9 @@ def slower(results: dict) -> str:
             if rivals:
                 names = " and ".join(row["name"] for row in rivals)
                 errors = " and ".join(dict.fromkeys(f"{row['error']:.1%}" for row in rivals))
-                text = f"On this CPU, {names} {'are' if rivals[1:] else 'is'} faster for *{work}* in "
+                text = (
+                    f"On this CPU, {names} {'are' if rivals[1:] else 'is'} faster for *{work}* in "
+                )
                 text += f"{dtype}, with an error of {errors} of the largest gradient (fastrl: "
                 lines += textwrap.wrap(f"{text}{ours['error']:.2%}).", 100)
     return "\n".join(lines)

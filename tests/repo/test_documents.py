@@ -238,7 +238,9 @@ def test_the_picture_of_the_six_words_has_the_tensors_of_its_page():
     assert [int(x) for x in after["mask"][:11]] == packed.tolist()  # the last of that name
     first = shown.index("mask") + 1
     assert [int(x) for x in shown[first : first + 6]] == padded.tolist()
-    advantages = [float(x.split()[1].replace("−", "-")) for x in shown if "advantage " in x]
+    advantages = [
+        float(x.split()[1].replace("\N{MINUS SIGN}", "-")) for x in shown if "advantage " in x
+    ]
     assert advantages == pytest.approx(names["advantages"].tolist(), abs=0.01)
 
 

@@ -107,7 +107,9 @@ def test_the_tables_have_the_numbers_of_the_results(bench):
     made = {"machine": machine, "date": "2026-11-26T01:02:03"}
     before = "a <!-- numbers:begin -->\nstale numbers\n<!-- numbers:end --> b"
     text = numbers.written(before, {**made, "cases": cases})
-    assert text.startswith("a <!-- numbers:begin -->\n\nMeasured on a CPU; torch 2.13.0, 2026-11-26.")
+    assert text.startswith(
+        "a <!-- numbers:begin -->\n\nMeasured on a CPU; torch 2.13.0, 2026-11-26."
+    )
     assert text.endswith("<!-- numbers:end --> b")
     assert text.count("torch.compile is faster for *") == len(cases)
     assert "error of 0.2% of the largest gradient (fastrl: 0.20%)" in " ".join(text.split())
