@@ -1,4 +1,4 @@
-"""Options of VESPO's weight of a sequence."""
+"""Options of the weight that VESPO gives to a sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fastrl.checks import number, positive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GammaWeights:
-    """VESPO's weight of a sequence in the policy term (arXiv 2602.10693; TRL, Liger `vespo`).
+    """The weight that VESPO gives to a sequence in the policy term (arXiv 2602.10693; TRL, Liger).
 
-    With `log w`, the sum of `logprobs - old_logprobs` over the sequence, all tokens of the sequence
+    Let `log w` be the sum of `logprobs - old_logprobs` over a sequence. All tokens of the sequence
     have the weight
 
         phi = e^lambda w^k e^(-lambda w)

@@ -51,7 +51,7 @@ _NUMBERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A policy loss: the loss of a token, and how tokens are aggregated. `preset` has the sources.
+    """A policy loss: the loss of a token, and how tokens are aggregated. `preset` names the papers.
 
     With `log r = logprobs - old_logprobs` (or its mean over the sequence) and the advantage `A`:
 
@@ -67,12 +67,12 @@ class Objective:
     `sg` stops the gradient. `log r` is clamped to [-80, 80] to avoid overflow, and to
     `log_ratio_clamp` if given; outside the bounds the gradient is 0, and on a bound it is the
     gradient inside. If both log-probabilities are the same infinity (a token that both policies
-    exclude), their difference is 0, hence ratio 1 and KL 0. If a token's log-probability is
+    exclude), their difference is 0, so the ratio is 1 and the KL 0. If a token's log-probability is
     infinite, its gradient and its KL are 0, and its loss under `cispo` and `reinforce` is the
     infinite product, or 0 if the advantage is 0. A token of weight 0 contributes neither loss nor
-    gradient, unless it is NaN.
-    At the level `sequence-token` (GSPO-token), a token uses the value of the sequence's ratio, but
-    only the gradient of its own log-probability: `log r = sg[mean] + logprob - sg[logprob]`.
+    gradient, unless it is NaN. At the level `sequence-token` (GSPO-token), a token uses the value
+    of the sequence's ratio, but only the gradient of its own log-probability:
+    `log r = sg[mean] + logprob - sg[logprob]`.
 
     | kl_gradient | KL term of a token, with `k` from `kl_estimator` | its gradient |
     | --- | --- | --- |
@@ -81,48 +81,54 @@ class Objective:
     | `bias-corrected` | `r k`, both log-ratios clamped to [-40, 40] | `r dk/dlogprob + k dr/dlogprob` (DeepSeek-V3.2) |
 
     Where `log r` or `k` is outside its bounds, the gradient of a `bias-corrected` KL is 0, because
-    the gradient of one factor alone could have the wrong sign. With the token's own ratio the gradient of `r k3`,
-    `r (logprob - ref_logprob)`, is exact up to the distance 80.
+    the gradient of only one factor could have the wrong sign. With the token's own ratio the
+    gradient of `r k3`, `r (logprob - ref_logprob)`, is exact up to the distance 80.
 
     Attributes:
         surrogate: a row of the first table, or a function of per-token tensors.
         level: `"token"`, `"sequence"` for one ratio per sequence (GSPO), or `"sequence-token"`.
         clip_low: distance of the lower bound from 1 (`gmpo`: from 0, on the log ratio).
         clip_high: distance of the upper bound from 1 (`gmpo`: from 0, on the log ratio), or None.
-        dual_clip: `c > 1`, bounds the loss by `-c A` if `A < 0` (dual-clip PPO), or None.
+        dual_clip: `c > 1`, which bounds the loss by `-c A` if `A < 0` (dual-clip PPO), or None.
         delta: upper bound of the unclipped ratio, above 1 + clip_high (INTELLECT-2), or None.
         sapo_temperature_pos: `tau` for positive advantages.
         sapo_temperature_neg: `tau` for all other advantages.
         kl_coef: weight `beta` of the KL to `ref_logprobs`. If it is 0, even at the end of a
             schedule, the other KL fields must be left at their defaults.
-        kl_estimator: `k1`, `k2`, `k3` or `abs`, as in `kl_divergence`; or `exact`, the KL(policy,
-            reference) itself, with the reference's distributions passed as `teacher`.
+        kl_estimator: `k1`, `k2`, `k3` or `abs`, which `kl_divergence` defines; or `exact`, the
+            KL(policy, reference) itself, with the reference's distributions passed as `teacher`.
         kl_clamp: bound on the absolute value of the estimate of a token in nats, or None.
         kl_gradient: `"exact"`, `"straight-through"` or `"bias-corrected"`, as in the table.
-        kl_level: the ratio in a `bias-corrected` KL: `"token"`, the token's own, with which the KL
-            is unbiased, or `"policy"`, the ratio of the policy term, as in TRL and Liger.
-        teacher_coef: weight of the divergence from a `Teacher`, averaged as in `aggregation`.
+        kl_level: the ratio in a `bias-corrected` KL: `"token"`, the token's own ratio, with which
+            the KL is unbiased, or `"policy"`, the ratio of the policy term, as in TRL and Liger.
+        teacher_coef: weight of the divergence from a `Teacher`, which `aggregation` averages, too.
         entropy_coef: weight of the entropy bonus.
-        log_ratio_clamp: bound on `|log r|`, or bounds (low, high) with `low <= log r <= high`, of
-            which one may be infinite, or None.
-        aggregation: how tokens are weighted, as in `token_weights`.
-        kl_aggregation: how tokens are weighted in the KL term; None means as in `aggregation`.
-        entropy_aggregation: how tokens are weighted in the entropy bonus; None: as `aggregation`.
-        length_norm: tokens, the divisor in `seq-mean-token-sum-norm`; None is the padded width T.
+        log_ratio_clamp: bound on `|log r|`, or bounds (low, high) with `low <= log r <= high`, one
+            of which may be infinite, or None.
+        aggregation: how tokens are weighted: a row of the table in `token_weights`.
+        kl_aggregation: how tokens are weighted in the KL term; None means by `aggregation`.
+        entropy_aggregation: how tokens are weighted in the entropy bonus; None means by
+            `aggregation`.
+        length_norm: the constant of `seq-mean-token-sum-norm`, in tokens; None is the padded width
+            T.
         count_empty: whether a mean over sequences counts sequences without an active token.
-        rollout_correction: importance weights against `rollout_logprobs`: one, a tuple, or None.
-        rollout_weighs: the terms that they multiply, `"policy-and-kl"` or `"policy"`.
-        off_policy_threshold: if the mean of `old_logprobs - logprobs` over a sequence, in nats, is
-            above this, its tokens with negative advantage are dropped from the policy term
+        rollout_correction: importance weights against `rollout_logprobs`: a `RolloutCorrection`, a
+            tuple of several, or None.
+        rollout_weighs: the terms that the rollout correction multiplies, `"policy-and-kl"` or
+            `"policy"`.
+        off_policy_threshold: drops tokens with negative advantage from the policy term if the mean
+            of `old_logprobs - logprobs` over their sequence, in nats, is above this
             (DeepSeek-V3.2). `rollout_logprobs`, if given, replace `old_logprobs`; NaN differences
             count as 0. None disables it.
-        top_entropy_quantile: the fraction of tokens, those with the highest entropy, that keep the
-            policy term and the entropy bonus; the rest keep only the KL (arXiv 2506.01939). A token
-            whose entropy is NaN keeps both.
-        trust_region: drops tokens that have moved too far (DPPO, M2PO), or None.
-        gamma_weights: VESPO's weights of sequences, with `reinforce`, or None.
-        convention: the trainer whose preset this is. Its presets' values for the KL, the entropy
-            bonus or the rollout correction are accepted even while that term is off; others raise.
+        top_entropy_quantile: the fraction of tokens that keep the policy term and the entropy
+            bonus; these are the tokens with the highest entropy, and the others keep only the KL
+            (arXiv 2506.01939). A token whose entropy is NaN keeps both.
+        trust_region: drops tokens that have moved too far from the old policy (DPPO, M2PO), or
+            None.
+        gamma_weights: VESPO's weights of sequences, for `reinforce`, or None.
+        convention: the trainer whose preset this is. The values that its presets set for the KL,
+            the entropy bonus or the rollout correction are accepted even while that term is off;
+            other values raise.
 
     Raises:
         ValueError: a field is invalid, or has no effect in combination with the other fields.
@@ -249,7 +255,7 @@ class Objective:
 
     @property
     def rollout_corrections(self) -> tuple[RolloutCorrection, ...]:
-        """The rollout corrections as a tuple, empty if there are none."""
+        """The rollout corrections as a tuple, which is empty if there are none."""
         if self.rollout_correction is None:
             return ()
         is_tuple = isinstance(self.rollout_correction, tuple)
@@ -280,7 +286,7 @@ class Objective:
         | `vespo` | reinforce, sequences weighted by `GammaWeights`, token-mean | arXiv 2602.10693 | TRL `vespo`, Liger `vespo` |
 
         Trainers use the same name for different formulas; `convention` selects the formula and the
-        defaults of one of them.
+        defaults of one trainer.
 
         | | `fastrl` | `trl` (1.16) | `verl` (0.9) | `openrlhf` (0.11) |
         | --- | --- | --- | --- | --- |
@@ -297,9 +303,9 @@ class Objective:
         | aggregation of KL and entropy | like the policy | entropy: token mean | token mean in `gspo sapo gmpo` | token mean |
         | rollout correction multiplies | policy and KL | policy | policy | policy |
 
-        A convention cannot know global counts (pass `normalizer` for TRL's `num_items_in_batch` or
-        verl's `batch_num_tokens`), TRL's `max_completion_length` (pass `length_norm`), or the
-        configuration of verl (pass `clip_high` etc.).
+        A convention cannot know the global counts of TRL and verl, `num_items_in_batch` and
+        `batch_num_tokens` (pass `normalizer`), TRL's `max_completion_length` (pass `length_norm`),
+        or verl's configuration (pass `clip_high` etc.).
 
         Args:
             name: one of the names above.

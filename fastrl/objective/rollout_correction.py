@@ -26,8 +26,8 @@ class RolloutCorrection:
     | `mask` | the ratio, or 0 outside `[low, high]` | IcePop; TRL `*_mask`, verl `"low_high"` |
     | `filter` | 1, or 0 outside `[low, high]` | rejection; verl `rollout_rs`, AReaL `mask` |
 
-    A `filter` may bound an estimate of the KL from the engine to the trainer instead, in nats, as
-    in `kl_divergence(rollout_logprobs, old_logprobs)`: the estimate of the token, or the sum
+    Instead, a `filter` may bound an estimate of the KL from the engine to the trainer in nats,
+    `kl_divergence(rollout_logprobs, old_logprobs)`: the estimate of the token, or its sum
     (`"sequence"`), arithmetic mean (`"geometric"`) or maximum (`"max"`) over the sequence. With
     `x = old_logprobs - rollout_logprobs`:
 
@@ -44,8 +44,8 @@ class RolloutCorrection:
     Attributes:
         kind: `"truncate"`, `"mask"` or `"filter"`.
         level: `"token"`, `"sequence"`, `"geometric"` or, for a `filter`, `"max"`.
-        estimator: the bounded quantity: `"ratio"` or, for a `filter`, one of the second table.
-        low: lower bound, at least 0; for `k1` below 0, where -infinity means no bound.
+        estimator: the bounded quantity: `"ratio"` or, for a `filter`, a row of the second table.
+        low: lower bound, at least 0. For `k1` it must be below 0, and -infinity means no bound.
         high: upper bound, above `low`; infinity means no bound.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Options of the mask of tokens that have moved too far from the old policy."""
+"""Options of the mask that drops tokens which moved too far from the old policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastrl.checks import one_of, positive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrustRegion:
-    """A mask that drops tokens that moved too far from the old policy, the way `A` pulls them.
+    """A mask that drops tokens which moved too far from the old policy in the direction of `A`.
 
     With the probability `p` of the token under the policy and `q` under the old policy
     (`old_logprobs`; without them nothing is dropped), only tokens with `A > 0, p > q` or
@@ -29,7 +29,7 @@ class TrustRegion:
         kind: `"tv"`, `"kl"` or `"m2"`.
         high: the bound for tokens with `A > 0`, in probability (`tv`) or nats (`kl`); for `m2`, the
             only bound, in squared nats.
-        low: the bound for tokens with `A < 0`; None means as `high`.
+        low: the bound for tokens with `A < 0`; None means the same as `high`.
 
     Raises:
         ValueError: a field is invalid.

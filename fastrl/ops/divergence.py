@@ -31,26 +31,32 @@ def token_divergence(
     """Return the divergence of a student's distribution from a teacher's at each token.
 
     `Teacher` defines the divergence D (Agarwal et al. 2023, arXiv 2306.13649; TRL's `GKDTrainer`).
-    With the student's q = softmax(z), the teacher's p and m = (1 - beta) q + beta p, it has the
-    gradient
+    With the student's distribution q = softmax(z), the teacher's distribution p and the mixture
+    m = (1 - beta) q + beta p, its gradient is
 
         dD/dz_j = d_j - q_j sum_k d_k
         d_j = q_j - p_j                      (beta = 0)
         d_j = q_j log(q_j / p_j)             (beta = 1)
         d_j = (1 - beta) q_j log(q_j / m_j)  (else)
 
-    Equal rows give exactly 0, and no row gives less. To get log-probabilities from the same pass,
-    call `token_stats(..., outputs=("logprobs", "divergence"), teacher=teacher)`.
+    Equal rows give exactly 0, and no row gives less. For log-probabilities from the same pass call
+    `token_stats(..., outputs=("logprobs", "divergence"), teacher=teacher)`.
 
     Args:
-        logits: the student's, `[B, T, V]` or `[N, V]`, as in `token_logprobs`.
-        teacher: hidden states and head, logits, or the log-probabilities of some tokens.
-        temperature: the student's, as in `token_logprobs`; the teacher has its own.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
+        logits: the student's logits, `[B, T, V]` or packed `[N, V]`, with any batch strides; fp32,
+            bf16, fp16 (fp64: reference).
+        teacher: the distributions to compare with: hidden states and head, logits, or the
+            log-probabilities of some tokens; see `Teacher`.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+            The teacher has its own.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
         mask: 0/1, `[B, T]` or `[N]`; masked rows give 0, even if they contain NaN.
-        inplace_backward: as in `token_logprobs`.
-        vocab_group: as in `token_logprobs`; the teacher's logits or head are split likewise.
+        inplace_backward: let the backward overwrite the logits with their gradient, which saves a
+            tensor of their size. The logits cannot be used afterwards.
+        vocab_group: the ranks over which the vocabulary is split, or None. The logits are then this
+            rank's columns. The teacher's logits or head are split in the same way; see
+            `token_logprobs`.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -103,25 +109,30 @@ def linear_divergence(
     """Return `token_divergence` of hidden @ weight^T + bias, without storing all logits at once.
 
     `Teacher` defines the divergence (Agarwal et al. 2023, arXiv 2306.13649). Student and teacher
-    are projected a chunk at a time, and again in the backward. With H' hidden features in the
-    teacher this takes 2NV(H + H') floating-point operations in the forward, and 4NVH more than that
-    in the backward (2NVH with a frozen head). If the divergence is the loss or a term of it,
+    are projected a chunk at a time, and again in the backward. If the teacher has H' hidden
+    features, the forward takes 2NV(H + H') floating-point operations, and the backward 4NVH more
+    than the forward (2NVH more with a frozen head). If the divergence is the loss or a term of it,
     `linear_policy_loss(..., teacher=teacher)` computes it in one pass.
 
     Args:
-        hidden: the student's last hidden states, `[B, T, H]` or `[N, H]`.
-        weight: the student's LM head, as in `linear_token_logprobs`.
-        teacher: hidden states and head, logits, or the log-probabilities of some tokens.
-        bias: `[V]`, or None.
-        lora: as in `linear_token_logprobs`.
-        chunk_tokens: as in `linear_token_logprobs`.
-        compact: as in `linear_token_logprobs`.
-        temperature: the student's, as in `token_logprobs`; the teacher has its own.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
+        hidden: the student's last hidden states, `[B, T, H]` or packed `[N, H]`.
+        weight: the student's LM head, `[V, H]` like the weight of an `nn.Linear`.
+        teacher: the distributions to compare with: hidden states and head, logits, or the
+            log-probabilities of some tokens; see `Teacher`.
+        bias: the bias of the head, `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale), added to the head as scale * B A, or None.
+        chunk_tokens: the number of rows in a chunk; None chooses it by vocabulary and device.
+        compact: skip rows without effect, which on a GPU takes one synchronization.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+            The teacher has its own.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
         mask: 0/1, `[B, T]` or `[N]`; masked rows give 0 and cost nothing.
-        vocab_group: as in `linear_token_logprobs`; the teacher's logits or head are split likewise.
-        reduce_hidden_gradient: as in `linear_token_logprobs`.
+        vocab_group: the ranks over which the vocabulary is split, or None. Weight, bias and B are
+            then this rank's part. The teacher's logits or head are split in the same way; see
+            `linear_token_logprobs`.
+        reduce_hidden_gradient: sum the gradient of the hidden states over `vocab_group`. False
+            leaves the sum to the layer that computed them.
         backend: `auto`, or the backend for the chunks.
 
     Returns:

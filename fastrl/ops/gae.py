@@ -56,17 +56,20 @@ def gae(
     Args:
         rewards: `[B, T]` or packed `[N]`.
         values: the shape of `rewards`.
-        mask: 0/1, the shape of `rewards`; masked tokens (padding, tool output) are skipped.
+        mask: 0/1, the shape of `rewards`; masked tokens (padding, tool output) are skipped. None
+            means all are active.
         gamma: discount per token, in [0, 1].
         lam: trace decay per token, in [0, 1].
-        terminated: 0/1, the shape of `rewards`: the episode ends after t, so V_{t+1} = A_{t+1} = 0.
-        truncated: 0/1, the shape of `rewards`: the trajectory is cut after t, so A_{t+1} = 0 but
-            V_{t+1} is kept, from `bootstrap_values[b, t]` if these are per token, else from the
-            next token.
+        terminated: 0/1, the shape of `rewards`: 1 where the episode ends after t, so that V_{t+1} =
+            A_{t+1} = 0.
+        truncated: 0/1, the shape of `rewards`: 1 where the trajectory is cut after t, so that
+            A_{t+1} = 0. V_{t+1} is then `bootstrap_values[b, t]` if these are per token, else the
+            value of the next token.
         bootstrap_values: the value of the state after the last active token, `[B]` (packed `[S]`),
-            or after every token, the shape of `rewards` (which takes precedence if both shapes are
-            equal); None is 0.
-        cu_seqlens: int `[S + 1]`, the bounds of packed sequences; None is one sequence.
+            or after every token, in the shape of `rewards` (which takes precedence if both shapes
+            are equal); None means 0.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N. None is one
+            sequence.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -136,13 +139,19 @@ def discounted_returns(
     where t + 1 is the next active token: masked tokens are skipped.
 
     Args:
-        rewards: as in `gae`.
-        mask: as in `gae`.
+        rewards: `[B, T]` or packed `[N]`.
+        mask: 0/1, the shape of `rewards`; masked tokens (padding, tool output) are skipped. None
+            means all are active.
         gamma: discount per token, in [0, 1].
-        terminated: as in `gae`.
-        truncated: as in `gae`; G_{t+1} is then the bootstrap value of t, or 0 if t has none.
-        bootstrap_values: as in `gae`.
-        cu_seqlens: as in `gae`.
+        terminated: 0/1, the shape of `rewards`: 1 where the episode ends after t, so that G_{t+1} =
+            0.
+        truncated: 0/1, the shape of `rewards`: 1 where the trajectory is cut after t. G_{t+1} is
+            then the bootstrap value of t, or 0 if t has none.
+        bootstrap_values: the value of the state after the last active token, `[B]` (packed `[S]`),
+            or after every token, in the shape of `rewards` (which takes precedence if both shapes
+            are equal); None means 0.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N. None is one
+            sequence.
         backend: `auto`, or the backend to use.
 
     Returns:

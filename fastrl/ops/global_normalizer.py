@@ -60,15 +60,16 @@ def global_normalizer(
     process_group: torch.distributed.ProcessGroup | None = None,
     gradients: Literal["mean", "sum"] = "mean",
 ) -> Tensor | dict[str, Tensor]:
-    """Return the `normalizer` with which micro-batches and ranks give the loss of one whole batch.
+    """Return the `normalizer` that makes micro-batches and ranks add up to one whole batch.
 
         n = sum of the count over all micro-batches and ranks
 
-    The count is the one in `token_weights`: active tokens, or sequences or groups with an active
-    token. With `gradients="mean"` the result is n / ranks, because DDP and FSDP divide the sum of
-    the gradients by the number of ranks. Each call of the loss with this normalizer contributes its
-    share, and the optimizer sees the gradients of a single process on all sequences. TRL's
-    `num_items_in_batch` and verl's `batch_num_tokens` are such counts.
+    The aggregation determines what is counted (see `token_weights`): active tokens, or sequences or
+    groups with an active token. With `gradients="mean"` the result is n / ranks, because DDP and
+    FSDP divide the sum of the gradients by the number of ranks. Each call of the loss with this
+    normalizer contributes its share, and the optimizer sees the gradients that a single process
+    would compute from all sequences. TRL's `num_items_in_batch` and verl's `batch_num_tokens` are
+    such counts.
 
     A sequence, and for `prompt-mean` a group, must lie in one micro-batch of one rank.
     `seq-mean-token-sum-norm` with `length_norm=None` divides by the width of the micro-batch: pad
@@ -78,27 +79,33 @@ def global_normalizer(
         mask: 0/1, `[B, T]` or packed `[N]`, as passed to the loss, and 0 at tokens with the id
             `ignore_index`; or a list with one mask for each micro-batch of the optimizer step.
             Micro-batches may have any number of rows, and ranks any number of micro-batches.
-        objective: the one passed to the loss (name of a preset, `Objective` or function).
-        aggregation: in place of `objective`, for `token_weights` and `value_loss`.
-        count_empty: as in `token_weights`, with `aggregation`.
-        group_size: as in `token_weights`, for `prompt-mean`.
-        group_ids: as in `token_weights`, for `prompt-mean`; for a list of masks a list.
-        cu_seqlens: int `[S + 1]`, the bounds of packed sequences; for a list of masks a list.
-        process_group: the ranks that hold different sequences, which are the data-parallel ones:
-            tensor-parallel ranks hold the same tokens and must not be counted twice. None is this
-            process alone. All ranks must call this together, with the same options.
+        objective: the objective that the loss gets: the name of a preset, an `Objective` or a
+            function.
+        aggregation: how tokens are weighted: a row of the table in `token_weights`. Pass it instead
+            of `objective` for `token_weights` and `value_loss`.
+        count_empty: count sequences without an active token in a mean over sequences, as TRL does.
+            An `objective` has its own.
+        group_size: for `prompt-mean`: the number of consecutive sequences for the same prompt.
+        group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
+            For a list of masks a list.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N. For a list of
+            masks a list.
+        process_group: the data-parallel ranks, which hold different sequences. Tensor-parallel
+            ranks hold the same tokens and must not be counted twice. None is this process alone.
+            All ranks must make this call together, with the same options.
         gradients: whether the gradients of these ranks are averaged (`mean`) or summed (`sum`).
 
     Returns:
-        A 0-d fp64 tensor, the same bits on all ranks. If the objective has separate aggregations
-        for KL or entropy, a dict of such tensors with the keys that the losses take. The call takes
-        one all-gather of at most three numbers, and no host synchronization.
+        A 0-d fp64 tensor, equal on all ranks to the last bit. If the objective has separate
+        aggregations for KL or entropy, a dict of such tensors with the keys that the losses take.
+        The call takes one all-gather of at most three numbers, and no host synchronization.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, is missing or has no effect; or there
-            is no count, as for `token-sum`, and for a separate aggregation of the entropy of the
-            tokens that `top_entropy_quantile` keeps.
+        ValueError: an argument has the wrong shape or value, is missing or has no effect; or
+            nothing can be counted: `token-sum` has no denominator, and only the loss knows the
+            tokens that `top_entropy_quantile` keeps, which a separate aggregation of the entropy
+            counts.
 
     Examples:
         >>> import torch, fastrl

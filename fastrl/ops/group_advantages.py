@@ -69,40 +69,42 @@ def group_advantages(
 
         A = (r - baseline) / (scale + eps)
 
-    The defaults are GRPO (Shao et al. 2024, arXiv 2402.03300) with TRL's eps and unbiased std.
-    Dr. GRPO (arXiv 2503.20783) is `scale="none"`; RLOO (Ahmadian et al. 2024, arXiv 2402.14740) is
-    `baseline="leave_one_out", scale="none"`; MaxRL (arXiv 2602.02710) is
-    `scale="mean", eps=1e-6`. Its rewards must be at least 0: its advantages grow without bound as
-    the mean nears 0, and a negative mean reverses their signs. A CPU refuses negative rewards; a
-    GPU does not read them. Mean and variance are computed in two passes in float64. A group of
-    equal rewards gives exactly 0 (unless `baseline="none"`).
+    The defaults are GRPO (Shao et al. 2024, arXiv 2402.03300) with TRL's eps and unbiased std. Dr.
+    GRPO (arXiv 2503.20783) is `scale="none"`; RLOO (Ahmadian et al. 2024, arXiv 2402.14740) is
+    `baseline="leave_one_out", scale="none"`; MaxRL (arXiv 2602.02710) is `scale="mean", eps=1e-6`.
+    The rewards of MaxRL must be at least 0: its advantages grow without bound as the mean nears 0,
+    and a negative mean reverses their signs. A CPU refuses negative rewards; a GPU does not read
+    them. Mean and variance are computed in two passes in float64. A group of equal rewards gives
+    exactly 0 (unless `baseline="none"`).
 
     A completion with `mask` 0 is left out of all statistics, whatever its reward, and has advantage
     0; its group consists of the others. A reward that is NaN is left out by `convention="trl"`, as
-    TRL does with a reward of None. Otherwise a non-finite reward makes its group NaN, and no other.
+    TRL does with a reward of None. Otherwise a non-finite reward makes the results of its own group
+    NaN, and of no other group.
 
-    With `process_group` the batch is the rewards of all its ranks, concatenated in rank order, and
-    each rank gets its part of the result for that batch, to the bit. A group may be spread over
-    ranks: `group_size` counts consecutive rewards of the concatenation, and equal `group_ids` on
-    different ranks are one group. Each rank computes the whole batch, since rewards are few.
+    With `process_group` the batch consists of the rewards of all its ranks, concatenated in rank
+    order, and each rank gets exactly its part of the result for this batch. A group may be spread
+    over ranks: `group_size` counts consecutive rewards of the concatenation, and equal `group_ids`
+    on different ranks are one group. Each rank computes the whole batch, since rewards are few.
 
     Args:
-        rewards: `[N]`, or `[P, G]` for P groups of G.
-        mask: 0/1, the shape of `rewards`: which completions have a reward; None is all.
-        group_size: number of consecutive rewards in a group (not needed for `[P, G]`).
-        group_ids: integers, the shape of `rewards`: the group of each, in any order.
-        baseline: `mean`, `leave_one_out` (mean of the others) or `none`.
-        scale: divide by the std of the `group`, of the whole `batch`, by the `mean` of the group,
-            or not at all (`none`).
-        correction: subtracted from n in the variance, as in `torch.std`; None is 1.
+        rewards: one per completion, `[N]`, or `[P, G]` for P groups of G.
+        mask: 0/1, the shape of `rewards`: which completions have a reward; None means all.
+        group_size: the number of consecutive rewards in a group (not needed for `[P, G]`).
+        group_ids: integers, the shape of `rewards`: the group of each reward, in any order.
+        baseline: `mean`, `leave_one_out` (the mean of the other rewards) or `none`.
+        scale: the divisor: the std of the `group` or of the whole `batch`, the `mean` of the group,
+            or `none`.
+        correction: the number subtracted from n in the variance, see `torch.std`; None means 1.
         eps: added to the divisor; None means the value of the convention.
         singleton: the advantage in a group of one: `zero`, or the reward itself (`raw`); None
             means the value of the convention.
         convention: the trainer whose `eps` and `singleton` are the defaults: `fastrl` and `trl`
             1e-4, zero; `verl` 1e-6, raw; `openrlhf` 1e-9, zero.
         process_group: the ranks that share the batch, each with any number of rewards, even none;
-            None is this process alone. All ranks must call this together, with the same options and
-            dtype. This takes two all-gathers and one wait for the number of rewards of each rank.
+            None is this process alone. All ranks must make this call together, with the same
+            options and dtype. It takes two all-gathers and one wait for the number of rewards of
+            each rank.
         backend: `auto`, or the backend to use.
 
     Returns:
@@ -208,7 +210,7 @@ def group_advantages(
 
 
 def _rewarded(rewards: Tensor, valid: Tensor | None, convention: str) -> Tensor | None:
-    """Return which completions count, or None if all of them are known to."""
+    """Return which completions count, or None if all are known to count."""
     if convention == "trl":
         valid = ~rewards.isnan() if valid is None else valid & ~rewards.isnan()
     return None if valid is None or (can_read(valid) and bool(valid.all())) else valid
@@ -217,7 +219,7 @@ def _rewarded(rewards: Tensor, valid: Tensor | None, convention: str) -> Tensor 
 def _left_out(
     rewards: Tensor, valid: Tensor, ids: Tensor | None, size: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Return rewards and groups in which the completions left out are a group that is NaN.
+    """Return rewards and groups in which the left-out completions form a group of NaN.
 
     Such a group affects no other and is not part of the deviation of the batch.
     """
@@ -236,9 +238,9 @@ def _of_all_ranks(
     size: int,
     group: torch.distributed.ProcessGroup,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int, slice]:
-    """Return the rewards `[N]` of all ranks, which count, their groups, and which are this rank's.
+    """Return all ranks' rewards `[N]`, mask, groups and group size, and the slice of this rank.
 
-    The same call on the same rewards gives the same bits on every rank, and those of one process.
+    The same call on the same rewards gives the same bits on every rank as in one process.
     """
     # size 0: groups by ids
     here = rewards.new_tensor([rewards.shape[0], size, valid is not None], dtype=torch.int64)

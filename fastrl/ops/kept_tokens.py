@@ -1,4 +1,4 @@
-"""The tokens that a sampler kept: top-p, top-k and min-p sample from a part of the vocabulary."""
+"""The part of the vocabulary that a sampler kept by top-p, top-k or min-p."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class KeptTokens(NamedTuple):
     """The set of tokens from which each token was sampled, in the order of `token_ids.flatten()`.
 
     A sampler with top-p, top-k or min-p normalizes its probabilities over the tokens that it keeps.
-    A function of logits or hidden states that is given these sets returns log-probabilities,
-    entropies and all other statistics of the sampler's distribution: those of the logits with -inf
-    for all other tokens ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556). An empty set
-    stands for the whole vocabulary. A row's own token counts as a member even if the set lacks it,
-    which rounding at the edge of top-p can cause.
+    With these sets, a function of logits or hidden states returns log-probabilities, entropies and
+    all other statistics of the sampler's distribution, as if the logits of all other tokens were
+    -inf ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556). An empty set stands for the whole
+    vocabulary. A row's own token counts as a member even if the set lacks it, as can happen by
+    rounding at the edge of top-p. Sets cannot be combined with a `Teacher`.
 
     Attributes:
         token_ids: integers `[M]`, the sets of all rows one after another; no id twice in a set.
@@ -45,7 +45,7 @@ class KeptTokens(NamedTuple):
 
         Args:
             token_ids: integers `[B, T, K]` or `[N, K]`.
-            padding: an entry that is no token.
+            padding: the entry that stands for no token.
 
         Returns:
             The sets.
@@ -79,7 +79,7 @@ class KeptTokens(NamedTuple):
 
         Args:
             sets: token ids of each row; an empty set stands for the whole vocabulary.
-            device: of the result.
+            device: the device of the result.
 
         Returns:
             The sets.
@@ -125,21 +125,22 @@ class KeptTokens(NamedTuple):
     ) -> KeptTokens:
         """Return the sets of completions from a vLLM engine with `return_sampling_mask=True`.
 
-        The rows are those of completions `[len(outputs), length]` that are padded on the right, as
-        the losses take them.
+        The rows follow the layout of the losses: completions `[len(outputs), length]`, padded on
+        the right.
 
         Args:
             outputs: `CompletionOutput`s. The `sampling_mask` of each has a list of ids per token
                 (or flat `token_ids` and `offsets`), or is None for the whole vocabulary.
-            length: tokens to which completions are padded or cut; None: the longest completion's.
-            device: of the result.
+            length: the number of tokens to which completions are padded or cut; None takes the
+                longest completion.
+            device: the device of the result.
 
         Returns:
             The sets.
 
         Raises:
-            TypeError: `outputs` is no list of outputs, an output has no `sampling_mask`, or an id
-                is not an integer.
+            TypeError: `outputs` is not a list of outputs, an output has no `sampling_mask`, or an
+                id is not an integer.
             ValueError: a mask does not have one set for each token of its completion, its offsets
                 do not rise from 0 to the number of ids, or `length` is below 0.
 
@@ -181,7 +182,7 @@ class KeptTokens(NamedTuple):
         """Return the sets of the rows of all parts, one after another.
 
         Args:
-            parts: at least one.
+            parts: the sets to join, at least one.
 
         Returns:
             The sets.
@@ -232,11 +233,11 @@ class KeptTokens(NamedTuple):
     def lacking(self, token_ids: Tensor) -> Tensor:
         """Return which tokens are not in the set of their row.
 
-        The functions treat them as members. More than a few mean that the sets belong to other
-        tokens.
+        The functions treat these tokens as members. If there are more than a few, the sets probably
+        belong to other tokens.
 
         Args:
-            token_ids: integers in the shape that the functions take, `[B, T]` or `[N]`.
+            token_ids: the token ids that the functions get, integers `[B, T]` or `[N]`.
 
         Returns:
             bool, the shape of `token_ids`.
@@ -260,8 +261,8 @@ class KeptTokens(NamedTuple):
         """Return the sets of some rows.
 
         Args:
-            rows: indices `[n]`, which also order the result and count from the end below 0, or
-                bool `[rows]`.
+            rows: indices `[n]` in the order of the result, of which negative ones count from the
+                end, or bool `[rows]`.
 
         Returns:
             The sets.
@@ -296,8 +297,8 @@ class KeptTokens(NamedTuple):
         """Return the sets on a device.
 
         Args:
-            device: where the result is.
-            non_blocking: as in `torch.Tensor.to`.
+            device: the device of the result.
+            non_blocking: whether a copy may run asynchronously; see `torch.Tensor.to`.
 
         Returns:
             The sets.

@@ -33,13 +33,14 @@ def kl_divergence(
     (Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html). verl
     calls them kl, mse, low_var_kl and abs. If both log-probabilities are the same infinity (a token
     that both policies exclude), d = 0. An infinite log-probability is a constant with gradient 0;
-    all others have the gradient NaN if the estimate is NaN.
+    any other has the gradient NaN if the estimate is NaN.
 
     Args:
-        logprobs: under the policy, in nats, any shape; differentiable.
-        ref_logprobs: under the reference policy, in nats, the same shape; differentiable.
+        logprobs: log-probabilities under the policy, in nats, of any shape; differentiable.
+        ref_logprobs: log-probabilities under the reference policy, in nats, in the shape of
+            `logprobs`; differentiable.
         estimator: `k1`, `k2`, `k3` or `abs`.
-        clamp: clamp the estimate to +-clamp (gradient 0 outside), or None.
+        clamp: bound on the absolute value of the estimate, with gradient 0 outside, or None.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:

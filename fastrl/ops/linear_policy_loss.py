@@ -70,53 +70,67 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """Return `logits_policy_loss` of hidden @ weight^T + bias, without storing all logits at once.
 
-    The loss is the one that `policy_loss` (PPO, arXiv 1707.06347, and its variants) computes from
-    the `linear_token_logprobs` and entropies. Logits exist for a chunk of rows at a time, as in
+    `policy_loss` (PPO, arXiv 1707.06347, and its variants) defines the loss; log-probabilities and
+    entropies are those of `linear_token_stats`. Logits exist for a chunk of rows at a time, as in
     Liger (arXiv 2410.10989). At token level, the loss and all gradients take one pass over the
     chunks: 6NHV floating-point operations, 4NHV with a frozen head, 2NHV without gradients. Masked
-    rows are left out of all GEMMs, and rows without advantage or weight out of the gradient GEMMs
-    (on a CPU also clipped rows). `linear_token_logprobs` states the precision of the GEMMs.
+    rows are left out of all GEMMs. Rows with advantage or weight 0, and on a CPU clipped rows, are
+    left out of the GEMMs for gradients. `linear_token_logprobs` states the precision of the GEMMs.
 
     The backward leaves the gradients as they are if the upstream factor is 1. Any other factor, a
     compiled graph or a retained graph costs another read and write of the gradients, so pass a
     constant, such as the number of accumulated micro-batches, to `normalizer` instead of dividing
     the loss. Objectives that depend on all current log-probabilities or entropies (sequence-level
-    ratios, masks, a rollout correction on policy) take two passes (8NHV) and no more memory, as do
-    Python functions under `torch.compile`.
+    ratios, masks, a rollout correction on policy), and Python functions under `torch.compile`, take
+    two passes (8NHV) in the same memory.
 
     Args:
         hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
-        weight: the LM head, `[V, H]` as in `nn.Linear`; a DTensor as in `linear_token_logprobs`.
-        token_ids: integers `[B, T]` or `[N]`.
-        advantages: as in `policy_loss`; None for distillation alone, with `teacher_coef`.
-        mask: 0/1, the shape of `token_ids`.
-        bias: `[V]`, or None.
-        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
-        chunk_tokens: as in `linear_token_logprobs`.
-        compact: as in `linear_token_logprobs`.
-        metrics: if False, the metrics are empty. If one pass is enough, rows with advantage or
-            weight 0 are then not projected, unless the KL or entropy term needs them, and NaN in
-            them has no effect.
-        temperature: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
-        ignore_index: tokens with this id count as masked.
-        old_logprobs: as in `policy_loss`.
-        ref_logprobs: as in `policy_loss`.
-        rollout_logprobs: as in `policy_loss`.
-        policy_weights: as in `policy_loss`.
-        objective: as in `policy_loss`; a Python function is called with one chunk of tokens at a
-            time, `[1, C]`, so it must treat tokens independently.
-        normalizer: as in `policy_loss`.
-        group_size: as in `token_weights`.
-        group_ids: as in `token_weights`.
-        cu_seqlens: as in `policy_loss`.
-        kept: as in `linear_token_logprobs`.
-        teacher: the distributions from which the policy diverges, for `objective.teacher_coef`, or
-            those of the reference for an exact KL. Its head takes 2NHV more operations; the policy
-            is not projected a second time.
-        vocab_group: as in `linear_token_logprobs`.
-        reduce_hidden_gradient: as in `linear_token_logprobs`.
+        weight: the LM head, `[V, H]` like the weight of an `nn.Linear`. A DTensor is gathered, or
+            is a part of the vocabulary; see `linear_token_logprobs`.
+        token_ids: integers `[B, T]` or `[N]`: the token that each position predicts. For `hidden`
+            of all positions of `ids` pass `hidden[:, :-1]` with `ids[:, 1:]`.
+        advantages: one per sequence, `[B]` (packed `[S]`, with `cu_seqlens`), or one per token,
+            `[B, T]` (packed `[N]`, which takes precedence if S = N). None for distillation alone,
+            with `teacher_coef`.
+        mask: 0/1, the shape of `token_ids`; masked tokens have no effect, even if they are NaN.
+        bias: the bias of the head, `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale), added to the head as scale * B A, or None.
+        chunk_tokens: the number of rows in a chunk; None chooses it by vocabulary and device.
+        compact: skip rows without effect, which on a GPU takes one synchronization.
+        metrics: whether to compute metrics. Without them, and if one pass is enough, rows with
+            advantage or weight 0 are not projected unless the KL or entropy term needs them, and
+            NaN in such rows has no effect.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
+        ignore_index: tokens with this id are masked, too.
+        old_logprobs: log-probabilities under the old policy, the denominator of the ratio, in the
+            shape of `mask`; None means on policy, with ratio 1.
+        ref_logprobs: log-probabilities under the reference policy, in the shape of `mask`; needed
+            if `kl_coef > 0`.
+        rollout_logprobs: log-probabilities from the engine that sampled the tokens, in the shape of
+            `mask`; for `rollout_correction` and `off_policy_threshold`.
+        policy_weights: constant factors in the policy term alone, such as importance weights or
+            masks, in any shape that `advantages` may have.
+        objective: the name of a preset, an `Objective`, or a function
+            `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`. A function is
+            called with one chunk of tokens at a time, `[1, C]`, so it must treat tokens
+            independently.
+        normalizer: the global denominator from `global_normalizer`, a number or a tensor of one
+            element; None counts this call alone. If the objective has separate aggregations for KL
+            or entropy, a mapping with the keys `"policy"`, `"kl"` and `"entropy"`.
+        group_size: for `prompt-mean`: the number of consecutive sequences for the same prompt.
+        group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`.
+        teacher: the distributions to compare with, or None; see `Teacher`. It is the teacher of
+            `objective.teacher_coef`, or the reference policy of `kl_estimator="exact"`. Its head
+            takes 2NHV more operations; the policy is not projected a second time.
+        vocab_group: the ranks over which the vocabulary is split, or None. Weight, bias and B are
+            then this rank's part; see `linear_token_logprobs`.
+        reduce_hidden_gradient: sum the gradient of the hidden states over `vocab_group`. False
+            leaves the sum to the layer that computed them.
         backend: `auto`, or the backend for the chunks. A function as objective needs `auto` or
             `reference`: PyTorch evaluates it, on log-probabilities from the fastest backend.
 

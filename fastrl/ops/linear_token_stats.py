@@ -60,46 +60,48 @@ def linear_token_logprobs(
 ) -> Tensor:
     """Return `token_logprobs` of hidden @ weight^T + bias, without storing all logits at once.
 
-    Rows are projected to fp32 logits a chunk at a time, and again in the backward, like the chunks
-    of Liger (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009). This takes 2NHV
-    floating-point operations in the forward, and 6NHV in the backward or 4NHV with a frozen head.
-    Masked rows are left out of all GEMMs, and rows with upstream gradient 0 out of those in the
+    Rows are projected to fp32 logits a chunk at a time, and again in the backward, as in Liger
+    (arXiv 2410.10989) and Cut Cross-Entropy (arXiv 2411.09009). The forward takes 2NHV
+    floating-point operations, the backward 6NHV, or 4NHV with a frozen head. Masked rows are left
+    out of all GEMMs, and rows whose upstream gradient is 0 are left out of the GEMMs in the
     backward.
 
-    On a GPU, operands that are both in 16 bits, or any under autocast, are multiplied in that dtype
-    on tensor cores (in fp32 before sm_80). Logits, their statistics and all sums remain fp32; the
-    gradient of the logits is rounded to bfloat16 for its GEMMs, as are fp16 operands and LoRA's
-    factors there. The gradient of an fp32 weight remains fp32. On a CPU autocast has no effect.
+    On a GPU, two 16-bit operands are multiplied in their dtype on tensor cores, and under autocast
+    all operands in its dtype (before sm_80 in fp32). Logits, their statistics and all sums remain
+    fp32. The gradient of the logits is rounded to bfloat16 for its GEMMs, and so are fp16 operands
+    and LoRA's factors in these GEMMs. The gradient of an fp32 weight remains fp32. On a CPU
+    autocast has no effect.
 
     Args:
-        hidden: last hidden states, `[B, T, H]` or `[N, H]`.
-        weight: the LM head, `[V, H]` like that of an `nn.Linear`; an FSDP2 shard is gathered. A
-            DTensor that is split over a mesh of the one dimension `tp` is a part of the vocabulary,
-            as with `vocab_group`.
-        token_ids: integers `[B, T]` or `[N]`.
-        bias: `[V]`, or None.
-        lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
-        chunk_tokens: rows in a chunk. None chooses by vocabulary and device: on a GPU a chunk's
-            logits and hidden states take at most 512 MiB, or as much as the bfloat16 copy of the
-            weight's gradient, which is made after they are freed.
+        hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
+        weight: the LM head, `[V, H]` like the weight of an `nn.Linear`. An FSDP2 shard is gathered.
+            A DTensor that is split over a mesh of the one dimension `tp` is a part of the
+            vocabulary, as with `vocab_group`.
+        token_ids: integers `[B, T]` or `[N]`: the token that each position predicts. For `hidden`
+            of all positions of `ids` pass `hidden[:, :-1]` with `ids[:, 1:]`.
+        bias: the bias of the head, `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale), added to the head as scale * B A, or None.
+        chunk_tokens: the number of rows in a chunk; None chooses it by vocabulary and device. On a
+            GPU a chunk's logits and hidden states then take at most 512 MiB, or as much as the
+            bfloat16 copy of the weight's gradient, which is made after they are freed.
         compact: skip rows without effect, which on a GPU takes one synchronization.
-        temperature: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
-        mask: as in `token_logprobs`.
-        ignore_index: as in `token_logprobs`.
-        kept: as in `token_logprobs`. Only the logits of the K kept tokens are computed, from their
-            rows of the weight, with K/V of the floating-point operations. Rows that have kept much
-            of the vocabulary (on a GPU with 16-bit operands V/256 tokens) are projected to all V
-            logits. Rows are processed in the order of their K, for which a GPU synchronizes even
-            without `compact`.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
+        mask: 0/1, the shape of `token_ids`; masked rows give 0, even if they contain NaN.
+        ignore_index: tokens with this id are masked, too.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`. Only the
+            logits of the K kept tokens are computed, from their rows of the weight, with K/V of the
+            floating-point operations. A row that kept a large part of the vocabulary (on a GPU with
+            16-bit operands V/256 tokens) is projected to all V logits. Rows are processed in the
+            order of their K, for which a GPU synchronizes even without `compact`.
         vocab_group: the ranks over which the vocabulary is split, or None. Weight, bias and B are
-            then this rank's part, as in `token_logprobs`; hidden states and A are the same on every
-            rank. Two chunks of `chunk_tokens` / 2 rows exist at once: one is projected while the
-            ranks exchange five numbers per row of the other. The gradient of A is summed over the
-            ranks.
+            then this rank's part, in the order that `token_logprobs` describes; hidden states and A
+            are the same on every rank. Two chunks of `chunk_tokens` / 2 rows exist at once: one is
+            projected while the ranks exchange five numbers per row of the other. The gradient of A
+            is summed over the ranks.
         reduce_hidden_gradient: sum the gradient of the hidden states over `vocab_group`. False
-            leaves the sum to the layer that made them (column-parallel, or a reduce-scatter of
+            leaves the sum to the layer that computed them (column-parallel, or a reduce-scatter of
             sequence parallelism).
         backend: `auto`, or the backend for the chunks.
 
@@ -164,32 +166,36 @@ def linear_token_stats(
 ) -> TokenStats:
     """Return `token_stats` of hidden @ weight^T + bias, without storing all logits at once.
 
-    `token_stats` has the formulas, and `linear_token_logprobs` the costs, the precision and the
+    `token_stats` has the formulas. `linear_token_logprobs` has the costs, the precision and the
     sources (arXiv 2410.10989, arXiv 2411.09009).
 
     Args:
-        hidden: as in `linear_token_logprobs`.
-        weight: as in `linear_token_logprobs`.
-        token_ids: integers `[B, T]` or `[N]`.
+        hidden: last hidden states, `[B, T, H]` or packed `[N, H]`.
+        weight: the LM head, `[V, H]` like the weight of an `nn.Linear`.
+        token_ids: integers `[B, T]` or `[N]`: the token that each position predicts. For `hidden`
+            of all positions of `ids` pass `hidden[:, :-1]` with `ids[:, 1:]`.
         outputs: the fields of `TokenStats` to return; the others are None.
-        bias: as in `linear_token_logprobs`.
-        lora: as in `linear_token_logprobs`.
-        chunk_tokens: as in `linear_token_logprobs`.
-        compact: as in `linear_token_logprobs`.
-        temperature: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
-        mask: as in `token_logprobs`.
-        ignore_index: as in `token_logprobs`.
-        kept: as in `linear_token_logprobs`.
-        teacher: the distributions for `divergence`, `teacher_entropy` and `agrees`, or None.
-        vocab_group: as in `linear_token_logprobs`.
-        reduce_hidden_gradient: as in `linear_token_logprobs`.
+        bias: the bias of the head, `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale), added to the head as scale * B A, or None.
+        chunk_tokens: the number of rows in a chunk; None chooses it by vocabulary and device.
+        compact: skip rows without effect, which on a GPU takes one synchronization.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
+        mask: 0/1, the shape of `token_ids`; masked rows give 0, even if they contain NaN.
+        ignore_index: tokens with this id are masked, too.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`.
+        teacher: the distributions to compare with, or None; see `Teacher`. It is needed for the
+            outputs `divergence`, `teacher_entropy` and `agrees`.
+        vocab_group: the ranks over which the vocabulary is split, or None. Weight, bias and B are
+            then this rank's part; see `linear_token_logprobs`.
+        reduce_hidden_gradient: sum the gradient of the hidden states over `vocab_group`. False
+            leaves the sum to the layer that computed them.
         backend: `auto`, or the backend for the chunks.
 
     Returns:
-        The statistics, in nats, as a `TokenStats`: fp32 (is_top1 and agrees bool), each the shape
-        of `token_ids`, 0 at masked rows.
+        The statistics in nats, as a `TokenStats`. Each is fp32 (`is_top1` and `agrees` are bool),
+        has the shape of `token_ids` and is 0 at masked rows.
 
     Raises:
         TypeError: an argument has the wrong type.

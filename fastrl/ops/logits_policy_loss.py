@@ -58,46 +58,60 @@ def logits_policy_loss(
 ) -> PolicyLoss:
     """Return `policy_loss` of the log-probabilities of tokens under logits.
 
-    The loss is the one that `policy_loss` (PPO, arXiv 1707.06347, and its variants) computes from
-    the `token_logprobs` and entropies of the logits. The only other tensor of the size of the
-    logits is their gradient. For objectives at token level each row is read once, and its gradient
-    is written once, while the row is still in cache. With c_t = dL/dlogprob_t and z as in
-    `token_logprobs`:
+    `policy_loss` (PPO, arXiv 1707.06347, and its variants) defines the loss; log-probabilities and
+    entropies are those of `token_stats`. The only other tensor of the size of the logits is their
+    gradient. For objectives at token level each row is read once, and its gradient is written once,
+    while the row is still in cache. With c_t = dL/dlogprob_t and z = softcap(logit_scale * logits)
+    / temperature:
 
         dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H)
 
     The backward leaves the gradient as it is if the upstream factor is 1. Any other factor, a
     compiled graph or a retained graph costs another read and write of the gradient, so pass a
     constant, such as the number of accumulated micro-batches, to `normalizer` instead of dividing
-    the loss. fp16 logits, sequence-level ratios, masks of the objective and Python functions need a
-    second read of the logits in the backward.
+    the loss. With fp16 logits, sequence-level ratios, masks of the objective or a Python function,
+    the backward reads the logits a second time.
 
     Args:
-        logits: `[B, T, V]` or packed `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64:
+        logits: `[B, T, V]` or packed `[N, V]`, with any batch strides; fp32, bf16, fp16 (fp64:
             reference).
-        token_ids: integers `[B, T]` or `[N]`.
-        advantages: as in `policy_loss`; None for distillation alone, with `teacher_coef`.
-        mask: 0/1, the shape of `token_ids`.
-        temperature: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
-        ignore_index: tokens with this id count as masked.
-        old_logprobs: as in `policy_loss`.
-        ref_logprobs: as in `policy_loss`.
-        rollout_logprobs: as in `policy_loss`.
-        policy_weights: as in `policy_loss`.
-        objective: as in `policy_loss`.
-        normalizer: as in `policy_loss`.
-        group_size: as in `token_weights`.
-        group_ids: as in `token_weights`.
-        cu_seqlens: as in `policy_loss`.
-        inplace: allow the gradient to overwrite the logits, which saves a tensor of their size (the
-            reference backend never does this). The logits cannot be used afterwards: a gradient
-            through another use raises.
-        kept: as in `token_logprobs`; the gradient is then written in the backward.
-        teacher: as in `linear_policy_loss`; the gradient is then written in the backward.
-        vocab_group: as in `token_logprobs`. The logits are read twice, for the statistics and, in
-            the backward, for the gradient; in between the ranks exchange a few numbers per row.
+        token_ids: integers `[B, T]` or `[N]`: the token that each position predicts. For
+            `logits = model(ids).logits` pass `logits[:, :-1]` with `ids[:, 1:]`.
+        advantages: one per sequence, `[B]` (packed `[S]`, with `cu_seqlens`), or one per token,
+            `[B, T]` (packed `[N]`, which takes precedence if S = N). None for distillation alone,
+            with `teacher_coef`.
+        mask: 0/1, the shape of `token_ids`; masked tokens have no effect, even if they are NaN.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
+        ignore_index: tokens with this id are masked, too.
+        old_logprobs: log-probabilities under the old policy, the denominator of the ratio, in the
+            shape of `mask`; None means on policy, with ratio 1.
+        ref_logprobs: log-probabilities under the reference policy, in the shape of `mask`; needed
+            if `kl_coef > 0`.
+        rollout_logprobs: log-probabilities from the engine that sampled the tokens, in the shape of
+            `mask`; for `rollout_correction` and `off_policy_threshold`.
+        policy_weights: constant factors in the policy term alone, such as importance weights or
+            masks, in any shape that `advantages` may have.
+        objective: the name of a preset, an `Objective`, or a function
+            `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
+        normalizer: the global denominator from `global_normalizer`, a number or a tensor of one
+            element; None counts this call alone. If the objective has separate aggregations for KL
+            or entropy, a mapping with the keys `"policy"`, `"kl"` and `"entropy"`.
+        group_size: for `prompt-mean`: the number of consecutive sequences for the same prompt.
+        group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N.
+        inplace: let the gradient overwrite the logits, which saves a tensor of their size. The
+            logits cannot be used afterwards: a gradient through another use raises. The reference
+            backend never overwrites them.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`. The gradient
+            is then written in the backward.
+        teacher: the distributions to compare with, or None; see `Teacher`. It is the teacher of
+            `objective.teacher_coef`, or the reference policy of `kl_estimator="exact"`. The
+            gradient is then written in the backward.
+        vocab_group: the ranks over which the vocabulary is split, or None. The logits are then this
+            rank's columns; see `token_logprobs`. The logits are read twice, for the statistics and,
+            in the backward, for the gradient; in between the ranks exchange a few numbers per row.
         backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`:
             PyTorch evaluates it, on log-probabilities from the fastest backend.
 

@@ -17,13 +17,13 @@ def masked_mean(
 
         sum(mask * x) / sum(mask)
 
-    like `masked_mean` of TRL and verl, except that NaN and infinity in masked entries have no
+    This is `masked_mean` of TRL and verl, except that NaN and infinity in masked entries have no
     effect.
 
     Args:
-        x: any shape.
+        x: values of any shape.
         mask: 0/1, the shape of `x`.
-        dim: the dimension to reduce, or None for all.
+        dim: the dimension to reduce, or None for all dimensions.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
@@ -67,12 +67,12 @@ def whiten(
     variance is 0.
 
     Args:
-        x: any shape.
+        x: values of any shape.
         mask: 0/1, the shape of `x`.
-        shift_mean: subtract the mean; if False, only scale.
-        process_group: the ranks whose entries are whitened together, any number on each; None is
-            this process alone. The statistics have the same bits on all ranks. All ranks must call
-            this together, which takes two all-gathers of one or two numbers.
+        shift_mean: whether to subtract the mean; False only scales.
+        process_group: the ranks whose entries are whitened together, with any number of entries on
+            each; None is this process alone. The statistics have the same bits on all ranks. All
+            ranks must make this call together; it takes two all-gathers of one or two numbers.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:

@@ -27,7 +27,7 @@ class LossMetrics(Mapping[str, Tensor]):
     `torch.load(weights_only=True)` accepts.
 
     Attributes:
-        vector: all metrics, in the order of the names.
+        vector: all metrics, in the order of their names.
 
     Examples:
         >>> import torch, fastrl
@@ -41,7 +41,7 @@ class LossMetrics(Mapping[str, Tensor]):
     __slots__ = ("vector",)
 
     def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
-        """`values`: the vector, or a mapping with all names; those of a teacher may be missing."""
+        """Take the vector, or a mapping with all names; the metrics of a teacher may be missing."""
         if isinstance(values, Mapping):
             names = _NAMES if set(TEACHER_METRICS) <= set(values) else METRICS
             values = torch.stack([torch.as_tensor(values[name]) for name in names])
@@ -89,7 +89,7 @@ class LossMetrics(Mapping[str, Tensor]):
         return LossMetrics(self.vector.clone())
 
     def to_floats(self) -> dict[str, float]:
-        """Return the metrics as Python floats, by one transfer from the device instead of twelve.
+        """Return the metrics as Python floats, with one transfer from the device instead of twelve.
 
         Returns:
             A dict from names to floats.
@@ -124,7 +124,7 @@ def reduce_metrics(
     The call takes one all-gather of a small vector and no host synchronization.
 
     Args:
-        metrics: `PolicyLoss.metrics`, 0-d tensors; or a sequence of them, one per micro-batch.
+        metrics: `PolicyLoss.metrics`, 0-d tensors, or a sequence of them, one per micro-batch.
         process_group: the ranks; None is the default group if `torch.distributed` is initialized,
             else this process alone.
         policy_loss: how `policy_loss` is reduced. `sum` fits losses with a global `normalizer`.
@@ -137,7 +137,7 @@ def reduce_metrics(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the sequence is empty, or the names are wrong (with `metrics=False` there are
+        ValueError: the sequence is empty, or the names are wrong (a loss with `metrics=False` has
             none).
 
     Examples:

@@ -36,8 +36,9 @@ class PolicyLoss(NamedTuple):
             `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (the fraction of
             active tokens where the lower, the upper or either bound is active), `active_tokens`,
             `zero_grad_fraction` (the fraction of active tokens without gradient from any term).
-            With a teacher also the means of `divergence`, `teacher_entropy` and `teacher_agreement`
-            (the same token is the most probable in both); with an exact KL, `kl` is its mean.
+            With a teacher, also the means of `divergence`, `teacher_entropy` and
+            `teacher_agreement` (the same token is the most probable in both); with an exact KL,
+            `kl` is its mean.
         logprobs: the log-probabilities of the tokens in nats, detached, `[B, T]` or `[N]`.
             `policy_loss` does not copy them: they share memory with its argument, unless that had
             to be cast or made contiguous. Computed from logits or hidden states, they are 0 at
@@ -83,35 +84,36 @@ def policy_loss(
 
     `Objective` defines f and k, and `Objective.preset` names the papers (PPO, arXiv 1707.06347;
     GRPO, arXiv 2402.03300; and others). `token_weights` defines the weights w_t and
-    `RolloutCorrection` the correction is_t; c_t are the `policy_weights`, 0 for tokens that a mask
-    of the objective drops. The loss is differentiable in `logprobs` and `entropy`; all other
+    `RolloutCorrection` the correction is_t; c_t are the `policy_weights`, or 0 for a token that a
+    mask of the objective drops. The loss is differentiable in `logprobs` and `entropy`; all other
     arguments are constants.
 
     Args:
         logprobs: log-probabilities of the tokens under the policy, in nats, `[B, T]` or packed
             `[N]`.
-        advantages: `[B]` or `[B, T]`; packed `[S]` (with `cu_seqlens`) or `[N]`, which takes
-            precedence if S = N.
+        advantages: one per sequence, `[B]` (packed `[S]`, with `cu_seqlens`), or one per token,
+            `[B, T]` (packed `[N]`, which takes precedence if S = N).
         mask: 0/1, the shape of `logprobs`; masked tokens have no effect, even if they are NaN.
-        old_logprobs: under the policy in the denominator of the ratio, the shape of `logprobs`;
-            None is the on-policy case with ratio 1.
-        ref_logprobs: under the reference policy, the shape of `logprobs`; needed if `kl_coef > 0`.
-        rollout_logprobs: from the engine that sampled the tokens, the shape of `logprobs`; for
-            `rollout_correction` and `off_policy_threshold`.
+        old_logprobs: log-probabilities under the old policy, the denominator of the ratio, in the
+            shape of `mask`; None means on policy, with ratio 1.
+        ref_logprobs: log-probabilities under the reference policy, in the shape of `mask`; needed
+            if `kl_coef > 0`.
+        rollout_logprobs: log-probabilities from the engine that sampled the tokens, in the shape of
+            `mask`; for `rollout_correction` and `off_policy_threshold`.
         entropy: the entropy at each token in nats, the shape of `logprobs`; needed if
             `entropy_coef` is not 0 or `top_entropy_quantile` is below 1.
-        policy_weights: constant factors in the policy term only, e.g. importance weights or masks;
-            any shape that `advantages` may have.
+        policy_weights: constant factors in the policy term alone, such as importance weights or
+            masks, in any shape that `advantages` may have.
         objective: the name of a preset, an `Objective`, or a function
             `(logprobs, old_logprobs, ref_logprobs, advantages) -> loss per token`.
-        normalizer: the global denominator, as in `token_weights`, from `global_normalizer`. If the
-            objective has separate aggregations for KL or entropy, a mapping with the keys
-            `"policy"`, `"kl"` and `"entropy"`.
-        group_size: as in `token_weights`, for `prompt-mean`.
-        group_ids: as in `token_weights`, for `prompt-mean`.
-        cu_seqlens: int `[S + 1]`, the bounds of packed sequences.
+        normalizer: the global denominator from `global_normalizer`, a number or a tensor of one
+            element; None counts this call alone. If the objective has separate aggregations for KL
+            or entropy, a mapping with the keys `"policy"`, `"kl"` and `"entropy"`.
+        group_size: for `prompt-mean`: the number of consecutive sequences for the same prompt.
+        group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N.
         backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`,
-            since PyTorch evaluates it.
+            because PyTorch evaluates it.
 
     Returns:
         The loss, a scalar, with its metrics, as a `PolicyLoss`.

@@ -1,4 +1,4 @@
-"""The distribution to compare a student with: a teacher's, or a reference policy's."""
+"""The distributions with which a student is compared, of a teacher or a reference policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastrl.ops._vocabulary_parts.parts import group_of, local_part
 
 
 class Teacher(NamedTuple):
-    """A teacher's distribution p of each token, to be compared with a student's q.
+    """A teacher's distribution p at each token, with which a student's distribution q is compared.
 
     With m = (1 - beta) q + beta p, `beta` selects the divergence, in nats:
 
@@ -29,32 +29,34 @@ class Teacher(NamedTuple):
     | else | beta KL(p, m) + (1 - beta) KL(q, m) | generalized Jensen-Shannon divergence |
 
     This is the divergence of TRL's `GKDTrainer` (Agarwal et al. 2023, arXiv 2306.13649). Only the
-    student gets a gradient. Teacher and student must have one vocabulary: if the teacher's head has
-    more rows, pass `weight[:V]`. Next to 0 and 1 the Jensen-Shannon divergence goes to 0, as beta
-    KL(p, q) and (1 - beta) KL(q, p), so its value jumps at beta 0 and 1.
+    student gets a gradient. Teacher and student must have the same vocabulary: if the teacher's
+    head has more rows, pass `weight[:V]`. As beta approaches 0 or 1, the Jensen-Shannon divergence
+    goes to 0, like beta KL(p, q) or (1 - beta) KL(q, p), so the value jumps at beta 0 and 1.
 
-    A logit of -inf excludes a token, and so does a finite one by which log(q/p) reaches 2^50 bits,
-    such as `torch.finfo(torch.float32).min`. A token that both exclude adds nothing. Where one
-    alone excludes it, an infinite forward KL has the gradient q - p of the tokens that the student
-    does not exclude by -inf; an infinite reverse KL has no finite gradient and gives its row none.
-    Exclude padded columns of the teacher from the student, too.
+    A logit of -inf excludes a token, and so does a finite logit with which log(q/p) reaches 2^50
+    bits, such as `torch.finfo(torch.float32).min`. A token that both exclude adds nothing. An
+    infinite forward KL has the gradient q - p at all tokens that the student does not exclude by
+    -inf; an infinite reverse KL has no finite gradient, and its row gets none. Exclude padded
+    columns of the teacher from the student, too.
 
-    Construct a teacher with `from_hidden`, `from_logits` or `from_top_k`. The functions that take
-    it check it, and raise a TypeError or ValueError that names the field.
+    Construct a teacher with `from_hidden`, `from_logits` or `from_top_k`. Its fields are checked by
+    the functions that take it; their TypeError or ValueError names the field.
 
     Attributes:
-        hidden: last hidden states, `[B, T, H]` or `[N, H]`; H may differ from the student's.
-        weight: the LM head, `[V, H]`.
-        bias: `[V]`, or None.
-        lora: (A `[r, H]`, B `[V, r]`, scale), or None.
-        logits: `[B, T, V]` or `[N, V]`.
-        token_ids: integers `[B, T, K]` or `[N, K]`, no id twice in a row.
-        logprobs: log-probabilities of those tokens in nats, the shape of `token_ids`.
+        hidden: the teacher's last hidden states, `[B, T, H]` or `[N, H]`; H may differ from the
+            student's.
+        weight: the teacher's LM head, `[V, H]`.
+        bias: the bias of the head, `[V]`, or None.
+        lora: (A `[r, H]`, B `[V, r]`, scale), added to the head as scale * B A, or None.
+        logits: the teacher's logits, `[B, T, V]` or `[N, V]`.
+        token_ids: K tokens per row, integers `[B, T, K]` or `[N, K]`, no id twice in a row.
+        logprobs: the teacher's log-probabilities of these tokens in nats, in the shape of
+            `token_ids`.
         has_tail: whether all other tokens together count as one more event.
         beta: selects the divergence, in [0, 1].
-        temperature: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
 
     Examples:
         >>> import torch, fastrl
@@ -89,17 +91,20 @@ class Teacher(NamedTuple):
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
     ) -> Teacher:
-        """Return the teacher with logits hidden @ weight^T + bias, computed a chunk at a time.
+        """Return a teacher with the logits hidden @ weight^T + bias, computed a chunk at a time.
 
         Args:
-            hidden: last hidden states, `[B, T, H]` or `[N, H]`; H may differ from the student's.
-            weight: the LM head, `[V, H]`.
-            bias: `[V]`, or None.
-            lora: (A `[r, H]`, B `[V, r]`, scale) added to the head as scale * B A, or None.
+            hidden: the teacher's last hidden states, `[B, T, H]` or `[N, H]`; H may differ from the
+                student's.
+            weight: the teacher's LM head, `[V, H]`.
+            bias: the bias of the head, `[V]`, or None.
+            lora: (A `[r, H]`, B `[V, r]`, scale), added to the head as scale * B A, or None.
             beta: selects the divergence, in [0, 1].
-            temperature: as in `token_logprobs`.
-            logit_scale: as in `token_logprobs`.
-            logit_softcap: as in `token_logprobs`.
+            temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`,
+                `[N]`.
+            logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+            logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or
+                None.
 
         Returns:
             The teacher.
@@ -132,14 +137,16 @@ class Teacher(NamedTuple):
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
     ) -> Teacher:
-        """Return the teacher with these logits.
+        """Return a teacher with these logits.
 
         Args:
-            logits: `[B, T, V]` or `[N, V]`.
+            logits: the teacher's logits, `[B, T, V]` or `[N, V]`.
             beta: selects the divergence, in [0, 1].
-            temperature: as in `token_logprobs`.
-            logit_scale: as in `token_logprobs`.
-            logit_softcap: as in `token_logprobs`.
+            temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`,
+                `[N]`.
+            logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+            logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or
+                None.
 
         Returns:
             The teacher.
@@ -162,17 +169,18 @@ class Teacher(NamedTuple):
     def from_top_k(
         cls, token_ids: Tensor, logprobs: Tensor, *, has_tail: bool = True, beta: float = 1.0
     ) -> Teacher:
-        """Return the teacher that is known by its log-probabilities of K tokens in each row.
+        """Return a teacher that is known only by its log-probabilities of K tokens in each row.
 
-        Inference servers return such log-probabilities. Divergence and `teacher_entropy` are those
-        of a distribution over the K tokens and, with a tail, one more event for all other tokens;
-        without a tail, both distributions are normalized over the K tokens. The tail's probability
-        is 1 minus that of the K tokens, or the rounding error of 1 in the dtype of the
-        log-probabilities, if that is larger.
+        Inference servers return such log-probabilities. With a tail, all other tokens together
+        count as one more event, and divergence and `teacher_entropy` are computed over the K + 1
+        events; without a tail, both distributions are normalized over the K tokens. The tail's
+        probability is 1 minus the probability of the K tokens, but at least the rounding error of 1
+        in the dtype of the log-probabilities.
 
         Args:
-            token_ids: integers `[B, T, K]` or `[N, K]`, no id twice in a row.
-            logprobs: the teacher's log-probabilities in nats, the shape of `token_ids`.
+            token_ids: K tokens per row, integers `[B, T, K]` or `[N, K]`, no id twice in a row.
+            logprobs: the teacher's log-probabilities of these tokens in nats, in the shape of
+                `token_ids`.
             has_tail: whether all other tokens together count as one more event.
             beta: selects the divergence, in [0, 1].
 
@@ -189,7 +197,7 @@ class Teacher(NamedTuple):
         return cls(token_ids=token_ids, logprobs=logprobs, has_tail=has_tail, beta=beta)
 
     def _shared(self) -> tuple[object, ...]:
-        """Return what must be the same on all ranks that split a vocabulary."""
+        """Return the properties that must be equal on all ranks that split a vocabulary."""
         given = (self.hidden, self.weight, self.logits, self.bias, *(self.lora or ())[:2])
         kinds = [None if x is None else (str(x.dtype), x.dim()) for x in given]
         width = None if self.hidden is None else self.hidden.shape[-1]
@@ -222,8 +230,8 @@ def teacher_arguments(
         raise TypeError(f"teacher must be a Teacher or None, got {type(teacher).__name__}")
     if kept is not None:
         raise ValueError(
-            "kept must be None with a teacher: the student's rows would be a part of the "
-            "vocabulary, and the teacher's all of it"
+            "kept must be None with a teacher: the student is normalized over its kept tokens, "
+            "the teacher over the whole vocabulary"
         )
     came = [name for name in Teacher._fields[:7] if getattr(teacher, name) is not None]
     optional = ("bias", "lora") if teacher.weight is not None else ()

@@ -50,7 +50,7 @@ def token_logprobs(
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the log-probability of each token from logits.
+    """Return the log-probability of each token, computed from logits.
 
         log p_y = log softmax(z)_y   with   z = softcap(logit_scale * logits) / temperature
         d log p_y / dz_j = [j = y] - p_j
@@ -60,28 +60,30 @@ def token_logprobs(
     kept for the backward.
 
     Args:
-        logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
-        token_ids: integers `[B, T]` or `[N]`.
-        temperature: a float, or a tensor `[]`, `[B, T]`, `[N]`, `[B]` or `[B, 1]`.
-        logit_scale: factor on the logits (Cohere, Granite), above 0.
-        logit_softcap: c in c * tanh(logits / c) (Gemma 2), or None. These three and their
-            quotients must be in [1e-30, 1e30] (not checked for a tensor on a GPU).
+        logits: `[B, T, V]` or packed `[N, V]`, with any batch strides; fp32, bf16, fp16 (fp64:
+            reference).
+        token_ids: integers `[B, T]` or `[N]`: the token that each position predicts. For
+            `logits = model(ids).logits` pass `logits[:, :-1]` with `ids[:, 1:]`.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
+            Temperature, scale, softcap and their quotients must be in [1e-30, 1e30] (not checked
+            for a tensor on a GPU).
         mask: 0/1, the shape of `token_ids`; masked rows give 0, even if they contain NaN.
-        ignore_index: rows with this id are masked, too.
-        inplace_backward: allow the backward to overwrite the logits with their gradient, which
-            saves a tensor of their size (the reference backend never does this). The logits cannot
-            be used afterwards: a gradient through another use raises.
+        ignore_index: tokens with this id are masked, too.
+        inplace_backward: let the backward overwrite the logits with their gradient, which saves a
+            tensor of their size. The logits cannot be used afterwards. A gradient through another
+            use raises. The reference backend never overwrites them.
         kept: the tokens from which each token was sampled, or None; see `KeptTokens`. Only the
             logits of kept tokens are read, and the gradient of the others is 0.
-        vocab_group: the ranks over which the vocabulary is split, or None. The logits are then
-            this rank's columns; parts are in rank order and may differ in size. Token ids count
-            from the start of the whole vocabulary. All values per token must be the same on every
-            rank, and so are the results, bit for bit. A DTensor of logits that is split in its
-            last dimension over a mesh of the one dimension `tp` needs no `vocab_group`.
+        vocab_group: the ranks over which the vocabulary is split, or None. The logits are then this
+            rank's columns. The parts are in rank order and may differ in size; token ids count from
+            the start of the whole vocabulary. All values per token must be the same on every rank,
+            and so are the results, bit for bit. A DTensor of logits that is split in its last
+            dimension over a mesh of the one dimension `tp` needs no `vocab_group`.
         backend: `auto`, or the backend to use. `cuda` refuses a float temperature below 1e-6 times
-            the scale (or 2 softcap); it treats a row with no z above -6.9e8, or in fp16 with no
-            logit above -65504, as if all its logits were -inf, and a logit as low as that gets no
-            gradient.
+            the scale (or 2 softcap). It treats a row with no z above -6.9e8, or in fp16 with no
+            logit above -65504, as if all its logits were -inf; a logit that low gets no gradient.
 
     Returns:
         Log-probabilities in nats, fp32, the shape of `token_ids`.
@@ -130,9 +132,9 @@ def token_stats(
     vocab_group: torch.distributed.ProcessGroup | None = None,
     backend: Backend = "auto",
 ) -> TokenStats:
-    """Return log-probability, entropy and other statistics in one pass over the logits.
+    """Return log-probability, entropy and other statistics of each row in one pass over the logits.
 
-    With z and p = softmax(z) as in `token_logprobs`:
+    With z = softcap(logit_scale * logits) / temperature and p = softmax(z):
 
         logprobs = log p_y                   d logprobs/dz_j = [j = y] - p_j
         entropy = H = -sum_j p_j log p_j     dH/dz_j = -p_j (log p_j + H)
@@ -144,23 +146,28 @@ def token_stats(
     `calculate_sum_pi_squared_from_logits`.
 
     Args:
-        logits: `[B, T, V]` or `[N, V]`, any batch strides; fp32, bf16, fp16 (fp64: reference).
-        token_ids: integers `[B, T]` or `[N]`.
+        logits: `[B, T, V]` or packed `[N, V]`, with any batch strides; fp32, bf16, fp16 (fp64:
+            reference).
+        token_ids: integers `[B, T]` or `[N]`: the token that each position predicts. For
+            `logits = model(ids).logits` pass `logits[:, :-1]` with `ids[:, 1:]`.
         outputs: the fields of `TokenStats` to return; the others are None.
-        temperature: as in `token_logprobs`.
-        logit_scale: as in `token_logprobs`.
-        logit_softcap: as in `token_logprobs`.
-        mask: as in `token_logprobs`.
-        ignore_index: as in `token_logprobs`.
-        inplace_backward: as in `token_logprobs`.
-        kept: as in `token_logprobs`.
-        teacher: the distributions for `divergence`, `teacher_entropy` and `agrees`, or None.
-        vocab_group: as in `token_logprobs`.
+        temperature: divides logits: a number or a tensor `[]`, `[B]`, `[B, 1]`, `[B, T]`, `[N]`.
+        logit_scale: multiplies the logits; above 0 (Cohere, Granite).
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x (Gemma 2), or None.
+        mask: 0/1, the shape of `token_ids`; masked rows give 0, even if they contain NaN.
+        ignore_index: tokens with this id are masked, too.
+        inplace_backward: let the backward overwrite the logits with their gradient, which saves a
+            tensor of their size. The logits cannot be used afterwards.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`.
+        teacher: the distributions to compare with, or None; see `Teacher`. It is needed for the
+            outputs `divergence`, `teacher_entropy` and `agrees`.
+        vocab_group: the ranks over which the vocabulary is split, or None. The logits are then this
+            rank's columns; see `token_logprobs`.
         backend: `auto`, or the backend to use.
 
     Returns:
-        The statistics, in nats, as a `TokenStats`: fp32 (is_top1 and agrees bool), each the shape
-        of `token_ids`, 0 at masked rows.
+        The statistics in nats, as a `TokenStats`. Each is fp32 (`is_top1` and `agrees` are bool),
+        has the shape of `token_ids` and is 0 at masked rows.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -41,7 +41,7 @@ def token_weights(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the weight w_t of every token, with which the loss is sum_t w_t loss_t.
+    """Return the weight w_t of every token in the loss sum_t w_t loss_t.
 
     | aggregation | w_t of an active token | `normalizer` replaces |
     | --- | --- | --- |
@@ -52,9 +52,9 @@ def token_weights(
     | `prompt-mean` | 1 / (groups * tokens of the group) | groups |
     | `token-sum` | 1 | - |
 
-    `seq-mean-token-mean` is the mean of GRPO (arXiv 2402.03300), `token-mean` that of DAPO (arXiv
-    2503.14476), `seq-mean-token-sum-norm` that of Dr. GRPO (arXiv 2503.20783). verl's
-    `loss_agg_mode` has the same names.
+    GRPO (arXiv 2402.03300) uses `seq-mean-token-mean`, DAPO (arXiv 2503.14476) `token-mean`, and
+    Dr. GRPO (arXiv 2503.20783) `seq-mean-token-sum-norm`. verl's `loss_agg_mode` has the same
+    names.
 
     Sequences and groups without an active token are not counted, unless `count_empty` includes them
     in means over sequences. If no token is active, all weights are 0. With a `normalizer` from
@@ -63,16 +63,17 @@ def token_weights(
 
     Args:
         mask: 0/1, `[B, T]` or packed `[N]`.
-        aggregation: a row of the table.
-        normalizer: the global denominator, a float or a tensor of one element. It may be 0 if no
-            token is active; with active tokens this raises on a CPU, and the weights are infinite
-            on a GPU, where a tensor's value is not read.
+        aggregation: how tokens are weighted: a row of the table in `token_weights`.
+        normalizer: the global denominator from `global_normalizer`, a number or a tensor of one
+            element; None counts this call alone. It may be 0 if no token is active. With active
+            tokens, 0 raises on a CPU; on a GPU, where a tensor's value is not read, the weights are
+            infinite.
         length_norm: the constant of `seq-mean-token-sum-norm`, in tokens; None is the padded width
             T.
-        group_size: for `prompt-mean`: number of consecutive sequences for the same prompt.
+        group_size: for `prompt-mean`: the number of consecutive sequences for the same prompt.
         group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
-        count_empty: whether a mean over sequences counts those without an active token (TRL).
-        cu_seqlens: int `[S + 1]`, the bounds of packed sequences.
+        count_empty: count sequences without an active token in a mean over sequences, as TRL does.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:
@@ -138,7 +139,7 @@ def sequence_weights(
     ignore_index: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of an active token of each sequence, `[S]`, and which tokens are active.
+    """Return the weight of an active token in each sequence, `[S]`, and which tokens are active.
 
     The mask is `[B, T]` or `[1, N]`, 0/1 of any dtype; tokens with the id `ignore_index` are
     masked, too.

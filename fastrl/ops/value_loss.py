@@ -52,12 +52,12 @@ def value_loss(
     cu_seqlens: Tensor | None = None,
     backend: Backend = "auto",
 ) -> ValueLoss:
-    """Return the loss of a value function, clipped around its old values if asked for.
+    """Return the loss of a value function, optionally clipped around its old values.
 
         L = sum_t w_t e(V_t, R_t)
         e(V, R) = (V - R)^2 / 2, or the Huber loss with delta 1
 
-    `token_weights` defines w_t. With `clip`, the loss of a token is the one of PPO (Schulman et al.
+    `token_weights` defines w_t. With `clip`, the loss of a token is, as in PPO (Schulman et al.
     2017, arXiv 1707.06347; OpenAI baselines), TRL and verl:
 
         max(e(V, R), e(V_old + clip(V - V_old, -clip, clip), R))
@@ -69,12 +69,14 @@ def value_loss(
         old_values: the shape of `values`; needed with `clip`.
         clip: bound on `|V - V_old|`, or None.
         loss: `mse` or `huber`.
-        aggregation: as in `token_weights`.
-        normalizer: as in `token_weights`.
-        length_norm: as in `token_weights`.
-        group_size: as in `token_weights`.
-        group_ids: as in `token_weights`.
-        cu_seqlens: as in `token_weights`.
+        aggregation: how tokens are weighted: a row of the table in `token_weights`.
+        normalizer: the global denominator from `global_normalizer`, a number or a tensor of one
+            element; None counts this call alone.
+        length_norm: the constant of `seq-mean-token-sum-norm`, in tokens; None is the padded width
+            T.
+        group_size: for `prompt-mean`: the number of consecutive sequences for the same prompt.
+        group_ids: for `prompt-mean`: integers `[B]` (packed `[S]`), the prompt of each sequence.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N.
         backend: `auto` or `reference`; the function is plain torch on every device.
 
     Returns:

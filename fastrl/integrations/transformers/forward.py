@@ -41,7 +41,7 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
     do.
 
     Args:
-        model: as in `lm_head`.
+        model: a `transformers` causal language model, or a wrapper around one (PEFT, DDP, ...).
         **inputs: `input_ids`, `attention_mask`, `position_ids`, ... as the model takes them.
 
     Returns:
