@@ -1,1 +1,1 @@
-"""The public functions: check, choose the backend, differentiate."""
+"""The public functions, which check arguments, choose the backend and differentiate."""

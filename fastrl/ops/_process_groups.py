@@ -1,4 +1,4 @@
-"""Sums and concatenations over the ranks of a process group, with the same bits on every rank.
+"""Sums and concatenations over the ranks of a process group, bit for bit equal on all ranks.
 
 Terms are gathered and added in rank order. An all-reduce would leave the order to the communication
 library.
@@ -44,7 +44,7 @@ def gathered(x: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
 def start_gather(
     x: Tensor, group: torch.distributed.ProcessGroup
 ) -> tuple[Tensor, torch.distributed.Work]:
-    """Start `gathered`; return its result and the work to wait for, until which `x` must exist."""
+    """Start `gathered`; return its result and the work to wait for; `x` must exist until then."""
     result = x.new_empty((size_of(group), *x.shape))
     # torch 2.13 warns of all_gather_into_tensor, and earlier versions lack its replacement
     work = torch.distributed.all_gather(list(result.unbind()), x, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""Statistics of rows, in the form that the functions of logits and of hidden states return."""
+"""Statistics of rows, in the form that functions of logits and of hidden states return."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OF_ROW = tuple(name for name in TokenStats._fields if name not in OF_TEACHER)
 
 
 def checked_outputs(outputs: object, teacher: object) -> Sequence[str]:
-    """Return the names of requested fields if they are some of `TokenStats`."""
+    """Return the names of requested fields if `TokenStats` has them."""
     if isinstance(outputs, str) or not isinstance(outputs, Sequence):
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}")
     for name in outputs:
@@ -72,13 +72,13 @@ def public_stats(stats: RowStats) -> tuple[Tensor, ...]:
 
 
 def without_gradient(stats: RowStats) -> tuple[Tensor, ...]:
-    """Return those fields of `TokenStats` that are not differentiable."""
+    """Return the fields of `TokenStats` that are not differentiable."""
     names = (name for name in OF_ROW if name not in DIFFERENTIABLE)
     return tuple(getattr(stats, name) for name in names)
 
 
 def slopes_of(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the differentiable ones among the fields of `TokenStats`."""
+    """Return the gradients of the differentiable fields of `TokenStats`."""
     named = zip(OF_ROW, grads, strict=True)
     return tuple(grad for name, grad in named if name in DIFFERENTIABLE)
 
@@ -86,6 +86,6 @@ def slopes_of(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 def token_stats_result(
     stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
 ) -> TokenStats:
-    """Return the requested statistics, in the caller's shape; those of a teacher come last."""
+    """Return the requested statistics in the caller's shape; a teacher's fields come last."""
     named = zip(TokenStats._fields, stats, strict=False)
     return TokenStats(*(stat.reshape(shape) if name in outputs else None for name, stat in named))

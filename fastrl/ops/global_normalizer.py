@@ -164,12 +164,12 @@ def _counted_terms(how: Objective, averaged: bool) -> tuple[list[str], bool]:
     if not counted or (averaged and len(counted) < len(terms)):
         raise ValueError(
             "aggregation token-sum has no normalizer: use gradients='sum' for the other terms, if "
-            "any, and where gradients are averaged over ranks multiply the loss by their number"
+            "any, and multiply the loss by the number of ranks that average their gradients"
         )
     if "entropy" in counted and how.top_entropy_quantile < 1:
         raise ValueError(
-            "entropy_aggregation must be None or token-sum with top_entropy_quantile below 1, as "
-            f"the tokens that it counts are known only in the loss; got {how.entropy_aggregation}"
+            "entropy_aggregation must be None or token-sum with top_entropy_quantile below 1, because "
+            f"only the loss knows the tokens to count; got {how.entropy_aggregation}"
         )
     return counted, len(terms) > 1
 

@@ -159,7 +159,7 @@ def group_advantages(
     if group is not None and r.dim() == 2 and ids is None and scale != "batch":
         raise ValueError(
             f"process_group has no effect with rewards [P, G] and scale {scale}: each row is a "
-            "whole group, which scale batch alone relates to those of other ranks"
+            "whole group, which only scale batch relates to groups of other ranks"
         )
     flat = r.reshape(-1).to(torch.float64 if r.dtype == torch.float64 else torch.float32)
     valid = None if mask is None else as_mask("mask", mask, r, "rewards").reshape(-1)

@@ -155,7 +155,7 @@ class KeptTokens(NamedTuple):
         for index, output in enumerate(outputs):
             if not hasattr(output, "sampling_mask"):
                 raise TypeError(
-                    "outputs must have a sampling_mask, as those of an engine with "
+                    "outputs must have a sampling_mask, which an engine returns with "
                     f"return_sampling_mask=True; got {type(output).__name__} at {index}"
                 )
         lengths = [

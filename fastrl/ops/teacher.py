@@ -294,7 +294,7 @@ def teacher_arguments(
     except (TypeError, ValueError) as error:
         raise type(error)(f"teacher.{error}") from None
     if head.vocabulary != vocabulary:
-        way = "of a longer head pass the first rows" if group is None else "on every rank"
+        way = "pass the first rows of a longer head" if group is None else "split both heads alike"
         raise ValueError(
             f"teacher.weight must have {vocabulary} rows like the student's head, got "
             f"{head.vocabulary}: {way}"

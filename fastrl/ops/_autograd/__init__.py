@@ -1,1 +1,1 @@
-"""Autograd functions for gradients that are computed in the forward, and guards."""
+"""Autograd functions whose gradients are computed in the forward, and guards."""

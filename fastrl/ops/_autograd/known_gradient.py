@@ -1,8 +1,8 @@
 """Losses whose gradient is computed in the forward; the backward only scales it.
 
-On a GPU the host does not read the upstream factor, which would take a synchronization. A kernel of
-the backend reads it, and leaves the gradient alone if it is 1. Any other factor costs another read
-and write of the gradient, and so does every factor in a compiled or retained graph.
+On a GPU the host does not read the upstream factor, because that would take a synchronization. A
+kernel of the backend reads it, and leaves the gradient alone if it is 1. Any other factor costs
+another read and write of the gradient, and so does every factor in a compiled or retained graph.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from torch import Tensor
 def save(ctx: Any, *tensors: Tensor | None) -> None:
     """Save tensors for the backward, even those that were made in inference mode.
 
-    `save_for_backward` rejects the latter, and clones of an LM head would take too much memory.
+    `save_for_backward` rejects inference tensors, and a clone of an LM head would take too much
+    memory.
     """
     pairs = [(x, _is_inference(x)) for x in tensors]
     ctx.save_for_backward(*(None if inference else x for x, inference in pairs))

@@ -1,1 +1,1 @@
-"""Rows that have kept a part of the vocabulary: their columns and their statistics."""
+"""Rows restricted to the tokens that a sampler kept: their columns and statistics."""

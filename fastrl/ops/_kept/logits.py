@@ -1,7 +1,7 @@
-"""Statistics of rows of logits that have kept a part of the vocabulary, and their gradient.
+"""Statistics of logits over the tokens that each row kept, and their gradient.
 
-The logits that a chunk of rows has kept are gathered, and the kernels for whole rows run on them.
-Rows of the whole vocabulary go through the same kernels in place, selected by a mask.
+The kept logits of a chunk of rows are gathered, and the kernels for whole rows run on them. Rows
+with the whole vocabulary go through the same kernels in place, selected by a mask.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fastrl.tracing import refuse_transforms
 
 
 class Chunk(NamedTuple):
-    """Rows of similar numbers of kept tokens, and their logits `[C, K]`."""
+    """Rows with similar numbers of kept tokens, and their logits `[C, K]`."""
 
     place: tuple[Tensor, Tensor, Tensor]  # indices of these logits in `[B, T, V]`
     padding: Tensor  # bool [C, K]
@@ -150,7 +150,7 @@ class KeptCall(NamedTuple):
         return self.active() & (counts == 0)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the active rows that have kept a part of the vocabulary, with their logits."""
+        """Yield the active rows that kept a part of the vocabulary, with their kept logits."""
         logits, tokens, part = self.logits, self.logits.shape[1], self.part()
         rows = flat_rows(self.rows)
         kept = KeptRows.of(self.kept, rows.token_ids, self.vocabulary())
@@ -194,7 +194,7 @@ class KeptCall(NamedTuple):
         return chunks
 
     def whole_rows(self, stats: Sequence[Tensor], slopes: Slopes) -> tuple[object, ...]:
-        """Return the other arguments of `token_stats_bwd` for the rows of the whole vocabulary."""
+        """Return the other arguments of `token_stats_bwd` for rows with the whole vocabulary."""
         part, rows = self.part(), self.rows._replace(mask=self.whole())
         if part is not None:
             rows, slopes = part.rows._replace(mask=self.whole()), part.slopes(slopes)
@@ -242,7 +242,7 @@ def kept_token_stats_bwd(*arguments: Any) -> Tensor:
 
 @torch.no_grad()
 def kept_token_stats_bwd_(*arguments: Any) -> None:
-    """Overwrite the logits with dL/dlogits; the arguments of `kept_token_stats_bwd`."""
+    """Overwrite the logits with dL/dlogits; takes the arguments of `kept_token_stats_bwd`."""
     call, stats, slopes = _backward(arguments)
     chunks = call.chunk_gradients(stats, slopes)  # reads what the next line overwrites
     operators(call.backend).token_stats_bwd_(call.logits, *call.whole_rows(stats, slopes), False)

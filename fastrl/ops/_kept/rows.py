@@ -1,8 +1,8 @@
-"""The tokens that rows have kept, as columns of a small matrix of logits.
+"""The tokens that each row kept, as columns of a small matrix of logits.
 
-The logits that a row has kept form a row over a small vocabulary, so the kernels for rows of logits
-do not need to know about the others. Rows with similar numbers of kept tokens form a chunk
-`[C, K]`, padded with logits of -inf.
+The kept logits of a row form a row over a small vocabulary, so the kernels for rows of logits need
+not know about the other tokens. Rows with similar numbers of kept tokens form a chunk `[C, K]`,
+padded with logits of -inf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIMILAR = 16
 
 
 class KeptArguments(NamedTuple):
-    """`KeptTokens` as operators take them; None: every row has the whole vocabulary."""
+    """`KeptTokens` in the form that operators take; None means the whole vocabulary."""
 
     kept_ids: Tensor | None  # integers [M]
     kept_offsets: Tensor | None  # integers [N + 1]
@@ -47,7 +47,7 @@ class KeptColumns(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """The tokens that rows `[N]` have kept."""
+    """The tokens that rows `[N]` kept."""
 
     ids: Tensor  # [M]
     starts: Tensor  # [N], in `ids`
@@ -94,7 +94,7 @@ class KeptRows(NamedTuple):
 
 
 def check_offsets(ids: Tensor, offsets: Tensor, name: str = "kept") -> None:
-    """Raise on a CPU for offsets `[N + 1]` that do not fit the ids."""
+    """Raise on a CPU if offsets `[N + 1]` do not fit the ids."""
     if not can_read(offsets):
         return
     total, counts = ids.shape[0], offsets.to(torch.int64).diff()
@@ -107,7 +107,7 @@ def check_offsets(ids: Tensor, offsets: Tensor, name: str = "kept") -> None:
 
 
 def check_kept(kept: KeptArguments, active: Tensor, vocabulary: int) -> None:
-    """Raise on a CPU for offsets that do not fit, and for wrong ids of an active row `[N]`."""
+    """Raise on a CPU if offsets do not fit, or if an active row `[N]` has wrong ids."""
     ids, offsets = kept
     if ids is None or offsets is None or not (can_read(ids) and can_read(offsets)):
         return
@@ -141,7 +141,7 @@ def ids_of_part(columns: KeptColumns, parts: VocabularyParts) -> Tensor:
 
 
 def similar(widths: Sequence[int], start: int, count: int) -> Iterator[slice]:
-    """Split rows, sorted by width, where the widths become much larger."""
+    """Split rows, which are sorted by width, wherever the width becomes much larger."""
     end = start + count
     while start < end:
         stop = bisect_right(widths, 2 * widths[start] + _SIMILAR, start, end)

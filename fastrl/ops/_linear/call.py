@@ -52,7 +52,7 @@ class LinearCall(NamedTuple):
         return mask
 
     def check_teacher(self) -> None:
-        """Raise for invalid values of a teacher, which the trace of a function cannot check."""
+        """Raise if a teacher has invalid values, which no trace of a function can check."""
         vocabulary = sum(self.parts.sizes) if self.parts.split() else self.weight.shape[0]
         self.teacher.check_tokens(self.active(), vocabulary)
 
@@ -70,7 +70,7 @@ class LinearCall(NamedTuple):
         return KeptRows.of(self.kept, self.rows.token_ids, vocabulary)
 
     def on_gpu(self) -> bool:
-        """Return whether the kernels of a GPU run the chunks; tests run them on a CPU."""
+        """Return whether GPU kernels process the chunks; tests run these kernels on a CPU."""
         return self.backend in ("triton", "cuda")
 
 
@@ -104,7 +104,7 @@ class Arguments:
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable autocast in a function: its dtype is already an argument wherever it matters."""
+    """Disable autocast in a function, which gets the dtype as an argument wherever it matters."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:

@@ -64,7 +64,7 @@ def in_batch(part: PartRows) -> PartRows:
 class RowOrder(NamedTuple):
     """The rows of a call, in the order in which they are processed.
 
-    First come the rows that may have a gradient, then those that need statistics alone.
+    Rows that may have a gradient come first, then rows that need only statistics.
     """
 
     indices: Tensor | None  # None: all rows, in their own order
@@ -78,7 +78,7 @@ class RowOrder(NamedTuple):
         return values if self.indices is None else values[self.indices]
 
     def pieces(self, start: int, count: int) -> Iterator[tuple[slice, int | None]]:
-        """Split rows where they have kept many more tokens; yield each piece with its width.
+        """Split rows wherever they kept many more tokens; yield each piece with its width.
 
         A width of None is the whole vocabulary.
         """
@@ -102,7 +102,7 @@ def order_rows(
     """Order the rows `[N]` without inactive ones. Without `compact`, all rows are trained.
 
     On a GPU this is the only synchronization of a call, so a captured graph processes all rows.
-    Rows that have kept a part of the vocabulary are always ordered by its size.
+    Rows that kept a part of the vocabulary are always ordered by the size of this part.
     """
     on_gpu = active.is_cuda and torch.cuda.is_initialized()  # fake tensors need no driver
     captured = on_gpu and torch.cuda.is_current_stream_capturing()
@@ -141,7 +141,7 @@ def chunk_size(
     """Return the number of rows in a chunk: `chunk_tokens`, or a default.
 
     The number covers the rows in all `buffers`, and is the same on all ranks of a split vocabulary.
-    The logits of a teacher's head come on top.
+    It does not cover the logits of a teacher's head.
     """
     vocabulary = head.vocabulary
     if parts.split():  # a GPU fills its memory with its part; a CPU gains nothing from more rows
@@ -183,7 +183,7 @@ def _default_rows(
 def chunks(start: int, count: int, size: int, *, on_gpu: bool) -> Iterator[slice]:
     """Yield the rows from `start` on in chunks of about equal sizes, of at most `size` rows.
 
-    The GEMMs of a short last chunk would be inefficient, as are those with a part of a tile.
+    GEMMs are inefficient on a short last chunk and on partial tiles.
     """
     number = -(-count // size)
     tile = _GPU_TILE if on_gpu and size % _GPU_TILE == 0 else 1
@@ -216,7 +216,7 @@ def write_chunk_gradient(
 ) -> None:
     """Overwrite the logits `[C, V]` with dL/dlogits.
 
-    The upstream gradients `grads` are those of logprobs, entropy and logsumexp. With `narrow` the
+    The upstream gradients `grads` belong to logprobs, entropy and logsumexp. With `narrow` the
     result is bfloat16 in the second half of each row, see `fastrl/library.py`. `part` has the rows
     `[C]` of this part of a split vocabulary.
     """
@@ -269,7 +269,7 @@ def gradient_of(logits: Tensor, *, narrow: bool) -> Tensor:
 
 
 def compact_rows(logits: Tensor, has_gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Move the rows with a gradient to the front of a chunk; return them and their old indices.
+    """Move rows with a gradient to the front of a chunk; return these rows and their old indices.
 
     Rows from the end replace those without a gradient, so no others are copied.
     """

@@ -52,7 +52,7 @@ class LinearHead:
     def project(self, products: Products, hidden: Tensor, logits: Tensor) -> None:
         """Write the logits of hidden states `[C, H]` in `products.operand_dtype`.
 
-        The logits are `[C, V]`, or those of the columns of `products`.
+        The logits are `[C, V]`, or have the columns of `products`.
         """
         products.logits(hidden, logits)
         if self.lora_a is not None and self.lora_b is not None:
@@ -86,7 +86,7 @@ class HeadGradients:
     def add(
         self, products: Products, grad_logits: Tensor, hidden: Tensor, grad_hidden: Tensor | None
     ) -> None:
-        """Add the gradients of a chunk with dL/dlogits, of the columns of `products`.
+        """Add the gradients of a chunk from dL/dlogits, which has the columns of `products`.
 
         The gradient of the hidden states is written to `grad_hidden`, if given.
         """
@@ -125,7 +125,7 @@ class HeadGradients:
             grad_hidden.addmm_(grad_low_rank, a)
 
     def sum_low_rank_over(self, group: dist.ProcessGroup) -> None:
-        """Sum the gradient of A over ranks: each has that of its part of the vocabulary."""
+        """Sum the gradient of A over the ranks, each of which has a part of the vocabulary."""
         lora_a = self._sums[2]
         if lora_a is not None:
             dist.all_reduce(lora_a, group=group)

@@ -35,7 +35,7 @@ class LinearInputs(NamedTuple):
 
 
 class ChunkOptions(NamedTuple):
-    """How a linear form is chunked and multiplied; `backend` is a concrete one."""
+    """How a linear form is chunked and multiplied; `backend` is never `auto`."""
 
     chunk_tokens: int | None
     compact: bool
@@ -44,7 +44,7 @@ class ChunkOptions(NamedTuple):
 
 
 class CheckedInputs(NamedTuple):
-    """Hidden states `[B, T, H]`, rows `[B, T]`, which of them are active, and the LM head."""
+    """Hidden states `[B, T, H]`, rows `[B, T]`, the mask of active rows, and the LM head."""
 
     hidden: Tensor
     rows: RowArguments

@@ -1,11 +1,11 @@
-"""The products of an LM head with rows that have kept a part of the vocabulary.
+"""The products of an LM head with rows that kept a part of the vocabulary.
 
     logits[c, k] = states[c] . weight[ids[c, k]],   d states[c] = sum_k d logits[c, k] weight[ids[c, k]]
     d weight[i] = the sum of d logits[c, k] states[c] over ids[c, k] = i
 
 These products read K rows of the weight for each row of the chunk. A GEMM multiplies with all V
 rows, but reads each of them once for many rows of the chunk, so it is faster from some K on; the
-logits that rows have kept are then gathered from all logits.
+kept logits are then gathered from all logits.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class GemmKeptProducts(KeptProducts):
 
 
 def widest(vocabulary: int, products: Products, parts: VocabularyParts, *, on_gpu: bool) -> int:
-    """Return the number of kept tokens from which a row is multiplied with all the vocabulary.
+    """Return the number of kept tokens from which on a row is multiplied with the whole vocabulary.
 
     It is the same on all ranks of a split vocabulary, which exchange the same chunks.
     """

@@ -3,9 +3,10 @@
     per chunk, on a CPU:  project -> statistics -> slopes -> dL/dlogits in place -> gradient GEMMs
                on a GPU:  project -> one kernel: statistics, slope, dL/dlogits   -> gradient GEMMs
 
-Masked rows are left out of all GEMMs, and rows without advantage or weight out of the gradient
-GEMMs. On a CPU the latter also skip rows whose slopes turn out to be 0 (clipped). On a GPU that
-would take a synchronization per chunk, which costs more than it saves, so these rows stay as zeros.
+Masked rows are left out of all GEMMs, and rows with advantage or weight 0 are left out of the GEMMs
+for gradients. On a CPU, rows whose slopes turn out to be 0 (clipped) are left out of these, too. On
+a GPU that would take a synchronization per chunk, which costs more than it saves, so these rows
+stay as zeros.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ def _train(
 def _write_gradient(
     projected: Projected, stats: RowStats, grads: Sequence[Tensor | None], backend: str
 ) -> None:
-    """Overwrite the logits of a chunk with dL/dlogits; `grads`: as in `write_chunk_gradient`."""
+    """Overwrite the logits of a chunk with dL/dlogits; see `write_chunk_gradient`."""
     logits, rows, narrow = projected.logits, projected.rows, projected.products.narrow
     write_chunk_gradient(logits, rows, stats, grads, backend, narrow=narrow, part=projected.part)
 

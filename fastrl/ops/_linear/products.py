@@ -2,9 +2,9 @@
 
     logits = hidden weight^T,   d hidden = d logits weight,   d weight += d logits^T hidden
 
-The implementation is chosen once per call by backend, device and dtype (`kept.py` has that for rows
-that have kept a part of the vocabulary). On a CPU torch rounds the product of 16-bit matrices to 16
-bits, which is too coarse for log-probabilities, so operands are converted block by block, or
+The implementation is chosen once per call by backend, device and dtype (`kept.py` has the products
+for rows that kept a part of the vocabulary). On a CPU torch rounds the product of 16-bit matrices
+to 16 bits, which is too coarse for log-probabilities, so operands are converted block by block, or
 multiplied by fastrl's kernel for AMX tiles.
 """
 
@@ -53,7 +53,7 @@ class ConvertedProducts(WholeRows):
         total.addmm_(grad_logits.t(), hidden, beta=float(accumulate))
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add the product of two small matrices, or of a small one and dL/dlogits."""
+        """Add the product of two small matrices, or of a small matrix and dL/dlogits."""
         total.addmm_(a.to(self._dtype), b.to(self._dtype))
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -103,7 +103,7 @@ def choose_products(
     backend: str,
     operand_dtype: torch.dtype | None,
 ) -> Products:
-    """Return the GEMMs for a call with results in `dtype`; the last argument: `gemm_dtype`."""
+    """Return the GEMMs for results in `dtype` and operands in the result of `gemm_dtype`."""
     if operand_dtype is not None and multiply_bfloat16(hidden.device):
         return TensorCoreProducts(weight, operand_dtype)
     is_bfloat16 = hidden.dtype == weight.dtype == torch.bfloat16

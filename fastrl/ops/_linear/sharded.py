@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks: gathered for a call, with averaged gradients."""
+"""Parameters that are sharded over ranks: they are gathered for a call, and gradients averaged."""
 
 from __future__ import annotations
 

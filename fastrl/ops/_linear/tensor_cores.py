@@ -17,8 +17,8 @@ _WITHOUT = ("cpu",)
 def gemm_dtype(hidden: Tensor, weight: Tensor, backend: str) -> torch.dtype | None:
     """Return the 16-bit dtype in which a GPU multiplies, or None for the dtype of the results.
 
-    It is autocast's dtype, else that of both hidden states and weight. On a CPU autocast has no
-    effect, and the reference backend never rounds an operand.
+    It is the dtype of autocast, else the common dtype of hidden states and weight. On a CPU
+    autocast has no effect, and the reference backend never rounds an operand.
     """
     device = hidden.device.type
     if device in _WITHOUT or backend not in ("triton", "cuda"):
@@ -33,7 +33,7 @@ def gemm_dtype(hidden: Tensor, weight: Tensor, backend: str) -> torch.dtype | No
 
 @functools.cache
 def multiply_bfloat16(device: torch.device) -> bool:
-    """Return whether a GPU multiplies bfloat16 matrices: NVIDIA's from sm_80 on."""
+    """Return whether a GPU multiplies bfloat16 matrices, as NVIDIA's do from sm_80 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -42,8 +42,8 @@ def multiply_bfloat16(device: torch.device) -> bool:
 class TensorCoreProducts(WholeRows):
     """16-bit operands, converted once per call, and float32 results.
 
-    dL/dlogits is bfloat16 even for float16 operands, since the range of float16 is too narrow, so
-    their gradients are products of bfloat16 copies.
+    dL/dlogits is bfloat16 even for float16 operands, because the range of float16 is too narrow, so
+    the gradients of float16 operands are products of bfloat16 copies.
     """
 
     #: the dtype of the gradient that replaces float32 logits

@@ -53,8 +53,8 @@ class ChunkBuffer(NamedTuple):
 class Projected(NamedTuple):
     """A chunk: its hidden states as operands of the products, its logits and row arguments.
 
-    The logits are `[C, V]`, or `[C, K]` if rows have kept a part of the vocabulary; token ids are
-    then columns of that part.
+    The logits are `[C, V]`, or `[C, K]` if rows kept a part of the vocabulary; token ids are then
+    columns of this part.
     """
 
     products: Products
@@ -72,7 +72,8 @@ class Projected(NamedTuple):
 class LinearWalk:
     """The rows of a call in their order; a chunk is a slice of it.
 
-    The next chunk overwrites a chunk's logits, or the one after it if the vocabulary is split.
+    A chunk's logits are overwritten by the next chunk, or by the one after it if the vocabulary is
+    split.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class LinearWalk:
         return self._chunks(0, self._order.trained)
 
     def scored(self) -> Iterator[slice]:
-        """Yield chunks of the rows that need statistics alone."""
+        """Yield chunks of the rows that need only statistics."""
         return self._chunks(self._order.trained, self._order.scored)
 
     def _chunks(self, start: int, count: int) -> Iterator[slice]:
@@ -238,7 +239,7 @@ class LinearWalk:
     def add_gradients(
         self, chunk: slice, projected: Projected, remaining: Tensor | None = None
     ) -> None:
-        """Add up the gradients of a chunk, or of those rows that `remaining` selects."""
+        """Add the gradients of a chunk, or of the rows that `remaining` selects."""
         products, states = projected.products, projected.states
         grad_states = torch.empty_like(states, dtype=self._head.dtype) if self._needs[0] else None
         self._parameters.add(products, self.gradient(projected), states, grad_states)
@@ -252,7 +253,7 @@ class LinearWalk:
     def pass_on_nan(self, chunk: slice, logprobs: Tensor) -> None:
         """Let NaN log-probabilities of scored rows reach all gradients.
 
-        The slopes of these rows are 0 times NaN, but the rows take part in no gradient GEMM.
+        The slopes of these rows are 0 times NaN, but the rows take part in no GEMM for gradients.
         """
         nan = torch.where(logprobs.isnan(), logprobs, 0.0)
         if self._needs[0]:

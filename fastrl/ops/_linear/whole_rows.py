@@ -1,4 +1,4 @@
-"""The parts of bias and low-rank factors in logits of whole rows `[C, V]`, and their gradients."""
+"""Bias and low-rank factors, added to logits of whole rows `[C, V]`, and their gradients."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def unsupported_reason(objective: Objective) -> str | None:
 
 
 class LossInputs(NamedTuple):
-    """The inputs of a policy loss besides log-probabilities and entropy; none has a gradient."""
+    """The inputs of a policy loss besides log-probabilities and entropy; they have no gradient."""
 
     objective: Objective
     arguments: LossArguments
@@ -110,7 +110,7 @@ def loss_inputs(
     o = objective
     check_teacher(o, teacher)
     if advantages is None and not teacher.given():
-        raise TypeError("advantages must be a tensor, got NoneType, which needs a teacher")
+        raise TypeError("advantages must be a tensor, got None, which needs a teacher")
     if ref_logprobs is not None and o.has_exact_kl:
         raise ValueError("ref_logprobs has no effect with objective.kl_estimator 'exact'")
     if advantages is None:  # distillation alone

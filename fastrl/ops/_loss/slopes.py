@@ -35,7 +35,7 @@ class TokenSlopes(NamedTuple):
         return self._in_any_term(self._policy_weights() != 0)
 
     def may_flow(self) -> Tensor:
-        """Return which tokens may have a gradient, as far as the constants tell."""
+        """Return which tokens may have a gradient, as far as the constants determine it."""
         policy = self._policy_weights() != 0
         if self.function is None:  # a function may have a gradient where the advantage is 0
             policy = policy & (self.arguments.advantages != 0)

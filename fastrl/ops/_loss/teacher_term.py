@@ -14,7 +14,7 @@ from fastrl.ops._teacher.arguments import TeacherArguments
 
 
 class Compared(NamedTuple):
-    """The comparison of a call's rows with the teacher's, `[B, T]`."""
+    """The comparison of a call's rows with the teacher's rows, `[B, T]`."""
 
     divergence: Tensor
     teacher_entropy: Tensor
@@ -22,7 +22,7 @@ class Compared(NamedTuple):
 
 
 def check_teacher(objective: Objective, teacher: TeacherArguments) -> None:
-    """Raise unless the objective and the teacher fit."""
+    """Raise unless the objective and the teacher fit each other."""
     if not teacher.given():
         for needed, name in (
             (objective.teacher_coef, "objective.teacher_coef is above 0"),
@@ -36,7 +36,7 @@ def check_teacher(objective: Objective, teacher: TeacherArguments) -> None:
     elif objective.has_exact_kl and teacher.teacher_logprobs is not None:
         raise ValueError(
             "teacher must have hidden states or logits with objective.kl_estimator 'exact': the "
-            "log-probabilities of some tokens give a lower bound of the KL"
+            "log-probabilities of some tokens give only a lower bound of the KL"
         )
     elif objective.has_exact_kl and teacher.beta != 1:
         raise ValueError(
@@ -56,7 +56,7 @@ def divergence_weights(objective: Objective, arguments: LossArguments, active: T
 
 
 def without_gradient(slope: Tensor, entropy_slope: Tensor | None) -> Tensor:
-    """Return which tokens get no gradient from the terms of their log-probability and entropy."""
+    """Return which tokens get no gradient through their log-probability or entropy."""
     still = slope == 0
     return still if entropy_slope is None else still & (entropy_slope == 0)
 
@@ -70,7 +70,7 @@ def add_divergence(
     still: Tensor,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss with its divergence term, and its metrics with those of a teacher.
+    """Return the loss with its divergence term, and the metrics including a teacher's.
 
     `still` says which tokens have no gradient from the other terms.
     """

@@ -20,7 +20,7 @@ Normalizer = float | Tensor | Mapping[str, float | Tensor]
 
 
 class TermAggregations(NamedTuple):
-    """The aggregation of each term; None means that of the policy term."""
+    """The aggregation of each term; None means the same as the policy term."""
 
     policy: AggregationArguments
     kl: AggregationArguments | None
@@ -74,7 +74,7 @@ def term_weights(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return weights `[S]` for policy, KL and entropy (None: as policy), and the active tokens."""
+    """Return weights `[S]` for policy, KL and entropy (None: as for policy), and active tokens."""
     weights, active = sequence_weights(
         mask, cu_seqlens, aggregations.policy, backend, token_ids, ignore_index, dtype
     )

@@ -1,1 +1,1 @@
-"""A teacher's distributions and a student's: their statistics, divergence and gradient."""
+"""The distributions of a student and a teacher: their statistics, divergence and gradient."""

@@ -45,7 +45,7 @@ class TeacherArguments(NamedTuple):
         return (*self[:at], *self.scaling, *self[at + 1 :])
 
     def check_tokens(self, active: Tensor, vocabulary: int) -> None:
-        """Raise on a CPU for invalid top-k values of an active row `[N]`."""
+        """Raise on a CPU if an active row `[N]` has invalid top-k values."""
         ids, logprobs = self.teacher_ids, self.teacher_logprobs
         if ids is None or logprobs is None or not (can_read(ids) and can_read(active)):
             return

@@ -1,4 +1,4 @@
-"""The rows of a teacher for the chunks of a student's rows."""
+"""A teacher's rows, chunk by chunk beside the student's rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TeacherChunks:
         """Allocate the buffers.
 
         `order` has the indices of the processed rows, `size` is the number of rows in a chunk, and
-        `dtype` is that of the student's logits.
+        `dtype` the dtype of the student's logits.
         """
         self._teacher, self._order, self._backend, self._parts = teacher, order, backend, parts
         self._head = teacher_head(teacher, dtype)
@@ -130,7 +130,7 @@ class Dense:
         *,
         narrow: bool,
     ) -> None:
-        """Overwrite the logits with dL/dlogits; `slopes` are as in `write_chunk_gradient`."""
+        """Overwrite the logits with dL/dlogits; `slopes` are of logprob, entropy and logsumexp."""
         self._pair.write_gradient(
             _batch(stats),
             compared.indexed(None),

@@ -238,7 +238,7 @@ def compared_token_stats_bwd(*arguments: Any) -> Tensor:
 @without_autocast
 @torch.no_grad()
 def compared_token_stats_bwd_(*arguments: Any) -> None:
-    """Overwrite the logits with dL/dlogits; the arguments of `compared_token_stats_bwd`."""
+    """Overwrite the logits with dL/dlogits; takes the arguments of `compared_token_stats_bwd`."""
     call, stats, compared, grad_divergence, slopes = _backward(arguments)
     pair = call.pair(call.logits)
     if pair is not None:

@@ -1,4 +1,4 @@
-"""Rows of logits `[B, T, V]` compared with those of a teacher, on any backend.
+"""Rows of logits `[B, T, V]`, compared with a teacher's rows on any backend.
 
 If the vocabulary is split, each rank computes the sums over its part, and the ranks add them up.
 """
@@ -137,7 +137,7 @@ class Pair:
         return self._stats(self.teacher_logits, self.teacher.rows(self.rows), of_part)
 
     def _compared(self, sums: Sequence[Tensor], of_teacher: RowStats) -> TeacherStats:
-        """Return the comparison from its sums over whole rows or this rank's part of them."""
+        """Return the comparison from its sums over whole rows, or over this rank's part of them."""
         divergence, slope_mean, agrees = sums
         if self.part is not None:
             stacked = torch.stack([divergence, slope_mean, agrees.to(divergence.dtype)])
@@ -190,7 +190,7 @@ def _finite(grad_divergence: Tensor, slope_mean: Tensor) -> Tensor:
 
 
 class ReferencePair(Pair):
-    """The same in float64, with the statistics of whole rows recomputed in it."""
+    """A `Pair` in float64, which recomputes the statistics of whole rows in float64."""
 
     def student_stats(self) -> RowStats:
         """Return the student's statistics."""

@@ -1,9 +1,9 @@
-"""Rows of logits compared with a teacher that gives log-probabilities of K tokens.
+"""Rows of logits, compared with a teacher that gives log-probabilities of K tokens.
 
 The comparison is between two small rows: the logits of the K tokens and, with a tail, the
-log-sum-exp of all others as one more event. The tail is summed by itself, since 1 minus the rest
-would lose it, and its gradient is shared among the other tokens by their own softmax, which does
-not underflow.
+log-sum-exp of all other logits as one more event. The tail is summed directly, because 1 minus the
+rest would lose it, and its gradient is shared among the other tokens by their own softmax, which
+does not underflow.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class TopKRows:
         *,
         narrow: bool,
     ) -> None:
-        """Overwrite the logits with dL/dlogits; `slopes` are as in `write_chunk_gradient`."""
+        """Overwrite the logits with dL/dlogits; `slopes` are of logprob, entropy and logsumexp."""
         pair = self._pair()
         of_events = pair.gradient(
             pair.student_stats(),
@@ -150,7 +150,7 @@ class TopKRows:
     def _of_others(
         self, of_tail: Tensor, log_share: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Return the slopes by the statistics of the other tokens' row that have the same effect.
+        """Return the slopes for the other tokens' own row that have the same effect.
 
         With the others' softmax s and their share of the probability, q_j = share * s_j.
         """

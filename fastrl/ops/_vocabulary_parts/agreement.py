@@ -1,4 +1,4 @@
-"""The agreement of the ranks of a split vocabulary before a call: sizes and equal arguments."""
+"""The agreement of ranks that split a vocabulary on sizes and equal arguments, before a call."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _MOST = 32  # arguments; all functions send messages of one length
 def ranks_agree(function: Callable[P, R]) -> Callable[P, R]:
     """Let all ranks of a split vocabulary make the same call, or raise on all of them.
 
-    With a group, even that of a DTensor, the function gets an `Agreement` as `vocab_group`, and
-    must call its `parts` once all checks are done.
+    With a group, which may come from a DTensor, the function gets an `Agreement` as `vocab_group`,
+    and must call its `parts` once all checks are done.
     """
     names = [*_signature(function).parameters]
     part = "logits" if "logits" in names else "weight"
@@ -121,8 +121,8 @@ class Agreement:
     def parts(self, size: int, active: Tensor, backend: str) -> VocabularyParts:
         """Exchange the sizes of the parts; compare the arguments and the backend.
 
-        It takes one collective of 68 integers, for which the host waits. `active` says which tokens
-        count; values of other tokens are not compared.
+        The call takes one collective of 68 integers, for which the host waits. `active` is the mask
+        of tokens that count; values of other tokens are not compared.
 
         Raises:
             ValueError: a part is empty, two parts are the same, arguments differ between ranks, or
@@ -164,7 +164,7 @@ class Agreement:
         return VocabularyParts(self.group.group_name, dist.get_rank(self.group), sizes, reduce)
 
     def _marks(self, sampled: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return an integer per sample; it is the rank if the sample tells nothing."""
+        """Return an integer per sample; it is the rank if the sample distinguishes nothing."""
         marks = _digests({name: _bits(x) for name, (x, _) in sampled.items()})
         telling = torch.stack([tells for _, tells in sampled.values()])
         return torch.where(telling, marks, dist.get_rank(self.group))
@@ -260,7 +260,7 @@ def _counted(active: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _digests(given: Mapping[str, Tensor]) -> Tensor:
-    """Return an integer per `[N]` integers that differs if they do, except by coincidence."""
+    """Return an integer for `[N]` integers, which differs if they do, except by coincidence."""
     bits = [*given.values()]
     places = torch.cat([torch.arange(1, len(x) + 1, device=x.device) for x in bits])
     mixed = torch.cat(bits) + places * 0x1E3779B97F4A7C15  # the steps of splitmix64

@@ -15,7 +15,7 @@ TENSOR_PARALLEL = "tp"
 
 
 class VocabularyParts(NamedTuple):
-    """The parts of a vocabulary in rank order, for operators; without a group it is whole."""
+    """The parts of a vocabulary in rank order, for operators; without a group there is one part."""
 
     group: str  # the name of the process group
     rank: int  # of this process in it

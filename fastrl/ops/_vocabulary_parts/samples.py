@@ -1,4 +1,4 @@
-"""Samples of this rank's part of the vocabulary, which tell it from a copy of the whole."""
+"""Samples of this rank's part of the vocabulary, which distinguish it from a copy of the whole."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _DISTINCT = 8
 
 
 def samples(given: Mapping[str, Any], active: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return values of each tensor that is split, float64 `[M]`, and whether they tell anything.
+    """Return values of each split tensor, float64 `[M]`, and whether they distinguish its parts.
 
-    Those of logits are from the first row that is `active`, bool `[B, T]` or `[N]`.
+    The values of logits are from the first row that is `active`, bool `[B, T]` or `[N]`.
     """
     split = {name: given.get(name) for name in ("logits", "weight")}
     teacher = given.get("teacher")
@@ -53,7 +53,7 @@ def _spread(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _tells(values: Tensor) -> Tensor:
-    """Return whether no other part of the vocabulary has these values by coincidence."""
+    """Return whether these values cannot be in another part of the vocabulary by coincidence."""
     finite = torch.where(values.isfinite(), values, float("inf")).sort().values
     steps = (finite.diff() != 0) & finite[1:].isfinite()
     return steps.sum() >= _DISTINCT - 1

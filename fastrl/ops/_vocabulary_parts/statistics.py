@@ -1,4 +1,4 @@
-"""Statistics of rows whose vocabulary is split: every rank's share, exchanged and combined.
+"""Statistics of rows whose vocabulary is split: ranks exchange and combine their shares.
 
 A rank runs the same kernels on its part as on a whole row, with ids of its own columns, and
 `reference.whole_stats` combines the results. The backward kernels take the statistics of the whole
@@ -126,8 +126,7 @@ def write_part_gradient(
 ) -> None:
     """Overwrite the logits `[B, T, V]` of a part with dL/dlogits.
 
-    `stats` are those of the whole rows; `slopes` are those of logprob, entropy and logsumexp,
-    `[B, T]`.
+    `stats` belong to the whole rows; `slopes` are of logprob, entropy and logsumexp, `[B, T]`.
     """
     of_part = part.slopes(slopes)
     if backend == "reference":
